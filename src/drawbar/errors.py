@@ -1,0 +1,60 @@
+"""Errors that a user can act on, and the exit codes of every drawbar command.
+
+A :class:`UserError` is the only exception that a command prints without a traceback: it says what is wrong,
+where, and what to do about it.
+"""
+
+import difflib
+from collections.abc import Iterable
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """What a drawbar process says to the shell or the scheduler that started it."""
+
+    DONE = 0
+    FAILED = 1
+    WRONG_REQUEST = 2
+    REQUEUE = 75
+    """Saved, and asks to be started again (EX_TEMPFAIL)."""
+    INTERRUPTED = 130
+    """Ctrl-C; the run was saved first."""
+
+
+class UserError(Exception):
+    """The request is wrong, and the user can put it right.
+
+    Args:
+        what: what is wrong, in one sentence or a short block of lines.
+        where: the file, line or key that it concerns.
+        remedy: what to do about it.
+        exit_code: 2 for a wrong request; 1 where a run failed for a reason outside the program (a full disk).
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: str | None = None,
+        remedy: str | None = None,
+        exit_code: ExitCode = ExitCode.WRONG_REQUEST,
+    ) -> None:
+        super().__init__(what)
+        self.what = what
+        self.where = where
+        self.remedy = remedy
+        self.exit_code = exit_code
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        if self.where:
+            lines.append(f"  where: {self.where}")
+        if self.remedy:
+            lines.append(f"  fix:   {self.remedy}")
+        return "\n".join(lines)
+
+
+def nearest(word: str, options: Iterable[str]) -> str | None:
+    """The option spelled most like ``word``, or None where nothing comes close."""
+    matches = difflib.get_close_matches(word, list(options), n=1, cutoff=0.6)
+    return matches[0] if matches else None
