@@ -1,0 +1,50 @@
+"""drawbar: write the training task once, run it anywhere, and prove that it is the same run.
+
+The names below are the library's public face. They are imported when they are first used, so that the command line
+answers without importing torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from drawbar.cli import main
+    from drawbar.config.load import load_config
+    from drawbar.config.schema import RunConfig, TaskConfig
+    from drawbar.errors import UserError
+    from drawbar.tasks.batch import Batch
+    from drawbar.tasks.causal_lm import CausalLM
+    from drawbar.tasks.task import Task
+    from drawbar.train.trainer import Trainer
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Batch": "drawbar.tasks.batch",
+    "CausalLM": "drawbar.tasks.causal_lm",
+    "RunConfig": "drawbar.config.schema",
+    "Task": "drawbar.tasks.task",
+    "TaskConfig": "drawbar.config.schema",
+    "Trainer": "drawbar.train.trainer",
+    "UserError": "drawbar.errors",
+    "load_config": "drawbar.config.load",
+    "main": "drawbar.cli",
+}
+
+__all__ = [
+    "Batch",
+    "CausalLM",
+    "RunConfig",
+    "Task",
+    "TaskConfig",
+    "Trainer",
+    "UserError",
+    "load_config",
+    "main",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'drawbar' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,24 @@
+"""Checkpoints that are complete or absent, whatever happens to the process that writes them.
+
+Nothing here knows of ranks or strategies: rank 0 gathers a ``Snapshot`` and writes it; every rank may read.
+"""
+
+from drawbar.checkpoint.directory import Best, CheckpointDirectory
+from drawbar.checkpoint.format import Snapshot
+from drawbar.checkpoint.load import read, read_state
+from drawbar.checkpoint.save import snapshot_to_host
+from drawbar.checkpoint.space import check_space, check_writable, required_bytes
+from drawbar.checkpoint.writer import AsyncWriter
+
+__all__ = [
+    "AsyncWriter",
+    "Best",
+    "CheckpointDirectory",
+    "Snapshot",
+    "check_space",
+    "check_writable",
+    "read",
+    "read_state",
+    "required_bytes",
+    "snapshot_to_host",
+]

@@ -1,0 +1,89 @@
+"""The command line. Commands import what they need when they run, so that every ``--help`` answers at once."""
+
+import os
+import sys
+import traceback
+from typing import TYPE_CHECKING
+
+import click
+
+from drawbar.cli.config import config
+from drawbar.cli.evaluate import evaluate
+from drawbar.cli.generate import generate
+from drawbar.cli.train import train
+from drawbar.errors import ExitCode, UserError
+
+if TYPE_CHECKING:
+    from drawbar.tasks.task import Task
+
+
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="""\b
+Examples:
+  drawbar train config.yaml                          train, or go on with a run that was cut short
+  drawbar train config.yaml launch.nproc=2           the same run on two processes
+  drawbar eval runs/demo --checkpoint best           scores of the best checkpoint
+  drawbar generate runs/demo --prompt "def main("    text from the model
+  drawbar config explain optim.lr config.yaml        a setting: its value, its origin, its meaning
+""",
+)
+@click.version_option(package_name="drawbar", message="%(prog)s %(version)s")
+def group() -> None:
+    """Train language models on one machine or many, and prove that it is the same run."""
+
+
+for command in (train, evaluate, generate, config):
+    group.add_command(command)
+
+
+def main(task: "type[Task]") -> None:
+    """Make a script of a task: it gets the whole command line (``python my_task.py train c.yaml optim.lr=1e-4``)."""
+    run(task)
+
+
+def run(task: "type[Task] | None" = None) -> None:
+    """Run the command line and end the process with its exit code."""
+    code = _invoke(task)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        _leave_rank(code)
+    sys.exit(code)
+
+
+def _leave_rank(code: int) -> None:
+    from drawbar.runtime.agent import report_status
+
+    report_status(code)
+    if code != ExitCode.DONE:
+        os._exit(code)  # a process group whose peers are gone may never finish its own clean-up
+
+
+def _invoke(task: "type[Task] | None") -> int:
+    try:
+        return int(group.main(prog_name="drawbar", standalone_mode=False, obj=task) or ExitCode.DONE)
+    except click.ClickException as error:
+        error.show()
+        return ExitCode.WRONG_REQUEST
+    except UserError as error:
+        _tell(error, f"error: {error}")
+        return error.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("interrupted", err=True)
+        return ExitCode.INTERRUPTED
+    except Exception as error:  # noqa: BLE001 - the last stop: the launcher must learn of it
+        _tell(error, traceback.format_exc())
+        return ExitCode.FAILED
+
+
+def _tell(error: Exception, text: str) -> None:
+    """Say what went wrong: to the launcher, which tells it once for all ranks, or here."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        from drawbar.runtime.agent import STATUS_FILE, report_failure
+        from drawbar.runtime.log import log_to_file
+
+        log_to_file(text)
+        if report_failure(error) and STATUS_FILE in os.environ:
+            return
+    click.echo(text, err=True)

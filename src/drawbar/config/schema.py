@@ -37,7 +37,14 @@ Count = Annotated[int, Field(ge=1)]
 class Section(BaseModel):
     """One section of the configuration: strict, closed and frozen."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        frozen=True,
+        allow_inf_nan=False,
+        ser_json_inf_nan="constants",
+        use_attribute_docstrings=True,
+    )
 
 
 class RunSection(Section):
@@ -69,13 +76,13 @@ class CausalLMConfig(TaskConfig):
     """Options of the built-in task `causal_lm`: predict the next token."""
 
     model: PathText = "llama"
-    """Hub name or local folder of a pretrained model; with `from_scratch`, also a model type such as `llama` or `gpt2`."""
+    """Hub name or folder of a pretrained model; with `from_scratch`, also a model type such as `llama` or `gpt2`."""
     from_scratch: dict[str, Any] | None = None
     """Start from random weights, with these fields of the architecture's own config changed (`{}`: none)."""
     tokenizer: PathText | TokenizerTraining | None = None
     """Hub name or folder of the tokenizer (default: the model's own), or `{train: byte_bpe, vocab_size: N}`."""
     resize_embeddings: bool = False
-    """Grow or shrink the model's embeddings to the tokenizer's size; without it a tokenizer that does not fit is an error."""
+    """Grow or shrink the model's embeddings to the tokenizer's size. Without it, one that does not fit is an error."""
     text_column: Annotated[str, Field(min_length=1)] = "text"
     """The key that holds the text of a JSON record."""
 

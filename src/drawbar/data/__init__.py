@@ -1,0 +1,1 @@
+"""Sources, tokenizers, encoded samples, packing, and the order in which training visits them."""

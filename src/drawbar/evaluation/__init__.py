@@ -1,0 +1,1 @@
+"""Scores over every sample exactly once, and text from a trained model."""

@@ -1,0 +1,1 @@
+"""Building models: from the hub, from a folder, or from scratch."""

@@ -1,0 +1,1 @@
+"""How a model is computed and spread: number formats and data parallelism."""

@@ -1,0 +1,1 @@
+"""What users subclass, and the built-in tasks."""

@@ -1,0 +1,35 @@
+# `make demo` and `make test` need Python >= 3.11, git and make, and nothing else: they make .venv and install into it.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test lint bench docs clean
+
+demo: .venv/installed
+	$(BIN)/python examples/python_stdlib/demo.py
+
+test: lint
+	$(BIN)/pytest -q
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: .venv/installed
+	$(BIN)/python benchmarks/training.py
+
+docs: .venv/installed
+	$(BIN)/python docs/generate.py
+
+clean:
+	rm -rf .venv .pytest_cache .ruff_cache build
+
+# torch first, by its exact version: everything else then finds it there and fetches no other build
+.venv/installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "drawbar needs Python 3.11 or newer; say which: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 2; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $$(grep '^torch==' constraints.txt)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@

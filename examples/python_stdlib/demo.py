@@ -1,0 +1,45 @@
+"""`make demo`: train a small Llama on the Python standard library, then show what it learned."""
+
+import sys
+from pathlib import Path
+
+from ngrams import bits_per_byte
+
+import drawbar
+from drawbar.evaluation.generate import Sampling
+from drawbar.tracking.table import print_table
+from drawbar.train.inference import evaluate_run, generate_from_run
+
+HERE = Path(__file__).parent
+
+
+def main(overrides: list[str]) -> int:
+    config = drawbar.load_config(HERE / "config.yaml", overrides).config
+    outcome = drawbar.Trainer(config).fit()
+    if outcome.exit_code != 0:
+        return outcome.exit_code
+
+    scores = evaluate_run(config, None, "validation", "best")
+    task = drawbar.CausalLM(config)
+    train, validation = ([record["text"] for record in task.records(split)] for split in ("train", "validation"))
+    sample = generate_from_run(config, None, ["import os\n\n\ndef "], Sampling(max_new_tokens=160), "best", seed=1)
+
+    print("\nA sample:\n")
+    print("import os\n\n\ndef " + sample[0])
+    print()
+    print_table(
+        "Validation bits per byte (less is better)",
+        ["model", "bits per byte"],
+        [
+            ["unigram bytes, counted on all training text", f"{bits_per_byte(train, validation, order=1):.3f}"],
+            ["trigram bytes, counted on all training text", f"{bits_per_byte(train, validation, order=3):.3f}"],
+            [f"this Llama, after {outcome.progress.step} steps", f"{scores['bits_per_byte']:.3f}"],
+        ],
+    )
+    print(f"\nThe run is in {config.run_dir}: metrics.jsonl, logs/, checkpoints/, tensorboard/, eval/.")
+    print(f"More of its Python:  .venv/bin/drawbar generate {config.run_dir} --prompt 'class '")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

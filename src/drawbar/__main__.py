@@ -1,0 +1,5 @@
+"""``python -m drawbar``: the same program as ``drawbar``."""
+
+from drawbar.cli import run
+
+run()

@@ -1,0 +1,61 @@
+"""Find out before a run starts whether its checkpoints can be written."""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from drawbar.errors import UserError
+
+
+def required_bytes(checkpoint_bytes: int, keep: int, existing: int = 0) -> int:
+    """Free space that a run needs: the ``keep`` newest, the best one and the one being written, less what is there.
+
+    Args:
+        checkpoint_bytes: size of one checkpoint.
+        keep: how many of the newest checkpoints stay.
+        existing: number of complete checkpoints that already take up their room.
+    """
+    return checkpoint_bytes * max(1, keep + 2 - existing)
+
+
+def check_space(folder: Path, needed_bytes: int) -> None:
+    """Raises UserError where the file system of ``folder``, which need not exist yet, has less room than needed."""
+    free = free_bytes(folder)
+    if free < needed_bytes:
+        raise UserError(
+            f"not enough disk space for the checkpoints: {readable(needed_bytes)} needed, {readable(free)} free",
+            where=str(folder),
+            remedy="free some space there, keep fewer checkpoints (checkpoint.keep), or use another disk (run.dir)",
+        )
+
+
+def check_writable(folder: Path) -> None:
+    """Make the folder, and a file in it that vanishes again. Raises UserError where that cannot be done."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        obstacle = _nearest_existing(folder)
+        reason = "is a file, not a folder" if obstacle.is_file() else f"is not writable ({error.strerror})"
+        raise UserError(
+            f"cannot write to the folder {folder}: {obstacle} {reason}",
+            where=str(folder),
+            remedy="use another folder (run.dir), or make that one writable",
+        ) from error
+
+
+def free_bytes(folder: Path) -> int:
+    """Free space, in bytes, on the file system that holds ``folder`` or will hold it."""
+    return shutil.disk_usage(_nearest_existing(folder)).free
+
+
+def readable(size: int) -> str:
+    """A number of bytes for people: ``1.5 GiB``, ``12.0 MiB``."""
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+
+
+def _nearest_existing(folder: Path) -> Path:
+    folder = folder.absolute()
+    return next(path for path in (folder, *folder.parents) if os.path.lexists(path))

@@ -1,0 +1,38 @@
+"""What the commands share: configuration arguments, and the folder of a run."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from drawbar.config.load import LoadedConfig, load_config
+from drawbar.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from drawbar.tasks.task import Task
+
+
+def load(arguments: tuple[str, ...], task: "type[Task] | None") -> LoadedConfig:
+    """``[CONFIG] [KEY=VALUE]...``: a file, if the first argument is no override, and the overrides."""
+    path, overrides = None, list(arguments)
+    if overrides and "=" not in overrides[0]:
+        path = overrides.pop(0)
+    return load_config(path, overrides, task=task.Config if task else None)
+
+
+def load_run(run: str, overrides: tuple[str, ...], task: "type[Task] | None") -> LoadedConfig:
+    """The configuration of a run directory, wherever it lies now.
+
+    Raises:
+        UserError: the folder holds no run.
+    """
+    folder = Path(run).absolute()
+    if not (folder / "config.yaml").is_file():
+        siblings = [path.name for path in folder.parent.glob("*/config.yaml")] if folder.parent.is_dir() else []
+        runs = sorted(path.parent.name for path in folder.parent.glob("*/config.yaml")) if siblings else []
+        guess = nearest(folder.name, runs)
+        raise UserError(
+            f"{run} is no run directory: it has no config.yaml",
+            where="RUN",
+            remedy=f"did you mean {folder.parent / guess}?" if guess else "give the folder that training wrote",
+        )
+    place = (f"run.dir={folder.parent}", f"run.name={folder.name}")
+    return load_config(folder / "config.yaml", [*overrides, *place], task=task.Config if task else None)

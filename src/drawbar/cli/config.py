@@ -1,0 +1,86 @@
+"""``drawbar config``: show, explain and describe a configuration. Imports only click until a command runs."""
+
+import json
+from typing import Any
+
+import click
+
+
+@click.group()
+def config() -> None:
+    """Look at a configuration without running it.
+
+    \b
+    drawbar config show config.yaml                    the whole, with every default
+    drawbar config explain optim.lr config.yaml        one setting: value, origin, meaning
+    drawbar config schema > schema.json                for an editor's completion
+    """
+
+
+@config.command()
+@click.argument("path", metavar="CONFIG")
+@click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1)
+@click.option("--origins", is_flag=True, help="Write behind each setting that was given where it came from.")
+@click.pass_obj
+def show(task: Any, path: str, overrides: tuple[str, ...], origins: bool) -> None:
+    """Print what a run would use, every default included.
+
+    The result is a configuration file itself.
+
+    \b
+    drawbar config show config.yaml
+    drawbar config show config.yaml optim.lr=1e-4 parallel.strategy=ddp --origins
+    """
+    from drawbar.config.load import dump_yaml, load_config
+
+    loaded = load_config(path, overrides, task.Config if task else None)
+    comments = {key: str(origin) for key, origin in loaded.origins.items()} if origins else {}
+    click.echo(dump_yaml(loaded.config, comments), nl=False)
+
+
+@config.command()
+@click.argument("path", metavar="[CONFIG]", required=False)
+@click.pass_obj
+def schema(task: Any, path: str | None) -> None:
+    """Print the JSON schema of a configuration file.
+
+    With CONFIG, `task` is described as the task that this file names.
+
+    \b
+    drawbar config schema > schema.json
+
+    With this as the first line of a YAML file, many editors check and complete it:
+
+    \b
+    # yaml-language-server: $schema=schema.json
+    """
+    from drawbar.config.explain import schema_json
+    from drawbar.config.load import load_config
+
+    task_config = task.Config if task else None
+    if path is not None:
+        task_config = type(load_config(path, task=task_config).config.task)
+    click.echo(json.dumps(schema_json(task_config), indent=2))
+
+
+@config.command()
+@click.argument("key")
+@click.argument("settings", metavar="[CONFIG] [KEY=VALUE]...", nargs=-1)
+@click.pass_obj
+def explain(task: Any, key: str, settings: tuple[str, ...]) -> None:
+    """Say what a setting is, means, and came from.
+
+    A section lists its settings.
+
+    \b
+    drawbar config explain optim
+    drawbar config explain optim.lr
+    drawbar config explain optim.lr config.yaml optim.lr=1e-4
+    """
+    from drawbar.config import explain as explanation
+    from drawbar.config.load import load_config
+
+    has_path = bool(settings) and "=" not in settings[0]
+    path, overrides = (settings[0], settings[1:]) if has_path else (None, settings)
+    loaded = load_config(path, overrides, task.Config if task else None)
+    click.echo(explanation.explain(key, loaded))

@@ -1,0 +1,47 @@
+"""``drawbar eval``."""
+
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from drawbar.tasks.task import Task
+
+
+@click.command(
+    name="eval",
+    epilog="""\b
+Examples:
+  drawbar eval runs/demo
+  drawbar eval runs/demo --split test --checkpoint latest
+  drawbar eval runs/demo --checkpoint 500 eval.micro_batch=64 launch.nproc=2
+
+\b
+Scores are printed and written to RUN/eval/<split>/scores.json.
+""",
+)
+@click.argument("run")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--split", type=click.Choice(["train", "validation", "test"]), default="validation", show_default=True)
+@click.option(
+    "--checkpoint", default="best", show_default=True, metavar="best|latest|STEP", help="Which checkpoint to evaluate."
+)
+@click.pass_obj
+def evaluate(task: "type[Task] | None", run: str, overrides: tuple[str, ...], split: str, checkpoint: str) -> int:
+    """Evaluate a checkpoint of RUN (a run directory), every sample exactly once."""
+    from drawbar.cli.arguments import load_run
+    from drawbar.cli.train import count_processes, own_command
+    from drawbar.config.rules import RULES, check_rules
+
+    loaded = load_run(run, overrides, task)
+    check_rules(loaded, RULES)
+    processes = count_processes(loaded.config)
+    if processes > 1:
+        from drawbar.runtime.agent import run_processes
+
+        return run_processes(own_command(task), processes)
+
+    from drawbar.train.inference import evaluate_run
+
+    evaluate_run(loaded.config, task, split, checkpoint)
+    return 0

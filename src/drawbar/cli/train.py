@@ -1,0 +1,71 @@
+"""``drawbar train``."""
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from drawbar.config.schema import RunConfig
+    from drawbar.tasks.task import Task
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  drawbar train config.yaml
+  drawbar train config.yaml optim.lr=1e-4 train.steps=500 run.name=low-lr
+  drawbar train config.yaml launch.nproc=2
+  torchrun --standalone --nproc_per_node=2 -m drawbar train config.yaml
+  drawbar train config.yaml optim.lr=1e-5 --fork low-lr     a new run from this run's weights
+
+\b
+The same command again goes on where the run stopped.
+Exit codes: 0 done, 1 failed, 2 the request is wrong, 75 saved after SIGTERM, 130 saved after Ctrl-C.
+"""
+)
+@click.argument("arguments", nargs=-1, metavar="[CONFIG] [KEY=VALUE]...")
+@click.option(
+    "--resume",
+    default="auto",
+    metavar="never|auto|PATH",
+    help="auto: go on with the run if it exists (default). never: refuse to. PATH: begin from this checkpoint.",
+)
+@click.option("--fork", metavar="NEWNAME", help="Begin a new run from this run's checkpoint; settings may differ.")
+@click.pass_obj
+def train(task: "type[Task] | None", arguments: tuple[str, ...], resume: str, fork: str | None) -> int:
+    """Train the run that CONFIG (a YAML file) describes, with some settings changed."""
+    from drawbar.cli.arguments import load
+    from drawbar.config.rules import RULES, TRAIN_RULES, check_rules, check_world
+
+    loaded = load(arguments, task)
+    check_rules(loaded, RULES + TRAIN_RULES)
+    processes = count_processes(loaded.config)
+    if processes > 1:
+        from drawbar.runtime.agent import run_processes
+
+        check_world(loaded.config, processes)
+        return run_processes(own_command(task), processes)
+
+    from drawbar.train.trainer import Trainer
+
+    return Trainer(loaded.config, task, resume=resume, fork=fork).fit().exit_code
+
+
+def count_processes(config: "RunConfig") -> int:
+    """How many processes this command must start: none more, where torchrun has started this one."""
+    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
+        return 1
+    if config.launch.nproc != "auto":
+        return config.launch.nproc
+    if config.device in ("cpu", "mps") or config.parallel.strategy == "single":
+        return 1
+    import torch
+
+    return max(1, torch.cuda.device_count())
+
+
+def own_command(task: "type[Task] | None") -> list[str]:
+    """What follows ``python`` to run this same command again."""
+    return [*(["-m", "drawbar"] if task is None else [sys.argv[0]]), *sys.argv[1:]]

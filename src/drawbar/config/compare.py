@@ -1,0 +1,63 @@
+"""What differs between two configurations of one run, and which differences a resumed run may have."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from drawbar.config.fields import show
+from drawbar.config.schema import RunConfig
+
+MAY_CHANGE: dict[str, str] = {
+    "launch": "how processes start, not what they compute",
+    "tracking": "what is written about the run, not the run",
+    "device": "the same run on other hardware",
+    "parallel": "every strategy computes the same update",
+    "train.micro_batch": "the update does not depend on how a global batch is cut",
+    "checkpoint": "when the state is saved, not what it is",
+    "eval.every": "evaluation does not change the weights",
+    "eval.at_start": "evaluation does not change the weights",
+    "eval.patience": "when to stop is decided anew",
+    "eval.micro_batch": "scores do not depend on how the data is cut",
+    "run.dir": "where the run lies; it may have been moved",
+    "run.name": "what the run is called; a fork has another name",
+    "data.test": "training does not read it",
+}
+"""Settings and whole sections that may change when a run is resumed, each with the reason."""
+
+ABSENT = "(absent)"
+"""Stands for a key that one of the two configurations does not have."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A setting with two values."""
+
+    key: str
+    old: Any
+    new: Any
+
+
+def differences(old: RunConfig, new: RunConfig) -> list[Difference]:
+    """The settings that differ, except those that ``MAY_CHANGE``, by dotted key in the order of the file."""
+    found = _differences(old.model_dump(mode="json"), new.model_dump(mode="json"), "")
+    return [difference for difference in found if not _may_change(difference.key)]
+
+
+def render_differences(found: Sequence[Difference]) -> str:
+    """A table for people: a line for each setting with its old and its new value."""
+    rows = [("setting", "was", "is now")] + [(item.key, show(item.old), show(item.new)) for item in found]
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    return "\n".join(f"  {key:<{widths[0]}}  {was:<{widths[1]}}  {now}" for key, was, now in rows)
+
+
+def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str) -> Iterator[Difference]:
+    for name in [*old, *(name for name in new if name not in old)]:
+        before, after = old.get(name, ABSENT), new.get(name, ABSENT)
+        if isinstance(before, dict) and isinstance(after, dict):
+            yield from _differences(before, after, f"{prefix}{name}.")
+        elif before != after:
+            yield Difference(f"{prefix}{name}", before, after)
+
+
+def _may_change(key: str) -> bool:
+    return any(key == free or key.startswith(f"{free}.") for free in MAY_CHANGE)

@@ -1,0 +1,179 @@
+"""From a YAML file and ``key=value`` arguments to a checked, frozen :class:`RunConfig`, and back to YAML."""
+
+import importlib
+import json
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from ruamel.yaml import YAML, CommentedMap, CommentedSeq, RoundTripRepresenter, ScalarNode
+
+from drawbar.config.problems import report_errors
+from drawbar.config.schema import BUILT_IN_TASKS, RunConfig, TaskConfig, run_config_type
+from drawbar.config.source import DEFAULT, Origin, Settings, apply_override, read_file
+from drawbar.errors import UserError, nearest
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """A configuration, and where each of its settings came from."""
+
+    config: RunConfig
+    origins: Mapping[str, Origin]
+    """Origin by dotted key, of the keys that were given."""
+    path: Path | None
+    """The YAML file; None where there is none."""
+
+    def origin(self, key: str) -> Origin:
+        """Where the setting came from."""
+        return self.origins.get(key, DEFAULT)
+
+
+def load_config(
+    path: str | Path | None, overrides: Sequence[str] = (), task: type[TaskConfig] | None = None
+) -> LoadedConfig:
+    """Read a YAML file, merge ``a.b.c=VALUE`` arguments over it (VALUE is YAML), and check the whole.
+
+    Sections merge; a value or a list replaces. Where ``task`` is not given, ``task.type`` names it.
+
+    Raises:
+        UserError: one error with a line for every problem: place, key, what is allowed, the nearest spelling.
+    """
+    settings = read_file(Path(path)) if path is not None else Settings()
+    for override in overrides:
+        apply_override(settings, override)
+    # Present, so that a missing option of the task is reported under its key.
+    settings.values.setdefault("task", {})
+    if task is None:
+        task = _task_config(settings)
+        if task is None:
+            # Its options cannot be judged, but the rest of the file can.
+            task, settings.values["task"] = TaskConfig, {}
+    model = run_config_type(task)
+    config = None
+    try:
+        # Checked as JSON, not as Python: strict, yet a YAML list is a tuple and a YAML string is a path where the
+        # field says so. A task's own options may be of any type that pydantic reads.
+        config = model.model_validate_json(json.dumps(settings.values))
+    except ValidationError as error:
+        report_errors(error, model, settings)
+    if config is None or settings.problems:
+        raise _one_error(settings.problems)
+    return LoadedConfig(config, settings.origins, settings.path)
+
+
+def dump_yaml(config: RunConfig, comments: Mapping[str, str] | None = None) -> str:
+    """The configuration as YAML with every default written out; ``load_config`` reads it back to an equal one.
+
+    Args:
+        config: what to write.
+        comments: texts to write behind the settings with these dotted keys.
+    """
+    yaml = YAML()
+    yaml.Representer = _Representer
+    # A folded line could not carry a comment, and is hard to search.
+    yaml.width = 2**20
+    stream = StringIO()
+    yaml.dump(_tree(config.model_dump(mode="json"), comments or {}, ""), stream)
+    return stream.getvalue()
+
+
+class _Representer(RoundTripRepresenter):
+    """Writes ``null``, where ruamel leaves the place empty, and escapes what is not printable."""
+
+
+def _represent_none(representer: RoundTripRepresenter, _: None) -> ScalarNode:
+    return representer.represent_scalar("tag:yaml.org,2002:null", "null")
+
+
+def _represent_text(representer: RoundTripRepresenter, text: str) -> ScalarNode:
+    # Only double quotes can escape; U+0085, for one, would otherwise be read back as a line break.
+    return representer.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
+
+
+_Representer.add_representer(type(None), _represent_none)
+_Representer.add_representer(str, _represent_text)
+
+
+def _tree(values: Mapping[str, Any], comments: Mapping[str, str], prefix: str) -> CommentedMap:
+    """Block mappings of one-line values, with their comments."""
+    tree = CommentedMap()
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict) and value:
+            tree[name] = _tree(value, comments, f"{key}.")
+            continue
+        tree[name] = value
+        if isinstance(value, list):
+            tree[name] = CommentedSeq(value)
+            tree[name].fa.set_flow_style()
+        if key in comments:
+            tree.yaml_add_eol_comment(comments[key], name)
+    return tree
+
+
+def _one_error(problems: list[str]) -> UserError:
+    remedy = "`drawbar config explain KEY` says what a key means and allows"
+    if len(problems) == 1:
+        return UserError(problems[0], remedy=remedy)
+    return UserError("\n".join([f"{len(problems)} problems:", *problems]), remedy=remedy)
+
+
+def _task_config(settings: Settings) -> type[TaskConfig] | None:
+    """The options of the task that ``task.type`` names; None, and a problem more, where there is none."""
+    section = settings.values.get("task")
+    name = section.get("type", "causal_lm") if isinstance(section, dict) else "causal_lm"
+    if not isinstance(name, str):
+        return TaskConfig
+    if name in BUILT_IN_TASKS:
+        return BUILT_IN_TASKS[name]
+    if ":" in name:
+        try:
+            return _import_config(name)
+        except _NoTask as error:
+            settings.report("task.type", str(error))
+            return None
+    near = nearest(name, BUILT_IN_TASKS)
+    hint = f"; did you mean {near}?" if near else ""
+    allowed = " | ".join([*BUILT_IN_TASKS, "package.module:Class"])
+    settings.report("task.type", f"unknown task {name!r}; expected {allowed}{hint}")
+    return None
+
+
+class _NoTask(Exception):
+    """``package.module:Class`` does not name a task."""
+
+
+def _import_config(name: str) -> type[TaskConfig]:
+    """``Config`` of the task class ``package.module:Class``."""
+    module_name, _, class_name = name.partition(":")
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        # As `python -m` does; the installed command `drawbar` does not.
+        sys.path.insert(0, folder)
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise _NoTask(f"cannot import {module_name!r}: {_cause(error)}") from error
+    found = getattr(module, class_name, None)
+    if found is None:
+        classes = [known for known, value in vars(module).items() if isinstance(getattr(value, "Config", None), type)]
+        near = nearest(class_name, classes)
+        hint = f"; did you mean {module_name}:{near}?" if near else ""
+        raise _NoTask(f"{module_name} has no {class_name!r}{hint}")
+    config = getattr(found, "Config", None)
+    if not (isinstance(config, type) and issubclass(config, TaskConfig)):
+        raise _NoTask(f"{name} is no task: it has no class `Config` that subclasses drawbar.TaskConfig")
+    return config
+
+
+def _cause(error: Exception) -> str:
+    """The error, and the line of the user's file that raised it."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else ""
+    return f"{type(error).__name__}: {error}{place}"

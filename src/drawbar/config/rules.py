@@ -1,0 +1,305 @@
+"""Which settings combine: the one table that training obeys, the documentation prints and the tests walk.
+
+A rule refuses what cannot work, and what would have no effect: a setting that does nothing is a mistake in the making.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from drawbar.config.fields import lookup, show
+from drawbar.config.load import LoadedConfig
+from drawbar.config.schema import OptimSection, RunConfig
+from drawbar.errors import UserError
+
+MICRO_BATCH_TOKENS = 8192
+"""What ``train.micro_batch: auto`` fills a micro-batch with, at most."""
+
+DEFAULTS = OptimSection()
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A combination of settings that is refused."""
+
+    name: str
+    keys: tuple[str, ...]
+    """The settings that an error shows, with their values."""
+    broken: Callable[[RunConfig], bool]
+    reason: str
+    """Why it is refused."""
+    remedy: str
+    """What to do instead."""
+
+
+def _warmup_share(config: RunConfig) -> float:
+    """Warm-up as a share of all steps; 0 where the number of steps is not known yet."""
+    if isinstance(config.optim.warmup, float):
+        return config.optim.warmup
+    return config.optim.warmup / config.train.steps if config.train.steps else 0.0
+
+
+NOT_YET = (
+    Rule(
+        "strategy",
+        ("parallel.strategy",),
+        lambda c: c.parallel.strategy in ("dp", "zero1", "fsdp", "deepspeed"),
+        "this strategy is not in this version yet",
+        "set parallel.strategy to auto, single or ddp",
+    ),
+    Rule(
+        "model parallelism",
+        ("parallel.tensor", "parallel.pipeline", "parallel.context"),
+        lambda c: max(c.parallel.tensor, c.parallel.pipeline, c.parallel.context) > 1,
+        "tensor, pipeline and context parallelism are not in this version yet",
+        "leave all three at 1; ddp splits the batch",
+    ),
+    Rule(
+        "activation checkpointing",
+        ("parallel.activation_checkpointing",),
+        lambda c: c.parallel.activation_checkpointing != "none",
+        "activation checkpointing is not in this version yet",
+        "set parallel.activation_checkpointing=none, and save memory with a smaller train.micro_batch",
+    ),
+    Rule(
+        "fp8",
+        ("precision",),
+        lambda c: c.precision == "fp8",
+        "fp8 is not in this version yet",
+        "set precision to bf16 or auto",
+    ),
+    Rule(
+        "wandb",
+        ("tracking.wandb",),
+        lambda c: c.tracking.wandb is not None,
+        "Weights & Biases is not in this version yet",
+        "set tracking.wandb=null; metrics.jsonl and TensorBoard hold the same numbers",
+    ),
+)
+
+LAYOUT = (
+    Rule(
+        "reshard and replicate",
+        ("parallel.strategy", "parallel.reshard", "parallel.replicate"),
+        lambda c: c.parallel.strategy != "fsdp" and (c.parallel.reshard is not None or c.parallel.replicate > 1),
+        "only fsdp shards parameters, so only it can reshard or replicate them",
+        "remove parallel.reshard and parallel.replicate",
+    ),
+    Rule(
+        "offload",
+        ("parallel.strategy", "parallel.offload"),
+        lambda c: c.parallel.offload and c.parallel.strategy not in ("fsdp", "deepspeed"),
+        "only fsdp and deepspeed can keep parameters in host memory",
+        "remove parallel.offload",
+    ),
+    Rule(
+        "zero_stage",
+        ("parallel.strategy", "parallel.zero_stage"),
+        lambda c: c.parallel.zero_stage is not None and c.parallel.strategy != "deepspeed",
+        "ZeRO stages are deepspeed's",
+        "remove parallel.zero_stage",
+    ),
+    Rule(
+        "single with several processes",
+        ("parallel.strategy", "launch.nproc"),
+        lambda c: c.parallel.strategy == "single" and c.launch.nproc not in ("auto", 1),
+        "the strategy single is one process",
+        "set parallel.strategy=auto, or launch.nproc=1",
+    ),
+    Rule(
+        "mps with several processes",
+        ("device", "launch.nproc"),
+        lambda c: c.device == "mps" and c.launch.nproc not in ("auto", 1),
+        "Apple's MPS is one device, and torch has no collectives for it",
+        "set launch.nproc=1, or device=cpu",
+    ),
+)
+
+BATCHES_AND_STEPS = (
+    Rule(
+        "training data",
+        ("data.train",),
+        lambda c: c.data.train in (None, []),
+        "there is nothing to train on",
+        "set data.train to a file, a glob, a list of them, or python_stdlib",
+    ),
+    Rule(
+        "steps and epochs",
+        ("train.steps", "train.epochs"),
+        lambda c: c.train.steps is not None and c.train.epochs is not None,
+        "both say how long to train",
+        "keep one, and set the other to null",
+    ),
+    Rule(
+        "steps or epochs",
+        ("train.steps", "train.epochs"),
+        lambda c: c.train.steps is None and c.train.epochs is None,
+        "nothing says how long to train",
+        "set train.steps or train.epochs",
+    ),
+    Rule(
+        "micro-batch",
+        ("train.micro_batch", "train.global_batch"),
+        lambda c: c.train.micro_batch != "auto" and c.train.global_batch % c.train.micro_batch != 0,
+        "a global batch is made of whole micro-batches",
+        "choose a micro_batch that divides global_batch, or auto",
+    ),
+    Rule(
+        "profile",
+        ("tracking.profile.start", "train.steps"),
+        lambda c: bool(c.tracking.profile and c.train.steps and c.tracking.profile.start > c.train.steps),
+        "training ends before the profile starts",
+        "start the profile earlier",
+    ),
+)
+
+EVALUATION = (
+    Rule(
+        "evaluation without data",
+        ("eval.every", "eval.patience", "eval.at_start", "data.validation"),
+        lambda c: (
+            c.data.validation in (None, [])
+            and (c.eval.every is not None or c.eval.patience is not None or c.eval.at_start)
+        ),
+        "there is no validation data to evaluate on",
+        "set data.validation, or remove these settings of eval",
+    ),
+    Rule(
+        "patience",
+        ("eval.patience", "eval.every"),
+        lambda c: c.eval.patience is not None and c.eval.every is None,
+        "patience counts evaluations, and there are none before the end",
+        "set eval.every",
+    ),
+)
+
+OPTIMIZATION = (
+    Rule(
+        "warm-up",
+        ("optim.warmup", "train.steps"),
+        lambda c: _warmup_share(c) >= 1,
+        "training ends before the warm-up does",
+        "set optim.warmup below train.steps, or as a fraction such as 0.05",
+    ),
+    Rule(
+        "warm-up and decay",
+        ("optim.schedule", "optim.warmup", "optim.decay", "train.steps"),
+        lambda c: c.optim.schedule == "wsd" and _warmup_share(c) < 1 < _warmup_share(c) + c.optim.decay,
+        "warm-up and decay take more than all steps",
+        "make optim.warmup and optim.decay add up to 1 at most",
+    ),
+    Rule(
+        "momentum",
+        ("optim.name", "optim.momentum"),
+        lambda c: c.optim.momentum is not None and c.optim.name in ("adamw", "adafactor"),
+        "only sgd and muon have a momentum",
+        "remove optim.momentum; adamw's counterpart is optim.betas",
+    ),
+    Rule(
+        "betas and eps",
+        ("optim.name", "optim.betas", "optim.eps"),
+        lambda c: (
+            c.optim.name in ("sgd", "adafactor") and (c.optim.betas, c.optim.eps) != (DEFAULTS.betas, DEFAULTS.eps)
+        ),
+        "only adamw, and muon for what it leaves to adamw, read them",
+        "remove optim.betas and optim.eps",
+    ),
+    Rule(
+        "min_lr_ratio",
+        ("optim.schedule", "optim.min_lr_ratio"),
+        lambda c: c.optim.min_lr_ratio != 0 and c.optim.schedule in ("constant", "inverse_sqrt"),
+        "this schedule has no end value",
+        "remove optim.min_lr_ratio, or choose linear, cosine, polynomial or wsd",
+    ),
+    Rule(
+        "decay",
+        ("optim.schedule", "optim.decay"),
+        lambda c: c.optim.decay != DEFAULTS.decay and c.optim.schedule != "wsd",
+        "only wsd has a decay phase",
+        "remove optim.decay, or set optim.schedule=wsd",
+    ),
+    Rule(
+        "power",
+        ("optim.schedule", "optim.power"),
+        lambda c: c.optim.power != DEFAULTS.power and c.optim.schedule != "polynomial",
+        "only polynomial has an exponent",
+        "remove optim.power, or set optim.schedule=polynomial",
+    ),
+)
+
+RULES: tuple[Rule, ...] = NOT_YET + LAYOUT
+"""What every command needs."""
+
+TRAIN_RULES: tuple[Rule, ...] = BATCHES_AND_STEPS + EVALUATION + OPTIMIZATION
+"""What training needs besides."""
+
+
+def check_rules(config: LoadedConfig | RunConfig, rules: Sequence[Rule] = RULES) -> None:
+    """Refuse settings that do not combine.
+
+    Args:
+        config: what to check; with a ``LoadedConfig`` the error also says where each setting came from.
+        rules: ``RULES``, and for training ``RULES + TRAIN_RULES``.
+
+    Raises:
+        UserError: names every broken rule, the values that break it, the reason and the remedy.
+    """
+    loaded = config if isinstance(config, LoadedConfig) else LoadedConfig(config, {}, None)
+    broken = [rule for rule in rules if rule.broken(loaded.config)]
+    if not broken:
+        return
+    if len(broken) == 1:
+        raise UserError(f"{_shown(broken[0], loaded)}: {broken[0].reason}", remedy=broken[0].remedy)
+    lines = [f"{_shown(rule, loaded)}: {rule.reason}; {rule.remedy}" for rule in broken]
+    raise UserError("\n".join(["these settings do not go together:", *lines]))
+
+
+def check_world(config: RunConfig, world_size: int) -> None:
+    """Refuse batch sizes that cannot be split over ``world_size`` data-parallel processes.
+
+    Raises:
+        UserError: names values that would work.
+    """
+    batch, micro = config.train.global_batch, config.train.micro_batch
+    if batch % world_size:
+        below, above = batch // world_size * world_size, -(-batch // world_size) * world_size
+        fitting = f"{below} or {above}" if below else str(above)
+        raise UserError(
+            f"train.global_batch={batch} cannot be split evenly over {world_size} processes",
+            remedy=f"set train.global_batch to {fitting}, or start {_choices(_divisors(batch), world_size)} processes",
+        )
+    share = batch // world_size
+    if micro != "auto" and share % micro:
+        raise UserError(
+            f"train.micro_batch={micro} does not divide the {share} rows that each process gets "
+            f"(train.global_batch={batch} over {world_size} processes)",
+            remedy=f"set train.micro_batch to {_choices(_divisors(share), micro)}, or to auto",
+        )
+
+
+def resolve_micro_batch(config: RunConfig, world_size: int) -> int:
+    """Rows in one forward and backward on one process.
+
+    ``auto`` is the largest divisor of the process's share of the global batch that keeps a micro-batch at
+    ``MICRO_BATCH_TOKENS`` tokens (rows × ``data.sequence_length``) or less, and at least one row.
+    """
+    if config.train.micro_batch != "auto":
+        return config.train.micro_batch
+    share = max(1, config.train.global_batch // world_size)
+    fitting = [rows for rows in _divisors(share) if rows * config.data.sequence_length <= MICRO_BATCH_TOKENS]
+    return max(fitting, default=1)
+
+
+def _shown(rule: Rule, loaded: LoadedConfig) -> str:
+    """``train.steps=10 (config.yaml:3), train.epochs=2 (command line)``; no places where none are known."""
+    places = {key: f" ({loaded.origin(key)})" if loaded.origins else "" for key in rule.keys}
+    return ", ".join(f"{key}={show(lookup(loaded.config, key))}{place}" for key, place in places.items())
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def _choices(numbers: list[int], near: int) -> str:
+    """``1, 2 or 4``: the four that are closest to ``near``."""
+    closest = sorted(sorted(numbers, key=lambda number: abs(number - near))[:4])
+    return f"{', '.join(map(str, closest[:-1]))} or {closest[-1]}" if len(closest) > 1 else str(closest[0])

@@ -1,0 +1,259 @@
+"""Settings before they are checked: a YAML file and ``key=value`` arguments, merged, each with where it came from."""
+
+import difflib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML, RoundTripConstructor
+from ruamel.yaml.comments import CommentedBase
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.scalarbool import ScalarBoolean
+
+from drawbar.errors import UserError
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a setting came from: ``config.yaml:12``, ``command line`` or ``default``."""
+
+    source: str
+    argument: str | None = field(default=None, compare=False)
+    """The command-line argument as it was typed."""
+
+    def __str__(self) -> str:
+        return self.source
+
+
+DEFAULT = Origin("default")
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+"""Half a character: no text that a UTF-8 file could hold."""
+
+
+@dataclass
+class Settings:
+    """Plain data as JSON knows it, the origin of every dotted key in it, and what is wrong so far, a line each."""
+
+    path: Path | None = None
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, Origin] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    def report(self, key: str, text: str) -> None:
+        """Add a problem: where ``key`` was given, the key, what is wrong."""
+        inside = [known for known in self.origins if known.startswith(f"{key}.")]
+        places = [key, *inside, *ancestors(key)]
+        origin = next((self.origins[place] for place in places if place in self.origins), None)
+        place = origin or self.path
+        names = [str(place)] if place else []
+        if origin and origin.argument:
+            names.append(origin.argument)
+        if not (origin and origin.argument and origin.argument.startswith(f"{key}=")):
+            names.append(key)
+        self.problems.append(": ".join([*names, text]))
+
+
+def ancestors(key: str) -> list[str]:
+    """``a.b.c`` → ``[a.b.c, a.b, a]``."""
+    names = key.split(".")
+    return [".".join(names[:depth]) for depth in range(len(names), 0, -1)]
+
+
+class _Constructor(RoundTripConstructor):
+    """YAML 1.2 has no dates: ``2024-01-31`` is text."""
+
+
+_Constructor.add_constructor("tag:yaml.org,2002:timestamp", RoundTripConstructor.construct_yaml_str)
+
+
+def parse_yaml(text: str) -> Any:
+    """One YAML 1.2 document, with line numbers. Raises ruamel's YAMLError."""
+    yaml = YAML()
+    yaml.Constructor = _Constructor
+    return yaml.load(text)
+
+
+def read_file(path: Path) -> Settings:
+    """The settings of a YAML file.
+
+    Raises:
+        UserError: the file cannot be read, or it is not a YAML mapping.
+    """
+    text = _read_text(path)
+    try:
+        tree = parse_yaml(text)
+        settings = Settings(path)
+        if isinstance(tree, Mapping):
+            settings.values = _plain(tree, "", settings, lambda line: Origin(f"{path}:{line + 1}"))
+    except YAMLError as error:
+        raise _syntax_error(error, path, text) from error
+    except RecursionError as error:
+        raise UserError("the YAML is nested too deeply, or refers to itself", where=str(path)) from error
+    if tree is None:
+        raise UserError(
+            "the file is empty", where=str(path), remedy="write settings such as `data: {train: text.jsonl}`"
+        )
+    if not isinstance(tree, Mapping):
+        raise UserError(
+            "the file holds no keys and values at its top level",
+            where=str(path),
+            remedy="write sections such as `train: {steps: 100}`",
+        )
+    return settings
+
+
+def apply_override(settings: Settings, argument: str) -> None:
+    """Merge ``a.b.c=VALUE`` into ``settings``; what is wrong with it is added to ``settings.problems``."""
+
+    def refuse(reason: str) -> None:
+        settings.problems.append(f"command line: {argument}: {reason}")
+
+    key, equals, text = argument.partition("=")
+    names = key.split(".")
+    if not equals:
+        return refuse("expected KEY=VALUE, such as optim.lr=1e-4")
+    if not all(name and not name.isspace() for name in names):
+        return refuse("the key is not complete; write it with its section, such as optim.lr=1e-4")
+    if not text.strip():
+        return refuse(f"there is no value; write {key}=null for none")
+    try:
+        value = parse_yaml(text)
+    except (YAMLError, RecursionError) as error:
+        reason = getattr(error, "problem", None) or "nested too deeply"
+        return refuse(f"the value is not YAML ({reason}); quote text with special characters: {key}='\"{text}\"'")
+    section, leaf = _section(settings.values, names)
+    if leaf is not None:
+        return refuse(f"{leaf} has a value already ({settings.origins[leaf]}) and no keys; replace it whole: {leaf}=…")
+    own = Settings()
+    plain = _plain(value, key, own, lambda line: Origin("command line", argument))
+    settings.problems += own.problems
+    _merge(section, {names[-1]: plain}, settings.origins, key.rpartition(".")[0])
+    settings.origins |= own.origins
+    return None
+
+
+def nearest_file(path: Path) -> Path | None:
+    """The file spelled most like ``path`` in the same folder."""
+    try:
+        names = [entry.name for entry in path.parent.iterdir() if entry.is_file()]
+    except OSError:
+        return None
+    matches = difflib.get_close_matches(path.name, names, n=1)
+    return path.with_name(matches[0]) if matches else None
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = path.read_bytes()[: error.start].count(b"\n") + 1
+        raise UserError(
+            "the file is not UTF-8 text", where=f"{path}:{line}", remedy="save it again with the encoding UTF-8"
+        ) from error
+    except FileNotFoundError as error:
+        near = nearest_file(path)
+        remedy = f"did you mean {near}?" if near else "give the path of a YAML file"
+        if not path.parent.is_dir():
+            remedy = f"the folder {path.parent} does not exist either"
+        raise UserError("there is no such file", where=str(path), remedy=remedy) from error
+    except IsADirectoryError as error:
+        raise UserError("this is a folder, not a YAML file", where=str(path)) from error
+    except OSError as error:
+        raise UserError(f"the file cannot be read: {error.strerror}", where=str(path)) from error
+
+
+def _syntax_error(error: YAMLError, path: Path, text: str) -> UserError:
+    """The parser's own words, with the line, and what to do about the usual mistakes."""
+    if not isinstance(error, MarkedYAMLError) or error.problem_mark is None:
+        return UserError(f"not valid YAML: {str(error).splitlines()[0]}", where=str(path))
+    line = error.problem_mark.line
+    # ruamel adds the values to a duplicate key, and advice for programmers in the lines below.
+    reason = (error.problem or "syntax error").splitlines()[0].split(" with value")[0]
+    source = text.splitlines()[line].strip() if line < len(text.splitlines()) else ""
+    remedy = "check the indentation, and put text with special characters in quotes"
+    if "\\t" in reason:
+        remedy = "indent with spaces, not with tabs"
+    elif "duplicate key" in reason:
+        remedy = "keep one of them"
+    elif "alias" in reason:
+        remedy = "put text that starts with * or & in quotes"
+    return UserError(f"{path}:{line + 1}: not valid YAML: {reason}: {source}", remedy=remedy)
+
+
+def _plain(tree: Any, top: str, settings: Settings, origin: Callable[[int], Origin]) -> Any:
+    """A YAML tree as plain data. The origins of its keys, below ``top``, and its problems go to ``settings``."""
+
+    def plain(node: Any, key: str, line: int) -> Any:
+        if key:
+            settings.origins[key] = origin(line)
+        match node:
+            case Mapping():
+                return {
+                    _name(name): plain(child, _join(key, _name(name)), _line(node, name, line))
+                    for name, child in node.items()
+                }
+            case list():
+                return [plain(child, f"{key}.{i}", _line(node, i, line)) for i, child in enumerate(node)]
+            case None:
+                return None
+            case bool() | ScalarBoolean():
+                return bool(node)
+            case int():
+                return int(node)
+            case float():
+                return float(node)
+            case str() if not _SURROGATE.search(node):
+                return str(node)
+        settings.report(key, "not a plain value: YAML tags (!…) and broken Unicode are not accepted")
+        return None
+
+    return plain(tree, top, 0)
+
+
+def _name(key: Any) -> str:
+    """JSON's spelling of a key, so that ``id2label: {0: bad}`` works."""
+    match key:
+        case None:
+            return "null"
+        case bool():
+            return str(key).lower()
+    return str(key)
+
+
+def _line(node: Any, child: Any, otherwise: int) -> int:
+    """Line of an entry, from 0. Entries merged from elsewhere (``<<``) have none."""
+    if not isinstance(node, CommentedBase):
+        return otherwise
+    position = node.lc.data.get(child) if node.lc.data else None
+    return position[0] if position else otherwise
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def _section(values: dict[str, Any], names: Sequence[str]) -> tuple[dict[str, Any], str | None]:
+    """The mapping that holds ``names[-1]``, made where missing; or the key of the leaf that stands in the way."""
+    section = values
+    for depth, name in enumerate(names[:-1], start=1):
+        if section.get(name) is None:
+            section[name] = {}
+        if not isinstance(section[name], dict):
+            return {}, ".".join(names[:depth])
+        section = section[name]
+    return section, None
+
+
+def _merge(old: dict[str, Any], new: dict[str, Any], origins: dict[str, Origin], prefix: str) -> None:
+    """Mappings merge; anything else replaces what was there, and the origins below it go."""
+    for name, value in new.items():
+        key = _join(prefix, name)
+        if isinstance(value, dict) and isinstance(old.get(name), dict):
+            _merge(old[name], value, origins, key)
+            continue
+        old[name] = value
+        for stale in [known for known in origins if known.startswith(f"{key}.")]:
+            del origins[stale]

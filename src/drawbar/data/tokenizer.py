@@ -1,0 +1,115 @@
+"""Tokenizers: train a byte-level BPE on the training data, or load one from a folder or the Hugging Face Hub."""
+
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from drawbar.errors import UserError
+
+END_OF_TEXT = "<|endoftext|>"
+HUB_TIMEOUT_SECONDS = 5.0
+
+log = logging.getLogger(__name__)
+
+
+def train_byte_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer (Sennrich et al. 2016, over bytes as in GPT-2): no text is lost.
+
+    The one special token, ``<|endoftext|>``, begins, ends and pads. In a text, the same letters are ordinary text: no
+    document can end itself. The vocabulary comes out smaller than asked where the texts have too few repeated pairs;
+    that is logged.
+
+    Args:
+        texts: the training texts.
+        vocab_size: number of tokens wanted, the 256 bytes and the special token included; at least 257.
+    """
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
+        split_special_tokens=True,
+        clean_up_tokenization_spaces=False,
+    )
+    if len(tokenizer) < vocab_size:
+        log.warning("the texts gave a vocabulary of %d tokens, fewer than the %d asked for", len(tokenizer), vocab_size)
+    return tokenizer
+
+
+def load_tokenizer(name_or_folder: str) -> PreTrainedTokenizerBase:
+    """Load a tokenizer from a local folder or, by name, from the Hugging Face Hub or its local cache.
+
+    Without a network it answers within seconds, from the cache or with an error. Code that comes with a tokenizer is
+    never run.
+
+    Raises:
+        UserError: no such folder or name, the Hub cannot be reached and the name is not cached, or no usable tokenizer.
+    """
+    is_folder = Path(name_or_folder).is_dir()
+    hub_answers = not is_folder and _hub_answers(name_or_folder)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            name_or_folder, local_files_only=not hub_answers, trust_remote_code=False
+        )
+    except Exception as error:
+        if is_folder or hub_answers:
+            raise _unusable(name_or_folder, is_folder, str(error)) from error
+        raise UserError(
+            f"there is no tokenizer {name_or_folder!r} on this machine, and the Hugging Face Hub cannot be reached",
+            remedy="give the folder of a tokenizer, or fetch it where there is a network: "
+            f"`hf download {name_or_folder}`, then bring the cache (HF_HOME) here",
+        ) from error
+    # transformers builds an empty tokenizer from a model's config.json alone, without a word
+    if len(tokenizer) - len(set(tokenizer.all_special_ids)) < 2:
+        raise _unusable(name_or_folder, is_folder, "it has no vocabulary")
+    return tokenizer
+
+
+def _unusable(name: str, is_folder: bool, reason: str) -> UserError:
+    place = f"the folder {name}" if is_folder else f"{name!r} on the Hugging Face Hub"
+    return UserError(
+        f"{place} holds no tokenizer that can be loaded: {reason.strip().splitlines()[0]}",
+        remedy="tokenizer.json and tokenizer_config.json are what tokenizer.save_pretrained(folder) writes",
+    )
+
+
+def _hub_answers(name: str) -> bool:
+    """Ask the Hub for a repository once. transformers itself would retry for most of a minute without a network.
+
+    Raises:
+        UserError: the Hub does not know the name, or it cannot be a name.
+    """
+    try:
+        HfApi().model_info(name, timeout=HUB_TIMEOUT_SECONDS)
+    except HFValidationError as error:
+        raise UserError(
+            f"{name} is not a folder on this machine, and cannot be a name on the Hugging Face Hub",
+            remedy=f"check the path; it is taken from the folder {Path.cwd()}",
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise UserError(
+            f"{name} is neither a folder on this machine nor a repository on the Hugging Face Hub that you may read",
+            remedy="check the spelling; for a private or gated one, log in with `hf auth login`",
+        ) from error
+    except HfHubHTTPError:
+        return True  # it answered, if with an error: the loader's own retries are in place
+    except Exception as error:  # noqa: BLE001 — the type depends on the HTTP library that huggingface_hub uses
+        log.info("the Hugging Face Hub cannot be reached (%s): using the local cache", error)
+        return False
+    return True

@@ -1,0 +1,92 @@
+"""The seam between the loop and every strategy.
+
+The trainer hands over micro-batches and gets a :class:`StepResult`; it never names a strategy. The engine owns the
+model, the optimizer and the loss contract: gradients are those of ``sum(loss) / sum(weight)`` over the global batch.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from drawbar.data.loader import MicroBatch
+from drawbar.tasks.batch import Batch
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did, the same on every rank. Tensors stay on the device until somebody reads them."""
+
+    loss: torch.Tensor
+    """Mean loss over the units of the global batch, before the update (0-d)."""
+    grad_norm: torch.Tensor
+    """Global gradient norm before clipping (0-d)."""
+    weight: float
+    """Units (target tokens, or examples) in the global batch."""
+    lr: float
+    """Learning rate of the update."""
+    skipped: bool
+    """Whether fp16 overflowed, and the update was left out on every rank."""
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """This rank's share of an evaluation."""
+
+    loss: float
+    """Sum of the loss over the batch's units."""
+    weight: float
+    """How many units that is."""
+    predictions: list[Any] | None
+    """One a sample, in the order of the batch's ids; None for a task without ``predict``."""
+
+
+@dataclass
+class EngineState:
+    """All that an engine needs to go on exactly: tensors under fully qualified names, and plain values."""
+
+    model: dict[str, torch.Tensor]
+    optimizer: dict[str, torch.Tensor]
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+class Engine(ABC):
+    """Runs training and evaluation steps under one strategy."""
+
+    @property
+    @abstractmethod
+    def checkpoint_bytes(self) -> int:
+        """About how large a full checkpoint is."""
+
+    @abstractmethod
+    def train_step(self, micro_batches: list[MicroBatch[Batch]]) -> StepResult:
+        """Forward, backward, reduce, clip and update for one global batch, of which this is the rank's share."""
+
+    @abstractmethod
+    def eval_step(self, batch: Batch) -> EvalResult:
+        """Loss and predictions of this rank's batch, without gradients. All ranks call it equally often."""
+
+    @abstractmethod
+    def generate(self, inputs: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:
+        """Token ids (B, L): the inputs and what the model goes on with, by transformers' ``generate(**options)``."""
+
+    @abstractmethod
+    def state(self) -> EngineState:
+        """The full state. Tensors may be the live ones: copy them before the next step."""
+
+    @abstractmethod
+    def load(self, state: EngineState) -> None:
+        """Put back a state, from whatever strategy and world size.
+
+        Raises:
+            UserError: it belongs to another model or optimizer.
+        """
+
+    @abstractmethod
+    def load_model(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Put back the weights alone, for evaluation, generation and a fork."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free what the engine holds."""

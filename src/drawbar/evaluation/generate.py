@@ -1,0 +1,61 @@
+"""Text from a causal language model: prompts in a batch, with a key-value cache."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from drawbar.engines.engine import Engine
+from drawbar.errors import UserError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen. ``temperature`` 0 is greedy."""
+
+    max_new_tokens: int = 128
+    temperature: float = 0.8
+    top_k: int = 50
+    top_p: float = 1.0
+    beams: int = 1
+
+    def options(self) -> dict[str, Any]:
+        """As arguments of transformers' ``generate``."""
+        common = {"max_new_tokens": self.max_new_tokens, "num_beams": self.beams}
+        if self.temperature == 0:
+            return {**common, "do_sample": False}
+        return {
+            **common,
+            "do_sample": True,
+            "temperature": self.temperature,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+        }
+
+
+def generate_text(engine: Engine, tokenizer: Any, prompts: list[str], sampling: Sampling) -> list[str]:
+    """What the model goes on with after each prompt (the prompt itself left out).
+
+    An empty prompt stands for the beginning of a document.
+
+    Raises:
+        UserError: a prompt and its continuation do not fit the model's positions.
+    """
+    begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    encoded = [
+        [begin, *tokenizer(text, add_special_tokens=False)["input_ids"]]
+        if begin is not None
+        else tokenizer(text)["input_ids"]
+        for text in prompts
+    ]
+    longest = max(map(len, encoded))
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
+    # on the left, so that every continuation starts at the same column
+    ids_BL = torch.tensor([[pad] * (longest - len(tokens)) + tokens for tokens in encoded])
+    mask_BL = torch.tensor([[0] * (longest - len(tokens)) + [1] * len(tokens) for tokens in encoded])
+    inputs = {"input_ids": ids_BL, "attention_mask": mask_BL}
+    try:
+        out_BL = engine.generate(inputs, pad_token_id=pad, **sampling.options())
+    except (ValueError, IndexError) as error:
+        raise UserError(f"the model cannot go on from this prompt: {error}", remedy="shorten it") from error
+    return tokenizer.batch_decode(out_BL[:, longest:], skip_special_tokens=True)

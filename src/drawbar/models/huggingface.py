@@ -1,0 +1,115 @@
+"""Causal language models through transformers: pretrained or from random weights, always fp32 on the CPU."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+from drawbar.errors import UserError, nearest
+from drawbar.runtime.log import logger
+
+T = TypeVar("T")
+
+
+def build_from_scratch(name: str, overrides: dict[str, Any], tokenizer: Any) -> nn.Module:
+    """A model with random weights.
+
+    Args:
+        name: a model type (``llama``), a folder with ``config.json``, or a hub name.
+        overrides: fields of that architecture's own config. The vocabulary is the tokenizer's unless it is given here.
+        tokenizer: also gives the special tokens that generation stops at.
+
+    Raises:
+        UserError: an unknown model, an unknown field, or values that the architecture refuses.
+    """
+    special = {key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    fields = {"vocab_size": len(tokenizer), **special, **overrides}
+    local = Path(name).is_dir()
+    known_type = name in CONFIG_MAPPING_NAMES and not local
+    base = AutoConfig.for_model(name) if known_type else _from_hub(lambda: AutoConfig.from_pretrained(name), name)
+    _check_fields(base, overrides)
+    try:
+        config = AutoConfig.for_model(name, **fields) if known_type else AutoConfig.from_pretrained(name, **fields)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except (StrictDataclassError, TypeError, ValueError, KeyError, ZeroDivisionError, RuntimeError) as error:
+        raise UserError(
+            f"a {base.model_type} language model cannot be built with these settings: {error}",
+            where="task.model, task.from_scratch",
+            remedy="correct the fields named; sizes must divide by the number of heads",
+        ) from error
+
+
+def _check_fields(base: PreTrainedConfig, overrides: dict[str, Any]) -> None:
+    own = {field.name for field in dataclasses.fields(type(base))}
+    known = sorted(own | set(type(base).attribute_map) | set(base.to_dict()))
+    for field in overrides:
+        if field in known:
+            continue
+        guess = nearest(field, known)
+        raise UserError(
+            f"{base.model_type} has no field {field!r}" + (f"; did you mean {guess!r}?" if guess else ""),
+            where=f"task.from_scratch.{field}",
+            remedy="the fields are: " + ", ".join(known),
+        )
+
+
+def load_pretrained(name: str) -> nn.Module:
+    """A pretrained model. transformers builds it on the meta device and maps the safetensors files straight into
+    place, so there is never a second copy in memory; files that need unpickling are refused.
+
+    Raises:
+        UserError: the model does not exist, has no safetensors, or is no causal language model.
+    """
+
+    def load() -> tuple[nn.Module, dict[str, Any]]:
+        return AutoModelForCausalLM.from_pretrained(
+            name, dtype=torch.float32, use_safetensors=True, output_loading_info=True
+        )
+
+    model, info = _from_hub(load, name)
+    if info["missing_keys"]:
+        missing = ", ".join(sorted(info["missing_keys"])[:5])
+        logger.warning("%s has no weights for %s: they start from random values", name, missing)
+    return model
+
+
+def _from_hub(load: Callable[[], T], name: str) -> T:
+    """``load()``, with transformers' many exceptions as one that says what to do."""
+    try:
+        return load()
+    except (OSError, ValueError, KeyError) as error:
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        guess = nearest(name, CONFIG_MAPPING_NAMES)
+        if Path(name).is_dir():
+            remedy = "the folder must hold config.json and safetensors files of a causal language model"
+        else:
+            remedy = "give a folder, a hub name that this machine can reach, or a model type with task.from_scratch={}"
+            if guess:
+                remedy += f" (did you mean {guess}?)"
+        raise UserError(f"cannot load the model {name!r}: {first_line}", where="task.model", remedy=remedy) from error
+
+
+def fit_embeddings(model: nn.Module, tokenizer: Any, resize: bool) -> None:
+    """Check that every token has an embedding; give it one only where that is asked for.
+
+    Raises:
+        UserError: the tokenizer has more tokens than the model has embeddings, and ``resize`` is off.
+    """
+    rows = model.get_input_embeddings().num_embeddings
+    if len(tokenizer) == rows:
+        return
+    if resize:
+        logger.info("embeddings resized from %d to %d rows", rows, len(tokenizer))
+        model.resize_token_embeddings(len(tokenizer))
+    elif len(tokenizer) > rows:
+        raise UserError(
+            f"the tokenizer has {len(tokenizer)} tokens, but the model has embeddings for {rows}",
+            where="task.tokenizer, task.model",
+            remedy="use the model's own tokenizer, or set task.resize_embeddings=true to add rows",
+        )

@@ -1,0 +1,92 @@
+"""Optimizers from the configuration. All of them are torch's own."""
+
+from typing import Any
+
+from torch import nn
+from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
+
+from drawbar.config.schema import OptimSection
+from drawbar.errors import UserError
+from drawbar.optim.groups import parameter_groups, split_by_decay, trained_names, undecayed_names
+
+FUSED_DEVICES = {"cpu", "cuda", "mps"}
+"""Where torch updates all parameters in one kernel."""
+
+MUON_MOMENTUM = 0.95
+"""Default of Muon's author: https://kellerjordan.github.io/posts/muon/"""
+
+
+def build_optimizers(model: nn.Module, config: OptimSection) -> list[Optimizer]:
+    """The optimizers that together update every trained parameter of ``model`` exactly once.
+
+    One optimizer, or two for ``muon`` (Muon, then AdamW). Each learning rate is ``config.lr``, the peak; a schedule
+    changes it before each step. Parameter groups carry ``param_names``.
+
+    - ``adamw``: decoupled weight decay (https://arxiv.org/abs/1711.05101), fused where the device can.
+    - ``sgd``: torch adds the decay to the gradient; that is decoupled decay only while momentum is 0.
+    - ``adafactor``: ``lr`` is relative to the size of each parameter, at most ``1/sqrt(step)``
+      (https://arxiv.org/abs/1804.04235).
+    - ``muon``: for the matrices inside the model, AdamW for everything else.
+
+    Raises:
+        UserError: nothing to train, or no matrix for Muon.
+    """
+    match config.name:
+        case "adamw":
+            return [_adamw(parameter_groups(model, config.weight_decay), config)]
+        case "sgd":
+            groups = parameter_groups(model, config.weight_decay)
+            return [SGD(groups, lr=config.lr, momentum=config.momentum or 0.0)]
+        case "adafactor":
+            return [Adafactor(parameter_groups(model, config.weight_decay), lr=config.lr)]
+        case "muon":
+            return _muon(model, config)
+
+
+def _adamw(groups: list[dict[str, Any]], config: OptimSection) -> AdamW:
+    devices = {parameter.device.type for group in groups for parameter in group["params"]}
+    # None, and not False, elsewhere: torch then picks the fastest of its other implementations.
+    fused = True if devices <= FUSED_DEVICES else None
+    return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
+
+
+def _muon(model: nn.Module, config: OptimSection) -> list[Optimizer]:
+    names = trained_names(model)
+    matrices = matrix_names(model)
+    inside = [name for name in names if name in matrices]
+    if not inside:
+        raise UserError(
+            f"{type(model).__name__} has no matrix for muon to train besides its embeddings and output head",
+            where="optim.name",
+            remedy="set optim.name=adamw",
+        )
+    muon = Muon(
+        split_by_decay(model, inside, config.weight_decay),
+        lr=config.lr,
+        momentum=MUON_MOMENTUM if config.momentum is None else config.momentum,
+        # Scales each update by 0.2·sqrt(max(rows, columns)), so that it has the size of AdamW's: then one learning
+        # rate and one weight decay suit both optimizers. Source: https://arxiv.org/abs/2502.16982, section 2.2.
+        adjust_lr_fn="match_rms_adamw",
+    )
+    rest = split_by_decay(model, [name for name in names if name not in matrices], config.weight_decay)
+    return [muon, _adamw(rest, config)] if rest else [muon]
+
+
+def matrix_names(model: nn.Module) -> set[str]:
+    """Names of the parameters with two dims that belong to neither an embedding, the output head nor a norm.
+
+    A row of an embedding or of the output head is one token; Muon is meant for maps from one hidden space to
+    another, and its author keeps it from the vocabulary. The output head is what ``get_output_embeddings()`` returns,
+    a method of every transformers model; a head over a few classes is not one of these, and gets Muon.
+    """
+    vocabulary = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if head is not None:
+        vocabulary.append(head)
+    excluded = {id(parameter) for module in vocabulary for parameter in module.parameters()}
+    undecayed = undecayed_names(model)
+    return {
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.ndim == 2 and id(parameter) not in excluded and name not in undecayed
+    }

@@ -1,0 +1,83 @@
+"""Learning-rate schedules: the curves of transformers' ``get_scheduler``, as pure functions of the step.
+
+A pure function needs no state in a checkpoint, and no resume can get it wrong.
+"""
+
+import math
+
+from torch.optim import Optimizer
+
+from drawbar.config.schema import OptimSection
+
+INVERSE_SQRT_TIMESCALE = 10_000
+"""transformers' time scale, in steps, for ``inverse_sqrt`` without a warm-up."""
+
+
+def learning_rate_scale(step: int, total_steps: int, config: OptimSection) -> float:
+    """The learning rate of one update, as a share of the peak ``config.lr``.
+
+    Args:
+        step: 0-based index of the update about to be made.
+        total_steps: number of updates in the whole run, T below.
+        config: names the curve. W is the number of warm-up steps, m is ``min_lr_ratio``, and
+            p = (step − W) / (T − W) is the progress after the warm-up, at most 1.
+
+    During the warm-up the scale is ``step / W``. So the first update has a learning rate of 0: that is how
+    transformers counts, and the same name gives the same curve here. (``wsd`` warms up from m:
+    ``m + (1 − m)·step / W``.) Afterwards:
+
+    - ``constant``: 1.
+    - ``linear``: ``m + (1 − m)·(1 − p)``.
+    - ``cosine``: ``m + (1 − m)·(1 + cos(π·p)) / 2``.
+    - ``polynomial``: ``m + (1 − m)·(1 − p)^power``. (transformers ends at the learning rate ``lr_end``, default
+      1e-7, and not at a share of the peak.)
+    - ``inverse_sqrt``: ``1 / sqrt((step − W + S) / S)``, where S is W, or 10,000 without a warm-up.
+    - ``wsd``: 1, then over the last D = ⌈decay·T⌉ steps ``m + (1 − m)·(1 + cos(π·q)) / 2``, where q is the
+      progress of the decay; transformers' ``warmup_stable_decay`` with its default shape. Where warm-up and decay
+      overlap, the decay is shorter and starts after the warm-up.
+    """
+    warmup = warmup_steps(total_steps, config)
+    if step < warmup:
+        return _from_floor(step / warmup, config) if config.schedule == "wsd" else step / warmup
+    progress = _progress(step, warmup, total_steps)
+    match config.schedule:
+        case "constant":
+            return 1.0
+        case "linear":
+            return _from_floor(1.0 - progress, config)
+        case "cosine":
+            return _from_floor(_half_cosine(progress), config)
+        case "polynomial":
+            return _from_floor((1.0 - progress) ** config.power, config)
+        case "inverse_sqrt":
+            timescale = warmup or INVERSE_SQRT_TIMESCALE
+            return 1.0 / math.sqrt((step - warmup + timescale) / timescale)
+        case "wsd":
+            decay_start = max(warmup, total_steps - math.ceil(config.decay * total_steps))
+            if step < decay_start:
+                return 1.0
+            return _from_floor(_half_cosine(_progress(step, decay_start, total_steps)), config)
+
+
+def warmup_steps(total_steps: int, config: OptimSection) -> int:
+    """Number of warm-up steps; a fraction of all steps is rounded up, as transformers does."""
+    return config.warmup if isinstance(config.warmup, int) else math.ceil(config.warmup * total_steps)
+
+
+def set_learning_rate(optimizers: list[Optimizer], lr: float) -> None:
+    """Give every parameter group of every optimizer this learning rate."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+
+
+def _progress(step: int, start: int, end: int) -> float:
+    return 1.0 if step >= end else (step - start) / (end - start)
+
+
+def _half_cosine(progress: float) -> float:
+    return (1.0 + math.cos(math.pi * progress)) / 2.0
+
+
+def _from_floor(share: float, config: OptimSection) -> float:
+    return config.min_lr_ratio + (1.0 - config.min_lr_ratio) * share

@@ -1,0 +1,137 @@
+"""Several processes on this machine, through torch's own elastic launcher (what ``torchrun`` runs).
+
+The launcher calls :func:`run_processes`; each rank calls :func:`report_failure` before it dies of an error, so that the
+launcher can name the rank that failed *first*, and not one that lost its connection because of it.
+"""
+
+import contextlib
+import json
+import logging
+import math
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from drawbar.errors import ExitCode, UserError
+
+STATUS_FILE = "DRAWBAR_STATUS_FILE"
+"""Environment variable: where rank 0 leaves its exit code for the launcher."""
+
+_SAVE_SECONDS = 600
+"""How long ranks may take to save after a signal, before they are killed."""
+
+_QUIET_CODES = (ExitCode.REQUEUE, ExitCode.INTERRUPTED)
+
+
+def run_processes(arguments: list[str], nproc: int) -> int:
+    """Run ``python ARGUMENTS`` as ``nproc`` ranks on this machine and return the exit code of the run.
+
+    The rendezvous listens on a port that the operating system chooses, so two runs never meet.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc)))
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we say it in our own words
+    with tempfile.TemporaryDirectory(prefix="drawbar-") as folder:
+        status = Path(folder) / "status"
+        os.environ[STATUS_FILE] = str(status)
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=nproc,
+            run_id=Path(folder).name,
+            rdzv_backend="c10d",
+            rdzv_endpoint="127.0.0.1:0",
+            local_addr="127.0.0.1",
+            max_restarts=0,
+            monitor_interval=0.1,
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+            signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+            shutdown_timeout=_SAVE_SECONDS,
+        )
+        try:
+            elastic_launch(config, sys.executable)("-u", *arguments)
+        except ChildFailedError as error:
+            return _explain(error.failures)
+        except SignalException as error:
+            return int(status.read_text()) if status.exists() else 128 + int(error.sigval)
+    return ExitCode.DONE
+
+
+def _explain(failures: dict[int, ProcessFailure]) -> int:
+    """Print the failure that came first, and return the exit code of the run."""
+    rank, first = min(failures.items(), key=lambda item: _time_of(item[1]))
+    if first.exitcode in _QUIET_CODES:
+        return first.exitcode
+    if first.exitcode < 0:
+        name = signal.Signals(-first.exitcode).name
+        print(f"error: rank {rank} was killed by {name}", file=sys.stderr)
+        if name == "SIGKILL":
+            print("  fix:   if the machine ran out of memory, lower train.micro_batch", file=sys.stderr)
+        return ExitCode.FAILED
+    message = first.error_file_data.get("message")
+    if not isinstance(message, dict):
+        print(f"error: rank {rank} ended with exit code {first.exitcode} and no message", file=sys.stderr)
+        return ExitCode.FAILED
+    if message["extraInfo"].get("user_error"):
+        origin = "" if first.exitcode == ExitCode.WRONG_REQUEST else f"rank {rank}: "
+        print(f"error: {origin}{message['message']}", file=sys.stderr)
+        return first.exitcode
+    print(f"error: rank {rank} failed first: {message['message']}", file=sys.stderr)
+    print(message["extraInfo"]["py_callstack"], file=sys.stderr)
+    return ExitCode.FAILED
+
+
+def _time_of(failure: ProcessFailure) -> float:
+    """When it failed, in seconds. A rank that was killed left no record: its peers fail because of it."""
+    message = failure.error_file_data.get("message")
+    if not isinstance(message, dict):
+        return -math.inf if failure.exitcode != -signal.SIGTERM else math.inf
+    return float(message["extraInfo"].get("exact_time", failure.timestamp))
+
+
+def report_failure(error: BaseException) -> bool:
+    """Leave the error where the elastic launcher looks for it; False where there is no such launcher."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is None:
+        return False
+    if _lost_a_peer(error):
+        time.sleep(2)  # let the launcher see first the rank that it was lost by
+    now = time.time()
+    user_error = isinstance(error, UserError)
+    extra = {
+        "py_callstack": "".join(traceback.format_exception(error)),
+        "timestamp": str(int(now)),
+        "exact_time": now,
+        "user_error": user_error,
+    }
+    message = str(error) if user_error else f"{type(error).__name__}: {error}"
+    Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}), encoding="utf-8")
+    return True
+
+
+def report_status(code: int) -> None:
+    """Leave rank 0's exit code for the launcher, which loses it when a signal ends the run."""
+    path = os.environ.get(STATUS_FILE)
+    if path is not None and os.environ.get("RANK") == "0":
+        with contextlib.suppress(OSError):  # the launcher may be gone with its folder
+            Path(path).write_text(str(int(code)))
+
+
+def _lost_a_peer(error: BaseException) -> bool:
+    """Whether a collective failed because another rank is gone."""
+    cause: BaseException | None = error
+    while cause is not None:
+        text = str(cause).lower()
+        if isinstance(cause, dist.DistError) or any(word in text for word in ("gloo", "nccl", "connection closed")):
+            return True
+        cause = cause.__cause__
+    return False

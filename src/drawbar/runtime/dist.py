@@ -1,0 +1,127 @@
+"""The processes of a run: joining them, and the few collectives that are not part of a strategy.
+
+Everything here works for one process too, where it does nothing. Small control messages (stop flags, weights, scores)
+go over gloo on the host, so that they never wait for the GPU.
+"""
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from drawbar.errors import ExitCode, UserError
+from drawbar.runtime.env import Place, die_with_parent
+
+T = TypeVar("T")
+
+
+class World:
+    """The process group of a run; a context manager, so that it is left in good order.
+
+    Args:
+        place: this process's place.
+        device: what the data-parallel collectives run on (nccl on CUDA, else gloo).
+        timeout: seconds that a process waits for its peers.
+    """
+
+    def __init__(self, place: Place, device: torch.device, timeout: float) -> None:
+        self.place = place
+        self.device = device
+        self.timeout = timedelta(seconds=timeout)
+        self._control: dist.ProcessGroup | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.place.rank
+
+    @property
+    def size(self) -> int:
+        return self.place.world_size
+
+    @property
+    def first(self) -> bool:
+        return self.place.first
+
+    def __enter__(self) -> Self:
+        if self.size == 1:
+            return self
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            die_with_parent()
+        on_cuda = self.device.type == "cuda"
+        try:
+            dist.init_process_group(
+                "nccl" if on_cuda else "gloo", timeout=self.timeout, device_id=self.device if on_cuda else None
+            )
+            self._control = dist.new_group(backend="gloo", timeout=self.timeout)
+        except (dist.DistError, RuntimeError) as error:
+            raise UserError(
+                f"rank {self.rank} could not meet the other {self.size - 1} processes: {error}",
+                remedy="check that every process was started, with the same MASTER_ADDR and MASTER_PORT",
+                exit_code=ExitCode.FAILED,
+            ) from error
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        # after an error the peers may be gone, and a graceful goodbye would wait for them
+        if kind is None and dist.is_initialized():
+            self.barrier("the end of the run")
+            dist.destroy_process_group()
+
+    def barrier(self, what: str) -> None:
+        """Wait for every process.
+
+        Raises:
+            UserError: some did not come within the timeout; it names them.
+        """
+        if self.size == 1:
+            return
+        try:
+            dist.monitored_barrier(group=self._control, timeout=self.timeout, wait_all_ranks=True)
+        except RuntimeError as error:
+            raise UserError(
+                f"rank {self.rank} waited {self.timeout.total_seconds():.0f}s for the others at {what}: {error}",
+                remedy="look at the log of the ranks named; a longer wait is launch.timeout=SECONDS",
+                exit_code=ExitCode.FAILED,
+            ) from error
+
+    def sum(self, value: float) -> float:
+        """The sum of a host number over all processes, in float64."""
+        if self.size == 1:
+            return value
+        total = torch.tensor(value, dtype=torch.float64)
+        dist.all_reduce(total, group=self._control)
+        return float(total)
+
+    def largest(self, value: int) -> int:
+        """The largest of a host number over all processes."""
+        if self.size == 1:
+            return value
+        most = torch.tensor(value, dtype=torch.int64)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._control)
+        return int(most)
+
+    def sum_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum of a device tensor over all processes, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """Every process's value, in rank order, on rank 0; None elsewhere."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] | None = [None] * self.size if self.first else None
+        dist.gather_object(value, values, dst=0, group=self._control)
+        return values
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        """What ``make`` returns on rank 0, sent to every process. It runs on rank 0 alone."""
+        if self.size == 1:
+            return make()
+        box = [make() if self.first else None]
+        dist.broadcast_object_list(box, src=0, group=self._control)
+        return box[0]  # type: ignore[return-value]

@@ -1,0 +1,105 @@
+"""Rank and host facts, read from the environment once."""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from drawbar.errors import UserError
+
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which process this is. ``rank`` is global; ``local_rank`` is within this machine."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    @staticmethod
+    def from_environment(environ: Mapping[str, str] = os.environ) -> "Place":
+        """The place that torchrun gave this process; one process alone where nothing did.
+
+        Raises:
+            UserError: some of torchrun's variables are set and others are missing or no numbers.
+        """
+        if "RANK" not in environ and "WORLD_SIZE" not in environ:
+            return Place()
+        missing = [name for name in _RANK_VARIABLES if name not in environ]
+        if missing:
+            raise UserError(
+                f"this process was started as one of several, but {', '.join(missing)} is not set",
+                where="the environment",
+                remedy="start it with torchrun or with launch.nproc=N; or unset RANK and WORLD_SIZE to run alone",
+            )
+        try:
+            world_size, local_rank = int(environ["WORLD_SIZE"]), int(environ["LOCAL_RANK"])
+            local_world_size = int(environ.get("LOCAL_WORLD_SIZE", world_size))
+            place = Place(int(environ["RANK"]), world_size, local_rank, local_world_size)
+        except ValueError as error:
+            raise UserError(f"RANK, WORLD_SIZE and LOCAL_RANK must be integers: {error}") from error
+        if not 0 <= place.rank < place.world_size:
+            raise UserError(f"RANK={place.rank} is not below WORLD_SIZE={place.world_size}", where="the environment")
+        return place
+
+
+def choose_device(wanted: str, place: Place) -> torch.device:
+    """The device of this process, for the setting ``device``.
+
+    Raises:
+        UserError: the device does not exist here, or has fewer GPUs than processes.
+    """
+    if wanted == "auto":
+        if torch.cuda.is_available():
+            wanted = "cuda"
+        else:
+            wanted = "mps" if torch.backends.mps.is_available() and place.world_size == 1 else "cpu"
+    if wanted == "cpu":
+        return torch.device("cpu")
+    if wanted == "mps":
+        if not torch.backends.mps.is_available():
+            raise UserError("device is mps, but this machine has none", remedy="set device=cpu or device=auto")
+        if place.world_size > 1:
+            raise UserError("Apple's MPS device serves one process", remedy="set launch.nproc=1 or device=cpu")
+        return torch.device("mps")
+    if not torch.cuda.is_available():
+        raise UserError(
+            "device is cuda, but torch sees no CUDA device",
+            remedy="set device=cpu, or check nvidia-smi, CUDA_VISIBLE_DEVICES and that torch was built with CUDA",
+        )
+    if place.local_rank >= torch.cuda.device_count():
+        raise UserError(
+            f"{place.local_world_size} processes on this machine, but {torch.cuda.device_count()} GPUs are visible",
+            remedy=f"set launch.nproc={torch.cuda.device_count()}, or device=cpu",
+        )
+    device = torch.device("cuda", place.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def die_with_parent(period: float = 0.5) -> None:
+    """End this process when the one that started it is gone.
+
+    torch's launcher puts every rank in a session of its own, so a SIGKILL of the launcher's process group would
+    leave the ranks running: writing to a run that its owner has started again.
+    """
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(period)
+        print("drawbar: the launcher is gone; this rank ends", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()

@@ -1,0 +1,44 @@
+"""The logger ``drawbar``: the console of rank 0, and one file a rank, appended when a run resumes.
+
+The run directory comes into being only when everything is ready to train, so records are kept in memory until
+:func:`open_log_file` gives them a file.
+"""
+
+import logging
+import logging.handlers
+from pathlib import Path
+
+logger = logging.getLogger("drawbar")
+_early = logging.handlers.MemoryHandler(capacity=10_000, flushLevel=logging.CRITICAL + 1)
+
+
+def start_logging(rank: int, console: logging.Handler) -> None:
+    """Log to ``console`` on rank 0, and keep everything for the log file."""
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    logger.handlers.clear()
+    _early.setTarget(None)
+    _early.buffer.clear()
+    logger.addHandler(_early)
+    if rank == 0:
+        logger.addHandler(console)
+
+
+def log_to_file(text: str) -> None:
+    """An error that the launcher will show: it belongs into the log file, and not twice onto the console."""
+    record = logger.makeRecord(logger.name, logging.ERROR, __file__, 0, text, (), None)
+    for handler in logger.handlers:
+        if isinstance(handler, (logging.FileHandler, logging.handlers.MemoryHandler)):
+            handler.emit(record)
+
+
+def open_log_file(run_dir: Path, rank: int) -> None:
+    """Append to ``logs/rank-0003.log`` from here on, beginning with what was logged before it existed."""
+    folder = run_dir / "logs"
+    folder.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(folder / f"rank-{rank:04d}.log", mode="a", encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    _early.setTarget(handler)
+    _early.flush()
+    logger.removeHandler(_early)
+    logger.addHandler(handler)

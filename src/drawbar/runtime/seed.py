@@ -1,0 +1,54 @@
+"""Seeds, and the state of every random generator that a step may draw from."""
+
+import random
+
+import numpy as np
+import torch
+
+
+def seed_everything(seed: int, rank: int = 0) -> None:
+    """Seed Python, NumPy and torch (CPU and GPU). A rank's own seed makes its dropout its own."""
+    mixed = (seed * 1_000_003 + rank) % 2**63
+    random.seed(mixed)
+    np.random.seed(mixed % 2**32)
+    torch.manual_seed(mixed)
+
+
+def use_deterministic_kernels() -> None:
+    """Refuse kernels whose result changes from run to run (CUDA scatter-adds, for one)."""
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+
+
+def rng_state(device: torch.device) -> dict[str, torch.Tensor]:
+    """The state of all generators, as tensors, so that a checkpoint needs no pickle."""
+    _, numbers, gauss = random.getstate()
+    numpy_state = np.random.get_state(legacy=False)
+    inner = numpy_state["state"]
+    state = {
+        "torch": torch.get_rng_state(),
+        "python": torch.tensor(numbers, dtype=torch.int64),
+        "python_gauss": torch.tensor([float("nan") if gauss is None else gauss], dtype=torch.float64),
+        "numpy": torch.tensor(inner["key"].astype(np.int64)),
+        "numpy_position": torch.tensor([inner["pos"], numpy_state["has_gauss"]], dtype=torch.int64),
+        "numpy_gauss": torch.tensor([numpy_state["gauss"]], dtype=torch.float64),
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    elif device.type == "mps":
+        state["mps"] = torch.mps.get_rng_state()
+    return state
+
+
+def set_rng_state(state: dict[str, torch.Tensor], device: torch.device) -> None:
+    """Put back what :func:`rng_state` returned. A device whose state was not saved keeps its own."""
+    torch.set_rng_state(state["torch"])
+    gauss = float(state["python_gauss"][0])
+    random.setstate((3, tuple(state["python"].tolist()), None if gauss != gauss else gauss))
+    position, has_gauss = state["numpy_position"].tolist()
+    keys = state["numpy"].numpy().astype(np.uint32)
+    np.random.set_state(("MT19937", keys, position, has_gauss, float(state["numpy_gauss"][0])))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+    elif device.type == "mps" and "mps" in state:
+        torch.mps.set_rng_state(state["mps"])

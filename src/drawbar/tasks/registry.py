@@ -1,0 +1,27 @@
+"""From the setting ``task.type`` to a class."""
+
+import importlib
+
+from drawbar.errors import UserError
+from drawbar.tasks.causal_lm import CausalLM
+from drawbar.tasks.task import Task
+
+BUILT_IN: dict[str, type[Task]] = {"causal_lm": CausalLM}
+
+
+def task_class(name: str) -> type[Task]:
+    """The task of a built-in name or of ``package.module:Class``.
+
+    Raises:
+        UserError: there is no such class, or it is no Task.
+    """
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    module, _, attribute = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(f"there is no task {name!r}: {error}", where="task.type") from error
+    if not (isinstance(found, type) and issubclass(found, Task)):
+        raise UserError(f"{name} is not a subclass of drawbar.Task", where="task.type")
+    return found

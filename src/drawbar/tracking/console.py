@@ -1,0 +1,207 @@
+"""What a person sees of a run: a live bar on a terminal, plain lines elsewhere, nothing from ranks other than 0.
+
+The long lines go to files (``metrics.jsonl``, ``logs/``); this is for reading along.
+"""
+
+import logging
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+from rich.console import Console as RichConsole
+from rich.highlighter import NullHighlighter
+from rich.logging import RichHandler
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.table import Column
+from rich.text import Text
+
+from drawbar.tracking.lines import evaluation_line, join, log_line, number, phase_line, speed, step_of_total, time_left
+from drawbar.tracking.meters import Clock, TimeLeft
+
+BAR_WIDTH = 20
+"""With this the bar's line stays under 80 columns, so that a terminal made narrower does not wrap and tear it."""
+
+QUIET_SECONDS = 10.0
+"""Without a terminal, a long phase says how far it is after so many seconds without a line."""
+
+
+class Console(ABC):
+    """Tells a person how the run is going. A step here is the number of steps done, as in the metrics."""
+
+    @abstractmethod
+    def start(self, total_steps: int, first_step: int) -> None:
+        """Training begins, with ``first_step`` of ``total_steps`` steps already done."""
+
+    @abstractmethod
+    def advance(self, step: int, loss: float | None = None) -> None:
+        """A step is done."""
+
+    @abstractmethod
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Show the ``train/`` metrics of a step."""
+
+    @abstractmethod
+    def evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        """Show scores, by their names ``eval/<split>/<score>``."""
+
+    @abstractmethod
+    def phase(self, name: str, done: int, total: int) -> None:
+        """Long work besides training, such as ``encoding`` or ``evaluating``, is at ``done`` of ``total``.
+
+        It ends when ``done`` reaches ``total``. One phase at a time; it may come before :meth:`start`.
+        """
+
+    @abstractmethod
+    def message(self, text: str) -> None:
+        """Show a text as it is."""
+
+    @abstractmethod
+    def logging_handler(self) -> logging.Handler:
+        """A handler that shows log records without disturbing the rest."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Give the terminal back. May be called twice, and must be called even when the run fails."""
+
+
+class TerminalConsole(Console):
+    """Lines that scroll by, and below them a bar for the run and one for the current phase."""
+
+    def __init__(self) -> None:
+        self._rich = RichConsole(highlight=False)
+        self._progress = Progress(
+            BarColumn(BAR_WIDTH),
+            TextColumn(
+                "{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis"), style="none"
+            ),
+            console=self._rich,
+            # rich draws in a thread of this process; ten times a second, its default, is felt by a small model.
+            refresh_per_second=4,
+        )
+        self._run: TaskID | None = None
+        self._phase: TaskID | None = None
+        self._total_steps: int | None = None
+        self._loss: str | None = None
+        self._speed: str | None = None
+
+    def start(self, total_steps: int, first_step: int) -> None:
+        self._total_steps = total_steps
+        self._time_left = TimeLeft(total_steps, first_step)
+        self._run = self._progress.add_task(step_of_total(first_step, total_steps), total=total_steps)
+        self._progress.update(self._run, completed=first_step)
+        self._progress.start()
+
+    def advance(self, step: int, loss: float | None = None) -> None:
+        assert self._run is not None, "start() comes first"
+        self._time_left.advance(step)
+        if loss is not None:
+            self._loss = f"loss {number(loss)}"
+        left = time_left(self._time_left.seconds())
+        status = join(step_of_total(step, self._total_steps), self._loss, self._speed, left)
+        self._progress.update(self._run, completed=step, description=status)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        if "train/tokens_per_second" in values:
+            self._speed = speed(values["train/tokens_per_second"])
+        self.message(log_line(step, self._total_steps, values))
+
+    def evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        self._rich.print(Text(evaluation_line(step, self._total_steps, values), style="bold"))
+
+    def phase(self, name: str, done: int, total: int) -> None:
+        if done >= total:
+            self._end_phase()
+            return
+        description = phase_line(name, done, total)
+        if self._phase is None:
+            self._phase = self._progress.add_task(description)
+            self._progress.start()
+        self._progress.update(self._phase, completed=done, total=total, description=description)
+
+    def _end_phase(self) -> None:
+        if self._phase is not None:
+            self._progress.remove_task(self._phase)
+            self._phase = None
+
+    def message(self, text: str) -> None:
+        self._rich.print(Text(text))
+
+    def logging_handler(self) -> logging.Handler:
+        return RichHandler(console=self._rich, show_time=False, show_path=False, highlighter=NullHighlighter())
+
+    def stop(self) -> None:
+        self._end_phase()
+        self._progress.stop()
+
+
+class PlainConsole(Console):
+    """One line for each thing worth saying, at once: for files, pipes and schedulers' logs."""
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._last_line = clock()
+        self._total_steps: int | None = None
+        self._time_left: TimeLeft | None = None
+
+    def start(self, total_steps: int, first_step: int) -> None:
+        self._total_steps = total_steps
+        self._time_left = TimeLeft(total_steps, first_step, self._clock)
+
+    def advance(self, step: int, loss: float | None = None) -> None:
+        assert self._time_left is not None, "start() comes first"
+        self._time_left.advance(step)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        left = time_left(self._time_left.seconds()) if self._time_left else None
+        self.message(join(log_line(step, self._total_steps, values), left))
+
+    def evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        self.message(evaluation_line(step, self._total_steps, values))
+
+    def phase(self, name: str, done: int, total: int) -> None:
+        if self._clock() - self._last_line >= QUIET_SECONDS:
+            self.message(phase_line(name, done, total))
+
+    def message(self, text: str) -> None:
+        self._last_line = self._clock()
+        print(text, flush=True)
+
+    def logging_handler(self) -> logging.Handler:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+        return handler
+
+    def stop(self) -> None:
+        """Nothing is held."""
+
+
+class SilentConsole(Console):
+    """For the ranks that nobody watches."""
+
+    def start(self, total_steps: int, first_step: int) -> None: ...
+
+    def advance(self, step: int, loss: float | None = None) -> None: ...
+
+    def log(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def evaluation(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def phase(self, name: str, done: int, total: int) -> None: ...
+
+    def message(self, text: str) -> None: ...
+
+    def logging_handler(self) -> logging.Handler:
+        return logging.NullHandler()
+
+    def stop(self) -> None: ...
+
+
+def make_console(is_rank_zero: bool) -> Console:
+    """The console for this process: a live bar where standard output is a terminal that can move its cursor."""
+    if not is_rank_zero:
+        return SilentConsole()
+    # isatty, and not rich's own test: FORCE_COLOR, set by many CI systems, would have it draw bars into a log file.
+    if sys.stdout.isatty() and not RichConsole().is_dumb_terminal:
+        return TerminalConsole()
+    return PlainConsole()

@@ -1,0 +1,216 @@
+"""What happens around the steps: logging, evaluation, saving, early stopping, profiling.
+
+A hook sees a :class:`StepInfo` after every step, on every rank, and once more at the end. The trainer calls hooks in
+the order they are listed: an evaluation comes before the save that records its score.
+"""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from drawbar.config.schema import EvalSection, ProfileSection
+from drawbar.errors import ExitCode, UserError
+from drawbar.evaluation.evaluate import Evaluation, write_results
+from drawbar.runtime.dist import World
+from drawbar.runtime.log import logger
+from drawbar.tracking.console import Console
+from drawbar.tracking.meters import Throughput, peak_memory
+from drawbar.tracking.trackers import Tracker
+from drawbar.train.saver import Saver
+from drawbar.train.step import Progress, StepInfo
+from drawbar.train.stop import Reason, Stop
+
+
+class Hook(Protocol):
+    """What the trainer calls."""
+
+    def step(self, info: StepInfo) -> None:
+        """After every optimizer step."""
+
+    def end(self, info: StepInfo) -> None:
+        """Once, after the last step that this process makes."""
+
+
+class LogHook:
+    """Metrics every few steps: the loss is that of the step's own global batch, so a resumed run logs the same."""
+
+    def __init__(
+        self,
+        every: int,
+        steps_per_epoch: int,
+        world: World,
+        meter: Throughput,
+        trackers: list[Tracker],
+        console: Console,
+    ) -> None:
+        self._every = every
+        self._steps_per_epoch = steps_per_epoch
+        self._world = world
+        self._meter = meter
+        self._trackers = trackers
+        self._console = console
+
+    def step(self, info: StepInfo) -> None:
+        self._meter.add(info.result.weight)
+        if info.step % self._every == 0 or info.step == 1:
+            values = self._values(info)
+            check_finite(values["train/loss"], info.step)
+            for tracker in self._trackers:
+                tracker.log(info.step, values)
+            self._console.log(info.step, values)
+        self._console.advance(info.step)
+
+    def _values(self, info: StepInfo) -> dict[str, float]:
+        return {
+            "train/loss": float(info.result.loss),
+            "train/lr": info.result.lr,
+            "train/grad_norm": float(info.result.grad_norm),
+            "train/weight": info.result.weight,
+            "train/epoch": info.step / self._steps_per_epoch,
+            "train/skipped": info.progress.skipped,
+            "train/tokens_per_second": self._meter.read(),
+            "train/peak_memory_gib": peak_memory(self._world.device) / 2**30,
+        }
+
+    def end(self, info: StepInfo) -> None:
+        pass
+
+
+def check_finite(loss: float, step: int) -> None:
+    """Stop a run whose loss is lost, before it overwrites a good checkpoint."""
+    if not math.isfinite(loss):
+        raise UserError(
+            f"the loss of step {step} is {loss}: the run has diverged, and stops",
+            where="the newest checkpoint was written before that",
+            remedy="lower optim.lr, lengthen optim.warmup or set train.gradient_clip, with --fork NEWNAME",
+            exit_code=ExitCode.FAILED,
+        )
+
+
+class EvalHook:
+    """Evaluation every few steps and at the end, never twice at one step; keeps the best score, and stops early."""
+
+    def __init__(
+        self,
+        config: EvalSection,
+        evaluate: Callable[[], Evaluation],
+        run_dir: Path,
+        world: World,
+        trackers: list[Tracker],
+        console: Console,
+        stop: Stop,
+    ) -> None:
+        self._config = config
+        self._evaluate = evaluate
+        self._folder = run_dir / "eval" / "validation"
+        self._world = world
+        self._trackers = trackers
+        self._console = console
+        self._stop = stop
+
+    def step(self, info: StepInfo) -> None:
+        due = self._config.every is not None and info.step % self._config.every == 0
+        if due or info.last:
+            self.run(info.progress)
+
+    def end(self, info: StepInfo) -> None:
+        pass
+
+    def run(self, progress: Progress) -> None:
+        """Evaluate now, unless that was done at this step."""
+        if progress.evaluated_step == progress.step:
+            return
+        evaluation = self._evaluate()
+        progress.evaluated_step = progress.step
+        values = {f"eval/validation/{name}": score for name, score in evaluation.scores.items()}
+        for tracker in self._trackers:
+            tracker.log(progress.step, values)
+        self._console.evaluation(progress.step, values)
+        if self._world.first:
+            write_results(self._folder, evaluation, progress.step)
+        self._compare(progress, self._score(evaluation.scores))
+
+    def _score(self, scores: dict[str, float]) -> float:
+        if self._config.metric not in scores:
+            raise UserError(
+                f"eval.metric is {self._config.metric!r}, but the scores are {', '.join(sorted(scores))}",
+                where="eval.metric",
+                remedy="set eval.metric to one of them",
+            )
+        return scores[self._config.metric]
+
+    def _compare(self, progress: Progress, score: float) -> None:
+        best = progress.best_score
+        better = best is None or (score < best if self._config.mode == "min" else score > best)
+        if better and not math.isnan(score):
+            progress.best_score, progress.best_step = score, progress.step
+            progress.evaluations_since_best = 0
+            return
+        progress.evaluations_since_best += 1
+        if self._config.patience is not None and progress.evaluations_since_best >= self._config.patience:
+            logger.info(
+                "early stop: no better %s in %d evaluations", self._config.metric, progress.evaluations_since_best
+            )
+            self._stop.request(Reason.EARLY)
+
+
+class SaveHook:
+    """A checkpoint every few steps, at every new best score, and at the end."""
+
+    def __init__(self, every: int | None, keep_best: bool, saver: Saver, meter: Throughput) -> None:
+        self._every = every
+        self._keep_best = keep_best
+        self._saver = saver
+        self._meter = meter
+
+    def step(self, info: StepInfo) -> None:
+        due = self._every is not None and info.step % self._every == 0
+        if due or (self._keep_best and info.progress.best_step == info.step):
+            self._save(info)
+
+    def end(self, info: StepInfo) -> None:
+        if self._saver.saved_step != info.step:
+            self._save(info)
+        self._saver.wait()
+
+    def _save(self, info: StepInfo) -> None:
+        check_finite(float(info.result.loss), info.step)
+        with self._meter.paused():
+            self._saver.save(info.progress)
+
+
+class ProfileHook:
+    """A torch.profiler trace of some steps, one file a rank, for chrome://tracing or Perfetto."""
+
+    def __init__(self, config: ProfileSection, run_dir: Path, world: World, first_step: int) -> None:
+        self._start = config.start
+        self._last = config.start + config.steps - 1
+        self._path = run_dir / "profile" / f"rank-{world.rank:04d}.json"
+        self._profiler: torch.profiler.profile | None = None
+        self._begin_if_next(first_step)
+
+    def _begin_if_next(self, step: int) -> None:
+        if step + 1 == self._start:
+            self._profiler = torch.profiler.profile(record_shapes=True, profile_memory=True)
+            self._profiler.start()
+
+    def step(self, info: StepInfo) -> None:
+        if self._profiler is not None and info.step == self._last:
+            self._finish()
+        self._begin_if_next(info.step)
+
+    def end(self, info: StepInfo) -> None:
+        if self._profiler is not None:
+            self._finish()
+
+    def _finish(self) -> None:
+        if self._profiler is None:
+            return
+        self._profiler.stop()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._profiler.export_chrome_trace(str(self._path))
+        logger.info("profile of steps %d to %d: %s", self._start, self._last, self._path)
+        self._profiler = None

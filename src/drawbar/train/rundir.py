@@ -1,0 +1,136 @@
+"""The run directory: who may open it, and where a run goes on from."""
+
+import fcntl
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from drawbar.checkpoint.directory import CheckpointDirectory
+from drawbar.config.compare import differences, render_differences
+from drawbar.config.load import dump_yaml, load_config
+from drawbar.config.schema import RunConfig
+from drawbar.errors import UserError
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins."""
+
+    checkpoint: Path | None = None
+    """What it goes on from; None for step 0."""
+    forked: bool = False
+    """The checkpoint is another run's, and the configuration may differ from that run's."""
+
+
+def find_start(config: RunConfig, resume: str, fork: str | None) -> Start:
+    """Decide, on rank 0 and before anything is written, where the run begins.
+
+    Args:
+        resume: ``auto`` (go on where the run directory's newest complete checkpoint ends), ``never``, or a checkpoint.
+        fork: a new run's name: begin from this run's checkpoint, with a configuration that may differ.
+
+    Raises:
+        UserError: the directory holds another run, or a run of another configuration.
+    """
+    if fork is not None:
+        return _find_fork(config, resume, fork)
+    folder = config.run_dir
+    if not (folder / "config.yaml").exists():
+        _check_no_stranger(folder)
+        return Start() if resume in ("auto", "never") else Start(CheckpointDirectory(folder).resolve(resume))
+    if resume == "never":
+        raise UserError(
+            f"the run {config.run.name} exists already",
+            where=str(folder),
+            remedy="choose another run.name, delete the folder, or leave out --resume never to go on with it",
+        )
+    _check_same(folder, config)
+    checkpoints = CheckpointDirectory(folder / "checkpoints")
+    latest = checkpoints.latest()
+    if resume != "auto" and Path(resume).resolve() != (latest or folder).resolve():
+        raise UserError(
+            f"{resume} is not the newest checkpoint of {config.run.name}, which would lose the steps after it",
+            where="--resume",
+            remedy="leave --resume out to go on from the newest, or add --fork NEWNAME to branch off from this one",
+        )
+    return Start(latest)
+
+
+def renamed(config: RunConfig, name: str) -> RunConfig:
+    """The same configuration for a run of another name."""
+    return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
+
+
+def _find_fork(config: RunConfig, resume: str, name: str) -> Start:
+    source = config.run_dir
+    target = renamed(config, name)
+    if (target.run_dir / "config.yaml").exists():  # the same command again: go on with the fork
+        start = find_start(target, "auto", None)
+        if start.checkpoint is not None:
+            return start
+    checkpoints = CheckpointDirectory(source / "checkpoints")
+    checkpoint = checkpoints.latest() if resume in ("auto", "never") else checkpoints.resolve(resume)
+    if checkpoint is None:
+        raise UserError(f"there is nothing to fork: {source} has no complete checkpoint", where="--fork")
+    return Start(checkpoint, forked=True)
+
+
+def _check_no_stranger(folder: Path) -> None:
+    if folder.is_dir() and any(name != ".lock" for name in os.listdir(folder)):
+        raise UserError(
+            f"{folder} holds files, but no drawbar run (there is no config.yaml)",
+            where="run.dir, run.name",
+            remedy="choose another run.name, or move the files away",
+        )
+
+
+def _check_same(folder: Path, config: RunConfig) -> None:
+    old = load_config(folder / "config.yaml", task=type(config.task)).config
+    changed = differences(old, config)
+    if changed:
+        raise UserError(
+            f"the run {config.run.name} exists already, with another configuration:\n{render_differences(changed)}",
+            where=str(folder),
+            remedy="undo the change to go on with the run; or choose another run.name for a new one; "
+            "or go on from its weights under a new name: --fork NEWNAME",
+        )
+
+
+def lock_run_dir(folder: Path, patience: float = 5.0) -> IO[str]:
+    """Lock an existing run directory for this process, until it ends or the file is closed.
+
+    Args:
+        patience: seconds to wait for a process that is about to end: a killed run's ranks need a moment to notice.
+
+    Raises:
+        UserError: another process is training this run.
+    """
+    lock = open(folder / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 - held until the run ends
+    end = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError as error:
+            if time.monotonic() < end:
+                time.sleep(0.1)
+                continue
+            lock.seek(0)
+            raise UserError(
+                f"the run {folder.name} is being trained now, by {lock.read().strip() or 'another process'}",
+                where=str(folder),
+                remedy="wait for it, stop it, or choose another run.name",
+            ) from error
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {os.uname().nodename}\n")
+    lock.flush()
+    return lock
+
+
+def write_config(config: RunConfig) -> None:
+    """Write ``config.yaml``, whole or not at all: from here on the directory is a run."""
+    draft = config.run_dir / "config.yaml.tmp"
+    draft.write_text(dump_yaml(config), encoding="utf-8")
+    os.replace(draft, config.run_dir / "config.yaml")

@@ -1,0 +1,116 @@
+"""From a running trainer to a checkpoint, and back."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drawbar.checkpoint.directory import CheckpointDirectory
+from drawbar.checkpoint.format import Snapshot
+from drawbar.checkpoint.load import read
+from drawbar.checkpoint.save import snapshot_to_host
+from drawbar.checkpoint.writer import AsyncWriter
+from drawbar.config.schema import CheckpointSection
+from drawbar.data.loader import TrainLoader
+from drawbar.engines.engine import Engine, EngineState
+from drawbar.errors import UserError
+from drawbar.runtime.dist import World
+from drawbar.runtime.log import logger
+from drawbar.runtime.seed import rng_state, seed_everything, set_rng_state
+from drawbar.train.step import Progress
+
+
+class Saver:
+    """Saves on rank 0 in a background thread; training waits only for a copy to host memory."""
+
+    def __init__(
+        self, config: CheckpointSection, folder: Path, metric: str, engine: Engine, loader: TrainLoader, world: World
+    ) -> None:
+        self._config = config
+        self._directory = CheckpointDirectory(folder)
+        self._metric = metric
+        self._engine = engine
+        self._loader = loader
+        self._world = world
+        self._writer = AsyncWriter()
+        self.saved_step: int | None = None
+
+    def save(self, progress: Progress) -> None:
+        """Save this step. Every rank must call it."""
+        self._writer.wait()  # never two copies in host memory
+        state = self._engine.state()
+        generators = self._world.gather(rng_state(self._world.device))
+        self.saved_step = progress.step
+        if generators is None:
+            return
+        values = {
+            "progress": progress.state(),
+            "data": self._loader.state(),
+            "engine": state.values,
+            "world_size": self._world.size,
+        }
+        rng = {f"rank-{rank:04d}/{name}": part[name] for rank, part in enumerate(generators) for name in part}
+        snapshot = snapshot_to_host(Snapshot(progress.step, state.model, state.optimizer, rng, values))
+        best = (progress.best_step, progress.best_score)
+        self._writer.submit(lambda: self._write(snapshot, *best))
+
+    def _write(self, snapshot: Snapshot, best_step: int | None, best_score: float | None) -> None:
+        self._directory.write(snapshot)
+        protected = set()
+        if best_step is not None and best_score is not None and best_step in self._directory.steps():
+            self._directory.set_best(best_step, self._metric, best_score)
+            protected = {best_step}
+        self._directory.rotate(self._config.keep, protected)
+
+    def wait(self) -> None:
+        """Until the newest save is on the disk. Raises what went wrong with it."""
+        self._writer.wait()
+
+
+def restore(checkpoint: Path, forked: bool, seed: int, engine: Engine, loader: TrainLoader, world: World) -> Progress:
+    """Put everything back, so that the next step is the one that would have followed.
+
+    A fork takes weights, optimizer and position where they fit, and forgets the scores of the run it came from.
+
+    Raises:
+        UserError: the checkpoint is damaged, or belongs to another model, optimizer or data.
+    """
+    snapshot = read(checkpoint)
+    values = snapshot.state
+    state = EngineState(snapshot.model, snapshot.optimizer, values["engine"])
+    if forked:
+        _load_what_fits(engine, state, loader, values["data"])
+    else:
+        engine.load(state)
+        loader.load(values["data"])
+    _restore_generators(snapshot.rng, seed, snapshot.step, world)
+    progress = Progress(**values["progress"])
+    if forked:
+        progress.best_step = progress.best_score = progress.evaluated_step = None
+        progress.evaluations_since_best = 0
+    if values["world_size"] != world.size:
+        logger.info("saved by %d processes, resumed by %d", values["world_size"], world.size)
+    logger.info("resumed from %s at step %d", checkpoint, progress.step)
+    return progress
+
+
+def _load_what_fits(engine: Engine, state: EngineState, loader: TrainLoader, data: dict[str, Any]) -> None:
+    """For a fork: another optimizer starts afresh on the same weights, other data from its beginning."""
+    try:
+        engine.load(state)
+    except UserError as error:
+        logger.warning("only the weights are taken over: %s", error.what)
+        engine.load_model(state.model)
+    try:
+        loader.load(data)
+    except UserError as error:
+        logger.warning("the data begins at its first sample: %s", error.what)
+
+
+def _restore_generators(rng: dict[str, torch.Tensor], seed: int, step: int, world: World) -> None:
+    prefix = f"rank-{world.rank:04d}/"
+    own: dict[str, Any] = {name.removeprefix(prefix): rng[name] for name in rng if name.startswith(prefix)}
+    if own:
+        set_rng_state(own, world.device)
+    else:  # a rank that the saving run did not have
+        seed_everything(seed + step, world.rank)

@@ -1,0 +1,42 @@
+"""What the loop counts, and what the hooks see of a step."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from drawbar.engines.engine import StepResult
+
+
+@dataclass
+class Progress:
+    """How far a run is; saved in every checkpoint."""
+
+    step: int = 0
+    """Optimizer steps made, skipped ones included."""
+    weight: float = 0.0
+    """Units (target tokens, or examples) trained on."""
+    skipped: int = 0
+    """Updates left out because fp16 overflowed."""
+    best_step: int | None = None
+    best_score: float | None = None
+    evaluations_since_best: int = 0
+    evaluated_step: int | None = None
+    """The step of the newest evaluation, so that none is made twice."""
+
+    def advance(self, result: StepResult) -> None:
+        self.step += 1
+        self.weight += result.weight
+        self.skipped += result.skipped
+
+    def state(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """One finished step."""
+
+    step: int
+    result: StepResult
+    progress: Progress
+    last: bool
+    """Whether the run is complete with this step."""

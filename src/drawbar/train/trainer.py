@@ -1,0 +1,228 @@
+"""The trainer: it puts the parts of a run together, and runs the loop. It never names a strategy."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from drawbar.checkpoint.directory import CheckpointDirectory
+from drawbar.checkpoint.space import check_space, check_writable
+from drawbar.config.rules import RULES, TRAIN_RULES, check_rules, check_world, resolve_micro_batch
+from drawbar.config.schema import RunConfig, TrainSection
+from drawbar.data.loader import TrainLoader
+from drawbar.engines.choose import choose_engine
+from drawbar.engines.engine import Engine
+from drawbar.errors import ExitCode
+from drawbar.evaluation.evaluate import Evaluation, Split, evaluate
+from drawbar.runtime.dist import World
+from drawbar.runtime.env import Place, choose_device
+from drawbar.runtime.log import open_log_file, start_logging
+from drawbar.runtime.seed import rng_state, seed_everything, set_rng_state, use_deterministic_kernels
+from drawbar.tasks.registry import task_class
+from drawbar.tasks.task import Task
+from drawbar.tracking.console import Console, make_console
+from drawbar.tracking.meters import Throughput
+from drawbar.tracking.trackers import Tracker, make_trackers
+from drawbar.train.hooks import EvalHook, Hook, LogHook, ProfileHook, SaveHook
+from drawbar.train.rundir import Start, find_start, lock_run_dir, renamed, write_config
+from drawbar.train.saver import Saver, restore
+from drawbar.train.setup import build_task, eval_micro_batch, load_split, save_tokenizer
+from drawbar.train.step import Progress, StepInfo
+from drawbar.train.stop import Stop
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a call of :meth:`Trainer.fit` ended."""
+
+    exit_code: ExitCode
+    run_dir: Path
+    progress: Progress
+
+
+class Trainer:
+    """Trains one run.
+
+    Args:
+        config: the whole configuration, as ``drawbar.load_config`` returns it.
+        task: the task's class; by default the one that ``task.type`` names.
+        resume: ``auto`` (go on with the run if it exists), ``never``, or the path of a checkpoint.
+        fork: name of a new run that begins from this run's checkpoint.
+    """
+
+    def __init__(
+        self, config: RunConfig, task: type[Task] | None = None, *, resume: str = "auto", fork: str | None = None
+    ) -> None:
+        check_rules(config, RULES + TRAIN_RULES)
+        self.config = config
+        self.task_type = task or task_class(config.task.type)
+        self.resume = resume
+        self.fork = fork
+        self._lock: IO[str] | None = None
+
+    def fit(self) -> Outcome:
+        """Train until the last step, an early stop or a signal; every rank calls it.
+
+        Raises:
+            UserError: the request is wrong, or the run failed for a reason that the user can mend.
+        """
+        place = Place.from_environment()
+        check_world(self.config, place.world_size)
+        device = choose_device(self.config.device, place)
+        console = make_console(place.first)
+        start_logging(place.rank, console.logging_handler())
+        try:
+            with World(place, device, self.config.launch.timeout) as world, Stop(world) as stop:
+                return self._fit(world, stop, console)
+        finally:
+            console.stop()
+            if self._lock is not None:
+                self._lock.close()
+
+    def _fit(self, world: World, stop: Stop, console: Console) -> Outcome:
+        start = world.from_first(self._find_start)
+        config = self.config if self.fork is None else renamed(self.config, self.fork)
+        if config.run.deterministic:
+            use_deterministic_kernels()
+        seed_everything(config.run.seed)
+
+        task = build_task(self.task_type, config, world)
+        train = load_split(task, "train", config, world, console)
+        validation = load_split(task, "validation", config, world, console) if config.data.validation else None
+        loader = make_loader(task, train, config, world)
+        total_steps = count_steps(config.train, loader.steps_per_epoch)
+        engine = choose_engine(task, config, world, total_steps)
+
+        self._open(config, task, engine, world)
+        seed_everything(config.run.seed, world.rank)  # from here on a rank's dropout is its own
+        progress = Progress()
+        if start.checkpoint is not None:
+            progress = restore(start.checkpoint, start.forked, config.run.seed, engine, loader, world)
+        run = _Run(config, world, stop, console, task, engine, loader, validation, progress)
+        run.train(total_steps)
+        engine.close()
+        return Outcome(stop.exit_code, config.run_dir, progress)
+
+    def _find_start(self) -> Start:
+        check_writable(Path(self.config.run.dir))
+        target = Path(self.config.run.dir) / (self.fork or self.config.run.name)
+        if target.is_dir():
+            self._lock = lock_run_dir(target)  # before looking: another process may be writing a checkpoint
+        return find_start(self.config, self.resume, self.fork)
+
+    def _open(self, config: RunConfig, task: Task, engine: Engine, world: World) -> None:
+        """Only now, with everything ready to train, does the run directory come into being."""
+        folder = config.run_dir
+        if world.first:
+            check_space(folder, engine.checkpoint_bytes * (config.checkpoint.keep + 2))
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock = self._lock or lock_run_dir(folder)
+            save_tokenizer(task, folder)
+            CheckpointDirectory(folder / "checkpoints").clean()
+            write_config(config)
+        world.barrier("opening the run directory")
+        open_log_file(folder, world.rank)
+
+
+class _Run:
+    """The parts of a run, ready to train."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        world: World,
+        stop: Stop,
+        console: Console,
+        task: Task,
+        engine: Engine,
+        loader: TrainLoader,
+        validation: Split | None,
+        progress: Progress,
+    ) -> None:
+        self.config = config
+        self.world = world
+        self.stop = stop
+        self.console = console
+        self.task = task
+        self.engine = engine
+        self.loader = loader
+        self.validation = validation
+        self.progress = progress
+        self.meter = Throughput()
+        self.trackers: list[Tracker] = []
+        if world.first:
+            self.trackers = make_trackers(config.run_dir, config.tracking, progress.step)
+
+    def train(self, total_steps: int) -> None:
+        """The loop, the same for every strategy."""
+        hooks = self._make_hooks()
+        if self.progress.step >= total_steps:
+            self.console.message(f"{self.config.run.name} is complete: it has made its {total_steps} steps")
+            return
+        self.console.start(total_steps, self.progress.step)
+        info = None
+        for step, micro_batches in self.loader.steps(self.progress.step, total_steps):
+            result = self.engine.train_step(micro_batches)  # forward, backward, reduce, clip, update
+            self.progress.advance(result)
+            info = StepInfo(step, result, self.progress, last=step == total_steps)
+            for hook in hooks:
+                hook.step(info)
+            if self.stop.agreed():  # signal or early stop: every rank, same step
+                break
+        if info is not None:
+            for hook in hooks:
+                hook.end(info)
+        for tracker in self.trackers:
+            tracker.close()
+
+    def _make_hooks(self) -> list[Hook]:
+        config, world, run_dir = self.config, self.world, self.config.run_dir
+        log_every, per_epoch = config.tracking.log_every, self.loader.steps_per_epoch
+        hooks: list[Hook] = [LogHook(log_every, per_epoch, world, self.meter, self.trackers, self.console)]
+        if self.validation is not None:
+            evaluation = EvalHook(config.eval, self._evaluate, run_dir, world, self.trackers, self.console, self.stop)
+            if config.eval.at_start and self.progress.step == 0:
+                evaluation.run(self.progress)
+            hooks.append(evaluation)
+        saver = Saver(config.checkpoint, run_dir / "checkpoints", config.eval.metric, self.engine, self.loader, world)
+        hooks.append(SaveHook(config.checkpoint.every, config.checkpoint.keep_best, saver, self.meter))
+        if config.tracking.profile is not None:
+            hooks.append(ProfileHook(config.tracking.profile, run_dir, world, self.progress.step))
+        return hooks
+
+    def _evaluate(self) -> Evaluation:
+        """Evaluate on the validation data, leaving every random generator as it was."""
+        assert self.validation is not None
+        state = rng_state(self.world.device)
+        with self.meter.paused():
+            evaluation = evaluate(
+                self.engine,
+                self.task,
+                self.validation,
+                self.world,
+                eval_micro_batch(self.config, self.world),
+                progress=lambda done, total: self.console.phase("evaluating", done, total),
+            )
+        set_rng_state(state, self.world.device)
+        return evaluation
+
+
+def make_loader(task: Task, train: Split, config: RunConfig, world: World) -> TrainLoader:
+    """The training batches of this rank."""
+    return TrainLoader(
+        train.rows,
+        seed=config.run.seed,
+        global_batch=config.train.global_batch,
+        micro_batch=resolve_micro_batch(config, world.size),
+        rank=world.rank,
+        world_size=world.size,
+        shuffle=config.data.shuffle,
+        collate=task.collate,
+    )
+
+
+def count_steps(config: TrainSection, steps_per_epoch: int) -> int:
+    """Optimizer steps of the whole run, from ``steps`` or ``epochs``."""
+    if config.steps is not None:
+        return config.steps
+    return math.ceil((config.epochs or 0) * steps_per_epoch)

@@ -1,0 +1,60 @@
+"""Fixtures that every test may use."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # for `import harness`, in the processes it starts too
+
+WORDS = """
+the driver couples the load to the engine and the engine pulls the load along the road while the road bends around
+the hill and the hill keeps the wind from the village where the driver was born
+""".split()  # noqa: SIM905 - a sentence is easier to read than a list
+
+
+def write_text(path: Path, lines: int, seed: int = 0) -> Path:
+    """A text file of ``lines`` lines of very different lengths."""
+    state = seed * 7919 + 17
+    rows = []
+    for _ in range(lines):
+        words = []
+        state = (state * 1103515245 + 12345) % 2**31
+        for _ in range(1 + state % 37):
+            state = (state * 1103515245 + 12345) % 2**31
+            words.append(WORDS[(state >> 8) % len(WORDS)])
+        rows.append(" ".join(words))
+    path.write_text("\n".join(rows) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """See :func:`make_project`."""
+    return make_project(tmp_path)
+
+
+def make_project(folder: Path) -> Path:
+    """A folder with a tiny configuration (a two-layer Llama) and its data: trains a step in milliseconds."""
+    write_text(folder / "train.txt", 90, seed=1)
+    write_text(folder / "valid.txt", 17, seed=2)
+    (folder / "config.yaml").write_text(TINY, encoding="utf-8")
+    return folder
+
+
+TINY = """\
+run: {name: tiny}
+task:
+  model: llama
+  from_scratch: {hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 4,
+                 num_key_value_heads: 2, max_position_embeddings: 64}
+  tokenizer: {train: byte_bpe, vocab_size: 300}
+data: {train: train.txt, validation: valid.txt, sequence_length: 32}
+train: {global_batch: 8, micro_batch: 4, steps: 12}
+optim: {lr: 1.0e-2, warmup: 2}
+precision: fp32
+device: cpu
+eval: {every: 5}
+checkpoint: {every: 4}
+tracking: {log_every: 1, tensorboard: false}
+"""

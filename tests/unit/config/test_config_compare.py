@@ -1,0 +1,84 @@
+"""Which settings a resumed run may change, and how the others are shown."""
+
+import pytest
+
+from drawbar.config.compare import ABSENT, MAY_CHANGE, Difference, differences, render_differences
+from drawbar.config.fields import catalogue
+from drawbar.config.load import load_config
+from drawbar.config.schema import RunConfig
+
+
+def changed(*overrides: str, base: tuple[str, ...] = ()) -> list[Difference]:
+    return differences(load_config(None, base).config, load_config(None, [*base, *overrides]).config)
+
+
+def test_equal_configurations_have_no_differences():
+    assert changed() == []
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "launch.nproc=2",
+        "tracking.log_every=3",
+        "tracking.profile={start: 3}",
+        "device=cpu",
+        "parallel.strategy=ddp",
+        "train.micro_batch=4",
+        "checkpoint.every=7",
+        "eval.every=7",
+        "eval.at_start=true",
+        "eval.patience=3",
+        "eval.micro_batch=3",
+        "run.dir=elsewhere",
+        "run.name=other",
+        "data.test=t.txt",
+    ],
+)
+def test_what_may_change(override):
+    assert changed(override) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("optim.lr=0.1", Difference("optim.lr", 3e-4, 0.1)),
+        ("run.seed=1", Difference("run.seed", 0, 1)),
+        ("train.global_batch=64", Difference("train.global_batch", 32, 64)),
+        ("train.steps=9", Difference("train.steps", None, 9)),
+        ("precision=fp16", Difference("precision", "auto", "fp16")),
+        ("data.train=[a, b]", Difference("data.train", None, ["a", "b"])),
+        ("optim.betas=[0.9, 0.95]", Difference("optim.betas", [0.9, 0.999], [0.9, 0.95])),
+        ("eval.metric=bits", Difference("eval.metric", "loss", "bits")),
+        ("task.from_scratch={}", Difference("task.from_scratch", None, {})),
+        (
+            "task.tokenizer={train: byte_bpe}",
+            Difference("task.tokenizer", None, {"train": "byte_bpe", "vocab_size": 4096}),
+        ),
+    ],
+)
+def test_what_may_not(override, expected):
+    assert changed(override) == [expected]
+
+
+def test_keys_inside_a_mapping_are_compared_one_by_one():
+    found = changed("task.from_scratch.n_layer=3", "task.from_scratch.n_head=4", base=("task.from_scratch.n_layer=2",))
+    assert found == [
+        Difference("task.from_scratch.n_layer", 2, 3),
+        Difference("task.from_scratch.n_head", ABSENT, 4),
+    ]
+
+
+def test_everything_that_may_change_exists():
+    assert set(MAY_CHANGE) <= set(catalogue(RunConfig))
+    assert all(MAY_CHANGE.values())
+
+
+def test_table_is_aligned():
+    found = changed("optim.lr=0.1", "data.train=[a, b]", "data.packing=true")
+    assert render_differences(found).splitlines() == [
+        "  setting       was     is now",
+        '  data.train    null    ["a", "b"]',
+        "  data.packing  false   true",
+        "  optim.lr      0.0003  0.1",
+    ]

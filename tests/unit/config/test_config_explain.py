@@ -1,0 +1,121 @@
+"""Explaining a setting, the JSON schema, and the generated page of the documentation."""
+
+from pathlib import Path
+
+import pytest
+
+from drawbar.config.explain import explain, markdown_reference, schema_json
+from drawbar.config.fields import catalogue
+from drawbar.config.load import load_config
+from drawbar.config.rules import RULES, TRAIN_RULES
+from drawbar.config.schema import CausalLMConfig, TaskConfig, run_config_type
+from drawbar.errors import UserError
+
+DOCUMENTATION = Path(__file__).parents[3] / "docs" / "configuration.md"
+
+
+class ScoringConfig(TaskConfig):
+    """Scores sentences."""
+
+    threshold: float
+    """From which score on a sentence counts as good."""
+    shape: list[list[int]] = [[1]]
+
+
+@pytest.fixture
+def loaded(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("config.yaml").write_text("optim:\n  lr: 0.5\ntask: {from_scratch: {n_layer: 2}}\n")
+    return load_config("config.yaml", ["train.steps=7"])
+
+
+def test_setting_of_the_file(loaded):
+    assert explain("optim.lr", loaded).splitlines() == [
+        "optim.lr = 0.5",
+        "  from:     config.yaml:2",
+        "  allowed:  number >= 0",
+        "  default:  0.0003",
+        "  meaning:  Peak learning rate.",
+    ]
+
+
+def test_setting_of_the_command_line_and_default(loaded):
+    assert "train.steps = 7\n  from:     command line\n" in explain("train.steps", loaded)
+    text = explain("parallel.strategy", loaded)
+    assert "parallel.strategy = auto\n  from:     default\n" in text
+    assert "  allowed:  auto | single | dp | ddp | zero1 | fsdp | deepspeed\n" in text
+
+
+def test_section_lists_its_settings(loaded):
+    text = explain("optim", loaded)
+    assert "  optim.lr = 0.5 " in text
+    assert "Peak learning rate." in text
+    assert "train.steps" not in text
+
+
+def test_setting_that_holds_keys_lists_them(loaded):
+    text = explain("tracking.wandb", loaded)
+    assert "section (project, mode) | null" in text
+    assert "  tracking.wandb.mode = (not set) " in text
+    assert "default:  (required)" in explain("tracking.wandb.project", loaded)
+
+
+def test_key_of_a_free_mapping(loaded):
+    text = explain("task.from_scratch.n_layer", loaded)
+    assert "task.from_scratch.n_layer = 2\n  from:     config.yaml:3\n  part of:  task.from_scratch: Start from" in text
+    assert "task.from_scratch.n_head = (not set)" in explain("task.from_scratch.n_head", loaded)
+
+
+@pytest.mark.parametrize(
+    ("key", "remedy"),
+    [
+        ("optim.lrr", "did you mean optim.lr?"),
+        ("lr", "did you mean optim.lr?"),
+        ("zzzz", "sections: run, task, data"),
+        ("optim.lr.zzzz", "sections: run, task, data"),
+    ],
+)
+def test_unknown_key(loaded, key, remedy):
+    with pytest.raises(UserError) as caught:
+        explain(key, loaded)
+    assert str(caught.value) == f"there is no setting {key}\n  fix:   {caught.value.remedy}"
+    assert remedy in str(caught.value)
+
+
+def test_options_of_an_own_task():
+    loaded = load_config(None, ["task.threshold=0.5"], ScoringConfig)
+    assert "task: Scores sentences.\n" in explain("task", loaded)
+    assert "meaning:  From which score on a sentence counts as good." in explain("task.threshold", loaded)
+    assert "allowed:  list of list of whole number\n" in explain("task.shape", loaded)
+    schema = schema_json(ScoringConfig)
+    assert schema["$defs"]["ScoringConfig"]["required"] == ["threshold"]
+    assert "CausalLMConfig" not in schema["$defs"]
+
+
+def test_json_schema_is_closed_and_documented():
+    schema = schema_json()
+    assert schema["additionalProperties"] is False
+    assert schema["$defs"]["OptimSection"]["properties"]["lr"]["description"] == "Peak learning rate."
+    assert "CausalLMConfig" in schema["$defs"]
+
+
+def test_every_setting_has_a_meaning():
+    undocumented = [
+        setting.key
+        for setting in catalogue(run_config_type(CausalLMConfig)).values()
+        if not setting.meaning and not setting.is_section
+    ]
+    assert undocumented == []
+
+
+def test_reference_has_every_setting_and_every_rule():
+    text = markdown_reference()
+    for setting in catalogue(run_config_type(CausalLMConfig)).values():
+        assert f"`{setting.key}`" in text
+    for rule in RULES + TRAIN_RULES:
+        assert rule.reason in text
+        assert rule.remedy in text
+
+
+def test_documentation_is_up_to_date():
+    assert DOCUMENTATION.read_text(encoding="utf-8") == markdown_reference(), "docs/configuration.md: run `make docs`"

@@ -1,0 +1,164 @@
+"""The table of settings that do not combine: every rule is broken once here, and its error says how to mend it."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drawbar.config.load import load_config
+from drawbar.config.rules import RULES, TRAIN_RULES, check_rules, check_world, resolve_micro_batch
+from drawbar.config.schema import DataSection, RunConfig, TrainSection
+from drawbar.errors import ExitCode, UserError
+
+TRAINABLE = ["data.train=a.txt", "train.steps=100"]
+"""The least that training needs."""
+
+BREAKING = {
+    "strategy": [["parallel.strategy=fsdp"], ["parallel.strategy=dp"], ["parallel.strategy=zero1"]],
+    "model parallelism": [["parallel.tensor=2"], ["parallel.pipeline=2"], ["parallel.context=2"]],
+    "activation checkpointing": [["parallel.activation_checkpointing=full"]],
+    "fp8": [["precision=fp8"]],
+    "wandb": [["tracking.wandb={project: demo}"]],
+    "reshard and replicate": [["parallel.reshard=false"], ["parallel.strategy=ddp", "parallel.replicate=2"]],
+    "offload": [["parallel.offload=true"], ["parallel.strategy=ddp", "parallel.offload=true"]],
+    "zero_stage": [["parallel.zero_stage=0"]],
+    "single with several processes": [["parallel.strategy=single", "launch.nproc=2"]],
+    "mps with several processes": [["device=mps", "launch.nproc=2"]],
+    "training data": [["data.train=null"], ["data.train=[]"]],
+    "steps and epochs": [["train.epochs=0.5"]],
+    "steps or epochs": [["train.steps=null"]],
+    "micro-batch": [
+        ["train.global_batch=8", "train.micro_batch=3"],
+        ["train.global_batch=8", "train.micro_batch=16"],
+    ],
+    "profile": [["tracking.profile={start: 101}"]],
+    "evaluation without data": [["eval.every=5"], ["eval.at_start=true"], ["eval.every=1", "eval.patience=2"]],
+    "patience": [["data.validation=b.txt", "eval.patience=2"]],
+    "warm-up": [["optim.warmup=100"], ["optim.schedule=wsd", "optim.warmup=200"]],
+    "warm-up and decay": [
+        ["optim.schedule=wsd", "optim.warmup=0.5", "optim.decay=0.6"],
+        ["optim.schedule=wsd", "optim.warmup=50", "optim.decay=0.6"],
+    ],
+    "momentum": [["optim.momentum=0.9"], ["optim.name=adafactor", "optim.momentum=0.0"]],
+    "betas and eps": [["optim.name=sgd", "optim.betas=[0.8, 0.9]"], ["optim.name=adafactor", "optim.eps=1e-6"]],
+    "min_lr_ratio": [["optim.schedule=constant", "optim.min_lr_ratio=0.1"]],
+    "decay": [["optim.decay=0.2"]],
+    "power": [["optim.power=2.0"]],
+}
+
+WORKING = [
+    ["train.steps=null", "train.epochs=0.5", "optim.warmup=0.05"],
+    ["train.steps=null", "train.epochs=1.0", "optim.warmup=500"],
+    ["train.global_batch=8", "train.micro_batch=8", "launch.nproc=2", "parallel.strategy=ddp"],
+    ["parallel.strategy=single", "launch.nproc=1", "device=mps", "precision=fp16"],
+    ["data.validation=b.txt", "eval.every=5", "eval.patience=2", "eval.at_start=true"],
+    ["optim.schedule=wsd", "optim.warmup=0.5", "optim.decay=0.5", "optim.min_lr_ratio=0.1"],
+    ["optim.warmup=99", "checkpoint.every=null", "tracking.profile={start: 100}"],
+    ["optim.name=sgd", "optim.momentum=0.9"],
+    ["optim.name=muon", "optim.momentum=0.95", "optim.betas=[0.8, 0.9]"],
+    ["optim.schedule=polynomial", "optim.power=2.0"],
+]
+
+
+def broken_rules(overrides: list[str]) -> list[str]:
+    config = load_config(None, TRAINABLE + overrides).config
+    return [rule.name for rule in RULES + TRAIN_RULES if rule.broken(config)]
+
+
+def test_names_are_unique_and_every_rule_is_tried():
+    names = [rule.name for rule in RULES + TRAIN_RULES]
+    assert len(names) == len(set(names))
+    assert set(names) == set(BREAKING)
+
+
+@pytest.mark.parametrize(("name", "overrides"), [(name, case) for name, cases in BREAKING.items() for case in cases])
+def test_rule_refuses_and_explains(name, overrides):
+    assert name in broken_rules(overrides)
+    rule = next(rule for rule in RULES + TRAIN_RULES if rule.name == name)
+    with pytest.raises(UserError) as caught:
+        check_rules(load_config(None, TRAINABLE + overrides), RULES + TRAIN_RULES)
+    text = str(caught.value)
+    assert rule.reason in text
+    assert rule.remedy in text
+    assert all(f"{key}=" in text for key in rule.keys)
+    assert caught.value.exit_code == ExitCode.WRONG_REQUEST
+
+
+@pytest.mark.parametrize("overrides", WORKING)
+def test_what_works_is_left_alone(overrides):
+    assert broken_rules(overrides) == []
+    check_rules(load_config(None, TRAINABLE + overrides), RULES + TRAIN_RULES)
+
+
+def test_evaluation_needs_neither_training_data_nor_steps():
+    check_rules(RunConfig())
+    with pytest.raises(UserError, match="nothing says how long to train"):
+        check_rules(RunConfig(), TRAIN_RULES)
+
+
+def test_error_names_values_and_origins(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("data: {train: a.txt}\ntrain:\n  steps: 10\n")
+    with pytest.raises(UserError) as caught:
+        check_rules(load_config(path, ["train.epochs=2", "eval.every=5"]), RULES + TRAIN_RULES)
+    text = str(caught.value)
+    assert f"train.steps=10 ({path}:3), train.epochs=2.0 (command line): both say how long to train" in text
+    assert "eval.every=5 (command line), eval.patience=null (default)" in text
+
+
+def test_a_single_problem_has_its_remedy_apart():
+    config = RunConfig(data=DataSection(train="a"), train=TrainSection(steps=1, epochs=1.0))
+    with pytest.raises(UserError) as caught:
+        check_rules(config, TRAIN_RULES)
+    assert caught.value.what == "train.steps=1, train.epochs=1.0: both say how long to train"
+    assert caught.value.remedy == "keep one, and set the other to null"
+
+
+def run_with(global_batch: int, micro_batch: int | str = "auto", sequence_length: int = 512) -> RunConfig:
+    return RunConfig(
+        data=DataSection(sequence_length=sequence_length),
+        train=TrainSection(global_batch=global_batch, micro_batch=micro_batch),
+    )
+
+
+def test_global_batch_that_cannot_be_split():
+    with pytest.raises(UserError) as caught:
+        check_world(run_with(30), 4)
+    assert "train.global_batch=30 cannot be split evenly over 4 processes" in str(caught.value)
+    assert "set train.global_batch to 28 or 32, or start 2, 3, 5 or 6 processes" in str(caught.value)
+    with pytest.raises(UserError, match=r"set train\.global_batch to 4, or start 1 or 3 processes"):
+        check_world(run_with(3), 4)
+
+
+def test_micro_batch_that_does_not_divide_the_share():
+    check_world(run_with(32, 8), 4)
+    with pytest.raises(UserError) as caught:
+        check_world(run_with(32, 16), 4)
+    assert "does not divide the 8 rows that each process gets" in str(caught.value)
+    assert "set train.micro_batch to 1, 2, 4 or 8, or to auto" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "world_size", "rows"),
+    [
+        (run_with(64), 1, 16),  # 16 × 512 = 8192
+        (run_with(64), 8, 8),
+        (run_with(24), 1, 12),  # 16 would fit, but does not divide 24
+        (run_with(7, sequence_length=2048), 1, 1),
+        (run_with(4, sequence_length=16384), 1, 1),
+        (run_with(64, micro_batch=2), 1, 2),
+        (run_with(1), 2, 1),
+    ],
+)
+def test_micro_batch_of_auto(config, world_size, rows):
+    assert resolve_micro_batch(config, world_size) == rows
+
+
+@settings(deadline=None)
+@given(share=st.integers(1, 200), world_size=st.integers(1, 16), sequence_length=st.integers(2, 20_000))
+def test_auto_always_fits_the_world(share, world_size, sequence_length):
+    config = run_with(share * world_size, sequence_length=sequence_length)
+    rows = resolve_micro_batch(config, world_size)
+    check_world(run_with(share * world_size, rows), world_size)
+    assert rows == 1 or rows * sequence_length <= 8192
+    larger = [r for r in range(rows + 1, share + 1) if share % r == 0]
+    assert all(r * sequence_length > 8192 for r in larger)

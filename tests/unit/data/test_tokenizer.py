@@ -1,0 +1,172 @@
+import http.server
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from drawbar.data.tokenizer import END_OF_TEXT, load_tokenizer, train_byte_bpe
+from drawbar.errors import UserError
+
+TEXTS = ["def lossless(text):\n    return text\n"] * 5 + ["the text, the whole text and nothing but the text"] * 5
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return train_byte_bpe(TEXTS, 280)
+
+
+def test_vocabulary(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert len(tokenizer) == 280
+    assert tokenizer.bos_token == tokenizer.eos_token == tokenizer.pad_token == END_OF_TEXT
+    assert tokenizer.eos_token_id == tokenizer.pad_token_id == 0
+    assert len(tokenizer("the text")["input_ids"]) < len("the text")
+
+
+@given(text=st.text(st.characters(exclude_categories=["Cs"])))
+def test_round_trip_loses_nothing(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["", " a", "a ", " don 't , stop . ", "\r\n\t\x00", f"a{END_OF_TEXT}b", "é😀 \u2028 e\u0301", "\ufeff"]
+)
+def test_round_trip_of_awkward_texts(tokenizer: PreTrainedTokenizerFast, text: str, tmp_path: Path) -> None:
+    tokenizer.save_pretrained(tmp_path)
+    for one in (tokenizer, load_tokenizer(str(tmp_path))):
+        tokens = one(text)["input_ids"]
+        assert one.decode(tokens) == one.decode(tokens, skip_special_tokens=True) == text
+        assert one.eos_token_id not in tokens  # only we end a document
+
+
+def test_training_is_deterministic(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert train_byte_bpe(iter(TEXTS), 280).get_vocab() == tokenizer.get_vocab()
+
+
+def test_too_little_text_gives_a_smaller_vocabulary(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert 257 <= len(train_byte_bpe(["abc abc"], 4096)) < 270
+    assert "fewer than the 4096 asked for" in caplog.text
+
+
+def test_loaded_from_a_folder(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    tokenizer.save_pretrained(tmp_path)
+    loaded = load_tokenizer(str(tmp_path))
+    assert loaded.get_vocab() == tokenizer.get_vocab()
+    assert loaded.pad_token_id == tokenizer.pad_token_id
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {},
+        {"config.json": '{"model_type": "gpt2"}'},
+        {"config.json": '{"model_type": "t5"}'},
+        {"config.json": '{"model_type": "llama"}', "tokenizer.json": "{broken"},
+        {"tokenizer.json": '{"version": "1.0"}'},
+    ],
+)
+def test_folder_without_a_tokenizer(tmp_path: Path, files: dict[str, str]) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match="holds no tokenizer that can be loaded") as caught:
+        load_tokenizer(str(tmp_path))
+    assert str(tmp_path) in caught.value.what
+    assert "tokenizer.json" in str(caught.value.remedy)
+
+
+@pytest.mark.parametrize("name", ["./no/such/folder", "/no/such/folder", "a/b/c", "not a name!"])
+def test_neither_a_folder_nor_a_name(name: str) -> None:
+    with pytest.raises(UserError, match="not a folder on this machine, and cannot be a name"):
+        load_tokenizer(name)
+
+
+class FakeHub(http.server.BaseHTTPRequestHandler):
+    """As much of the Hub's protocol as a download needs: one repository, ``team/tokenizer``."""
+
+    folder: Path
+
+    def do_HEAD(self) -> None:
+        self.answer(body=False)
+
+    def do_GET(self) -> None:
+        self.answer(body=True)
+
+    def answer(self, body: bool) -> None:
+        path = self.path.split("?")[0]
+        if path == "/api/models/team/tokenizer":
+            self.reply(200, json.dumps({"id": "team/tokenizer", "sha": "0" * 40}).encode(), {}, body)
+        elif "/team/tokenizer/" not in path:
+            self.reply(404, b"", {"X-Error-Code": "RepoNotFound"}, body)
+        elif "/resolve/" in path and (file := self.folder / path.rsplit("/", 1)[1]).is_file():
+            self.reply(200, file.read_bytes(), {"ETag": f'"{file.name}"', "X-Repo-Commit": "0" * 40}, body)
+        else:
+            self.reply(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": "0" * 40}, body)
+
+    def reply(self, status: int, content: bytes, headers: dict[str, str], body: bool) -> None:
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(content))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if body:
+            self.wfile.write(content)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Iterator[http.server.ThreadingHTTPServer]:
+    FakeHub.folder = tmp_path / "repository"
+    tokenizer.save_pretrained(FakeHub.folder)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), FakeHub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+ANSWER = """
+import sys
+from drawbar.data.tokenizer import load_tokenizer
+from drawbar.errors import UserError
+for name in sys.stdin:
+    try:
+        print(len(load_tokenizer(name.strip())), flush=True)
+    except UserError as error:
+        print(error.what, flush=True)
+"""
+
+
+def test_hub_and_its_cache(hub: http.server.ThreadingHTTPServer, tmp_path: Path) -> None:
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))},
+        "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",  # read once, when the library is imported
+        "HF_HOME": str(tmp_path / "home"),
+        "NO_PROXY": "127.0.0.1",
+    }
+    command = [sys.executable, "-c", ANSWER]
+    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        questions, answers = child.stdin, child.stdout
+        assert questions
+        assert answers
+
+        def load(name: str) -> str:
+            questions.write(f"{name}\n")
+            questions.flush()
+            return answers.readline()
+
+        assert load("team/tokenizer") == "280\n"
+        assert "team/tokeniser is neither a folder on this machine nor a repository" in load("team/tokeniser")
+        hub.shutdown()
+        hub.server_close()
+        assert load("team/tokenizer") == "280\n"
+        assert "'team/tokeniser' on this machine, and the Hugging Face Hub cannot be reached" in load("team/tokeniser")
