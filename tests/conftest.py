@@ -4,8 +4,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `import harness`, in the processes it starts too
+
+# property tests never fail for being slow: the machine may be busy
+settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy machine")
 
 WORDS = """
 the driver couples the load to the engine and the engine pulls the load along the road while the road bends around

@@ -1,6 +1,5 @@
 """A run's ``checkpoints/`` folder: each checkpoint in it is complete or absent, whenever the process is killed."""
 
-import errno
 import logging
 import re
 import shutil
@@ -13,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from drawbar.checkpoint.format import Damaged, Snapshot, step_name
 from drawbar.checkpoint.load import REPLACED, check_sizes, complete_checkpoints, step_folders, verify
 from drawbar.checkpoint.save import sync, write_files
-from drawbar.checkpoint.space import free_bytes, readable
+from drawbar.checkpoint.space import REMEDIES, free_bytes, readable
 from drawbar.errors import ExitCode, UserError
 
 logger = logging.getLogger("drawbar")
@@ -25,15 +24,6 @@ DELETING = ".deleting"
 BEST_FILE = "best.json"
 
 _LEFTOVER = re.compile(r"(step-\d{8,}(\.replaced)?|best\.json)\.(tmp|deleting)")
-
-_REMEDIES = {
-    errno.ENOSPC: "free some space there, keep fewer checkpoints (checkpoint.keep), or use another disk (run.dir)",
-    errno.EDQUOT: "your quota there is used up: delete files of yours, or use another disk (run.dir)",
-    errno.EFBIG: "files are limited in size: raise the limit (ulimit -f unlimited), or use another disk (run.dir)",
-    errno.EACCES: "make the folder writable, or use another one (run.dir)",
-    errno.EPERM: "make the folder writable, or use another one (run.dir)",
-    errno.EROFS: "the disk can only be read: use another one (run.dir)",
-}
 
 
 class Best(BaseModel):
@@ -183,7 +173,7 @@ class CheckpointDirectory:
             raise UserError(
                 f"{name} could not be written: {error.strerror} ({free} free). {standing}",
                 where=str(self.path),
-                remedy=_REMEDIES.get(error.errno or 0, "look after the disk, or use another one (run.dir)"),
+                remedy=REMEDIES.get(error.errno or 0, "look after the disk, or use another one (run.dir)"),
                 exit_code=ExitCode.FAILED,
             ) from error
 

@@ -1,11 +1,24 @@
 """Find out before a run starts whether its checkpoints can be written."""
 
+import errno
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from drawbar.errors import UserError
+from drawbar.errors import ExitCode, UserError
+
+REMEDIES = {
+    errno.ENOSPC: "free some space there, keep fewer checkpoints (checkpoint.keep), or use another disk (run.dir)",
+    errno.EDQUOT: "your quota there is used up: delete files of yours, or use another disk (run.dir)",
+    errno.EFBIG: "files are limited in size: raise the limit (ulimit -f unlimited), or use another disk (run.dir)",
+    errno.EACCES: "make the folder writable, or use another one (run.dir)",
+    errno.EPERM: "make the folder writable, or use another one (run.dir)",
+    errno.EROFS: "the disk can only be read: use another one (run.dir)",
+}
+"""What to do about a disk that takes no more, by the error number."""
 
 
 def required_bytes(checkpoint_bytes: int, keep: int, existing: int = 0) -> int:
@@ -43,6 +56,27 @@ def check_writable(folder: Path) -> None:
             f"cannot write to the folder {folder}: {obstacle} {reason}",
             where=str(folder),
             remedy="use another folder (run.dir), or make that one writable",
+        ) from error
+
+
+@contextmanager
+def explain_full_disk(folder: Path) -> Iterator[None]:
+    """Any file of a run may be the one that no longer fits: turn that into an error which says what to do.
+
+    Raises:
+        UserError: with exit code 1, for the errors in ``REMEDIES``; the others pass.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in REMEDIES:
+            raise
+        raise UserError(
+            f"cannot write {error.filename or 'a file of the run'}: {error.strerror} "
+            f"({readable(free_bytes(folder))} free)",
+            where=str(folder),
+            remedy=f"{REMEDIES[error.errno]}; then the same command goes on",
+            exit_code=ExitCode.FAILED,
         ) from error
 
 

@@ -47,9 +47,13 @@ def run(task: "type[Task] | None" = None) -> None:
     code = _invoke(task)
     sys.stdout.flush()
     sys.stderr.flush()
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if _is_one_of_several():
         _leave_rank(code)
     sys.exit(code)
+
+
+def _is_one_of_several() -> bool:
+    return os.environ.get("WORLD_SIZE", "1") != "1"  # it may not be a number: that error comes through here, too
 
 
 def _leave_rank(code: int) -> None:
@@ -79,7 +83,7 @@ def _invoke(task: "type[Task] | None") -> int:
 
 def _tell(error: Exception, text: str) -> None:
     """Say what went wrong: to the launcher, which tells it once for all ranks, or here."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if _is_one_of_several():
         from drawbar.runtime.agent import STATUS_FILE, report_failure
         from drawbar.runtime.log import log_to_file
 

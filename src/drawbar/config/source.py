@@ -73,7 +73,11 @@ def parse_yaml(text: str) -> Any:
     """One YAML 1.2 document, with line numbers. Raises ruamel's YAMLError."""
     yaml = YAML()
     yaml.Constructor = _Constructor
-    return yaml.load(text)
+    try:
+        return yaml.load(text)
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        # What ruamel lets through for a tag that does not fit its value (`!!int x`), and for numbers without end.
+        raise YAMLError(f"a value cannot be read: {error}") from error
 
 
 def read_file(path: Path) -> Settings:
@@ -117,13 +121,13 @@ def apply_override(settings: Settings, argument: str) -> None:
         return refuse("expected KEY=VALUE, such as optim.lr=1e-4")
     if not all(name and not name.isspace() for name in names):
         return refuse("the key is not complete; write it with its section, such as optim.lr=1e-4")
-    if not text.strip():
-        return refuse(f"there is no value; write {key}=null for none")
     try:
         value = parse_yaml(text)
     except (YAMLError, RecursionError) as error:
-        reason = getattr(error, "problem", None) or "nested too deeply"
+        reason = getattr(error, "problem", None) or str(error).splitlines()[0]
         return refuse(f"the value is not YAML ({reason}); quote text with special characters: {key}='\"{text}\"'")
+    if value is None and text.strip().lower() not in ("null", "~"):
+        return refuse(f"there is no value; write {key}=null for none")
     section, leaf = _section(settings.values, names)
     if leaf is not None:
         return refuse(f"{leaf} has a value already ({settings.origins[leaf]}) and no keys; replace it whole: {leaf}=…")

@@ -1,20 +1,16 @@
 """Tokenizers: train a byte-level BPE on the training data, or load one from a folder or the Hugging Face Hub."""
 
-import logging
 from collections.abc import Iterable
 from pathlib import Path
 
-from huggingface_hub import HfApi
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from drawbar.errors import UserError
+from drawbar.runtime.hub import hub_answers
+from drawbar.runtime.log import logger
 
 END_OF_TEXT = "<|endoftext|>"
-HUB_TIMEOUT_SECONDS = 5.0
-
-log = logging.getLogger(__name__)
 
 
 def train_byte_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -48,7 +44,9 @@ def train_byte_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizer
         clean_up_tokenization_spaces=False,
     )
     if len(tokenizer) < vocab_size:
-        log.warning("the texts gave a vocabulary of %d tokens, fewer than the %d asked for", len(tokenizer), vocab_size)
+        logger.warning(
+            "the texts gave a vocabulary of %d tokens, fewer than the %d asked for", len(tokenizer), vocab_size
+        )
     return tokenizer
 
 
@@ -62,13 +60,11 @@ def load_tokenizer(name_or_folder: str) -> PreTrainedTokenizerBase:
         UserError: no such folder or name, the Hub cannot be reached and the name is not cached, or no usable tokenizer.
     """
     is_folder = Path(name_or_folder).is_dir()
-    hub_answers = not is_folder and _hub_answers(name_or_folder)
+    online = not is_folder and hub_answers(name_or_folder)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            name_or_folder, local_files_only=not hub_answers, trust_remote_code=False
-        )
+        tokenizer = AutoTokenizer.from_pretrained(name_or_folder, local_files_only=not online, trust_remote_code=False)
     except Exception as error:
-        if is_folder or hub_answers:
+        if is_folder or online:
             raise _unusable(name_or_folder, is_folder, str(error)) from error
         raise UserError(
             f"there is no tokenizer {name_or_folder!r} on this machine, and the Hugging Face Hub cannot be reached",
@@ -87,29 +83,3 @@ def _unusable(name: str, is_folder: bool, reason: str) -> UserError:
         f"{place} holds no tokenizer that can be loaded: {reason.strip().splitlines()[0]}",
         remedy="tokenizer.json and tokenizer_config.json are what tokenizer.save_pretrained(folder) writes",
     )
-
-
-def _hub_answers(name: str) -> bool:
-    """Ask the Hub for a repository once. transformers itself would retry for most of a minute without a network.
-
-    Raises:
-        UserError: the Hub does not know the name, or it cannot be a name.
-    """
-    try:
-        HfApi().model_info(name, timeout=HUB_TIMEOUT_SECONDS)
-    except HFValidationError as error:
-        raise UserError(
-            f"{name} is not a folder on this machine, and cannot be a name on the Hugging Face Hub",
-            remedy=f"check the path; it is taken from the folder {Path.cwd()}",
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise UserError(
-            f"{name} is neither a folder on this machine nor a repository on the Hugging Face Hub that you may read",
-            remedy="check the spelling; for a private or gated one, log in with `hf auth login`",
-        ) from error
-    except HfHubHTTPError:
-        return True  # it answered, if with an error: the loader's own retries are in place
-    except Exception as error:  # noqa: BLE001 — the type depends on the HTTP library that huggingface_hub uses
-        log.info("the Hugging Face Hub cannot be reached (%s): using the local cache", error)
-        return False
-    return True

@@ -26,5 +26,9 @@ def choose_engine(task: Task, config: RunConfig, world: World, total_steps: int)
             remedy="set parallel.strategy=ddp, or start one process",
         )
     if strategy not in ("single", "ddp"):
-        raise UserError(f"parallel.strategy={strategy} is not in this version", remedy="use ddp")
+        raise UserError(
+            f"parallel.strategy={strategy} is not in this version",
+            where="parallel.strategy",
+            remedy="set parallel.strategy to auto, single or ddp",
+        )
     return NativeEngine(task, config, world, total_steps)

@@ -54,17 +54,18 @@ class NativeEngine(Engine):
 
         # the weight of the whole global batch is known before the first backward, so nothing is rescaled after it
         weight = self.world.sum(sum(self.task.weight(micro.batch) for micro in micro_batches if micro.counts))
-        loss_sum = self._accumulate_gradients(micro_batches, weight)
+        divisor = weight or 1.0  # a batch without units has no loss and no gradient
+        loss_sum = self._accumulate_gradients(micro_batches, divisor)
         grad_norm, skipped = self._update()
         self.step += 1
 
-        loss = self.world.sum_tensor(loss_sum) / max(weight, 1.0)
+        loss = self.world.sum_tensor(loss_sum) / divisor
         return StepResult(loss=loss, grad_norm=grad_norm, weight=weight, lr=lr, skipped=skipped)
 
-    def _accumulate_gradients(self, micro_batches: list[MicroBatch[Batch]], weight: float) -> torch.Tensor:
+    def _accumulate_gradients(self, micro_batches: list[MicroBatch[Batch]], divisor: float) -> torch.Tensor:
         """Backward through every micro-batch; the sum of this rank's loss (0-d)."""
         loss_sum = torch.zeros((), device=self.world.device)
-        scale = self.world.size / max(weight, 1.0)  # DDP averages over ranks, the contract wants the sum
+        scale = self.world.size / divisor  # DDP averages over ranks, the contract wants the sum
         for index, micro in enumerate(micro_batches):
             batch = micro.batch.to(self.world.device)
             with accumulate(self.model, last=index == len(micro_batches) - 1):

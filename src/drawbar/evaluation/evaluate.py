@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,29 @@ def evaluate(
     merged = _merge(split, [pair for part in gathered for pair in part]) if gathered is not None else []
     scores = world.from_first(lambda: {**task.loss_scores(loss, weight, merged), **task.score(merged)})
     return Evaluation({name: float(value) for name, value in scores.items()}, merged)
+
+
+def check_metric(task: Task, split: Split, metric: str) -> None:
+    """Refuse, before any training, a metric that no evaluation can give.
+
+    Only where the task has no ``score`` of its own: what that one returns is not known before it is called.
+
+    Raises:
+        UserError: it names the scores that there are.
+    """
+    if type(task).score is Task.score:
+        names = task.loss_scores(1.0, 1.0, [{**split.records[0], "id": 0}])
+        if metric not in names:
+            raise unknown_metric(metric, names, "set eval.metric to one of them")
+
+
+def unknown_metric(metric: str, scores: Iterable[str], remedy: str) -> UserError:
+    """The error of an ``eval.metric`` that is none of the scores."""
+    return UserError(
+        f"eval.metric is {metric!r}, but the scores are {', '.join(sorted(scores))}",
+        where="eval.metric",
+        remedy=remedy,
+    )
 
 
 def _with_ids(task: Task, ids: list[int], predictions: list[Any] | None) -> list[tuple[int, Any]]:

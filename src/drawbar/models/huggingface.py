@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from drawbar.errors import UserError, nearest
+from drawbar.runtime.hub import hub_answers
 from drawbar.runtime.log import logger
 
 T = TypeVar("T")
@@ -32,10 +34,10 @@ def build_from_scratch(name: str, overrides: dict[str, Any], tokenizer: Any) -> 
     fields = {"vocab_size": len(tokenizer), **special, **overrides}
     local = Path(name).is_dir()
     known_type = name in CONFIG_MAPPING_NAMES and not local
-    base = AutoConfig.for_model(name) if known_type else _from_hub(lambda: AutoConfig.from_pretrained(name), name)
+    base = AutoConfig.for_model(name) if known_type else _from_hub(AutoConfig.from_pretrained, name)
     _check_fields(base, overrides)
     try:
-        config = AutoConfig.for_model(name, **fields) if known_type else AutoConfig.from_pretrained(name, **fields)
+        config = type(base)(**{**({} if known_type else base.to_dict()), **fields})
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except (StrictDataclassError, TypeError, ValueError, KeyError, ZeroDivisionError, RuntimeError) as error:
         raise UserError(
@@ -67,11 +69,9 @@ def load_pretrained(name: str) -> nn.Module:
         UserError: the model does not exist, has no safetensors, or is no causal language model.
     """
 
-    def load() -> tuple[nn.Module, dict[str, Any]]:
-        return AutoModelForCausalLM.from_pretrained(
-            name, dtype=torch.float32, use_safetensors=True, output_loading_info=True
-        )
-
+    load = partial(
+        AutoModelForCausalLM.from_pretrained, dtype=torch.float32, use_safetensors=True, output_loading_info=True
+    )
     model, info = _from_hub(load, name)
     if info["missing_keys"]:
         missing = ", ".join(sorted(info["missing_keys"])[:5])
@@ -79,19 +79,22 @@ def load_pretrained(name: str) -> nn.Module:
     return model
 
 
-def _from_hub(load: Callable[[], T], name: str) -> T:
-    """``load()``, with transformers' many exceptions as one that says what to do."""
+def _from_hub(load: Callable[..., T], name: str) -> T:
+    """``load(name, local_files_only=…)``, with transformers' many exceptions as one that says what to do."""
+    is_folder = Path(name).is_dir()
+    guess = nearest(name, CONFIG_MAPPING_NAMES)
+    hint = f" (did you mean {guess}?)" if guess else ""
     try:
-        return load()
+        online = not is_folder and hub_answers(name)
+        return load(name, local_files_only=not online)
+    except UserError as error:  # the hub does not know the name
+        raise UserError(error.what, where="task.model", remedy=f"{error.remedy}{hint}") from error
     except (OSError, ValueError, KeyError) as error:
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        guess = nearest(name, CONFIG_MAPPING_NAMES)
-        if Path(name).is_dir():
+        if is_folder:
             remedy = "the folder must hold config.json and safetensors files of a causal language model"
         else:
-            remedy = "give a folder, a hub name that this machine can reach, or a model type with task.from_scratch={}"
-            if guess:
-                remedy += f" (did you mean {guess}?)"
+            remedy = f"give a folder, a hub name that this machine can reach, or a model type for from_scratch{hint}"
         raise UserError(f"cannot load the model {name!r}: {first_line}", where="task.model", remedy=remedy) from error
 
 

@@ -9,12 +9,14 @@ import json
 import logging
 import math
 import os
+import shutil
 import signal
 import sys
 import tempfile
 import time
 import traceback
 from pathlib import Path
+from types import FrameType
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
@@ -22,10 +24,12 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from drawbar.errors import ExitCode, UserError
+from drawbar.runtime.watchdog import LAUNCHER
 
 STATUS_FILE = "DRAWBAR_STATUS_FILE"
 """Environment variable: where rank 0 leaves its exit code for the launcher."""
 
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _SAVE_SECONDS = 600
 """How long ranks may take to save after a signal, before they are killed."""
 
@@ -39,10 +43,12 @@ def run_processes(arguments: list[str], nproc: int) -> int:
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc)))
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we say it in our own words
+    os.environ[LAUNCHER] = str(os.getpid())
+    logging.disable()  # we say it in our own words
     with tempfile.TemporaryDirectory(prefix="drawbar-") as folder:
         status = Path(folder) / "status"
         os.environ[STATUS_FILE] = str(status)
+        _handle_signals(folder)
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -54,7 +60,7 @@ def run_processes(arguments: list[str], nproc: int) -> int:
             max_restarts=0,
             monitor_interval=0.1,
             logs_specs=DefaultLogsSpecs(log_dir=folder),
-            signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+            signals_to_handle="SIGQUIT",  # the others are ours
             shutdown_timeout=_SAVE_SECONDS,
         )
         try:
@@ -64,6 +70,25 @@ def run_processes(arguments: list[str], nproc: int) -> int:
         except SignalException as error:
             return int(status.read_text()) if status.exists() else 128 + int(error.sigval)
     return ExitCode.DONE
+
+
+def _handle_signals(folder: str) -> None:
+    """Pass the first signal on to the ranks, which save and end; at the second, leave at once, and the ranks with us.
+
+    torch's own handlers would wait for the ranks again.
+    """
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        for handled in _SIGNALS:
+            signal.signal(handled, leave)
+        raise SignalException(f"received signal {number}", sigval=signal.Signals(number))
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(128 + number)
+
+    for handled in _SIGNALS:
+        signal.signal(handled, pass_on)
 
 
 def _explain(failures: dict[int, ProcessFailure]) -> int:
@@ -91,10 +116,10 @@ def _explain(failures: dict[int, ProcessFailure]) -> int:
 
 
 def _time_of(failure: ProcessFailure) -> float:
-    """When it failed, in seconds. A rank that was killed left no record: its peers fail because of it."""
+    """When it failed, in seconds. One without a record was killed: by the launcher itself, where by SIGTERM."""
     message = failure.error_file_data.get("message")
     if not isinstance(message, dict):
-        return -math.inf if failure.exitcode != -signal.SIGTERM else math.inf
+        return math.inf if failure.exitcode == -signal.SIGTERM else failure.timestamp
     return float(message["extraInfo"].get("exact_time", failure.timestamp))
 
 

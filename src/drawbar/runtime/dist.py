@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from drawbar.errors import ExitCode, UserError
-from drawbar.runtime.env import Place, die_with_parent
+from drawbar.runtime.env import Place
+from drawbar.runtime.watchdog import Address, Watchdog
 
 T = TypeVar("T")
 
@@ -33,6 +34,7 @@ class World:
         self.device = device
         self.timeout = timedelta(seconds=timeout)
         self._control: dist.ProcessGroup | None = None
+        self._watchdog = Watchdog()
 
     @property
     def rank(self) -> int:
@@ -50,26 +52,34 @@ class World:
         if self.size == 1:
             return self
         if "TORCHELASTIC_RUN_ID" in os.environ:
-            die_with_parent()
+            self._watchdog.start()
         on_cuda = self.device.type == "cuda"
         try:
             dist.init_process_group(
                 "nccl" if on_cuda else "gloo", timeout=self.timeout, device_id=self.device if on_cuda else None
             )
             self._control = dist.new_group(backend="gloo", timeout=self.timeout)
+            ranks: list[Address] = [self._watchdog.address] * self.size
+            dist.all_gather_object(ranks, self._watchdog.address, group=self._control)
         except (dist.DistError, RuntimeError) as error:
             raise UserError(
                 f"rank {self.rank} could not meet the other {self.size - 1} processes: {error}",
                 remedy="check that every process was started, with the same MASTER_ADDR and MASTER_PORT",
                 exit_code=ExitCode.FAILED,
             ) from error
+        self._watchdog.meet(ranks)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         # after an error the peers may be gone, and a graceful goodbye would wait for them
         if kind is None and dist.is_initialized():
             self.barrier("the end of the run")
+            self._watchdog.stop()
             dist.destroy_process_group()
+
+    def lost_a_rank(self) -> bool:
+        """Whether one of the ranks on this machine is gone, so that the run cannot go on."""
+        return self._watchdog.lost_a_rank()
 
     def barrier(self, what: str) -> None:
         """Wait for every process.

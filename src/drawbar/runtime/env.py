@@ -1,9 +1,6 @@
 """Rank and host facts, read from the environment once."""
 
 import os
-import sys
-import threading
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -48,9 +45,17 @@ class Place:
             local_world_size = int(environ.get("LOCAL_WORLD_SIZE", world_size))
             place = Place(int(environ["RANK"]), world_size, local_rank, local_world_size)
         except ValueError as error:
-            raise UserError(f"RANK, WORLD_SIZE and LOCAL_RANK must be integers: {error}") from error
+            raise UserError(
+                f"RANK, WORLD_SIZE and LOCAL_RANK must be whole numbers: {error}",
+                where="the environment",
+                remedy="start it with torchrun or with launch.nproc=N; or unset RANK and WORLD_SIZE to run alone",
+            ) from error
         if not 0 <= place.rank < place.world_size:
-            raise UserError(f"RANK={place.rank} is not below WORLD_SIZE={place.world_size}", where="the environment")
+            raise UserError(
+                f"RANK={place.rank} is not below WORLD_SIZE={place.world_size}",
+                where="the environment",
+                remedy="number the processes from 0 to WORLD_SIZE - 1; torchrun and launch.nproc=N do",
+            )
         return place
 
 
@@ -86,20 +91,3 @@ def choose_device(wanted: str, place: Place) -> torch.device:
     device = torch.device("cuda", place.local_rank)
     torch.cuda.set_device(device)
     return device
-
-
-def die_with_parent(period: float = 0.5) -> None:
-    """End this process when the one that started it is gone.
-
-    torch's launcher puts every rank in a session of its own, so a SIGKILL of the launcher's process group would
-    leave the ranks running: writing to a run that its owner has started again.
-    """
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(period)
-        print("drawbar: the launcher is gone; this rank ends", file=sys.stderr, flush=True)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()

@@ -12,6 +12,13 @@ logger = logging.getLogger("drawbar")
 _early = logging.handlers.MemoryHandler(capacity=10_000, flushLevel=logging.CRITICAL + 1)
 
 
+class _LogFile(logging.FileHandler):
+    """A log file that says so when it cannot be written, where logging would print a traceback and go on."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the name is logging's
+        raise  # noqa: PLE0704 - called while the error is being handled
+
+
 def start_logging(rank: int, console: logging.Handler) -> None:
     """Log to ``console`` on rank 0, and keep everything for the log file."""
     logger.setLevel(logging.INFO)
@@ -36,7 +43,7 @@ def open_log_file(run_dir: Path, rank: int) -> None:
     """Append to ``logs/rank-0003.log`` from here on, beginning with what was logged before it existed."""
     folder = run_dir / "logs"
     folder.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(folder / f"rank-{rank:04d}.log", mode="a", encoding="utf-8")
+    handler = _LogFile(folder / f"rank-{rank:04d}.log", mode="a", encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     _early.setTarget(handler)
     _early.flush()

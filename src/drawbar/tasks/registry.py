@@ -21,7 +21,15 @@ def task_class(name: str) -> type[Task]:
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"there is no task {name!r}: {error}", where="task.type") from error
+        raise UserError(
+            f"there is no task {name!r}: {error}",
+            where="task.type",
+            remedy=f"give {', '.join(BUILT_IN)}, or your own class as package.module:Class",
+        ) from error
     if not (isinstance(found, type) and issubclass(found, Task)):
-        raise UserError(f"{name} is not a subclass of drawbar.Task", where="task.type")
+        raise UserError(
+            f"{name} is not a subclass of drawbar.Task",
+            where="task.type",
+            remedy="name a class that is, as package.module:Class",
+        )
     return found

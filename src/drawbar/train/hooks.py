@@ -13,7 +13,7 @@ import torch
 
 from drawbar.config.schema import EvalSection, ProfileSection
 from drawbar.errors import ExitCode, UserError
-from drawbar.evaluation.evaluate import Evaluation, write_results
+from drawbar.evaluation.evaluate import Evaluation, unknown_metric, write_results
 from drawbar.runtime.dist import World
 from drawbar.runtime.log import logger
 from drawbar.tracking.console import Console
@@ -56,8 +56,8 @@ class LogHook:
     def step(self, info: StepInfo) -> None:
         self._meter.add(info.result.weight)
         if info.step % self._every == 0 or info.step == 1:
+            check_finite(info)
             values = self._values(info)
-            check_finite(values["train/loss"], info.step)
             for tracker in self._trackers:
                 tracker.log(info.step, values)
             self._console.log(info.step, values)
@@ -79,15 +79,20 @@ class LogHook:
         pass
 
 
-def check_finite(loss: float, step: int) -> None:
-    """Stop a run whose loss is lost, before it overwrites a good checkpoint."""
-    if not math.isfinite(loss):
-        raise UserError(
-            f"the loss of step {step} is {loss}: the run has diverged, and stops",
-            where="the newest checkpoint was written before that",
-            remedy="lower optim.lr, lengthen optim.warmup or set train.gradient_clip, with --fork NEWNAME",
-            exit_code=ExitCode.FAILED,
-        )
+def check_finite(info: StepInfo) -> None:
+    """Stop a run whose loss or gradient is lost, before it overwrites a good checkpoint."""
+    found = {"loss": float(info.result.loss)}
+    if not info.result.skipped:  # fp16 overflowed, and no harm was done
+        found["gradient norm"] = float(info.result.grad_norm)
+    for name, value in found.items():
+        if not math.isfinite(value):
+            raise UserError(
+                f"the run has diverged, and stops: the {name} of step {info.step} is {value}",
+                where="every checkpoint was written before that",
+                remedy="lower optim.lr, lengthen optim.warmup or set a smaller train.gradient_clip; go on from the "
+                "newest checkpoint with --fork NEWNAME, or begin again under another run.name",
+                exit_code=ExitCode.FAILED,
+            )
 
 
 class EvalHook:
@@ -135,11 +140,8 @@ class EvalHook:
 
     def _score(self, scores: dict[str, float]) -> float:
         if self._config.metric not in scores:
-            raise UserError(
-                f"eval.metric is {self._config.metric!r}, but the scores are {', '.join(sorted(scores))}",
-                where="eval.metric",
-                remedy="set eval.metric to one of them",
-            )
+            remedy = "set eval.metric to one of them, and begin again under another run.name"
+            raise unknown_metric(self._config.metric, scores, remedy)
         return scores[self._config.metric]
 
     def _compare(self, progress: Progress, score: float) -> None:
@@ -177,7 +179,7 @@ class SaveHook:
         self._saver.wait()
 
     def _save(self, info: StepInfo) -> None:
-        check_finite(float(info.result.loss), info.step)
+        check_finite(info)
         with self._meter.paused():
             self._saver.save(info.progress)
 

@@ -7,11 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from pydantic import ValidationError
+
 from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.config.compare import differences, render_differences
 from drawbar.config.load import dump_yaml, load_config
-from drawbar.config.schema import RunConfig
+from drawbar.config.schema import RunConfig, RunSection
 from drawbar.errors import UserError
+
+LOCK_FILE = ".lock"
+CONFIG_DRAFT = "config.yaml.tmp"
+"""What ``config.yaml`` is called until it is whole."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,7 @@ def find_start(config: RunConfig, resume: str, fork: str | None) -> Start:
     _check_same(folder, config)
     checkpoints = CheckpointDirectory(folder / "checkpoints")
     latest = checkpoints.latest()
-    if resume != "auto" and Path(resume).resolve() != (latest or folder).resolve():
+    if resume != "auto" and (latest is None or checkpoints.resolve(resume).resolve() != latest.resolve()):
         raise UserError(
             f"{resume} is not the newest checkpoint of {config.run.name}, which would lose the steps after it",
             where="--resume",
@@ -59,8 +65,20 @@ def find_start(config: RunConfig, resume: str, fork: str | None) -> Start:
 
 
 def renamed(config: RunConfig, name: str) -> RunConfig:
-    """The same configuration for a run of another name."""
-    return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
+    """The same configuration for a run of another name.
+
+    Raises:
+        UserError: no run can have this name.
+    """
+    try:
+        run = RunSection.model_validate({**config.run.model_dump(), "name": name})
+    except ValidationError as error:
+        raise UserError(
+            f"{name!r} cannot be the name of a run",
+            where="--fork",
+            remedy="use letters, digits, dots, dashes and underscores, and begin with a letter or a digit",
+        ) from error
+    return config.model_copy(update={"run": run})
 
 
 def _find_fork(config: RunConfig, resume: str, name: str) -> Start:
@@ -70,15 +88,23 @@ def _find_fork(config: RunConfig, resume: str, name: str) -> Start:
         start = find_start(target, "auto", None)
         if start.checkpoint is not None:
             return start
+    else:
+        _check_no_stranger(target.run_dir)
     checkpoints = CheckpointDirectory(source / "checkpoints")
     checkpoint = checkpoints.latest() if resume in ("auto", "never") else checkpoints.resolve(resume)
     if checkpoint is None:
-        raise UserError(f"there is nothing to fork: {source} has no complete checkpoint", where="--fork")
+        raise UserError(
+            f"there is nothing to fork: {source} has no complete checkpoint",
+            where="--fork",
+            remedy="set run.dir and run.name to the run to begin from, or leave out --fork",
+        )
     return Start(checkpoint, forked=True)
 
 
 def _check_no_stranger(folder: Path) -> None:
-    if folder.is_dir() and any(name != ".lock" for name in os.listdir(folder)):
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file", where="run.dir, run.name", remedy="choose another run.name")
+    if folder.is_dir() and set(os.listdir(folder)) - {LOCK_FILE, CONFIG_DRAFT}:
         raise UserError(
             f"{folder} holds files, but no drawbar run (there is no config.yaml)",
             where="run.dir, run.name",
@@ -107,7 +133,7 @@ def lock_run_dir(folder: Path, patience: float = 5.0) -> IO[str]:
     Raises:
         UserError: another process is training this run.
     """
-    lock = open(folder / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 - held until the run ends
+    lock = open(folder / LOCK_FILE, "a+", encoding="utf-8")  # noqa: SIM115 - held until the run ends
     end = time.monotonic() + patience
     while True:
         try:
@@ -131,6 +157,6 @@ def lock_run_dir(folder: Path, patience: float = 5.0) -> IO[str]:
 
 def write_config(config: RunConfig) -> None:
     """Write ``config.yaml``, whole or not at all: from here on the directory is a run."""
-    draft = config.run_dir / "config.yaml.tmp"
+    draft = config.run_dir / CONFIG_DRAFT
     draft.write_text(dump_yaml(config), encoding="utf-8")
     os.replace(draft, config.run_dir / "config.yaml")

@@ -1,5 +1,6 @@
 """Stopping at a step that every rank agrees on: a signal, or an early stop."""
 
+import os
 import signal
 import threading
 from enum import IntEnum
@@ -65,6 +66,8 @@ class Stop:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         received = signal.Signals(number)
-        self.request(_SIGNALS[received])
         signal.signal(received, signal.SIG_DFL)
+        if self._world.lost_a_rank():  # not the scheduler's: the launcher ends what is left of a failed run
+            os.kill(os.getpid(), received)
+        self.request(_SIGNALS[received])
         logger.warning("%s: saving at the end of this step; a second one leaves at once", received.name)

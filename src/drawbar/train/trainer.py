@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import IO
 
 from drawbar.checkpoint.directory import CheckpointDirectory
-from drawbar.checkpoint.space import check_space, check_writable
+from drawbar.checkpoint.space import check_space, check_writable, explain_full_disk, required_bytes
 from drawbar.config.rules import RULES, TRAIN_RULES, check_rules, check_world, resolve_micro_batch
 from drawbar.config.schema import RunConfig, TrainSection
 from drawbar.data.loader import TrainLoader
 from drawbar.engines.choose import choose_engine
 from drawbar.engines.engine import Engine
 from drawbar.errors import ExitCode
-from drawbar.evaluation.evaluate import Evaluation, Split, evaluate
+from drawbar.evaluation.evaluate import Evaluation, Split, check_metric, evaluate
 from drawbar.runtime.dist import World
 from drawbar.runtime.env import Place, choose_device
 from drawbar.runtime.log import open_log_file, start_logging
@@ -54,7 +54,8 @@ class Trainer:
         self, config: RunConfig, task: type[Task] | None = None, *, resume: str = "auto", fork: str | None = None
     ) -> None:
         check_rules(config, RULES + TRAIN_RULES)
-        self.config = config
+        self.source = config
+        self.config = config if fork is None else renamed(config, fork)
         self.task_type = task or task_class(config.task.type)
         self.resume = resume
         self.fork = fork
@@ -72,7 +73,11 @@ class Trainer:
         console = make_console(place.first)
         start_logging(place.rank, console.logging_handler())
         try:
-            with World(place, device, self.config.launch.timeout) as world, Stop(world) as stop:
+            with (
+                explain_full_disk(self.config.run_dir),
+                World(place, device, self.config.launch.timeout) as world,
+                Stop(world) as stop,
+            ):
                 return self._fit(world, stop, console)
         finally:
             console.stop()
@@ -81,7 +86,7 @@ class Trainer:
 
     def _fit(self, world: World, stop: Stop, console: Console) -> Outcome:
         start = world.from_first(self._find_start)
-        config = self.config if self.fork is None else renamed(self.config, self.fork)
+        config = self.config
         if config.run.deterministic:
             use_deterministic_kernels()
         seed_everything(config.run.seed)
@@ -89,15 +94,17 @@ class Trainer:
         task = build_task(self.task_type, config, world)
         train = load_split(task, "train", config, world, console)
         validation = load_split(task, "validation", config, world, console) if config.data.validation else None
+        if validation is not None:
+            check_metric(task, validation, config.eval.metric)
         loader = make_loader(task, train, config, world)
         total_steps = count_steps(config.train, loader.steps_per_epoch)
         engine = choose_engine(task, config, world, total_steps)
 
-        self._open(config, task, engine, world)
         seed_everything(config.run.seed, world.rank)  # from here on a rank's dropout is its own
         progress = Progress()
         if start.checkpoint is not None:
             progress = restore(start.checkpoint, start.forked, config.run.seed, engine, loader, world)
+        self._open(task, engine, world)
         run = _Run(config, world, stop, console, task, engine, loader, validation, progress)
         run.train(total_steps)
         engine.close()
@@ -105,21 +112,23 @@ class Trainer:
 
     def _find_start(self) -> Start:
         check_writable(Path(self.config.run.dir))
-        target = Path(self.config.run.dir) / (self.fork or self.config.run.name)
-        if target.is_dir():
-            self._lock = lock_run_dir(target)  # before looking: another process may be writing a checkpoint
-        return find_start(self.config, self.resume, self.fork)
+        if self.config.run_dir.is_dir():
+            self._lock = lock_run_dir(self.config.run_dir)  # first: another process may be writing a checkpoint
+        return find_start(self.source, self.resume, self.fork)
 
-    def _open(self, config: RunConfig, task: Task, engine: Engine, world: World) -> None:
-        """Only now, with everything ready to train, does the run directory come into being."""
-        folder = config.run_dir
+    def _open(self, task: Task, engine: Engine, world: World) -> None:
+        """Only now, with everything ready to train, does the run directory come into being, or change."""
+        folder = self.config.run_dir
+        checkpoints = CheckpointDirectory(folder / "checkpoints")
+        world.barrier("restoring the checkpoint")  # cleaning up may rename it
         if world.first:
-            check_space(folder, engine.checkpoint_bytes * (config.checkpoint.keep + 2))
+            saved = len(checkpoints.steps())
+            check_space(folder, required_bytes(engine.checkpoint_bytes, self.config.checkpoint.keep, saved))
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = self._lock or lock_run_dir(folder)
+            write_config(self.config)  # first: from here on the same command goes on with what it finds
             save_tokenizer(task, folder)
-            CheckpointDirectory(folder / "checkpoints").clean()
-            write_config(config)
+            checkpoints.clean()
         world.barrier("opening the run directory")
         open_log_file(folder, world.rank)
 

@@ -149,6 +149,11 @@ def test_options_of_a_given_task_take_any_type_that_yaml_can_spell():
     assert load_config(None, ["task.threshold=1", "task.type=mine:Own"], ScoringConfig).config.task.type == "mine:Own"
 
 
+def test_options_of_a_given_task_are_written_and_read_back(write):
+    config = load_config(None, ["task.threshold=0.5", "task.labels=[a, b, c]", "task.folder=x/y"], ScoringConfig).config
+    assert load_config(write(dump_yaml(config)), task=ScoringConfig).config == config
+
+
 def test_missing_option_of_a_task():
     assert "task.threshold: missing; expected number" in problems_of(None, task=ScoringConfig)
 
@@ -317,6 +322,8 @@ def test_variable_that_is_not_set(write, monkeypatch):
             "data.train=*.txt",
             "the value is not YAML (found undefined alias '.txt'); quote text with special",
         ),
+        ("data.train=#a.txt", "there is no value"),
+        ("train.steps=!!int x", "the value is not YAML (a value cannot be read: "),
         ("data.train=[a", "the value is not YAML"),
         ("optim.lr=abc", "expected number >= 0, got 'abc'"),
         ("train.epochs.foo=1", 'train.epochs: expected number > 0 | null, got {"foo": 1}'),
@@ -350,6 +357,7 @@ def test_glob_that_is_no_yaml_shows_how_to_quote_it():
         ("data:\n  train: *.txt\n", "put text that starts with * or & in quotes"),
         ("a: b: c\n", "config.yaml:1: not valid YAML"),
         ("a: \0\n", "not valid YAML"),
+        ("a: !!bool maybe\n", "not valid YAML: a value cannot be read"),
         ("", "the file is empty"),
         ("# nothing\n", "the file is empty"),
         ("- a\n- b\n", "the file holds no keys and values at its top level"),

@@ -1,0 +1,37 @@
+"""Whether the Hugging Face Hub can be asked: without a network, the answer must not take a minute."""
+
+from pathlib import Path
+
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+
+from drawbar.errors import UserError
+from drawbar.runtime.log import logger
+
+TIMEOUT_SECONDS = 5.0
+
+
+def hub_answers(name: str) -> bool:
+    """Ask the Hub for a repository once. transformers itself would retry for most of a minute without a network.
+
+    Raises:
+        UserError: the Hub does not know the name, or it cannot be a name.
+    """
+    try:
+        HfApi().model_info(name, timeout=TIMEOUT_SECONDS)
+    except HFValidationError as error:
+        raise UserError(
+            f"{name} is not a folder on this machine, and cannot be a name on the Hugging Face Hub",
+            remedy=f"check the path; it is taken from the folder {Path.cwd()}",
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise UserError(
+            f"{name} is neither a folder on this machine nor a repository on the Hugging Face Hub that you may read",
+            remedy="check the spelling; for a private or gated one, log in with `hf auth login`",
+        ) from error
+    except HfHubHTTPError:
+        return True  # it answered, if with an error: the loader's own retries are in place
+    except Exception as error:  # noqa: BLE001 — the type depends on the HTTP library that huggingface_hub uses
+        logger.info("the Hugging Face Hub cannot be reached (%s): using the local cache", error)
+        return False
+    return True

@@ -1,0 +1,69 @@
+"""Ends a rank whose launcher is gone, or that goes on without a rank that is gone."""
+
+import os
+import sys
+import threading
+from collections.abc import Iterable
+
+LAUNCHER = "DRAWBAR_LAUNCHER"
+"""Environment variable: the process id of drawbar's own launcher."""
+
+Address = tuple[str, int, int]
+"""A rank as the others know it: its machine, its launcher's process id, its own."""
+
+
+class Watchdog:
+    """Watches the launcher of this rank, and the ranks that it started beside it.
+
+    torch's launcher puts every rank in a session of its own, so a SIGKILL of the launcher's process group would
+    leave the ranks running: writing to a run that its owner has started again. And it waits half a minute for a rank
+    that does not heed its SIGTERM, such as one whose GPU waits for a rank that is gone.
+    """
+
+    def __init__(self) -> None:
+        self._launcher = int(os.environ.get(LAUNCHER, os.getppid()))  # it may be gone before anybody looks
+        self._beside: list[int] = []
+        self._stopped = threading.Event()
+
+    @property
+    def address(self) -> Address:
+        return os.uname().nodename, os.getppid(), os.getpid()
+
+    def meet(self, ranks: Iterable[Address]) -> None:
+        """Watch those of ``ranks`` that are on this machine and of the same launcher."""
+        machine, launcher, own = self.address
+        self._beside = [pid for its, parent, pid in ranks if (its, parent) == (machine, launcher) and pid != own]
+
+    def start(self, period: float = 0.25, patience: float = 3.0) -> None:
+        """Look every ``period`` seconds. A lost rank makes the next collective fail, which tells more: so this rank
+        gets ``patience`` seconds to end by itself."""
+
+        def watch() -> None:
+            while not self._stopped.wait(period):
+                if os.getppid() != self._launcher:
+                    _end("the launcher is gone")
+                if self.lost_a_rank() and not self._stopped.wait(patience):
+                    _end("another rank is gone")
+
+        threading.Thread(target=watch, name="watchdog", daemon=True).start()
+
+    def lost_a_rank(self) -> bool:
+        """Whether a rank beside this one is gone."""
+        return not all(_exists(pid) for pid in self._beside)
+
+    def stop(self) -> None:
+        """The run has ended well: each rank leaves when it likes."""
+        self._stopped.set()
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _end(reason: str) -> None:
+    print(f"drawbar: {reason}; this rank ends", file=sys.stderr, flush=True)
+    os._exit(1)
