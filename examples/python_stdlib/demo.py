@@ -8,7 +8,7 @@ from ngrams import bits_per_byte
 import drawbar
 from drawbar.evaluation.generate import Sampling
 from drawbar.tracking.table import print_table
-from drawbar.train.inference import evaluate_run, generate_from_run
+from drawbar.train.inference import generate_from_run
 
 HERE = Path(__file__).parent
 
@@ -19,7 +19,6 @@ def main(overrides: list[str]) -> int:
     if outcome.exit_code != 0:
         return outcome.exit_code
 
-    scores = evaluate_run(config, None, "validation", "best")
     task = drawbar.CausalLM(config)
     train, validation = ([record["text"] for record in task.records(split)] for split in ("train", "validation"))
     sample = generate_from_run(config, None, ["import os\n\n\ndef "], Sampling(max_new_tokens=160), "best", seed=1)
@@ -33,7 +32,7 @@ def main(overrides: list[str]) -> int:
         [
             ["unigram bytes, counted on all training text", f"{bits_per_byte(train, validation, order=1):.3f}"],
             ["trigram bytes, counted on all training text", f"{bits_per_byte(train, validation, order=3):.3f}"],
-            [f"this Llama, after {outcome.progress.step} steps", f"{scores['bits_per_byte']:.3f}"],
+            [f"this Llama, after {outcome.progress.step} steps", f"{outcome.progress.best_score:.3f}"],
         ],
     )
     print(f"\nThe run is in {config.run_dir}: metrics.jsonl, logs/, checkpoints/, tensorboard/, eval/.")

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ import os, signal, time
 import drawbar
 
 FATE = os.environ["FATE"]
-RANK = int(os.environ["RANK"])
+RANK = int(os.environ.get("RANK", -1))  # the launcher has none
 
 
 class Doomed(drawbar.CausalLM):
@@ -39,16 +40,17 @@ class Doomed(drawbar.CausalLM):
     def forward(self, model, batch):
         self.forwards += model.training
         if self.forwards == 3:
-            if FATE == "long step" or (FATE == "raises beside a long step" and RANK == 0):
-                open(f"in-long-step-{RANK}", "w").close()
-                time.sleep(60)
             if FATE == "raises in evaluation":
                 if RANK == 0 and not model.training:
                     die()
-            elif RANK == 1 and FATE != "long step":
-                if FATE == "raises beside a long step":
-                    while not os.path.exists("in-long-step-0"):
-                        time.sleep(0.01)
+            elif FATE == "long step" or ("beside" in FATE and RANK == 0):
+                if FATE == "raises beside a deaf rank":  # as one whose main thread waits for a GPU
+                    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+                open(f"in-long-step-{RANK}", "w").close()
+                time.sleep(60)
+            elif RANK == 1:
+                while "beside" in FATE and not os.path.exists("in-long-step-0"):
+                    time.sleep(0.01)
                 die()
         return super().forward(model, batch)
 
@@ -114,11 +116,13 @@ def runs(process: int) -> bool:
     return bool(state.strip()) and not state.startswith("Z")  # its new parent has yet to collect it
 
 
-def wait_for(*paths: Path) -> None:
-    end = time.monotonic() + 60
-    while not all(path.exists() for path in paths):
-        assert time.monotonic() < end
+def start(project: Path, output: Path) -> BaseProcess:
+    """A run whose ranks are both in a long step."""
+    process = start_cli(*COMMAND, cwd=project, output=output, env={"FATE": "long step"})
+    while not all((project / f"in-long-step-{rank}").exists() for rank in range(2)):
+        assert process.is_alive(), (output / "0.err").read_text()
         time.sleep(0.02)
+    return process
 
 
 @pytest.mark.parametrize(
@@ -158,7 +162,7 @@ def test_torchrun_names_the_rank_that_raised(doomed: Path) -> None:
         capture_output=True,
         text=True,
         timeout=120,
-        env={**os.environ, "FATE": "raises beside a long step"},
+        env={**os.environ, "FATE": "raises beside a deaf rank"},
     )
     assert done.returncode == 1
     assert time.time() - float((doomed / "death").read_text()) < SECONDS_TO_END
@@ -169,8 +173,7 @@ def test_torchrun_names_the_rank_that_raised(doomed: Path) -> None:
 
 
 def test_ranks_end_with_a_launcher_that_is_killed(doomed: Path, tmp_path: Path) -> None:
-    process = start_cli(*COMMAND, cwd=doomed, output=tmp_path, env={"FATE": "long step"})
-    wait_for(doomed / "in-long-step-0", doomed / "in-long-step-1")
+    process = start(doomed, output=tmp_path)
     assert process.pid is not None
     os.killpg(process.pid, signal.SIGKILL)
     process.join()
@@ -178,8 +181,7 @@ def test_ranks_end_with_a_launcher_that_is_killed(doomed: Path, tmp_path: Path) 
 
 
 def test_a_second_interrupt_ends_the_run_at_once(doomed: Path, tmp_path: Path) -> None:
-    process = start_cli(*COMMAND, cwd=doomed, output=tmp_path, env={"FATE": "long step"})
-    wait_for(doomed / "in-long-step-0", doomed / "in-long-step-1")
+    process = start(doomed, output=tmp_path)
     assert process.pid is not None
     os.kill(process.pid, signal.SIGINT)
     process.join(1)

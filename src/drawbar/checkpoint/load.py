@@ -69,12 +69,12 @@ def _unusable(path: Path, reason: Exception) -> UserError:
     if not path.is_dir():
         what = f"there is no checkpoint {path}"
     else:
-        what = f"the checkpoint {path.name} cannot be used: {reason}"
+        what = f"the checkpoint {path.absolute().name} cannot be used: {reason}"
     others = [folder.name for folder in complete_checkpoints(path.parent).values() if folder != path]
     if others:
         remedy = f"use another checkpoint of {path.parent}: {', '.join(others)}"
     else:
-        remedy = f"restore it from a copy; there is no other complete checkpoint in {path.parent}"
+        remedy = f"name another one, or restore it from a copy; there is no other complete checkpoint in {path.parent}"
     return UserError(what, where=str(path), remedy=remedy)
 
 

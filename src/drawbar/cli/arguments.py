@@ -1,5 +1,6 @@
 """What the commands share: configuration arguments, and the folder of a run."""
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,5 +35,5 @@ def load_run(run: str, overrides: tuple[str, ...], task: "type[Task] | None") ->
             where="RUN",
             remedy=f"did you mean {folder.parent / guess}?" if guess else "give the folder that training wrote",
         )
-    place = (f"run.dir={folder.parent}", f"run.name={folder.name}")
+    place = (f"run.dir={json.dumps(str(folder.parent))}", f"run.name={json.dumps(folder.name)}")  # quoted for YAML
     return load_config(folder / "config.yaml", [*overrides, *place], task=task.Config if task else None)

@@ -6,18 +6,25 @@ from typing import Any
 import click
 
 
-@click.group()
+@click.group(
+    epilog="""\b
+Examples:
+  drawbar config show config.yaml                    the whole, with every default
+  drawbar config explain optim.lr config.yaml        one setting: value, origin, meaning
+  drawbar config schema > schema.json                for an editor's completion
+"""
+)
 def config() -> None:
-    """Look at a configuration without running it.
-
-    \b
-    drawbar config show config.yaml                    the whole, with every default
-    drawbar config explain optim.lr config.yaml        one setting: value, origin, meaning
-    drawbar config schema > schema.json                for an editor's completion
-    """
+    """Look at a configuration without running it."""
 
 
-@config.command()
+@config.command(
+    epilog="""\b
+Examples:
+  drawbar config show config.yaml
+  drawbar config show config.yaml optim.lr=1e-4 parallel.strategy=ddp --origins
+"""
+)
 @click.argument("path", metavar="CONFIG")
 @click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1)
 @click.option("--origins", is_flag=True, help="Write behind each setting that was given where it came from.")
@@ -26,10 +33,6 @@ def show(task: Any, path: str, overrides: tuple[str, ...], origins: bool) -> Non
     """Print what a run would use, every default included.
 
     The result is a configuration file itself.
-
-    \b
-    drawbar config show config.yaml
-    drawbar config show config.yaml optim.lr=1e-4 parallel.strategy=ddp --origins
     """
     from drawbar.config.load import dump_yaml, load_config
 
@@ -38,21 +41,23 @@ def show(task: Any, path: str, overrides: tuple[str, ...], origins: bool) -> Non
     click.echo(dump_yaml(loaded.config, comments), nl=False)
 
 
-@config.command()
+@config.command(
+    epilog="""\b
+Examples:
+  drawbar config schema > schema.json
+  drawbar config schema config.yaml > schema.json
+
+\b
+With this as the first line of a YAML file, many editors check and complete it:
+  # yaml-language-server: $schema=schema.json
+"""
+)
 @click.argument("path", metavar="[CONFIG]", required=False)
 @click.pass_obj
 def schema(task: Any, path: str | None) -> None:
     """Print the JSON schema of a configuration file.
 
     With CONFIG, `task` is described as the task that this file names.
-
-    \b
-    drawbar config schema > schema.json
-
-    With this as the first line of a YAML file, many editors check and complete it:
-
-    \b
-    # yaml-language-server: $schema=schema.json
     """
     from drawbar.config.explain import schema_json
     from drawbar.config.load import load_config
@@ -63,7 +68,14 @@ def schema(task: Any, path: str | None) -> None:
     click.echo(json.dumps(schema_json(task_config), indent=2))
 
 
-@config.command()
+@config.command(
+    epilog="""\b
+Examples:
+  drawbar config explain optim
+  drawbar config explain optim.lr
+  drawbar config explain optim.lr config.yaml optim.lr=1e-4
+"""
+)
 @click.argument("key")
 @click.argument("settings", metavar="[CONFIG] [KEY=VALUE]...", nargs=-1)
 @click.pass_obj
@@ -71,11 +83,6 @@ def explain(task: Any, key: str, settings: tuple[str, ...]) -> None:
     """Say what a setting is, means, and came from.
 
     A section lists its settings.
-
-    \b
-    drawbar config explain optim
-    drawbar config explain optim.lr
-    drawbar config explain optim.lr config.yaml optim.lr=1e-4
     """
     from drawbar.config import explain as explanation
     from drawbar.config.load import load_config

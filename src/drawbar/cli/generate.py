@@ -19,7 +19,12 @@ Examples:
 )
 @click.argument("run")
 @click.option("--prompt", "prompts", multiple=True, help="Text to go on from; may be given several times.")
-@click.option("--input", "input_file", type=click.Path(exists=True, dir_okay=False), help="A text file with a prompt on each line.")
+@click.option(
+    "--input",
+    "input_file",
+    type=click.Path(exists=True, dir_okay=False),
+    help="A text file with a prompt on each line.",
+)
 @click.option(
     "--checkpoint", default="best", show_default=True, metavar="best|latest|STEP", help="Which checkpoint to use."
 )

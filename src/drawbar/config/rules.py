@@ -249,8 +249,9 @@ def check_rules(config: LoadedConfig | RunConfig, rules: Sequence[Rule] = RULES)
         return
     if len(broken) == 1:
         raise UserError(f"{_shown(broken[0], loaded)}: {broken[0].reason}", remedy=broken[0].remedy)
-    lines = [f"{_shown(rule, loaded)}: {rule.reason}; {rule.remedy}" for rule in broken]
-    raise UserError("\n".join(["these settings do not go together:", *lines]))
+    lines = [f"{_shown(rule, loaded)}: {rule.reason}" for rule in broken]
+    remedies = "\n         ".join(rule.remedy for rule in broken)  # below one another, as UserError prints them
+    raise UserError("\n".join([f"{len(broken)} problems:", *lines]), remedy=remedies)
 
 
 def check_world(config: RunConfig, world_size: int) -> None:

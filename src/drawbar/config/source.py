@@ -95,7 +95,9 @@ def read_file(path: Path) -> Settings:
     except YAMLError as error:
         raise _syntax_error(error, path, text) from error
     except RecursionError as error:
-        raise UserError("the YAML is nested too deeply, or refers to itself", where=str(path)) from error
+        raise UserError(
+            "the YAML is nested too deeply, or refers to itself", where=str(path), remedy="write it out flat"
+        ) from error
     if tree is None:
         raise UserError(
             "the file is empty", where=str(path), remedy="write settings such as `data: {train: text.jsonl}`"
@@ -164,15 +166,20 @@ def _read_text(path: Path) -> str:
             remedy = f"the folder {path.parent} does not exist either"
         raise UserError("there is no such file", where=str(path), remedy=remedy) from error
     except IsADirectoryError as error:
-        raise UserError("this is a folder, not a YAML file", where=str(path)) from error
+        raise UserError(
+            "this is a folder, not a YAML file", where=str(path), remedy="give the path of the YAML file in it"
+        ) from error
     except OSError as error:
-        raise UserError(f"the file cannot be read: {error.strerror}", where=str(path)) from error
+        raise UserError(
+            f"the file cannot be read: {error.strerror}", where=str(path), remedy="check its permissions"
+        ) from error
 
 
 def _syntax_error(error: YAMLError, path: Path, text: str) -> UserError:
     """The parser's own words, with the line, and what to do about the usual mistakes."""
     if not isinstance(error, MarkedYAMLError) or error.problem_mark is None:
-        return UserError(f"not valid YAML: {str(error).splitlines()[0]}", where=str(path))
+        remedy = "correct that value; `drawbar config show` prints a configuration as it should look"
+        return UserError(f"not valid YAML: {str(error).splitlines()[0]}", where=str(path), remedy=remedy)
     line = error.problem_mark.line
     # ruamel adds the values to a duplicate key, and advice for programmers in the lines below.
     reason = (error.problem or "syntax error").splitlines()[0].split(" with value")[0]

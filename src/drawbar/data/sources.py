@@ -199,7 +199,11 @@ def _json_lines(path: Path, text: str) -> Iterator[_Entry]:
                 remedy="mend the line; a .jsonl file holds one complete JSON object on each line",
             ) from error
         except (ValueError, RecursionError) as error:
-            raise UserError(f"line {number} of {path} cannot be read: {error}", where=where) from error
+            raise UserError(
+                f"line {number} of {path} cannot be read: {error}",
+                where=where,
+                remedy="mend the line; numbers may have 4300 digits, and objects lie some hundred levels deep",
+            ) from error
         if not isinstance(record, dict):
             raise UserError(
                 f"line {number} of {path} holds a JSON {type(record).__name__}, not an object",

@@ -85,13 +85,15 @@ class NativeEngine(Engine):
         grad_norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         if self.config.train.gradient_clip is not None:
             nn.utils.clip_grads_with_norm_(parameters, self.config.train.gradient_clip, grad_norm)
-        scale_before = self.scaler.get_scale()
-        for optimizer in self.optimizers:
-            self.scaler.step(optimizer)
+        # asked once for all: the scaler by itself would leave out one optimizer and update with the other
+        overflowed = self.scaler.is_enabled() and not bool(torch.isfinite(grad_norm))
+        if not overflowed:
+            for optimizer in self.optimizers:
+                self.scaler.step(optimizer)
         self.scaler.update()
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
-        return grad_norm, self.scaler.get_scale() < scale_before
+        return grad_norm, overflowed
 
     @torch.no_grad()
     def eval_step(self, batch: Batch) -> EvalResult:

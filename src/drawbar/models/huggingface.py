@@ -8,9 +8,11 @@ from typing import Any, TypeVar
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from drawbar.errors import UserError, nearest
 from drawbar.runtime.hub import hub_answers
@@ -35,13 +37,21 @@ def build_from_scratch(name: str, overrides: dict[str, Any], tokenizer: Any) -> 
     local = Path(name).is_dir()
     known_type = name in CONFIG_MAPPING_NAMES and not local
     base = AutoConfig.for_model(name) if known_type else _from_hub(AutoConfig.from_pretrained, name)
+    if base.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise UserError(
+            f"{base.model_type} is no causal language model",
+            where="task.model",
+            remedy="choose one that predicts the next token, such as llama, qwen3 or gpt2",
+        )
     _check_fields(base, overrides)
     try:
         config = type(base)(**{**({} if known_type else base.to_dict()), **fields})
+        _check_counts(config)
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except (StrictDataclassError, TypeError, ValueError, KeyError, ZeroDivisionError, RuntimeError) as error:
+        reason = f"there is no {error}" if isinstance(error, KeyError) else error
         raise UserError(
-            f"a {base.model_type} language model cannot be built with these settings: {error}",
+            f"a {base.model_type} language model cannot be built with these settings: {reason}",
             where="task.model, task.from_scratch",
             remedy="correct the fields named; sizes must divide by the number of heads",
         ) from error
@@ -61,6 +71,20 @@ def _check_fields(base: PreTrainedConfig, overrides: dict[str, Any]) -> None:
         )
 
 
+def _check_counts(config: PreTrainedConfig) -> None:
+    """What an architecture itself would find out in its first forward, or never."""
+    fields = config.to_dict()
+
+    def count(name: str) -> Any:
+        return fields.get(config.attribute_map.get(name, name))
+
+    layers, heads, groups = count("num_hidden_layers"), count("num_attention_heads"), count("num_key_value_heads")
+    if isinstance(layers, int) and layers < 1:
+        raise ValueError(f"the number of layers (num_hidden_layers) is {layers}")
+    if isinstance(heads, int) and isinstance(groups, int) and (groups < 1 or heads % groups):
+        raise ValueError(f"num_attention_heads ({heads}) is not a multiple of num_key_value_heads ({groups})")
+
+
 def load_pretrained(name: str) -> nn.Module:
     """A pretrained model. transformers builds it on the meta device and maps the safetensors files straight into
     place, so there is never a second copy in memory; files that need unpickling are refused.
@@ -70,9 +94,20 @@ def load_pretrained(name: str) -> nn.Module:
     """
 
     load = partial(
-        AutoModelForCausalLM.from_pretrained, dtype=torch.float32, use_safetensors=True, output_loading_info=True
+        AutoModelForCausalLM.from_pretrained,
+        dtype=torch.float32,
+        use_safetensors=True,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they are named below, and refused
     )
     model, info = _from_hub(load, name)
+    if info["mismatched_keys"]:
+        key, stored, wanted = min(info["mismatched_keys"])
+        raise UserError(
+            f"the weights of {name} do not fit its config.json: {key} is {list(stored)}, and should be {list(wanted)}",
+            where="task.model",
+            remedy="restore the config.json that the weights were saved with",
+        )
     if info["missing_keys"]:
         missing = ", ".join(sorted(info["missing_keys"])[:5])
         logger.warning("%s has no weights for %s: they start from random values", name, missing)
@@ -89,7 +124,7 @@ def _from_hub(load: Callable[..., T], name: str) -> T:
         return load(name, local_files_only=not online)
     except UserError as error:  # the hub does not know the name
         raise UserError(error.what, where="task.model", remedy=f"{error.remedy}{hint}") from error
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         if is_folder:
             remedy = "the folder must hold config.json and safetensors files of a causal language model"

@@ -15,8 +15,8 @@ _early = logging.handlers.MemoryHandler(capacity=10_000, flushLevel=logging.CRIT
 class _LogFile(logging.FileHandler):
     """A log file that says so when it cannot be written, where logging would print a traceback and go on."""
 
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the name is logging's
-        raise  # noqa: PLE0704 - called while the error is being handled
+    def handleError(self, record: logging.LogRecord) -> None:
+        raise
 
 
 def start_logging(rank: int, console: logging.Handler) -> None:

@@ -34,7 +34,7 @@ class Console(ABC):
         """Training begins, with ``first_step`` of ``total_steps`` steps already done."""
 
     @abstractmethod
-    def advance(self, step: int, loss: float | None = None) -> None:
+    def advance(self, step: int) -> None:
         """A step is done."""
 
     @abstractmethod
@@ -92,18 +92,24 @@ class TerminalConsole(Console):
         self._progress.update(self._run, completed=first_step)
         self._progress.start()
 
-    def advance(self, step: int, loss: float | None = None) -> None:
+    def advance(self, step: int) -> None:
         assert self._run is not None, "start() comes first"
         self._time_left.advance(step)
-        if loss is not None:
-            self._loss = f"loss {number(loss)}"
+        self._show(step)
+
+    def _show(self, step: int) -> None:
+        if self._run is None:
+            return
         left = time_left(self._time_left.seconds())
         status = join(step_of_total(step, self._total_steps), self._loss, self._speed, left)
         self._progress.update(self._run, completed=step, description=status)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
+        if "train/loss" in values:
+            self._loss = f"loss {number(values['train/loss'])}"
         if "train/tokens_per_second" in values:
             self._speed = speed(values["train/tokens_per_second"])
+        self._show(step)
         self.message(log_line(step, self._total_steps, values))
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
@@ -128,7 +134,11 @@ class TerminalConsole(Console):
         self._rich.print(Text(text))
 
     def logging_handler(self) -> logging.Handler:
-        return RichHandler(console=self._rich, show_time=False, show_path=False, highlighter=NullHighlighter())
+        return _told_plainly(
+            RichHandler(
+                console=self._rich, show_time=False, show_level=False, show_path=False, highlighter=NullHighlighter()
+            )
+        )
 
     def stop(self) -> None:
         self._end_phase()
@@ -148,7 +158,7 @@ class PlainConsole(Console):
         self._total_steps = total_steps
         self._time_left = TimeLeft(total_steps, first_step, self._clock)
 
-    def advance(self, step: int, loss: float | None = None) -> None:
+    def advance(self, step: int) -> None:
         assert self._time_left is not None, "start() comes first"
         self._time_left.advance(step)
 
@@ -168,9 +178,7 @@ class PlainConsole(Console):
         print(text, flush=True)
 
     def logging_handler(self) -> logging.Handler:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
-        return handler
+        return _told_plainly(logging.StreamHandler())
 
     def stop(self) -> None:
         """Nothing is held."""
@@ -181,7 +189,7 @@ class SilentConsole(Console):
 
     def start(self, total_steps: int, first_step: int) -> None: ...
 
-    def advance(self, step: int, loss: float | None = None) -> None: ...
+    def advance(self, step: int) -> None: ...
 
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
 
@@ -195,6 +203,19 @@ class SilentConsole(Console):
         return logging.NullHandler()
 
     def stop(self) -> None: ...
+
+
+class _PlainFormatter(logging.Formatter):
+    """News as it is, trouble by its name."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        return text if record.levelno <= logging.INFO else f"{record.levelname.lower()}: {text}"
+
+
+def _told_plainly(handler: logging.Handler) -> logging.Handler:
+    handler.setFormatter(_PlainFormatter())
+    return handler
 
 
 def make_console(is_rank_zero: bool) -> Console:

@@ -55,13 +55,13 @@ class LogHook:
 
     def step(self, info: StepInfo) -> None:
         self._meter.add(info.result.weight)
+        self._console.advance(info.step)
         if info.step % self._every == 0 or info.step == 1:
             check_finite(info)
             values = self._values(info)
             for tracker in self._trackers:
                 tracker.log(info.step, values)
             self._console.log(info.step, values)
-        self._console.advance(info.step)
 
     def _values(self, info: StepInfo) -> dict[str, float]:
         return {

@@ -104,7 +104,7 @@ def run(console: Console) -> None:
         console.phase("encoding", done, 4)
     console.start(total_steps=1000, first_step=997)
     for step in (998, 999, 1000):
-        console.advance(step, loss=1000 / step)
+        console.advance(step)
         console.log(step, values(1000 / step))
         logger.warning("warned [at] %d", step)
     for done in range(3):
@@ -117,11 +117,11 @@ def run(console: Console) -> None:
 LINES = [
     "run [bold]demo[/bold]",
     "step 998/1,000  loss 1.002  lr 3.0e-04  grad_norm 1.00  18,204 tok/s",
-    "WARNING  warned [at] 998",
+    "warning: warned [at] 998",
     "step 999/1,000  loss 1.001  lr 3.0e-04  grad_norm 1.00  18,204 tok/s",
-    "WARNING  warned [at] 999",
+    "warning: warned [at] 999",
     "step 1,000/1,000  loss 1.000  lr 3.0e-04  grad_norm 1.00  18,204 tok/s",
-    "WARNING  warned [at] 1000",
+    "warning: warned [at] 1000",
     "step 1,000/1,000  validation  loss 3.912",
 ]
 
@@ -143,8 +143,8 @@ def test_the_bar_shows_the_run_and_the_phase() -> None:
         console = TerminalConsole()
         console.start(total_steps=20_000, first_step=11_000)
         for step in (11_001, 11_002, 11_003):
-            console.advance(step, loss=4.3214)
-        console.log(11_003, {"train/tokens_per_second": 118_204.0})
+            console.advance(step)
+        console.log(11_003, {"train/loss": 4.3214, "train/tokens_per_second": 118_204.0})
         console.advance(11_004)
         console.phase("evaluating", 45, 120)
         console.message("above the bars, which are drawn again with it")
@@ -192,8 +192,8 @@ def test_a_pipe_gets_plain_lines(capsys: pytest.CaptureFixture[str], monkeypatch
     assert "\x1b" not in captured.out
     # The time left is only known once two steps are done, and is nothing at the end.
     shown = [re.sub(r"  \S+ left$", "", line) for line in captured.out.splitlines()]
-    assert shown == [line for line in LINES if not line.startswith("WARNING")]
-    assert captured.err.splitlines() == [f"WARNING: warned [at] {step}" for step in (998, 999, 1000)]
+    assert shown == [line for line in LINES if not line.startswith("warning")]
+    assert captured.err.splitlines() == [f"warning: warned [at] {step}" for step in (998, 999, 1000)]
 
 
 def test_plain_lines_end_with_the_time_left(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,18 @@
+"""`make docs`: write the pages that are generated from the code."""
+
+from pathlib import Path
+
+from drawbar.config.explain import markdown_reference
+
+PAGES = {"configuration.md": markdown_reference}
+
+
+def main() -> None:
+    for name, render in PAGES.items():
+        path = Path(__file__).parent / name
+        path.write_text(render(), encoding="utf-8")
+        print(path)
+
+
+if __name__ == "__main__":
+    main()

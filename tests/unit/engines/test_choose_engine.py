@@ -1,0 +1,35 @@
+"""The strategy that a configuration gets."""
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from drawbar.config.schema import ParallelSection
+from drawbar.engines.choose import choose_engine
+from drawbar.engines.native import NativeEngine
+from drawbar.errors import UserError
+from drawbar.runtime.dist import World
+from drawbar.runtime.env import Place
+from tiny import CPU, tiny_config, tiny_task
+
+
+@pytest.mark.parametrize("strategy", ["auto", "single", "ddp"])
+def test_one_process_trains_the_bare_model(strategy: str) -> None:
+    config = tiny_config(parallel=ParallelSection(strategy=strategy))
+    engine = choose_engine(tiny_task(config), config, World(Place(), CPU, timeout=60), total_steps=1)
+    assert isinstance(engine, NativeEngine)
+    assert not isinstance(engine.model, DistributedDataParallel)
+
+
+def test_single_refuses_two_processes() -> None:
+    config = tiny_config(parallel=ParallelSection(strategy="single"))
+    world = World(Place(rank=0, world_size=2, local_rank=0, local_world_size=2), torch.device("cpu"), timeout=60)
+    with pytest.raises(UserError, match=r"2 processes[\s\S]*parallel.strategy=ddp"):
+        choose_engine(tiny_task(config), config, world, total_steps=1)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "zero1", "dp", "deepspeed"])
+def test_a_strategy_to_come_is_refused(strategy: str) -> None:
+    config = tiny_config(parallel=ParallelSection(strategy=strategy))
+    with pytest.raises(UserError, match=f"{strategy} is not in this version"):
+        choose_engine(tiny_task(config), config, World(Place(), CPU, timeout=60), total_steps=1)

@@ -1,0 +1,38 @@
+"""Replication: gradients are averaged over ranks after the last micro-batch, and only then."""
+
+import torch
+from torch import nn
+
+from drawbar.parallel.ddp import accumulate, replicate
+from drawbar.runtime.dist import World
+from drawbar.runtime.env import Place
+from harness import run_ranks
+
+CPU = torch.device("cpu")
+
+
+def gradients_after_each_backward() -> list[float]:
+    """Of a weight whose gradient is 1 on rank 0 and 3 on rank 1, for three micro-batches."""
+    with World(Place.from_environment(), CPU, timeout=60) as world:
+        model = nn.Linear(1, 1, bias=False)
+        replica = replicate(model, CPU)
+        found = []
+        for number in range(3):
+            with accumulate(replica, last=number == 2):
+                replica(torch.tensor([[1.0 + 2.0 * world.rank]])).sum().backward()
+            assert model.weight.grad is not None
+            found.append(model.weight.grad.item())
+        return found
+
+
+def test_gradients_are_averaged_after_the_last_micro_batch() -> None:
+    assert run_ranks(gradients_after_each_backward, 2) == [[1.0, 2.0, 6.0], [3.0, 6.0, 6.0]]
+
+
+def test_one_process_has_nothing_to_wait_for() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    for last in (False, True):
+        with accumulate(model, last=last):
+            model(torch.ones(1, 1)).sum().backward()
+    assert model.weight.grad is not None
+    assert model.weight.grad.item() == 2.0

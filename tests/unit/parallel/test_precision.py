@@ -1,0 +1,71 @@
+"""Number formats: what each setting means on each kind of hardware."""
+
+import pytest
+import torch
+
+from drawbar.errors import UserError
+from drawbar.parallel.precision import autocast, choose_precision, make_scaler
+
+CPU, CUDA, MPS = (torch.device(name) for name in ("cpu", "cuda", "mps"))
+
+
+@pytest.mark.parametrize(
+    ("features", "expected"),
+    [
+        ({}, "fp32"),
+        ({"avx2": True, "avx512_f": True, "avx512_bf16": False}, "fp32"),
+        ({"avx512_bf16": True}, "bf16"),
+        ({"amx_bf16": True}, "bf16"),
+        ({"bf16": True, "neon": True}, "bf16"),
+        ({"bf16": False, "neon": True}, "fp32"),
+    ],
+)
+def test_auto_asks_the_processor(features: dict[str, bool], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features)
+    assert choose_precision("auto", CPU) == expected
+
+
+def test_the_processor_answers() -> None:
+    """The names that are asked for are among those that torch knows here; otherwise auto would always say fp32."""
+    assert {"avx512_bf16", "amx_bf16", "bf16", "arm_bf16"} & set(torch.cpu.get_capabilities())
+
+
+@pytest.mark.parametrize(("supported", "expected"), [(True, "bf16"), (False, "fp32")])
+def test_auto_asks_the_gpu(supported: bool, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_bf16_supported(including_emulation: bool = True) -> bool:
+        return supported or including_emulation
+
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_bf16_supported)
+    assert choose_precision("auto", CUDA) == expected
+    if supported:
+        assert choose_precision("bf16", CUDA) == "bf16"
+    else:
+        with pytest.raises(UserError, match=r"no bf16[\s\S]*precision=fp16"):
+            choose_precision("bf16", CUDA)
+
+
+def test_auto_on_mps_is_fp32() -> None:
+    assert choose_precision("auto", MPS) == "fp32"
+
+
+@pytest.mark.parametrize("wanted", ["fp32", "bf16", "fp16"])
+def test_a_format_asked_for_is_kept(wanted: str) -> None:
+    assert choose_precision(wanted, CPU) == wanted
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
+)
+def test_matrix_products_run_in_the_format(precision: str, dtype: torch.dtype) -> None:
+    linear = torch.nn.Linear(4, 4)
+    with autocast(precision, CPU):
+        assert linear(torch.ones(2, 4)).dtype == dtype
+    assert linear(torch.ones(2, 4)).dtype == torch.float32
+    assert linear.weight.dtype == torch.float32
+
+
+def test_only_fp16_scales_the_loss() -> None:
+    loss = torch.tensor(2.0)
+    assert make_scaler("fp16", CPU).scale(loss) > loss
+    for precision in ("fp32", "bf16"):
+        assert make_scaler(precision, CPU).scale(loss) is loss

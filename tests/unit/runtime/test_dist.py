@@ -1,0 +1,108 @@
+"""The world: collectives on several ranks, none on one, and who is missing when somebody is."""
+
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from drawbar.errors import ExitCode, UserError
+from drawbar.runtime.dist import World
+from drawbar.runtime.env import Place
+from harness import run_ranks
+
+CPU = torch.device("cpu")
+
+
+def collectives() -> dict[str, Any]:
+    with World(Place.from_environment(), CPU, timeout=60) as world:
+        made: list[int] = []
+
+        def make() -> dict[str, int]:
+            made.append(world.rank)
+            return {"by rank": world.rank}
+
+        world.barrier("a test")
+        return {
+            "sum": world.sum(2.0**53 + 2 * world.rank),
+            "largest": world.largest([3, 2**40, -1][world.rank]),
+            "tensor": world.sum_tensor(torch.full((2,), float(world.rank))).tolist(),
+            "gathered": world.gather({"rank": world.rank}),
+            "from first": world.from_first(make),
+            "made": made,
+            "first": world.first,
+        }
+
+
+def test_three_ranks() -> None:
+    """Numbers travel as float64 and int64: 2**53 + 2 fits into no float32, 2**40 into no int32."""
+    results = run_ranks(collectives, 3)
+    for rank, found in enumerate(results):
+        assert found["sum"] == 3 * 2.0**53 + 6
+        assert found["largest"] == 2**40
+        assert found["tensor"] == [3.0, 3.0]
+        assert found["gathered"] == ([{"rank": 0}, {"rank": 1}, {"rank": 2}] if rank == 0 else None)
+        assert found["from first"] == {"by rank": 0}
+        assert found["made"] == ([0] if rank == 0 else [])
+        assert found["first"] == (rank == 0)
+
+
+def test_one_process_needs_no_group() -> None:
+    with World(Place(), CPU, timeout=60) as world:
+        world.barrier("a test")
+        assert world.sum(1.5) == 1.5
+        assert world.largest(7) == 7
+        assert world.sum_tensor(torch.ones(2)).tolist() == [1.0, 1.0]
+        assert world.gather("a") == ["a"]
+        assert world.from_first(lambda: 3) == 3
+        assert not dist.is_initialized()
+
+
+def wait_for_a_rank(missing: int, done: str) -> tuple[str, int] | None:
+    """The error of the rank that waits; the other one stays away, and alive, until it has given up."""
+    world = World(Place.from_environment(), CPU, timeout=60).__enter__()
+    if world.rank == missing:
+        end = time.monotonic() + 60
+        while not Path(done).exists() and time.monotonic() < end:
+            time.sleep(0.05)
+        return None
+    world.timeout = timedelta(seconds=1)  # only now: joining may take longer on a busy machine
+    try:
+        world.barrier("the test")
+    except UserError as error:
+        return str(error), error.exit_code
+    finally:
+        Path(done).touch()
+    return None
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_barrier_names_the_rank_that_does_not_come(missing: int, tmp_path: Path) -> None:
+    results = run_ranks(wait_for_a_rank, 2, missing, str(tmp_path / "done"))
+    assert results[missing] is None
+    message, code = results[1 - missing]
+    assert f"rank {1 - missing} waited 1s for the others at the test" in message
+    assert f"rank {missing}" in message.split("the test", 1)[1].lower().replace("ranks", "rank")
+    assert "launch.timeout" in message
+    assert code == ExitCode.FAILED
+
+
+def join_alone() -> tuple[str, int] | None:
+    try:
+        World(Place.from_environment(), CPU, timeout=1).__enter__()
+    except UserError as error:
+        return str(error), error.exit_code
+    return None
+
+
+def test_a_world_that_never_gets_together() -> None:
+    place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    (result,) = run_ranks(join_alone, 1, env=place)
+    assert result is not None
+    message, code = result
+    assert "rank 0 could not meet the other 1 processes" in message
+    assert "MASTER_ADDR" in message
+    assert code == ExitCode.FAILED

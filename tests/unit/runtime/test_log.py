@@ -1,0 +1,84 @@
+"""Log files: one a rank, appended, from the first record on."""
+
+import io
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from drawbar.runtime.log import log_to_file, logger, open_log_file, start_logging
+
+
+@pytest.fixture(autouse=True)
+def _own_logger() -> Iterator[None]:
+    before = (logger.level, logger.propagate, list(logger.handlers))
+    yield
+    close()
+    logger.level, logger.propagate = before[:2]
+    logger.handlers[:] = before[2]
+
+
+def close() -> None:
+    for handler in logger.handlers:
+        handler.close()
+
+
+def console() -> tuple[io.StringIO, logging.Handler]:
+    stream = io.StringIO()
+    return stream, logging.StreamHandler(stream)
+
+
+def test_records_from_before_the_file_are_in_it(tmp_path: Path) -> None:
+    stream, handler = console()
+    start_logging(0, handler)
+    logger.info("early %d", 1)
+    logger.warning("early two")
+    assert not list(tmp_path.iterdir())
+    open_log_file(tmp_path, 0)
+    logger.info("late")
+    logger.debug("not worth keeping")
+    lines = (tmp_path / "logs" / "rank-0000.log").read_text().splitlines()
+    assert [line.split(" ", 2)[2] for line in lines] == ["INFO early 1", "WARNING early two", "INFO late"]
+    assert stream.getvalue().splitlines() == ["early 1", "early two", "late"]
+
+
+def test_a_second_run_appends(tmp_path: Path) -> None:
+    for number in range(2):
+        start_logging(0, console()[1])
+        logger.info("start %d", number)
+        open_log_file(tmp_path, 0)
+        logger.info("end %d", number)
+        close()
+    lines = (tmp_path / "logs" / "rank-0000.log").read_text().splitlines()
+    assert [line.split(" ", 3)[3] for line in lines] == ["start 0", "end 0", "start 1", "end 1"]
+
+
+def test_early_records_of_a_run_that_failed_are_not_the_next_ones(tmp_path: Path) -> None:
+    start_logging(0, console()[1])
+    logger.info("of a run that never opened its file")
+    start_logging(0, console()[1])
+    open_log_file(tmp_path, 0)
+    assert (tmp_path / "logs" / "rank-0000.log").read_text() == ""
+
+
+def test_other_ranks_have_a_file_and_no_console(tmp_path: Path) -> None:
+    stream, handler = console()
+    start_logging(3, handler)
+    logger.warning("from rank 3")
+    open_log_file(tmp_path, 3)
+    assert "from rank 3" in (tmp_path / "logs" / "rank-0003.log").read_text()
+    assert stream.getvalue() == ""
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_an_error_for_the_file_alone(early: bool, tmp_path: Path) -> None:
+    stream, handler = console()
+    start_logging(0, handler)
+    if early:
+        log_to_file("gone wrong: 100%")
+    open_log_file(tmp_path, 0)
+    if not early:
+        log_to_file("gone wrong: 100%")
+    assert (tmp_path / "logs" / "rank-0000.log").read_text().endswith("ERROR gone wrong: 100%\n")
+    assert stream.getvalue() == ""
