@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import write_text
-from harness import run_cli
 
+from conftest import write_text
 from drawbar.config.explain import markdown_reference
+from harness import run_cli
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)

@@ -27,9 +27,7 @@ def load_run(run: str, overrides: tuple[str, ...], task: "type[Task] | None") ->
     """
     folder = Path(run).absolute()
     if not (folder / "config.yaml").is_file():
-        siblings = [path.name for path in folder.parent.glob("*/config.yaml")] if folder.parent.is_dir() else []
-        runs = sorted(path.parent.name for path in folder.parent.glob("*/config.yaml")) if siblings else []
-        guess = nearest(folder.name, runs)
+        guess = nearest(folder.name, sorted(path.parent.name for path in folder.parent.glob("*/config.yaml")))
         raise UserError(
             f"{run} is no run directory: it has no config.yaml",
             where="RUN",

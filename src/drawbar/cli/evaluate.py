@@ -22,7 +22,13 @@ Scores are printed and written to RUN/eval/<split>/scores.json.
 )
 @click.argument("run")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
-@click.option("--split", type=click.Choice(["train", "validation", "test"]), default="validation", show_default=True)
+@click.option(
+    "--split",
+    type=click.Choice(["train", "validation", "test"]),
+    default="validation",
+    show_default=True,
+    help="Which part of the data.",
+)
 @click.option(
     "--checkpoint", default="best", show_default=True, metavar="best|latest|STEP", help="Which checkpoint to evaluate."
 )

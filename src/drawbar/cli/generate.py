@@ -28,12 +28,16 @@ Examples:
 @click.option(
     "--checkpoint", default="best", show_default=True, metavar="best|latest|STEP", help="Which checkpoint to use."
 )
-@click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True)
+@click.option(
+    "--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Most tokens to add."
+)
 @click.option("--temperature", type=click.FloatRange(min=0), default=0.8, show_default=True, help="0 is greedy.")
 @click.option("--top-k", type=click.IntRange(min=0), default=50, show_default=True, help="0 for all tokens.")
-@click.option("--top-p", type=click.FloatRange(min=0, max=1, min_open=True), default=1.0, show_default=True)
-@click.option("--beams", type=click.IntRange(min=1), default=1, show_default=True)
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option(
+    "--top-p", type=click.FloatRange(min=0, max=1, min_open=True), default=1.0, show_default=True, help="1 for all."
+)
+@click.option("--beams", type=click.IntRange(min=1), default=1, show_default=True, help="1 is no beam search.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="The same seed, the same text.")
 @click.pass_obj
 def generate(
     task: "type[Task] | None",

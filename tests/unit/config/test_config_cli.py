@@ -75,8 +75,8 @@ def test_own_task_of_a_script(path):
 
 @pytest.mark.parametrize("command", ["show", "schema", "explain"])
 def test_help_teaches_by_example(command):
-    assert f"\n  drawbar config {command} " in run(command, "--help")
-    assert f"\n  drawbar config {command} " in run("--help")
+    assert f"\n    drawbar config {command} " in run(command, "--help")
+    assert f"\n    drawbar config {command} " in run("--help")
 
 
 def test_help_imports_only_click():

@@ -1,0 +1,135 @@
+"""From a command line to a configuration, a number of processes and an exit code."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+import drawbar
+from drawbar.cli.arguments import load, load_run
+from drawbar.cli.train import count_processes, own_command
+from drawbar.config.schema import CausalLMConfig
+from drawbar.errors import UserError
+from drawbar.tasks.causal_lm import CausalLM
+from harness import run_cli, run_ranks
+from runs import losses
+
+
+class Shouting(CausalLM):
+    """A user's own task, with an option of its own."""
+
+    class Config(CausalLMConfig):
+        loudness: int = 1
+        """How loud."""
+
+    def encode(self, record: dict, train: bool) -> list | None:
+        return super().encode({"text": record["text"].upper() + "!" * self.config.loudness}, train)
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_the_first_argument_is_a_file_unless_it_is_an_override(project: Path) -> None:
+    path = str(project / "config.yaml")
+    assert load((path, "optim.lr=0.5"), None).config.optim.lr == 0.5
+    assert load((path,), None).config.run.name == "tiny"
+    assert load(("optim.lr=0.5",), None).config.run.name == "run"
+    assert load((), None).config == drawbar.RunConfig()
+    with pytest.raises(UserError, match=r"missing\.yaml"):
+        load(("missing.yaml",), None)
+
+
+def test_a_task_brings_its_own_options(project: Path) -> None:
+    loaded = load((str(project / "config.yaml"), "task.loudness=3"), Shouting)
+    assert loaded.config.task.loudness == 3
+    with pytest.raises(UserError, match="loudness"):
+        load((str(project / "config.yaml"), "task.loudness=3"), None)
+
+
+def test_a_run_is_read_where_it_lies_now(project: Path) -> None:
+    moved = project / "else where" / "moved: a run"
+    moved.mkdir(parents=True)
+    (moved / "config.yaml").write_text((project / "config.yaml").read_text())
+    loaded = load_run(str(moved), ("eval.micro_batch=3",), None)
+    assert loaded.config.run_dir == moved
+    assert loaded.config.eval.micro_batch == 3
+
+
+def test_a_run_misspelt(project: Path) -> None:
+    run = project / "runs" / "tiny"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text("{}")
+    with pytest.raises(UserError, match="no run directory") as wrong:
+        load_run(str(project / "runs" / "tniy"), (), None)
+    assert str(run) in str(wrong.value.remedy)
+    with pytest.raises(UserError, match="no run directory"):
+        load_run(str(project / "nowhere" / "tiny"), (), None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "processes"),
+    [
+        (("launch.nproc=3",), 3),
+        (("launch.nproc=1",), 1),
+        (("device=cpu",), 1),
+        (("parallel.strategy=single",), 1),
+    ],
+)
+def test_how_many_processes(settings: tuple[str, ...], processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load(settings, None).config
+    assert count_processes(config) == processes
+    monkeypatch.setenv("RANK", "0")  # torchrun has started them already
+    assert count_processes(config) == 1
+
+
+def test_the_command_that_ranks_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["my_task.py", "train", "config.yaml"])
+    assert own_command(None) == ["-m", "drawbar", "train", "config.yaml"]
+    assert own_command(Shouting) == ["my_task.py", "train", "config.yaml"]
+
+
+def run_script(folder: str, arguments: list[str]) -> object:
+    """What a script with ``drawbar.main(Shouting)`` as its last line does."""
+    os.chdir(folder)
+    sys.argv = ["shouting.py", *arguments]
+    try:
+        drawbar.main(Shouting)
+    except SystemExit as end:
+        return end.code
+
+
+def test_a_script_has_the_whole_command_line(project: Path) -> None:
+    settings = ["config.yaml", "train.steps=2", "task.loudness=2"]
+    assert run_ranks(run_script, 1, str(project), ["train", *settings]) == [0]
+    assert len(losses(project / "runs" / "tiny")) == 2
+    assert "loudness: 2" in (project / "runs" / "tiny" / "config.yaml").read_text()
+    assert run_ranks(run_script, 1, str(project), ["eval", "runs/tiny"]) == [0]
+    assert run_ranks(run_script, 1, str(project), ["config", "explain", "task.loudness"]) == [0]
+    assert run_ranks(run_script, 1, str(project), ["train", *settings, "task.loudnes=2"]) == [2]
+
+
+def test_exit_codes_of_wrong_command_lines(project: Path) -> None:
+    wrong = run_cli("trian", cwd=project)
+    assert (wrong.code, wrong.out) == (2, "")
+    assert "train" in wrong.err
+    wrong = run_cli("train", "config.yaml", "--frok", "x", cwd=project)
+    assert wrong.code == 2
+    assert "--fork" in wrong.err
+    wrong = run_cli("eval", cwd=project)
+    assert wrong.code == 2
+    assert "RUN" in wrong.err
+
+
+def test_an_error_of_the_program_shows_where_it_happened(project: Path) -> None:
+    (project / "broken.py").write_text(
+        "import drawbar\n\nclass Broken(drawbar.CausalLM):\n    def loss(self, outputs, batch):\n        return 1 / 0\n"
+    )
+    done = run_cli("train", "config.yaml", "task.type=broken:Broken", cwd=project)
+    assert done.code == 1
+    assert "Traceback" in done.err
+    assert 'broken.py", line 5, in loss' in done.err
+    assert done.err.rstrip().endswith("ZeroDivisionError: division by zero")
