@@ -7,6 +7,7 @@ fails.
 
 import multiprocessing
 import os
+import runpy
 import sys
 import tempfile
 import time
@@ -38,8 +39,20 @@ class Finished:
 
 def run_cli(*arguments: str, cwd: Path, env: dict[str, str] | None = None, timeout: float = 120) -> Finished:
     """``drawbar ARGUMENTS`` in ``cwd``."""
+    return _run(_cli, arguments, cwd, env, timeout)
+
+
+def run_script(script: Path, *arguments: str, cwd: Path, timeout: float = 120) -> Finished:
+    """``python SCRIPT ARGUMENTS`` in ``cwd``."""
+    return _run(_script, (str(script), *arguments), cwd, None, timeout)
+
+
+def _run(
+    target: Callable[..., None], arguments: tuple[str, ...], cwd: Path, env: dict[str, str] | None, timeout: float
+) -> Finished:
     with tempfile.TemporaryDirectory() as folder:
-        process = start_cli(*arguments, cwd=cwd, env=env, output=Path(folder))
+        process = _context.Process(target=target, args=(list(arguments), str(cwd), env or {}, folder))
+        process.start()
         _wait([process], timeout, folder=Path(folder))
         code = process.exitcode
         assert code is not None
@@ -60,6 +73,14 @@ def _cli(arguments: list[str], cwd: str, env: dict[str, str], output: str) -> No
     from drawbar.cli import run
 
     run()
+
+
+def _script(arguments: list[str], cwd: str, env: dict[str, str], output: str) -> None:
+    _enter(0, output, env)
+    os.chdir(cwd)
+    sys.argv = arguments
+    sys.path.insert(0, str(Path(arguments[0]).parent))
+    runpy.run_path(arguments[0], run_name="__main__")
 
 
 def run_ranks(

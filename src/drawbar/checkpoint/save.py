@@ -3,13 +3,11 @@
 import errno
 import json
 import os
-import re
 import shutil
 from collections.abc import Hashable
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -25,6 +23,7 @@ from drawbar.checkpoint.format import (
     describe,
     encode_state,
 )
+from drawbar.checkpoint.space import rust_errors
 
 
 def snapshot_to_host(snapshot: Snapshot) -> Snapshot:
@@ -98,15 +97,9 @@ def _save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     first = _first_names(tensors)
     stored = {name: tensor for name, tensor in tensors.items() if first[name] == name}
     aliases = {name: first[name] for name in tensors if first[name] != name}
-    try:
+    with rust_errors(path):
         # "format" is what transformers looks for; it lets from_pretrained read the file as it is
         save_file(stored, path, metadata={"format": "pt", "aliases": json.dumps(aliases)})
-    except SafetensorError as error:
-        # The library reports a failed write as text alone.
-        number = re.search(r"os error (\d+)", str(error))
-        if number is None:
-            raise
-        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
 
 
 def sync(path: Path) -> None:

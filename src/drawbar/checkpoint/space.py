@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -57,6 +58,18 @@ def check_writable(folder: Path) -> None:
             where=str(folder),
             remedy="use another folder (run.dir), or make that one writable",
         ) from error
+
+
+@contextmanager
+def rust_errors(path: Path) -> Iterator[None]:
+    """safetensors and tokenizers report a failed write to ``path`` as text alone: raise it as an OSError."""
+    try:
+        yield
+    except Exception as error:
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
 
 
 @contextmanager

@@ -5,6 +5,8 @@ go over gloo on the host, so that they never wait for the GPU.
 """
 
 import os
+import sys
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
@@ -54,6 +56,10 @@ class World:
         if "TORCHELASTIC_RUN_ID" in os.environ:
             self._watchdog.start()
         on_cuda = self.device.type == "cuda"
+        # torch waits without end for a foreign program that listens on MASTER_PORT; two calls below may each wait once
+        deadline = threading.Timer(2 * self.timeout.total_seconds(), self._give_up)
+        deadline.daemon = True
+        deadline.start()
         try:
             dist.init_process_group(
                 "nccl" if on_cuda else "gloo", timeout=self.timeout, device_id=self.device if on_cuda else None
@@ -61,14 +67,25 @@ class World:
             self._control = dist.new_group(backend="gloo", timeout=self.timeout)
             ranks: list[Address] = [self._watchdog.address] * self.size
             dist.all_gather_object(ranks, self._watchdog.address, group=self._control)
-        except (dist.DistError, RuntimeError) as error:
-            raise UserError(
-                f"rank {self.rank} could not meet the other {self.size - 1} processes: {error}",
-                remedy="check that every process was started, with the same MASTER_ADDR and MASTER_PORT",
-                exit_code=ExitCode.FAILED,
-            ) from error
+        except (dist.DistError, RuntimeError, ValueError) as error:
+            raise self._not_met(str(error)) from error
+        finally:
+            deadline.cancel()
         self._watchdog.meet(ranks)
         return self
+
+    def _give_up(self) -> None:
+        print(f"error: {self._not_met('nobody answers at MASTER_ADDR and MASTER_PORT')}", file=sys.stderr, flush=True)
+        os._exit(ExitCode.FAILED)
+
+    def _not_met(self, reason: str) -> UserError:
+        return UserError(
+            f"rank {self.rank} could not meet the other {self.size - 1} processes: {reason}",
+            where=f"MASTER_ADDR={os.environ.get('MASTER_ADDR')}, MASTER_PORT={os.environ.get('MASTER_PORT')}",
+            remedy="check that every process was started, with the same MASTER_ADDR and MASTER_PORT, "
+            "and that no other program uses that port",
+            exit_code=ExitCode.FAILED,
+        )
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         # after an error the peers may be gone, and a graceful goodbye would wait for them

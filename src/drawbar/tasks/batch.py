@@ -26,9 +26,9 @@ class Batch(dict[str, torch.Tensor]):
         return {name: tensor for name, tensor in self.items() if name not in _NOT_MODEL_INPUTS}
 
     def to(self, device: torch.device) -> Self:
-        """The same batch on ``device``; copies to a GPU overlap with its work."""
-        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in self.items()}
-        return type(self)(moved, self.ids)
+        """The same batch on ``device``; copies to a GPU go through pinned memory, and overlap with its work."""
+        tensors = {name: tensor.pin_memory() for name, tensor in self.items()} if device.type == "cuda" else self
+        return type(self)({name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}, self.ids)
 
 
 PADDING = {"labels": -100, "attention_mask": 0, "segment_ids": -1}

@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import textwrap
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -84,8 +85,15 @@ class TensorBoardTracker(Tracker):
         from torch.utils.tensorboard import SummaryWriter
 
         self._folder = folder
+        self._excepthook = threading.excepthook
+        threading.excepthook = self._report
         with _writing(folder):
             self._writer = SummaryWriter(str(folder), purge_step=purge_step)
+
+    def _report(self, error: threading.ExceptHookArgs) -> None:
+        """TensorBoard's writing thread hands its error to ``log``, too, which says what to do: no traceback before."""
+        if not (isinstance(error.exc_value, OSError) and type(error.thread).__module__.startswith("tensorboard.")):
+            self._excepthook(error)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         with _writing(self._folder):
@@ -103,6 +111,7 @@ class TensorBoardTracker(Tracker):
     def close(self) -> None:
         with _writing(self._folder):
             self._writer.close()
+        threading.excepthook = self._excepthook
 
 
 def make_trackers(run_dir: Path, config: TrackingSection, resume_step: int | None) -> list[Tracker]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.checkpoint.load import read
+from drawbar.checkpoint.space import rust_errors
 from drawbar.config.rules import resolve_micro_batch
 from drawbar.config.schema import RunConfig
 from drawbar.data.dataset import encode_records
@@ -34,7 +35,8 @@ def save_tokenizer(task: Task, run_dir: Path) -> None:
     """Keep the tokenizer with the run, so that it can be resumed and sampled without the place it came from."""
     if hasattr(task.tokenizer, "save_pretrained") and not (run_dir / "tokenizer").exists():
         draft = run_dir / "tokenizer.tmp"
-        task.tokenizer.save_pretrained(str(draft))
+        with rust_errors(draft):
+            task.tokenizer.save_pretrained(str(draft))
         draft.rename(run_dir / "tokenizer")
 
 

@@ -4,9 +4,12 @@ import json
 import os
 from pathlib import Path
 
+import pytest
+
 from drawbar.runtime.agent import run_processes
 from harness import run_ranks
 
+pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs to choose its cores")
 REPORT = """
 import json, os, pathlib, sys
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "OMP_NUM_THREADS")

@@ -1,0 +1,76 @@
+"""What a task inherits, and how its class is found."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from drawbar.config.schema import DataSection, RunConfig
+from drawbar.errors import UserError
+from drawbar.tasks.causal_lm import CausalLM
+from drawbar.tasks.registry import task_class
+from drawbar.tasks.task import Task
+
+
+class Halves(Task):
+    """A task of a few lines: everything else is inherited."""
+
+    def build_model(self) -> torch.nn.Module:
+        return torch.nn.Linear(2, 1)
+
+    def predict(self, model: torch.nn.Module, batch: object) -> list[float]:
+        return []
+
+
+def test_a_small_task_has_the_rest() -> None:
+    task = Halves(RunConfig())
+    record = {"x": [1.0, 2.0]}
+    assert task.encode(record, train=True) is record
+    batch = task.collate([{"x": [1.0, 2.0], "id": 0, "ids": [0]}, {"x": [3.0, 4.0], "id": 1, "ids": [1]}])
+    assert batch["x"].shape == (2, 2)
+    assert task.weight(batch) == 2
+    assert task.build_tokenizer() is None
+    assert task.predicts
+    assert task.score([]) == {}
+    assert task.loss_scores(6.0, 3.0, []) == {"loss": 2.0}
+
+
+def test_a_method_that_is_missing_is_named() -> None:
+    task = Task(RunConfig())
+    assert not task.predicts
+    with pytest.raises(NotImplementedError, match=r"Task does not define build_model"):
+        task.build_model()
+    with pytest.raises(NotImplementedError, match=r"Halves does not define loss"):
+        Halves(RunConfig()).loss(None, None)  # type: ignore[arg-type]
+
+
+def test_records_of_a_split(tmp_path: Path) -> None:
+    rows = [{"text": "one", "n": 1}, {"text": "two", "n": 2}]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = Task(RunConfig(data=DataSection(train=str(tmp_path / "train.jsonl"))))
+    assert list(task.records("train")) == rows
+    with pytest.raises(UserError, match=r"no validation data[\s\S]*data.validation"):
+        task.records("validation")
+
+
+def test_a_task_by_name() -> None:
+    assert task_class("causal_lm") is CausalLM
+    assert task_class("drawbar.tasks.causal_lm:CausalLM") is CausalLM
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("causal", "there is no task 'causal'"),
+        ("no_such_module:Task", "no_such_module"),
+        ("drawbar.tasks.causal_lm:Missing", "Missing"),
+        ("drawbar.tasks.batch:Batch", "not a subclass"),
+        ("drawbar.tasks.batch:PADDING", "not a subclass"),
+        (":Task", "there is no task"),
+        ("", "there is no task"),
+    ],
+)
+def test_what_is_no_task_is_refused(name: str, message: str) -> None:
+    with pytest.raises(UserError, match=rf"{message}[\s\S]*task.type[\s\S]*package.module:Class"):
+        task_class(name)
