@@ -144,8 +144,10 @@ class NativeEngine(Engine):
         try:
             self.module.load_state_dict(tensors)
         except RuntimeError as error:
+            differing = str(error).splitlines()[1:]
+            more = f"\n  and {len(differing) - 3} more" if len(differing) > 3 else ""
             raise UserError(
-                f"the checkpoint does not fit this model: {error}",
+                "the checkpoint does not fit this model:\n" + "\n".join(f"  {line.strip()}" for line in differing[:3]) + more,
                 remedy="use the task and model settings that it was written with",
             ) from error
 

@@ -124,7 +124,7 @@ def _from_hub(load: Callable[..., T], name: str) -> T:
         return load(name, local_files_only=not online)
     except UserError as error:  # the hub does not know the name
         raise UserError(error.what, where="task.model", remedy=f"{error.remedy}{hint}") from error
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, ZeroDivisionError, StrictDataclassError, SafetensorError) as error:
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         if is_folder:
             remedy = "the folder must hold config.json and safetensors files of a causal language model"

@@ -56,8 +56,8 @@ class World:
         if "TORCHELASTIC_RUN_ID" in os.environ:
             self._watchdog.start()
         on_cuda = self.device.type == "cuda"
-        # torch waits without end for a foreign program that listens on MASTER_PORT; two calls below may each wait once
-        deadline = threading.Timer(2 * self.timeout.total_seconds(), self._give_up)
+        # torch waits without end for a foreign program that listens on MASTER_PORT; its own timeouts come first
+        deadline = threading.Timer(2 * self.timeout.total_seconds() + 5, self._give_up)
         deadline.daemon = True
         deadline.start()
         try:

@@ -56,7 +56,7 @@ class LogHook:
     def step(self, info: StepInfo) -> None:
         self._meter.add(info.result.weight)
         self._console.advance(info.step)
-        if info.step % self._every == 0 or info.step == 1:
+        if info.step % self._every == 0 or info.step == 1 or info.last:
             check_finite(info)
             values = self._values(info)
             for tracker in self._trackers:
@@ -152,11 +152,16 @@ class EvalHook:
             progress.evaluations_since_best = 0
             return
         progress.evaluations_since_best += 1
-        if self._config.patience is not None and progress.evaluations_since_best >= self._config.patience:
+        if out_of_patience(self._config, progress):
             logger.info(
                 "early stop: no better %s in %d evaluations", self._config.metric, progress.evaluations_since_best
             )
             self._stop.request(Reason.EARLY)
+
+
+def out_of_patience(config: EvalSection, progress: Progress) -> bool:
+    """Whether the run is to stop early: its score has not got better for too long."""
+    return config.patience is not None and progress.evaluations_since_best >= config.patience
 
 
 class SaveHook:

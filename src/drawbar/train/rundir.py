@@ -55,7 +55,12 @@ def find_start(config: RunConfig, resume: str, fork: str | None) -> Start:
     _check_same(folder, config)
     checkpoints = CheckpointDirectory(folder / "checkpoints")
     latest = checkpoints.latest()
-    if resume != "auto" and (latest is None or checkpoints.resolve(resume).resolve() != latest.resolve()):
+    if resume == "auto":
+        return Start(latest)
+    chosen = checkpoints.resolve(resume).resolve()
+    if chosen.parent != checkpoints.path.resolve():  # where the run began: the same command again goes on with it
+        return Start(latest or chosen)
+    if latest is None or chosen != latest.resolve():
         raise UserError(
             f"{resume} is not the newest checkpoint of {config.run.name}, which would lose the steps after it",
             where="--resume",

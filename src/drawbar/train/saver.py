@@ -57,7 +57,7 @@ class Saver:
     def _write(self, snapshot: Snapshot, best_step: int | None, best_score: float | None) -> None:
         self._directory.write(snapshot)
         protected = set()
-        if best_step is not None and best_score is not None and best_step in self._directory.steps():
+        if self._config.keep_best and best_score is not None and best_step in self._directory.steps():
             self._directory.set_best(best_step, self._metric, best_score)
             protected = {best_step}
         self._directory.rotate(self._config.keep, protected)

@@ -23,7 +23,7 @@ from drawbar.tasks.task import Task
 from drawbar.tracking.console import Console, make_console
 from drawbar.tracking.meters import Throughput
 from drawbar.tracking.trackers import Tracker, make_trackers
-from drawbar.train.hooks import EvalHook, Hook, LogHook, ProfileHook, SaveHook
+from drawbar.train.hooks import EvalHook, Hook, LogHook, ProfileHook, SaveHook, out_of_patience
 from drawbar.train.rundir import Start, find_start, lock_run_dir, renamed, write_config
 from drawbar.train.saver import Saver, restore
 from drawbar.train.setup import build_task, eval_micro_batch, load_split, save_tokenizer
@@ -159,15 +159,17 @@ class _Run:
         self.progress = progress
         self.meter = Throughput()
         self.trackers: list[Tracker] = []
-        if world.first:
-            self.trackers = make_trackers(config.run_dir, config.tracking, progress.step)
 
     def train(self, total_steps: int) -> None:
         """The loop, the same for every strategy."""
-        hooks = self._make_hooks()
-        if self.progress.step >= total_steps:
-            self.console.message(f"{self.config.run.name} is complete: it has made its {total_steps} steps")
+        if self.progress.step >= total_steps or out_of_patience(self.config.eval, self.progress):
+            early = "" if self.progress.step >= total_steps else ", and stopped early"
+            self.console.message(f"{self.config.run.name} is complete: it has made {self.progress.step} steps{early}")
             return
+        if self.world.first:
+            resume_step = self.progress.step or None  # without a checkpoint, step 0 is evaluated anew, too
+            self.trackers = make_trackers(self.config.run_dir, self.config.tracking, resume_step)
+        hooks = self._make_hooks()
         self.console.start(total_steps, self.progress.step)
         info = None
         for step, micro_batches in self.loader.steps(self.progress.step, total_steps):

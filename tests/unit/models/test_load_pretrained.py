@@ -1,5 +1,6 @@
 """Pretrained weights: safetensors alone, exactly as they were saved, in fp32, once in memory."""
 
+import json
 import logging
 import os
 import shutil
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BertConfig, BertModel, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, T5Config, T5Model
 
 from drawbar.data.tokenizer import train_byte_bpe
 from drawbar.errors import UserError
@@ -47,7 +48,8 @@ def test_the_weights_are_those_that_were_saved(tied: bool, shard_size: str, tmp_
 
 
 def test_smaller_types_become_fp32(tmp_path: Path) -> None:
-    assert_equal(load_pretrained(str(tmp_path)), save(tmp_path, dtype=torch.bfloat16))
+    saved = save(tmp_path, dtype=torch.bfloat16)
+    assert_equal(load_pretrained(str(tmp_path)), saved)
 
 
 class Trap:
@@ -99,11 +101,29 @@ def test_a_folder_without_a_model_is_refused(damage: str, tmp_path: Path) -> Non
 
 
 def test_a_model_of_another_kind_is_refused(tmp_path: Path) -> None:
-    size = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16, "num_hidden_layers": 1}
-    BertModel(BertConfig(vocab_size=99, is_decoder=False, **size)).save_pretrained(str(tmp_path))
-    (tmp_path / "config.json").write_text((tmp_path / "config.json").read_text().replace('"bert"', '"t5"'))
-    with pytest.raises(UserError, match="task.model"):
+    T5Model(T5Config(vocab_size=99, d_model=16, d_ff=16, d_kv=8, num_layers=1, num_heads=2)).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"cannot load[\s\S]*task.model"):
         load_pretrained(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"hidden_size": "wide"},
+        {"hidden_size": 32},
+        {"num_attention_heads": 0},
+        {"model_type": "llamma"},
+        {"hidden_act": "x"},
+    ],
+)
+def test_a_config_that_the_weights_do_not_fit_is_refused(field: dict[str, object], tmp_path: Path) -> None:
+    save(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **field}))
+    with pytest.raises(UserError) as caught:
+        load_pretrained(str(tmp_path))
+    assert caught.value.where == "task.model"
+    assert caught.value.remedy
 
 
 def test_weights_that_are_not_there_are_named(

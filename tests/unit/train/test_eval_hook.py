@@ -1,0 +1,133 @@
+"""Evaluation: at which steps, which score is the best, and when to stop early."""
+
+import json
+import math
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drawbar.config.schema import EvalSection
+from drawbar.engines.engine import StepResult
+from drawbar.errors import UserError
+from drawbar.evaluation.evaluate import Evaluation
+from drawbar.runtime.dist import World
+from drawbar.runtime.env import Place
+from drawbar.tracking.console import make_console
+from drawbar.tracking.trackers import JsonlTracker
+from drawbar.train.hooks import EvalHook
+from drawbar.train.step import Progress, StepInfo
+from drawbar.train.stop import Reason, Stop
+
+RESULT = StepResult(torch.tensor(1.0), torch.tensor(1.0), weight=1.0, lr=0.1, skipped=False)
+
+
+class Script:
+    """An EvalHook that gets one scripted score after another, and a run of steps to call it."""
+
+    def __init__(self, folder: Path, config: EvalSection, scores: list[float]) -> None:
+        world = World(Place(), torch.device("cpu"), timeout=60)
+        self.stop = Stop(world)
+        self.progress = Progress()
+        self.evaluated: list[int] = []
+        self.metrics = folder / "metrics.jsonl"
+        trackers = [JsonlTracker(self.metrics, None)]
+        self._scores = iter(scores)
+        self.hook = EvalHook(config, self._evaluate, folder, world, trackers, make_console(False), self.stop)
+
+    def _evaluate(self) -> Evaluation:
+        self.evaluated.append(self.progress.step)
+        return Evaluation({"loss": next(self._scores), "other": 0.0}, [])
+
+    def run(self, until: int, total: int) -> None:
+        """Steps up to ``until`` of ``total``, or to an early stop."""
+        info = None
+        while self.progress.step < until:
+            self.progress.advance(RESULT)
+            info = StepInfo(self.progress.step, RESULT, self.progress, last=self.progress.step == total)
+            self.hook.step(info)
+            if self.stop.agreed():
+                break
+        if info is not None:
+            self.hook.end(info)
+
+
+@pytest.mark.parametrize(
+    ("every", "total", "steps"),
+    [
+        (4, 12, [4, 8, 12]),
+        (5, 12, [5, 10, 12]),
+        (None, 12, [12]),
+        (12, 12, [12]),
+        (20, 12, [12]),
+        (1, 3, [1, 2, 3]),
+    ],
+)
+def test_at_which_steps(every: int | None, total: int, steps: list[int], tmp_path: Path) -> None:
+    script = Script(tmp_path, EvalSection(every=every), [1.0] * 20)
+    script.run(total, total)
+    assert script.evaluated == steps
+    lines = [json.loads(line) for line in script.metrics.read_text().splitlines()]
+    assert [line["step"] for line in lines] == steps
+    assert all(line["eval/validation/loss"] == 1.0 and line["eval/validation/other"] == 0.0 for line in lines)
+
+
+def test_a_run_that_is_cut_short_does_not_evaluate_at_its_end(tmp_path: Path) -> None:
+    script = Script(tmp_path, EvalSection(every=4), [1.0] * 20)
+    script.run(6, 12)  # a signal, say; the same command goes on at step 7, and would not have evaluated at 6
+    assert script.evaluated == [4]
+
+
+def test_never_twice_at_one_step(tmp_path: Path) -> None:
+    script = Script(tmp_path, EvalSection(every=4), [1.0, 0.5])
+    script.run(4, 4)
+    script.hook.run(script.progress)
+    assert script.evaluated == [4]
+
+
+finite = st.floats(min_value=-3, max_value=3).map(lambda score: round(score, 1))  # so that ties happen
+
+
+@given(scores=st.lists(finite | st.just(math.nan), min_size=1, max_size=12), mode=st.sampled_from(["min", "max"]))
+def test_the_best_is_the_first_of_the_best(scores: list[float], mode: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        script = Script(Path(folder), EvalSection(every=1, mode=mode), scores)
+        script.run(len(scores), len(scores))
+    numbers = [score for score in scores if not math.isnan(score)]
+    progress = script.progress
+    if not numbers:
+        assert (progress.best_step, progress.best_score) == (None, None)
+        return
+    best = {"min": min, "max": max}[mode](numbers)
+    assert progress.best_score == best
+    assert progress.best_step == scores.index(best) + 1
+    assert progress.evaluations_since_best == len(scores) - progress.best_step
+
+
+@pytest.mark.parametrize(
+    ("scores", "mode", "patience", "stops_at"),
+    [
+        ([3, 2, 2, 2, 1], "min", 2, 4),  # a tie is no better
+        ([3, 2, 2, 1, 2, 3, 0], "min", 2, 6),
+        ([1, 2, 3, 4, 5], "min", 4, 5),
+        ([1, 2, 3, 4, 5], "max", 1, None),
+        ([5, 4], "max", 1, 2),
+        ([math.nan, math.nan, 1], "min", 2, 2),
+        ([3, 2, 2, 2, 1], "min", None, None),
+    ],
+)
+def test_early_stop(scores: list[float], mode: str, patience: int | None, stops_at: int | None, tmp_path: Path) -> None:
+    script = Script(tmp_path, EvalSection(every=1, mode=mode, patience=patience), scores)
+    script.run(len(scores), total=100)
+    assert script.stop.reason == (Reason.NONE if stops_at is None else Reason.EARLY)
+    assert script.progress.step == (stops_at or len(scores))
+    assert script.stop.exit_code == 0
+
+
+def test_a_metric_that_is_no_score(tmp_path: Path) -> None:
+    script = Script(tmp_path, EvalSection(every=1, metric="accuracy"), [1.0])
+    with pytest.raises(UserError, match=r"'accuracy', but the scores are loss, other"):
+        script.run(1, 1)
