@@ -1,10 +1,15 @@
 """Fixtures that every test may use."""
 
 import sys
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from runs import Fit
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `import harness`, in the processes it starts too
 
@@ -37,6 +42,20 @@ def write_text(path: Path, lines: int, seed: int = 0) -> Path:
 def project(tmp_path: Path) -> Path:
     """See :func:`make_project`."""
     return make_project(tmp_path)
+
+
+@pytest.fixture
+def fit(project: Path) -> "Fit":
+    """Train the tiny project: see :func:`runs.fit_in`."""
+    from runs import fit_in  # here, so that tests without a run need not wait for torch
+
+    return partial(fit_in, project)
+
+
+@pytest.fixture
+def run(project: Path) -> Path:
+    """The directory of the run that ``fit`` makes."""
+    return project / "runs" / "tiny"
 
 
 def make_project(folder: Path) -> Path:

@@ -1,10 +1,29 @@
-"""What the tests of whole runs share: reading a run's losses and weights."""
+"""What the tests of whole runs share: making a run in this process, and reading its losses and weights."""
 
 import json
+from collections.abc import Callable
+from contextlib import chdir
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+
+import drawbar
+from drawbar.tasks.task import Task
+from drawbar.train.trainer import Outcome
+
+Fit = Callable[..., Outcome]
+"""The fixture ``fit``: :func:`fit_in` in the tiny project."""
+
+
+def fit_in(
+    project: Path, *settings: str, task: type[Task] | None = None, resume: str = "auto", fork: str | None = None
+) -> Outcome:
+    """What ``drawbar train config.yaml SETTINGS`` does in ``project``, in this process: less than a second."""
+    torch.set_num_threads(1)  # tiny tensors: threads would only wait for one another
+    with chdir(project):
+        loaded = drawbar.load_config("config.yaml", settings, task.Config if task else None)
+        return drawbar.Trainer(loaded.config, task, resume=resume, fork=fork).fit()
 
 
 def metrics(run: Path) -> list[dict[str, float]]:

@@ -39,6 +39,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 CPU = torch.device("cpu")
 
+torch.set_num_threads(1)  # tiny tensors: threads would only wait for one another, and for other programs
+
 
 class Numbers(CausalLM):
     """causal_lm whose records are token numbers; the first ``context`` of them are no targets."""

@@ -23,7 +23,7 @@ Examples:
     "--input",
     "input_file",
     type=click.Path(exists=True, dir_okay=False),
-    help="A text file with a prompt on each line.",
+    help="A .txt file with a prompt on each line, or .jsonl.",
 )
 @click.option(
     "--checkpoint", default="best", show_default=True, metavar="best|latest|STEP", help="Which checkpoint to use."
@@ -70,5 +70,10 @@ def generate(
 
 def _read_prompts(path: str) -> list[str]:
     from drawbar.data.sources import open_records
+    from drawbar.errors import UserError
 
-    return [record["text"] for record in open_records(path, "test", "line")]
+    records = open_records(path, "test", "line")
+    for number, record in enumerate(records):
+        if not isinstance(record.get("text"), str):
+            raise UserError("the record has no text", where=records.where(number), remedy='write {"text": "a prompt"}')
+    return [record["text"] for record in records]

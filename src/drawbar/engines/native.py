@@ -1,5 +1,6 @@
 """One process, or the model replicated on every rank: torch alone, in the order that a step is written on paper."""
 
+import textwrap
 from typing import Any
 
 import torch
@@ -107,6 +108,12 @@ class NativeEngine(Engine):
 
     @torch.no_grad()
     def generate(self, inputs: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:
+        if not hasattr(self.module, "generate"):
+            raise UserError(
+                f"a {type(self.module).__name__} writes no text: it has no generate()",
+                where="RUN",
+                remedy="name the run of a language model; `drawbar eval` works for any",
+            )
         self.module.eval()
         moved = {name: tensor.to(self.world.device) for name, tensor in inputs.items()}
         with autocast(self.precision, self.world.device):
@@ -144,10 +151,10 @@ class NativeEngine(Engine):
         try:
             self.module.load_state_dict(tensors)
         except RuntimeError as error:
-            differing = str(error).splitlines()[1:]
-            more = f"\n  and {len(differing) - 3} more" if len(differing) > 3 else ""
+            lines = [textwrap.shorten(line, 200, placeholder=" …") for line in str(error).splitlines()[1:]]
+            rest = [f"and {len(lines) - 3} more"] if len(lines) > 3 else []
             raise UserError(
-                "the checkpoint does not fit this model:\n" + "\n".join(f"  {line.strip()}" for line in differing[:3]) + more,
+                "\n  ".join(["the checkpoint does not fit this model:", *lines[:3], *rest]),
                 remedy="use the task and model settings that it was written with",
             ) from error
 

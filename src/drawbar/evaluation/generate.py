@@ -39,8 +39,14 @@ def generate_text(engine: Engine, tokenizer: Any, prompts: list[str], sampling: 
     An empty prompt stands for the beginning of a document.
 
     Raises:
-        UserError: a prompt and its continuation do not fit the model's positions.
+        UserError: the model writes no text, or a prompt and its continuation do not fit its positions.
     """
+    if tokenizer is None:
+        raise UserError(
+            "this run's task has no tokenizer: its model writes no text",
+            where="RUN",
+            remedy="name the run of a language model; `drawbar eval` works for any",
+        )
     begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     encoded = [
         [begin, *tokenizer(text, add_special_tokens=False)["input_ids"]]

@@ -32,8 +32,7 @@ def build_from_scratch(name: str, overrides: dict[str, Any], tokenizer: Any) -> 
     Raises:
         UserError: an unknown model, an unknown field, or values that the architecture refuses.
     """
-    special = {key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    fields = {"vocab_size": len(tokenizer), **special, **overrides}
+    fields = {"vocab_size": len(tokenizer), **_special_tokens(tokenizer), **overrides}
     local = Path(name).is_dir()
     known_type = name in CONFIG_MAPPING_NAMES and not local
     base = AutoConfig.for_model(name) if known_type else _from_hub(AutoConfig.from_pretrained, name)
@@ -55,6 +54,12 @@ def build_from_scratch(name: str, overrides: dict[str, Any], tokenizer: Any) -> 
             where="task.model, task.from_scratch",
             remedy="correct the fields named; sizes must divide by the number of heads",
         ) from error
+
+
+def _special_tokens(tokenizer: Any) -> dict[str, int | None]:
+    begin, end, pad = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
+    # Models keep the pad token's embedding at zero for ever. One that also begins and ends documents must be learned.
+    return {"bos_token_id": begin, "eos_token_id": end, "pad_token_id": None if pad in (begin, end) else pad}
 
 
 def _check_fields(base: PreTrainedConfig, overrides: dict[str, Any]) -> None:

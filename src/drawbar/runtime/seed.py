@@ -1,5 +1,6 @@
 """Seeds, and the state of every random generator that a step may draw from."""
 
+import os
 import random
 
 import numpy as np
@@ -15,7 +16,8 @@ def seed_everything(seed: int, rank: int = 0) -> None:
 
 
 def use_deterministic_kernels() -> None:
-    """Refuse kernels whose result changes from run to run (CUDA scatter-adds, for one)."""
+    """Refuse kernels whose result changes from run to run (CUDA scatter-adds, for one). Call it before any has run."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else torch refuses every matrix product on CUDA
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
 

@@ -1,7 +1,8 @@
 """Evaluation and generation from a run directory."""
 
-from contextlib import closing
+from contextlib import ExitStack, closing
 
+from drawbar.checkpoint.space import explain_full_disk
 from drawbar.config.schema import RunConfig
 from drawbar.evaluation.evaluate import evaluate, write_results
 from drawbar.evaluation.generate import Sampling, generate_text
@@ -25,7 +26,10 @@ def evaluate_run(config: RunConfig, task_type: type[Task] | None, split_name: st
     device = choose_device(config.device, place)
     console = make_console(place.first)
     start_logging(place.rank, console.logging_handler())
-    with World(place, device, config.launch.timeout) as world:
+    with ExitStack() as stack:
+        stack.callback(console.stop)
+        stack.enter_context(explain_full_disk(config.run_dir))
+        world = stack.enter_context(World(place, device, config.launch.timeout))
         open_log_file(config.run_dir, world.rank)
         task = build_task(task_type or task_class(config.task.type), config, world)
         split = load_split(task, split_name, config, world, console)
@@ -42,7 +46,6 @@ def evaluate_run(config: RunConfig, task_type: type[Task] | None, split_name: st
         if world.first:
             write_results(config.run_dir / "eval" / split_name, evaluation, step)
             console.evaluation(step, {f"eval/{split_name}/{name}": value for name, value in evaluation.scores.items()})
-        console.stop()
     return evaluation.scores
 
 

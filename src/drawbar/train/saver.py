@@ -66,6 +66,10 @@ class Saver:
         """Until the newest save is on the disk. Raises what went wrong with it."""
         self._writer.wait()
 
+    def close(self) -> None:
+        """The same, and end the background thread."""
+        self._writer.close()
+
 
 def restore(checkpoint: Path, forked: bool, seed: int, engine: Engine, loader: TrainLoader, world: World) -> Progress:
     """Put everything back, so that the next step is the one that would have followed.

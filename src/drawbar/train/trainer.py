@@ -1,6 +1,7 @@
 """The trainer: it puts the parts of a run together, and runs the loop. It never names a strategy."""
 
 import math
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -161,7 +162,7 @@ class _Run:
         self.trackers: list[Tracker] = []
 
     def train(self, total_steps: int) -> None:
-        """The loop, the same for every strategy."""
+        """Train, unless the run is complete."""
         if self.progress.step >= total_steps or out_of_patience(self.config.eval, self.progress):
             early = "" if self.progress.step >= total_steps else ", and stopped early"
             self.console.message(f"{self.config.run.name} is complete: it has made {self.progress.step} steps{early}")
@@ -169,7 +170,15 @@ class _Run:
         if self.world.first:
             resume_step = self.progress.step or None  # without a checkpoint, step 0 is evaluated anew, too
             self.trackers = make_trackers(self.config.run_dir, self.config.tracking, resume_step)
-        hooks = self._make_hooks()
+        folder = self.config.run_dir / "checkpoints"
+        saver = Saver(self.config.checkpoint, folder, self.config.eval.metric, self.engine, self.loader, self.world)
+        with closing(saver):  # a save that has begun is finished, even where a step fails
+            self._loop(self._make_hooks(saver), total_steps)
+        for tracker in self.trackers:
+            tracker.close()
+
+    def _loop(self, hooks: list[Hook], total_steps: int) -> None:
+        """The loop, the same for every strategy."""
         self.console.start(total_steps, self.progress.step)
         info = None
         for step, micro_batches in self.loader.steps(self.progress.step, total_steps):
@@ -183,10 +192,8 @@ class _Run:
         if info is not None:
             for hook in hooks:
                 hook.end(info)
-        for tracker in self.trackers:
-            tracker.close()
 
-    def _make_hooks(self) -> list[Hook]:
+    def _make_hooks(self, saver: Saver) -> list[Hook]:
         config, world, run_dir = self.config, self.world, self.config.run_dir
         log_every, per_epoch = config.tracking.log_every, self.loader.steps_per_epoch
         hooks: list[Hook] = [LogHook(log_every, per_epoch, world, self.meter, self.trackers, self.console)]
@@ -195,7 +202,6 @@ class _Run:
             if config.eval.at_start and self.progress.step == 0:
                 evaluation.run(self.progress)
             hooks.append(evaluation)
-        saver = Saver(config.checkpoint, run_dir / "checkpoints", config.eval.metric, self.engine, self.loader, world)
         hooks.append(SaveHook(config.checkpoint.every, config.checkpoint.keep_best, saver, self.meter))
         if config.tracking.profile is not None:
             hooks.append(ProfileHook(config.tracking.profile, run_dir, world, self.progress.step))

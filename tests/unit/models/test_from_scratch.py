@@ -26,9 +26,12 @@ def test_fields_are_the_architectures_own(family: str) -> None:
 
 
 def test_vocabulary_and_special_tokens_are_the_tokenizers() -> None:
-    config = build_from_scratch("llama", LLAMA, TOKENIZER).config
+    model = build_from_scratch("llama", LLAMA, TOKENIZER)
+    config = model.config
     assert config.vocab_size == len(TOKENIZER)
-    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (TOKENIZER.eos_token_id,) * 3
+    assert config.bos_token_id == config.eos_token_id == TOKENIZER.pad_token_id == TOKENIZER.eos_token_id
+    assert config.pad_token_id is None
+    assert all(row.any() for row in model.get_input_embeddings().weight)  # that of a pad token would stay zero
 
 
 def test_a_vocabulary_that_is_given_wins() -> None:

@@ -1,0 +1,171 @@
+"""The same command again, and a run that begins at another run's checkpoint."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from drawbar.errors import ExitCode, UserError
+from drawbar.tasks.batch import Batch
+from drawbar.tasks.causal_lm import CausalLM
+from drawbar.train.rundir import lock_run_dir
+from runs import Fit, losses, metrics, scores, weights
+
+
+class Interrupted(CausalLM):
+    """causal_lm that gets a SIGTERM, as from a scheduler, in its sixth training step, or fails there."""
+
+    fails = False
+    tokenizers_built = 0
+
+    def __init__(self, run_config: Any) -> None:
+        super().__init__(run_config)
+        self.steps = 0
+
+    def build_tokenizer(self) -> Any:
+        type(self).tokenizers_built += 1
+        return super().build_tokenizer()
+
+    def forward(self, model: nn.Module, batch: Batch) -> Any:
+        self.steps += model.training
+        if model.training and self.steps == 6:
+            if self.fails:
+                raise ValueError("planted")
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().forward(model, batch)
+
+
+class Failing(Interrupted):
+    fails = True
+
+
+ONE_FORWARD = ("train.micro_batch=8", "eval.at_start=true")
+
+
+def contents(run: Path) -> dict[str, bytes]:
+    """Every file of a run but its log, with what it holds."""
+    files = (path for path in run.rglob("*") if path.is_file())
+    return {str(path.relative_to(run)): path.read_bytes() for path in files if path.parent.name != "logs"}
+
+
+@pytest.mark.parametrize("settings", [("tracking.tensorboard=true",), ("eval.at_start=true", "checkpoint.every=null")])
+def test_a_finished_run_says_so_and_changes_nothing(
+    settings: tuple[str, ...], fit: Fit, run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    first = fit(*settings)
+    before = contents(run)
+    capfd.readouterr()
+    again = fit(*settings)
+    assert "tiny is complete: it has made 12 steps" in capfd.readouterr().out
+    assert contents(run) == before
+    assert again == first
+
+
+def test_a_run_that_stopped_early_is_finished(fit: Fit, run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    settings = ("optim.lr=0.0", "eval.every=2", "eval.patience=2", "train.steps=50")
+    assert fit(*settings).progress.step == 6
+    before = contents(run)
+    capfd.readouterr()
+    assert fit(*settings).progress.step == 6
+    assert "tiny is complete: it has made 6 steps, and stopped early" in capfd.readouterr().out
+    assert contents(run) == before
+    assert fit(*settings[:2], "eval.patience=4", settings[3]).progress.step == 10  # which may be decided anew
+
+
+@pytest.mark.parametrize("every", [3, 6])
+def test_an_interrupted_run_goes_on(every: int, fit: Fit, project: Path) -> None:
+    settings = (*ONE_FORWARD, f"eval.every={every}", "checkpoint.every=null")
+    fit(*settings, "run.name=whole")
+    first = fit(*settings, task=Interrupted)
+    assert (first.exit_code, first.progress.step) == (ExitCode.REQUEUE, 6)
+    built = Interrupted.tokenizers_built
+    assert fit(*settings).exit_code == ExitCode.DONE
+    assert Interrupted.tokenizers_built == built
+    whole, run = project / "runs" / "whole", project / "runs" / "tiny"
+    assert losses(run) == losses(whole)
+    assert scores(run) == scores(whole)
+    assert [line["step"] for line in metrics(run)] == [line["step"] for line in metrics(whole)]
+    for name, tensor in weights(whole, 12).items():
+        assert torch.equal(tensor, weights(run, 12)[name])
+
+
+def test_a_run_that_failed_before_its_first_checkpoint_begins_anew(fit: Fit, project: Path) -> None:
+    settings = (*ONE_FORWARD, "tracking.tensorboard=true", "checkpoint.every=null", "checkpoint.keep_best=false")
+    with pytest.raises(ValueError, match="planted"):
+        fit(*settings, task=Failing)
+    fit(*settings)
+    fit(*settings, "run.name=whole")
+    whole, run = project / "runs" / "whole", project / "runs" / "tiny"
+    assert [line["step"] for line in metrics(run)] == [line["step"] for line in metrics(whole)]
+    assert losses(run) == losses(whole)
+    assert scores(run) == scores(whole)
+
+
+def test_a_tokenizer_is_trained_once_for_a_run(fit: Fit) -> None:
+    Interrupted.tokenizers_built = 0
+    for _ in range(2):
+        fit(*ONE_FORWARD, task=Interrupted)
+    assert Interrupted.tokenizers_built == 1
+
+
+def test_begin_at_a_checkpoint_of_another_run(fit: Fit, project: Path) -> None:
+    fit()
+    checkpoint = str(project / "runs" / "tiny" / "checkpoints" / "step-00000008")
+    for _ in range(2):  # the same command again goes on with the run, which is complete
+        outcome = fit("run.name=other", resume=checkpoint)
+        assert outcome.progress.step == 12
+    tiny, other = project / "runs" / "tiny", project / "runs" / "other"
+    assert losses(other) == {step: loss for step, loss in losses(tiny).items() if step > 8}
+    for name, tensor in weights(tiny, 12).items():
+        assert torch.equal(tensor, weights(other, 12)[name])
+
+
+def test_an_interrupted_run_that_began_elsewhere_goes_on(fit: Fit, project: Path) -> None:
+    fit("train.steps=20", *ONE_FORWARD, "eval.every=null")
+    checkpoint = str(project / "runs" / "tiny" / "checkpoints" / "step-00000012")
+    command = ("train.steps=20", *ONE_FORWARD, "eval.every=null", "run.name=other")
+    assert fit(*command, resume=checkpoint, task=Interrupted).progress.step == 18
+    assert fit(*command, resume=checkpoint).progress.step == 20
+    assert list(losses(project / "runs" / "other")) == list(range(13, 21))
+
+
+def test_an_older_checkpoint_of_the_run_itself_is_refused(fit: Fit, run: Path) -> None:
+    fit()
+    before = contents(run)
+    older = str(run / "checkpoints" / "step-00000008")
+    for resume in (older, "8", "step-00000008"):
+        with pytest.raises(UserError, match="would lose the steps after it") as refused:
+            fit(resume=resume)
+        assert "--fork" in str(refused.value.remedy)
+    assert fit(resume=str(run / "checkpoints" / "step-00000012")).progress.step == 12
+    with pytest.raises(UserError, match="no checkpoint 'step-00000009'"):
+        fit(resume="step-00000009")
+    with pytest.raises(UserError, match="exists already"):
+        fit(resume="never")
+    assert contents(run) == before
+
+
+def test_a_fork_of_another_optimizer_and_data(fit: Fit, project: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    fit()
+    (project / "more.txt").write_text((project / "train.txt").read_text() + "the load\n" * 30)
+    capfd.readouterr()
+    outcome = fit("optim.name=sgd", "data.train=more.txt", "train.steps=16", fork="changed")
+    warnings = capfd.readouterr().err
+    assert "only the weights are taken over" in warnings
+    assert "the data begins at its first sample" in warnings
+    assert outcome.run_dir == Path("runs") / "changed"
+    assert list(losses(project / "runs" / "changed")) == [13, 14, 15, 16]
+    assert outcome.progress.best_step is None or outcome.progress.best_step > 12
+
+
+def test_only_one_process_trains_a_run(fit: Fit, run: Path) -> None:
+    fit()
+    held = lock_run_dir(run)
+    with pytest.raises(UserError, match=rf"being trained now, by process {os.getpid()} on"):
+        lock_run_dir(run, patience=0.0)
+    held.close()
+    lock_run_dir(run, patience=0.0).close()
