@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from conftest import make_project
+from conftest import make_project, write_text
 from harness import run_cli, start_cli
 from runs import largest_difference, losses, metrics, scores, weights
 
@@ -156,6 +156,7 @@ def test_a_signal_saves_and_says_so(tmp_path: Path, number: signal.Signals, code
 def test_a_fork_takes_another_learning_rate(tmp_path: Path) -> None:
     project = make_project(tmp_path)
     assert run_cli("train", "config.yaml", cwd=project).code == 0
+    write_text(project / "train.txt", 80, seed=3)  # a tokenizer trained on this would be another one
     command = ("train", "config.yaml", "optim.lr=1e-4", "train.steps=16")
     refused = run_cli(*command, cwd=project)
     assert refused.code == 2
@@ -165,6 +166,8 @@ def test_a_fork_takes_another_learning_rate(tmp_path: Path) -> None:
         done = run_cli(*command, "--fork", "slower", cwd=project)
         assert done.code == 0, done.err
     assert min(losses(project / "runs" / "slower")) == 13
+    tokenizers = [project / "runs" / name / "tokenizer" / "tokenizer.json" for name in ("tiny", "slower")]
+    assert tokenizers[0].read_bytes() == tokenizers[1].read_bytes()
     assert max(losses(project / "runs" / "tiny")) == 12
 
 

@@ -31,7 +31,7 @@ def evaluate_run(config: RunConfig, task_type: type[Task] | None, split_name: st
         stack.enter_context(explain_full_disk(config.run_dir))
         world = stack.enter_context(World(place, device, config.launch.timeout))
         open_log_file(config.run_dir, world.rank)
-        task = build_task(task_type or task_class(config.task.type), config, world)
+        task = build_task(task_type or task_class(config.task.type), config, world, config.run_dir)
         split = load_split(task, split_name, config, world, console)
         engine, step = open_checkpoint(task, config, which, world)
         with closing(engine):
@@ -57,7 +57,7 @@ def generate_from_run(
     device = choose_device(config.device, place)
     seed_everything(seed)
     with World(place, device, config.launch.timeout) as world:
-        task = build_task(task_type or task_class(config.task.type), config, world)
+        task = build_task(task_type or task_class(config.task.type), config, world, config.run_dir)
         engine, _ = open_checkpoint(task, config, which, world)
         with closing(engine):
             return generate_text(engine, task.tokenizer, prompts, sampling)

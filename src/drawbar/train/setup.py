@@ -1,5 +1,6 @@
 """From a configuration to the parts of a run: task, data, engine. Used by training, evaluation and generation alike."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,9 @@ from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.checkpoint.load import read
 from drawbar.checkpoint.space import rust_errors
 from drawbar.config.rules import resolve_micro_batch
-from drawbar.config.schema import RunConfig
+from drawbar.config.schema import RunConfig, TrainSection
 from drawbar.data.dataset import encode_records
+from drawbar.data.loader import TrainLoader
 from drawbar.data.packing import PackedDataset, plan_packs
 from drawbar.data.tokenizer import load_tokenizer
 from drawbar.engines.choose import choose_engine
@@ -22,10 +24,11 @@ from drawbar.tasks.task import Task
 from drawbar.tracking.console import Console
 
 
-def build_task(task_type: type[Task], config: RunConfig, world: World) -> Task:
-    """The task with its tokenizer: the run's own where it has one, else built once, on rank 0, for all."""
+def build_task(task_type: type[Task], config: RunConfig, world: World, origin: Path) -> Task:
+    """The task with its tokenizer: that of the run directory ``origin``, which the weights come from, where there is
+    one; else built once, on rank 0, for all."""
     task = task_type(config)
-    saved = config.run_dir / "tokenizer"
+    saved = origin / "tokenizer"
     build: Callable[[], Any] = (lambda: load_tokenizer(str(saved))) if saved.is_dir() else task.build_tokenizer
     task.tokenizer = world.from_first(build)
     return task
@@ -76,6 +79,27 @@ def describe_split(records: Any, samples: Any, rows: Any) -> str:
     if samples.dropped:
         text += f" ({samples.dropped:,} records dropped)"
     return text + f", {int(samples.lengths.sum()):,} tokens"
+
+
+def make_loader(task: Task, train: Split, config: RunConfig, world: World) -> TrainLoader:
+    """The training batches of this rank."""
+    return TrainLoader(
+        train.rows,
+        seed=config.run.seed,
+        global_batch=config.train.global_batch,
+        micro_batch=resolve_micro_batch(config, world.size),
+        rank=world.rank,
+        world_size=world.size,
+        shuffle=config.data.shuffle,
+        collate=task.collate,
+    )
+
+
+def count_steps(config: TrainSection, steps_per_epoch: int) -> int:
+    """Optimizer steps of the whole run, from ``steps`` or ``epochs``."""
+    if config.steps is not None:
+        return config.steps
+    return math.ceil((config.epochs or 0) * steps_per_epoch)
 
 
 def eval_micro_batch(config: RunConfig, world: World) -> int:

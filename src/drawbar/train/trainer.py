@@ -1,15 +1,14 @@
 """The trainer: it puts the parts of a run together, and runs the loop. It never names a strategy."""
 
-import math
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
 from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.checkpoint.space import check_space, check_writable, explain_full_disk, required_bytes
-from drawbar.config.rules import RULES, TRAIN_RULES, check_rules, check_world, resolve_micro_batch
-from drawbar.config.schema import RunConfig, TrainSection
+from drawbar.config.rules import RULES, TRAIN_RULES, check_rules, check_world
+from drawbar.config.schema import RunConfig
 from drawbar.data.loader import TrainLoader
 from drawbar.engines.choose import choose_engine
 from drawbar.engines.engine import Engine
@@ -27,7 +26,14 @@ from drawbar.tracking.trackers import Tracker, make_trackers
 from drawbar.train.hooks import EvalHook, Hook, LogHook, ProfileHook, SaveHook, out_of_patience
 from drawbar.train.rundir import Start, find_start, lock_run_dir, renamed, write_config
 from drawbar.train.saver import Saver, restore
-from drawbar.train.setup import build_task, eval_micro_batch, load_split, save_tokenizer
+from drawbar.train.setup import (
+    build_task,
+    count_steps,
+    eval_micro_batch,
+    load_split,
+    make_loader,
+    save_tokenizer,
+)
 from drawbar.train.step import Progress, StepInfo
 from drawbar.train.stop import Stop
 
@@ -92,7 +98,8 @@ class Trainer:
             use_deterministic_kernels()
         seed_everything(config.run.seed)
 
-        task = build_task(self.task_type, config, world)
+        origin = config.run_dir if start.checkpoint is None else start.checkpoint.parents[1]
+        task = build_task(self.task_type, config, world, origin)
         train = load_split(task, "train", config, world, console)
         validation = load_split(task, "validation", config, world, console) if config.data.validation else None
         if validation is not None:
@@ -134,32 +141,21 @@ class Trainer:
         open_log_file(folder, world.rank)
 
 
+@dataclass
 class _Run:
     """The parts of a run, ready to train."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        world: World,
-        stop: Stop,
-        console: Console,
-        task: Task,
-        engine: Engine,
-        loader: TrainLoader,
-        validation: Split | None,
-        progress: Progress,
-    ) -> None:
-        self.config = config
-        self.world = world
-        self.stop = stop
-        self.console = console
-        self.task = task
-        self.engine = engine
-        self.loader = loader
-        self.validation = validation
-        self.progress = progress
-        self.meter = Throughput()
-        self.trackers: list[Tracker] = []
+    config: RunConfig
+    world: World
+    stop: Stop
+    console: Console
+    task: Task
+    engine: Engine
+    loader: TrainLoader
+    validation: Split | None
+    progress: Progress
+    meter: Throughput = field(default_factory=Throughput)
+    trackers: list[Tracker] = field(default_factory=list)
 
     def train(self, total_steps: int) -> None:
         """Train, unless the run is complete."""
@@ -222,24 +218,3 @@ class _Run:
             )
         set_rng_state(state, self.world.device)
         return evaluation
-
-
-def make_loader(task: Task, train: Split, config: RunConfig, world: World) -> TrainLoader:
-    """The training batches of this rank."""
-    return TrainLoader(
-        train.rows,
-        seed=config.run.seed,
-        global_batch=config.train.global_batch,
-        micro_batch=resolve_micro_batch(config, world.size),
-        rank=world.rank,
-        world_size=world.size,
-        shuffle=config.data.shuffle,
-        collate=task.collate,
-    )
-
-
-def count_steps(config: TrainSection, steps_per_epoch: int) -> int:
-    """Optimizer steps of the whole run, from ``steps`` or ``epochs``."""
-    if config.steps is not None:
-        return config.steps
-    return math.ceil((config.epochs or 0) * steps_per_epoch)

@@ -37,7 +37,7 @@ def load_odd_split(folder: str) -> str:
     Path("train.txt").write_text("the load\nthe driver\n")
     config = drawbar.load_config("config.yaml").config
     with world() as joined:
-        task = build_task(Odd, config, joined)
+        task = build_task(Odd, config, joined, config.run_dir)
         try:
             load_split(task, "train", config, joined, make_console(False))
         except UserError as error:
@@ -57,7 +57,7 @@ def test_a_description_counts_what_training_will_see(project: Path, monkeypatch:
     described = {}
     for packing in ("false", "true"):
         config = drawbar.load_config("config.yaml", [f"data.packing={packing}"]).config
-        task = build_task(CausalLM, config, world())
+        task = build_task(CausalLM, config, world(), config.run_dir)
         split = load_split(task, "train", config, world(), make_console(False))
         described[packing] = describe_split(split.records, split.samples, split.rows)
         tokens = sum(len(sample["input_ids"]) for sample in split.samples.samples)

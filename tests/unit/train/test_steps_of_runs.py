@@ -15,7 +15,7 @@ from torch import nn
 from drawbar.config.schema import TrainSection
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.causal_lm import CausalLM
-from drawbar.train.trainer import count_steps
+from drawbar.train.setup import count_steps
 from runs import Fit, losses, metrics, weights
 
 
