@@ -30,10 +30,14 @@ Scores are printed and written to RUN/eval/<split>/scores.json.
     help="Which part of the data.",
 )
 @click.option(
-    "--checkpoint", default="best", show_default=True, metavar="best|latest|STEP", help="Which checkpoint to evaluate."
+    "--checkpoint",
+    metavar="best|latest|STEP",
+    help="Which checkpoint to evaluate. Default: the best, or the latest where no evaluation chose one.",
 )
 @click.pass_obj
-def evaluate(task: "type[Task] | None", run: str, overrides: tuple[str, ...], split: str, checkpoint: str) -> int:
+def evaluate(
+    task: "type[Task] | None", run: str, overrides: tuple[str, ...], split: str, checkpoint: str | None
+) -> int:
     """Evaluate a checkpoint of RUN (a run directory), every sample exactly once."""
     from drawbar.cli.arguments import load_run
     from drawbar.cli.train import count_processes, own_command

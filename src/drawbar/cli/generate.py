@@ -26,7 +26,9 @@ Examples:
     help="A .txt file with a prompt on each line, or .jsonl.",
 )
 @click.option(
-    "--checkpoint", default="best", show_default=True, metavar="best|latest|STEP", help="Which checkpoint to use."
+    "--checkpoint",
+    metavar="best|latest|STEP",
+    help="Which checkpoint to use. Default: the best, or the latest where no evaluation chose one.",
 )
 @click.option(
     "--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Most tokens to add."
@@ -44,7 +46,7 @@ def generate(
     run: str,
     prompts: tuple[str, ...],
     input_file: str | None,
-    checkpoint: str,
+    checkpoint: str | None,
     max_new_tokens: int,
     temperature: float,
     top_k: int,

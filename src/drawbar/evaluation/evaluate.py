@@ -13,6 +13,7 @@ from drawbar.engines.engine import Engine
 from drawbar.errors import ExitCode, UserError
 from drawbar.runtime.dist import World
 from drawbar.tasks.task import Task
+from drawbar.tracking.trackers import json_number
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,8 @@ def _merge(split: Split, predictions: list[tuple[int, Any]]) -> list[dict[str, A
 def write_results(folder: Path, evaluation: Evaluation, step: int) -> None:
     """Write ``scores.json`` and, where there are predictions, ``predictions.jsonl``. Each is whole or absent."""
     folder.mkdir(parents=True, exist_ok=True)
-    _write(folder / "scores.json", json.dumps({"step": step, **evaluation.scores}, indent=2) + "\n")
+    scores = {name: json_number(value) for name, value in evaluation.scores.items()}
+    _write(folder / "scores.json", json.dumps({"step": step, **scores}, indent=2) + "\n")
     if any("prediction" in record for record in evaluation.records):
         lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in evaluation.records)
         _write(folder / "predictions.jsonl", "".join(lines))

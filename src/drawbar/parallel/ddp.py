@@ -1,10 +1,15 @@
 """Replicated parameters, gradients averaged by torch's DistributedDataParallel."""
 
+import inspect
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+# buffers are equal from the start, and stay so: sending them in every forward is waste. torch 2.13 renamed the setting
+_NEW_NAME = "forward_sync_buffers"
+_BUFFERS = _NEW_NAME if _NEW_NAME in inspect.signature(DistributedDataParallel).parameters else "broadcast_buffers"
 
 
 def replicate(model: nn.Module, device: torch.device) -> DistributedDataParallel:
@@ -12,8 +17,8 @@ def replicate(model: nn.Module, device: torch.device) -> DistributedDataParallel
     return DistributedDataParallel(
         model,
         device_ids=[device] if device.type == "cuda" else None,
-        broadcast_buffers=False,
         gradient_as_bucket_view=True,
+        **{_BUFFERS: False},
     )
 
 

@@ -54,7 +54,7 @@ class JsonlTracker(Tracker):
             self._file = path.open("a", encoding="utf-8")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._write(step, {name: _json_number(value) for name, value in values.items()})
+        self._write(step, {name: json_number(value) for name, value in values.items()})
 
     def text(self, step: int, name: str, text: str) -> None:
         self._write(step, {name: text})
@@ -130,7 +130,7 @@ def make_trackers(run_dir: Path, config: TrackingSection, resume_step: int | Non
     return trackers
 
 
-def _json_number(value: float) -> float | str:
+def json_number(value: float) -> float | str:
     """The value itself, or ``"nan"``, ``"inf"`` or ``"-inf"``, for which JSON has no number."""
     return value if math.isfinite(value) else str(float(value))
 

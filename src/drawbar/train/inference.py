@@ -16,7 +16,9 @@ from drawbar.tracking.console import make_console
 from drawbar.train.setup import build_task, eval_micro_batch, load_split, open_checkpoint
 
 
-def evaluate_run(config: RunConfig, task_type: type[Task] | None, split_name: str, which: str) -> dict[str, float]:
+def evaluate_run(
+    config: RunConfig, task_type: type[Task] | None, split_name: str, which: str | None
+) -> dict[str, float]:
     """Evaluate one checkpoint on one split; print the scores and write ``eval/<split>/scores.json``.
 
     Raises:
@@ -50,7 +52,12 @@ def evaluate_run(config: RunConfig, task_type: type[Task] | None, split_name: st
 
 
 def generate_from_run(
-    config: RunConfig, task_type: type[Task] | None, prompts: list[str], sampling: Sampling, which: str, seed: int
+    config: RunConfig,
+    task_type: type[Task] | None,
+    prompts: list[str],
+    sampling: Sampling,
+    which: str | None,
+    seed: int,
 ) -> list[str]:
     """What a checkpoint's model goes on with after each prompt, on one process."""
     place = Place()

@@ -107,9 +107,16 @@ def eval_micro_batch(config: RunConfig, world: World) -> int:
     return config.eval.micro_batch or resolve_micro_batch(config, world.size)
 
 
-def open_checkpoint(task: Task, config: RunConfig, which: str, world: World) -> tuple[Engine, int]:
-    """An engine with the weights of a checkpoint (``best``, ``latest``, a step or a path), and its step."""
-    path = world.from_first(lambda: CheckpointDirectory(config.run_dir / "checkpoints").resolve(which))
+def open_checkpoint(task: Task, config: RunConfig, which: str | None, world: World) -> tuple[Engine, int]:
+    """An engine with the weights of a checkpoint, and its step.
+
+    Args:
+        which: ``best``, ``latest``, a step or a path; None for the best, or the latest where no evaluation chose one.
+    """
+    checkpoints = CheckpointDirectory(config.run_dir / "checkpoints")
+    path = world.from_first(
+        lambda: (checkpoints.best() if which is None else None) or checkpoints.resolve(which or "latest")
+    )
     snapshot = read(path)
     engine = choose_engine(task, config, world, total_steps=1)
     engine.load_model(snapshot.model)

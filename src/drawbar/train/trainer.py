@@ -98,7 +98,7 @@ class Trainer:
             use_deterministic_kernels()
         seed_everything(config.run.seed)
 
-        origin = config.run_dir if start.checkpoint is None else start.checkpoint.parents[1]
+        origin = config.run_dir if start.checkpoint is None else start.checkpoint.resolve().parent.parent
         task = build_task(self.task_type, config, world, origin)
         train = load_split(task, "train", config, world, console)
         validation = load_split(task, "validation", config, world, console) if config.data.validation else None
@@ -199,8 +199,8 @@ class _Run:
                 evaluation.run(self.progress)
             hooks.append(evaluation)
         hooks.append(SaveHook(config.checkpoint.every, config.checkpoint.keep_best, saver, self.meter))
-        if config.tracking.profile is not None:
-            hooks.append(ProfileHook(config.tracking.profile, run_dir, world, self.progress.step))
+        if config.tracking.profile is not None:  # first, so that a trace ends before an evaluation or a save
+            hooks.insert(0, ProfileHook(config.tracking.profile, run_dir, world, self.progress.step))
         return hooks
 
     def _evaluate(self) -> Evaluation:

@@ -101,6 +101,13 @@ def generate(project: Path, *arguments: str) -> Finished:
     return run_cli("generate", "runs/tiny", "--max-new-tokens", "40", *arguments, cwd=project)
 
 
+def test_a_run_without_a_best_checkpoint_gives_its_latest(project: Path) -> None:
+    settings = ("data.validation=null", "eval.every=null", "train.steps=2")
+    assert run_cli("train", "config.yaml", *settings, cwd=project).code == 0
+    assert generate(project).code == 0
+    assert generate(project, "--checkpoint", "best").code == 2
+
+
 def test_generate_from_a_checkpoint(trained: Path) -> None:
     outputs = {}
     for checkpoint in ("best", "latest", "20", "60"):
