@@ -102,7 +102,7 @@ def generate(project: Path, *arguments: str) -> Finished:
 
 
 def test_a_run_without_a_best_checkpoint_gives_its_latest(project: Path) -> None:
-    settings = ("data.validation=null", "eval.every=null", "train.steps=2")
+    settings = ("data.validation=null", "eval.every=null", "train.steps=3")
     assert run_cli("train", "config.yaml", *settings, cwd=project).code == 0
     assert generate(project).code == 0
     assert generate(project, "--checkpoint", "best").code == 2
