@@ -11,6 +11,7 @@ from drawbar.tracking.table import print_table
 from drawbar.train.inference import generate_from_run
 
 HERE = Path(__file__).parent
+PROMPT = 'def read(self, size=-1):\n    """'
 
 
 def main(overrides: list[str]) -> int:
@@ -21,10 +22,11 @@ def main(overrides: list[str]) -> int:
 
     task = drawbar.CausalLM(config)
     train, validation = ([record["text"] for record in task.records(split)] for split in ("train", "validation"))
-    sample = generate_from_run(config, None, ["import os\n\n\ndef "], Sampling(max_new_tokens=160), "best", seed=1)
+    sampling = Sampling(max_new_tokens=110, temperature=0.6)
+    [sample] = generate_from_run(config, None, [PROMPT], sampling, "best", seed=1)
 
     print("\nA sample:\n")
-    print("import os\n\n\ndef " + sample[0])
+    print(PROMPT + sample)
     print()
     print_table(
         "Validation bits per byte (less is better)",

@@ -94,9 +94,21 @@ def test_the_state_of_other_trained_parameters_is_refused() -> None:
     engine, other = (tiny_engine(tiny_config()) for _ in range(2))
     train(other, 1, 1)
     state = saved(other)
-    state.optimizer = {name: value for name, value in state.optimizer.items() if not name.startswith("lm_head")}
-    with pytest.raises(UserError, match=r"lm_head.weight[\s\S]*fix:"):
+    momentum = next(iter(state.optimizer.values()))
+    state.optimizer["another.weight/momentum_buffer"] = momentum
+    with pytest.raises(UserError, match=r"another.weight[\s\S]*fix:"):
         engine.load(state)
+
+
+def test_a_parameter_without_a_gradient_has_no_state_and_needs_none() -> None:
+    engine, other = (tiny_engine(tiny_config()) for _ in range(2))
+    for one in (engine, other):
+        one.module.register_parameter("spare", torch.nn.Parameter(torch.ones(3)))
+        one.optimizers[0].add_param_group({"params": [one.module.spare], "param_names": ["spare"]})
+    train(other, 1, 1)
+    engine.load(saved(other))
+    assert not any(name.startswith("spare/") for name in engine.state().optimizer)
+    assert engine.state().optimizer.keys() == other.state().optimizer.keys()
 
 
 def test_another_precision_is_said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
