@@ -144,7 +144,8 @@ def timed(step: Callable[[], object], device: torch.device) -> float:
 
 def machine(device: str) -> dict[str, str]:
     chosen = choose_device(device, Place())
-    name = torch.cuda.get_device_name(chosen) if chosen.type == "cuda" else platform.processor() or platform.machine()
+    processor = torch.cpu.get_capabilities().get("cpu_name") or platform.machine()
+    name = torch.cuda.get_device_name(chosen) if chosen.type == "cuda" else processor
     return {
         "device": f"{chosen.type}: {name}",
         "threads": str(torch.get_num_threads()),

@@ -172,6 +172,15 @@ class _Run:
             self._loop(self._make_hooks(saver), total_steps)
         for tracker in self.trackers:
             tracker.close()
+        self.console.message(self._farewell())
+
+    def _farewell(self) -> str:
+        """The last line: where the run is, and what it came to."""
+        step, best = self.progress.step, self.progress.best_step
+        if self.stop.exit_code is not ExitCode.DONE:
+            return f"{self.config.run_dir}: saved at step {step}; the same command goes on from there"
+        score = f"; best {self.config.eval.metric}: {self.progress.best_score:.4g}, at step {best}" if best else ""
+        return f"{self.config.run_dir}: {step:,} steps made{score}"
 
     def _loop(self, hooks: list[Hook], total_steps: int) -> None:
         """The loop, the same for every strategy."""
