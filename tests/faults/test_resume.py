@@ -1,5 +1,6 @@
 """Acceptance: a run that was killed comes back as if nothing had happened."""
 
+import contextlib
 import json
 import os
 import random
@@ -74,7 +75,8 @@ def kill_when_logged(project: Path, command: tuple[str, ...], step: int) -> None
         assert process.is_alive(), (output / "0.err").read_text()
         time.sleep(0.005)
     assert process.pid is not None
-    os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):  # on a busy machine it may have come to its end meanwhile
+        os.killpg(process.pid, signal.SIGKILL)
     process.join()
 
 
@@ -145,7 +147,7 @@ def test_a_signal_saves_and_says_so(tmp_path: Path, number: signal.Signals, code
         time.sleep(0.01)
     assert process.pid is not None
     os.kill(process.pid, number)
-    process.join(30)
+    process.join(60)
     assert process.exitcode == code, (output / "0.err").read_text()
     saved = sorted(path.name for path in (project / "runs" / "tiny" / "checkpoints").glob("step-*"))
     assert len(saved) == 1
