@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["torch", "torch.distributed.checkpoint.state_dict", "transformers.models.llama.modeling_llama",
+    ["torch", "transformers.models.llama.modeling_llama",
      "transformers.models.gpt2.modeling_gpt2", "drawbar.train.trainer", "drawbar.train.inference", "harness"]
 )  # fmt: skip
 

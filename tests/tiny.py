@@ -6,13 +6,15 @@ import numpy as np
 import torch
 
 from drawbar.config.schema import CausalLMConfig, DataSection, OptimSection, RunConfig, TrainSection
+from drawbar.data.dataset import Sample
 from drawbar.data.loader import MicroBatch
+from drawbar.data.packing import IGNORED_LABEL
 from drawbar.data.tokenizer import train_byte_bpe
 from drawbar.engines.native import NativeEngine
 from drawbar.runtime.dist import World
 from drawbar.runtime.env import Place
-from drawbar.tasks.batch import Batch, Sample
-from drawbar.tasks.causal_lm import IGNORED, CausalLM
+from drawbar.tasks.batch import Batch
+from drawbar.tasks.causal_lm import CausalLM
 
 VOCABULARY = 257
 LENGTH = 48
@@ -51,7 +53,7 @@ class Numbers(CausalLM):
     def encode(self, record: dict[str, Any], train: bool) -> list[Sample]:
         tokens = np.asarray(record["tokens"], dtype=np.int32)
         labels = tokens.copy()
-        labels[: record["context"]] = IGNORED
+        labels[: record["context"]] = IGNORED_LABEL
         return [{"input_ids": tokens, "labels": labels}]
 
 

@@ -20,14 +20,13 @@ from numpy.typing import NDArray
 from torch.nn import functional
 
 from drawbar.config.schema import OptimSection, RunConfig, TrainSection
-from drawbar.data.dataset import encode_records
+from drawbar.data.dataset import Sample, encode_records
 from drawbar.data.loader import MicroBatch, TrainLoader
-from drawbar.data.packing import PackedDataset, plan_packs
+from drawbar.data.packing import IGNORED_LABEL, PackedDataset, plan_packs
 from drawbar.engines.native import NativeEngine
 from drawbar.runtime.dist import World
 from drawbar.runtime.env import Place
-from drawbar.tasks.batch import Batch, Sample
-from drawbar.tasks.causal_lm import IGNORED
+from drawbar.tasks.batch import Batch
 from harness import run_ranks
 from tiny import CPU, VOCABULARY, Numbers, tiny_config, tiny_task, vector
 
@@ -208,7 +207,7 @@ def train(case: Case, world: World) -> Update:
 
 
 def pad_further(batch: Batch, columns: int) -> Batch:
-    fill = {"labels": IGNORED, "segment_ids": -1}
+    fill = {"labels": IGNORED_LABEL, "segment_ids": -1}
     padded = {name: functional.pad(rows, (0, columns), value=fill.get(name, 0)) for name, rows in batch.items()}
     return Batch(padded, batch.ids)
 

@@ -40,7 +40,7 @@ def check_space(folder: Path, needed_bytes: int) -> None:
         raise UserError(
             f"not enough disk space for the checkpoints: {readable(needed_bytes)} needed, {readable(free)} free",
             where=str(folder),
-            remedy="free some space there, keep fewer checkpoints (checkpoint.keep), or use another disk (run.dir)",
+            remedy=REMEDIES[errno.ENOSPC],
         )
 
 

@@ -77,6 +77,11 @@ def load_tokenizer(name_or_folder: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def begin_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """What a document begins with: the begin token, else the end token (as GPT-2 does), or nothing."""
+    return tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+
+
 def _unusable(name: str, is_folder: bool, reason: str) -> UserError:
     place = f"the folder {name}" if is_folder else f"{name!r} on the Hugging Face Hub"
     return UserError(

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from drawbar.data.tokenizer import begin_token
 from drawbar.engines.engine import Engine
 from drawbar.errors import UserError
 
@@ -47,7 +48,7 @@ def generate_text(engine: Engine, tokenizer: Any, prompts: list[str], sampling: 
             where="RUN",
             remedy="name the run of a language model; `drawbar eval` works for any",
         )
-    begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    begin = begin_token(tokenizer)
     encoded = [
         [begin, *tokenizer(text, add_special_tokens=False)["input_ids"]]
         if begin is not None

@@ -1,12 +1,12 @@
-"""``Sample`` and ``Batch``: what a task encodes, and what it collates samples into."""
+"""``Batch``: what a task collates samples into."""
 
 from collections.abc import Iterable
-from typing import Any, Self
+from typing import Self
 
 import torch
 
-Sample = dict[str, Any]
-"""One encoded example: arrays and numbers by name, and ``ids``, the ids of the samples that the row holds."""
+from drawbar.data.dataset import Sample
+from drawbar.data.packing import IGNORED_LABEL
 
 _NOT_MODEL_INPUTS = frozenset({"labels", "segment_ids"})
 
@@ -31,7 +31,7 @@ class Batch(dict[str, torch.Tensor]):
         return type(self)({name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}, self.ids)
 
 
-PADDING = {"labels": -100, "attention_mask": 0, "segment_ids": -1}
+PADDING = {"labels": IGNORED_LABEL, "attention_mask": 0, "segment_ids": -1}
 """What each field is padded with; ``input_ids`` get the tokenizer's pad token, anything else 0."""
 
 
@@ -39,7 +39,7 @@ def pad_and_stack(samples: list[Sample], pad_token: int = 0) -> Batch:
     """Stack fields of equal shape; pad those that differ in length, on the right, to the longest.
 
     Args:
-        samples: rows with the same keys; each field an array (L,) or a number.
+        samples: rows with the same keys; each field an array (L,) or a number, and ``ids``, those of its samples.
         pad_token: what ``input_ids`` are padded with.
 
     Returns:

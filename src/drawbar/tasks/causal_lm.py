@@ -9,15 +9,13 @@ from torch import nn
 from torch.nn import functional
 
 from drawbar.config.schema import CausalLMConfig, TokenizerTraining
-from drawbar.data.packing import split_tokens
-from drawbar.data.tokenizer import load_tokenizer, train_byte_bpe
+from drawbar.data.dataset import Sample
+from drawbar.data.packing import IGNORED_LABEL, split_tokens
+from drawbar.data.tokenizer import begin_token, load_tokenizer, train_byte_bpe
 from drawbar.errors import UserError
 from drawbar.models.huggingface import build_from_scratch, fit_embeddings, load_pretrained
-from drawbar.tasks.batch import Batch, Sample, pad_and_stack
+from drawbar.tasks.batch import Batch, pad_and_stack
 from drawbar.tasks.task import Task
-
-IGNORED = -100
-"""The label of a position that is no target (the convention of torch and transformers)."""
 
 
 class CausalLM(Task):
@@ -60,9 +58,8 @@ class CausalLM(Task):
     def encode(self, record: dict[str, Any], train: bool) -> list[Sample] | None:
         """A document: a begin token, its text, an end token; split into windows where it is too long."""
         tokens = self.tokenizer(self._text(record), add_special_tokens=False)["input_ids"]
-        begin = self.tokenizer.bos_token_id if self.tokenizer.bos_token_id is not None else self.tokenizer.eos_token_id
-        end = self.tokenizer.eos_token_id
-        tokens = [token for token in (begin, *tokens, end) if token is not None]
+        framed = (begin_token(self.tokenizer), *tokens, self.tokenizer.eos_token_id)
+        tokens = [token for token in framed if token is not None]
         if len(tokens) < 2:  # nothing to predict
             return None
         windows = split_tokens(np.asarray(tokens, dtype=np.int32), self.data.sequence_length)
@@ -91,11 +88,11 @@ class CausalLM(Task):
     def loss(self, outputs: Any, batch: Batch) -> torch.Tensor:
         logits_BLV, labels_BL = outputs.logits[:, :-1], batch["labels"][:, 1:]
         return functional.cross_entropy(
-            logits_BLV.flatten(0, 1).float(), labels_BL.flatten(), ignore_index=IGNORED, reduction="sum"
+            logits_BLV.flatten(0, 1).float(), labels_BL.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
         )
 
     def weight(self, batch: Batch) -> float:
-        return int((batch["labels"][:, 1:] != IGNORED).sum())
+        return int((batch["labels"][:, 1:] != IGNORED_LABEL).sum())
 
     def loss_scores(self, loss: float, weight: float, records: list[dict[str, Any]]) -> dict[str, float]:
         """Mean loss (nats a token), perplexity, and bits per UTF-8 byte of text (end tokens are paid for, too)."""

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from drawbar.config.schema import DataSection, RunConfig, TaskConfig
+from drawbar.data.dataset import Sample
 from drawbar.data.sources import open_records
 from drawbar.errors import UserError
-from drawbar.tasks.batch import Batch, Sample, pad_and_stack
+from drawbar.tasks.batch import Batch, pad_and_stack
 
 
 class Task:

@@ -5,9 +5,9 @@ the order they are listed: an evaluation comes before the save that records its 
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -24,17 +24,18 @@ from drawbar.train.step import Progress, StepInfo
 from drawbar.train.stop import Reason, Stop
 
 
-class Hook(Protocol):
+class Hook(ABC):
     """What the trainer calls."""
 
+    @abstractmethod
     def step(self, info: StepInfo) -> None:
         """After every optimizer step."""
 
-    def end(self, info: StepInfo) -> None:
+    def end(self, info: StepInfo) -> None:  # noqa: B027 - most hooks have nothing left to do
         """Once, after the last step that this process makes."""
 
 
-class LogHook:
+class LogHook(Hook):
     """Metrics every few steps: the loss is that of the step's own global batch, so a resumed run logs the same."""
 
     def __init__(
@@ -75,9 +76,6 @@ class LogHook:
             "train/peak_memory_gib": peak_memory(self._world.device) / 2**30,
         }
 
-    def end(self, info: StepInfo) -> None:
-        pass
-
 
 def check_finite(info: StepInfo) -> None:
     """Stop a run whose loss or gradient is lost, before it overwrites a good checkpoint."""
@@ -95,7 +93,7 @@ def check_finite(info: StepInfo) -> None:
             )
 
 
-class EvalHook:
+class EvalHook(Hook):
     """Evaluation every few steps and at the end, never twice at one step; keeps the best score, and stops early."""
 
     def __init__(
@@ -120,9 +118,6 @@ class EvalHook:
         due = self._config.every is not None and info.step % self._config.every == 0
         if due or info.last:
             self.run(info.progress)
-
-    def end(self, info: StepInfo) -> None:
-        pass
 
     def run(self, progress: Progress) -> None:
         """Evaluate now, unless that was done at this step."""
@@ -164,7 +159,7 @@ def out_of_patience(config: EvalSection, progress: Progress) -> bool:
     return config.patience is not None and progress.evaluations_since_best >= config.patience
 
 
-class SaveHook:
+class SaveHook(Hook):
     """A checkpoint every few steps, at every new best score, and at the end."""
 
     def __init__(self, every: int | None, keep_best: bool, saver: Saver, meter: Throughput) -> None:
@@ -189,7 +184,7 @@ class SaveHook:
             self._saver.save(info.progress)
 
 
-class ProfileHook:
+class ProfileHook(Hook):
     """A torch.profiler trace of some steps, one file a rank, for chrome://tracing or Perfetto."""
 
     def __init__(self, config: ProfileSection, run_dir: Path, world: World, first_step: int) -> None:
@@ -205,13 +200,12 @@ class ProfileHook:
             self._profiler.start()
 
     def step(self, info: StepInfo) -> None:
-        if self._profiler is not None and info.step == self._last:
+        if info.step == self._last:
             self._finish()
         self._begin_if_next(info.step)
 
     def end(self, info: StepInfo) -> None:
-        if self._profiler is not None:
-            self._finish()
+        self._finish()
 
     def _finish(self) -> None:
         if self._profiler is None:

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import drawbar
+from drawbar.data.dataset import Sample
 from drawbar.errors import UserError
 from drawbar.runtime.dist import World
 from drawbar.runtime.env import Place
-from drawbar.tasks.batch import Sample
 from drawbar.tasks.causal_lm import CausalLM
 from drawbar.tracking.console import make_console
 from drawbar.train.setup import build_task, describe_split, eval_micro_batch, load_split
