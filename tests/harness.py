@@ -24,7 +24,9 @@ import torch.distributed as dist
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     ["torch", "transformers.models.llama.modeling_llama",
-     "transformers.models.gpt2.modeling_gpt2", "drawbar.train.trainer", "drawbar.train.inference", "harness"]
+     "transformers.models.gpt2.modeling_gpt2", "drawbar.train.trainer", "drawbar.train.inference",
+     "drawbar.train.prepare", "drawbar.train.export", "transformers.models.bert.modeling_bert",
+     "transformers.models.t5.modeling_t5", "harness"]
 )  # fmt: skip
 
 

@@ -10,10 +10,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from drawbar.cli import main
     from drawbar.config.load import load_config
-    from drawbar.config.schema import RunConfig, TaskConfig
+    from drawbar.config.schema import RunConfig
+    from drawbar.config.tasks import TaskConfig
     from drawbar.errors import UserError
     from drawbar.tasks.batch import Batch
     from drawbar.tasks.causal_lm import CausalLM
+    from drawbar.tasks.classification import SequenceClassification, TokenClassification
+    from drawbar.tasks.masked_lm import MaskedLM
+    from drawbar.tasks.seq2seq import Seq2Seq
     from drawbar.tasks.task import Task
     from drawbar.train.trainer import Trainer
 
@@ -22,9 +26,13 @@ __version__ = "0.1.0"
 _HOMES = {
     "Batch": "drawbar.tasks.batch",
     "CausalLM": "drawbar.tasks.causal_lm",
+    "MaskedLM": "drawbar.tasks.masked_lm",
     "RunConfig": "drawbar.config.schema",
+    "Seq2Seq": "drawbar.tasks.seq2seq",
+    "SequenceClassification": "drawbar.tasks.classification",
     "Task": "drawbar.tasks.task",
-    "TaskConfig": "drawbar.config.schema",
+    "TaskConfig": "drawbar.config.tasks",
+    "TokenClassification": "drawbar.tasks.classification",
     "Trainer": "drawbar.train.trainer",
     "UserError": "drawbar.errors",
     "load_config": "drawbar.config.load",
@@ -34,9 +42,13 @@ _HOMES = {
 __all__ = [
     "Batch",
     "CausalLM",
+    "MaskedLM",
     "RunConfig",
+    "Seq2Seq",
+    "SequenceClassification",
     "Task",
     "TaskConfig",
+    "TokenClassification",
     "Trainer",
     "UserError",
     "load_config",

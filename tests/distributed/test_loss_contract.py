@@ -19,16 +19,17 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from drawbar.config.schema import OptimSection, RunConfig, TrainSection
+from drawbar.config.schema import DataSection, OptimSection, RunConfig, TrainSection
 from drawbar.data.dataset import Sample, encode_records
-from drawbar.data.loader import MicroBatch, TrainLoader
-from drawbar.data.packing import IGNORED_LABEL, PackedDataset, plan_packs
+from drawbar.data.loader import MicroBatch, MicroBatchSize, Rows, SampleRows, TrainLoader
+from drawbar.data.packing import IGNORED_LABEL, PackedRows, plan_packs
+from drawbar.data.sampler import InOrder
 from drawbar.engines.native import NativeEngine
 from drawbar.runtime.dist import World
 from drawbar.runtime.env import Place
 from drawbar.tasks.batch import Batch
 from harness import run_ranks
-from tiny import CPU, VOCABULARY, Numbers, tiny_config, tiny_task, vector
+from tiny import CPU, LENGTH, VOCABULARY, Numbers, tiny_config, tiny_task, vector
 
 TOLERANCE = 1e-5
 STEPS = 2
@@ -53,6 +54,8 @@ class Case:
     documents: tuple[Document, ...]
     global_batch: int = 4
     micro_batch: int = 2
+    tokens: int | None = None
+    """Most tokens of a micro-batch, padding included."""
     packed: bool = False
     padding: int = 0
     """Columns of padding that no row needs."""
@@ -71,6 +74,7 @@ class Case:
         return tiny_config(
             self.family,
             {"tie_word_embeddings": self.tied},
+            data=DataSection(sequence_length=LENGTH, batching="packed" if self.packed else "padded"),
             optim=OptimSection(name=self.optimizer, schedule="constant", weight_decay=0.1, **options),
             train=TrainSection(global_batch=self.global_batch, steps=STEPS, gradient_clip=self.clip),
         )
@@ -112,6 +116,7 @@ def cases(draw: st.DrawFn) -> Case:
         documents=tuple(draw(st.lists(document, min_size=1, max_size=11))),
         global_batch=draw(st.integers(1, 8)),
         micro_batch=draw(st.integers(1, 4)),
+        tokens=draw(st.sampled_from([None, None, 16, 50])),
         packed=draw(st.booleans()),
         padding=draw(st.sampled_from([0, 0, 1, 7])),
         backwards=draw(st.booleans()),
@@ -136,6 +141,7 @@ HARD_CASES = (
     Case((Document(8, context=8), Document(6, context=6), *FOUR[:2])),  # the first rank's rows have no targets
     Case((*FOUR[:2], Document(8, context=8), Document(6, context=6)), clip=0.1),  # nor the last rank's
     Case((Document(40), Document(2), Document(2), Document(2)), micro_batch=1),  # 39 targets against 1 + 1 + 1
+    Case((Document(40), Document(40), *FOUR), global_batch=6, micro_batch=6, tokens=40),  # two forwards, or one
     Case((Document(3, context=3), Document(2, context=1), Document(40, context=39)), micro_batch=1),  # two targets
 )
 
@@ -190,14 +196,14 @@ def train(case: Case, world: World) -> Update:
     def collate(rows: list[Sample]) -> Batch:
         return pad_further(engine.task.collate(rows[::-1] if case.backwards else rows), case.padding)
 
+    rows: Rows = PackedRows(samples, case.rows, "next_token") if case.packed else SampleRows(samples)
     loader = TrainLoader(
-        PackedDataset(samples, case.rows) if case.packed else samples,
-        seed=case.seed,
+        rows,
+        InOrder(len(rows)),
         global_batch=case.global_batch,
-        micro_batch=case.micro_batch,
+        micro_batch=MicroBatchSize(rows=case.micro_batch, tokens=case.tokens),
         rank=world.rank,
         world_size=world.size,
-        shuffle=False,
         collate=collate,
     )
     before = vector(engine).numpy()

@@ -155,6 +155,7 @@ def test_a_run_directory_that_is_opened_half(limit: int, stopped: str, project: 
     """The first files come after all checks. Where they cannot be written, the same command must work later."""
     (project / "limited.py").write_text(LIMITED)
     command = ("train", "config.yaml", "task.type=limited:Limited")
+    assert run_cli("prepare", *command[1:], cwd=project).code == 0  # so that encoded data are not what is stopped
     done = run_cli(*command, cwd=project, env={"LIMIT": str(limit)})
     assert done.code == 1, done.err
     says = (f"cannot write {stopped}: File too large", "runs/tiny", "ulimit -f unlimited")

@@ -83,7 +83,7 @@ def kill_when_logged(project: Path, command: tuple[str, ...], step: int) -> None
 def check_ledger(project: Path, run: Path, processes: int) -> None:
     """In the history that led to the final weights, each epoch holds each sample exactly once."""
     consumed: dict[int, list[int]] = {}
-    found = re.search(r"train: 90 records, (\d+) samples", (run / "logs" / "rank-0000.log").read_text())
+    found = re.search(r"train: (\d+) samples of 90 records", (run / "logs" / "rank-0000.log").read_text())
     assert found is not None
     samples = int(found.group(1))
     per_epoch = -(-samples // 8)

@@ -99,8 +99,11 @@ def free_bytes(folder: Path) -> int:
 
 
 def readable(size: int) -> str:
-    """A number of bytes for people: ``1.5 GiB``, ``12.0 MiB``."""
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+    """A number of bytes for people: ``1.5 GiB``, ``12.0 MiB``, ``3.4 KiB``."""
+    for unit, bits in (("GiB", 30), ("MiB", 20)):
+        if size >= 2**bits:
+            return f"{size / 2**bits:.1f} {unit}"
+    return f"{size / 2**10:.1f} KiB"
 
 
 def _nearest_existing(folder: Path) -> Path:

@@ -9,7 +9,11 @@ import click
 
 from drawbar.cli.config import config
 from drawbar.cli.evaluate import evaluate
+from drawbar.cli.export import export
 from drawbar.cli.generate import generate
+from drawbar.cli.init import init
+from drawbar.cli.predict import predict
+from drawbar.cli.prepare import prepare
 from drawbar.cli.train import train
 from drawbar.errors import ExitCode, UserError
 
@@ -21,10 +25,14 @@ if TYPE_CHECKING:
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="""\b
 Examples:
+  drawbar init my-project                            a small project that trains at once
+  drawbar prepare config.yaml                        encode the data, and see how long the samples are
   drawbar train config.yaml                          train, or go on with a run that was cut short
   drawbar train config.yaml launch.nproc=2           the same run on two processes
   drawbar eval runs/demo --checkpoint best           scores of the best checkpoint
+  drawbar predict runs/demo --input new.tsv --output out.jsonl
   drawbar generate runs/demo --prompt "def main("    text from the model
+  drawbar export runs/demo --to demo-model           a folder for transformers' from_pretrained
   drawbar config explain optim.lr config.yaml        a setting: its value, its origin, its meaning
 """,
 )
@@ -33,7 +41,7 @@ def group() -> None:
     """Train language models on one machine or many, and prove that it is the same run."""
 
 
-for command in (train, evaluate, generate, config):
+for command in (init, prepare, train, evaluate, predict, generate, export, config):
     group.add_command(command)
 
 

@@ -14,6 +14,9 @@ MAY_CHANGE: dict[str, str] = {
     "parallel": "every strategy computes the same update",
     "train.micro_batch": "the update does not depend on how a global batch is cut",
     "checkpoint": "when the state is saved, not what it is",
+    "train.micro_batch_tokens": "the update does not depend on how a global batch is cut",
+    "data.workers": "the samples are the same, whoever encodes them",
+    "data.cache": "where encoded samples lie, not what they are",
     "eval.every": "evaluation does not change the weights",
     "eval.at_start": "evaluation does not change the weights",
     "eval.patience": "when to stop is decided anew",
@@ -21,6 +24,7 @@ MAY_CHANGE: dict[str, str] = {
     "run.dir": "where the run lies; it may have been moved",
     "run.name": "what the run is called; a fork has another name",
     "data.test": "training does not read it",
+    "data.limit.test": "training does not read it",
 }
 """Settings and whole sections that may change when a run is resumed, each with the reason."""
 

@@ -1,14 +1,16 @@
 """The configuration explained: one setting to a user at the terminal, all of them as a page of the documentation."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from drawbar.config.compare import MAY_CHANGE
 from drawbar.config.fields import REQUIRED, Setting, catalogue, children, lookup, show, suggestions
 from drawbar.config.load import LoadedConfig
 from drawbar.config.rules import RULES, TRAIN_RULES, Rule
-from drawbar.config.schema import CausalLMConfig, TaskConfig, run_config_type
+from drawbar.config.schema import run_config_type
 from drawbar.config.source import ancestors
+from drawbar.config.tasks import BUILT_IN_TASKS, CausalLMConfig, TaskConfig
 from drawbar.errors import UserError
 
 
@@ -39,19 +41,31 @@ def schema_json(task: type[TaskConfig] | None = None) -> dict[str, Any]:
 def markdown_reference() -> str:
     """The page ``docs/configuration.md``, generated so that it cannot disagree with the program."""
     known = catalogue(run_config_type(CausalLMConfig))
-    top = [setting for setting in known.values() if "." not in setting.key and not setting.is_section]
+    sections = [setting for key, setting in known.items() if "." not in key and children(known, key)]
+    top = [setting for key, setting in known.items() if "." not in key and setting not in sections]
     lines = [_INTRODUCTION, "## Top level", "", *_table(top)]
-    for section in known.values():
-        if section.is_section:
-            inside = [setting for key, setting in known.items() if key.startswith(f"{section.key}.")]
-            lines += ["", f"## `{section.key}`", ""]
-            lines += [section.meaning, ""] if section.meaning else []
-            lines += _table(inside)
+    for section in sections:
+        lines += ["", f"## `{section.key}`", "", section.meaning, ""]
+        lines += _table([setting for key, setting in known.items() if key.startswith(f"{section.key}.")])
+        if section.key == "task":
+            lines += _other_tasks(CausalLMConfig)
     lines += ["", "## Which settings combine", "", "Every command refuses:", "", *_rule_table(RULES)]
     lines += ["", "Training refuses besides:", "", *_rule_table(TRAIN_RULES)]
     lines += ["", "## What may change when a run is resumed", "", _RESUMING, ""]
     lines += ["| Setting | Why |", "| --- | --- |", *(f"| `{key}` | {why} |" for key, why in MAY_CHANGE.items())]
     return "\n".join(lines) + "\n"
+
+
+def _other_tasks(shown: type[TaskConfig]) -> Iterator[str]:
+    """A table for each built-in task, of the options that ``shown`` does not have."""
+    for name, task in BUILT_IN_TASKS.items():
+        if task is not shown:
+            own = [
+                replace(setting, key=f"task.{key}")
+                for key, setting in catalogue(task).items()
+                if key not in catalogue(shown)
+            ]
+            yield from ["", f"### With `task.type: {name}`, besides", "", *_table(own)]
 
 
 _INTRODUCTION = """\

@@ -51,6 +51,9 @@ def children(settings: dict[str, Setting], section: str) -> dict[str, Setting]:
 def suggestions(settings: dict[str, Setting], key: str) -> list[str]:
     """Keys that a user who wrote ``key`` may have meant: one spelled like it beside it, and its namesakes elsewhere."""
     section, _, name = key.rpartition(".")
+    same = [known for known in settings if known.rpartition(".")[2] == name]
+    if same and not section:  # a setting without its section
+        return same
     near = nearest(name, children(settings, section))
     beside = [f"{section}.{near}" if section else near] if near else []
     names = [known.rpartition(".")[2] for known in settings]

@@ -14,8 +14,9 @@ from pydantic import ValidationError
 from ruamel.yaml import YAML, CommentedMap, CommentedSeq, RoundTripRepresenter, ScalarNode
 
 from drawbar.config.problems import report_errors
-from drawbar.config.schema import BUILT_IN_TASKS, RunConfig, TaskConfig, run_config_type
+from drawbar.config.schema import RunConfig, run_config_type
 from drawbar.config.source import DEFAULT, Origin, Settings, apply_override, read_file
+from drawbar.config.tasks import BUILT_IN_TASKS, TaskConfig
 from drawbar.errors import UserError, nearest
 
 
@@ -92,8 +93,10 @@ def _represent_none(representer: RoundTripRepresenter, _: None) -> ScalarNode:
 
 
 def _represent_text(representer: RoundTripRepresenter, text: str) -> ScalarNode:
-    # Only double quotes can escape; U+0085, for one, would otherwise be read back as a line break.
-    return representer.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
+    # Only double quotes can escape; U+0085, for one, would otherwise be read back as a line break. A key that begins
+    # with ? would not be read back as text.
+    plain = text.isprintable() and not text.startswith("?")
+    return representer.represent_scalar("tag:yaml.org,2002:str", text, style=None if plain else '"')
 
 
 _Representer.add_representer(type(None), _represent_none)

@@ -6,13 +6,14 @@ A rule refuses what cannot work, and what would have no effect: a setting that d
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from drawbar.config.data import Sources, SourceSection
 from drawbar.config.fields import lookup, show
 from drawbar.config.load import LoadedConfig
 from drawbar.config.schema import OptimSection, RunConfig
 from drawbar.errors import UserError
 
 MICRO_BATCH_TOKENS = 8192
-"""What ``train.micro_batch: auto`` fills a micro-batch with, at most."""
+"""Tokens that ``train.micro_batch: auto`` puts into one forward, at most."""
 
 DEFAULTS = OptimSection()
 
@@ -36,6 +37,11 @@ def _warmup_share(config: RunConfig) -> float:
     if isinstance(config.optim.warmup, float):
         return config.optim.warmup
     return config.optim.warmup / config.train.steps if config.train.steps else 0.0
+
+
+def _has_weights(sources: Sources) -> bool:
+    """Whether a source has a weight."""
+    return isinstance(sources, list) and any(isinstance(source, SourceSection) and source.weight for source in sources)
 
 
 NOT_YET = (
@@ -144,11 +150,59 @@ BATCHES_AND_STEPS = (
         "choose a micro_batch that divides global_batch, or auto",
     ),
     Rule(
+        "micro-batch twice",
+        ("train.micro_batch", "train.micro_batch_tokens"),
+        lambda c: c.train.micro_batch != "auto" and c.train.micro_batch_tokens is not None,
+        "both say how large a micro-batch is",
+        "keep one",
+    ),
+    Rule(
         "profile",
         ("tracking.profile.start", "train.steps"),
         lambda c: bool(c.tracking.profile and c.train.steps and c.tracking.profile.start > c.train.steps),
         "training ends before the profile starts",
         "start the profile earlier",
+    ),
+)
+
+STREAMS = (
+    Rule(
+        "epochs of a stream",
+        ("data.streaming", "train.epochs"),
+        lambda c: c.data.streaming and c.train.epochs is not None,
+        "how long an epoch of a stream is shows only at its end",
+        "set train.steps instead of train.epochs",
+    ),
+    Rule(
+        "grouped stream",
+        ("data.streaming", "data.batching"),
+        lambda c: c.data.streaming and c.data.batching == "grouped",
+        "a stream is not sorted by length",
+        "set data.batching=packed, which wastes least, or padded",
+    ),
+    Rule(
+        "weights without shuffling",
+        ("data.train", "data.shuffle"),
+        lambda c: not c.data.shuffle and _has_weights(c.data.train),
+        "sources are mixed by chance",
+        "set data.shuffle=true, or remove the weights",
+    ),
+)
+
+ADAPTERS = (
+    Rule(
+        "adapters of a model from scratch",
+        ("lora", "task.from_scratch"),
+        lambda c: c.lora is not None and getattr(c.task, "from_scratch", None) is not None,
+        "adapters change a pretrained model; random weights that stay as they are learn nothing",
+        "remove lora, or name a pretrained model and remove task.from_scratch",
+    ),
+    Rule(
+        "adapters and new embeddings",
+        ("lora", "task.resize_embeddings"),
+        lambda c: c.lora is not None and bool(getattr(c.task, "resize_embeddings", False)),
+        "the rows that are added would stay random",
+        "add the tokens to the model before, or remove lora",
     ),
 )
 
@@ -158,10 +212,11 @@ EVALUATION = (
         ("eval.every", "eval.patience", "eval.at_start", "data.validation"),
         lambda c: (
             c.data.validation in (None, [])
+            and c.data.validation_share is None
             and (c.eval.every is not None or c.eval.patience is not None or c.eval.at_start)
         ),
         "there is no validation data to evaluate on",
-        "set data.validation, or remove these settings of eval",
+        "set data.validation or data.validation_share, or remove these settings of eval",
     ),
     Rule(
         "patience",
@@ -226,10 +281,10 @@ OPTIMIZATION = (
     ),
 )
 
-RULES: tuple[Rule, ...] = NOT_YET + LAYOUT
+RULES: tuple[Rule, ...] = NOT_YET + LAYOUT + ADAPTERS
 """What every command needs."""
 
-TRAIN_RULES: tuple[Rule, ...] = BATCHES_AND_STEPS + EVALUATION + OPTIMIZATION
+TRAIN_RULES: tuple[Rule, ...] = BATCHES_AND_STEPS + STREAMS + EVALUATION + OPTIMIZATION
 """What training needs besides."""
 
 

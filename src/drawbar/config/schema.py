@@ -4,47 +4,15 @@ The text below a field is its documentation: ``drawbar config explain`` prints i
 generated from it. The models are strict (no silent conversions), closed (an unknown key is an error) and frozen.
 """
 
-import os
-import re
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SerializeAsAny, create_model
+from pydantic import Field, SerializeAsAny, create_model
 
-
-def expand_path(text: str) -> str:
-    """``~`` and ``${NAME}`` written out. Raises ValueError for a variable that is not set."""
-
-    def value(match: re.Match[str]) -> str:
-        name = match.group(1)
-        if name not in os.environ:
-            raise ValueError(f"the environment variable {name} is not set")
-        return os.environ[name]
-
-    expanded = re.sub(r"\$\{(\w+)\}", value, text)
-    return str(Path(expanded).expanduser()) if expanded.startswith("~") else expanded
-
-
-PathText = Annotated[str, Field(min_length=1), AfterValidator(expand_path)]
-"""A path, or a name that may be one; ``~`` and ``${NAME}`` are expanded when the configuration is read."""
-
-Auto = Literal["auto"]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-Count = Annotated[int, Field(ge=1)]
-
-
-class Section(BaseModel):
-    """One section of the configuration: strict, closed and frozen."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        strict=True,
-        frozen=True,
-        allow_inf_nan=False,
-        ser_json_inf_nan="constants",
-        use_attribute_docstrings=True,
-    )
+from drawbar.config.data import DataSection
+from drawbar.config.section import Auto, Count, Fraction, PathText, Section
+from drawbar.config.tasks import CausalLMConfig, TaskConfig
 
 
 class RunSection(Section):
@@ -58,57 +26,14 @@ class RunSection(Section):
     """Use only deterministic GPU kernels (slower); a CPU run is deterministic anyway."""
 
 
-class TaskConfig(Section):
-    """Options of a task. A task's own `Config` subclasses this; each field is a key under `task:`."""
-
-    type: Annotated[str, Field(min_length=1)] = "causal_lm"
-    """A built-in task (`causal_lm`), or your own class as `package.module:Class`."""
-
-
-class TokenizerTraining(Section):
-    train: Literal["byte_bpe"]
-    """Train a new tokenizer on the training data: byte-level BPE, so any text can be encoded."""
-    vocab_size: Annotated[int, Field(ge=257)] = 4096
-    """Number of tokens, the 256 bytes and the end-of-text token included."""
-
-
-class CausalLMConfig(TaskConfig):
-    """Options of the built-in task `causal_lm`: predict the next token."""
-
-    model: PathText = "llama"
-    """Hub name or folder of a pretrained model; with `from_scratch`, also a model type such as `llama` or `gpt2`."""
-    from_scratch: dict[str, Any] | None = None
-    """Start from random weights, with these fields of the architecture's own config changed (`{}`: none)."""
-    tokenizer: PathText | TokenizerTraining | None = None
-    """Hub name or folder of the tokenizer (default: the model's own), or `{train: byte_bpe, vocab_size: N}`."""
-    resize_embeddings: bool = False
-    """Grow or shrink the model's embeddings to the tokenizer's size. Without it, one that does not fit is an error."""
-    text_column: Annotated[str, Field(min_length=1)] = "text"
-    """The key that holds the text of a JSON record."""
-
-
-class DataSection(Section):
-    train: PathText | list[PathText] | None = None
-    """Training data: a file, a glob, a list of them (`.txt`, `.jsonl`), or a built-in source (`python_stdlib`)."""
-    validation: PathText | list[PathText] | None = None
-    """Validation data, in the same forms."""
-    test: PathText | list[PathText] | None = None
-    """Test data, in the same forms; only `drawbar eval --split test` reads it."""
-    sample_by: Literal["line", "paragraph", "document"] = "line"
-    """What one record of a `.txt` file is: a line, a paragraph (up to a blank line) or the whole file."""
-    sequence_length: Annotated[int, Field(ge=2)] = 512
-    """Longest sample, in tokens. Longer documents are split for language modelling."""
-    packing: bool = False
-    """Fill each row with several samples; attention and positions never cross from one into another."""
-    shuffle: bool = True
-    """Visit the training samples in a new random order every epoch."""
-
-
 class TrainSection(Section):
     global_batch: Count = 32
     """Rows (samples, or packs of samples) in one optimizer step, over all processes and accumulation."""
     micro_batch: Count | Auto = "auto"
-    """Rows in one forward and backward on one process. It changes speed and memory, never the result."""
+    """Rows in one forward and backward on one process. It changes speed and memory, never the result.
+    `auto`: as many as 8,192 tokens allow."""
+    micro_batch_tokens: Count | None = None
+    """Instead of `micro_batch`: most tokens, padding included, in one forward and backward on one process."""
     steps: Count | None = None
     """Train for this many optimizer steps. Give `steps` or `epochs`."""
     epochs: Annotated[float, Field(gt=0)] | None = None
@@ -140,6 +65,21 @@ class OptimSection(Section):
     """Share of all steps that `wsd` spends decaying."""
     power: Annotated[float, Field(gt=0)] = 1.0
     """Exponent of `polynomial`."""
+
+
+class LoraSection(Section):
+    """Low-rank adapters (Hu et al. 2021): the pretrained weights stay as they are, and small matrices learn."""
+
+    rank: Count = 8
+    """Rank of the adapters."""
+    alpha: Annotated[float, Field(gt=0)] = 16.0
+    """The adapters' output is scaled by alpha / rank."""
+    dropout: Fraction = 0.0
+    """Dropout of the adapters' input."""
+    modules: list[str] | Literal["attention", "linear"] = "attention"
+    """What gets adapters: modules whose names end so, or peft's usual attention projections, or all linear layers."""
+    train: list[str] = []
+    """Modules to train whole, besides; a new classification head always is."""
 
 
 class ParallelSection(Section):
@@ -225,6 +165,8 @@ class RunConfig(Section):
     run: RunSection = RunSection()
     task: SerializeAsAny[TaskConfig] = CausalLMConfig()
     data: DataSection = DataSection()
+    lora: LoraSection | None = None
+    """Train low-rank adapters instead of all weights (needs `peft`)."""
     train: TrainSection = TrainSection()
     optim: OptimSection = OptimSection()
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "auto"
@@ -241,12 +183,13 @@ class RunConfig(Section):
     def run_dir(self) -> Path:
         return Path(self.run.dir) / self.run.name
 
+    @property
+    def cache_dir(self) -> Path:
+        """Where encoded data lie, for all runs in `run.dir`."""
+        return Path(self.data.cache or Path(self.run.dir) / ".cache")
+
 
 @cache
 def run_config_type(task_config: type[TaskConfig]) -> type[RunConfig]:
     """``RunConfig`` whose ``task`` section is this task's own ``Config``."""
     return create_model("RunConfig", __base__=RunConfig, task=(task_config, Field(default_factory=task_config)))
-
-
-BUILT_IN_TASKS: dict[str, type[TaskConfig]] = {"causal_lm": CausalLMConfig}
-"""The options of each built-in task; they live here so that `drawbar config` need not import torch."""

@@ -1,163 +1,217 @@
-"""Encoded samples in memory, numbered, counted and fingerprinted."""
+"""Encoded samples, numbered, counted and fingerprinted: in memory, or memory-mapped files."""
 
-import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from drawbar.data.sources import Record
+from drawbar.data.columns import (
+    Column,
+    ColumnWriter,
+    Layout,
+    MemoryStorage,
+    Sample,
+    Storage,
+    difference,
+    fingerprint,
+    read_column,
+)
+from drawbar.data.encode import RESERVED_FIELDS, Chunk, Encode, Progress, encode_chunks, layout_error
+from drawbar.data.readers import Record
 from drawbar.errors import UserError
 
-Sample = dict[str, Any]
-"""One encoded example: each field a numpy array, or a plain bool, int, float or str."""
-Encode = Callable[[Record], Any]
-"""record → a sample, a list of samples, or None to leave the record out."""
-Progress = Callable[[int, int], None]
-"""Told (records done, records in all) now and then."""
+__all__ = [
+    "RESERVED_FIELDS",
+    "Encode",
+    "EncodedDataset",
+    "NoSamples",
+    "Progress",
+    "Sample",
+    "encode_records",
+    "write_samples",
+]
 
-RESERVED_FIELDS = ("id", "ids", "segment_ids")
-PROGRESS_EVERY = 256
+KEPT_MESSAGES = 1000
+RECORD_OF = "record_of.bin"
+
+
+class NoSamples(UserError):
+    """All records were left out."""
 
 
 @dataclass(frozen=True)
 class EncodedDataset:
-    """Samples 0..n-1. An item is the sample's fields, its number ``id``, and ``ids``, the list of that one number."""
+    """Samples 0..n-1. An item is the sample's fields, its number ``id``, and ``ids``, the list of that one number.
 
-    samples: list[Sample]
+    Array fields are copies, to change at will. Other fields are plain values of Python.
+    """
+
+    columns: dict[str, Column]
     record_of: NDArray[np.int64]
     """Shape (samples,): which record each sample came from."""
-    lengths: NDArray[np.int64]
-    """Shape (samples,): tokens in ``input_ids``, or 1 where a sample has none."""
     dropped: int
-    """Records that gave no sample."""
+    """Records for which encode gave no sample."""
+    skipped: list[str]
+    """What was wrong with the bad records that were left out: the first 1000 messages."""
+    skipped_count: int
+    """How many bad records were left out."""
+    truncated: int
+    """Samples of which encode said that it cut them."""
     fingerprint: str
     """Hex digest of every field of every sample in order, the same in every process."""
 
     def __len__(self) -> int:
-        return len(self.samples)
+        return len(self.record_of)
 
     def __getitem__(self, index: int) -> Sample:
-        return {**self.samples[index], "id": index, "ids": [index]}
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        return {**{name: column[index] for name, column in self.columns.items()}, "id": index, "ids": [index]}
+
+    @property
+    def fields(self) -> dict[str, str]:
+        """Field name → ``scalar`` or ``array``."""
+        return {name: "array" if column.kind == "array" else "scalar" for name, column in self.columns.items()}
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Shape (samples,): tokens in ``input_ids``, or 1 where samples have none."""
+        return self.field_lengths("input_ids") if "input_ids" in self.columns else np.ones(len(self), np.int64)
+
+    def field_lengths(self, name: str) -> NDArray[np.int64]:
+        """Shape (samples,): the length of the first dim of an array field; 1 for a scalar."""
+        column = self.columns[name]
+        return column.shapes[:, 0] if column.kind == "array" else np.ones(len(self), np.int64)
 
 
 def encode_records(
-    records: Sequence[Record], encode: Encode, *, describe: Callable[[int], str], progress: Progress | None = None
+    records: Sequence[Record],
+    encode: Encode,
+    *,
+    describe: Callable[[int], str],
+    progress: Progress | None = None,
+    on_bad_record: str = "error",
 ) -> EncodedDataset:
-    """Encode every record, in order.
+    """Encode every record, in order, in memory and in this process.
 
     Args:
         records: plain dicts.
-        encode: see ``Encode``. Lists and tensors become numpy arrays.
+        encode: see ``Encode``. Lists and tensors become numpy arrays. The field ``truncated`` of a sample says
+            whether it was cut: it is counted, not stored.
         describe: says where record i came from, for messages.
         progress: see ``Progress``; the last call is (n, n).
+        on_bad_record: ``skip`` leaves out records that ``encode`` fails on; ``error`` stops at the first.
 
     Raises:
-        UserError: ``encode`` failed on a record or gave something else than it should, or no sample is left.
+        UserError: ``encode`` failed on a record or gave something else than it should, samples differ in their fields,
+            or no sample is left.
     """
-    samples: list[Sample] = []
-    record_of: list[int] = []
-    dropped = 0
-    for index, record in enumerate(records):
-        encoded = _encode_one(record, encode, describe, index)
-        samples += encoded
-        record_of += [index] * len(encoded)
-        dropped += not encoded
-        if progress and (index + 1) % PROGRESS_EVERY == 0:
-            progress(index + 1, len(records))
-    if progress:
-        progress(len(records), len(records))
-    if not samples:
-        raise UserError(
-            f"no samples: the task's encode left out all {len(records)} records",
-            where=describe(0) if len(records) else None,
-            remedy="check that the records hold what the task expects, and that they are long enough",
-        )
-    return EncodedDataset(
-        samples=samples,
-        record_of=np.array(record_of, dtype=np.int64),
-        lengths=np.array([len(sample.get("input_ids", (0,))) for sample in samples], dtype=np.int64),
-        dropped=dropped,
-        fingerprint=_fingerprint(samples),
+    storage = MemoryStorage()
+    about = write_samples(
+        storage, records, encode, describe=describe, progress=progress, on_bad_record=on_bad_record, workers=0
     )
+    return read_samples(storage, about)
 
 
-def _encode_one(record: Record, encode: Encode, describe: Callable[[int], str], index: int) -> list[Sample]:
-    """The samples of one record; every failure names the record."""
-    try:
-        encoded = encode(record)
-        if encoded is None:
-            return []
-        return [_compact(sample) for sample in (encoded if isinstance(encoded, list) else [encoded])]
-    except UserError as error:
-        raise UserError(error.what, where=error.where or describe(index), remedy=error.remedy) from error
-    except Exception as error:
-        raise UserError(
-            f"the task's encode failed on a record: {type(error).__name__}: {error}",
-            where=describe(index),
-            remedy="mend the record, or let encode return None to leave it out",
-        ) from error
+def write_samples(
+    storage: Storage,
+    records: Sequence[Record],
+    encode: Encode,
+    *,
+    describe: Callable[[int], str],
+    progress: Progress | None,
+    on_bad_record: str,
+    workers: int | Literal["auto"],
+    timeout: float = float("inf"),
+) -> dict[str, Any]:
+    """Encode every record into a storage; returns what ``read_samples`` needs to know, as plain values.
+
+    Args: as for ``encode_records`` and ``encode_chunks``.
+    """
+    writer = _SamplesWriter(storage, describe)
+    with closing(
+        encode_chunks(records, encode, skip=on_bad_record == "skip", workers=workers, timeout=timeout)
+    ) as chunks:
+        for chunk in chunks:
+            writer.add(chunk)
+            if progress:
+                progress(writer.records, len(records))
+    return writer.finish()
 
 
-def _compact(sample: Any) -> Sample:
-    """The sample with numpy arrays for its lists and tensors."""
-    if not isinstance(sample, Mapping):  # a tokenizer's BatchEncoding is a mapping, but no dict
-        raise UserError(
-            f"the task's encode returned {type(sample).__name__}",
-            remedy="return a dict of arrays, a list of such dicts, or None to leave the record out",
-        )
-    taken = [name for name in RESERVED_FIELDS if name in sample]
-    if taken:
-        raise UserError(
-            f"a sample has a field {taken[0]!r}, a name that drawbar fills in itself",
-            remedy="give the field another name in the task's encode",
-        )
-    compact = {name: _field(name, value) for name, value in sample.items()}
-    tokens = compact.get("input_ids")
-    if tokens is not None and (not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or not len(tokens)):
-        raise UserError(
-            "the input_ids of a sample are not a list of one or more token numbers",
-            remedy="let the task's encode return one sample without padding, or None where there are no tokens",
-        )
-    return compact
+class _SamplesWriter:
+    """Takes chunks in the order of the records."""
+
+    def __init__(self, storage: Storage, describe: Callable[[int], str]) -> None:
+        self.storage = storage
+        self.describe = describe
+        self.columns: dict[str, ColumnWriter] = {}
+        self.records = self.samples = self.dropped = self.truncated = self.skipped_count = 0
+        self.skipped: list[str] = []
+
+    def add(self, chunk: Chunk) -> None:
+        if len(chunk.record_of):
+            self._add_samples(chunk)
+        for index, error in chunk.skipped[: KEPT_MESSAGES - len(self.skipped)]:
+            self.skipped.append(f"{error.where or self.describe(index)}: {error.what}")
+        if chunk.fatal:
+            raise self._located(*chunk.fatal)
+        self.records += chunk.records
+        self.samples += len(chunk.record_of)
+        self.dropped += chunk.dropped
+        self.truncated += chunk.truncated
+        self.skipped_count += len(chunk.skipped)
+
+    def _add_samples(self, chunk: Chunk) -> None:
+        layout: Layout = {name: (piece.kind, piece.shapes.shape[1]) for name, piece in chunk.pieces.items()}
+        if not self.samples:
+            for number, (name, (kind, dims)) in enumerate(layout.items()):
+                self.columns[name] = ColumnWriter(self.storage, f"{number:02d}", kind, dims)
+        expected: Layout = {name: (column.kind, column.dims) for name, column in self.columns.items()}
+        if layout != expected:
+            raise self._located(int(chunk.record_of[0]), layout_error(difference(expected, layout)))
+        for name, piece in chunk.pieces.items():
+            self.columns[name].add(piece)
+        self.storage.append(RECORD_OF, chunk.record_of.tobytes())
+
+    def _located(self, index: int, error: UserError) -> UserError:
+        error.where = error.where or self.describe(index)
+        return error
+
+    def finish(self) -> dict[str, Any]:
+        if not self.samples:
+            raise NoSamples(
+                f"no samples: the task's encode left out all {self.records} records"
+                + (f"; the first: {self.skipped[0]}" if self.skipped else ""),
+                where=self.describe(0) if self.records else None,
+                remedy="check that the records hold what the task expects, and that they are long enough",
+            )
+        fields = {name: column.finish() for name, column in self.columns.items()}
+        columns = {name: read_column(self.storage, about, self.samples) for name, about in fields.items()}
+        return {
+            "samples": self.samples,
+            "records": self.records,
+            "fields": fields,
+            "dropped": self.dropped,
+            "skipped": self.skipped,
+            "skipped_count": self.skipped_count,
+            "truncated": self.truncated,
+            "fingerprint": fingerprint(columns, self.samples),
+        }
 
 
-def _field(name: str, value: Any) -> Any:
-    """A plain scalar as it is; anything else as an array. Integers and floats of Python take 32 bits where they fit."""
-    if isinstance(value, bool | int | float | str):
-        return value
-    array = np.asarray(value)
-    if array.dtype.kind not in "biufU":
-        raise UserError(
-            f"the field {name!r} of a sample is {type(value).__name__}, which is neither numbers nor text",
-            remedy="return numbers, strings, or lists and arrays of them",
-        )
-    if array.ndim == 0:
-        return array.item()
-    if isinstance(value, list | tuple):
-        return _narrow(array)
-    return array
-
-
-def _narrow(array: NDArray[Any]) -> NDArray[Any]:
-    if array.dtype == np.float64:
-        return array.astype(np.float32)
-    limits = np.iinfo(np.int32)
-    fits = array.dtype == np.int64 and array.size and limits.min <= array.min() and array.max() <= limits.max
-    return array.astype(np.int32) if fits else array
-
-
-def _fingerprint(samples: list[Sample]) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for sample in samples:
-        digest.update(b"sample\n")
-        for name in sorted(sample):
-            value = sample[name]
-            if isinstance(value, np.ndarray):
-                digest.update(f"{name!r} {value.dtype.str} {value.shape}\n".encode())
-                digest.update(value.tobytes())
-            else:
-                digest.update(f"{name!r} {type(value).__name__} {value!r}\n".encode())
-    return digest.hexdigest()
+def read_samples(storage: Storage, about: dict[str, Any]) -> EncodedDataset:
+    """The samples of a storage, by what ``write_samples`` said of them. Raises ValueError for a wrong number."""
+    columns = {name: read_column(storage, field, about["samples"]) for name, field in about["fields"].items()}
+    return EncodedDataset(
+        columns=columns,
+        record_of=storage.array(RECORD_OF, np.dtype(np.int64)).reshape(about["samples"]),
+        dropped=about["dropped"],
+        skipped=about["skipped"],
+        skipped_count=about["skipped_count"],
+        truncated=about["truncated"],
+        fingerprint=about["fingerprint"],
+    )

@@ -2,16 +2,23 @@
 
 import bisect
 import hashlib
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from drawbar.data.dataset import EncodedDataset, Sample
+from drawbar.data.dataset import RESERVED_FIELDS, EncodedDataset, Sample
 from drawbar.data.order import order
 from drawbar.errors import UserError
 
 IGNORED_LABEL = -100  # what Hugging Face models and torch's cross_entropy leave out of the loss
+
+Targets = Literal["next_token", "token", "sample", "decoder"]
+"""Where the ``labels`` of a sample sit. ``next_token``: one under each token, and the loss shifts them by one, as in
+causal language models; ``token``: one for each token, as it stands; ``sample``: one, of any shape, for the whole
+sample; ``decoder``: a sequence of their own, beside ``decoder_input_ids``."""
 
 
 def plan_packs(lengths: NDArray[np.int64], capacity: int, seed: int) -> list[list[int]]:
@@ -63,45 +70,25 @@ def plan_packs(lengths: NDArray[np.int64], capacity: int, seed: int) -> list[lis
     return sorted(sorted(pack) for pack in packs)
 
 
-def join_samples(samples: list[Sample]) -> Sample:
-    """One row of several samples, laid end to end.
-
-    Every array of one value per token is concatenated. ``position_ids`` start again at 0 in each sample, and
-    ``segment_ids`` (0, 1, 2, …) say which sample a token belongs to: attention must not cross from one into another.
-    ``labels`` are aligned with ``input_ids``, as in Hugging Face models: ``labels[t]`` is the token at t, and the loss
-    shifts them by one. The first label of every sample is therefore -100, or it would be predicted from the sample
-    before.
-    ``ids`` and every scalar field become lists, with one item a sample.
+class PackedRows:
+    """Rows of several samples each, by a plan: row i is the joined samples of ``plan[i]``.
 
     Args:
-        samples: items of an ``EncodedDataset``, all with the same fields; ``input_ids`` of shape (tokens,), and
-            every other array with as many values along its first dim.
-    """
-    row: Sample = {"ids": [sample["id"] for sample in samples]}
-    for name in samples[0].keys() - {"id", "ids"}:
-        values = [sample[name] for sample in samples]
-        row[name] = np.concatenate(values) if isinstance(values[0], np.ndarray) else values
-    lengths = [len(sample["input_ids"]) for sample in samples]
-    if "labels" in row:
-        row["labels"][np.cumsum([0, *lengths[:-1]])] = IGNORED_LABEL
-    if "position_ids" not in row:  # else the task counts positions in its own way
-        row["position_ids"] = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
-    row["segment_ids"] = np.repeat(np.arange(len(samples), dtype=np.int32), lengths)
-    return row
-
-
-class PackedDataset:
-    """Rows of a dataset by a plan: item i is the joined samples of ``plan[i]``.
+        samples: the samples.
+        plan: sample numbers of each row.
+        targets: see :data:`Targets`.
 
     Raises:
         UserError: the samples cannot be laid end to end.
     """
 
-    def __init__(self, base: EncodedDataset, plan: list[list[int]]) -> None:
-        _check_packable(base)
-        self.base = base
+    def __init__(self, samples: EncodedDataset, plan: list[list[int]], targets: Targets) -> None:
+        self.samples = samples
         self.plan = plan
-        digest = hashlib.blake2b(base.fingerprint.encode(), digest_size=16)
+        self._layout = Layout.of(samples, targets)
+        lengths = packed_lengths(samples, targets)
+        self.lengths = np.array([lengths[pack].sum() for pack in plan], dtype=np.int64)
+        digest = hashlib.blake2b(samples.fingerprint.encode(), digest_size=16)
         for pack in plan:
             digest.update(np.array([len(pack), *pack], dtype=np.int64).tobytes())
         self.fingerprint = digest.hexdigest()
@@ -109,32 +96,97 @@ class PackedDataset:
     def __len__(self) -> int:
         return len(self.plan)
 
-    def __getitem__(self, index: int) -> Sample:
-        return join_samples([self.base[sample] for sample in self.plan[index]])
+    def row(self, index: int, vary: Callable[[Sample], Sample]) -> Sample:
+        """The joined samples of one row, each as ``vary`` makes it."""
+        return self._layout.join([vary(self.samples[sample]) for sample in self.plan[index]])
 
 
-def _check_packable(dataset: EncodedDataset) -> None:
-    def fault(what: str) -> UserError:
-        return UserError(
-            f"these samples cannot be packed: {what}", where="data.packing", remedy="set data.packing=false"
-        )
-
-    fields = _kinds(dataset.samples[0])
-    if "input_ids" not in fields:
-        raise fault("they have no input_ids")
-    for index, (sample, length) in enumerate(zip(dataset.samples, dataset.lengths, strict=True)):
-        if _kinds(sample) != fields:
-            raise fault(f"sample {index} has other fields than sample 0")
-        for name, value in sample.items():
-            if isinstance(value, np.ndarray) and len(value) != length:
-                raise fault(f"sample {index} has {len(value)} values of {name!r} for {length} tokens")
-    if not fields.get("labels", True):
-        raise fault("their labels are not one for each token")
+def packed_lengths(samples: EncodedDataset, targets: Targets) -> NDArray[np.int64]:
+    """Shape (samples,): the room that each sample takes in a row: that of its longer side, for ``decoder``."""
+    if targets == "decoder" and "labels" in samples.fields:
+        return np.maximum(samples.lengths, samples.field_lengths("labels"))
+    return samples.lengths
 
 
-def _kinds(sample: Sample) -> dict[str, Any]:
-    """Field name → whether it is an array."""
-    return {name: isinstance(value, np.ndarray) for name, value in sample.items()}
+@dataclass(frozen=True)
+class Layout:
+    """How the fields of several samples are laid into one row."""
+
+    targets: Targets
+    per_token: tuple[str, ...]
+    """Fields with one value for each of the ``input_ids``."""
+    per_target: tuple[str, ...]
+    """Fields with one value for each of a decoder's ``labels``."""
+    per_sample: tuple[str, ...]
+    """Fields with one value, of any shape, for each sample."""
+
+    @classmethod
+    def of(cls, samples: EncodedDataset, targets: Targets) -> "Layout":
+        """The layout of these samples.
+
+        Raises:
+            UserError: they have no tokens, or a field that fits neither tokens nor samples.
+        """
+        if samples.fields.get("input_ids") != "array":
+            raise _cannot_pack("they have no input_ids")
+        if targets == "decoder" and samples.fields.get("labels") != "array":
+            raise _cannot_pack("they have no sequence of labels")
+        target_lengths = samples.field_lengths("labels") if targets == "decoder" else None
+        groups: dict[str, list[str]] = {"token": [], "target": [], "sample": []}
+        for name, kind in samples.fields.items():
+            if kind == "scalar" or (name == "labels" and targets == "sample"):
+                groups["sample"].append(name)
+                continue
+            units, expected = "tokens", samples.lengths
+            if target_lengths is not None and name.startswith(("labels", "decoder_")):
+                units, expected = "labels", target_lengths
+                groups["target"].append(name)
+            elif name != "attention_mask":  # segment_ids say what it would
+                groups["token"].append(name)
+            lengths = samples.field_lengths(name)
+            wrong = np.flatnonzero(lengths != expected)
+            if len(wrong):
+                odd = int(wrong[0])
+                raise _cannot_pack(f"sample {odd} has {lengths[odd]} values of {name!r} for {expected[odd]} {units}")
+        if targets in ("next_token", "token") and "labels" in groups["sample"]:
+            raise _cannot_pack("their labels are not one for each token")
+        return cls(targets, *(tuple(group) for group in groups.values()))
+
+    def join(self, samples: list[Sample]) -> Sample:
+        """One row of several samples, laid end to end.
+
+        ``position_ids`` start again at 0 in each sample, and ``segment_ids`` (0, 1, 2, …) say which sample a token
+        belongs to: attention must not cross from one into another; ``decoder_segment_ids`` say it of the targets.
+        ``ids`` and every field per sample become lists, with one item a sample.
+
+        Raises:
+            UserError: the samples have a field that those of the layout had not: it does not say where they go.
+        """
+        known = {*self.per_token, *self.per_target, *self.per_sample, "attention_mask", *RESERVED_FIELDS}
+        if added := samples[0].keys() - known:
+            raise _cannot_pack(f"the task's augment adds {', '.join(sorted(added))}, which its encode does not give")
+        row: Sample = {"ids": [sample["id"] for sample in samples]}
+        for name in (*self.per_token, *self.per_target):
+            row[name] = np.concatenate([sample[name] for sample in samples])
+        for name in self.per_sample:
+            row[name] = [sample[name] for sample in samples]
+        lengths = [len(sample["input_ids"]) for sample in samples]
+        if self.targets == "next_token" and "labels" in row:
+            # the loss shifts labels by one: the first of a sample would be predicted from the sample before
+            row["labels"][np.cumsum([0, *lengths[:-1]])] = IGNORED_LABEL
+        if "position_ids" not in row:  # else the task counts positions in its own way
+            row["position_ids"] = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
+        row["segment_ids"] = np.repeat(np.arange(len(samples), dtype=np.int32), lengths)
+        if self.targets == "decoder":
+            lengths = [len(sample["labels"]) for sample in samples]
+            row["decoder_segment_ids"] = np.repeat(np.arange(len(samples), dtype=np.int32), lengths)
+        return row
+
+
+def _cannot_pack(what: str) -> UserError:
+    return UserError(
+        f"these samples cannot be packed: {what}", where="data.batching", remedy="set data.batching=grouped, or padded"
+    )
 
 
 def split_tokens(tokens: NDArray[Any], length: int) -> list[NDArray[Any]]:

@@ -1,265 +1,208 @@
-"""Records from files, globs and built-in sources. A record is a plain dict.
+"""From the settings of ``data`` to the records of a split. A record is a plain dict."""
 
-``.txt`` files give ``{"text": ...}`` by line, paragraph or whole file; ``.jsonl`` files give one JSON object a line.
-``python_stdlib`` is real text that is on every machine: the source files of Python's own standard library.
-"""
-
-import glob
 import hashlib
-import json
-import os
-import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, cast, overload
 
-from drawbar.errors import UserError, nearest
+import numpy as np
+from numpy.typing import NDArray
 
-Record = dict[str, Any]
-SampleBy = Literal["line", "paragraph", "document"]
+from drawbar.config.data import DataSection, SourceSection
+from drawbar.data.files import BUILT_IN_SOURCES, find_file, find_files, is_empty, is_table, reader_of
+from drawbar.data.hub_dataset import HubDataset
+from drawbar.data.python_stdlib import PYTHON_STDLIB, PythonStdlib
+from drawbar.data.readers import BadRecord, ParallelLines, Reader, Record
+from drawbar.data.source_stream import Located, Side, SourceStream
+from drawbar.data.tables import check_names
+from drawbar.errors import UserError
 
-SUFFIXES = (".txt", ".jsonl")
-PYTHON_STDLIB = "python_stdlib"
-BUILT_IN_SOURCES = (PYTHON_STDLIB,)
-
-_NOT_LIBRARY = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "site-packages", "dist-packages", "__pycache__"}
+__all__ = ["BUILT_IN_SOURCES", "Located", "Record", "Records", "SourceStream", "open_records"]
 
 
-class _Entry(NamedTuple):
-    record: Record
-    path: Path
-    line: int | None
-    """First line of the record in its file, from 1; None where the record is the whole file."""
+class _Loaded(NamedTuple):
+    records: list[Record]
+    where: list[str]
+    skipped: list[str]
+    source_of: NDArray[np.int64]
 
 
 class Records(Sequence[Record]):
-    """Records in memory, each of which can say where it came from."""
+    """The records of a split, each of which can say where it came from. Files are read when a record is needed."""
 
-    def __init__(self, entries: Sequence[_Entry]) -> None:
-        self._entries = entries
+    def __init__(self, streams: list[SourceStream], key: str) -> None:
+        self.streams = streams
+        """One a source, in the order of the configuration."""
+        self._key = key
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._loaded.records)
 
     @overload
     def __getitem__(self, index: int) -> Record: ...
     @overload
     def __getitem__(self, index: slice) -> list[Record]: ...
     def __getitem__(self, index: int | slice) -> Record | list[Record]:
-        if isinstance(index, slice):
-            return [entry.record for entry in self._entries[index]]
-        return self._entries[index].record
+        return self._loaded.records[index]
 
     def where(self, index: int) -> str:
         """File and line of a record, for messages: ``data/train.jsonl:17``."""
-        entry = self._entries[index]
-        return str(entry.path) if entry.line is None else f"{entry.path}:{entry.line}"
+        return self._loaded.where[index]
+
+    @property
+    def skipped(self) -> list[str]:
+        """What is wrong with each bad record that was left out, after its file and line."""
+        return self._loaded.skipped
+
+    @property
+    def source_of(self) -> NDArray[np.int64]:
+        """Shape (records,): the number of the source that each record came from."""
+        return self._loaded.source_of
+
+    @cached_property
+    def digest(self) -> str:
+        """Hex digest of the bytes of all files and of every setting that decides what records come out.
+
+        Nothing is decoded for it, and paths do not count: a file that was moved has the same digest.
+        """
+        return hashlib.blake2b(" ".join(stream.digest for stream in self.streams).encode(), digest_size=16).hexdigest()
+
+    @cached_property
+    def _loaded(self) -> _Loaded:
+        loaded = _Loaded([], [], [], np.empty(0, dtype=np.int64))
+        sources: list[int] = []
+        for source, stream in enumerate(self.streams):
+            for _, where, record in stream.read_all():
+                if isinstance(record, BadRecord):
+                    loaded.skipped.append(f"{record.where}: {record.what}")
+                else:
+                    loaded.records.append(record)
+                    loaded.where.append(where)
+                    sources.append(source)
+        if not loaded.records:
+            raise self._nothing_left(loaded.skipped)
+        return loaded._replace(source_of=np.array(sources, dtype=np.int64))
+
+    def _nothing_left(self, skipped: list[str]) -> UserError:
+        if skipped:
+            return UserError(
+                f"no record is left: all {len(skipped)} are bad; the first: {skipped[0]}",
+                where=self._key,
+                remedy="mend the data; data.on_bad_record=error stops at the first bad record",
+            )
+        return UserError(
+            "there are too few records to be shared: none is left for this split",
+            where=f"{self._key}, data.validation_share",
+            remedy="change data.validation_share, or set data.validation=FILE",
+        )
 
 
-def open_records(spec: str | list[str], split: str, sample_by: SampleBy) -> Records:
-    """All records of the files that ``spec`` names, in the order given; a glob's files in the order of their names.
+def open_records(data: DataSection, split: str) -> Records:
+    """The records of ``train``, ``validation`` or ``test``, source by source, in the order of the configuration.
 
-    Args:
-        spec: a file, a glob, the name of a built-in source, or a list of them.
-        split: ``train``, ``validation`` or ``test``: which part of a built-in source. Files are read whole.
-        sample_by: what one record of a ``.txt`` file is.
+    With ``data.validation_share``, training and validation records are two parts of the training data, told apart by
+    a hash of their content. ``data.limit`` counts what is left of a split, bad records among it.
 
     Raises:
-        UserError: a file that is missing, empty, unreadable, not UTF-8 or of an unknown kind, or broken JSON.
+        UserError: at once for no data, files that are missing, empty or of an unknown kind, and settings that do not go
+            together; when a record is first needed, for what is wrong inside the files.
     """
-    entries: list[_Entry] = []
-    for item in [spec] if isinstance(spec, str) else spec:
-        try:
-            if item == PYTHON_STDLIB:
-                entries += _python_stdlib(split)
-            else:
-                for path in _files(item, key=f"data.{split}"):
-                    entries += _read(path, sample_by)
-        except OSError as error:
-            raise UserError(
-                f"cannot read {error.filename or item}: {error.strerror}",
-                where=f"data.{split}",
-                remedy="check the path and its permissions",
-            ) from error
-    return Records(entries)
-
-
-def _files(item: str, key: str) -> list[Path]:
-    """The files that one item of the setting ``key`` names."""
-    path = Path(item)
-    if path.is_dir():
-        suffix = next((suffix for suffix in SUFFIXES if any(path.glob(f"*{suffix}"))), SUFFIXES[0])
-        raise UserError(
-            f"{item} is a folder", where=key, remedy=f"name the files in it with a glob: {path / ('*' + suffix)}"
+    side = _side(data, split)
+    key = "data.train" if side else f"data.{split}"
+    spec = getattr(data, key.removeprefix("data."))
+    items = spec if isinstance(spec, list) else [spec] if spec is not None else []
+    if not items:
+        raise UserError(f"there is no {split} data", where=key, remedy=f"set {key}=FILE")
+    streams: list[SourceStream] = []
+    for number, item in enumerate(items):
+        source = SourceSection(files=item) if isinstance(item, str) else item
+        # a plain path is the setting itself, or a line of it
+        item_key = key if isinstance(item, str) or not isinstance(spec, list) else f"{key}.{number}"
+        readers = _readers(source, data, split=key.removeprefix("data."), key=item_key)
+        rename, rename_key = (source.rename, f"{item_key}.rename") if source.rename else (data.rename, "data.rename")
+        streams.append(
+            SourceStream(
+                readers,
+                key=item_key,
+                weight=source.weight,
+                rename=rename or {},
+                rename_key=rename_key,
+                side=side,
+                limit=getattr(data.limit, split),
+                before=streams[-1] if streams else None,
+                skip_bad=data.on_bad_record == "skip",
+            )
         )
-    if path.exists():
-        return [path]
-    if not glob.has_magic(item):
-        raise _missing(path, key)
-    matches = [Path(match) for match in sorted(glob.glob(item, recursive=True))]
-    files = [match for match in matches if not match.is_dir()]
-    if not files:
+    if len({stream.weight is None for stream in streams}) > 1:
         raise UserError(
-            f"no file matches {item}",
-            where=key,
-            remedy="check the folder and the pattern; ** stands for any number of folders",
+            "some sources have a weight, and others do not", where=key, remedy="give all of them a weight, or none"
         )
-    return files
+    return Records(streams, key)
 
 
-def _missing(path: Path, key: str) -> UserError:
-    folder = path.parent
-    if not folder.is_dir():
-        return UserError(
-            f"there is no file {path}: the folder {folder} does not exist",
+def _side(data: DataSection, split: str) -> Side | None:
+    if data.validation_share is None or split not in ("train", "validation"):
+        return None
+    if data.validation not in (None, []):
+        raise UserError(
+            "data.validation and data.validation_share both say what to validate on",
+            where="data.validation, data.validation_share",
+            remedy="keep one of the two",
+        )
+    return Side(data.validation_share, cast(Literal["train", "validation"], split))
+
+
+def _readers(source: SourceSection, data: DataSection, *, split: str, key: str) -> list[Reader]:
+    """The readers of one source; ``key`` is the setting that names it."""
+    _check(source, key)
+    if source.parallel is not None:
+        paths = [find_file(path, f"{key}.parallel.{column}") for column, path in source.parallel.items()]
+        return [ParallelLines(tuple(source.parallel), tuple(paths))]
+    if source.dataset is not None:
+        streaming = data.streaming and split == "train"
+        return [HubDataset(source.dataset, source.subset, source.split or split, streaming, key)]
+    columns, columns_key = data.columns, "data.columns"
+    if source.columns is not None:
+        columns, columns_key = source.columns, f"{key}.columns"
+    check_names(columns or [], columns_key, "give every column a name of its own")
+    readers: list[Reader] = []
+    tables = False
+    for item in [source.files] if isinstance(source.files, str) else source.files or []:
+        if item == PYTHON_STDLIB:
+            readers.append(PythonStdlib(split))
+            continue
+        for path in find_files(item, key):
+            reader = reader_of(path, data.sample_by, columns)
+            if is_empty(path):
+                raise reader.empty()
+            readers.append(reader)
+            tables |= is_table(path)
+    if source.columns is not None and not tables:
+        raise UserError(
+            "only .tsv and .csv files have columns to be named", where=columns_key, remedy="use `rename` instead"
+        )
+    return readers
+
+
+def _check(source: SourceSection, key: str) -> None:
+    """Settings that do not go together."""
+    forms: dict[str, Any] = {"files": source.files, "parallel": source.parallel, "dataset": source.dataset}
+    given = [name for name, value in forms.items() if value]
+    if len(given) != 1:
+        raise UserError(
+            f"a source has {' and '.join(given)}" if given else "a source names no data",
             where=key,
+            remedy="give one of files, parallel and dataset, and not an empty one",
+        )
+    if source.dataset is None and (source.subset or source.split):
+        raise UserError("subset and split belong to a dataset", where=key, remedy="leave them out, or give dataset")
+    if source.dataset is not None and Path(source.dataset).is_file():
+        raise UserError(f"{source.dataset} is a file", where=f"{key}.dataset", remedy="name it with files: instead")
+    is_path = source.dataset is not None and source.dataset.startswith(("/", "./", "../"))
+    if is_path and not Path(str(source.dataset)).is_dir():
+        raise UserError(
+            f"there is no folder {source.dataset}",
+            where=f"{key}.dataset",
             remedy=f"check the path; it is taken from the folder {Path.cwd()}",
         )
-    names = {name: str(folder / name) for name in os.listdir(folder) if name.endswith(SUFFIXES)}
-    if folder == Path():
-        names |= {name: name for name in BUILT_IN_SOURCES}
-    guess = nearest(path.name, names)
-    hint = (
-        f"did you mean {names[guess]}?" if guess else f"give a file, a glob, or one of: {', '.join(BUILT_IN_SOURCES)}"
-    )
-    return UserError(f"there is no file {path}", where=key, remedy=hint)
-
-
-def _read(path: Path, sample_by: SampleBy) -> list[_Entry]:
-    """All records of one file; at least one."""
-    suffix = path.suffix.lower()
-    if suffix not in SUFFIXES:
-        raise UserError(
-            f"{path} is of an unknown kind ({suffix or 'no extension'})",
-            where=str(path),
-            remedy=f"supported are: {', '.join(SUFFIXES)}; JSON must have one object a line (.jsonl)",
-        )
-    text = _text(path)
-    if suffix == ".jsonl":
-        entries = list(_json_lines(path, text))
-    elif sample_by == "document":
-        entries = [_Entry({"text": text}, path, None)] if text.strip() else []
-    else:
-        pieces = _lines(text) if sample_by == "line" else _paragraphs(text)
-        entries = [_Entry({"text": piece}, path, line) for line, piece in pieces]
-    if not entries:
-        raise UserError(
-            f"{path} has no records: {'it holds only blank lines' if text else 'it is empty'}",
-            where=str(path),
-            remedy="put data in the file, or leave it out",
-        )
-    return entries
-
-
-def _text(path: Path) -> str:
-    """A UTF-8 file without its byte order mark; every line ends in a bare newline."""
-    data = path.read_bytes()
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise UserError(
-            f"{path} is not UTF-8 text: byte 0x{data[error.start]:02x} at offset {error.start}",
-            where=f"{path}:{line}",
-            remedy=f"convert it, for example: iconv -f ISO-8859-1 -t UTF-8 {path.name} > utf8-{path.name}",
-        ) from error
-    return text.removeprefix("\ufeff").replace("\r\n", "\n")
-
-
-def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """(line number, line) of every line that is not blank."""
-    for number, line in enumerate(text.split("\n"), start=1):  # str.splitlines would cut at form feeds too
-        if line.strip():
-            yield number, line
-
-
-def _paragraphs(text: str) -> Iterator[tuple[int, str]]:
-    """(number of its first line, paragraph); a paragraph is a run of lines that are not blank."""
-    first, lines = 0, list[str]()
-    for number, line in _lines(text):
-        if lines and number != first + len(lines):
-            yield first, "\n".join(lines)
-            lines = []
-        if not lines:
-            first = number
-        lines.append(line)
-    if lines:
-        yield first, "\n".join(lines)
-
-
-def _json_lines(path: Path, text: str) -> Iterator[_Entry]:
-    for number, line in _lines(text):
-        where = f"{path}:{number}"
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(
-                f"line {number} of {path} is not valid JSON: {error.msg} at column {error.colno}",
-                where=where,
-                remedy="mend the line; a .jsonl file holds one complete JSON object on each line",
-            ) from error
-        except (ValueError, RecursionError) as error:
-            raise UserError(
-                f"line {number} of {path} cannot be read: {error}",
-                where=where,
-                remedy="mend the line; numbers may have 4300 digits, and objects lie some hundred levels deep",
-            ) from error
-        if not isinstance(record, dict):
-            raise UserError(
-                f"line {number} of {path} holds a JSON {type(record).__name__}, not an object",
-                where=where,
-                remedy='write each record as an object, such as {"text": "..."}',
-            )
-        if "\\ud" in line.lower():  # only an escape can smuggle in half a character
-            _refuse_half_characters(record, where)
-        yield _Entry(record, path, number)
-
-
-def _refuse_half_characters(record: Record, where: str) -> None:
-    """Half of a surrogate pair is legal JSON, but no text: tokenizers refuse it with an obscure error."""
-    try:
-        json.dumps(record, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError as error:
-        half = error.object[error.start]
-        raise UserError(
-            f"a string holds half of a surrogate pair (\\u{ord(half):04x}), which is not a character",
-            where=where,
-            remedy="remove it, or write the character whole",
-        ) from error
-
-
-def _python_stdlib(split: str) -> list[_Entry]:
-    """One record a file, sorted by path. A hash of its path puts a file into the same split on every machine."""
-    root = Path(sysconfig.get_path("stdlib"))
-    entries = []
-    for relative in _python_files(root):
-        if _split_of(relative) != split:
-            continue
-        try:
-            text = (root / relative).read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            continue  # a few files are in old encodings, on purpose
-        if text.strip():
-            entries.append(_Entry({"text": text, "path": relative}, root / relative, None))
-    if not entries:
-        raise UserError(
-            f"this Python has no standard library sources for the split {split!r} in {root}",
-            where=f"data.{split}",
-            remedy="name a file of your own",
-        )
-    return entries
-
-
-def _python_files(root: Path) -> list[str]:
-    """Paths of the library's modules, relative to ``root``, without tests and installed packages."""
-    found = []
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [name for name in subfolders if name not in _NOT_LIBRARY]
-        found += [(Path(folder) / name).relative_to(root).as_posix() for name in names if name.endswith(".py")]
-    return sorted(found)
-
-
-def _split_of(path: str) -> str:
-    """One path in twenty is for validation, one for testing."""
-    share = int.from_bytes(hashlib.sha256(path.encode()).digest()) % 20
-    return {0: "validation", 1: "test"}.get(share, "train")

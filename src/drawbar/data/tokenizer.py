@@ -13,7 +13,9 @@ from drawbar.runtime.log import logger
 END_OF_TEXT = "<|endoftext|>"
 
 
-def train_byte_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+def train_byte_bpe(
+    texts: Iterable[str], vocab_size: int, more_special: dict[str, str] | None = None
+) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer (Sennrich et al. 2016, over bytes as in GPT-2): no text is lost.
 
     The one special token, ``<|endoftext|>``, begins, ends and pads. In a text, the same letters are ordinary text: no
@@ -23,14 +25,16 @@ def train_byte_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizer
     Args:
         texts: the training texts.
         vocab_size: number of tokens wanted, the 256 bytes and the special token included; at least 257.
+        more_special: further special tokens by their role, such as ``{"mask_token": "<|mask|>"}``.
     """
+    more_special = more_special or {}
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         min_frequency=2,
-        special_tokens=[END_OF_TEXT],
+        special_tokens=[END_OF_TEXT, *more_special.values()],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -39,9 +43,9 @@ def train_byte_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizer
         tokenizer_object=backend,
         bos_token=END_OF_TEXT,
         eos_token=END_OF_TEXT,
-        pad_token=END_OF_TEXT,
         split_special_tokens=True,
         clean_up_tokenization_spaces=False,
+        **{"pad_token": END_OF_TEXT, **more_special},
     )
     if len(tokenizer) < vocab_size:
         logger.warning(
@@ -80,6 +84,24 @@ def load_tokenizer(name_or_folder: str) -> PreTrainedTokenizerBase:
 def begin_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """What a document begins with: the begin token, else the end token (as GPT-2 does), or nothing."""
     return tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+
+
+def framed(tokenizer: PreTrainedTokenizerBase, text: str, pair: str | None = None) -> dict[str, list[int]]:
+    """A text, or two, as an encoder reads them: with the special tokens that the tokenizer puts around them.
+
+    A tokenizer that puts none (such as ``train_byte_bpe`` makes) gets its begin and end tokens.
+
+    Returns:
+        ``input_ids`` and, for tokenizers that have them, ``token_type_ids``; not cut.
+    """
+    if tokenizer.num_special_tokens_to_add(pair is not None):
+        encoded = tokenizer(text, pair, return_attention_mask=False, verbose=False)
+        return {name: list(encoded[name]) for name in encoded}
+    texts = [text] if pair is None else [text, pair]
+    pieces = [tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"] for piece in texts]
+    begin, end = begin_token(tokenizer), tokenizer.eos_token_id
+    tokens = [begin, *(token for piece in pieces for token in (*piece, end))]
+    return {"input_ids": [token for token in tokens if token is not None]}
 
 
 def _unusable(name: str, is_folder: bool, reason: str) -> UserError:

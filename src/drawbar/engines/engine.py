@@ -6,6 +6,7 @@ model, the optimizer and the loss contract: gradients are those of ``sum(loss) /
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -68,6 +69,10 @@ class Engine(ABC):
         """Loss and predictions of this rank's batch, without gradients. All ranks call it equally often."""
 
     @abstractmethod
+    def predict_step(self, batch: Batch) -> list[Any]:
+        """Predictions of this rank's batch alone, one a sample: its records need no labels."""
+
+    @abstractmethod
     def generate(self, inputs: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:
         """Token ids (B, L): the inputs and what the model goes on with, by transformers' ``generate(**options)``."""
 
@@ -86,6 +91,18 @@ class Engine(ABC):
     @abstractmethod
     def load_model(self, tensors: dict[str, torch.Tensor]) -> None:
         """Put back the weights alone, for evaluation, generation and a fork."""
+
+    @abstractmethod
+    def export(self, folder: Path, base_name: str, merge: bool) -> None:
+        """Write the model as a folder that transformers loads; of a LoRA run the adapter alone, or, with ``merge``, a
+        whole model with the adapters in its weights. After a merge the engine is of no more use.
+
+        Args:
+            base_name: what an adapter belongs to: ``task.model``.
+
+        Raises:
+            UserError: the model is none of transformers'.
+        """
 
     @abstractmethod
     def close(self) -> None:

@@ -1,15 +1,19 @@
 """One process, or the model replicated on every rank: torch alone, in the order that a step is written on paper."""
 
 import textwrap
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from drawbar.config.schema import RunConfig
 from drawbar.data.loader import MicroBatch
 from drawbar.engines.engine import Engine, EngineState, EvalResult, StepResult
 from drawbar.errors import UserError
+from drawbar.models.lora import add_adapters, load_trained_state, merged, save_adapter, trained_state
+from drawbar.models.packed import allow_packing
 from drawbar.optim.optimizers import build_optimizers
 from drawbar.optim.schedules import learning_rate_scale, set_learning_rate
 from drawbar.optim.state import load_optimizer_state, optimizer_state
@@ -38,15 +42,26 @@ class NativeEngine(Engine):
         self.total_steps = total_steps
         self.precision = choose_precision(config.precision, world.device)
         self.step = 0
-        self.module: nn.Module = task.build_model().to(world.device)
+        self.module = self._build().to(world.device)
         self.model = replicate(self.module, world.device) if world.size > 1 else self.module
         self.optimizers = build_optimizers(self.module, config.optim)
         self.scaler = make_scaler(self.precision, world.device)
 
+    def _build(self) -> nn.Module:
+        """The task's model, on the CPU, so that it starts from the same random numbers on every device."""
+        model = self.task.build_model()
+        if self.config.lora is not None:
+            model = add_adapters(model, self.config.lora)
+        if self.config.data.batching == "packed" and isinstance(model, PreTrainedModel):
+            allow_packing(model, per_sample=self.task.targets == "sample")
+        return model
+
     @property
     def checkpoint_bytes(self) -> int:
-        weights = sum(parameter.nbytes for parameter in self.module.parameters())
-        return 3 * weights  # the optimizer keeps up to two more numbers for each weight
+        trained = sum(parameter.nbytes for parameter in self.module.parameters() if parameter.requires_grad)
+        frozen = sum(parameter.nbytes for parameter in self.module.parameters() if not parameter.requires_grad)
+        # the optimizer keeps up to two more numbers for each trained weight; with LoRA the others are not saved
+        return 3 * trained + (frozen if self.config.lora is None else 0)
 
     def train_step(self, micro_batches: list[MicroBatch[Batch]]) -> StepResult:
         self.model.train()
@@ -107,6 +122,12 @@ class NativeEngine(Engine):
         return EvalResult(loss=float(loss), weight=weight, predictions=predictions)
 
     @torch.no_grad()
+    def predict_step(self, batch: Batch) -> list[Any]:
+        self.module.eval()
+        with autocast(self.precision, self.world.device):
+            return self.task.predict(self.module, batch.to(self.world.device))
+
+    @torch.no_grad()
     def generate(self, inputs: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:
         if not hasattr(self.module, "generate"):
             raise UserError(
@@ -121,7 +142,7 @@ class NativeEngine(Engine):
 
     def state(self) -> EngineState:
         return EngineState(
-            model=self.module.state_dict(),
+            model=self.module.state_dict() if self.config.lora is None else trained_state(self.module),
             optimizer=optimizer_state(self.module, self.optimizers),
             values={
                 "step": self.step,
@@ -148,6 +169,9 @@ class NativeEngine(Engine):
             logger.warning("saved with precision %s, resumed with %s", state.values["precision"], self.precision)
 
     def load_model(self, tensors: dict[str, torch.Tensor]) -> None:
+        if self.config.lora is not None:
+            load_trained_state(self.module, tensors)
+            return
         try:
             self.module.load_state_dict(tensors)
         except RuntimeError as error:
@@ -157,6 +181,20 @@ class NativeEngine(Engine):
                 "\n  ".join(["the checkpoint does not fit this model:", *lines[:3], *rest]),
                 remedy="use the task and model settings that it was written with",
             ) from error
+
+    def export(self, folder: Path, base_name: str, merge: bool) -> None:
+        if not hasattr(self.module, "save_pretrained"):
+            raise UserError(
+                f"a {type(self.module).__name__} is no transformers model, and has no format to export to",
+                where="RUN",
+                remedy="its weights are in the run's checkpoints, as safetensors",
+            )
+        if self.config.lora is None:
+            self.module.save_pretrained(folder)
+        elif merge:
+            merged(self.module).save_pretrained(folder)
+        else:
+            save_adapter(self.module, folder, base_name)
 
     def close(self) -> None:
         self.optimizers.clear()

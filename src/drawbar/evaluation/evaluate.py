@@ -1,17 +1,19 @@
 """Evaluation: sums and counts over every sample exactly once, whatever the number of processes and the batch size."""
 
 import json
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from drawbar.data.dataset import EncodedDataset
-from drawbar.data.loader import EvalLoader, RowDataset
+from drawbar.data.loader import EvalLoader, MicroBatchSize, SampleRows, Vary
 from drawbar.engines.engine import Engine
 from drawbar.errors import ExitCode, UserError
 from drawbar.runtime.dist import World
+from drawbar.runtime.files import write_whole
 from drawbar.tasks.task import Task
 from drawbar.tracking.trackers import json_number
 
@@ -23,8 +25,6 @@ class Split:
     name: str
     records: Sequence[dict[str, Any]]
     samples: EncodedDataset
-    rows: RowDataset
-    """What batches are made of: the samples, or packs of them."""
 
 
 @dataclass(frozen=True)
@@ -40,19 +40,27 @@ def evaluate(
     task: Task,
     split: Split,
     world: World,
-    micro_batch: int,
+    micro_batch: MicroBatchSize,
+    vary: Vary,
     progress: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
-    """Evaluate on one split.
+    """Evaluate on one split. Rows are padded, and sorted by length, whatever training does.
 
     Args:
+        micro_batch: most that one forward takes.
+        vary: see ``drawbar.data.loader.Vary``.
         progress: called with (batches done, batches in all) of this rank.
 
     Raises:
         UserError: the split has no units to compute a loss over, or ``predict`` returns too few or too many.
     """
     loader = EvalLoader(
-        split.rows, micro_batch=micro_batch, rank=world.rank, world_size=world.size, collate=task.collate
+        SampleRows(split.samples),
+        micro_batch=micro_batch,
+        rank=world.rank,
+        world_size=world.size,
+        collate=task.collate,
+        vary=vary,
     )
     loss, weight, predictions = 0.0, 0.0, []
     for done, micro in enumerate(loader, start=1):
@@ -72,22 +80,49 @@ def evaluate(
             remedy="check that its samples have labels",
         )
     merged = _merge(split, [pair for part in gathered for pair in part]) if gathered is not None else []
-    scores = world.from_first(lambda: {**task.loss_scores(loss, weight, merged), **task.score(merged)})
+    scores = world.from_first(lambda: _scores(task, loss, weight, merged))
     return Evaluation({name: float(value) for name, value in scores.items()}, merged)
 
 
-def check_metric(task: Task, split: Split, metric: str) -> None:
-    """Refuse, before any training, a metric that no evaluation can give.
+def _scores(task: Task, loss: float, weight: float, records: list[dict[str, Any]]) -> dict[str, float]:
+    of_loss, own = task.loss_scores(loss, weight, records), task.score(records)
+    both = sorted(of_loss.keys() & own.keys())
+    if both:
+        raise UserError(
+            f"{type(task).__name__}.score and loss_scores both return {both[0]!r}",
+            where="task.metrics",
+            remedy="give one of them another name",
+            exit_code=ExitCode.FAILED,
+        )
+    return {**of_loss, **own}
 
-    Only where the task has no ``score`` of its own: what that one returns is not known before it is called.
 
-    Raises:
-        UserError: it names the scores that there are.
-    """
-    if type(task).score is Task.score:
-        names = task.loss_scores(1.0, 1.0, [{**split.records[0], "id": 0}])
-        if metric not in names:
-            raise unknown_metric(metric, names, "set eval.metric to one of them")
+def predict(
+    engine: Engine,
+    task: Task,
+    split: Split,
+    world: World,
+    micro_batch: MicroBatchSize,
+    vary: Vary,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[int, Any]:
+    """The predictions by the number of their record, on rank 0. No labels are needed. Args as for ``evaluate``."""
+    loader = EvalLoader(
+        SampleRows(split.samples),
+        micro_batch=micro_batch,
+        rank=world.rank,
+        world_size=world.size,
+        collate=task.collate,
+        vary=vary,
+    )
+    predictions: list[tuple[int, Any]] = []
+    for done, micro in enumerate(loader, start=1):
+        found = _with_ids(task, micro.batch.ids, engine.predict_step(micro.batch))
+        predictions += found if micro.counts else []
+        if progress is not None:
+            progress(done, len(loader))
+    gathered = world.gather(predictions)
+    return _by_record(split, [pair for part in gathered for pair in part]) if gathered is not None else {}
 
 
 def unknown_metric(metric: str, scores: Iterable[str], remedy: str) -> UserError:
@@ -112,31 +147,30 @@ def _with_ids(task: Task, ids: list[int], predictions: list[Any] | None) -> list
 
 
 def _merge(split: Split, predictions: list[tuple[int, Any]]) -> list[dict[str, Any]]:
-    """The records that gave samples, in order, each with its prediction (a list of them, for several samples)."""
-    of_record: dict[int, list[Any]] = {}
-    for sample, prediction in sorted(predictions, key=lambda pair: pair[0]):
-        of_record.setdefault(int(split.samples.record_of[sample]), []).append(prediction)
+    """The records that gave samples, in order, each with its number and its prediction."""
+    of_record = _by_record(split, predictions)
     merged = []
-    for number in sorted({int(record) for record in split.samples.record_of}):
-        record = {**split.records[number], "id": number}
+    for number in np.unique(split.samples.record_of).tolist():
+        record = {"id": number, **split.records[number]}
         if number in of_record:
-            found = of_record[number]
-            record["prediction"] = found[0] if len(found) == 1 else found
+            record["prediction"] = of_record[number]
         merged.append(record)
     return merged
+
+
+def _by_record(split: Split, predictions: list[tuple[int, Any]]) -> dict[int, Any]:
+    """The prediction of each record by its number; a list of them, for a record of several samples."""
+    found: dict[int, list[Any]] = {}
+    for sample, prediction in sorted(predictions, key=lambda pair: pair[0]):
+        found.setdefault(int(split.samples.record_of[sample]), []).append(prediction)
+    return {number: several[0] if len(several) == 1 else several for number, several in found.items()}
 
 
 def write_results(folder: Path, evaluation: Evaluation, step: int) -> None:
     """Write ``scores.json`` and, where there are predictions, ``predictions.jsonl``. Each is whole or absent."""
     folder.mkdir(parents=True, exist_ok=True)
     scores = {name: json_number(value) for name, value in evaluation.scores.items()}
-    _write(folder / "scores.json", json.dumps({"step": step, **scores}, indent=2) + "\n")
+    write_whole(folder / "scores.json", json.dumps({"step": step, **scores}, indent=2) + "\n")
     if any("prediction" in record for record in evaluation.records):
-        lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in evaluation.records)
-        _write(folder / "predictions.jsonl", "".join(lines))
-
-
-def _write(path: Path, text: str) -> None:
-    draft = path.with_name(path.name + ".tmp")
-    draft.write_text(text, encoding="utf-8")
-    os.replace(draft, path)
+        lines = (json.dumps(record, ensure_ascii=False, default=str) + "\n" for record in evaluation.records)
+        write_whole(folder / "predictions.jsonl", "".join(lines))

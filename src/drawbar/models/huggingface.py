@@ -1,8 +1,8 @@
-"""Causal language models through transformers: pretrained or from random weights, always fp32 on the CPU."""
+"""Models through transformers, for every head: pretrained or from random weights, always fp32 on the CPU."""
 
 import dataclasses
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,56 +10,134 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging as transformers_logging
 
 from drawbar.errors import UserError, nearest
+from drawbar.models.heads import HEADS, Head, check_head
 from drawbar.runtime.hub import hub_answers
 from drawbar.runtime.log import logger
 
 T = TypeVar("T")
 
 
-def build_from_scratch(name: str, overrides: dict[str, Any], tokenizer: Any) -> nn.Module:
+def build_from_scratch(
+    name: str, overrides: dict[str, Any], tokenizer: Any, head: Head = "causal_lm", **fields: Any
+) -> nn.Module:
     """A model with random weights.
 
     Args:
         name: a model type (``llama``), a folder with ``config.json``, or a hub name.
-        overrides: fields of that architecture's own config. The vocabulary is the tokenizer's unless it is given here.
-        tokenizer: also gives the special tokens that generation stops at.
+        overrides: what the user changes in that architecture's own config. The vocabulary is the tokenizer's unless
+            it is given here.
+        tokenizer: also gives the special tokens: where generation begins and stops, and what padding is.
+        head: what the model is for.
+        fields: what the task sets in the config, such as ``num_labels`` or ``id2label``.
+
+    Raises:
+        UserError: an unknown model, a head that it does not have, an unknown field, or values that it refuses.
+    """
+    try:
+        config = load_model_config(name, overrides, tokenizer)
+    except UserError:
+        check_head(_base_config(name), head)  # the wrong architecture is worth more words than its unknown fields
+        raise
+    check_head(config, head)
+    with _settings_refused(config.model_type):
+        _set_fields(config, fields)
+        pad = config.pad_token_id
+        shared = pad is not None and pad in (getattr(config, "bos_token_id", None), config.eos_token_id)
+        if shared and head == "causal_lm":
+            config.pad_token_id = None  # it needs no padding, and would never learn that token's embedding
+        model = HEADS[head].model_class.from_config(config, dtype=torch.float32)
+        if shared and head != "causal_lm":
+            _learn_embedding(model, pad)
+        return model
+
+
+def load_model_config(name: str, overrides: dict[str, Any] | None, tokenizer: Any) -> PreTrainedConfig:
+    """The config alone, without weights: special tokens, positions, labels.
+
+    Args:
+        name: as for :func:`build_from_scratch`; a folder or a hub name where ``overrides`` is None.
+        overrides: None for the config of a pretrained model as it is; else fields for a model from scratch.
+        tokenizer: of a model from scratch; a pretrained one does not look at it.
 
     Raises:
         UserError: an unknown model, an unknown field, or values that the architecture refuses.
     """
-    fields = {"vocab_size": len(tokenizer), **_special_tokens(tokenizer), **overrides}
-    local = Path(name).is_dir()
-    known_type = name in CONFIG_MAPPING_NAMES and not local
-    base = AutoConfig.for_model(name) if known_type else _from_hub(AutoConfig.from_pretrained, name)
-    if base.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise UserError(
-            f"{base.model_type} is no causal language model",
-            where="task.model",
-            remedy="choose one that predicts the next token, such as llama, qwen3 or gpt2",
-        )
+    if overrides is None:
+        return _from_hub(AutoConfig.from_pretrained, name)
+    base = _base_config(name)
     _check_fields(base, overrides)
-    try:
-        config = type(base)(**{**({} if known_type else base.to_dict()), **fields})
+    with _settings_refused(base.model_type):
+        fields = {"vocab_size": len(tokenizer), **_special_tokens(base, tokenizer), **overrides}
+        config = type(base)(**{**({} if _is_model_type(name) else base.to_dict()), **fields})
         _check_counts(config)
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except (StrictDataclassError, TypeError, ValueError, KeyError, ZeroDivisionError, RuntimeError) as error:
+    return config
+
+
+def _is_model_type(name: str) -> bool:
+    return name in CONFIG_MAPPING_NAMES and not Path(name).is_dir()
+
+
+def _base_config(name: str) -> PreTrainedConfig:
+    """What a model from scratch is a variation of."""
+    return AutoConfig.for_model(name) if _is_model_type(name) else _from_hub(AutoConfig.from_pretrained, name)
+
+
+def _special_tokens(base: PreTrainedConfig, tokenizer: Any) -> dict[str, int | None]:
+    """The tokenizer's special tokens in the roles that the architecture gives them."""
+    begin, end, pad = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
+    pad = end if pad is None else pad
+    tokens = {"bos_token_id": begin, "eos_token_id": end, "pad_token_id": pad}
+    if base.is_encoder_decoder:
+        start = getattr(base, "decoder_start_token_id", None)
+        # BART's decoder begins with the end token, T5's (which does not say so) with the pad token
+        tokens["decoder_start_token_id"] = end if start is not None and start == base.eos_token_id else pad
+        # numbers in another vocabulary; a text that reaches its longest has not come to its end
+        tokens |= {name: None for name in ("forced_bos_token_id", "forced_eos_token_id") if hasattr(base, name)}
+    return tokens
+
+
+def _set_fields(config: PreTrainedConfig, fields: dict[str, Any]) -> None:
+    # first the number: it writes LABEL_0, LABEL_1, … over labels that do not fit it
+    for name in sorted(fields, key=lambda name: name != "num_labels"):
+        setattr(config, name, fields[name])
+
+
+def _learn_embedding(model: nn.Module, token: int) -> None:
+    """Models keep the pad token's embedding at zero for ever. One that also begins or ends texts must be learned."""
+    weight = model.get_input_embeddings().weight
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and module.weight is weight and module.padding_idx is not None:
+            module.padding_idx = None
+            std = getattr(model.config, "initializer_range", getattr(model.config, "init_std", 0.02))
+            with torch.no_grad():
+                weight[token].normal_(std=std)
+
+
+@contextmanager
+def _settings_refused(family: str) -> Iterator[None]:
+    """What architectures raise for values that cannot be, as one error that says what to do."""
+    try:
+        yield
+    except (
+        StrictDataclassError,
+        TypeError,
+        ValueError,
+        KeyError,
+        ZeroDivisionError,
+        RuntimeError,
+        AssertionError,
+    ) as error:
         reason = f"there is no {error}" if isinstance(error, KeyError) else error
         raise UserError(
-            f"a {base.model_type} language model cannot be built with these settings: {reason}",
+            f"a {family} model cannot be built with these settings: {reason}",
             where="task.model, task.from_scratch",
             remedy="correct the fields named; sizes must divide by the number of heads",
         ) from error
-
-
-def _special_tokens(tokenizer: Any) -> dict[str, int | None]:
-    begin, end, pad = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
-    # Models keep the pad token's embedding at zero for ever. One that also begins and ends documents must be learned.
-    return {"bos_token_id": begin, "eos_token_id": end, "pad_token_id": None if pad in (begin, end) else pad}
 
 
 def _check_fields(base: PreTrainedConfig, overrides: dict[str, Any]) -> None:
@@ -90,33 +168,77 @@ def _check_counts(config: PreTrainedConfig) -> None:
         raise ValueError(f"num_attention_heads ({heads}) is not a multiple of num_key_value_heads ({groups})")
 
 
-def load_pretrained(name: str) -> nn.Module:
+def load_pretrained(name: str, head: Head = "causal_lm", **fields: Any) -> nn.Module:
     """A pretrained model. transformers builds it on the meta device and maps the safetensors files straight into
     place, so there is never a second copy in memory; files that need unpickling are refused.
 
+    A classifier's head is usually new: that is logged, and a stored one for another number of labels is replaced.
+    Weights of other heads in the files are left alone.
+
+    Args:
+        head: what the model is for.
+        fields: what the task sets in the config, such as ``num_labels`` or ``id2label``.
+
     Raises:
-        UserError: the model does not exist, has no safetensors, or is no causal language model.
+        UserError: the model does not exist, has no safetensors, or does not have such a head.
     """
 
-    load = partial(
-        AutoModelForCausalLM.from_pretrained,
-        dtype=torch.float32,
-        use_safetensors=True,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,  # they are named below, and refused
-    )
+    def load(name: str, local_files_only: bool) -> tuple[nn.Module, dict[str, Any]]:
+        config = AutoConfig.from_pretrained(name, local_files_only=local_files_only)
+        check_head(config, head)
+        _set_fields(config, fields)
+        with _quiet_transformers():
+            return HEADS[head].model_class.from_pretrained(
+                name,
+                config=config,
+                local_files_only=local_files_only,
+                dtype=torch.float32,
+                use_safetensors=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # _check_weights names them, and refuses those of the body
+            )
+
     model, info = _from_hub(load, name)
-    if info["mismatched_keys"]:
-        key, stored, wanted = min(info["mismatched_keys"])
+    _check_weights(name, model, info, HEADS[head].is_new)
+    return model
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Its table of missing, unexpected and mismatched weights is said in our own words; its bar would fill logs."""
+    before, bar = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
+        if bar:
+            transformers_logging.enable_progress_bar()
+
+
+def _check_weights(name: str, model: nn.Module, info: dict[str, Any], head_is_new: bool) -> None:
+    def of_new_head(key: str) -> bool:
+        # a pooler is part of the body by its name, but only classifiers of whole texts have ever trained one
+        return head_is_new and (not key.startswith(f"{model.base_model_prefix}.") or ".pooler." in key)
+
+    unfit = [mismatch for mismatch in info["mismatched_keys"] if not of_new_head(mismatch[0])]
+    if unfit:
+        key, stored, wanted = min(unfit)
         raise UserError(
             f"the weights of {name} do not fit its config.json: {key} is {list(stored)}, and should be {list(wanted)}",
             where="task.model",
             remedy="restore the config.json that the weights were saved with",
         )
-    if info["missing_keys"]:
-        missing = ", ".join(sorted(info["missing_keys"])[:5])
-        logger.warning("%s has no weights for %s: they start from random values", name, missing)
-    return model
+    for key, stored, wanted in sorted(info["mismatched_keys"]):
+        logger.info("new head: %s is %s in %s, and is replaced by %s", key, list(stored), name, list(wanted))
+    replaced = {key for key, *_ in info["mismatched_keys"]}
+    missing = sorted(set(info["missing_keys"]) - replaced)
+    if new := [key for key in missing if of_new_head(key)]:
+        logger.info("new head: %s", ", ".join(new))
+    if lost := [key for key in missing if not of_new_head(key)]:
+        more = f" and {len(lost) - 5} more" if len(lost) > 5 else ""
+        logger.warning("%s has no weights for %s%s: they start from random values", name, ", ".join(lost[:5]), more)
 
 
 def _from_hub(load: Callable[..., T], name: str) -> T:
@@ -126,13 +248,14 @@ def _from_hub(load: Callable[..., T], name: str) -> T:
     hint = f" (did you mean {guess}?)" if guess else ""
     try:
         online = not is_folder and hub_answers(name)
-        return load(name, local_files_only=not online)
     except UserError as error:  # the hub does not know the name
         raise UserError(error.what, where="task.model", remedy=f"{error.remedy}{hint}") from error
+    try:
+        return load(name, local_files_only=not online)
     except (OSError, ValueError, KeyError, ZeroDivisionError, StrictDataclassError, SafetensorError) as error:
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         if is_folder:
-            remedy = "the folder must hold config.json and safetensors files of a causal language model"
+            remedy = "the folder must hold config.json and safetensors files of a model that transformers knows"
         else:
             remedy = f"give a folder, a hub name that this machine can reach, or a model type for from_scratch{hint}"
         raise UserError(f"cannot load the model {name!r}: {first_line}", where="task.model", remedy=remedy) from error

@@ -123,6 +123,14 @@ class World:
         dist.all_reduce(total, group=self._control)
         return float(total)
 
+    def sum_counts(self, values: list[int]) -> list[int]:
+        """The sums of host integers over all processes, item by item."""
+        if self.size == 1:
+            return values
+        total = torch.tensor(values, dtype=torch.int64)
+        dist.all_reduce(total, group=self._control)
+        return total.tolist()
+
     def largest(self, value: int) -> int:
         """The largest of a host number over all processes."""
         if self.size == 1:

@@ -1,6 +1,7 @@
 """Whether the Hugging Face Hub can be asked: without a network, the answer must not take a minute."""
 
 from pathlib import Path
+from typing import Literal
 
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
@@ -11,14 +12,14 @@ from drawbar.runtime.log import logger
 TIMEOUT_SECONDS = 5.0
 
 
-def hub_answers(name: str) -> bool:
-    """Ask the Hub for a repository once. transformers itself would retry for most of a minute without a network.
+def hub_answers(name: str, kind: Literal["model", "dataset"] = "model") -> bool:
+    """Ask the Hub for a repository once. Its libraries themselves would retry for most of a minute without a network.
 
     Raises:
         UserError: the Hub does not know the name, or it cannot be a name.
     """
     try:
-        HfApi().model_info(name, timeout=TIMEOUT_SECONDS)
+        HfApi().repo_info(name, repo_type=kind, timeout=TIMEOUT_SECONDS)
     except HFValidationError as error:
         raise UserError(
             f"{name} is not a folder on this machine, and cannot be a name on the Hugging Face Hub",

@@ -1,20 +1,19 @@
 """``Batch``: what a task collates samples into."""
 
 from collections.abc import Iterable
-from typing import Self
+from typing import Any, Self
 
 import torch
 
 from drawbar.data.dataset import Sample
 from drawbar.data.packing import IGNORED_LABEL
-
-_NOT_MODEL_INPUTS = frozenset({"labels", "segment_ids"})
+from drawbar.errors import UserError
 
 
 class Batch(dict[str, torch.Tensor]):
     """Tensors by name, and the ids of the samples that they hold.
 
-    ``batch.inputs`` is what a model's forward takes: everything but ``labels`` and ``segment_ids``.
+    ``batch.inputs`` is what a model's forward takes: everything but ``labels``.
     """
 
     def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]] | dict[str, torch.Tensor], ids: list[int]) -> None:
@@ -23,7 +22,12 @@ class Batch(dict[str, torch.Tensor]):
 
     @property
     def inputs(self) -> dict[str, torch.Tensor]:
-        return {name: tensor for name, tensor in self.items() if name not in _NOT_MODEL_INPUTS}
+        return {name: tensor for name, tensor in self.items() if name != "labels"}
+
+    @property
+    def packed(self) -> bool:
+        """Whether a row holds several samples: ``segment_ids`` then say which token belongs to which."""
+        return "segment_ids" in self
 
     def to(self, device: torch.device) -> Self:
         """The same batch on ``device``; copies to a GPU go through pinned memory, and overlap with its work."""
@@ -31,27 +35,49 @@ class Batch(dict[str, torch.Tensor]):
         return type(self)({name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}, self.ids)
 
 
-PADDING = {"labels": IGNORED_LABEL, "attention_mask": 0, "segment_ids": -1}
+PADDING = {"labels": IGNORED_LABEL, "attention_mask": 0, "segment_ids": -1, "decoder_segment_ids": -1}
 """What each field is padded with; ``input_ids`` get the tokenizer's pad token, anything else 0."""
 
 
-def pad_and_stack(samples: list[Sample], pad_token: int = 0) -> Batch:
+def pad_and_stack(samples: list[Sample], padding: dict[str, int] | None = None) -> Batch:
     """Stack fields of equal shape; pad those that differ in length, on the right, to the longest.
 
+    Integers become int64, but bytes (uint8). The fields of packed rows that hold a value for each sample are laid end
+    to end.
+
     Args:
-        samples: rows with the same keys; each field an array (L,) or a number, and ``ids``, those of its samples.
-        pad_token: what ``input_ids`` are padded with.
+        samples: rows with the same keys; each field an array (L, …), a number, or, in packed rows, a list with an item
+            for each sample; and ``ids``, the numbers of the row's samples.
+        padding: what to fill fields with, over ``PADDING``.
 
     Returns:
-        A batch of (B, L) and (B,) tensors.
+        A batch of (B, L, …), (B,) and, for lists, (samples, …) tensors.
+
+    Raises:
+        UserError: a field is text, or its arrays cannot be stacked.
     """
-    padding = {**PADDING, "input_ids": pad_token}
+    fill = {**PADDING, **(padding or {})}
     tensors: dict[str, torch.Tensor] = {}
     for name in samples[0]:
-        if name in ("id", "ids"):
-            continue
-        rows = [torch.as_tensor(sample[name]) for sample in samples]
-        if len({row.shape for row in rows}) > 1:
-            rows = list(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=padding.get(name, 0)))
-        tensors[name] = torch.stack(rows)
+        if name not in ("id", "ids"):
+            values = [sample[name] for sample in samples]
+            if isinstance(values[0], list):
+                values = [value for row in values for value in row]
+            tensors[name] = _stack(name, values, fill.get(name, 0))
     return Batch(tensors, ids=[number for sample in samples for number in sample["ids"]])
+
+
+def _stack(name: str, values: list[Any], fill: int) -> torch.Tensor:
+    try:
+        rows = [torch.as_tensor(value) for value in values]
+        if len({row.shape for row in rows}) > 1:
+            rows = list(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=fill))
+        stacked = torch.stack(rows)
+    except (TypeError, RuntimeError, ValueError) as error:
+        raise UserError(
+            f"the field {name!r} of the samples cannot become a tensor: {error}",
+            remedy="leave it out of what the task's encode returns, or define the task's collate",
+        ) from error
+    # int32 keeps encoded data small, but embeddings want int64; bytes are pictures, and stay small
+    kept = stacked.is_floating_point() or stacked.dtype in (torch.bool, torch.uint8)
+    return stacked if kept else stacked.long()

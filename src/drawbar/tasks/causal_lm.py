@@ -1,4 +1,4 @@
-"""The built-in task ``causal_lm``: predict the next token, from scratch or from a pretrained model."""
+"""The built-in task ``causal_lm``: predict the next token of documents, of completions or of a chat's answers."""
 
 import math
 from typing import Any
@@ -8,56 +8,64 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from drawbar.config.schema import CausalLMConfig, TokenizerTraining
+from drawbar.config.schema import RunConfig
+from drawbar.config.tasks import CausalLMConfig
 from drawbar.data.dataset import Sample
 from drawbar.data.packing import IGNORED_LABEL, split_tokens
-from drawbar.data.tokenizer import begin_token, load_tokenizer, train_byte_bpe
+from drawbar.data.tokenizer import begin_token
 from drawbar.errors import UserError
-from drawbar.models.huggingface import build_from_scratch, fit_embeddings, load_pretrained
 from drawbar.tasks.batch import Batch, pad_and_stack
-from drawbar.tasks.task import Task
+from drawbar.tasks.chat import Piece, chat_pieces
+from drawbar.tasks.pretrained import PretrainedTask
+from drawbar.tasks.task import require
+from drawbar.tasks.writing import continuations
 
 
-class CausalLM(Task):
-    """Next-token prediction. Labels stand under their own tokens, as in transformers; the loss shifts them by one."""
+class CausalLM(PretrainedTask):
+    """Next-token prediction. Labels stand under their own tokens, as in transformers; the loss shifts them by one.
+
+    A record is a document, or, for instruction tuning, a prompt with its completion, or a chat; the loss is then that
+    of completions and answers alone.
+    """
 
     Config = CausalLMConfig
     config: CausalLMConfig
+    head = "causal_lm"
+    targets = "next_token"
 
-    def build_tokenizer(self) -> Any:
-        wanted = self.config.tokenizer
-        if isinstance(wanted, TokenizerTraining):
-            texts = (self._text(record) for record in self.records("train"))
-            return train_byte_bpe(texts, wanted.vocab_size)
-        if wanted is None and self.config.from_scratch is not None:
+    def __init__(self, run_config: RunConfig) -> None:
+        super().__init__(run_config)
+        config = self.config
+        if (config.prompt_column is None) != (config.completion_column is None):
             raise UserError(
-                "a model from scratch needs a tokenizer",
-                where="task.tokenizer",
-                remedy="name one (task.tokenizer=gpt2), or train one (task.tokenizer={train: byte_bpe})",
+                "a prompt and its completion come together",
+                where="task.prompt_column, task.completion_column",
+                remedy="set both, or neither",
             )
-        return load_tokenizer(wanted or self.config.model)
-
-    def build_model(self) -> nn.Module:
-        if self.config.from_scratch is not None:
-            model = build_from_scratch(self.config.model, self.config.from_scratch, self.tokenizer)
-        else:
-            model = load_pretrained(self.config.model)
-        fit_embeddings(model, self.tokenizer, resize=self.config.resize_embeddings)
-        self._check_length(model)
-        return model
-
-    def _check_length(self, model: nn.Module) -> None:
-        limit = getattr(model.config, "max_position_embeddings", None)
-        if limit is not None and self.data.sequence_length > limit:
+        if config.prompt_column is not None and config.messages_column is not None:
             raise UserError(
-                f"data.sequence_length is {self.data.sequence_length}, but the model has {limit} positions",
-                where="data.sequence_length",
-                remedy=f"set data.sequence_length={limit}, or a larger max_position_embeddings in task.from_scratch",
+                "a record is a prompt with its completion, or a chat, not both",
+                where="task.prompt_column, task.messages_column",
+                remedy="set one of them to null",
             )
+        if config.generation is not None and not self.instructs:
+            raise UserError(
+                "only instruction tuning has completions to write and to score",
+                where="task.generation",
+                remedy="set task.prompt_column and task.completion_column, or task.messages_column; "
+                "`drawbar generate` writes text from any language model",
+            )
+
+    @property
+    def instructs(self) -> bool:
+        """Whether records are prompts with answers."""
+        return self.config.prompt_column is not None or self.config.messages_column is not None
 
     def encode(self, record: dict[str, Any], train: bool) -> list[Sample] | None:
-        """A document: a begin token, its text, an end token; split into windows where it is too long."""
-        tokens = self.tokenizer(self._text(record), add_special_tokens=False)["input_ids"]
+        """A document in windows, or one sample of a prompt and its answers."""
+        if self.instructs:
+            return self._conversation(record)
+        tokens = self.tokenizer(self._text(record), add_special_tokens=False, verbose=False)["input_ids"]
         framed = (begin_token(self.tokenizer), *tokens, self.tokenizer.eos_token_id)
         tokens = [token for token in framed if token is not None]
         if len(tokens) < 2:  # nothing to predict
@@ -65,24 +73,60 @@ class CausalLM(Task):
         windows = split_tokens(np.asarray(tokens, dtype=np.int32), self.data.sequence_length)
         return [{"input_ids": window, "labels": window} for window in windows]
 
+    def _conversation(self, record: dict[str, Any]) -> list[Sample] | None:
+        tokens: list[int] = []
+        labels: list[int] = []
+        for piece in self._pieces(record):
+            found = self.tokenizer(piece.text, add_special_tokens=False, verbose=False)["input_ids"] + piece.after
+            tokens += found
+            labels += found if piece.target else [IGNORED_LABEL] * len(found)
+        limit = self.data.sequence_length
+        if self.labelled and all(label == IGNORED_LABEL for label in labels[1:limit]):  # the prompt alone fills it
+            return None
+        cut = {"truncated": True} if len(tokens) > limit else {}
+        return [{"input_ids": tokens[:limit], "labels": labels[:limit], **cut}]
+
+    def _pieces(self, record: dict[str, Any]) -> list[Piece]:
+        """The record as texts to read and texts to learn, in order."""
+        config = self.config
+        if config.messages_column is not None:
+            messages = require(record, config.messages_column, "task.messages_column", list)
+            return chat_pieces(self.tokenizer, messages, answered=self.labelled)
+        assert config.prompt_column is not None
+        assert config.completion_column is not None
+        begin, end = begin_token(self.tokenizer), self.tokenizer.eos_token_id
+        pieces = [
+            Piece("", target=False, after=[] if begin is None else [begin]),
+            Piece(require(record, config.prompt_column, "task.prompt_column"), target=False),
+        ]
+        if self.labelled:
+            completion = require(record, config.completion_column, "task.completion_column")
+            pieces.append(Piece(completion, target=True, after=[] if end is None else [end]))
+        return pieces
+
     def _text(self, record: dict[str, Any]) -> str:
-        text = record.get(self.config.text_column)
-        if not isinstance(text, str):
-            raise UserError(
-                f"the record has no text under {self.config.text_column!r}; it has {', '.join(map(repr, record))}",
-                where="task.text_column",
-                remedy="set task.text_column to the key that holds the text",
-            )
-        return text
+        return require(record, self.config.text_column, "task.text_column")
+
+    def texts(self, record: dict[str, Any]) -> list[str]:
+        config = self.config
+        if config.messages_column is not None:
+            messages = require(record, config.messages_column, "task.messages_column", list)
+            return [str(message.get("content", "")) for message in messages]
+        if config.prompt_column is None or config.completion_column is None:
+            return [self._text(record)]
+        return [
+            require(record, config.prompt_column, "task.prompt_column"),
+            require(record, config.completion_column, "task.completion_column"),
+        ]
 
     def collate(self, samples: list[Sample]) -> Batch:
-        batch = pad_and_stack(samples, pad_token=self.tokenizer.eos_token_id or 0)
-        # int32 keeps the encoded data small in memory; embeddings and losses want int64
-        return Batch({name: tensor.long() for name, tensor in batch.items()}, batch.ids)
+        if self.predicts:  # the attention mask says where a prompt ends
+            return super().collate(samples)
+        # otherwise there is none: padding is on the right, where a causal model never looks
+        return pad_and_stack(samples, {"input_ids": self.pad_token})
 
     def forward(self, model: nn.Module, batch: Batch) -> Any:
-        # No attention mask: padding is on the right, where a causal model never looks. A cache would hide from
-        # transformers that restarting position_ids mean several documents in a row.
+        # A cache would hide from transformers that restarting position_ids mean several documents in a row.
         return model(**batch.inputs, use_cache=False)
 
     def loss(self, outputs: Any, batch: Batch) -> torch.Tensor:
@@ -94,9 +138,40 @@ class CausalLM(Task):
     def weight(self, batch: Batch) -> float:
         return int((batch["labels"][:, 1:] != IGNORED_LABEL).sum())
 
+    @property
+    def predicts(self) -> bool:
+        return self.config.generation is not None
+
+    def predict(self, model: nn.Module, batch: Batch) -> list[Any]:
+        """The completion of each sample's prompt: of what stands before the last answer."""
+        assert self.config.generation is not None
+        lengths_B = batch["attention_mask"].sum(1).tolist()
+        rows = zip(batch["input_ids"].tolist(), batch["labels"].tolist(), lengths_B, strict=True)
+        prompts = [tokens[: _prompt_length(labels[:length])] for tokens, labels, length in rows]
+        return continuations(model, self.tokenizer, prompts, self.pad_token, self.config.generation)
+
+    def references(self, records: list[dict[str, Any]]) -> list[Any]:
+        if self.config.messages_column is not None:
+            return [record[self.config.messages_column][-1]["content"] for record in records]
+        assert self.config.completion_column is not None
+        return [record[self.config.completion_column] for record in records]
+
     def loss_scores(self, loss: float, weight: float, records: list[dict[str, Any]]) -> dict[str, float]:
-        """Mean loss (nats a token), perplexity, and bits per UTF-8 byte of text (end tokens are paid for, too)."""
-        size = sum(len(self._text(record).encode()) for record in records)
+        """Mean loss (nats a target token), perplexity and, for documents, bits per UTF-8 byte, end tokens included."""
         mean = loss / weight
-        perplexity = math.exp(mean) if mean < 700 else math.inf
-        return {"loss": mean, "perplexity": perplexity, "bits_per_byte": loss / math.log(2) / max(size, 1)}
+        scores = {"loss": mean, "perplexity": math.exp(mean) if mean < 700 else math.inf}
+        if not self.instructs:
+            size = sum(len(self._text(record).encode()) for record in records)
+            scores["bits_per_byte"] = loss / math.log(2) / max(size, 1)
+        return scores
+
+
+def _prompt_length(labels: list[int]) -> int:
+    """Tokens before the last answer; all of them where there is no answer."""
+    end = len(labels)
+    while end and labels[end - 1] == IGNORED_LABEL:
+        end -= 1
+    start = end
+    while start and labels[start - 1] != IGNORED_LABEL:
+        start -= 1
+    return start if end else len(labels)

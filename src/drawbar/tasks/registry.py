@@ -4,9 +4,18 @@ import importlib
 
 from drawbar.errors import UserError
 from drawbar.tasks.causal_lm import CausalLM
+from drawbar.tasks.classification import SequenceClassification, TokenClassification
+from drawbar.tasks.masked_lm import MaskedLM
+from drawbar.tasks.seq2seq import Seq2Seq
 from drawbar.tasks.task import Task
 
-BUILT_IN: dict[str, type[Task]] = {"causal_lm": CausalLM}
+BUILT_IN: dict[str, type[Task]] = {
+    "causal_lm": CausalLM,
+    "sequence_classification": SequenceClassification,
+    "token_classification": TokenClassification,
+    "seq2seq": Seq2Seq,
+    "masked_lm": MaskedLM,
+}
 
 
 def task_class(name: str) -> type[Task]:

@@ -4,17 +4,21 @@ The engine calls ``forward``, ``loss`` and ``weight`` for training, and ``predic
 a loss, never moves a tensor to a device and never asks how many processes there are: the engine does.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import nn
 
 from drawbar.config.schema import DataSection, RunConfig, TaskConfig
 from drawbar.data.dataset import Sample
-from drawbar.data.sources import open_records
+from drawbar.data.packing import Targets
+from drawbar.data.sources import Records, open_records
 from drawbar.errors import UserError
 from drawbar.tasks.batch import Batch, pad_and_stack
+
+T = TypeVar("T")
 
 
 class Task:
@@ -23,34 +27,61 @@ class Task:
     Config: type[TaskConfig] = TaskConfig
     """This task's own options; each field is a key under ``task:`` and a command-line override."""
 
+    targets: Targets | None = None
+    """Where the ``labels`` of a sample sit: ``next_token``, ``token``, ``sample`` or ``decoder``. A task that says so
+    can be packed (``data.batching: packed``): its batches then have ``segment_ids``, which go to the model."""
+
     def __init__(self, run_config: RunConfig) -> None:
+        self.run_config = run_config
         self.config: Any = run_config.task
         self.data: DataSection = run_config.data
         self.tokenizer: Any = None
-        """What ``build_tokenizer`` returned; set before anything else is called."""
+        """What ``build_tokenizer`` returned; set before anything below it is called."""
+        self.facts: dict[str, Any] = {}
+        """What ``find_facts`` returned; set before anything below it is called."""
+        self.labelled = True
+        """False where records have no targets to learn from or to compare with: ``encode`` then leaves them out."""
 
     def build_tokenizer(self) -> Any:
         """The tokenizer, or None for a task that needs none. Called once, on rank 0; it is sent to the others."""
         return None
 
+    def find_facts(self) -> dict[str, Any]:
+        """What must be known of the training data before it is encoded (its labels, say), as plain values.
+
+        Called once, on rank 0 of a new run; kept in the run's ``task.json``, and found in ``self.facts`` ever after.
+        """
+        return {}
+
     def build_model(self) -> nn.Module:
         """The model, in fp32, on the CPU."""
         raise NotImplementedError(f"{type(self).__name__} does not define build_model()")
 
-    def records(self, split: str) -> Sequence[dict[str, Any]]:
+    @property
+    def skips_bad_records(self) -> bool:
+        """Whether ``data.on_bad_record`` says so."""
+        return self.data.on_bad_record == "skip"
+
+    def records(self, split: str) -> Iterable[dict[str, Any]]:
         """The records of ``train``, ``validation`` or ``test``: plain dicts, in a fixed order.
 
         Raises:
             UserError: ``data.<split>`` is not set, or cannot be read.
         """
-        source = getattr(self.data, split)
-        if source is None:
-            raise UserError(f"there is no {split} data", where=f"data.{split}", remedy=f"set data.{split}=FILE")
-        return open_records(source, split, self.data.sample_by)
+        return open_records(self.data, split)
 
     def encode(self, record: dict[str, Any], train: bool) -> Sample | list[Sample] | None:
-        """One record as a sample, or as several; None drops it, and is counted."""
+        """One record as a sample, or as several; None drops it, and is counted.
+
+        It is called once for each record, ahead of training, and must depend on nothing but the record, the task's own
+        options, ``data.sequence_length``, the tokenizer and the facts: the result is kept for the next run.
+        """
         return record
+
+    def augment(self, sample: Sample, train: bool, rng: np.random.Generator) -> Sample:
+        """A sample as one epoch sees it: where chance comes in. ``rng`` is a pure function of run.seed, epoch and
+        sample (in an evaluation always the same), so no world size, batch size or restart changes the draw."""
+        return sample
 
     def collate(self, samples: list[Sample]) -> Batch:
         """Samples as one batch of tensors."""
@@ -74,7 +105,7 @@ class Task:
 
     @property
     def predicts(self) -> bool:
-        """Whether this task defines ``predict``."""
+        """Whether this task predicts in an evaluation."""
         return type(self).predict is not Task.predict
 
     def score(self, records: list[dict[str, Any]]) -> dict[str, float]:
@@ -84,3 +115,45 @@ class Task:
     def loss_scores(self, loss: float, weight: float, records: list[dict[str, Any]]) -> dict[str, float]:
         """Scores that follow from the summed loss alone; ``records`` are those that were evaluated."""
         return {"loss": loss / weight}
+
+
+def of_every(records: Iterable[dict[str, Any]], function: Callable[[dict[str, Any]], T], skip_bad: bool) -> Iterator[T]:
+    """``function`` of every record, for what must be found out before records are encoded.
+
+    Args:
+        skip_bad: leave out records that it refuses, as ``data.on_bad_record=skip`` asks for.
+
+    Raises:
+        UserError: it refuses a record; with file and line.
+    """
+    for number, record in enumerate(records):
+        try:
+            yield function(record)
+        except UserError as error:
+            if not skip_bad:
+                place = records.where(number) if isinstance(records, Records) else f"record {number}"
+                raise UserError(error.what, where=error.where or place, remedy=error.remedy) from error
+
+
+def require(record: dict[str, Any], column: str, setting: str, kind: type = str) -> Any:
+    """A record's value under ``column``.
+
+    Args:
+        setting: the setting that names the column, for the message.
+        kind: what the value must be an instance of.
+
+    Raises:
+        UserError: the record has no such column, or it holds something else. Who calls ``encode`` adds file and line.
+    """
+    if column not in record:
+        raise UserError(
+            f"the record has no {column!r}; it has {', '.join(map(repr, record))}",
+            remedy=f"set {setting} to the right key, or data.columns where the file has no header",
+        )
+    value = record[column]
+    if not isinstance(value, kind):
+        raise UserError(
+            f"{column!r} is {type(value).__name__}, not {kind.__name__}: {str(value)[:60]!r}",
+            remedy=f"mend the record, or set {setting} to the key that holds it",
+        )
+    return value

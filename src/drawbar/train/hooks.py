@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from drawbar.config.schema import EvalSection, ProfileSection
+from drawbar.data.loader import Loader
 from drawbar.errors import ExitCode, UserError
 from drawbar.evaluation.evaluate import Evaluation, unknown_metric, write_results
 from drawbar.runtime.dist import World
@@ -41,21 +42,21 @@ class LogHook(Hook):
     def __init__(
         self,
         every: int,
-        steps_per_epoch: int,
+        loader: Loader,
         world: World,
         meter: Throughput,
         trackers: list[Tracker],
         console: Console,
     ) -> None:
         self._every = every
-        self._steps_per_epoch = steps_per_epoch
+        self._loader = loader
         self._world = world
         self._meter = meter
         self._trackers = trackers
         self._console = console
 
     def step(self, info: StepInfo) -> None:
-        self._meter.add(info.result.weight)
+        self._meter.add(self._loader.tokens)
         self._console.advance(info.step)
         if info.step % self._every == 0 or info.step == 1 or info.last:
             check_finite(info)
@@ -70,7 +71,7 @@ class LogHook(Hook):
             "train/lr": info.result.lr,
             "train/grad_norm": float(info.result.grad_norm),
             "train/weight": info.result.weight,
-            "train/epoch": info.step / self._steps_per_epoch,
+            "train/epoch": self._loader.epoch,
             "train/skipped": info.progress.skipped,
             "train/tokens_per_second": self._meter.read(),
             "train/peak_memory_gib": peak_memory(self._world.device) / 2**30,

@@ -1,10 +1,16 @@
-"""Evaluation and generation from a run directory."""
+"""Evaluation, prediction and generation from a run directory."""
 
-from contextlib import ExitStack, closing
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
 
 from drawbar.checkpoint.space import explain_full_disk
 from drawbar.config.schema import RunConfig
-from drawbar.evaluation.evaluate import evaluate, write_results
+from drawbar.data.readers import BadRecord
+from drawbar.data.sources import Record, Records
+from drawbar.errors import UserError
+from drawbar.evaluation.evaluate import Split, evaluate, predict, write_results
 from drawbar.evaluation.generate import Sampling, generate_text
 from drawbar.runtime.dist import World
 from drawbar.runtime.env import Place, choose_device
@@ -12,8 +18,28 @@ from drawbar.runtime.log import open_log_file, start_logging
 from drawbar.runtime.seed import seed_everything
 from drawbar.tasks.registry import task_class
 from drawbar.tasks.task import Task
-from drawbar.tracking.console import make_console
-from drawbar.train.setup import build_task, eval_micro_batch, load_split, open_checkpoint
+from drawbar.tracking.console import Console, make_console
+from drawbar.train.data import eval_micro_batch, load_split, varied_by
+from drawbar.train.output import write_lines
+from drawbar.train.setup import build_task, open_checkpoint
+
+PROMPTS_TOGETHER = 32
+"""Prompts of one generation: a file of any length fits into memory."""
+
+
+@contextmanager
+def _joined(config: RunConfig) -> Iterator[tuple[World, Console]]:
+    """The processes of a command, and where it tells a person how far it is."""
+    place = Place.from_environment()
+    device = choose_device(config.device, place)
+    console = make_console(place.first)
+    start_logging(place.rank, console.logging_handler())
+    seed_everything(config.run.seed, place.rank)  # for predictions that are drawn by chance
+    try:
+        with World(place, device, config.launch.timeout) as world:
+            yield world, console
+    finally:
+        console.stop()
 
 
 def evaluate_run(
@@ -24,14 +50,7 @@ def evaluate_run(
     Raises:
         UserError: there is no such checkpoint or data.
     """
-    place = Place.from_environment()
-    device = choose_device(config.device, place)
-    console = make_console(place.first)
-    start_logging(place.rank, console.logging_handler())
-    with ExitStack() as stack:
-        stack.callback(console.stop)
-        stack.enter_context(explain_full_disk(config.run_dir))
-        world = stack.enter_context(World(place, device, config.launch.timeout))
+    with explain_full_disk(config.run_dir), _joined(config) as (world, console):
         open_log_file(config.run_dir, world.rank)
         task = build_task(task_type or task_class(config.task.type), config, world, config.run_dir)
         split = load_split(task, split_name, config, world, console)
@@ -42,13 +61,93 @@ def evaluate_run(
                 task,
                 split,
                 world,
-                eval_micro_batch(config, world),
+                eval_micro_batch(config, in_tokens="input_ids" in split.samples.fields),
+                varied_by(task, config, train=False),
                 progress=lambda done, total: console.phase(f"evaluating {split_name}", done, total),
             )
         if world.first:
             write_results(config.run_dir / "eval" / split_name, evaluation, step)
             console.evaluation(step, {f"eval/{split_name}/{name}": value for name, value in evaluation.scores.items()})
     return evaluation.scores
+
+
+def predict_from_run(config: RunConfig, task_type: type[Task] | None, output: Path, which: str | None) -> None:
+    """Predict for the records of ``data.test``, which need no labels, and write each with its prediction.
+
+    Args:
+        output: a ``.jsonl`` file with a line for each record, in order; it appears when it is complete. Where there is
+            no prediction, because ``encode`` dropped the record or it is bad, ``prediction`` is null.
+        which: see ``open_checkpoint``.
+
+    Raises:
+        UserError: the task does not predict, there is no such checkpoint, or the input cannot be read or encoded.
+    """
+    with _joined(config) as (world, console):
+        task = build_task(task_type or task_class(config.task.type), config, world, config.run_dir)
+        if not task.predicts:
+            raise UserError(
+                f"{type(task).__name__} makes no predictions",
+                where="RUN",
+                remedy="define predict() in the task, or set task.generation; `drawbar eval` gives its scores",
+            )
+        task.labelled = False
+        split = _load_input(task, config, world, console)
+        engine, _ = open_checkpoint(task, config, which, world)
+        with closing(engine):
+            found = predict(
+                engine,
+                task,
+                split,
+                world,
+                eval_micro_batch(config, in_tokens="input_ids" in split.samples.fields),
+                varied_by(task, config, train=False),
+                progress=lambda done, total: console.phase("predicting", done, total),
+            )
+        if world.first:
+            lines = list(_with_predictions(split.records, found))
+            write_lines(output, lines)
+            missing = f", {len(lines) - len(found):,} without prediction" if len(lines) > len(found) else ""
+            console.message(f"{output}: {len(lines):,} records{missing}")
+
+
+def _load_input(task: Task, config: RunConfig, world: World, console: Console) -> Split:
+    """The test data. An error names the option, and says what is often wrong with data that have no labels."""
+    try:
+        return load_split(task, "test", config, world, console)
+    except UserError as error:
+        if error.where == "data.test":
+            error.where = "--input"
+        hint = ""
+        if config.data.columns is not None and "the setting columns names" in error.what:
+            hint = f"name the columns that it has, as in data.columns=[{config.data.columns[0]}]"
+        elif error.where == "data.rename":
+            hint = "rename only what it has: data.rename=null, then data.rename.NEW=OLD for each column"
+        if hint:
+            error.remedy = f"{error.remedy}; where the input has no labels, {hint}"
+        if not type(task).encode.__module__.startswith("drawbar."):
+            error.remedy = f"{error.remedy}; encode() has to do without targets where self.labelled is False"
+        raise
+
+
+def _with_predictions(records: Iterable[Record], predictions: dict[int, Any]) -> Iterator[dict[str, Any]]:
+    """Every record of the input with its prediction, by its number; of a bad one, what is wrong with it."""
+    number = 0
+    for record in _with_bad(records):
+        if isinstance(record, BadRecord):
+            yield {"error": f"{record.where}: {record.what}", "prediction": None}
+        else:
+            yield {**record, "prediction": predictions.get(number)}
+            number += 1
+
+
+def _with_bad(records: Iterable[Record]) -> Iterator[Record | BadRecord]:
+    """The records, and in their places the bad ones that were left out."""
+    if not isinstance(records, Records):
+        yield from records
+        return
+    for stream in records.streams:
+        for _, _, record in stream.read_all():
+            yield record
 
 
 def generate_from_run(
@@ -67,4 +166,5 @@ def generate_from_run(
         task = build_task(task_type or task_class(config.task.type), config, world, config.run_dir)
         engine, _ = open_checkpoint(task, config, which, world)
         with closing(engine):
-            return generate_text(engine, task.tokenizer, prompts, sampling)
+            parts = [prompts[at : at + PROMPTS_TOGETHER] for at in range(0, len(prompts), PROMPTS_TOGETHER)]
+            return [text for part in parts for text in generate_text(engine, task.tokenizer, part, sampling)]

@@ -14,10 +14,11 @@ from drawbar.config.compare import differences, render_differences
 from drawbar.config.load import dump_yaml, load_config
 from drawbar.config.schema import RunConfig, RunSection
 from drawbar.errors import UserError
+from drawbar.runtime.files import write_whole
 
 LOCK_FILE = ".lock"
 CONFIG_DRAFT = "config.yaml.tmp"
-"""What ``config.yaml`` is called until it is whole."""
+"""What a process that was killed may leave behind: see ``write_whole``."""
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,4 @@ def lock_run_dir(folder: Path, patience: float = 5.0) -> IO[str]:
 
 def write_config(config: RunConfig) -> None:
     """Write ``config.yaml``, whole or not at all: from here on the directory is a run."""
-    draft = config.run_dir / CONFIG_DRAFT
-    draft.write_text(dump_yaml(config), encoding="utf-8")
-    os.replace(draft, config.run_dir / "config.yaml")
+    write_whole(config.run_dir / "config.yaml", dump_yaml(config))

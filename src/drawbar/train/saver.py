@@ -11,7 +11,7 @@ from drawbar.checkpoint.load import read
 from drawbar.checkpoint.save import snapshot_to_host
 from drawbar.checkpoint.writer import AsyncWriter
 from drawbar.config.schema import CheckpointSection
-from drawbar.data.loader import TrainLoader
+from drawbar.data.loader import Loader
 from drawbar.engines.engine import Engine, EngineState
 from drawbar.errors import UserError
 from drawbar.runtime.dist import World
@@ -24,7 +24,7 @@ class Saver:
     """Saves on rank 0 in a background thread; training waits only for a copy to host memory."""
 
     def __init__(
-        self, config: CheckpointSection, folder: Path, metric: str, engine: Engine, loader: TrainLoader, world: World
+        self, config: CheckpointSection, folder: Path, metric: str, engine: Engine, loader: Loader, world: World
     ) -> None:
         self._config = config
         self._directory = CheckpointDirectory(folder)
@@ -71,7 +71,7 @@ class Saver:
         self._writer.close()
 
 
-def restore(checkpoint: Path, forked: bool, seed: int, engine: Engine, loader: TrainLoader, world: World) -> Progress:
+def restore(checkpoint: Path, forked: bool, seed: int, engine: Engine, loader: Loader, world: World) -> Progress:
     """Put everything back, so that the next step is the one that would have followed.
 
     A fork takes weights, optimizer and position where they fit, and forgets the scores of the run it came from.
@@ -98,7 +98,7 @@ def restore(checkpoint: Path, forked: bool, seed: int, engine: Engine, loader: T
     return progress
 
 
-def _load_what_fits(engine: Engine, state: EngineState, loader: TrainLoader, data: dict[str, Any]) -> None:
+def _load_what_fits(engine: Engine, state: EngineState, loader: Loader, data: dict[str, Any]) -> None:
     """For a fork: another optimizer starts afresh on the same weights, other data from its beginning."""
     try:
         engine.load(state)

@@ -9,11 +9,11 @@ from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.checkpoint.space import check_space, check_writable, explain_full_disk, required_bytes
 from drawbar.config.rules import RULES, TRAIN_RULES, check_rules, check_world
 from drawbar.config.schema import RunConfig
-from drawbar.data.loader import TrainLoader
+from drawbar.data.loader import Loader
 from drawbar.engines.choose import choose_engine
 from drawbar.engines.engine import Engine
 from drawbar.errors import ExitCode
-from drawbar.evaluation.evaluate import Evaluation, Split, check_metric, evaluate
+from drawbar.evaluation.evaluate import Evaluation, Split, evaluate
 from drawbar.runtime.dist import World
 from drawbar.runtime.env import Place, choose_device
 from drawbar.runtime.log import open_log_file, start_logging
@@ -23,17 +23,12 @@ from drawbar.tasks.task import Task
 from drawbar.tracking.console import Console, make_console
 from drawbar.tracking.meters import Throughput
 from drawbar.tracking.trackers import Tracker, make_trackers
+from drawbar.train.check import check_evaluation, check_signatures, check_task
+from drawbar.train.data import eval_micro_batch, load_split, make_loader, varied_by
 from drawbar.train.hooks import EvalHook, Hook, LogHook, ProfileHook, SaveHook, out_of_patience
 from drawbar.train.rundir import Start, find_start, lock_run_dir, renamed, write_config
 from drawbar.train.saver import Saver, restore
-from drawbar.train.setup import (
-    build_task,
-    count_steps,
-    eval_micro_batch,
-    load_split,
-    make_loader,
-    save_tokenizer,
-)
+from drawbar.train.setup import build_task, count_steps, save_task
 from drawbar.train.step import Progress, StepInfo
 from drawbar.train.stop import Stop
 
@@ -64,6 +59,7 @@ class Trainer:
         self.source = config
         self.config = config if fork is None else renamed(config, fork)
         self.task_type = task or task_class(config.task.type)
+        check_signatures(self.task_type)
         self.resume = resume
         self.fork = fork
         self._lock: IO[str] | None = None
@@ -100,13 +96,16 @@ class Trainer:
 
         origin = config.run_dir if start.checkpoint is None else start.checkpoint.resolve().parent.parent
         task = build_task(self.task_type, config, world, origin)
-        train = load_split(task, "train", config, world, console)
-        validation = load_split(task, "validation", config, world, console) if config.data.validation else None
-        if validation is not None:
-            check_metric(task, validation, config.eval.metric)
-        loader = make_loader(task, train, config, world)
+        validates = config.data.validation is not None or config.data.validation_share is not None
+        if validates:
+            task.records("validation")  # a missing file is found before the training data is encoded
+        loader = make_loader(task, config, world, console)
+        validation = load_split(task, "validation", config, world, console) if validates else None
         total_steps = count_steps(config.train, loader.steps_per_epoch)
         engine = choose_engine(task, config, world, total_steps)
+        check_task(task, engine, loader.example())
+        if validation is not None:
+            check_evaluation(task, engine, validation, config.eval.metric)
 
         seed_everything(config.run.seed, world.rank)  # from here on a rank's dropout is its own
         progress = Progress()
@@ -135,7 +134,7 @@ class Trainer:
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = self._lock or lock_run_dir(folder)
             write_config(self.config)  # first: from here on the same command goes on with what it finds
-            save_tokenizer(task, folder)
+            save_task(task, folder)
             checkpoints.clean()
         world.barrier("opening the run directory")
         open_log_file(folder, world.rank)
@@ -151,7 +150,7 @@ class _Run:
     console: Console
     task: Task
     engine: Engine
-    loader: TrainLoader
+    loader: Loader
     validation: Split | None
     progress: Progress
     meter: Throughput = field(default_factory=Throughput)
@@ -200,8 +199,8 @@ class _Run:
 
     def _make_hooks(self, saver: Saver) -> list[Hook]:
         config, world, run_dir = self.config, self.world, self.config.run_dir
-        log_every, per_epoch = config.tracking.log_every, self.loader.steps_per_epoch
-        hooks: list[Hook] = [LogHook(log_every, per_epoch, world, self.meter, self.trackers, self.console)]
+        log_every = config.tracking.log_every
+        hooks: list[Hook] = [LogHook(log_every, self.loader, world, self.meter, self.trackers, self.console)]
         if self.validation is not None:
             evaluation = EvalHook(config.eval, self._evaluate, run_dir, world, self.trackers, self.console, self.stop)
             if config.eval.at_start and self.progress.step == 0:
@@ -215,6 +214,7 @@ class _Run:
     def _evaluate(self) -> Evaluation:
         """Evaluate on the validation data, leaving every random generator as it was."""
         assert self.validation is not None
+        samples = self.validation.samples
         state = rng_state(self.world.device)
         with self.meter.paused():
             evaluation = evaluate(
@@ -222,7 +222,8 @@ class _Run:
                 self.task,
                 self.validation,
                 self.world,
-                eval_micro_batch(self.config, self.world),
+                eval_micro_batch(self.config, in_tokens="input_ids" in samples.fields),
+                varied_by(self.task, self.config, train=False),
                 progress=lambda done, total: self.console.phase("evaluating", done, total),
             )
         set_rng_state(state, self.world.device)

@@ -86,7 +86,7 @@ def test_space(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("size", "text"), [(0, "0.0 MiB"), (3 * 2**19, "1.5 MiB"), (2**30, "1.0 GiB"), (5 * 2**29, "2.5 GiB")]
+    ("size", "text"), [(0, "0.0 KiB"), (3 * 2**19, "1.5 MiB"), (2**30, "1.0 GiB"), (5 * 2**29, "2.5 GiB")]
 )
 def test_readable(size, text):
     assert readable(size) == text

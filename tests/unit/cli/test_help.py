@@ -74,7 +74,8 @@ def parse(arguments: list[str]) -> click.Context:
 
 def test_the_commands() -> None:
     names = {" ".join(path) for path in COMMANDS}
-    assert {"", "train", "eval", "generate", "config", "config show", "config schema", "config explain"} <= names
+    assert {"", "prepare", "train", "eval", "predict", "generate", "export"} <= names
+    assert {"config", "config show", "config schema", "config explain"} <= names
 
 
 def cpu_seconds(command: list[str], folder: Path) -> float:
@@ -115,7 +116,8 @@ def test_the_version_is_told_once() -> None:
 @pytest.mark.parametrize("path", COMMANDS, ids=lambda path: " ".join(("drawbar", *path)))
 def test_teaches_by_examples_that_parse(path: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("prompts.txt").touch()
+    for name in ("prompts.txt", "prompts.jsonl"):
+        Path(name).touch()
     for arguments in examples(path):
         assert tuple(arguments[: len(path)]) == path
         context = parse(arguments)
@@ -125,7 +127,15 @@ def test_teaches_by_examples_that_parse(path: tuple[str, ...], tmp_path: Path, m
 
 
 @pytest.mark.parametrize(
-    "arguments", [["train", "--frok", "x"], ["trian"], ["eval"], ["generate", "runs/a", "--beams=0"]]
+    "arguments",
+    [
+        ["train", "--frok", "x"],
+        ["trian"],
+        ["eval"],
+        ["generate", "runs/a", "--beams=0"],
+        ["predict", "runs/a", "--input", "a.txt"],
+        ["export", "runs/a"],
+    ],
 )
 def test_the_parser_of_these_tests_can_refuse(arguments: list[str]) -> None:
     with pytest.raises(click.UsageError):

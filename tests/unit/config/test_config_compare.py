@@ -75,10 +75,10 @@ def test_everything_that_may_change_exists():
 
 
 def test_table_is_aligned():
-    found = changed("optim.lr=0.1", "data.train=[a, b]", "data.packing=true")
+    found = changed("optim.lr=0.1", "data.train=[a, b]", "data.batching=packed")
     assert render_differences(found).splitlines() == [
-        "  setting       was     is now",
-        '  data.train    null    ["a", "b"]',
-        "  data.packing  false   true",
-        "  optim.lr      0.0003  0.1",
+        "  setting        was     is now",
+        '  data.train     null    ["a", "b"]',
+        "  data.batching  padded  packed",
+        "  optim.lr       0.0003  0.1",
     ]

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drawbar.config.load import LoadedConfig, dump_yaml, load_config
-from drawbar.config.schema import CausalLMConfig, RunConfig, TaskConfig, TokenizerTraining, run_config_type
+from drawbar.config.schema import RunConfig, run_config_type
 from drawbar.config.source import Origin
+from drawbar.config.tasks import CausalLMConfig, TaskConfig, TokenizerTraining
 from drawbar.errors import UserError
 
 
@@ -87,10 +88,10 @@ def test_yaml_is_version_1_2(write):
 
 def test_anchors_and_merges_are_plain_data(write):
     loaded = load_config(
-        write("data: {train: &files [a.txt], validation: *files, shuffle: &off false, packing: *off}\n")
+        write("data: {train: &files [a.txt], validation: *files, shuffle: &off false, streaming: *off}\n")
     )
     assert loaded.config.data.validation == ["a.txt"]
-    assert loaded.config.data.packing is False
+    assert loaded.config.data.streaming is False
 
 
 def test_a_byte_order_mark_and_windows_line_ends(write):
@@ -181,7 +182,10 @@ def test_task_class_by_module_and_name(own_module):
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("causal_ml", "unknown task 'causal_ml'; expected causal_lm | package.module:Class; did you mean causal_lm?"),
+        (
+            "causal_ml",
+            " | seq2seq | masked_lm | package.module:Class; did you mean causal_lm?",
+        ),
         ("own_task_module:Onw", "has no 'Onw'; did you mean own_task_module:Own?"),
         ("own_task_module:Bare", "has no class `Config`"),
         ("no_such_module:Own", "No module named 'no_such_module'"),
@@ -218,7 +222,7 @@ def test_module_that_fails_names_its_line(tmp_path, monkeypatch):
         ("optimizer: {lr: 1.0}\n", "optimizer: unknown key; did you mean optim?"),
         ("model: gpt2\n", "model: unknown key; did you mean task.model?"),
         ("checkpoint: {zzzz: 1}\n", "unknown key; allowed in checkpoint: every, keep, keep_best"),
-        ("zzzz: 1\n", "unknown key; allowed here: run, task, data, train, optim, precision"),
+        ("zzzz: 1\n", "unknown key; allowed here: run, task, data, lora, train, optim, precision"),
         ("1: 2\n", "config.yaml:1: 1: unknown key"),
         ("null: 2\n", "config.yaml:1: null: unknown key"),
     ],
@@ -252,9 +256,13 @@ def test_unknown_key_on_the_command_line():
         ("optim: {betas: [0.9]}\n", "optim.betas: expected list of 2: "),
         ("optim: {betas: [0.9, x]}\n", "optim.betas.1: expected a valid number, got 'x'\n"),
         ("data: {train: [a, 3]}\n", "data.train.1: expected a valid string, got 3\n"),
-        ("data: {train: {a: 3}}\n", 'data.train: expected text | list of text | null, got {"a": 3}\n'),
-        ("data: {packing: yes}\n", "expected true | false, got 'yes'; did you mean true?"),
-        ("data: {packing: Off}\n", "got 'Off'; did you mean false?"),
+        ("data: {train: {a: 3}}\n", "data.train.a: unknown key; allowed in data.train: files, parallel, dataset,"),
+        (
+            "data: {train: 3}\n",
+            "data.train: expected text | section (files, parallel, dataset, subset, split, columns,",
+        ),
+        ("data: {streaming: yes}\n", "expected true | false, got 'yes'; did you mean true?"),
+        ("data: {streaming: Off}\n", "got 'Off'; did you mean false?"),
         ("eval: {patience: none}\n", "got 'none'; did you mean null?"),
         ("run: {name: a b}\n", "run.name: expected text of the form ^[A-Za-z0-9_]"),
         ("run: {name: ''}\n", "run.name: expected text of the form"),

@@ -30,7 +30,15 @@ BREAKING = {
         ["train.global_batch=8", "train.micro_batch=3"],
         ["train.global_batch=8", "train.micro_batch=16"],
     ],
+    "micro-batch twice": [["train.micro_batch=2", "train.micro_batch_tokens=99"]],
     "profile": [["tracking.profile={start: 101}"]],
+    "epochs of a stream": [["data.streaming=true", "train.steps=null", "train.epochs=1.0"]],
+    "grouped stream": [["data.streaming=true", "data.batching=grouped"]],
+    "weights without shuffling": [
+        ["data.train=[{files: a, weight: 1.0}, {files: b, weight: 2}]", "data.shuffle=false"]
+    ],
+    "adapters of a model from scratch": [["lora={}", "task.from_scratch={}"]],
+    "adapters and new embeddings": [["lora={rank: 2}", "task.resize_embeddings=true"]],
     "evaluation without data": [["eval.every=5"], ["eval.at_start=true"], ["eval.every=1", "eval.patience=2"]],
     "patience": [["data.validation=b.txt", "eval.patience=2"]],
     "warm-up": [["optim.warmup=100"], ["optim.schedule=wsd", "optim.warmup=200"]],
@@ -54,6 +62,10 @@ WORKING = [
     ["optim.schedule=wsd", "optim.warmup=0.5", "optim.decay=0.5", "optim.min_lr_ratio=0.1"],
     ["optim.warmup=99", "checkpoint.every=null", "tracking.profile={start: 100}"],
     ["optim.name=sgd", "optim.momentum=0.9"],
+    ["data.validation_share=0.1", "eval.every=5"],
+    ["data.streaming=true", "data.batching=packed", "train.micro_batch_tokens=4096"],
+    ["data.train=[a, {files: b}]", "data.shuffle=false"],
+    ["lora={rank: 2}", "task.model=gpt2"],
     ["optim.name=muon", "optim.momentum=0.95", "optim.betas=[0.8, 0.9]"],
     ["optim.schedule=polynomial", "optim.power=2.0"],
 ]

@@ -108,14 +108,19 @@ def test_fingerprint_sees_order_borders_names_and_types() -> None:
         ids([1, 2, 3]),
         [{"labels": [1, 2]}, {"labels": [3]}],
         [{"input_ids": np.array([1, 2])}, {"input_ids": np.array([3])}],
-        [{"input_ids": [1, 2], "bytes": 4}, {"input_ids": [3]}],
-        [{"input_ids": [1, 2], "bytes": "4"}, {"input_ids": [3]}],
-        [{"input_ids": [1, 2]}, {"input_ids": [3], "bytes": 4}],
+        [{"input_ids": [1, 2], "bytes": 4}, {"input_ids": [3], "bytes": 5}],
+        [{"input_ids": [1, 2], "bytes": 5}, {"input_ids": [3], "bytes": 4}],
+        [{"input_ids": [1, 2], "bytes": "4"}, {"input_ids": [3], "bytes": "5"}],
+        [{"input_ids": [1, 2], "bytes": "45"}, {"input_ids": [3], "bytes": ""}],
+        [{"input_ids": [1, 2], "bytes": 4.0}, {"input_ids": [3], "bytes": 5.0}],
         [{"a": 1, "b": 2}],
-        [{"a": 1}, {"b": 2}],
+        [{"a": 2, "b": 1}],
+        [{"a": 1}],
+        [{"a": True}],
         [{"x": np.array([1, 0], dtype=np.int32)}],
         [{"x": np.array([1], dtype=np.int64)}],
         [{"x": np.array([[1, 0]], dtype=np.int32)}],
+        [{"x": np.array([[1], [0]], dtype=np.int32)}],
     ]
     assert len({encoded(samples).fingerprint for samples in variants}) == len(variants)
     assert encoded([{"a": 1, "b": 2}]).fingerprint == encoded([{"b": 2, "a": 1}]).fingerprint
@@ -169,6 +174,14 @@ def test_a_user_error_of_encode_is_kept() -> None:
         ({"input_ids": 3}, "input_ids"),
         ({"a": None}, "'a'"),
         ({"a": {"b": 1}}, "'a'"),
+        ({"a": ["b", "c"]}, "'a' of a sample is a list of texts"),
+        ({"a": 2**70}, "OverflowError"),
+        ({"a": 1, "truncated": [1]}, "'truncated'"),
+        ({"a": "1"}, "'a' of a sample is a text; in the samples before it, it is a number"),
+        ({"a": [1]}, "an array of 1 dims"),
+        ({"b": 1}, "no field 'a'"),
+        ({"a": 1, "b": 1}, "has a field 'b'"),
+        ([{"a": 1}, {}], "no field 'a'"),
         ({"a": [[1], [2, 3]]}, "inhomogeneous"),
     ],
 )
@@ -177,6 +190,80 @@ def test_wrong_results_of_encode(result: Any, what: str) -> None:
     assert what in error.what
     assert error.where == "file:2"
     assert error.remedy
+
+
+def test_samples_of_other_fields_in_a_later_chunk() -> None:
+    error = refused([{"a": 1}] * 256 + [{"b": 1}])
+    assert error.where == "file:257"
+    assert "'a'" in error.what
+    error = refused([{"a": [1]}] * 256 + [{"a": [[1]]}])
+    assert error.where == "file:257"
+    assert "2 dims" in error.what
+
+
+def test_bad_records_are_skipped_and_counted() -> None:
+    def encode(record: dict[str, Any]) -> Any:
+        if record["n"] == 1:
+            raise UserError("label out of range", where="labels.txt:7")
+        return {"x": 6 // (record["n"] - 2)}
+
+    dataset = encoded([{"n": n} for n in (0, 1, 2, 3)] + [{}], encode, on_bad_record="skip")
+    assert dataset.record_of.tolist() == [0, 3]
+    assert dataset.skipped_count == 3
+    assert dataset.dropped == 0
+    assert dataset.skipped == [
+        "labels.txt:7: label out of range",
+        "file:3: the task's encode failed on a record: ZeroDivisionError: integer division or modulo by zero",
+        "file:5: the task's encode failed on a record: KeyError: 'n'",
+    ]
+
+
+def test_only_the_first_messages_of_skipped_records_are_kept() -> None:
+    dataset = encoded([{"n": n} for n in range(2500)], lambda record: {"x": 1 // (1 - min(record["n"], 1))},
+                      on_bad_record="skip")  # fmt: skip
+    assert len(dataset) == 1
+    assert dataset.skipped_count == 2499
+    assert len(dataset.skipped) == 1000
+    assert dataset.skipped[-1].startswith("file:1001:")
+
+
+def test_all_records_skipped() -> None:
+    with pytest.raises(UserError, match=r"left out all 2 records; the first: file:1: .*KeyError: 'n'"):
+        encoded([{}, {}], lambda record: record["n"], on_bad_record="skip")
+
+
+def test_truncated_samples_are_counted_and_not_stored() -> None:
+    dataset = encoded([{"a": 1, "truncated": 1}, {"a": 1, "truncated": False}, {"a": 1}, {"a": 1, "truncated": True}])
+    assert dataset.truncated == 2
+    assert dataset.fields == {"a": "scalar"}
+
+
+def test_fields_and_their_lengths() -> None:
+    dataset = encoded([{"x": [[1, 2]] * n, "y": "text", "z": 0.5} for n in (3, 0, 1)], lambda record: {
+        **record, "x": np.zeros((len(record["x"]), 2))})  # fmt: skip
+    assert dataset.fields == {"x": "array", "y": "scalar", "z": "scalar"}
+    assert dataset.field_lengths("x").tolist() == [3, 0, 1]
+    assert dataset.field_lengths("y").tolist() == [1, 1, 1]
+    assert dataset.lengths.tolist() == [1, 1, 1]
+
+
+def test_fields_of_several_dtypes_are_promoted() -> None:
+    dataset = encoded([{"x": [], "y": 1}, {"x": [1], "y": 2}, {"x": [2**40], "y": 0.5}])
+    assert [dataset[i]["x"].dtype for i in range(3)] == [np.int64] * 3
+    assert [dataset[i]["y"] for i in range(3)] == [1.0, 2.0, 0.5]
+    assert type(dataset[0]["y"]) is float
+
+
+def test_what_an_item_holds_may_be_changed() -> None:
+    dataset = encoded([{"x": [1, 2]}])
+    dataset[0]["x"][:] = 7
+    assert dataset[0]["x"].tolist() == [1, 2]
+
+
+def test_iteration_ends() -> None:
+    assert [sample["a"] for sample in encoded([{"a": 1}, {"a": 2}])] == [1, 2]  # type: ignore[attr-defined]
+    with pytest.raises(IndexError):
+        encoded([{"a": 1}])[-1]
 
 
 def test_no_samples_at_all() -> None:

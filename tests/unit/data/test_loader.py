@@ -1,3 +1,4 @@
+import itertools
 import json
 from typing import Any
 
@@ -7,82 +8,137 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drawbar.data.dataset import EncodedDataset, encode_records
-from drawbar.data.loader import EvalLoader, TrainLoader
+from drawbar.data.loader import EvalLoader, MicroBatchSize, SampleRows, TrainLoader
 from drawbar.data.order import order
+from drawbar.data.packing import PackedRows, plan_packs
+from drawbar.data.sampler import Grouped, InOrder, Sampler, Shuffled
 from drawbar.errors import UserError
 
 COUNTS = st.integers(1, 12)
+WORLDS = st.integers(1, 5)
+LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=60)
+SIZES = st.one_of(
+    st.builds(MicroBatchSize, rows=COUNTS),
+    st.builds(MicroBatchSize, tokens=st.integers(1, 100)),
+    st.builds(MicroBatchSize, rows=COUNTS, tokens=st.integers(1, 100)),
+)
+ROWS = MicroBatchSize(rows=2)
 
 
-def dataset(size: int, offset: int = 0) -> EncodedDataset:
-    records = [{"x": index + offset} for index in range(size)]
+def dataset(lengths: list[int], offset: int = 0) -> EncodedDataset:
+    records = [{"input_ids": [number + offset] * length} for number, length in enumerate(lengths)]
     return encode_records(records, lambda record: record, describe=str)
 
 
 def collate(samples: list[dict[str, Any]]) -> list[int]:
-    return [sample["id"] for sample in samples]
+    return [number for sample in samples for number in sample["ids"]]
 
 
 def loaders(
-    rows: EncodedDataset, global_batch: int, micro_batch: int, world_size: int, shuffle: bool = True
+    samples: EncodedDataset,
+    global_batch: int,
+    micro_batch: MicroBatchSize,
+    world_size: int,
+    sampler: Sampler | None = None,
 ) -> list[TrainLoader[list[int]]]:
     return [
         TrainLoader(
-            rows,
-            seed=5,
+            SampleRows(samples),
+            sampler or Shuffled(len(samples), seed=5),
             global_batch=global_batch,
             micro_batch=micro_batch,
             rank=rank,
             world_size=world_size,
-            shuffle=shuffle,
             collate=collate,
         )
         for rank in range(world_size)
     ]
 
 
+def fits(size: MicroBatchSize, lengths: list[int]) -> bool:
+    within_tokens = size.tokens is None or len(lengths) * max(lengths) <= size.tokens
+    return len(lengths) == 1 or (within_tokens and len(lengths) <= (size.rows or len(lengths)))
+
+
 def run(ranks: list[TrainLoader[list[int]]], first: int, last: int) -> list[list[int]]:
-    """The rows of each step, over all ranks; checks what must hold of every step."""
+    """The rows of each step, over all ranks, in ascending order; checks what must hold of every step."""
     steps = []
     for of_ranks in zip(*(rank.steps(first, last) for rank in ranks), strict=True):
         assert len({step for step, _ in of_ranks}) == 1
         assert len({len(micro_batches) for _, micro_batches in of_ranks}) == 1
         every = [micro for _, micro_batches in of_ranks for micro in micro_batches]
-        assert all(1 <= len(micro.batch) <= ranks[0].micro_batch for micro in every)
-        counted = [row for micro in every if micro.counts for row in micro.batch]
+        lengths = ranks[0].rows.lengths
+        assert all(fits(ranks[0].micro_batch, lengths[micro.batch].tolist()) for micro in every)
+        counted = sorted(row for micro in every if micro.counts for row in micro.batch)
         assert all(len(micro.batch) == 1 and micro.batch[0] in counted for micro in every if not micro.counts)
         assert all(rank.position == ranks[0].position for rank in ranks)
         steps.append(counted)
     return steps
 
 
-@given(size=st.integers(1, 60), global_batch=COUNTS, micro_batch=COUNTS, world_size=st.integers(1, 5))
-def test_steps_follow_the_order(size: int, global_batch: int, micro_batch: int, world_size: int) -> None:
-    ranks = loaders(dataset(size), global_batch, micro_batch, world_size)
+@given(lengths=LENGTHS, size=SIZES)
+def test_micro_batches_hold_every_row_once_longest_first(lengths: list[int], size: MicroBatchSize) -> None:
+    rows = np.arange(len(lengths))[::-2]  # some of all rows, in an order of their own
+    batches = size.cut(rows, np.array(lengths))
+    assert sorted(row for batch in batches for row in batch.tolist()) == sorted(rows.tolist())
+    assert all(fits(size, [lengths[row] for row in batch]) for batch in batches)
+    of_rows = [lengths[row] for batch in batches for row in batch]
+    assert of_rows == sorted(of_rows, reverse=True)
+
+
+@given(lengths=LENGTHS, size=SIZES)
+def test_a_micro_batch_takes_all_that_fits(lengths: list[int], size: MicroBatchSize) -> None:
+    batches = size.cut(np.arange(len(lengths)), np.array(lengths))
+    for batch, following in itertools.pairwise(batches):
+        assert not fits(size, [lengths[row] for row in [*batch, following[0]]])
+
+
+def test_no_rows_give_no_micro_batches() -> None:
+    assert ROWS.cut(np.arange(0), np.array([3, 4])) == []
+
+
+@given(lengths=LENGTHS, global_batch=COUNTS, micro_batch=SIZES, world_size=WORLDS)
+def test_steps_follow_the_order(
+    lengths: list[int], global_batch: int, micro_batch: MicroBatchSize, world_size: int
+) -> None:
+    size = len(lengths)
+    ranks = loaders(dataset(lengths), global_batch, micro_batch, world_size)
     per_epoch = ranks[0].steps_per_epoch
+    assert per_epoch is not None
     steps = run(ranks, 0, 2 * per_epoch)
     for epoch in (0, 1):
         whole = order(5, epoch, np.arange(size), size).tolist()
-        wanted = [whole[start : start + global_batch] for start in range(0, size, global_batch)]
+        wanted = [sorted(whole[start : start + global_batch]) for start in range(0, size, global_batch)]
         assert steps[epoch * per_epoch : (epoch + 1) * per_epoch] == wanted
 
 
 @given(
-    size=st.integers(1, 60),
+    lengths=LENGTHS,
     global_batch=COUNTS,
-    worlds=st.tuples(st.integers(1, 5), st.integers(1, 5)),
-    micro_batches=st.tuples(COUNTS, COUNTS),
+    worlds=st.tuples(WORLDS, WORLDS),
+    micro_batches=st.tuples(SIZES, SIZES),
     stop=st.integers(0, 20),
+    grouped=st.booleans(),
 )
 def test_resume_at_another_world_size_goes_on(
-    size: int, global_batch: int, worlds: tuple[int, int], micro_batches: tuple[int, int], stop: int
+    lengths: list[int],
+    global_batch: int,
+    worlds: tuple[int, int],
+    micro_batches: tuple[MicroBatchSize, MicroBatchSize],
+    stop: int,
+    grouped: bool,
 ) -> None:
-    rows = dataset(size)
-    wanted = run(loaders(rows, global_batch, 4, 1), 0, 25)
-    before = loaders(rows, global_batch, micro_batches[0], worlds[0])
+    samples = dataset(lengths)
+
+    def sampler() -> Sampler:
+        base = Shuffled(len(samples), seed=5)
+        return Grouped(base, samples.lengths, global_batch, seed=5) if grouped else base
+
+    wanted = run(loaders(samples, global_batch, ROWS, 1, sampler()), 0, 25)
+    before = loaders(samples, global_batch, micro_batches[0], worlds[0], sampler())
     found = run(before, 0, stop)
     state = json.loads(json.dumps(before[-1].state()))
-    after = loaders(rows, global_batch, micro_batches[1], worlds[1])
+    after = loaders(samples, global_batch, micro_batches[1], worlds[1], sampler())
     for rank in after:
         rank.load(state)
     assert found + run(after, stop, 25) == wanted
@@ -90,11 +146,11 @@ def test_resume_at_another_world_size_goes_on(
 
 @given(size=st.integers(1, 60), batches=st.lists(COUNTS, min_size=1, max_size=80))
 def test_a_changed_global_batch_still_visits_every_row_once(size: int, batches: list[int]) -> None:
-    rows = dataset(size)
+    samples = dataset([1] * size)
     seen: list[int] = []
-    state = loaders(rows, 1, 1, 1)[0].state()
+    state = loaders(samples, 1, ROWS, 1)[0].state()
     for step, global_batch in enumerate(batches):
-        (loader,) = loaders(rows, global_batch, 4, 1)
+        (loader,) = loaders(samples, global_batch, ROWS, 1)
         loader.load(state)
         (rows_of_step,) = run([loader], step, step + 1)
         seen += rows_of_step
@@ -105,50 +161,93 @@ def test_a_changed_global_batch_still_visits_every_row_once(size: int, batches: 
 
 
 def test_state_in_the_loop_body_counts_the_step() -> None:
-    (loader,) = loaders(dataset(10), 4, 2, 1)
+    (loader,) = loaders(dataset([1] * 10), 4, ROWS, 1)
     states = [(step, loader.state()["epoch"], loader.state()["consumed"]) for step, _ in loader.steps(0, 4)]
     assert states == [(1, 0, 4), (2, 0, 8), (3, 1, 0), (4, 1, 4)]
 
 
+def test_epochs_have_fractions() -> None:
+    (loader,) = loaders(dataset([1] * 10), 4, ROWS, 1)
+    assert [loader.epoch for _ in loader.steps(0, 4)] == pytest.approx([0.4, 0.8, 1.0, 1.4])
+
+
 def test_steps_start_after_first() -> None:
-    (loader,) = loaders(dataset(10), 4, 2, 1)
+    (loader,) = loaders(dataset([1] * 10), 4, ROWS, 1)
     assert [step for step, _ in loader.steps(7, 9)] == [8, 9]
     assert list(loader.steps(9, 9)) == []
 
 
-def test_without_shuffle_rows_keep_their_order() -> None:
-    ranks = loaders(dataset(7), 3, 2, 2, shuffle=False)
+def test_in_order_rows_keep_their_order() -> None:
+    ranks = loaders(dataset([1] * 7), 3, ROWS, 2, InOrder(7))
     assert run(ranks, 0, 6) == [[0, 1, 2], [3, 4, 5], [6]] * 2
 
 
 def test_more_ranks_than_rows_run_fillers() -> None:
-    ranks = loaders(dataset(2), 2, 1, 3, shuffle=False)
+    ranks = loaders(dataset([1, 1]), 2, MicroBatchSize(rows=1), 3, InOrder(2))
     dealt = [[(micro.batch, micro.counts) for _, all_ in rank.steps(0, 1) for micro in all_] for rank in ranks]
     assert dealt == [[([0], False)], [([0], True)], [([1], True)]]
 
 
+def test_ranks_with_short_rows_run_fillers_too() -> None:
+    """The second rank's rows fit one forward, the first rank's need two."""
+    ranks = loaders(dataset([9, 8, 3, 2]), 4, MicroBatchSize(tokens=10), 2, InOrder(4))
+    dealt = [[(micro.batch, micro.counts) for _, all_ in rank.steps(0, 1) for micro in all_] for rank in ranks]
+    assert dealt == [[([0], True), ([1], True)], [([2, 3], True), ([0], False)]]
+
+
 def test_changed_data_is_refused() -> None:
-    (saved,), (loader,) = loaders(dataset(10), 4, 2, 1), loaders(dataset(10, offset=1), 4, 2, 1)
+    (saved,), (loader,) = loaders(dataset([1] * 10), 4, ROWS, 1), loaders(dataset([1] * 10, offset=1), 4, ROWS, 1)
     with pytest.raises(UserError) as caught:
         loader.load(saved.state())
     assert "the training data changed since the checkpoint was written" in caught.value.what
-    assert saved.dataset.fingerprint in caught.value.what
-    assert loader.dataset.fingerprint in caught.value.what
+    assert saved.rows.fingerprint in caught.value.what
+    assert loader.rows.fingerprint in caught.value.what
     assert "--fork NEWNAME" in str(caught.value.remedy)
     assert loader.position.consumed == 0
 
 
-@given(size=st.integers(1, 60), micro_batch=COUNTS, world_size=st.integers(1, 7))
-def test_evaluation_sees_every_row_once_in_order(size: int, micro_batch: int, world_size: int) -> None:
-    rows = dataset(size)
+@given(lengths=LENGTHS, micro_batch=SIZES, world_size=st.integers(1, 7))
+def test_evaluation_sees_every_row_once_in_the_same_batches(
+    lengths: list[int], micro_batch: MicroBatchSize, world_size: int
+) -> None:
+    rows = SampleRows(dataset(lengths))
+
+    def dealt(ranks: int) -> list[list[tuple[list[int], bool]]]:
+        found = []
+        for rank in range(ranks):
+            loader = EvalLoader(rows, micro_batch=micro_batch, rank=rank, world_size=ranks, collate=collate)
+            found.append([(micro.batch, micro.counts) for micro in loader])
+            assert len(loader) == len(found[-1])
+            assert [(micro.batch, micro.counts) for micro in loader] == found[-1]  # a second pass is the same
+        return found
+
+    ranks = dealt(world_size)
+    counted = sorted(batch for of_rank in ranks for batch, counts in of_rank if counts)
+    assert sorted(row for batch in counted for row in batch) == list(range(len(lengths)))
+    assert counted == sorted(batch for batch, _ in dealt(1)[0])
+    assert all(fits(micro_batch, [lengths[row] for row in batch]) for batch in counted)
+    assert {len(of_rank) for of_rank in ranks} == {-(-len(counted) // world_size)}
+
+
+@given(lengths=LENGTHS, global_batch=COUNTS, world_size=WORLDS)
+def test_packed_rows_give_every_sample_once_an_epoch(lengths: list[int], global_batch: int, world_size: int) -> None:
+    samples = dataset(lengths)
+    rows = PackedRows(samples, plan_packs(samples.lengths, 32, seed=1), "next_token")
+    sampler = Shuffled(len(rows), seed=1)
     ranks = [
-        EvalLoader(rows, micro_batch=micro_batch, rank=rank, world_size=world_size, collate=collate)
+        TrainLoader(
+            rows,
+            sampler,
+            global_batch=global_batch,
+            micro_batch=ROWS,
+            rank=rank,
+            world_size=world_size,
+            collate=collate,
+        )
         for rank in range(world_size)
     ]
-    dealt = [list(rank) for rank in ranks]
-    assert [row for all_ in dealt for micro in all_ if micro.counts for row in micro.batch] == list(range(size))
-    assert {len(all_) for all_ in dealt} == {len(ranks[0])}
-    shares = [sum(len(micro.batch) for micro in all_ if micro.counts) for all_ in dealt]
-    assert max(shares) - min(shares) <= 1
-    assert len(ranks[0]) == -(-max(shares) // micro_batch)
-    assert list(ranks[0]) == dealt[0]  # a second pass is the same
+    for _ in range(2):
+        seen = []
+        for _, micro_batches in (of_rank for rank in ranks for of_rank in rank.steps(0, rank.steps_per_epoch or 0)):
+            seen += [sample for micro in micro_batches if micro.counts for sample in micro.batch]
+        assert sorted(seen) == list(range(len(lengths)))

@@ -1,21 +1,35 @@
-import os
-from pathlib import Path
+"""Which records the settings of ``data`` name: files, globs, lists, built-in sources, datasets."""
 
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 
+from drawbar.config.data import DataSection, LimitSection, SourceSection
 from drawbar.data.sources import Records, open_records
 from drawbar.errors import UserError
 
 
-def lines_of(spec: str | list[str], sample_by: str = "line") -> list[str]:
-    return [record["text"] for record in open_records(spec, "train", sample_by)]
+def opened(train: Any, sample_by: str = "line", **settings: Any) -> Records:
+    return open_records(DataSection(train=train, sample_by=sample_by, **settings), "train")
 
 
-def refused(spec: str, sample_by: str = "line") -> UserError:
+def lines_of(train: Any, sample_by: str = "line") -> list[str]:
+    return [record["text"] for record in opened(train, sample_by)]
+
+
+def refused(train: Any, **settings: Any) -> UserError:
+    """What is said before any record is asked for."""
     with pytest.raises(UserError) as caught:
-        open_records(spec, "train", sample_by)
+        opened(train, **settings)
     return caught.value
 
 
@@ -27,13 +41,13 @@ def poem(tmp_path: Path) -> str:
 
 
 def test_lines(poem: str) -> None:
-    records = open_records(poem, "train", "line")
+    records = opened(poem)
     assert list(records) == [{"text": "one"}, {"text": "  two\x0ctwo"}, {"text": "three"}, {"text": "four"}]
     assert [records.where(i) for i in range(4)] == [f"{poem}:{line}" for line in (1, 2, 5, 6)]
 
 
 def test_paragraphs(poem: str) -> None:
-    records = open_records(poem, "train", "paragraph")
+    records = opened(poem, "paragraph")
     assert list(records) == [{"text": "one\n  two\x0ctwo"}, {"text": "three\nfour"}]
     assert [records.where(i) for i in range(2)] == [f"{poem}:1", f"{poem}:5"]
 
@@ -44,7 +58,7 @@ def test_one_blank_line_parts_paragraphs(tmp_path: Path) -> None:
 
 
 def test_document(poem: str) -> None:
-    records = open_records(poem, "train", "document")
+    records = opened(poem, "document")
     assert list(records) == [{"text": "one\n  two\x0ctwo\n\n \t\nthree\nfour\n"}]
     assert records.where(0) == poem
 
@@ -60,7 +74,7 @@ def test_every_line_with_text_is_a_record(tmp_path_factory: pytest.TempPathFacto
 def test_json_lines(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"text": "a\\nb \\ud83d\\ude00"}\n\n{"text": "c", "n": [1, 2]}')
-    records = open_records(str(path), "train", "line")
+    records = opened(str(path))
     assert list(records) == [{"text": "a\nb 😀"}, {"text": "c", "n": [1, 2]}]
     assert records[0:1] == [{"text": "a\nb 😀"}]
     assert records.where(1) == f"{path}:3"
@@ -92,8 +106,10 @@ def test_missing_file_suggests_the_nearest(tmp_path: Path, monkeypatch: pytest.M
 
 def test_folder_suggests_a_glob(tmp_path: Path) -> None:
     assert f"{tmp_path}/*.txt" in str(refused(str(tmp_path)).remedy)
-    (tmp_path / "a.jsonl").write_text("{}")
+    (tmp_path / "b.jsonl").write_text("{}")
     assert f"{tmp_path}/*.jsonl" in str(refused(str(tmp_path)).remedy)
+    (tmp_path / "a.csv.gz").write_bytes(b"")
+    assert f"{tmp_path}/*.csv.gz" in str(refused(str(tmp_path)).remedy)
 
 
 def test_glob_without_a_match(tmp_path: Path) -> None:
@@ -101,54 +117,30 @@ def test_glob_without_a_match(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "what"),
-    [
-        ("a.txt", b"", "it is empty"),
-        ("a.jsonl", b"", "it is empty"),
-        ("a.txt", b"\n \n\t\n", "only blank lines"),
-        ("a.jsonl", b"\n\n", "only blank lines"),
-        ("a.csv", b"a,b", ".txt, .jsonl"),
-        ("a", b"a", "no extension"),
-    ],
+    ("name", "kind"), [("a.xlsx", ".xlsx"), ("a", "no extension"), ("a.parquet.gz", ".parquet.gz")]
 )
-@pytest.mark.parametrize("sample_by", ["line", "paragraph", "document"])
-def test_files_without_records(tmp_path: Path, name: str, content: bytes, what: str, sample_by: str) -> None:
-    (tmp_path / name).write_bytes(content)
-    error = refused(f"{tmp_path}/{name}", sample_by)
-    assert what in str(error)
-    assert error.where == f"{tmp_path}/{name}"
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "line", "what"),
-    [
-        ("a.txt", b"good\ncaf\xe9\n", 2, "not UTF-8 text: byte 0xe9 at offset 8"),
-        ("a.jsonl", b'{}\n{"a": "\xff"}', 2, "not UTF-8"),
-        ("a.jsonl", b'{"a": 1}\n\n{"a": 2,}\n', 3, "not valid JSON"),
-        ("a.jsonl", b'{"a":\n1}', 1, "not valid JSON"),
-        ("a.jsonl", b"{}\n[1]", 2, "holds a JSON list, not an object"),
-        ("a.jsonl", b"7", 1, "holds a JSON int"),
-        ("a.jsonl", b'{"a": ' + b"[" * 100_000, 1, "cannot be read"),
-        ("a.jsonl", b'{}\n{"a": ' + b"1" * 5000 + b"}", 2, "cannot be read"),
-        ("a.jsonl", b'{}\n{"a": ["x\\uD83Dy"]}', 2, "half of a surrogate pair (\\ud83d)"),
-    ],
-)
-def test_broken_content_names_the_line(tmp_path: Path, name: str, content: bytes, line: int, what: str) -> None:
-    (tmp_path / name).write_bytes(content)
+def test_files_of_an_unknown_kind(tmp_path: Path, name: str, kind: str) -> None:
+    (tmp_path / name).write_bytes(b"a")
     error = refused(f"{tmp_path}/{name}")
-    assert what in error.what
-    assert error.where == f"{tmp_path}/{name}:{line}"
+    assert f"unknown kind ({kind})" in error.what
+    assert error.where == f"{tmp_path}/{name}"
+    assert ".txt, .tsv, .csv, .json, .jsonl, .ndjson, .parquet, .arrow" in str(error.remedy)
 
 
 @pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs a file that cannot be read even by root")
 def test_unreadable_file(tmp_path: Path) -> None:
     (tmp_path / "a.txt").symlink_to("/proc/self/mem")
-    assert "cannot read" in refused(f"{tmp_path}/a.txt").what
+    records = opened(f"{tmp_path}/a.txt")
+    with pytest.raises(UserError, match="cannot read"):
+        len(records)
+    with pytest.raises(UserError, match="cannot read"):
+        _ = records.digest
 
 
 @pytest.fixture(scope="module")
 def stdlib() -> dict[str, Records]:
-    return {split: open_records("python_stdlib", split, "line") for split in ("train", "validation", "test")}
+    data = DataSection(train="python_stdlib", validation="python_stdlib", test="python_stdlib")
+    return {split: open_records(data, split) for split in ("train", "validation", "test")}
 
 
 def test_stdlib_splits_share_the_library(stdlib: dict[str, Records]) -> None:
@@ -174,9 +166,256 @@ def test_stdlib_without_tests_and_packages(stdlib: dict[str, Records]) -> None:
 
 
 def test_stdlib_joins_with_files(stdlib: dict[str, Records], poem: str) -> None:
-    assert len(open_records(["python_stdlib", poem], "validation", "line")) == len(stdlib["validation"]) + 4
+    data = DataSection(validation=["python_stdlib", poem])
+    assert len(open_records(data, "validation")) == len(stdlib["validation"]) + 4
 
 
 def test_stdlib_split_of_a_file_never_changes(stdlib: dict[str, Records]) -> None:
     validation = {record["path"] for record in stdlib["validation"]}
     assert {"codecs.py", "functools.py", "traceback.py"} <= validation
+
+
+@pytest.fixture
+def numbers(tmp_path: Path) -> Path:
+    """Three files: four numbers, three, and three."""
+    for name, values in (("a", range(4)), ("b", range(4, 7)), ("c", range(7, 10))):
+        (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"n": {value}}}\n' for value in values))
+    return tmp_path
+
+
+def test_nothing_is_read_before_a_record_is_needed(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("no JSON")
+    records = opened(f"{tmp_path}/a.jsonl")
+    assert len(records.digest) == 32
+    with pytest.raises(UserError, match="not valid JSON"):
+        _ = records[0]
+
+
+def test_an_empty_file_is_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"")
+    assert "it is empty" in refused(f"{tmp_path}/*.parquet").what
+
+
+def test_records_know_their_source(numbers: Path) -> None:
+    both = SourceSection(files=[f"{numbers}/c.jsonl", f"{numbers}/a.jsonl"], weight=0.5)
+    records = opened([both, SourceSection(files=f"{numbers}/b.jsonl", weight=2.0)])
+    assert [record["n"] for record in records] == [7, 8, 9, 0, 1, 2, 3, 4, 5, 6]
+    assert records.source_of.tolist() == [0] * 7 + [1] * 3
+    assert [stream.weight for stream in records.streams] == [0.5, 2.0]
+    assert records.skipped == []
+
+
+def test_records_can_be_sent_to_another_process(numbers: Path) -> None:
+    records = opened(f"{numbers}/*.jsonl")
+    assert list(pickle.loads(pickle.dumps(records))) == list(records)
+
+
+@pytest.mark.parametrize("limit", [1, 4, 6, 10, 11])
+def test_limit_counts_over_all_sources(numbers: Path, limit: int) -> None:
+    files = [f"{numbers}/{name}.jsonl" for name in "abc"]
+    records = opened(files, limit=LimitSection(train=limit))
+    assert [record["n"] for record in records] == list(range(10))[:limit]
+    data = DataSection(validation=files, limit=LimitSection(train=limit))
+    assert len(open_records(data, "validation")) == 10
+
+
+def test_rename(numbers: Path) -> None:
+    source = f"{numbers}/a.jsonl"
+    assert opened(source, rename={"label": "n"})[0] == {"label": 0}
+    assert opened(SourceSection(files=source, rename={"own": "n"}), rename={"label": "n"})[0] == {"own": 0}
+    assert opened(source, rename={"x": "n", "y": "n"})[0] == {"x": 0, "y": 0}
+    (numbers / "two.jsonl").write_text('{"a": 1, "b": 2}')
+    assert opened(f"{numbers}/two.jsonl", rename={"a": "b", "b": "a"})[0] == {"a": 2, "b": 1}
+
+
+@pytest.mark.parametrize(
+    ("rename", "what", "remedy"),
+    [
+        ({"x": "c"}, "no column 'c'", "the columns are: 'a', 'b'"),
+        ({"a": "b"}, "a column 'a' already", "rename 'a' too"),
+    ],
+)
+def test_names_that_cannot_be(tmp_path: Path, rename: dict[str, str], what: str, remedy: str) -> None:
+    (tmp_path / "a.csv").write_text("a,b\n1,2\n")
+    for data, where in (
+        (DataSection(train=f"{tmp_path}/a.csv", rename=rename), "data.rename"),
+        (DataSection(train=[SourceSection(files=f"{tmp_path}/a.csv", rename=rename)]), "data.train.0.rename"),
+    ):
+        with pytest.raises(UserError) as caught:
+            len(open_records(data, "train"))
+        assert what in caught.value.what
+        assert remedy in str(caught.value.remedy)
+        assert caught.value.where == where
+
+
+@pytest.mark.parametrize(
+    ("source", "what"),
+    [
+        (SourceSection(), "names no data"),
+        (SourceSection(files=[]), "names no data"),
+        (SourceSection(files="a.jsonl", dataset="x"), "files and dataset"),
+        (SourceSection(files="a.jsonl", split="train"), "belong to a dataset"),
+        (SourceSection(files="a.jsonl", columns=["a"]), "only .tsv and .csv"),
+        (SourceSection(files="a.jsonl", columns=["a", "a"]), "two columns are named 'a'"),
+        (SourceSection(parallel={"x": "*.jsonl", "y": "a.jsonl"}), "is a pattern"),
+        (SourceSection(parallel={"x": "a.jsonl", "y": "nope"}), "there is no file nope"),
+        (SourceSection(dataset="./nope"), "there is no folder"),
+        (SourceSection(dataset="a.jsonl"), "is a file"),
+        ([SourceSection(files="a.jsonl", weight=1.0), "b.jsonl"], "some sources have a weight"),
+    ],
+)
+def test_sources_that_cannot_be(numbers: Path, monkeypatch: pytest.MonkeyPatch, source: Any, what: str) -> None:
+    monkeypatch.chdir(numbers)
+    error = refused(source)
+    assert what in error.what
+    assert str(error.where).startswith("data.train")
+
+
+def test_no_data() -> None:
+    for data in (DataSection(), DataSection(validation=[])):
+        with pytest.raises(UserError, match=r"no validation data[\s\S]*data.validation=FILE"):
+            open_records(data, "validation")
+    with pytest.raises(UserError, match=r"data.train=FILE"):
+        open_records(DataSection(validation_share=0.5), "validation")
+
+
+def test_digest_is_of_contents_and_settings_not_of_paths(numbers: Path) -> None:
+    a, b, c = (f"{numbers}/{name}.jsonl" for name in "abc")
+    digest = opened([a, b]).digest
+    os.rename(a, f"{numbers}/moved.jsonl")
+    assert opened([f"{numbers}/moved.jsonl", b]).digest == digest
+    os.rename(f"{numbers}/moved.jsonl", a)
+    share = DataSection(train=[a, b], validation_share=0.5)
+    others = [
+        opened([b, a]).digest,
+        opened([a, c]).digest,
+        opened([a]).digest,
+        opened([SourceSection(files=[a, b])]).digest,
+        opened([a, b], limit=LimitSection(train=3)).digest,
+        opened([a, b], rename={"x": "n"}).digest,
+        opened([a, b], on_bad_record="skip").digest,
+        open_records(share, "train").digest,
+        open_records(share, "validation").digest,
+    ]
+    assert len({digest, *others}) == len(others) + 1
+    assert opened([a, b], sample_by="document", columns=["x"], limit=LimitSection(test=3)).digest == digest
+
+
+def test_digest_knows_what_text_and_tables_are_read_as(tmp_path: Path) -> None:
+    for name in ("a.txt", "a.tsv", "a.csv"):
+        (tmp_path / name).write_text("a\n1\n")
+    digests = {opened(f"{tmp_path}/a{suffix}").digest for suffix in (".txt", ".tsv", ".csv")}
+    digests |= {opened(f"{tmp_path}/a.txt", sample_by).digest for sample_by in ("paragraph", "document")}
+    digests |= {opened(f"{tmp_path}/a.csv", columns=["x"]).digest}
+    assert len(digests) == 6
+
+
+SHARED = [{"n": number % 200, "text": "x"} for number in range(400)]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_validation_share_keeps_equal_records_on_one_side(tmp_path: Path, kind: str) -> None:
+    for name, rows in (("a", SHARED[:300]), ("b", SHARED[300:])):
+        if kind == "jsonl":
+            (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        else:
+            pq.write_table(pa.Table.from_pylist(rows), tmp_path / f"{name}.parquet")
+
+    def sides(order: str) -> list[list[int]]:
+        data = DataSection(train=[f"{tmp_path}/{name}.{kind}" for name in order], validation_share=0.2)
+        return [[record["n"] for record in open_records(data, split)] for split in ("train", "validation")]
+
+    train, validation = sides("ab")
+    assert sorted(train + validation) == sorted(row["n"] for row in SHARED)
+    assert not set(train) & set(validation)
+    assert 20 < len(set(validation)) < 60
+    assert [set(side) for side in sides("ba")] == [set(train), set(validation)]
+    assert [record["n"] for record in SHARED if record["n"] in set(validation)] == validation
+
+
+def test_validation_share_beside_validation_data(poem: str) -> None:
+    assert "both say" in refused(poem, validation=poem, validation_share=0.5).what
+    data = DataSection(train="nowhere", test=poem, validation_share=0.5)
+    assert len(open_records(data, "test")) == 4
+
+
+def test_validation_share_without_a_record(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one")
+    data = DataSection(train=f"{tmp_path}/a.txt", validation_share=1e-9)
+    assert len(open_records(data, "train")) == 1
+    with pytest.raises(UserError, match=r"too few records[\s\S]*data.validation_share"):
+        len(open_records(data, "validation"))
+
+
+def test_nothing_but_bad_records(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("x\ny\n")
+    with pytest.raises(UserError, match=r"all 2 are bad; the first: .*a.jsonl:1"):
+        len(opened(f"{tmp_path}/a.jsonl", on_bad_record="skip"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A dataset in the layout of the Hub."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "films").mkdir()
+    for split, rows in (("train", 7), ("test", 2)):
+        table = pa.table({"text": [f"{split} {n}" for n in range(rows)], "label": list(range(rows))})
+        pq.write_table(table, tmp_path / "films" / f"{split}.parquet", row_group_size=3)
+    return tmp_path / "films"
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_dataset_in_a_folder(folder: Path, streaming: bool) -> None:
+    source = SourceSection(dataset=str(folder), rename={"sentence": "text"})
+    records = opened(source, streaming=streaming)
+    assert list(records) == [{"label": number, "sentence": f"train {number}"} for number in range(7)]
+    assert records.where(2) == f"{folder}/train, row 3"
+    (stream,) = records.streams
+    assert [located.record["label"] for located in stream.read(1, 2, 1)] == [3, 5]
+    assert [located.record for located in pickle.loads(pickle.dumps(stream)).read()] == list(records)
+    test = open_records(DataSection(test=source, streaming=streaming), "test")
+    assert len(test) == 2
+    other = SourceSection(dataset=str(folder), split="test")
+    assert opened(other, streaming=streaming)[1] == {"text": "test 1", "label": 1}
+    assert opened(other, streaming=streaming).digest != opened(source, streaming=streaming).digest
+
+
+def test_dataset_that_was_moved_or_changed(folder: Path) -> None:
+    before = opened(SourceSection(dataset=str(folder))).digest
+    moved = folder.rename(folder.parent / "moved")
+    (moved / ".cache").mkdir()
+    (moved / ".cache" / "a").write_text("hidden")
+    assert opened(SourceSection(dataset=str(moved))).digest == before
+    (moved / "train.parquet").rename(moved / "validation.parquet")
+    assert opened(SourceSection(dataset=str(moved))).digest != before
+
+
+def test_dataset_without_such_a_split(folder: Path) -> None:
+    records = opened(SourceSection(dataset=str(folder), split="tset"))
+    with pytest.raises(UserError, match=r'cannot load the dataset.*"tset"[\s\S]*data.train[\s\S]*split'):
+        len(records)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("name", ["train.parquet", "train.jsonl"])
+def test_dataset_that_is_damaged(folder: Path, name: str, streaming: bool) -> None:
+    (folder / "train.parquet").rename(folder / name).write_bytes(b"no table")
+    with pytest.raises(UserError, match=r"cannot load the dataset"):
+        len(opened(SourceSection(dataset=str(folder)), streaming=streaming))
+
+
+def test_dataset_that_was_saved_to_disk(tmp_path: Path) -> None:
+    Dataset.from_list([{"a": 1}]).save_to_disk(tmp_path / "saved")
+    with pytest.raises(UserError, match=r"files: FOLDER/\*.arrow"):
+        len(opened(SourceSection(dataset=f"{tmp_path}/saved")))
+    assert list(opened(f"{tmp_path}/saved/*.arrow")) == [{"a": 1}]
+
+
+def test_dataset_out_of_reach(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("HTTPS_PROXY", "HTTP_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", "")
+    with pytest.raises(UserError) as caught:
+        len(opened([SourceSection(dataset="nobody/nothing")]))
+    assert "cannot be reached" in caught.value.what
+    assert caught.value.where == "data.train.0"

@@ -154,7 +154,7 @@ def refuse(project: Path, task: type[Task], what: str) -> UserError:
 
 
 def test_a_prediction_for_each_sample(project: Path) -> None:
-    error = refuse(project, Forgetful, r"Forgetful\.predict returned 7 predictions for 8 samples")
+    error = refuse(project, Forgetful, r"Forgetful\.predict returned 17 predictions for 18 samples")
     assert error.exit_code == ExitCode.FAILED
 
 

@@ -76,7 +76,7 @@ def test_an_unknown_field_is_refused_with_the_nearest() -> None:
     ],
 )
 def test_values_that_cannot_be_are_refused(fields: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=r"llama language model cannot be built[\s\S]*task.from_scratch"):
+    with pytest.raises(UserError, match=r"llama model cannot be built[\s\S]*task.from_scratch"):
         build_from_scratch("llama", {**LLAMA, **fields}, TOKENIZER)
 
 

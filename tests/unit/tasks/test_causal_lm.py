@@ -9,9 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawbar.config.schema import CausalLMConfig, DataSection, RunConfig, TokenizerTraining
+from drawbar.config.schema import DataSection, RunConfig
+from drawbar.config.tasks import CausalLMConfig, TokenizerTraining
 from drawbar.data.dataset import EncodedDataset, encode_records
-from drawbar.data.packing import PackedDataset, plan_packs
+from drawbar.data.loader import Rows, SampleRows
+from drawbar.data.packing import PackedRows, plan_packs
 from drawbar.data.tokenizer import train_byte_bpe
 from drawbar.errors import UserError
 from drawbar.tasks.batch import Batch
@@ -58,10 +60,10 @@ def test_every_token_but_the_first_is_a_target_once(text: str, sequence_length: 
 def test_the_weight_is_the_number_of_targets(texts: list[str], sequence_length: int, packed: bool) -> None:
     task = task_of(sequence_length)
     samples = encoded(task, texts)
-    rows: Any = samples
+    rows: Rows = SampleRows(samples)
     if packed:
-        rows = PackedDataset(samples, plan_packs(samples.lengths, sequence_length, seed=0))
-    batch = task.collate([rows[number] for number in range(len(rows))])
+        rows = PackedRows(samples, plan_packs(samples.lengths, sequence_length, seed=0), "next_token")
+    batch = task.collate([rows.row(number, lambda sample: sample) for number in range(len(rows))])
     assert task.weight(batch) == len(targets_of(batch)) == sum(len(tokens_of(text)) - 1 for text in texts)
     assert sorted(batch.ids) == list(range(len(samples)))
     assert all(tensor.dtype == torch.int64 for tensor in batch.values())

@@ -8,7 +8,8 @@ import torch
 from torch.nn import functional
 
 from drawbar.data.dataset import encode_records
-from drawbar.data.packing import PackedDataset, join_samples, plan_packs
+from drawbar.data.packing import PackedRows, plan_packs
+from drawbar.models.packed import allow_packing
 from drawbar.tasks.batch import Batch
 from tiny import LENGTH, VOCABULARY, Numbers, tiny_config, tiny_task
 
@@ -19,7 +20,9 @@ TIED = pytest.mark.parametrize("tied", [False, True])
 def parts(family: str, tied: bool = False) -> tuple[Numbers, torch.nn.Module]:
     torch.manual_seed(0)
     task = tiny_task(tiny_config(family, {"tie_word_embeddings": tied}))
-    return task, task.build_model()
+    model = task.build_model()
+    allow_packing(model, per_sample=False)
+    return task, model
 
 
 def loss_and_gradients(task: Numbers, model: torch.nn.Module, batch: Batch) -> tuple[float, torch.Tensor]:
@@ -41,10 +44,10 @@ def test_loss_and_gradients_are_those_of_padded_rows(family: str, tied: bool) ->
     ]
     samples = encode_records(records, lambda record: task.encode(record, True), describe=str)
     plan = plan_packs(samples.lengths, LENGTH, seed=0)
-    packed = PackedDataset(samples, plan)
+    packed = PackedRows(samples, plan, "next_token")
     assert 1 < len(packed) < len(samples) - 2
     padded_batch = task.collate([samples[number] for number in range(len(samples))])
-    packed_batch = task.collate([packed[number] for number in range(len(packed))])
+    packed_batch = task.collate([packed.row(number, lambda sample: sample) for number in range(len(packed))])
     assert task.weight(packed_batch) == task.weight(padded_batch) == 29 + 1 + 12 + 0 + 0 + 24 + 2 + 1
 
     padded_loss, padded_gradients = loss_and_gradients(task, model, padded_batch)
@@ -54,8 +57,10 @@ def test_loss_and_gradients_are_those_of_padded_rows(family: str, tied: bool) ->
 
 
 def packed_row(task: Numbers, documents: list[list[int]]) -> Batch:
-    samples = [{**task.encode({"tokens": d, "context": 0}, True)[0], "id": i} for i, d in enumerate(documents)]
-    return task.collate([join_samples(samples)])
+    records = [{"tokens": tokens, "context": 0} for tokens in documents]
+    samples = encode_records(records, lambda record: task.encode(record, True), describe=str)
+    row = PackedRows(samples, [list(range(len(samples)))], "next_token").row(0, lambda sample: sample)
+    return task.collate([row])
 
 
 def document_losses(task: Numbers, model: torch.nn.Module, batch: Batch) -> list[torch.Tensor]:

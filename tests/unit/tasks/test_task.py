@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -27,7 +28,9 @@ def test_a_small_task_has_the_rest() -> None:
     task = Halves(RunConfig())
     record = {"x": [1.0, 2.0]}
     assert task.encode(record, train=True) is record
-    batch = task.collate([{"x": [1.0, 2.0], "id": 0, "ids": [0]}, {"x": [3.0, 4.0], "id": 1, "ids": [1]}])
+    assert task.augment(record, train=True, rng=np.random.default_rng(0)) is record
+    rows = [{"x": np.array([1.0, 2.0]), "id": 0, "ids": [0]}, {"x": np.array([3.0, 4.0]), "id": 1, "ids": [1]}]
+    batch = task.collate(rows)
     assert batch["x"].shape == (2, 2)
     assert task.weight(batch) == 2
     assert task.build_tokenizer() is None

@@ -20,17 +20,17 @@ class Scripted(CausalLM):
     accuracies = (0.1, 0.9, 0.3, 0.9, 0.5, 0.6)
 
     def score(self, records: list[dict[str, Any]]) -> dict[str, float]:
-        self.evaluations = getattr(self, "evaluations", 0) + 1
+        self.evaluations = getattr(self, "evaluations", -1) + 1  # the first call only tries the task
         return {"accuracy": self.accuracies[self.evaluations - 1]}
 
 
 class Spoilt(CausalLM):
-    """causal_lm whose loss is lost at its seventh step."""
+    """causal_lm whose loss is lost at its seventh forward in training."""
 
     forwards = 0
 
     def loss(self, outputs: Any, batch: Batch) -> torch.Tensor:
-        self.forwards += 1
+        self.forwards += torch.is_grad_enabled()
         return super().loss(outputs, batch) * (math.nan if self.forwards == 7 else 1.0)
 
 

@@ -1,31 +1,24 @@
 """From a configuration to the parts of a run."""
 
 import os
+import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 import drawbar
-from drawbar.data.dataset import Sample
+from drawbar.data.dataset import encode_records
+from drawbar.data.loader import MicroBatchSize
 from drawbar.errors import UserError
 from drawbar.runtime.dist import World
 from drawbar.runtime.env import Place
 from drawbar.tasks.causal_lm import CausalLM
 from drawbar.tracking.console import make_console
-from drawbar.train.setup import build_task, describe_split, eval_micro_batch, load_split
+from drawbar.train.data import describe_samples, eval_micro_batch, load_split, train_micro_batch
+from drawbar.train.setup import build_task
 from harness import run_ranks
-
-
-class Odd(CausalLM):
-    """causal_lm whose rank 1 reads something else."""
-
-    def encode(self, record: dict[str, Any], train: bool) -> list[Sample] | None:
-        if os.environ.get("RANK") == "1" and record["text"].startswith("the driver"):
-            return None
-        return super().encode(record, train)
 
 
 def world() -> World:
@@ -33,11 +26,14 @@ def world() -> World:
 
 
 def load_odd_split(folder: str) -> str:
-    os.chdir(folder)
-    Path("train.txt").write_text("the load\nthe driver\n")
+    own = Path(folder) / os.environ.get("RANK", "alone")  # as where each host has its own disk
+    own.mkdir()
+    os.chdir(own)
+    shutil.copy("../config.yaml", ".")
+    Path("train.txt").write_text("the load\nthe driver\n" if own.name == "1" else "the load\nthe engine\n")
     config = drawbar.load_config("config.yaml").config
     with world() as joined:
-        task = build_task(Odd, config, joined, config.run_dir)
+        task = build_task(CausalLM, config, joined, config.run_dir)
         try:
             load_split(task, "train", config, joined, make_console(False))
         except UserError as error:
@@ -51,26 +47,49 @@ def test_ranks_that_read_other_data_are_named(project: Path) -> None:
     assert first.startswith("rank 1 reads other train data than rank 0")
 
 
-def test_a_description_counts_what_training_will_see(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_description_counts_what_was_made(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(project)
     Path("train.txt").write_text("the load\n\nthe engine\n" + "the hill " * 200)
-    described = {}
-    for packing in ("false", "true"):
-        config = drawbar.load_config("config.yaml", [f"data.packing={packing}"]).config
-        task = build_task(CausalLM, config, world(), config.run_dir)
-        split = load_split(task, "train", config, world(), make_console(False))
-        described[packing] = describe_split(split.records, split.samples, split.rows)
-        tokens = sum(len(sample["input_ids"]) for sample in split.samples.samples)
-        assert described[packing].startswith(f"3 records, {len(split.samples)} samples")
-        assert described[packing].endswith(f"{tokens:,} tokens")
-        assert np.array_equal(np.unique(split.samples.record_of), [0, 1, 2])
-    assert "rows" not in described["false"]
-    assert "rows" in described["true"]
+    config = drawbar.load_config("config.yaml").config
+    task = build_task(CausalLM, config, world(), config.run_dir)
+    samples = load_split(task, "train", config, world(), make_console(False)).samples
+    tokens = sum(len(samples[number]["input_ids"]) for number in range(len(samples)))
+    assert describe_samples(samples) == f"{len(samples)} samples of 3 records, {tokens:,} tokens"
+    assert np.array_equal(np.unique(samples.record_of), [0, 1, 2])
+
+
+def test_a_description_names_what_was_left_out() -> None:
+    def encode(record: dict[str, int]) -> dict[str, object] | None:
+        if record["n"] == 3:
+            raise ValueError("three")
+        return None if record["n"] == 2 else {"x": record["n"], "truncated": record["n"] == 1}
+
+    records = [{"n": number} for number in range(5)]
+    samples = encode_records(records, encode, describe=str, on_bad_record="skip")
+    assert describe_samples(samples) == "3 samples of 4 records (1 dropped, 1 truncated, 1 bad)"
+
+
+AUTO = "train.micro_batch=auto"
 
 
 @pytest.mark.parametrize(
-    ("settings", "rows"), [((), 4), (("train.micro_batch=2",), 2), (("train.micro_batch=2", "eval.micro_batch=7"), 7)]
+    ("settings", "training", "evaluation"),
+    [
+        ((), MicroBatchSize(rows=4), MicroBatchSize(rows=4)),
+        (("train.micro_batch=2", "eval.micro_batch=7"), MicroBatchSize(rows=2), MicroBatchSize(rows=7)),
+        ((AUTO,), MicroBatchSize(tokens=8192), MicroBatchSize(tokens=8192)),
+        ((AUTO, "train.micro_batch_tokens=99"), MicroBatchSize(tokens=99), MicroBatchSize(tokens=99)),
+    ],
 )
-def test_rows_of_an_evaluation_forward(settings: tuple[str, ...], rows: int, project: Path) -> None:
+def test_size_of_a_forward(
+    settings: tuple[str, ...], training: MicroBatchSize, evaluation: MicroBatchSize, project: Path
+) -> None:
     config = drawbar.load_config(project / "config.yaml", settings).config
-    assert eval_micro_batch(config, world()) == rows
+    assert train_micro_batch(config, world(), in_tokens=True) == training
+    assert eval_micro_batch(config, in_tokens=True) == evaluation
+
+
+def test_size_of_a_forward_without_tokens(project: Path) -> None:
+    config = drawbar.load_config(project / "config.yaml", [AUTO]).config
+    assert train_micro_batch(config, world(), in_tokens=False) == MicroBatchSize(rows=8)  # the whole global batch
+    assert eval_micro_batch(config, in_tokens=False) == MicroBatchSize(rows=32)

@@ -54,7 +54,7 @@ def test_a_run_of_so_many_epochs(epochs: str, steps: int, fit: Fit, run: Path) -
     fit("train.steps=null", f"train.epochs={epochs}", "optim.warmup=0.1", "eval.every=null", task=Counted)
     trace = losses(run)
     assert list(trace) == list(range(1, steps + 1))  # 151 samples in global batches of 8
-    assert metrics(run)[-2]["train/epoch"] == pytest.approx(steps / 19)
+    assert metrics(run)[-2]["train/epoch"] == pytest.approx(steps // 19 + steps % 19 * 8 / 151)
     seen = [number for ids in Counted.trained for number in ids]
     whole = min(len(seen), 151)
     assert sorted(seen[:whole]) == sorted(set(seen[:whole]))  # no sample twice in an epoch
@@ -63,11 +63,12 @@ def test_a_run_of_so_many_epochs(epochs: str, steps: int, fit: Fit, run: Path) -
 
 
 @pytest.mark.parametrize(
-    ("global_batch", "packing"), [("8", "false"), ("64", "false"), ("1000", "false"), ("7", "true"), ("1000", "true")]
+    ("global_batch", "batching"),
+    [("8", "padded"), ("64", "padded"), ("1000", "padded"), ("7", "packed"), ("1000", "packed")],
 )
-def test_the_last_incomplete_global_batch_is_trained(global_batch: str, packing: str, fit: Fit, run: Path) -> None:
+def test_the_last_incomplete_global_batch_is_trained(global_batch: str, batching: str, fit: Fit, run: Path) -> None:
     settings = ("train.steps=null", "train.epochs=1", "optim.warmup=0", "eval.every=null", "train.micro_batch=1")
-    fit(*settings, f"train.global_batch={global_batch}", f"data.packing={packing}", task=Counted)
+    fit(*settings, f"train.global_batch={global_batch}", f"data.batching={batching}", task=Counted)
     seen = [number for ids in Counted.trained for number in ids]
     assert sorted(seen) == list(range(151))
     trained = sum(line.get("train/weight", 0) for line in metrics(run))
@@ -75,7 +76,7 @@ def test_the_last_incomplete_global_batch_is_trained(global_batch: str, packing:
 
 
 def test_a_number_of_epochs_trains_on_each_token_as_often(fit: Fit, run: Path) -> None:
-    fit("train.steps=null", "train.epochs=3", "optim.warmup=0", "eval.every=null", "data.packing=true")
+    fit("train.steps=null", "train.epochs=3", "optim.warmup=0", "eval.every=null", "data.batching=packed")
     assert sum(line.get("train/weight", 0) for line in metrics(run)) == 3 * (3345 - 151)
 
 

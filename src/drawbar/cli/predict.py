@@ -1,0 +1,65 @@
+"""``drawbar predict``."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from drawbar.tasks.task import Task
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  drawbar predict runs/demo --input reviews.jsonl --output out.jsonl
+  drawbar predict runs/demo --input unlabelled.tsv --output out.jsonl data.columns=[sentence]
+  drawbar predict runs/demo --input reviews.txt --output out.jsonl --checkpoint 500 launch.nproc=2
+  drawbar predict runs/demo --input reviews.csv --output out.jsonl --overwrite data.on_bad_record=skip
+
+\b
+Each line of the output is a record of the input, in order, with its "prediction"; null where there is none.
+""",
+)
+@click.argument("run")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--input", "source", required=True, metavar="FILE", help="Records, in any form that data.test takes.")
+@click.option(
+    "--output", type=click.Path(path_type=Path), required=True, metavar="FILE", help="A .jsonl file to write."
+)
+@click.option("--overwrite", is_flag=True, help="Replace the output, if it is there.")
+@click.option(
+    "--checkpoint",
+    metavar="best|latest|STEP",
+    help="Which checkpoint to use. Default: the best, or the latest where no evaluation chose one.",
+)
+@click.pass_obj
+def predict(
+    task: "type[Task] | None",
+    run: str,
+    overrides: tuple[str, ...],
+    source: str,
+    output: Path,
+    overwrite: bool,
+    checkpoint: str | None,
+) -> int:
+    """Predict for records without labels, by the model of RUN (a run directory)."""
+    from drawbar.cli.arguments import load_run
+    from drawbar.cli.train import count_processes, own_command
+    from drawbar.config.rules import RULES, check_rules
+    from drawbar.train.output import check_output
+
+    loaded = load_run(run, (f"data.test={json.dumps(source)}", "data.limit.test=null", *overrides), task)
+    check_rules(loaded, RULES)
+    check_output(output, overwrite)
+    processes = count_processes(loaded.config)
+    if processes > 1:
+        from drawbar.runtime.agent import run_processes
+
+        return run_processes(own_command(task), processes)
+
+    from drawbar.train.inference import predict_from_run
+
+    predict_from_run(loaded.config, task, output, checkpoint)
+    return 0

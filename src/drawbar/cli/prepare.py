@@ -1,0 +1,38 @@
+"""``drawbar prepare``."""
+
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from drawbar.tasks.task import Task
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  drawbar prepare config.yaml
+  drawbar prepare config.yaml data.workers=16 data.cache=cache
+  drawbar prepare config.yaml data.on_bad_record=skip data.sequence_length=256
+
+\b
+A later `drawbar train` with the same settings of data and task finds the encoded data, and begins at once.
+"""
+)
+@click.argument("arguments", nargs=-1, metavar="[CONFIG] [KEY=VALUE]...")
+@click.pass_obj
+def prepare(task: "type[Task] | None", arguments: tuple[str, ...]) -> int:
+    """Encode the data of CONFIG before the job.
+
+    Prints counts, lengths, and how much padding each way of batching would take.
+    """
+    from drawbar.cli.arguments import load
+    from drawbar.config.rules import RULES, TRAIN_RULES, check_rules
+
+    loaded = load(arguments, task)
+    check_rules(loaded, RULES + TRAIN_RULES)
+
+    from drawbar.train.prepare import prepare_run
+
+    prepare_run(loaded.config, task)
+    return 0

@@ -1,0 +1,43 @@
+"""What every section of the configuration is made of: a strict, closed and frozen model, and types for its fields."""
+
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+
+def expand_path(text: str) -> str:
+    """``~`` and ``${NAME}`` written out. Raises ValueError for a variable that is not set."""
+
+    def value(match: re.Match[str]) -> str:
+        name = match.group(1)
+        if name not in os.environ:
+            raise ValueError(f"the environment variable {name} is not set")
+        return os.environ[name]
+
+    expanded = re.sub(r"\$\{(\w+)\}", value, text)
+    return str(Path(expanded).expanduser()) if expanded.startswith("~") else expanded
+
+
+PathText = Annotated[str, Field(min_length=1), AfterValidator(expand_path)]
+"""A path, or a name that may be one; ``~`` and ``${NAME}`` are expanded when the configuration is read."""
+
+Auto = Literal["auto"]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Count = Annotated[int, Field(ge=1)]
+Text = Annotated[str, Field(min_length=1)]
+
+
+class Section(BaseModel):
+    """One section of the configuration: strict, closed and frozen."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        frozen=True,
+        allow_inf_nan=False,
+        ser_json_inf_nan="constants",
+        use_attribute_docstrings=True,
+    )

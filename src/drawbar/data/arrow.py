@@ -1,0 +1,134 @@
+"""Readers of ``.parquet`` and ``.arrow`` files, and what all readers of Arrow tables share. Values are plain Python."""
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from drawbar.data.readers import BadRecord, Reader, Record, Unit
+from drawbar.errors import UserError
+
+ROWS_AT_ONCE = 1024
+
+
+class Group(NamedTuple):
+    """Rows that are stored together. Its batches are read when a row of theirs is asked for."""
+
+    rows: int
+    batches: Iterator[Any]
+    """Record batches or tables."""
+
+
+class _Cursor:
+    """Finds rows of a group by number. Numbers may not fall: batches are passed once, and not kept."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches = batches
+        self._begin = self._end = 0
+        self._columns: list[tuple[str, Any]] = []
+
+    def row(self, number: int) -> Record:
+        while number >= self._end:
+            batch = next(self._batches)
+            self._begin, self._end = self._end, self._end + batch.num_rows
+            self._columns = list(zip(batch.schema.names, batch.columns, strict=True))
+        return {name: column[number - self._begin].as_py() for name, column in self._columns}
+
+
+class ColumnarReader(Reader):
+    """Reads rows of Arrow tables, group by group."""
+
+    no_records: ClassVar[str] = "it has no rows"
+
+    @abstractmethod
+    def groups(self) -> Iterator[Group]:
+        """The rows in order."""
+
+    @property
+    @abstractmethod
+    def name(self) -> Path:
+        """What rows are said to come from."""
+
+    def units(self) -> Iterator[Unit]:
+        import pyarrow as pa
+
+        line = 0
+        try:
+            for group in self.groups():
+                cursor = _Cursor(group.batches)
+                for number in range(group.rows):
+                    line += 1
+                    yield Unit((cursor, number), self.name, line)
+        except (pa.ArrowException, OSError) as error:
+            raise self._damaged(error) from error
+
+    def where(self, unit: Unit) -> str:
+        return f"{unit.path}, row {unit.line}"
+
+    def decode(self, unit: Unit) -> Record:
+        import pyarrow as pa
+
+        cursor, number = unit.raw
+        try:
+            return cursor.row(number)
+        except (pa.ArrowException, OSError) as error:
+            raise self._damaged(error) from error
+        except (ValueError, OverflowError) as error:  # not UTF-8; a date beyond those of Python
+            raise BadRecord(
+                f"a value cannot be a Python value: {error}",
+                where=self.where(unit),
+                remedy="write the column again as what it holds, such as binary, or text in UTF-8",
+            ) from error
+
+    def _damaged(self, error: Exception) -> UserError:
+        if isinstance(error, OSError) and error.strerror:  # the file system's words, about a file that may be whole
+            raise error
+        reason = str(error).strip().split("\n")[0].rstrip(".")
+        return UserError(
+            f"{self.name} cannot be read as what its name says: {reason}",
+            where=str(self.name),
+            remedy="it is damaged, cut off or of another kind: copy, download or write it again",
+        )
+
+
+@dataclass(frozen=True)
+class _ColumnarFile(ColumnarReader):
+    path: Path
+
+    @property
+    def files(self) -> list[Path]:
+        return [self.path]
+
+    @property
+    def name(self) -> Path:
+        return self.path
+
+
+class ParquetFile(_ColumnarFile):
+    """Row groups that hold no row which is asked for are not read."""
+
+    def groups(self) -> Iterator[Group]:
+        import pyarrow.parquet as pq
+
+        with pq.ParquetFile(self.path) as file:
+            for number in range(file.num_row_groups):
+                rows = file.metadata.row_group(number).num_rows
+                yield Group(rows, file.iter_batches(ROWS_AT_ONCE, row_groups=[number]))
+
+
+class ArrowFile(_ColumnarFile):
+    """An IPC file or an IPC stream; `datasets` writes the latter."""
+
+    def groups(self) -> Iterator[Group]:
+        import pyarrow as pa
+
+        with pa.memory_map(str(self.path)) as source:
+            if source.read(6) == b"ARROW1":  # how every IPC file begins
+                file = pa.ipc.open_file(source)
+                batches = (file.get_batch(number) for number in range(file.num_record_batches))
+            else:
+                source.seek(0)
+                batches = iter(pa.ipc.open_stream(source))
+            for batch in batches:
+                yield Group(batch.num_rows, iter([batch]))

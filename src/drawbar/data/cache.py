@@ -1,0 +1,327 @@
+"""A folder of encoded data, keyed by content: encoded once, by one process, however many want it at the same time."""
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from drawbar.data.columns import FolderStorage
+from drawbar.data.dataset import EncodedDataset, read_samples, write_samples
+from drawbar.data.encode import Encode, Progress
+from drawbar.data.heartbeat import Failure, Heartbeat, Watch
+from drawbar.data.readers import Record
+from drawbar.errors import ExitCode, UserError
+from drawbar.runtime.log import logger
+
+FORMAT = 1
+META = "meta.json"
+POLL_SECONDS = 0.05
+HEAD_START_SECONDS = 2.0
+
+REMEDIES = {
+    errno.ENOSPC: "free some space there, or keep the cache on another disk (data.cache)",
+    errno.EDQUOT: "your quota there is used up: delete files of yours, or keep the cache on another disk (data.cache)",
+    errno.EFBIG: "files are limited in size: raise the limit (ulimit -f unlimited)",
+    errno.EACCES: "make the folder writable, or use another one (data.cache)",
+    errno.EPERM: "make the folder writable, or use another one (data.cache)",
+    errno.EROFS: "the disk can only be read: use another one (data.cache)",
+    errno.ENOTDIR: "a file is in the way: use another folder (data.cache)",
+    errno.EEXIST: "a file is in the way: use another folder (data.cache)",
+}
+"""What to do about a disk that takes no more, by the error number."""
+
+
+def content_key(*parts: object) -> str:
+    """Hex digest of plain values: None, bool, numbers, str, bytes, numpy arrays, and lists, tuples and dicts of them.
+
+    The order of a dict's keys does not count; a tuple is a list.
+
+    Raises:
+        TypeError: for any other object, of which nobody knows what its content is.
+    """
+    digest = hashlib.blake2b(digest_size=20)
+    for part in parts:
+        _feed(digest.update, part)
+    return digest.hexdigest()
+
+
+def records_digest(records: Iterable[Record]) -> str | None:
+    """``records.digest`` where there is such a thing, else a digest of every record; None where they hold objects."""
+    if hasattr(records, "digest"):
+        return records.digest
+    digest = hashlib.blake2b(digest_size=20)
+    try:
+        for record in records:
+            _feed(digest.update, record)
+    except TypeError:
+        return None
+    return digest.hexdigest()
+
+
+def _feed(update: Callable[[bytes], None], part: Any) -> None:
+    """Every value goes in with its type and length before it, so that no two lists of values look the same."""
+    if isinstance(part, np.generic):
+        part = np.asarray(part)
+    if part is None or isinstance(part, bool):
+        update(f"{part};".encode())
+    elif isinstance(part, int | float):
+        plain = int(part) if isinstance(part, int) else float(part)  # a member of an IntEnum has another repr
+        update(f"{type(plain).__name__} {plain!r};".encode())
+    elif isinstance(part, str | bytes):
+        content = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part
+        update(b"%s %d:%s" % (b"str" if isinstance(part, str) else b"bytes", len(content), content))
+    elif isinstance(part, np.ndarray) and part.dtype.kind in "biufcSU":
+        update(f"array {part.dtype.str} {part.shape}:".encode())
+        update(part.tobytes())
+    elif isinstance(part, list | tuple):
+        update(b"list %d:" % len(part))
+        for item in part:
+            _feed(update, item)
+    elif isinstance(part, dict):
+        update(b"dict %d:" % len(part))
+        for key in sorted(part, key=lambda key: (type(key).__name__, repr(key))):
+            _feed(update, key)
+            _feed(update, part[key])
+    else:
+        raise TypeError(f"no digest of the content of {type(part).__name__}")
+
+
+def encode_cached(
+    records: Sequence[Record],
+    encoder: Encode,
+    *,
+    key: str,
+    cache: Path,
+    workers: int | Literal["auto"],
+    name: str,
+    describe: Callable[[int], str],
+    on_bad_record: str,
+    progress: Progress | None,
+    timeout: float,
+    eager: bool,
+) -> EncodedDataset:
+    """The encoded records from the cache, encoded first where they are not there yet.
+
+    Of several processes that call this at the same time, on one host or on several that share the folder, one
+    encodes. The others wait for it, and one of them takes over if it dies.
+
+    Args:
+        records: not touched where the cache has the samples.
+        encoder: see ``Encode``; workers need it to be picklable.
+        key: digest of everything that the samples depend on (``content_key``).
+        cache: the folder; it need not exist.
+        workers: processes to encode in; see ``encode_chunks``.
+        name: what the data are called in the cache, such as the split.
+        describe: says where record i came from, for messages.
+        on_bad_record: ``error`` or ``skip``.
+        progress: see ``Progress``; told of the work of the process that encodes, whichever it is.
+        timeout: longest wait for a sign of life from a process that encodes, in seconds.
+        eager: try to be the one that encodes; others give it a head start.
+
+    Raises:
+        UserError: as ``encode_records``; or the folder cannot be written, or whoever encodes gave no sign of life.
+    """
+    entry = _Entry(cache.absolute(), name, key)
+
+    def encode(heartbeat: Heartbeat) -> None:
+        def report(done: int, total: int) -> None:
+            heartbeat.report(done, total)
+            if progress:
+                progress(done, total)
+
+        def write(draft: FolderStorage) -> dict[str, Any]:
+            return write_samples(
+                draft,
+                records,
+                encoder,
+                describe=describe,
+                progress=report,
+                on_bad_record=on_bad_record,
+                workers=workers,
+                timeout=timeout,
+            )
+
+        entry.make(write)
+
+    with _explain_errors(entry):
+        dataset = entry.read()  # a cache that can only be read is no hindrance
+        if dataset is None:
+            entry.folder.parent.mkdir(parents=True, exist_ok=True)
+            dataset = _wait_or_encode(entry, encode, progress, timeout, eager)
+        return dataset
+
+
+class _Entry:
+    """One folder of the cache. It is complete or absent: written under another name, and renamed."""
+
+    def __init__(self, cache: Path, name: str, key: str) -> None:
+        self.key = key
+        self.folder = cache / f"{name}-{key[:24]}"
+        self.written = 0
+        """Bytes of the last draft, when it ended."""
+
+    def beside(self, ending: str) -> Path:
+        return self.folder.with_name(self.folder.name + ending)
+
+    def read(self, *, remove: bool = False) -> EncodedDataset | None:
+        """None where the entry is absent or damaged; whoever holds the lock may ``remove`` a damaged one."""
+        if not self.folder.is_dir():
+            return None
+        try:
+            about = json.loads((self.folder / META).read_text())
+            if about["format"] != FORMAT or about["key"] != self.key:
+                raise ValueError(f"{META} is of another format or key")
+            for name, size in about["sizes"].items():
+                if (self.folder / name).stat().st_size != size:
+                    raise ValueError(f"{name} is not of {size} bytes")
+            return read_samples(FolderStorage(self.folder), about)
+        except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as error:  # what bad JSON leads to
+            if remove:
+                logger.warning("encoding anew: the data in %s are damaged (%s)", self.folder, error)
+                shutil.rmtree(self.folder)
+            return None
+
+    def make(self, write: Callable[[FolderStorage], dict[str, Any]]) -> None:
+        """Write a draft, bring it to the disk, and rename it."""
+        _remove_dead_drafts(self.folder)
+        draft = self.beside(f".tmp-{socket.gethostname()}-{os.getpid()}")
+        shutil.rmtree(draft, ignore_errors=True)  # of a dead process that had our number
+        draft.mkdir()
+        storage = FolderStorage(draft)
+        try:
+            about = write(storage)
+            storage.close()
+            sizes = {path.name: path.stat().st_size for path in draft.iterdir()}
+            storage.append(META, json.dumps({"format": FORMAT, "key": self.key, "sizes": sizes, **about}).encode())
+            storage.close()
+            _sync_folder(draft)
+            _publish(draft, self.folder)
+        finally:
+            storage.abandon()
+            self.written = sum(path.stat().st_size for path in draft.glob("*"))
+            shutil.rmtree(draft, ignore_errors=True)
+
+
+def _publish(draft: Path, folder: Path) -> None:
+    try:
+        os.rename(draft, folder)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        logger.info("another process made %s in the meantime", folder)  # on a file system without working locks
+    _sync_folder(folder.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove_dead_drafts(entry: Path) -> None:
+    """Drafts that killed processes of this host left in the cache. The lock of ``entry`` is held."""
+    for draft in entry.parent.glob(f"*.tmp-{socket.gethostname()}-*"):
+        name = draft.name.rpartition(".tmp-")[0]
+        if _is_dead(entry.with_name(f"{name}.lock"), ours=name == entry.name):
+            shutil.rmtree(draft, ignore_errors=True)
+
+
+def _is_dead(lock: Path, *, ours: bool) -> bool:
+    """Whether the writer of a draft has ended: its lock is free. Process numbers would be no proof: they come again."""
+    try:
+        with lock.open("ab") as file:
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return ours  # we hold it now, so whoever wrote the draft does not
+    except OSError:  # no locks here: nobody can know
+        return False
+    return True
+
+
+def _wait_or_encode(
+    entry: _Entry, encode: Callable[[Heartbeat], None], progress: Progress | None, timeout: float, eager: bool
+) -> EncodedDataset:
+    watch = Watch(entry.beside(".progress"))
+    failure = Failure(entry.beside(".error"))
+    head_start_until = time.monotonic() + HEAD_START_SECONDS
+    with entry.beside(".lock").open("ab") as lock:  # closing it unlocks it, and so does the end of the process
+        while True:
+            dataset = entry.read()
+            if dataset is not None:
+                return dataset
+            failure.raise_if_new()
+            watch.look(progress)
+            if (eager or watch.seen or time.monotonic() > head_start_until) and _try_lock(lock.fileno()):
+                return _read_or_encode(entry, encode, failure)
+            watch.raise_if_silent(timeout)
+            time.sleep(POLL_SECONDS)
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        logger.warning("the file system of the cache has no locks (%s): several processes may encode", error)
+    return True
+
+
+def _read_or_encode(entry: _Entry, encode: Callable[[Heartbeat], None], failure: Failure) -> EncodedDataset:
+    """With the lock held. Whoever held it before may have finished, or failed, just now."""
+    os.listdir(entry.folder.parent)  # NFS may remember for a while that the folder was absent; this makes it look anew
+    dataset = entry.read(remove=True)
+    if dataset is not None:
+        return dataset
+    failure.raise_if_new()
+    failure.path.unlink(missing_ok=True)
+    with Heartbeat(entry.beside(".progress")) as heartbeat:
+        try:
+            with _explain_errors(entry, heartbeat):
+                encode(heartbeat)
+        except UserError as error:
+            failure.write(error)
+            raise
+    dataset = entry.read()
+    if dataset is None:
+        raise UserError(
+            "the encoded data cannot be read back",
+            where=str(entry.folder),
+            remedy="see whether that disk is sound, or keep the cache on another one (data.cache)",
+            exit_code=ExitCode.FAILED,
+        )
+    return dataset
+
+
+@contextmanager
+def _explain_errors(entry: _Entry, heartbeat: Heartbeat | None = None) -> Iterator[None]:
+    """Turn errors about the disk of the cache into ones that say what to do; others pass."""
+    cache = entry.folder.parent
+    try:
+        yield
+    except OSError as error:
+        ours = error.filename is None or Path(str(error.filename)).is_relative_to(cache)
+        if error.errno not in REMEDIES or not ours:
+            raise
+        free = shutil.disk_usage(next(path for path in (cache, *cache.parents) if path.exists())).free
+        room = f"{free / 2**20:.1f} MiB free"
+        if heartbeat and heartbeat.done and entry.written:
+            room = f"about {entry.written / heartbeat.done * heartbeat.total / 2**20:.1f} MiB needed, {room}"
+        raise UserError(
+            f"cannot write the encoded data: {error.strerror} ({room})",
+            where=str(cache),
+            remedy=REMEDIES[error.errno],
+            exit_code=ExitCode.FAILED,
+        ) from error

@@ -1,0 +1,252 @@
+"""Samples as columns: all values of one field laid end to end, in memory or in files that are memory-mapped."""
+
+import hashlib
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Sample = dict[str, Any]
+"""One encoded example: each field a numpy array, or a plain bool, int, float or str."""
+Kind = Literal["array", "number", "text"]
+Layout = dict[str, tuple[Kind, int]]
+"""Field name → what it is, and its number of dims."""
+
+BLOCK_VALUES = 1 << 20  # values read at a time where a whole file passes through memory
+
+
+class Storage(Protocol):
+    """Named sequences of bytes that grow at the end."""
+
+    def append(self, name: str, data: bytes) -> None: ...
+    def array(self, name: str, dtype: np.dtype[Any]) -> NDArray[Any]: ...
+    def replace(self, name: str, by: str) -> None: ...
+
+
+class MemoryStorage:
+    """A ``Storage`` of this process alone."""
+
+    def __init__(self) -> None:
+        self._contents: dict[str, bytearray] = {}
+
+    def append(self, name: str, data: bytes) -> None:
+        self._contents.setdefault(name, bytearray()).extend(data)
+
+    def array(self, name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
+        """The content as values, not copied."""
+        content = self._contents.get(name, b"")
+        return np.frombuffer(content, dtype) if content else np.empty(0, dtype)
+
+    def replace(self, name: str, by: str) -> None:
+        self._contents[name] = self._contents.pop(by)
+
+
+class FolderStorage:
+    """A ``Storage`` of files in a folder, which exists."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._open: dict[str, BinaryIO] = {}
+
+    def append(self, name: str, data: bytes) -> None:
+        if name not in self._open:
+            self._open[name] = (self.folder / name).open("ab")
+        self._open[name].write(data)
+
+    def array(self, name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
+        """The content as values, memory-mapped: only what is looked at is read."""
+        if name in self._open:
+            self._open[name].flush()
+        path = self.folder / name
+        if not path.exists() or not path.stat().st_size:  # an empty file cannot be mapped
+            return np.empty(0, dtype)
+        return np.asarray(np.memmap(path, dtype, mode="r"))  # a plain array: slices of a memmap are slow to make
+
+    def replace(self, name: str, by: str) -> None:
+        self._close(name)
+        self._close(by)
+        os.replace(self.folder / by, self.folder / name)
+
+    def close(self) -> None:
+        """Everything is on the disk when this returns."""
+        for name in list(self._open):
+            self._close(name)
+
+    def abandon(self) -> None:
+        """Close the files of a draft that is thrown away; what they still hold back need not fit on the disk."""
+        for file in self._open.values():
+            try:
+                file.close()
+            except OSError:
+                continue
+        self._open.clear()
+
+    def _close(self, name: str) -> None:
+        file = self._open[name]
+        file.flush()
+        os.fsync(file.fileno())
+        file.close()
+        del self._open[name]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One field of some samples in a row, on its way into a column."""
+
+    kind: Kind
+    values: NDArray[Any]
+    """Shape (values,)."""
+    shapes: NDArray[np.int64]
+    """Shape (samples, dims)."""
+    dtypes: frozenset[str]
+    """Those that the samples came in; ``values`` has one that they all fit in."""
+
+
+def layout_of(sample: Sample) -> Layout:
+    def kind(value: Any) -> tuple[Kind, int]:
+        if isinstance(value, np.ndarray):
+            return "array", value.ndim
+        return ("text", 1) if isinstance(value, str) else ("number", 0)
+
+    return {name: kind(value) for name, value in sample.items()}
+
+
+def difference(expected: Layout, found: Layout) -> str:
+    """What is wrong with a sample that is laid out otherwise than those before it."""
+
+    def words(kind: Kind, dims: int) -> str:
+        return f"an array of {dims} dims" if kind == "array" else f"a {kind}"
+
+    for name in sorted(expected.keys() - found.keys()):
+        return f"a sample has no field {name!r}, which the samples before it have"
+    for name in sorted(found.keys() - expected.keys()):
+        return f"a sample has a field {name!r}, which the samples before it lack"
+    name = min(name for name in found if found[name] != expected[name])
+    return (
+        f"the field {name!r} of a sample is {words(*found[name])}; "
+        f"in the samples before it, it is {words(*expected[name])}"
+    )
+
+
+def stack(samples: Sequence[Sample]) -> dict[str, Piece]:
+    """Samples of one layout as columns. Raises OverflowError for a whole number of more than 64 bits."""
+    layout = layout_of(samples[0]) if samples else {}
+    return {name: _stack_field(kind, [sample[name] for sample in samples]) for name, (kind, _) in layout.items()}
+
+
+def _stack_field(kind: Kind, values: list[Any]) -> Piece:
+    if kind == "array":
+        dtypes = frozenset(value.dtype.newbyteorder("=").str for value in values)
+        flat = np.concatenate([value.ravel() for value in values], dtype=common_dtype(dtypes), casting="unsafe")
+        return Piece(kind, flat, np.array([value.shape for value in values], dtype=np.int64), dtypes)
+    if kind == "text":
+        texts = [value.encode("utf-8", "surrogatepass") for value in values]  # JSON can hold half characters
+        lengths = np.array([len(text) for text in texts], dtype=np.int64)
+        return Piece(kind, np.frombuffer(b"".join(texts), np.uint8), lengths[:, None], frozenset({"|u1"}))
+    dtypes = frozenset(number_dtype(value) for value in values)
+    flat = np.array(values, dtype=common_dtype(dtypes))
+    return Piece(kind, flat, np.empty((len(values), 0), np.int64), dtypes)
+
+
+def number_dtype(value: bool | int | float) -> str:
+    """The dtype that holds a plain number of Python."""
+    if isinstance(value, bool):
+        return np.dtype(np.bool_).str
+    return np.dtype(np.int64 if isinstance(value, int) else np.float64).str
+
+
+def common_dtype(dtypes: Iterable[str]) -> np.dtype[Any]:
+    # Promotion of three dtypes can depend on their order: sorted, the result depends on the set alone.
+    return np.result_type(*(np.dtype(dtype) for dtype in sorted(dtypes)))
+
+
+@dataclass(frozen=True)
+class Column:
+    """One field of all samples; item i is its value in sample i."""
+
+    kind: Kind
+    values: NDArray[Any]
+    """Shape (values,). Text is UTF-8."""
+    shapes: NDArray[np.int64]
+    """Shape (samples, dims)."""
+    ends: NDArray[np.int64]
+    """Shape (samples,): where each sample's values end."""
+
+    def __getitem__(self, index: int) -> Any:
+        if self.kind == "number":
+            return self.values[index].item()
+        flat = self.values[self.ends[index - 1] if index else 0 : self.ends[index]]
+        if self.kind == "text":
+            return flat.tobytes().decode("utf-8", "surrogatepass")
+        return flat.reshape(self.shapes[index]).copy()  # whoever gets it may change it: the file is for all epochs
+
+
+class ColumnWriter:
+    """Appends pieces of one column to a storage, each in its own dtype; ``finish`` brings them to one."""
+
+    def __init__(self, storage: Storage, name: str, kind: Kind, dims: int) -> None:
+        self.storage = storage
+        self.name = name
+        self.kind = kind
+        self.dims = dims
+        self._total = 0
+        self._dtypes: set[str] = set()
+        self._runs: list[tuple[np.dtype[Any], int]] = []  # (dtype, values in a row)
+
+    def add(self, piece: Piece) -> None:
+        ends = self._total + np.cumsum(np.prod(piece.shapes, axis=1, dtype=np.int64))
+        self._total += len(piece.values)
+        self._dtypes |= piece.dtypes
+        if self._runs and self._runs[-1][0] == piece.values.dtype:
+            self._runs[-1] = (piece.values.dtype, self._runs[-1][1] + len(piece.values))
+        else:
+            self._runs.append((piece.values.dtype, len(piece.values)))
+        self.storage.append(f"{self.name}.values.bin", piece.values.tobytes())
+        self.storage.append(f"{self.name}.shapes.bin", piece.shapes.tobytes())
+        self.storage.append(f"{self.name}.ends.bin", ends.tobytes())
+
+    def finish(self) -> dict[str, Any]:
+        """What ``read_column`` needs to know, as plain values."""
+        dtype = common_dtype(self._dtypes)
+        if any(found != dtype for found, _ in self._runs):
+            self._rewrite(dtype)
+        return {"name": self.name, "kind": self.kind, "dims": self.dims, "dtype": dtype.str}
+
+    def _rewrite(self, dtype: np.dtype[Any]) -> None:
+        """Bring the values to one dtype."""
+        written = self.storage.array(f"{self.name}.values.bin", np.dtype(np.uint8))
+        start = 0
+        for found, count in self._runs:
+            run = written[start : start + count * found.itemsize].view(found)
+            start += count * found.itemsize
+            for block in range(0, count, BLOCK_VALUES):
+                data = run[block : block + BLOCK_VALUES].astype(dtype).tobytes()
+                self.storage.append(f"{self.name}.wider.bin", data)
+        if self._total:
+            self.storage.replace(f"{self.name}.values.bin", by=f"{self.name}.wider.bin")
+
+
+def read_column(storage: Storage, about: dict[str, Any], samples: int) -> Column:
+    int64 = np.dtype(np.int64)
+    return Column(
+        kind=about["kind"],
+        values=storage.array(f"{about['name']}.values.bin", np.dtype(about["dtype"])),
+        shapes=storage.array(f"{about['name']}.shapes.bin", int64).reshape(samples, about["dims"]),
+        ends=storage.array(f"{about['name']}.ends.bin", int64),
+    )
+
+
+def fingerprint(columns: dict[str, Column], samples: int) -> str:
+    """Hex digest of every field of every sample in order, the same in every process."""
+    digest = hashlib.blake2b(f"{samples} samples\n".encode(), digest_size=16)
+    for name, column in sorted(columns.items()):
+        about = f"{name!r} {column.kind} {column.values.dtype.str} {column.shapes.shape} {column.values.shape}\n"
+        digest.update(about.encode("utf-8", "surrogatepass"))
+        for array in (column.shapes, column.values):
+            for block in range(0, len(array), BLOCK_VALUES):
+                digest.update(array[block : block + BLOCK_VALUES].tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,304 @@
+"""From records to columns of samples, in this process or in several."""
+
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from drawbar.data.columns import Layout, Piece, Sample, difference, layout_of, number_dtype, stack
+from drawbar.data.readers import Record
+from drawbar.errors import ExitCode, UserError
+from drawbar.runtime.log import logger
+
+Encode = Callable[[Record], Any]
+"""record → a sample, a list of samples, or None to leave the record out."""
+Progress = Callable[[int, int], None]
+"""Told (records done, records in all) now and then."""
+
+RESERVED_FIELDS = ("id", "ids", "segment_ids", "draw", "draws")
+CHUNK_RECORDS = 256
+CHUNK_SECONDS = 0.5
+TRIAL_SECONDS = 2.0
+WORTH_SECONDS = 15.0  # starting workers takes seconds: they import what the task imports
+MOST_WORKERS = 16
+
+
+@dataclass
+class Chunk:
+    """What some records in a row became."""
+
+    records: int = 0
+    seconds: float = 0.0
+    pieces: dict[str, Piece] = field(default_factory=dict)
+    record_of: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    dropped: int = 0
+    truncated: int = 0
+    skipped: list[tuple[int, UserError]] = field(default_factory=list)
+    """(record, what was wrong with it), where bad records are left out."""
+    fatal: tuple[int, UserError] | None = None
+    """The record that ends it all; what came before it is in the chunk."""
+
+
+def encode_chunk(encode: Encode, numbered: Iterator[tuple[int, Record]], skip: bool, seconds: float) -> Chunk:
+    """Encode records until there are no more, ``seconds`` have passed, or one is bad and ``skip`` is false."""
+    chunk = Chunk()
+    started = time.monotonic()
+    samples: list[Sample] = []
+    record_of: list[int] = []
+    layout: Layout | None = None
+    for index, record in numbered:
+        chunk.records += 1
+        try:
+            encoded = _encode_one(record, encode)
+        except UserError as error:
+            if not skip:
+                chunk.fatal = index, error
+                break
+            chunk.skipped.append((index, error))
+            continue
+        chunk.dropped += not encoded
+        chunk.truncated += sum(bool(sample.pop("truncated", False)) for sample in encoded)
+        layouts = [layout_of(sample) for sample in encoded]
+        layout = layout or next(iter(layouts), None)
+        faults = [difference(layout, found) for found in layouts if layout and found != layout]
+        if faults:
+            chunk.fatal = index, layout_error(faults[0])
+            break
+        samples += encoded
+        record_of += [index] * len(encoded)
+        if time.monotonic() - started > seconds:
+            break
+    chunk.pieces = stack(samples)
+    chunk.record_of = np.array(record_of, dtype=np.int64)
+    chunk.seconds = time.monotonic() - started
+    return chunk
+
+
+def layout_error(fault: str) -> UserError:
+    return UserError(
+        fault,
+        remedy="let the task's encode give all samples the same fields, "
+        "each always a number, always a text, or always an array of as many dims",
+    )
+
+
+def _encode_one(record: Record, encode: Encode) -> list[Sample]:
+    """The samples of one record. Every failure is a UserError; who knows the record's place adds it."""
+    try:
+        encoded = encode(record)
+        if encoded is None:
+            return []
+        return [_compact(sample) for sample in (encoded if isinstance(encoded, list) else [encoded])]
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"the task's encode failed on a record: {type(error).__name__}: {error}",
+            remedy="mend the record, or let encode return None to leave it out",
+        ) from error
+
+
+def _compact(sample: Any) -> Sample:
+    """The sample with numpy arrays for its lists and tensors."""
+    if not isinstance(sample, Mapping):  # a tokenizer's BatchEncoding is a mapping, but no dict
+        raise UserError(
+            f"the task's encode returned {type(sample).__name__}",
+            remedy="return a dict of arrays, a list of such dicts, or None to leave the record out",
+        )
+    taken = [name for name in RESERVED_FIELDS if name in sample]
+    if taken:
+        raise UserError(
+            f"a sample has a field {taken[0]!r}, a name that drawbar fills in itself",
+            remedy="give the field another name in the task's encode",
+        )
+    compact = {str(name): _field(name, value) for name, value in sample.items()}
+    tokens = compact.get("input_ids")
+    if tokens is not None and (not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or not len(tokens)):
+        raise UserError(
+            "the input_ids of a sample are not a list of one or more token numbers",
+            remedy="let the task's encode return one sample without padding, or None where there are no tokens",
+        )
+    if not isinstance(compact.get("truncated", False), bool | int):
+        raise UserError(
+            "the field 'truncated' of a sample is neither true nor false",
+            remedy="let it say whether encode cut the sample, or give the field another name",
+        )
+    return compact
+
+
+def _field(name: str, value: Any) -> Any:
+    """A plain scalar as it is; anything else as an array. Integers and floats of Python take 32 bits where they fit."""
+    if isinstance(value, bool | float | str):
+        return value
+    if isinstance(value, int):
+        np.array(value, dtype=number_dtype(value))  # raises OverflowError: no column could hold it
+        return value
+    array = np.asarray(value)
+    if array.ndim == 0 and array.dtype.kind in "biufU":
+        return _field(name, array.item())
+    if array.dtype.kind not in "biuf":
+        what = "a list of texts" if array.dtype.kind == "U" else f"{type(value).__name__}, and not of numbers"
+        raise UserError(
+            f"the field {name!r} of a sample is {what}",
+            remedy="return numbers, a text, or lists and arrays of numbers; predictions are merged with their records",
+        )
+    return _narrow(array) if isinstance(value, list | tuple) else array
+
+
+def _narrow(array: NDArray[Any]) -> NDArray[Any]:
+    if not array.size:
+        return array.astype(np.bool_)  # an empty list says nothing of its dtype: bool gives way to all others
+    if array.dtype == np.float64:
+        return array.astype(np.float32)
+    limits = np.iinfo(np.int32)
+    fits = array.dtype == np.int64 and limits.min <= array.min() and array.max() <= limits.max
+    return array.astype(np.int32) if fits else array
+
+
+def encode_chunks(
+    records: Sequence[Record], encode: Encode, *, skip: bool, workers: int | Literal["auto"], timeout: float
+) -> Generator[Chunk, None, None]:
+    """Chunks of samples, in the order of the records. Close the generator, or workers may be left behind.
+
+    Args:
+        records: they are read one after the other, and in this process alone.
+        skip: collect bad records and go on.
+        workers: processes to encode in. ``auto``: one a core, where this process alone would need long.
+        timeout: longest wait for a worker, in seconds.
+
+    Raises:
+        UserError: a worker died, or gave no sign of life.
+    """
+    total = len(records)
+    numbered: Iterator[tuple[int, Record]] = enumerate(records)
+    count = min(workers, total) if workers != "auto" else 0
+    if workers == "auto":
+        done, seconds = yield from _encode_here(encode, numbered, skip, TRIAL_SECONDS)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        count = (
+            min(cores, MOST_WORKERS) if cores > 1 and done and seconds / done * (total - done) > WORTH_SECONDS else 0
+        )
+    first = next(numbered, None)
+    if first is None:
+        return
+    numbered = chain([first], numbered)
+    pickled = _pickled(encode, first) if count else None
+    if pickled is None:
+        yield from _encode_here(encode, numbered, skip, float("inf"))
+    else:
+        yield from _encode_in_workers(pickled, numbered, skip, count, timeout)
+
+
+def _encode_here(
+    encode: Encode, numbered: Iterator[tuple[int, Record]], skip: bool, seconds: float
+) -> Generator[Chunk, None, tuple[int, float]]:
+    """Encode in this process, for so many seconds or to the end; returns (records, seconds) that it came to."""
+    done, spent = 0, 0.0
+    while spent < seconds:
+        chunk = encode_chunk(encode, islice(numbered, CHUNK_RECORDS), skip, CHUNK_SECONDS)
+        if not chunk.records:
+            break
+        done += chunk.records
+        spent += chunk.seconds
+        yield chunk
+    return done, spent
+
+
+def _pickled(encode: Encode, first: tuple[int, Record]) -> bytes | None:
+    """What workers encode with, or None where they could not."""
+    try:
+        pickled = pickle.dumps(encode)
+        pickle.dumps(first)
+    except Exception as error:  # noqa: BLE001 - pickling runs the code of any class, which may raise anything
+        logger.warning("encoding in this process alone: the task or its records cannot be sent to others (%s)", error)
+        return None
+    if b"__main__" in pickled and not hasattr(sys.modules["__main__"], "__file__"):  # a worker could not import it
+        logger.warning("encoding in this process alone: the task is defined in a notebook or console, not in a file")
+        return None
+    return pickled
+
+
+def _encode_in_workers(
+    pickled: bytes, numbered: Iterator[tuple[int, Record]], skip: bool, count: int, timeout: float
+) -> Iterator[Chunk]:
+    # Spawned, not forked: a fork copies the locks of torch's and gloo's threads, held by nobody who could free them.
+    pool = ProcessPoolExecutor(
+        count, multiprocessing.get_context("spawn"), initializer=_start_worker, initargs=(pickled,)
+    )
+    others = set(multiprocessing.active_children())
+    pending: deque[Future[Chunk]] = deque()
+    done, seconds = 0, 0.0
+    try:
+        while True:
+            while len(pending) < 2 * count:  # a bound on the memory, and enough that no worker runs dry
+                size = max(1, min(CHUNK_RECORDS, round(CHUNK_SECONDS * done / seconds))) if seconds else 16
+                records = list(islice(numbered, size))
+                if not records:
+                    break
+                pending.append(pool.submit(_work, records, skip))
+            if not pending:
+                pool.shutdown()
+                return
+            chunk = pending.popleft().result(timeout)
+            done += chunk.records
+            seconds += chunk.seconds
+            yield chunk
+    except (BrokenProcessPool, TimeoutError) as error:
+        raise _lost_worker(error, timeout) from error
+    finally:
+        # Where all went well the workers have ended. Else nobody wants what they are still at, and one may be stuck.
+        for worker in set(multiprocessing.active_children()) - others:
+            worker.kill()
+        pool.shutdown(cancel_futures=True)
+
+
+def _lost_worker(error: Exception, timeout: float) -> UserError:
+    died = isinstance(error, BrokenProcessPool)
+    return UserError(
+        "a process that encoded records was killed, or could not start"
+        if died
+        else f"a process that encodes records gave no result for {timeout:.0f} s",
+        where="data.workers",
+        remedy="where memory ran out, use fewer processes (data.workers=2); a script that starts training must do so "
+        'under `if __name__ == "__main__":`; data.workers=0 encodes in one process and shows what happens',
+        exit_code=ExitCode.FAILED,
+    )
+
+
+_encode: Encode
+"""In a worker: what it encodes with."""
+
+
+def _start_worker(pickled: bytes) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal; ours ends its workers
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")  # one process a core is enough
+    global _encode
+    _encode = pickle.loads(pickled)
+    if "torch" in sys.modules:  # where the script itself imported it, it was too early for the variable
+        sys.modules["torch"].set_num_threads(1)
+
+
+def _end_with_parent() -> None:
+    """A parent that is killed cannot end its workers, and they would wait for work for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _work(numbered: list[tuple[int, Record]], skip: bool) -> Chunk:
+    return encode_chunk(_encode, iter(numbered), skip, float("inf"))

@@ -1,0 +1,320 @@
+"""What every reader of records is, and the readers of text files: lines, paragraphs, documents, JSON, parallel lines.
+
+A reader gives *units*: records that have not been decoded. So a process that needs every eighth record decodes every
+eighth. Text is read line by line; only ``.json`` files and whole documents are held in memory at once.
+"""
+
+import gzip
+import json
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from itertools import zip_longest
+from pathlib import Path
+from typing import IO, Any, ClassVar, NamedTuple
+
+from drawbar.errors import UserError
+
+Record = dict[str, Any]
+
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+class BadRecord(UserError):
+    """One record that cannot be read; those after it can. ``data.on_bad_record=skip`` leaves it out."""
+
+
+class Unit(NamedTuple):
+    """A record that has not been decoded."""
+
+    raw: Any
+    """What the reader's ``decode`` takes: bytes without the line's end, fields, or a place in a table."""
+    path: Path
+    line: int | None
+    """First line of the record in its file, from 1; None where the record is the whole file."""
+
+
+@dataclass(frozen=True)
+class Reader(ABC):
+    """Reads one file, or several side by side. Subclasses are frozen dataclasses: their fields are their settings."""
+
+    no_records: ClassVar[str] = "it holds only blank lines"
+    """Why a file that is not empty has none, for the message."""
+
+    @property
+    @abstractmethod
+    def files(self) -> list[Path]:
+        """Every file that is read."""
+
+    @abstractmethod
+    def units(self) -> Iterator[Unit]:
+        """All records, not decoded, in the order of the file. A unit is good until the next one is asked for.
+
+        Raises:
+            UserError: the file as a whole cannot be read.
+        """
+
+    @abstractmethod
+    def decode(self, unit: Unit) -> Record:
+        """The record of one of this reader's units. Raises ``BadRecord``."""
+
+    def where(self, unit: Unit) -> str:
+        """File and line of a record, for messages: ``data/train.jsonl:17``."""
+        return str(unit.path) if unit.line is None else f"{unit.path}:{unit.line}"
+
+    def content(self, unit: Unit) -> bytes:
+        """The record as bytes that are the same wherever and in whatever order records are stored."""
+        if isinstance(unit.raw, bytes):
+            return unit.raw
+        try:
+            record = self.decode(unit)
+        except BadRecord as error:
+            return error.what.encode("utf-8", "replace")
+        return json.dumps(record, sort_keys=True, default=str).encode()
+
+    def settings(self) -> list[str]:
+        """Everything besides the bytes of the files that decides what records come out."""
+        names = [field.name for field in fields(self) if field.name not in ("path", "paths")]
+        return [type(self).__name__, *(f"{name}={getattr(self, name)!r}" for name in names)]
+
+    def empty(self) -> UserError:
+        """The error for a reader that has no units."""
+        path = self.files[0]
+        with open_binary(path) as stream:
+            reason = self.no_records if stream.read(1) else "it is empty"
+        return UserError(
+            f"{path} has no records: {reason}", where=str(path), remedy="put data in the file, or leave it out"
+        )
+
+
+def open_binary(path: Path) -> IO[bytes]:
+    """A file, decompressed where its name ends in ``.gz``."""
+    return gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb")  # type: ignore[return-value]
+
+
+def whole_lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file, each with its newline; CRLF becomes a newline, and a byte order mark is left out.
+
+    Raises:
+        UserError: a ``.gz`` file that is damaged or cut off.
+    """
+    number = 0
+    with open_binary(path) as stream:
+        try:
+            for number, line in enumerate(stream, start=1):  # cuts at newlines alone, not at form feeds
+                text = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
+                yield text[:-2] + b"\n" if text.endswith(b"\r\n") else text
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise UserError(
+                f"{path} is not a complete gzip file: {str(error).rstrip('.')}",
+                where=f"{path}:{number + 1}",
+                remedy="copy or download it again; `gzip -t` tells whether a file is whole",
+            ) from error
+
+
+def binary_lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file without their newlines. Raises as ``whole_lines``."""
+    return (line.removesuffix(b"\n") for line in whole_lines(path))
+
+
+def text_of(data: bytes, path: Path, line: int) -> str:
+    """UTF-8 decoded; ``line`` is the number of the first line. Raises ``BadRecord`` for other encodings."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        at_line = line + data.count(b"\n", 0, error.start)
+        column = error.start - data.rfind(b"\n", 0, error.start)
+        raise not_utf8(path, at_line, f"byte 0x{data[error.start]:02x} at column {column}") from error
+
+
+def not_utf8(path: Path, line: int, byte: str) -> BadRecord:
+    return BadRecord(
+        f"the line is not UTF-8 text: {byte}",
+        where=f"{path}:{line}",
+        remedy=f"convert the file, for example: iconv -f ISO-8859-1 -t UTF-8 {path.name} > utf8-{path.name}",
+    )
+
+
+def _is_blank(data: bytes) -> bool:
+    # bytes.strip is the quick answer, and str.strip the right one: it knows the spaces beyond ASCII too
+    return not data.strip() or not data.decode("utf-8", "replace").strip()
+
+
+def _numbered_text(path: Path) -> Iterator[tuple[int, bytes]]:
+    """(line number, line) of every line that is not blank."""
+    return ((number, line) for number, line in enumerate(binary_lines(path), start=1) if not _is_blank(line))
+
+
+@dataclass(frozen=True)
+class _OneFile(Reader):
+    path: Path
+
+    @property
+    def files(self) -> list[Path]:
+        return [self.path]
+
+
+class TextLines(_OneFile):
+    """``{"text": line}`` of every line that is not blank."""
+
+    def units(self) -> Iterator[Unit]:
+        return (Unit(line, self.path, number) for number, line in _numbered_text(self.path))
+
+    def decode(self, unit: Unit) -> Record:
+        return {"text": text_of(unit.raw, unit.path, unit.line or 1)}
+
+
+class TextParagraphs(TextLines):
+    """A paragraph is a run of lines that are not blank."""
+
+    def units(self) -> Iterator[Unit]:
+        first, lines = 0, list[bytes]()
+        for number, line in _numbered_text(self.path):
+            if lines and number != first + len(lines):
+                yield Unit(b"\n".join(lines), self.path, first)
+                lines = []
+            if not lines:
+                first = number
+            lines.append(line)
+        if lines:
+            yield Unit(b"\n".join(lines), self.path, first)
+
+
+class TextDocument(TextLines):
+    """The whole file is one record."""
+
+    def units(self) -> Iterator[Unit]:
+        text = b"".join(whole_lines(self.path))
+        if not _is_blank(text):
+            yield Unit(text, self.path, None)
+
+
+class JsonLines(_OneFile):
+    """One JSON object a line; blank lines are left out."""
+
+    def units(self) -> Iterator[Unit]:
+        return (Unit(line, self.path, number) for number, line in _numbered_text(self.path))
+
+    def decode(self, unit: Unit) -> Record:
+        where = self.where(unit)
+        line = text_of(unit.raw, unit.path, unit.line or 1)
+        try:
+            value = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise BadRecord(
+                f"the line is not valid JSON: {error.msg} at column {error.colno}",
+                where=where,
+                remedy="mend the line; a .jsonl file holds one complete JSON object on each line",
+            ) from error
+        except (ValueError, RecursionError) as error:
+            raise _beyond_limits(error, where) from error
+        record = _object(value, where)
+        if "\\ud" in line.lower():  # only an escape can smuggle in half a character
+            _refuse_half_characters(record, where)
+        return record
+
+
+class JsonFile(_OneFile):
+    """A ``.json`` file: one array of objects, or one object whose only list is that array."""
+
+    no_records: ClassVar[str] = "its list is empty"
+
+    def units(self) -> Iterator[Unit]:
+        return (Unit(value, self.path, number) for number, value in enumerate(self._values(), start=1))
+
+    def where(self, unit: Unit) -> str:
+        return f"{unit.path}, record {unit.line}"
+
+    def decode(self, unit: Unit) -> Record:
+        record = _object(unit.raw, self.where(unit))
+        _refuse_half_characters(record, self.where(unit))
+        return record
+
+    def _values(self) -> list[Any]:
+        text = text_of(b"".join(whole_lines(self.path)), self.path, 1)
+        if not text.strip():
+            return []
+        try:
+            content = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise UserError(
+                f"{self.path} is not valid JSON: {error.msg} at column {error.colno}",
+                where=f"{self.path}:{error.lineno}",
+                remedy="mend the file; one with an object on each line must be named .jsonl",
+            ) from error
+        except (ValueError, RecursionError) as error:
+            raise _beyond_limits(error, str(self.path)) from error
+        lists = [content] if isinstance(content, list) else []
+        if isinstance(content, dict):
+            lists = [value for value in content.values() if isinstance(value, list)]
+        if len(lists) != 1:
+            raise UserError(
+                f"{self.path} holds no list of records: a JSON {type(content).__name__} with {len(lists)} lists",
+                where=str(self.path),
+                remedy='write [{"text": "..."}, ...], or one object a line in a .jsonl file',
+            )
+        return lists[0]
+
+
+@dataclass(frozen=True)
+class ParallelLines(Reader):
+    """Line n of every file makes record n. Blank lines count: they are empty strings."""
+
+    columns: tuple[str, ...]
+    paths: tuple[Path, ...]
+    """A file for each column."""
+
+    @property
+    def files(self) -> list[Path]:
+        return list(self.paths)
+
+    def units(self) -> Iterator[Unit]:
+        rows = zip_longest(*(binary_lines(path) for path in self.paths))
+        for number, lines in enumerate(rows, start=1):
+            if None in lines:
+                raise self._unequal()
+            yield Unit(lines, self.paths[0], number)
+
+    def decode(self, unit: Unit) -> Record:
+        texts = (text_of(line, path, unit.line or 1) for line, path in zip(unit.raw, self.paths, strict=True))
+        return dict(zip(self.columns, texts, strict=True))
+
+    def _unequal(self) -> UserError:
+        counts = {path: sum(1 for _ in binary_lines(path)) for path in self.paths}
+        return UserError(
+            "parallel files differ in length: " + ", ".join(f"{path} has {n} lines" for path, n in counts.items()),
+            where=", ".join(str(path) for path in counts),
+            remedy="line n of each must belong together: find where a line is missing or was split",
+        )
+
+
+def _object(value: Any, where: str) -> Record:
+    if not isinstance(value, dict):
+        raise BadRecord(
+            f"it holds a JSON {type(value).__name__}, not an object",
+            where=where,
+            remedy='write each record as an object, such as {"text": "..."}',
+        )
+    return value
+
+
+def _beyond_limits(error: Exception, where: str) -> BadRecord:
+    return BadRecord(
+        f"it cannot be read: {error}",
+        where=where,
+        remedy="mend it; numbers may have 4300 digits, and objects lie some hundred levels deep",
+    )
+
+
+def _refuse_half_characters(record: Record, where: str) -> None:
+    """Half of a surrogate pair is legal JSON, but no text: tokenizers refuse it with an obscure error."""
+    try:
+        json.dumps(record, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise BadRecord(
+            f"a string holds half of a surrogate pair (\\u{ord(half):04x}), which is not a character",
+            where=where,
+            remedy="remove it, or write the character whole",
+        ) from error

@@ -1,0 +1,135 @@
+"""Which row stands at which place of an epoch: a pure function, so that any process can start anywhere."""
+
+from abc import ABC, abstractmethod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from drawbar.data.order import order
+from drawbar.errors import UserError
+
+BATCHES_SORTED_TOGETHER = 50
+"""How many global batches ``Grouped`` sorts by length at once; as in transformers' LengthGroupedSampler."""
+
+
+class Sampler(ABC):
+    """Rows of a dataset by their place in an epoch."""
+
+    size: int
+    """Places in an epoch."""
+
+    @abstractmethod
+    def rows(self, epoch: int, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The row at each place, of the shape of ``places``, each in ``range(size)``."""
+
+
+class InOrder(Sampler):
+    """Every row once an epoch, in its own order."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def rows(self, epoch: int, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        return places
+
+
+class Shuffled(Sampler):
+    """Every row once an epoch, in a new random order each time."""
+
+    def __init__(self, size: int, seed: int) -> None:
+        self.size = size
+        self._seed = seed
+
+    def rows(self, epoch: int, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        return order(self._seed, epoch, places, self.size)
+
+
+class Mixed(Sampler):
+    """Rows of several sources in given proportions.
+
+    An epoch has as many places as there are rows. A source whose part is larger than its share of the rows is visited
+    more than once an epoch, another not wholly; each goes on in the next epoch where it stopped, so that over time
+    all rows of a source are visited equally often.
+
+    Args:
+        source_of: shape (rows,): the source of each row.
+        weights: each source's part, relative to the others.
+
+    Raises:
+        UserError: a source has no rows.
+    """
+
+    def __init__(self, source_of: NDArray[np.int64], weights: list[float], seed: int) -> None:
+        self.size = len(source_of)
+        self._seed = seed
+        self._members = [np.flatnonzero(source_of == source) for source in range(len(weights))]
+        for source, members in enumerate(self._members):
+            if not len(members):
+                raise UserError(
+                    "a source with a weight gave no samples",
+                    where=f"data.train.{source}",
+                    remedy="give it records, or leave it out",
+                )
+        exact = np.array(weights) / sum(weights) * self.size
+        counts = np.floor(exact).astype(np.int64)
+        largest_rests = np.argsort(counts - exact, kind="stable")[: self.size - counts.sum()]
+        counts[largest_rests] += 1
+        self._counts = counts
+        self._starts = np.concatenate([[0], np.cumsum(counts)])
+
+    def rows(self, epoch: int, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        drawn = order(self._seed, epoch, places, self.size)
+        sources = np.searchsorted(self._starts, drawn, side="right") - 1
+        rows = np.empty_like(drawn)
+        for source, members in enumerate(self._members):
+            mine = sources == source
+            visits = epoch * self._counts[source] + drawn[mine] - self._starts[source]
+            found = np.empty_like(visits)
+            for turn in np.unique(visits // len(members)):
+                now = visits // len(members) == turn
+                found[now] = order(self._seed + source + 1, int(turn), visits[now] % len(members), len(members))
+            rows[mine] = members[found]
+        return rows
+
+
+class Grouped(Sampler):
+    """Another sampler's rows, with rows of similar length in the same global batch.
+
+    So many batches at a time are sorted by length, and then come in random order: batches differ in length, and hardly
+    need padding.
+
+    Args:
+        base: what to draw from.
+        lengths: shape (rows,): tokens of each row.
+        global_batch: rows of a step.
+    """
+
+    def __init__(self, base: Sampler, lengths: NDArray[np.int64], global_batch: int, seed: int) -> None:
+        self.size = base.size
+        self._base = base
+        self._lengths = lengths
+        self._batch = global_batch
+        self._seed = seed
+        self._newest: tuple[tuple[int, int], NDArray[np.int64]] | None = None
+
+    def rows(self, epoch: int, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        span = BATCHES_SORTED_TOGETHER * self._batch
+        rows = np.empty_like(places)
+        for group in np.unique(places // span):
+            mine = places // span == group
+            rows[mine] = self._group(epoch, int(group), span)[places[mine] - group * span]
+        return rows
+
+    def _group(self, epoch: int, group: int, span: int) -> NDArray[np.int64]:
+        """The rows of one group, at the places ``group * span`` and after."""
+        if self._newest is None or self._newest[0] != (epoch, group):
+            places = np.arange(group * span, min((group + 1) * span, self.size))
+            rows = self._base.rows(epoch, places)
+            rows = rows[np.argsort(-self._lengths[rows], kind="stable")]
+            whole = len(rows) // self._batch  # the epoch's last batch may be smaller, and stays the last
+            if whole:
+                batches = rows[: whole * self._batch].reshape(whole, self._batch)
+                shuffled = order(self._seed, epoch * (self.size // span + 1) + group, np.arange(whole), whole)
+                rows = np.concatenate([batches[shuffled].ravel(), rows[whole * self._batch :]])
+            self._newest = (epoch, group), rows
+        return self._newest[1]

@@ -1,0 +1,228 @@
+"""A source as a stream: its records in order, in constant memory, in lanes, from any place on."""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from drawbar.data.hub_dataset import HubDataset
+from drawbar.data.readers import BadRecord, Reader, Record, Unit
+from drawbar.errors import UserError
+from drawbar.runtime.log import logger
+
+SHOWN_IN_FULL = 10
+"""Bad records of a stream that are logged one by one."""
+END_BYTES = 64 * 1024
+"""How much of each end of a file a stream's fingerprint reads."""
+
+
+@dataclass(frozen=True)
+class Located:
+    """A record, and where it is."""
+
+    position: int
+    """Its number within its lane, from 0; bad records and those of the other split are counted too."""
+    record: Record
+    where: str
+    """File and line, for messages."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side of training data of which a share is for validation.
+
+    The content of a record alone decides, so duplicates are on the same side, and a new order of files moves nothing.
+    """
+
+    share: float
+    """Of the records, for validation."""
+    split: Literal["train", "validation"]
+
+    def has(self, content: bytes) -> bool:
+        number = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())
+        return (number < self.share * 2**64) == (self.split == "validation")
+
+
+class SourceStream:
+    """One source of a split. Can be sent to another process."""
+
+    def __init__(
+        self,
+        readers: list[Reader],
+        *,
+        key: str,
+        weight: float | None,
+        rename: dict[str, str],
+        rename_key: str,
+        side: Side | None,
+        limit: int | None,
+        before: "SourceStream | None",
+        skip_bad: bool,
+    ) -> None:
+        """
+        Args:
+            readers: of the files, in order.
+            key: the setting that names the source.
+            weight: its part of the training, relative to the other sources.
+            rename: old names of columns by their new ones.
+            rename_key: the setting that says so.
+            side: where only a part of the records belongs to the split.
+            limit: most records of the split, over all sources.
+            before: the source before this one, which uses up a part of the limit.
+            skip_bad: leave out records that cannot be read, and log them.
+        """
+        self.weight = weight
+        self.skipped = 0
+        """Bad records that ``read`` left out so far, in this process."""
+        self._readers = readers
+        self._key = key
+        self._rename = rename
+        self._rename_key = rename_key
+        self._side = side
+        self._limit = limit
+        self._before = before
+        self._skip_bad = skip_bad
+
+    def read(self, lane: int = 0, lanes: int = 1, first: int = 0) -> Iterator[Located]:
+        """Every ``lanes``-th record, in constant memory: the numbers i with ``i % lanes == lane``.
+
+        Those of other lanes are passed without being decoded. ``read(lane, lanes, located.position + 1)`` goes on
+        behind a record.
+
+        Args:
+            lane: 0 <= lane < lanes.
+            lanes: into how many parts the source is dealt out.
+            first: number within the lane of the first record that is wanted.
+
+        Raises:
+            UserError: a file that cannot be read, or a bad record that is not to be left out.
+        """
+        for position, where, record in self.read_all(lane, lanes, first):
+            if isinstance(record, BadRecord):
+                self._log(record)
+            else:
+                yield Located(position, record, where)
+
+    def read_all(self, lane: int = 0, lanes: int = 1, first: int = 0) -> Iterator[tuple[int, str, Record | BadRecord]]:
+        """As ``read``, with the bad records that are to be left out: (position, where, record or what is wrong)."""
+        for number, reader, unit in self._units_of_lane(lane, lanes, first):
+            where = reader.where(unit)
+            try:
+                yield number // lanes, where, self._renamed(reader.decode(unit), where)
+            except BadRecord as error:
+                if not self._skip_bad:
+                    remedy = f"{error.remedy}; or leave bad records out: data.on_bad_record=skip"
+                    raise UserError(error.what, where=error.where, remedy=remedy) from error
+                yield number // lanes, where, error
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hex digest of the size and both ends of each file and of the settings: cheap, however long the files are."""
+        return self._digest(_size_and_ends)
+
+    @cached_property
+    def digest(self) -> str:
+        """Hex digest of every byte of the files and of the settings that decide what records come out."""
+        return self._digest(_every_byte)
+
+    def _digest(self, add_file: Callable[["hashlib.blake2b", Path], None]) -> str:
+        settings = [self._rename, self._side, self._limit, self._skip_bad]
+        digest = hashlib.blake2b(repr(settings).encode(), digest_size=16)
+        try:
+            for reader in self._readers:
+                digest.update(repr(reader.settings()).encode())
+                if isinstance(reader, HubDataset):
+                    digest.update(reader.fingerprint.encode())
+                for path in reader.files:
+                    add_file(digest, path)
+        except OSError as error:
+            raise self._unreadable(error) from error
+        return digest.hexdigest()
+
+    def _units_of_lane(self, lane: int, lanes: int, first: int) -> Iterator[tuple[int, Reader, Unit]]:
+        """(number in the source, reader, unit) of the units of the lane, and of the split, from number ``first`` on."""
+        quota, taken = self._quota, 0
+        if quota == 0:
+            return
+        for number, (reader, unit) in enumerate(self._units()):
+            wanted = number % lanes == lane and number // lanes >= first
+            if not wanted and quota is None:
+                continue
+            if self._side and not self._side.has(reader.content(unit)):
+                continue
+            if wanted:
+                yield number, reader, unit
+            taken += 1
+            if taken == quota:
+                return
+
+    @cached_property
+    def _quota(self) -> int | None:
+        """What the sources before this one leave of the limit."""
+        if self._limit is None or self._before is None or self._before._quota is None:
+            return self._limit
+        return self._before._quota - sum(1 for _ in self._before._units_of_lane(0, 1, 0))
+
+    def _units(self) -> Iterator[tuple[Reader, Unit]]:
+        try:
+            for reader in self._readers:
+                unit = None
+                for unit in reader.units():
+                    yield reader, unit
+                if unit is None:
+                    raise reader.empty()
+        except OSError as error:
+            raise self._unreadable(error) from error
+
+    def _unreadable(self, error: OSError) -> UserError:
+        return UserError(
+            f"cannot read {error.filename or self._readers[0].files[0]}: {error.strerror or error}",
+            where=self._key,
+            remedy="check the path and its permissions",
+        )
+
+    def _renamed(self, record: Record, where: str) -> Record:
+        if not self._rename:
+            return record
+        old_names = set(self._rename.values())
+        renamed: dict[str, Any] = {name: value for name, value in record.items() if name not in old_names}
+        for new, old in self._rename.items():
+            if old not in record:
+                raise UserError(
+                    f"there is no column {old!r} to be renamed in {where}",
+                    where=self._rename_key,
+                    remedy=f"the columns are: {', '.join(map(repr, record))}",
+                )
+            if new in renamed:
+                raise UserError(
+                    f"{where} has a column {new!r} already, and {old!r} is to be renamed to that",
+                    where=self._rename_key,
+                    remedy=f"rename {new!r} too, or leave out this name",
+                )
+            renamed[new] = record[old]
+        return renamed
+
+    def _log(self, error: BadRecord) -> None:
+        self.skipped += 1
+        if self.skipped <= SHOWN_IN_FULL:
+            logger.warning("left out a bad record: %s: %s", error.where, error.what)
+        if self.skipped == SHOWN_IN_FULL:
+            logger.warning("more bad records of %s are left out without a message", self._key)
+
+
+def _every_byte(digest: "hashlib.blake2b", path: Path) -> None:
+    digest.update(b"%d " % path.stat().st_size)  # so that bytes cannot move from one file to the next
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+
+
+def _size_and_ends(digest: "hashlib.blake2b", path: Path) -> None:
+    size = path.stat().st_size
+    digest.update(b"%d " % size)
+    with path.open("rb") as file:
+        digest.update(file.read(END_BYTES))
+        file.seek(max(size - END_BYTES, 0))
+        digest.update(file.read(END_BYTES))

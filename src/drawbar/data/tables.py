@@ -1,0 +1,128 @@
+"""Readers of ``.csv`` and ``.tsv`` files. All values are strings."""
+
+import csv
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, NoReturn
+
+from drawbar.data.readers import BadRecord, Reader, Record, Unit, binary_lines, not_utf8, text_of, whole_lines
+from drawbar.errors import UserError
+
+LONGEST_FIELD = 2**31 - 1
+"""Bytes. Python's own limit of 128 KiB is too small for a document."""
+
+
+def check_names(names: Iterable[str], where: str, remedy: str) -> None:
+    """Refuse column names that are empty or there twice."""
+    for name, count in Counter(names).items():
+        if not name.strip():
+            raise UserError("a column has no name", where=where, remedy=remedy)
+        if count > 1:
+            raise UserError(f"two columns are named {name!r}", where=where, remedy=remedy)
+
+
+@dataclass(frozen=True)
+class _Table(Reader):
+    """A table whose first line names the columns, unless ``columns`` does."""
+
+    path: Path
+    columns: tuple[str, ...] | None
+    no_records: ClassVar[str] = "it holds a header, but no line below it"
+
+    @property
+    def files(self) -> list[Path]:
+        return [self.path]
+
+    @cached_property
+    def header(self) -> tuple[str, ...]:
+        """Names of the columns. Raises ``UserError`` where the first line gives none."""
+        if self.columns is not None:
+            return self.columns
+        first = next(self.rows(), None)
+        if first is None:
+            raise self.empty()
+        names = tuple(self.fields(first))
+        remedy = "mend the header; for a file without one, name the columns: data.columns=[...]"
+        check_names(names, f"{self.path}:{first.line}", remedy)
+        return names
+
+    def rows(self) -> Iterator[Unit]:
+        """Every row that is not blank, the header too."""
+        raise NotImplementedError
+
+    def fields(self, row: Unit) -> list[str]:
+        """The fields of a row. Raises ``BadRecord``."""
+        raise NotImplementedError
+
+    def units(self) -> Iterator[Unit]:
+        rows = self.rows()
+        if self.columns is None and self.header:
+            next(rows)
+        return rows
+
+    def decode(self, unit: Unit) -> Record:
+        values, header = self.fields(unit), self.header
+        if len(values) != len(header):
+            source = "the setting columns" if self.columns is not None else "the header"
+            raise BadRecord(
+                f"the line has {len(values)} fields, but {source} names {len(header)}: {', '.join(header)}",
+                where=self.where(unit),
+                remedy="mend the line; look for a separator that is missing, or that is part of the text",
+            )
+        return dict(zip(header, values, strict=True))
+
+
+class TsvTable(_Table):
+    """Fields between tabs, without quoting: a ``"`` is text."""
+
+    def rows(self) -> Iterator[Unit]:
+        lines = enumerate(binary_lines(self.path), start=1)
+        return (Unit(line, self.path, number) for number, line in lines if line)
+
+    def fields(self, row: Unit) -> list[str]:
+        return text_of(row.raw, row.path, row.line or 1).split("\t")
+
+
+class CsvTable(_Table):
+    """Fields between commas. One in quotes may hold commas, newlines and doubled quotes (RFC 4180)."""
+
+    def rows(self) -> Iterator[Unit]:
+        csv.field_size_limit(LONGEST_FIELD)
+        # Bytes that are not UTF-8 must not stop the reader in the middle of a row: `fields` refuses them.
+        lines = (line.decode("utf-8", "surrogateescape") for line in whole_lines(self.path))
+        reader = csv.reader(lines, strict=True)
+        while True:
+            line = reader.line_num + 1
+            try:
+                row: Any = next(reader, None)
+            except csv.Error as error:
+                row = error
+                if "unexpected end" in str(error):
+                    self._never_closed(line)
+            if row is None:
+                return
+            if row:
+                yield Unit(row, self.path, line)
+
+    def fields(self, row: Unit) -> list[str]:
+        where = self.where(row)
+        if isinstance(row.raw, csv.Error):
+            raise BadRecord(
+                f"the row is not valid CSV: {row.raw}", where=where, remedy="mend it; RFC 4180 has the rules"
+            )
+        try:
+            "\n".join(row.raw).encode("utf-8")
+        except UnicodeEncodeError as error:
+            byte = ord(error.object[error.start]) & 0xFF  # how surrogateescape keeps a byte
+            raise not_utf8(row.path, row.line or 1, f"byte 0x{byte:02x}") from error
+        return row.raw
+
+    def _never_closed(self, line: int) -> NoReturn:
+        raise UserError(
+            f"a quoted field of the row at line {line} is never closed: the file ends within it",
+            where=f"{self.path}:{line}",
+            remedy='close it with a quote; a quote within a quoted field is written twice: ""',
+        )

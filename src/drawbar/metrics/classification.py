@@ -1,0 +1,145 @@
+"""Scores of labels: one label a record, or a list of labels a record (multi-label).
+
+scikit-learn computes them (https://scikit-learn.org/stable/modules/model_evaluation.html). What would be a division by
+zero is 0.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import product
+from typing import Any, Literal
+
+import numpy as np
+
+Score = Literal["precision", "recall", "f1"]
+Average = Literal["binary", "macro", "micro", "samples"]
+Labels = list[Any]
+
+SCORES: tuple[Score, ...] = ("precision", "recall", "f1")
+AVERAGES: tuple[Average, ...] = ("binary", "macro", "micro", "samples")
+
+
+def accuracy(predictions: Labels, references: Labels) -> float:
+    """The share of records whose label is right. Multi-label: whose set of labels is exactly right."""
+    pairs = list(zip(predictions, references, strict=True))
+    if _is_multi_label(predictions, references):
+        return sum(set(prediction) == set(reference) for prediction, reference in pairs) / len(pairs)
+    return sum(bool(prediction == reference) for prediction, reference in pairs) / len(pairs)
+
+
+def mcc(predictions: Labels, references: Labels) -> float:
+    """Matthews' correlation coefficient, from -1 to 1; 0 where the predictions or the references are all one class."""
+    from sklearn.metrics import matthews_corrcoef
+
+    if _is_multi_label(predictions, references):
+        raise ValueError("it is for one label a record, and these are lists of labels")
+    classes = sorted({*predictions, *references})
+    if len(classes) == 1:
+        return 0.0  # scikit-learn says the same, and warns
+    return float(matthews_corrcoef(_numbers(references, classes), _numbers(predictions, classes)))
+
+
+def class_score(predictions: Labels, references: Labels, *, score: Score, average: Average | None) -> float:
+    """Precision, recall or F1.
+
+    Args:
+        predictions: a label for each record, or a list of labels for each (multi-label).
+        references: the same.
+        score: which of the three.
+        average: ``binary``: of the positive class, see :func:`positive_class`; ``macro``: the mean over the classes
+            that occur; ``micro``: of all decisions together; ``samples``: the mean over the records, multi-label only.
+            None: ``binary`` where the references have at most two classes, else ``macro``.
+
+    Raises:
+        ValueError: ``binary`` with more than two classes or with lists of labels; ``samples`` with single labels.
+    """
+    if _is_multi_label(predictions, references):
+        if average == "binary":
+            raise ValueError(f"it is for one label a record, and these are lists: use {score}_macro or {score}_micro")
+        return _multi_label_score(predictions, references, score, average or "macro")
+    if average == "samples":
+        raise ValueError(f"it is for lists of labels, and these are single labels: use {score}_macro or {score}_micro")
+    if average is None:
+        average = "binary" if len(set(references)) <= 2 else "macro"
+    if average == "binary":
+        return _binary_score(predictions, references, score)
+    classes = sorted({*predictions, *references})
+    return _score(_numbers(predictions, classes), _numbers(references, classes), score, average=average)
+
+
+def positive_class(predictions: Labels, references: Labels) -> Any:
+    """The class that ``binary`` scores: 1 or True for labels that are 0 and 1, otherwise the last in sorted order.
+
+    The references decide, so that the answer is the same at every evaluation; the predictions count only where the
+    references are all one class.
+
+    Raises:
+        ValueError: the references have more than two classes.
+    """
+    classes = set(references)
+    if len(classes) > 2:
+        raise ValueError(f"it is for two classes, and there are {len(classes)}: use the macro or micro average")
+    if len(classes) == 1:
+        classes |= set(predictions)
+    return 1 if classes <= {0, 1} else max(classes)
+
+
+def _binary_score(predictions: Labels, references: Labels, score: Score) -> float:
+    positive = positive_class(predictions, references)
+    found, true = ([int(label == positive) for label in labels] for labels in (predictions, references))
+    # The macro average over class 1 alone is its score; "binary" would be an error where class 1 does not occur.
+    return _score(found, true, score, labels=[1], average="macro")
+
+
+def _multi_label_score(predictions: Labels, references: Labels, score: Score, average: Average) -> float:
+    classes = sorted(set().union(*predictions, *references))
+    if not classes:
+        return 0.0  # nobody has a label, which scikit-learn cannot express
+    # One more column than classes, which is not scored: scikit-learn takes a single column for single labels.
+    found, true = (
+        np.array([[*(label in item for label in classes), False] for item in items], dtype=int)
+        for items in (predictions, references)
+    )
+    return _score(found, true, score, labels=range(len(classes)), average=average)
+
+
+def _score(predictions: Any, references: Any, score: Score, **options: Any) -> float:
+    from sklearn.metrics import precision_recall_fscore_support
+
+    values = precision_recall_fscore_support(references, predictions, zero_division=0.0, **options)
+    return float(values[SCORES.index(score)])
+
+
+def _numbers(labels: Labels, classes: Labels) -> list[int]:
+    """Labels as places in ``classes``, since scikit-learn takes floats for targets of a regression."""
+    place = {label: i for i, label in enumerate(classes)}
+    return [place[label] for label in labels]
+
+
+def _is_multi_label(predictions: Labels, references: Labels) -> bool:
+    """Whether the items are lists of labels.
+
+    Raises:
+        ValueError: only some are; or they are sequences of tags, which as sets of labels would get a wrong score.
+    """
+    lists = [isinstance(item, list | tuple | set | frozenset) for item in (*predictions, *references)]
+    if any(lists) and not all(lists):
+        raise ValueError("some items are lists of labels and some are single labels")
+    # A model that chooses a set of labels never repeats one; a tagger does.
+    if any(lists) and any(_repeats(item) for item in predictions):
+        raise ValueError("a prediction repeats a label, so these are tags of words: use tag_accuracy or entity_f1")
+    return any(lists)
+
+
+def _repeats(labels: Iterable[Any]) -> bool:
+    labels = list(labels)
+    return len(set(labels)) < len(labels)
+
+
+CLASSIFICATION: dict[str, Callable[[Labels, Labels], float]] = {
+    "accuracy": accuracy,
+    "mcc": mcc,
+    **{score: partial(class_score, score=score, average=None) for score in SCORES},
+    **{f"{s}_{average}": partial(class_score, score=s, average=average) for s, average in product(SCORES, AVERAGES)},
+}
+"""``f1`` and, by its average, ``f1_macro``; the same for precision and recall."""

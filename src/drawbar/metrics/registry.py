@@ -1,0 +1,153 @@
+"""From the names in ``task.metrics`` to functions, and from those to one flat dict of scores."""
+
+import importlib
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, SupportsFloat
+
+from drawbar.errors import UserError, nearest
+from drawbar.metrics.classification import CLASSIFICATION
+from drawbar.metrics.regression import mae, mse, pearson, spearman
+from drawbar.metrics.tags import entity_f1, tag_accuracy
+from drawbar.metrics.text import bleu, chrf, exact_match, rouge
+
+Metric = Callable[[list[Any], list[Any]], dict[str, float] | float]
+"""(predictions, references) → one score, or several by name. Item i of both lists belongs to record i."""
+
+METRICS: dict[str, Metric] = {
+    **CLASSIFICATION,
+    "mse": mse,
+    "mae": mae,
+    "pearson": pearson,
+    "spearman": spearman,
+    "exact_match": exact_match,
+    "bleu": bleu,
+    "chrf": chrf,
+    "rouge": rouge,
+    "entity_f1": entity_f1,
+    "tag_accuracy": tag_accuracy,
+}
+"""The built-in metrics."""
+
+SETTING = "task.metrics"
+
+
+def load_metrics(names: Sequence[str]) -> dict[str, Metric]:
+    """The metrics of these names: built-in ones, or your own as ``package.module:function``.
+
+    Raises:
+        UserError: there is no such metric, or your own cannot be imported or called.
+    """
+    return {name: _import_metric(name) if ":" in name else _built_in_metric(name) for name in names}
+
+
+def compute(metrics: dict[str, Metric], predictions: list[Any], references: list[Any]) -> dict[str, float]:
+    """All scores, in one flat dict.
+
+    A metric that returns a number gives it its own name (a function of yours: the function's name); one that returns
+    a dict gives the keys of the dict.
+
+    Raises:
+        UserError: a metric fails, returns something else, or gives a score that another one gives too.
+        ValueError: the lists are empty or differ in length.
+    """
+    if not predictions or len(predictions) != len(references):
+        raise ValueError(f"{len(predictions)} predictions for {len(references)} references")
+    scores: dict[str, float] = {}
+    origins: dict[str, str] = {}
+    for name, metric in metrics.items():
+        for key, value in _scores_of(name, metric, predictions, references).items():
+            if key in scores:
+                raise UserError(
+                    f"the metrics {origins[key]} and {name} both give a score called {key}",
+                    where=SETTING,
+                    remedy="leave out one of them, or rename the score that your own function gives",
+                )
+            scores[key], origins[key] = value, name
+    return scores
+
+
+def _built_in_metric(name: str) -> Metric:
+    if name not in METRICS:
+        near = nearest(name, METRICS)
+        raise UserError(
+            f"there is no metric {name!r}" + (f"; did you mean {near}?" if near else ""),
+            where=SETTING,
+            remedy=f"give one of {', '.join(sorted(METRICS))}, or your own as package.module:function",
+        )
+    return METRICS[name]
+
+
+def _import_metric(name: str) -> Metric:
+    module_name, _, function_name = name.partition(":")
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        # As `python -m` does; the installed command `drawbar` does not.
+        sys.path.insert(0, folder)
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise UserError(
+            f"the metric {name!r} cannot be imported: {_cause(error)}",
+            where=SETTING,
+            remedy="give package.module:function of a module on PYTHONPATH or in the current folder, free of errors",
+        ) from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        near = nearest(function_name, [known for known, value in vars(module).items() if callable(value)])
+        hint = f"; did you mean {module_name}:{near}?" if near else ""
+        problem = "has no" if function is None else "cannot call its"
+        raise UserError(
+            f"the metric {name!r} is no function: the module {problem} {function_name!r}{hint}",
+            where=SETTING,
+            remedy=f"name a function of {module_name} that takes (predictions, references)",
+        )
+    return function
+
+
+def _scores_of(name: str, metric: Metric, predictions: list[Any], references: list[Any]) -> dict[str, float]:
+    try:
+        result = metric(predictions, references)
+    except UserError:
+        raise
+    except Exception as error:
+        # What a built-in metric raises is a sentence for the user already.
+        cause = _cause(error) if ":" in name or not isinstance(error, ValueError) else error
+        raise UserError(f"the metric {name} failed: {cause}", where=SETTING, remedy=_remedy(name)) from error
+    scores = result if isinstance(result, dict) else {name.rpartition(":")[2]: result}
+    return {_checked_key(name, key): _checked_value(name, key, value) for key, value in scores.items()}
+
+
+def _checked_key(name: str, key: Any) -> str:
+    if not isinstance(key, str):
+        raise UserError(f"the metric {name} gives a score called {key!r}", where=SETTING, remedy="return names as text")
+    return key
+
+
+def _checked_value(name: str, key: str, value: Any) -> float:
+    """A plain float of a Python or numpy number, or of a tensor with one element."""
+    try:
+        if isinstance(value, SupportsFloat):
+            return float(value)
+    except (TypeError, ValueError, RuntimeError):  # an array or a tensor with several elements
+        pass
+    raise UserError(
+        f"the metric {name} gives {key} = {value!r}, which is no number",
+        where=SETTING,
+        remedy="return a number, or a dict of numbers by name",
+    )
+
+
+def _remedy(name: str) -> str:
+    if ":" in name:
+        return "correct the function; it gets (predictions, references), two lists with one item for each record"
+    return "choose a metric that fits what the task predicts"
+
+
+def _cause(error: Exception) -> str:
+    """The error, and the line of the user's file that raised it."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else ""
+    return f"{type(error).__name__}: {error}{place}"

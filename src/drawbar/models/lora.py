@@ -1,0 +1,284 @@
+"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685) through peft, on a transformers model or any module.
+
+A linear layer's ``W x`` becomes ``W x + (alpha / rank) B A x``: ``W`` is frozen, ``A`` is random, ``B`` starts at zero.
+
+The adapters are injected in place (peft's ``inject_adapter_in_model``), not wrapped around the model as a
+``PeftModel``: the model keeps its class, ``forward``, ``generate`` and ``config``. Modules that are trained whole are
+simply not frozen, without peft's ``ModulesToSaveWrapper``: they keep their names, and tied weights stay tied.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from copy import copy
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from drawbar.config.schema import LoraSection
+from drawbar.errors import UserError
+
+_ADAPTER = "default"
+"""peft's own name for the only adapter of a model; a part of the parameters' names (``lora_A.default.weight``)."""
+_LINEAR = (nn.Linear, Conv1D)
+_ADAPTABLE = (*_LINEAR, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_HEADS = {"classifier", "score", "qa_outputs"}
+"""What peft trains whole in classification and question answering."""
+_ATTENTION = (
+    *("q_proj", "v_proj", "query", "value", "q", "v", "q_lin", "v_lin", "query_proj", "value_proj"),
+    *("c_attn", "qkv", "qkv_proj", "query_key_value", "Wqkv"),
+)
+"""Queries and values, as Hu et al. adapt them, for the models that peft does not list."""
+
+
+def add_adapters(model: nn.Module, lora: LoraSection) -> nn.Module:
+    """Freeze the model and give it adapters, in place; only they, its new head and ``lora.train`` are trained.
+
+    The head is what a transformers model has besides its base model, unless that predicts tokens; in any other module,
+    the modules with the names that peft looks for. The adapters depend on torch's global random state alone, and the
+    outputs do not change until they are trained.
+
+    Returns:
+        The same ``model``.
+
+    Raises:
+        UserError: peft is not installed, a name fits no module, a weight to adapt is used in two places, or peft
+            cannot adapt such a module.
+    """
+    peft = _import_peft()
+    whole = _trained_whole(model, lora.train)
+    targets = _targets(model, lora, _inside(whole))
+    _refuse_tied(model, targets)
+    trained = [p for module in whole.values() for p in module.parameters() if p.requires_grad]
+    config = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=_target_setting(model, targets),
+        fan_in_fan_out=all(isinstance(model.get_submodule(name), Conv1D) for name in targets),
+    )
+    try:
+        peft.inject_adapter_in_model(config, model, adapter_name=_ADAPTER)  # freezes all else
+    except ValueError as error:  # what it knows of single architectures: some of Mamba's layers are never called
+        raise UserError(f"peft refuses: {error}", where="lora.modules", remedy="name other modules") from error
+    for parameter in trained:
+        parameter.requires_grad_(True)
+    if any(isinstance(module, nn.TransformerEncoderLayer) for module in model.modules()):
+        # torch's fast path for inference reads the weights of the linear layers and would go round their adapters
+        torch.backends.mha.set_fastpath_enabled(False)
+    return model
+
+
+def trained_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The model's state without its frozen parameters: what a checkpoint of a LoRA run holds.
+
+    That is adapters, modules trained whole, and the buffers of the state: batch norm's statistics move in training,
+    even where its weights are frozen. A tied tensor occurs under each of its names, as in ``state_dict``.
+    """
+    frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in frozen}
+
+
+def load_trained_state(model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    """Put back what :func:`trained_state` returned, into a model with the same adapters.
+
+    Raises:
+        UserError: a tensor is missing, is of no use, or has another shape; the model is left as it was.
+    """
+    here = trained_state(model)
+    problems = [
+        *(f"{name} is missing" for name in here if name not in tensors),
+        *(f"{name} is not trained here" for name in tensors if name not in here),
+        *(
+            f"{name} is {list(tensors[name].shape)}, and should be {list(tensor.shape)}"
+            for name, tensor in here.items()
+            if name in tensors and tensors[name].shape != tensor.shape
+        ),
+    ]
+    if problems:
+        rest = [f"and {len(problems) - 3} more"] if len(problems) > 3 else []
+        raise UserError(
+            "\n  ".join(["the checkpoint does not fit the adapters of this model:", *problems[:3], *rest]),
+            where="lora",
+            remedy="use the task, model and lora settings that it was written with",
+        )
+    model.load_state_dict(tensors, strict=False)
+
+
+def merged(model: nn.Module) -> nn.Module:
+    """Add the adapters to the weights that they adapt and take them out, in place.
+
+    Returns:
+        The same ``model``, with the modules and parameter names that it had before :func:`add_adapters`. What was
+        frozen is still frozen: it is meant for use and export, not for training.
+    """
+    for name, layer in _adapted_layers(model).items():
+        layer.merge()
+        model.set_submodule(name, layer.get_base_layer())
+    del model.peft_config
+    return model
+
+
+def save_adapter(model: nn.Module, folder: Path, base_name: str) -> None:
+    """Write the adapters and the modules trained whole as a folder that ``PeftModel.from_pretrained`` loads.
+
+    Args:
+        model: with its adapters, not merged.
+        folder: is made; gets ``adapter_config.json`` and ``adapter_model.safetensors``.
+        base_name: the pretrained model that the adapters belong to, a hub name or a folder.
+    """
+    layers = tuple(f"{name}." for name in _adapted_layers(model))
+    trained = trained_state(model)
+    # the names inside a PeftModel leave out the adapter's own
+    tensors = {
+        re.sub(rf"\.{_ADAPTER}(\.weight|\.bias)?$", r"\1", name): tensor
+        for name, tensor in trained.items()
+        if name.startswith(layers)
+    }
+    whole = _saved_whole(model, [name for name in trained if not name.startswith(layers)])
+    for name in whole:
+        tensors |= model.get_submodule(name).state_dict(prefix=f"{name}.")
+    folder.mkdir(parents=True, exist_ok=True)
+    # cloned, as a safetensors file must not hold a tied tensor under two names
+    copies = {f"base_model.model.{name}": tensor.cpu().clone().contiguous() for name, tensor in tensors.items()}
+    save_file(copies, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = copy(model.peft_config[_ADAPTER])  # inject_adapter_in_model leaves it there
+    config.base_model_name_or_path = base_name
+    config.modules_to_save = whole or None
+    config.inference_mode = True
+    base = {"base_model_class": type(model).__name__, "parent_library": type(model).__module__}
+    config.save_pretrained(str(folder), auto_mapping_dict=base)
+
+
+def _saved_whole(model: nn.Module, names: list[str]) -> list[str]:
+    """The modules that own these tensors, both of two tied ones. Of the buffers, only batch norm's statistics count."""
+    owners = sorted({name.rpartition(".")[0] for name in names})
+    return [
+        owner
+        for owner in owners
+        if any(parameter.requires_grad for parameter in model.get_submodule(owner).parameters(recurse=False))
+        or isinstance(model.get_submodule(owner), _BatchNorm)
+    ]
+
+
+def _import_peft() -> ModuleType:
+    try:
+        import peft
+    except ImportError as error:
+        raise UserError(
+            f"adapters need the package peft: {error}",
+            where="lora",
+            remedy='pip install "drawbar[lora]", or remove the section lora',
+        ) from error
+    return peft
+
+
+def _adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
+    from peft.tuners.lora import LoraLayer
+
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+
+
+def _trained_whole(model: nn.Module, train: list[str]) -> dict[str, nn.Module]:
+    """The new head, and the modules whose names end as ``train`` says."""
+    modules = {name: module for name, module in model.named_modules() if name and list(module.parameters())}
+    unknown = [suffix for suffix in train if not _ending(modules, [suffix])]
+    if unknown:
+        raise UserError(
+            f"no module's name ends in {unknown[0]!r}",
+            where="lora.train",
+            remedy="name modules of the model; these have parameters: " + _last_names(modules),
+        )
+    return {name: modules[name] for name in [*_head(model, modules), *_ending(modules, train)]}
+
+
+def _head(model: nn.Module, modules: dict[str, nn.Module]) -> list[str]:
+    if _output_embeddings(model):
+        return []  # predicts tokens: its head is pretrained
+    if isinstance(model, PreTrainedModel) and model.base_model is not model:
+        return [name for name, module in model.named_children() if name in modules and module is not model.base_model]
+    return [name for name in modules if name.rpartition(".")[2] in _HEADS]
+
+
+def _output_embeddings(model: nn.Module) -> list[nn.Module]:
+    """The layers that score the vocabulary, in this model or in those that it is made of."""
+    layers = [module.get_output_embeddings() for module in model.modules() if isinstance(module, PreTrainedModel)]
+    return [layer for layer in layers if layer is not None]
+
+
+def _inside(whole: dict[str, nn.Module]) -> set[int]:
+    return {id(module) for parent in whole.values() for module in parent.modules()}
+
+
+def _targets(model: nn.Module, lora: LoraSection, excluded: set[int]) -> list[str]:
+    """Full names of the modules to adapt, none of them ``excluded`` (by identity)."""
+    adaptable = {
+        name: module
+        for name, module in model.named_modules()
+        if name
+        and isinstance(module, _ADAPTABLE)
+        and id(module) not in excluded
+        # the output projection of nn.MultiheadAttention, which reads its weight and never calls it
+        and not isinstance(module, NonDynamicallyQuantizableLinear)
+    }
+    heads = {id(layer) for layer in _output_embeddings(model)}
+    linear = [name for name, module in adaptable.items() if isinstance(module, _LINEAR) and id(module) not in heads]
+    if lora.modules == "linear":
+        found, problem = linear, f"{type(model).__name__} has no linear layers to adapt"
+    elif lora.modules == "attention":
+        found, problem = (
+            _attention(model, linear),
+            f"{type(model).__name__} has no attention projections that are known",
+        )
+    else:
+        unknown = [suffix for suffix in lora.modules if not _ending(adaptable, [suffix])]
+        found = [] if unknown else _ending(adaptable, lora.modules)
+        problem = f"no module to adapt has a name that ends in {unknown[0]!r}" if unknown else "no module is named"
+    if not found:
+        remedy = f"name modules in lora.modules; the linear ones are: {_last_names(linear) or 'none'}"
+        raise UserError(problem, where="lora.modules", remedy=remedy)
+    return found
+
+
+def _attention(model: nn.Module, names: list[str]) -> list[str]:
+    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
+
+    usual = KNOWN.get(getattr(getattr(model, "config", None), "model_type", None), [])
+    found = [name for name in names if re.fullmatch(usual, name)] if isinstance(usual, str) else _ending(names, usual)
+    return found or _ending(names, _ATTENTION)
+
+
+def _refuse_tied(model: nn.Module, targets: list[str]) -> None:
+    """Merging the adapter of one module would change the other one with it."""
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    for name in targets:
+        if any(uses[id(parameter)] > 1 for parameter in model.get_submodule(name).parameters()):
+            raise UserError(
+                f"{name} shares its weight with another module, and cannot get an adapter of its own",
+                where="lora.modules",
+                remedy=f"leave {name} out of lora.modules; lora.train trains a shared weight whole",
+            )
+
+
+def _target_setting(model: nn.Module, targets: list[str]) -> list[str] | str:
+    """peft's ``target_modules`` for exactly these: last names where they say it, as people write them, or a pattern."""
+    last_names = sorted({name.rpartition(".")[2] for name in targets})
+    everywhere = _ending((name for name, _ in model.named_modules()), last_names)
+    return last_names if everywhere == targets else "|".join(re.escape(name) for name in targets)
+
+
+def _ending(names: Iterable[str], suffixes: Iterable[str]) -> list[str]:
+    """The names that are one of the suffixes, or end in a dot and one of them."""
+    endings = tuple(f".{suffix}" for suffix in suffixes)
+    return [name for name in names if f".{name}".endswith(endings)]
+
+
+def _last_names(names: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))

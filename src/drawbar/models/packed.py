@@ -1,0 +1,278 @@
+"""Packed rows: several samples end to end in a row, and a model that never looks from one into another.
+
+R: rows, L: tokens in a row, T: tokens in a row of the decoder, N: samples, H: hidden size. Tokens are numbered by
+``segment_ids`` (R, L): 0, 1, 2, … within the row for its samples, and -1 for padding on the right.
+
+All of it is done in hooks of the model's own modules, so it works inside whatever wraps the model: DDP, FSDP and
+``torch.compile`` call the module inside them, with its hooks.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from drawbar.errors import UserError
+from drawbar.models.heads import COUNTS_FROM_PAD
+
+Arguments = dict[str, Any]
+
+DECODERS = {"gemma", "gemma3_text", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "granite", "llama", "mistral", "mixtral"}
+DECODERS |= {"olmo2", "phi", "phi3", "qwen2", "qwen3", "smollm3", "starcoder2"}
+"""They build a mask of blocks themselves from positions that begin again, with the sliding window of some of them."""
+ENCODERS = {"bert", "distilbert", "electra"} | COUNTS_FROM_PAD
+"""They take positions and a mask of four dims, and classify a text by its first token."""
+ENCODER_DECODERS = {"t5", "mt5", "bart", "mbart"}
+"""Only families whose packed rows the tests compare with padded ones are here: others may compute wrongly in silence,
+as OPT, Falcon and BLOOM do."""
+
+
+def allow_packing(model: nn.Module, per_sample: bool) -> None:
+    """Let a transformers model take packed rows.
+
+    Called with ``segment_ids`` (and ``decoder_segment_ids``, and explicit ``decoder_input_ids``) in its keyword
+    arguments, the model attends within samples alone and counts positions within each; ``position_ids`` and
+    ``attention_mask`` are replaced, and ``labels`` are the caller's to keep. Called without them it works as before, on
+    padded batches.
+
+    Call it on the outermost module of the model itself: after adapters (PEFT goes around hooks of what it wraps), and
+    before DDP or FSDP.
+
+    Args:
+        per_sample: for sequence classification: the logits have shape (N, classes), a row for each sample, in the order
+            of rows and of samples in them. Else they have a value for each token.
+
+    Raises:
+        UserError: this family, this head or this attention cannot be packed.
+    """
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    family = getattr(getattr(inner, "config", None), "model_type", None)
+    _check(inner, family, per_sample)
+    if family in DECODERS:
+        packing: _Packing = _Decoder(inner, per_sample)
+    elif family in ENCODERS:
+        packing = _Encoder(inner, per_sample)
+    else:
+        packing = _EncoderDecoder(inner)
+    model.register_forward_pre_hook(packing.enter, with_kwargs=True)
+    model.register_forward_hook(packing.leave, with_kwargs=True, always_call=True)
+
+
+def _check(model: nn.Module, family: str | None, per_sample: bool) -> None:
+    def fault(what: str) -> UserError:
+        return UserError(
+            what, where="data.batching", remedy="set data.batching=grouped: rows of one sample, of similar length"
+        )
+
+    if family not in DECODERS | ENCODERS | ENCODER_DECODERS:
+        families = ", ".join(sorted(DECODERS | ENCODERS | ENCODER_DECODERS))
+        raise fault(f"a {family or type(model).__name__} model cannot take packed rows; these families can: {families}")
+    if family in ENCODERS and getattr(model.config, "is_decoder", False):
+        raise fault(f"a {family} model as a decoder cannot take packed rows")
+    if family in ENCODER_DECODERS and not _has_decoder(model):
+        # BART derives its decoder's input from the whole row, and wants as many end tokens in each
+        raise fault(f"{type(model).__name__} cannot take packed rows: of its family, only seq2seq models can")
+    attention = model.config._attn_implementation
+    if family not in DECODERS and attention not in ("sdpa", "eager"):
+        raise fault(f"a {family} model with {attention} attention cannot take packed rows; with sdpa it can")
+    if per_sample and family in DECODERS and model.config.pad_token_id is None:
+        raise fault(f"this {family} classifier has no pad_token_id, by which it finds a sample's last token")
+
+
+def _has_decoder(model: nn.Module) -> bool:
+    return type(model).__name__.endswith("ForConditionalGeneration")  # what these families call it
+
+
+def count_positions(segments_RL: Tensor) -> Tensor:
+    """Each token's position in its sample, from 0; shape (R, L). Padding is counted as if it were a sample."""
+    columns_L = torch.arange(segments_RL.shape[1], device=segments_RL.device)
+    begins_RL = _begins(segments_RL)
+    return columns_L - torch.where(begins_RL, columns_L, 0).cummax(dim=1).values
+
+
+def _begins(segments_RL: Tensor) -> Tensor:
+    """Where a sample, or the padding, begins; shape (R, L), bool."""
+    return functional.pad(segments_RL[:, 1:] != segments_RL[:, :-1], (1, 0), value=True)
+
+
+def _first_tokens(segments_RL: Tensor) -> Tensor:
+    """Where a sample begins; shape (R, L), bool."""
+    return _begins(segments_RL) & (segments_RL >= 0)
+
+
+def _last_tokens(segments_RL: Tensor, is_pad_RL: Tensor) -> Tensor:
+    """Where each sample has its last token that is no pad token (else its first), among all R·L; shape (N,)."""
+    first_RL = _first_tokens(segments_RL)
+    numbers = first_RL.flatten().cumsum(0)  # of samples, from 1
+    kept = ((segments_RL >= 0) & (first_RL | ~is_pad_RL)).flatten().nonzero().squeeze(1)
+    is_last = functional.pad(numbers[kept][1:] != numbers[kept][:-1], (0, 1), value=True)
+    return kept[is_last]
+
+
+def _mask(model: nn.Module, allowed_RTL: Tensor) -> Tensor:
+    """What the model's attention takes: shape (R, 1, T, L); bool, or numbers to be added to the scores."""
+    allowed = allowed_RTL[:, None]
+    if model.config._attn_implementation == "sdpa":
+        return allowed
+    dtype = model.get_input_embeddings().weight.dtype
+    return torch.zeros_like(allowed, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min)
+
+
+def _same_segment(queries_RT: Tensor, keys_RL: Tensor) -> Tensor:
+    """Which keys a query may look at; shape (R, T, L), bool.
+
+    Padding looks at padding (and no sample does): a query with no key at all would turn to NaN.
+    """
+    return queries_RT[:, :, None] == keys_RL[:, None, :]
+
+
+class _Packing:
+    """What the hooks know of the batch while the model works on it: None where its rows are not packed."""
+
+    segments_RL: Tensor | None = None
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> tuple[tuple[Any, ...], Arguments]:
+        """Forward pre-hook of the model."""
+        kwargs = dict(kwargs)
+        self.segments_RL = kwargs.pop("segment_ids", None)
+        decoder_segments_RT = kwargs.pop("decoder_segment_ids", None)
+        if self.segments_RL is not None:
+            kwargs.pop("position_ids", None)
+            kwargs |= self.arguments(self.segments_RL, decoder_segments_RT, kwargs)
+        return args, kwargs
+
+    def arguments(self, segments_RL: Tensor, decoder_segments_RT: Tensor | None, kwargs: Arguments) -> Arguments:
+        """What the model is called with instead."""
+        raise NotImplementedError
+
+    def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: Arguments, outputs: Any) -> Any:
+        """Forward hook of the model, called even where the forward fails."""
+        self.segments_RL = None
+        return outputs
+
+
+class _Decoder(_Packing):
+    def __init__(self, model: nn.Module, per_sample: bool) -> None:
+        super().__init__(model)
+        self.tokens_RL: Tensor | None = None
+        self.logits_NC: Tensor | None = None
+        if per_sample:
+            model.score.register_forward_hook(self.choose)
+
+    def arguments(self, segments_RL: Tensor, decoder_segments_RT: Tensor | None, kwargs: Arguments) -> Arguments:
+        self.tokens_RL = kwargs["input_ids"]
+        # transformers reads samples from positions that begin again, but only where it has no mask and no cache
+        return {"position_ids": count_positions(segments_RL), "attention_mask": None, "use_cache": False}
+
+    def choose(self, module: nn.Module, args: tuple[Any, ...], logits_RLC: Tensor) -> None:
+        """The model scores every token, and then keeps one a row; this keeps one a sample, by the same rule."""
+        if self.segments_RL is not None and self.tokens_RL is not None:
+            last_N = _last_tokens(self.segments_RL, self.tokens_RL == self.model.config.pad_token_id)
+            self.logits_NC = logits_RLC.flatten(0, 1)[last_N]
+
+    def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: Arguments, outputs: Any) -> Any:
+        if self.logits_NC is not None and outputs is not None:
+            outputs.logits = self.logits_NC
+        self.tokens_RL = self.logits_NC = None
+        return super().leave(module, args, kwargs, outputs)
+
+
+class _Encoder(_Packing):
+    def __init__(self, model: nn.Module, per_sample: bool) -> None:
+        super().__init__(model)
+        if per_sample:
+            model.base_model.register_forward_hook(self.keep_first_states)
+            if getattr(model.base_model, "pooler", None) is not None:
+                model.base_model.pooler.register_forward_pre_hook(self.keep_first)
+
+    def arguments(self, segments_RL: Tensor, decoder_segments_RT: Tensor | None, kwargs: Arguments) -> Arguments:
+        config = self.model.config
+        positions_RL = count_positions(segments_RL)
+        if config.model_type in COUNTS_FROM_PAD:
+            positions_RL = self.count_from_pad(segments_RL, kwargs["input_ids"])
+        return {
+            "position_ids": positions_RL,
+            "attention_mask": _mask(self.model, _same_segment(segments_RL, segments_RL)),
+        }
+
+    def count_from_pad(self, segments_RL: Tensor, tokens_RL: Tensor) -> Tensor:
+        """``RobertaEmbeddings.create_position_ids_from_input_ids``, within each sample."""
+        pad = self.model.config.pad_token_id
+        counted_RL = (tokens_RL != pad).long()
+        total_RL = counted_RL.cumsum(dim=1)
+        before_RL = torch.where(_begins(segments_RL), total_RL - counted_RL, 0).cummax(dim=1).values
+        return (total_RL - before_RL) * counted_RL + pad
+
+    def keep_first(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """These families classify by a row's first token: give them a row for each sample, of that token alone."""
+        if self.segments_RL is None:
+            return args
+        return (self.first_states(args[0]), *args[1:])
+
+    def keep_first_states(self, module: nn.Module, args: tuple[Any, ...], outputs: Any) -> Any:
+        if self.segments_RL is not None:
+            outputs.last_hidden_state = self.first_states(outputs.last_hidden_state)
+        return outputs
+
+    def first_states(self, states_RLH: Tensor) -> Tensor:
+        assert self.segments_RL is not None
+        return states_RLH[_first_tokens(self.segments_RL)][:, None]  # (N, 1, H)
+
+
+class _EncoderDecoder(_Packing):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.decoder_segments_RT: Tensor | None = None
+        encoder, decoder = model.get_encoder(), model.get_decoder()
+        encoder.register_forward_pre_hook(self.mask_encoder, with_kwargs=True)
+        decoder.register_forward_pre_hook(self.mask_cross_attention, with_kwargs=True)
+        # T5 has none: its bias depends on how far apart two tokens are, which is the same in a packed row
+        if hasattr(encoder, "embed_positions"):
+            encoder.embed_positions.register_forward_hook(self.embed_encoder_positions)
+            decoder.embed_positions.register_forward_hook(self.embed_decoder_positions)
+
+    def arguments(self, segments_RL: Tensor, decoder_segments_RT: Tensor | None, kwargs: Arguments) -> Arguments:
+        if decoder_segments_RT is None or "decoder_input_ids" not in kwargs:
+            raise ValueError("packed rows of an encoder–decoder need decoder_segment_ids and decoder_input_ids")
+        self.decoder_segments_RT = decoder_segments_RT
+        causal_RTT = _same_segment(decoder_segments_RT, decoder_segments_RT).tril()
+        # encoder and decoder would get the same attention_mask, but differ in shape: it is set in their own hooks
+        return {
+            "attention_mask": None,
+            "decoder_attention_mask": _mask(self.model, causal_RTT),
+            "use_cache": False,
+        }
+
+    def mask_encoder(self, module: nn.Module, args: Any, kwargs: Arguments) -> tuple[Any, Arguments]:
+        if self.segments_RL is None:
+            return args, kwargs
+        mask = _mask(self.model, _same_segment(self.segments_RL, self.segments_RL))
+        return args, {**kwargs, "attention_mask": mask}
+
+    def mask_cross_attention(self, module: nn.Module, args: Any, kwargs: Arguments) -> tuple[Any, Arguments]:
+        if self.segments_RL is None or self.decoder_segments_RT is None:
+            return args, kwargs
+        allowed_RTL = _same_segment(self.decoder_segments_RT, self.segments_RL)
+        # A decoder's padding may have no padding of the encoder to look at, and a query without any key is NaN in some
+        # attention kernels. It looks at everything: no one sees it.
+        allowed_RTL = allowed_RTL | (self.decoder_segments_RT < 0)[:, :, None]
+        return args, {**kwargs, "encoder_attention_mask": _mask(self.model, allowed_RTL)}
+
+    def embed_encoder_positions(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output if self.segments_RL is None else _embed(module, self.segments_RL)
+
+    def embed_decoder_positions(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output if self.decoder_segments_RT is None else _embed(module, self.decoder_segments_RT)
+
+    def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: Arguments, outputs: Any) -> Any:
+        self.decoder_segments_RT = None
+        return super().leave(module, args, kwargs, outputs)
+
+
+def _embed(embeddings: nn.Module, segments_RL: Tensor) -> Tensor:
+    """BART's own way: its table has ``offset`` rows before position 0."""
+    return functional.embedding(count_positions(segments_RL) + embeddings.offset, embeddings.weight)

@@ -1,0 +1,242 @@
+"""The built-in tasks ``sequence_classification`` and ``token_classification``."""
+
+from functools import cached_property
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+from drawbar.config.schema import RunConfig
+from drawbar.config.tasks import SequenceClassificationConfig, TokenClassificationConfig
+from drawbar.data.dataset import Sample
+from drawbar.data.packing import IGNORED_LABEL
+from drawbar.data.tokenizer import begin_token, framed
+from drawbar.errors import UserError
+from drawbar.metrics.registry import load_metrics
+from drawbar.metrics.tags import is_entity_tag
+from drawbar.tasks.batch import Batch
+from drawbar.tasks.pretrained import Labels, PretrainedTask, sorted_labels
+from drawbar.tasks.task import of_every, require
+
+
+def _needs_labels(streaming: bool) -> None:
+    if streaming:
+        raise UserError(
+            "a stream is not read to its end to find the labels",
+            where="task.labels",
+            remedy="list them: task.labels=[negative, positive]",
+        )
+
+
+class SequenceClassification(PretrainedTask):
+    """A label for each text (or pair of texts), several labels, or a number."""
+
+    Config = SequenceClassificationConfig
+    config: SequenceClassificationConfig
+    head = "sequence_classification"
+    targets = "sample"
+    special_tokens = {"pad_token": "<|pad|>"}
+    """BART sums a text up at its last end token, wherever the text ends: padding must not look like one."""
+
+    def __init__(self, run_config: RunConfig) -> None:
+        super().__init__(run_config)
+        if self.config.metrics is None:
+            usual = {"single_label": ["accuracy"], "multi_label": ["f1_micro"], "regression": ["pearson", "spearman"]}
+            self.metrics = load_metrics(usual[self.config.problem])
+
+    def find_facts(self) -> dict[str, Any]:
+        if self.config.problem == "regression" or self.config.labels is not None:
+            return {"labels": self.config.labels}
+        _needs_labels(self.data.streaming)
+        found = chain.from_iterable(of_every(self.records("train"), self._labels_of, self.skips_bad_records))
+        return {"labels": sorted_labels(set(found), self.config.label_column)}
+
+    def _labels_of(self, record: dict[str, Any]) -> list[Any]:
+        label = require(record, self.config.label_column, "task.label_column", object)
+        return label if self.config.problem == "multi_label" and isinstance(label, list) else [label]
+
+    @cached_property
+    def labels(self) -> Labels:
+        return Labels(self.facts["labels"] or [])
+
+    def texts(self, record: dict[str, Any]) -> list[str]:
+        text = require(record, self.config.text_column, "task.text_column")
+        if self.config.text_pair_column is None:
+            return [text]
+        return [text, require(record, self.config.text_pair_column, "task.text_pair_column")]
+
+    def model_fields(self) -> dict[str, Any]:
+        pad = {"pad_token_id": self.pad_token}  # decoders find the last token by it
+        if self.config.problem == "regression":
+            return {"num_labels": 1, "problem_type": "regression", **pad}
+        return {**self.labels.model_fields(), "problem_type": f"{self.config.problem}_classification", **pad}
+
+    def encode(self, record: dict[str, Any], train: bool) -> Sample:
+        sample: dict[str, Any] = dict(framed(self.tokenizer, *self.texts(record)))
+        limit = self.data.sequence_length
+        if len(sample["input_ids"]) > limit:
+            sample = {**self._cut(record, limit), "truncated": True}
+        if self.labelled:
+            sample["labels"] = self._target(require(record, self.config.label_column, "task.label_column", object))
+        return sample
+
+    def _cut(self, record: dict[str, Any], limit: int) -> dict[str, Any]:
+        """The special tokens stay, and the longer of two texts is cut first."""
+        texts = self.texts(record)
+        if self.tokenizer.num_special_tokens_to_add(len(texts) > 1):
+            encoded = self.tokenizer(*texts, truncation=True, max_length=limit, return_attention_mask=False)
+            return {name: list(encoded[name]) for name in encoded}
+        tokens = framed(self.tokenizer, *texts)["input_ids"]
+        return {"input_ids": [*tokens[: limit - 1], tokens[-1]]}
+
+    def _target(self, label: Any) -> Any:
+        match self.config.problem:
+            case "single_label":
+                return self.labels.number(label)
+            case "multi_label":
+                if not isinstance(label, list):
+                    raise UserError(
+                        f"{self.config.label_column!r} is {type(label).__name__}, not a list of labels",
+                        remedy="write lists of labels ([] for none), or set task.problem=single_label",
+                    )
+                chosen = np.zeros(len(self.labels.names), dtype=np.float32)
+                chosen[[self.labels.number(one) for one in label]] = 1.0
+                return chosen
+        return _as_number(label, self.config.label_column)
+
+    def loss(self, outputs: Any, batch: Batch) -> torch.Tensor:
+        logits_BC = outputs.logits.float()
+        match self.config.problem:
+            case "single_label":
+                return functional.cross_entropy(logits_BC, batch["labels"], reduction="sum")
+            case "multi_label":
+                return functional.binary_cross_entropy_with_logits(logits_BC, batch["labels"], reduction="sum")
+        return functional.mse_loss(logits_BC.squeeze(-1), batch["labels"].float(), reduction="sum")
+
+    def weight(self, batch: Batch) -> float:
+        """Samples; for ``multi_label`` samples × labels, each of which is a decision of its own."""
+        return batch["labels"].numel()
+
+    def predict(self, model: nn.Module, batch: Batch) -> list[Any]:
+        logits_BC = self.forward(model, batch).logits
+        match self.config.problem:
+            case "single_label":
+                return [self.labels.names[number] for number in logits_BC.argmax(-1).tolist()]
+            case "multi_label":
+                return [
+                    [name for name, one in zip(self.labels.names, row, strict=True) if one > 0]
+                    for row in logits_BC.tolist()
+                ]
+        return logits_BC.squeeze(-1).float().tolist()
+
+    def references(self, records: list[dict[str, Any]]) -> list[Any]:
+        labels = [record[self.config.label_column] for record in records]
+        match self.config.problem:
+            case "single_label":
+                return [self.labels.canonical(label) for label in labels]
+            case "multi_label":
+                return [[self.labels.canonical(one) for one in label] for label in labels]
+        return [float(label) for label in labels]
+
+
+def _as_number(label: Any, column: str) -> float:
+    try:
+        number = float(label)
+    except (TypeError, ValueError):
+        number = float("nan")
+    if not np.isfinite(number):
+        raise UserError(f"{column!r} is {label!r}, which is no number", remedy="mend the record")
+    return number
+
+
+class TokenClassification(PretrainedTask):
+    """A label for each word. The first token of a word stands for it; the others are no targets."""
+
+    Config = TokenClassificationConfig
+    config: TokenClassificationConfig
+    head = "token_classification"
+    targets = "token"
+
+    def score(self, records: list[dict[str, Any]]) -> dict[str, float]:
+        if self.config.metrics is None:  # F1 of entities where labels are of the form B-…, I-…, O
+            spans = all(is_entity_tag(str(name)) for name in self.labels.names)
+            self.metrics = load_metrics(["entity_f1" if spans else "tag_accuracy"])
+        return super().score(records)
+
+    def find_facts(self) -> dict[str, Any]:
+        if self.config.labels is not None:
+            return {"labels": self.config.labels}
+        _needs_labels(self.data.streaming)
+        found = chain.from_iterable(of_every(self.records("train"), self._tags, self.skips_bad_records))
+        return {"labels": sorted_labels(set(found), self.config.labels_column)}
+
+    @cached_property
+    def labels(self) -> Labels:
+        return Labels(self.facts["labels"])
+
+    def _words(self, record: dict[str, Any]) -> list[str]:
+        return require(record, self.config.tokens_column, "task.tokens_column", list)
+
+    def _tags(self, record: dict[str, Any]) -> list[Any]:
+        tags = require(record, self.config.labels_column, "task.labels_column", list)
+        if len(tags) != len(self._words(record)):
+            raise UserError(
+                f"the record has {len(self._words(record))} words and {len(tags)} labels",
+                remedy="mend the record: each word has one label",
+            )
+        return tags
+
+    def texts(self, record: dict[str, Any]) -> list[str]:
+        return [" ".join(self._words(record))]
+
+    def model_fields(self) -> dict[str, Any]:
+        return self.labels.model_fields()
+
+    def encode(self, record: dict[str, Any], train: bool) -> Sample | None:
+        words = self._words(record)
+        if not words:
+            return None
+        # without labels, any label marks the tokens that a prediction is wanted for
+        targets = [self.labels.number(tag) for tag in self._tags(record)] if self.labelled else [0] * len(words)
+        encoded = self.tokenizer(words, is_split_into_words=True, return_attention_mask=False, verbose=False)
+        tokens, numbers = list(encoded["input_ids"]), list(encoded.word_ids())
+        if not self.tokenizer.num_special_tokens_to_add():
+            begin, end = begin_token(self.tokenizer), self.tokenizer.eos_token_id
+            tokens = [*([] if begin is None else [begin]), *tokens, *([] if end is None else [end])]
+            numbers = [*([] if begin is None else [None]), *numbers, *([] if end is None else [None])]
+        before = [None, *numbers]
+        labels = [
+            targets[word] if word is not None and word != last else IGNORED_LABEL
+            for word, last in zip(numbers, before, strict=False)
+        ]
+        limit = self.data.sequence_length
+        if len(tokens) <= limit:
+            return {"input_ids": tokens, "labels": labels}
+        return {
+            "input_ids": [*tokens[: limit - 1], tokens[-1]],  # the last is the end token
+            "labels": [*labels[: limit - 1], IGNORED_LABEL],
+            "truncated": True,
+        }
+
+    def loss(self, outputs: Any, batch: Batch) -> torch.Tensor:
+        logits_BLC = outputs.logits.float()
+        return functional.cross_entropy(
+            logits_BLC.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
+        )
+
+    def weight(self, batch: Batch) -> float:
+        return int((batch["labels"] != IGNORED_LABEL).sum())
+
+    def predict(self, model: nn.Module, batch: Batch) -> list[Any]:
+        """The labels of a sample's words; of those that were cut off, none."""
+        chosen_BL = self.forward(model, batch).logits.argmax(-1).tolist()
+        return [
+            [self.labels.names[number] for number, label in zip(row, labels, strict=True) if label != IGNORED_LABEL]
+            for row, labels in zip(chosen_BL, batch["labels"].tolist(), strict=True)
+        ]
+
+    def references(self, records: list[dict[str, Any]]) -> list[Any]:
+        return [[self.labels.canonical(tag) for tag in self._tags(record)] for record in records]

@@ -1,0 +1,74 @@
+"""The built-in task ``masked_lm``: find the tokens that were masked (Devlin et al. 2019)."""
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from drawbar.config.tasks import MaskedLMConfig
+from drawbar.data.dataset import Sample
+from drawbar.data.packing import IGNORED_LABEL
+from drawbar.data.tokenizer import framed
+from drawbar.errors import UserError
+from drawbar.tasks.batch import Batch
+from drawbar.tasks.pretrained import PretrainedTask
+from drawbar.tasks.task import require
+
+
+class MaskedLM(PretrainedTask):
+    """Masked language modelling; every epoch masks other tokens, an evaluation always the same."""
+
+    Config = MaskedLMConfig
+    config: MaskedLMConfig
+    head = "masked_lm"
+    targets = "token"
+    special_tokens = {"mask_token": "<|mask|>"}
+
+    def build_tokenizer(self) -> Any:
+        tokenizer = super().build_tokenizer()
+        if tokenizer.mask_token_id is None:
+            raise UserError(
+                "the tokenizer has no mask token",
+                where="task.tokenizer",
+                remedy="use that of a masked language model, or train one: task.tokenizer={train: byte_bpe}",
+            )
+        return tokenizer
+
+    def texts(self, record: dict[str, Any]) -> list[str]:
+        return [require(record, self.config.text_column, "task.text_column")]
+
+    def encode(self, record: dict[str, Any], train: bool) -> list[Sample] | None:
+        """A document in windows, each between the special tokens that frame a text."""
+        (text,) = self.texts(record)
+        frame, whole = framed(self.tokenizer, "")["input_ids"], framed(self.tokenizer, text)["input_ids"]
+        before, after = frame[:1], frame[1:]
+        inside = whole[len(before) : len(whole) - len(after)]
+        room = max(1, self.data.sequence_length - len(frame))
+        windows = [np.array([*before, *inside[i : i + room], *after], np.int32) for i in range(0, len(inside), room)]
+        return [{"input_ids": window, "labels": window} for window in windows] or None
+
+    def augment(self, sample: Sample, train: bool, rng: np.random.Generator) -> Sample:
+        """Choose targets; of these, mask 80%, replace 10% by random tokens, and leave 10%."""
+        tokens = sample["input_ids"]
+        chosen = (rng.random(len(tokens)) < self.config.mask_share) & ~np.isin(tokens, self.tokenizer.all_special_ids)
+        fate = rng.random(len(tokens))
+        changed = np.where(chosen & (fate < 0.8), self.tokenizer.mask_token_id, tokens)
+        random_tokens = rng.integers(len(self.tokenizer), size=len(tokens))
+        changed = np.where(chosen & (fate >= 0.8) & (fate < 0.9), random_tokens, changed)
+        return {**sample, "input_ids": changed, "labels": np.where(chosen, tokens, IGNORED_LABEL)}
+
+    def loss(self, outputs: Any, batch: Batch) -> torch.Tensor:
+        logits_BLV = outputs.logits.float()
+        return functional.cross_entropy(
+            logits_BLV.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
+        )
+
+    def weight(self, batch: Batch) -> float:
+        return int((batch["labels"] != IGNORED_LABEL).sum())
+
+    def loss_scores(self, loss: float, weight: float, records: list[dict[str, Any]]) -> dict[str, float]:
+        """Mean loss (nats a masked token), and its exponential."""
+        mean = loss / weight
+        return {"loss": mean, "perplexity": math.exp(mean) if mean < 700 else math.inf}

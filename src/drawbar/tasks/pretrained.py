@@ -1,0 +1,154 @@
+"""What the built-in tasks share: a transformers model with its tokenizer, and metrics by name."""
+
+from itertools import chain
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from drawbar.config.schema import RunConfig
+from drawbar.config.tasks import PretrainedTaskConfig, TokenizerTraining
+from drawbar.data.dataset import Sample
+from drawbar.data.tokenizer import load_tokenizer, train_byte_bpe
+from drawbar.errors import UserError
+from drawbar.metrics.registry import compute, load_metrics
+from drawbar.models.heads import Head, longest_input
+from drawbar.models.huggingface import build_from_scratch, fit_embeddings, load_pretrained
+from drawbar.tasks.batch import Batch, pad_and_stack
+from drawbar.tasks.task import Task, of_every
+
+
+class PretrainedTask(Task):
+    """A task on a model of transformers, from the hub, a folder or random weights."""
+
+    head: ClassVar[Head]
+    """Which of transformers' ``AutoModelFor…`` classes builds the model."""
+    special_tokens: ClassVar[dict[str, str]] = {}
+    """What a tokenizer trained for this task needs besides its one special token."""
+    usual_metrics: ClassVar[tuple[str, ...]] = ()
+    config: PretrainedTaskConfig
+
+    def __init__(self, run_config: RunConfig) -> None:
+        super().__init__(run_config)
+        names = self.usual_metrics if self.config.metrics is None else self.config.metrics
+        self.metrics = load_metrics(names)
+
+    def build_tokenizer(self) -> Any:
+        wanted = self.config.tokenizer
+        if isinstance(wanted, TokenizerTraining):
+            texts = of_every(self.records("train"), self.texts, self.skips_bad_records)
+            return train_byte_bpe(chain.from_iterable(texts), wanted.vocab_size, self.special_tokens)
+        if wanted is None and self.config.from_scratch is not None:
+            raise UserError(
+                "a model from scratch needs a tokenizer",
+                where="task.tokenizer",
+                remedy="name one (task.tokenizer=gpt2), or train one (task.tokenizer={train: byte_bpe})",
+            )
+        return load_tokenizer(wanted or self.config.model)
+
+    def texts(self, record: dict[str, Any]) -> list[str]:
+        """The texts of a record, for the training of a tokenizer."""
+        raise NotImplementedError(f"{type(self).__name__} does not define texts()")
+
+    def model_fields(self) -> dict[str, Any]:
+        """Fields of the model's own config that follow from the task, such as the number of labels."""
+        return {}
+
+    def build_model(self) -> nn.Module:
+        if self.config.from_scratch is not None:
+            scratch = self.config.from_scratch
+            model = build_from_scratch(self.config.model, scratch, self.tokenizer, self.head, **self.model_fields())
+        else:
+            model = load_pretrained(self.config.model, self.head, **self.model_fields())
+        fit_embeddings(model, self.tokenizer, resize=self.config.resize_embeddings)
+        self._check_length(model)
+        return model
+
+    def _check_length(self, model: nn.Module) -> None:
+        limit = longest_input(model)
+        if limit is not None and self.data.sequence_length > limit:
+            raise UserError(
+                f"data.sequence_length is {self.data.sequence_length}, but the model has {limit} positions",
+                where="data.sequence_length",
+                remedy=f"set data.sequence_length={limit}, or a larger max_position_embeddings in task.from_scratch",
+            )
+
+    @property
+    def pad_token(self) -> int:
+        """What ``input_ids`` are padded with; no model looks at it."""
+        pad = self.tokenizer.pad_token_id
+        return pad if pad is not None else self.tokenizer.eos_token_id or 0
+
+    def collate(self, samples: list[Sample]) -> Batch:
+        batch = pad_and_stack(samples, {"input_ids": self.pad_token, "decoder_input_ids": self.pad_token})
+        if not batch.packed:
+            lengths_B = torch.tensor([len(sample["input_ids"]) for sample in samples])
+            batch["attention_mask"] = (torch.arange(int(lengths_B.max())) < lengths_B[:, None]).long()
+        return batch
+
+    def references(self, records: list[dict[str, Any]]) -> list[Any]:
+        """What the predictions of these records are compared with."""
+        raise NotImplementedError(f"{type(self).__name__} does not define references()")
+
+    def score(self, records: list[dict[str, Any]]) -> dict[str, float]:
+        if not self.predicts:
+            return {}
+        return compute(self.metrics, [record["prediction"] for record in records], self.references(records))
+
+
+class Labels:
+    """The labels of a task, in the order of its model's outputs. ``1`` and ``"1"`` are the same label."""
+
+    def __init__(self, names: list[Any]) -> None:
+        self.names = names
+        self._numbers = {str(name): number for number, name in enumerate(names)}
+
+    def number(self, label: Any) -> int:
+        """The output of a label.
+
+        Raises:
+            UserError: there is no such label.
+        """
+        try:
+            return self._numbers[str(label)]
+        except KeyError as error:
+            raise UserError(
+                f"the label {label!r} is none of the task's: {', '.join(map(str, self.names[:20]))}",
+                remedy="mend the record, or list all labels in task.labels",
+            ) from error
+
+    def canonical(self, label: Any) -> Any:
+        """The label as the task spells it."""
+        return self.names[self.number(label)]
+
+    def model_fields(self) -> dict[str, Any]:
+        """What the model's config says of them."""
+        id2label = {number: str(name) for number, name in enumerate(self.names)}
+        return {"id2label": id2label, "label2id": {name: number for number, name in id2label.items()}}
+
+
+MOST_LABELS = 1000
+
+
+def sorted_labels(found: set[Any], column: str) -> list[Any]:
+    """The distinct labels of the training data, numbers by size and texts by letters.
+
+    Raises:
+        UserError: there are none, or so many that the column is hardly one of labels.
+    """
+    if not 1 < len(found) <= MOST_LABELS:
+        many = f"{len(found):,} different values" if found else "no values"
+        raise UserError(
+            f"{column!r} has {many if len(found) != 1 else 'only one value'} in the training data",
+            where="task.labels",
+            remedy="name the column that holds the labels, list them in task.labels, or use task.problem=regression "
+            "for numbers",
+        )
+
+    def key(label: Any) -> tuple[int, float, str]:
+        try:
+            return (0, float(label), str(label))
+        except ValueError:
+            return (1, 0.0, str(label))
+
+    return sorted(found, key=key)

@@ -1,0 +1,96 @@
+"""The built-in task ``seq2seq``: write a text from another, with an encoder–decoder such as T5 or BART."""
+
+import math
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from drawbar.config.tasks import Seq2SeqConfig
+from drawbar.data.dataset import Sample
+from drawbar.data.packing import IGNORED_LABEL
+from drawbar.data.tokenizer import framed
+from drawbar.models.huggingface import load_model_config
+from drawbar.tasks.batch import Batch
+from drawbar.tasks.pretrained import PretrainedTask
+from drawbar.tasks.task import require
+from drawbar.tasks.writing import generation_options
+
+
+class Seq2Seq(PretrainedTask):
+    """The decoder reads the target shifted by one, and its labels are the target."""
+
+    Config = Seq2SeqConfig
+    config: Seq2SeqConfig
+    head = "seq2seq"
+    targets = "decoder"
+    usual_metrics = ("bleu",)
+
+    @cached_property
+    def _decoder_start(self) -> int:
+        """What the decoder begins with: the model says so."""
+        config = load_model_config(self.config.model, self.config.from_scratch, self.tokenizer)
+        return config.decoder_start_token_id
+
+    def texts(self, record: dict[str, Any]) -> list[str]:
+        return [self._source(record), require(record, self.config.target_column, "task.target_column")]
+
+    def _source(self, record: dict[str, Any]) -> str:
+        return self.config.source_prefix + require(record, self.config.source_column, "task.source_column")
+
+    def encode(self, record: dict[str, Any], train: bool) -> Sample:
+        source, cut = _cut(framed(self.tokenizer, self._source(record))["input_ids"], self.data.sequence_length)
+        sample: Sample = {"input_ids": source}
+        if self.labelled:
+            limit = self.config.target_length or self.data.sequence_length
+            target = require(record, self.config.target_column, "task.target_column")
+            labels, cut_target = _cut(self._framed_target(target), limit)
+            cut = cut or cut_target
+            sample |= {"labels": labels, "decoder_input_ids": [self._decoder_start, *labels[:-1]]}
+        return {**sample, "truncated": True} if cut else sample
+
+    def _framed_target(self, text: str) -> list[int]:
+        """Without a begin token that is the end token as well: whatever is written would be over with it."""
+        tokens = framed(self.tokenizer, text)["input_ids"]
+        return tokens[1:] if len(tokens) > 1 and tokens[0] == self.tokenizer.eos_token_id else tokens
+
+    def forward(self, model: nn.Module, batch: Batch) -> Any:
+        return model(**batch.inputs, use_cache=False)
+
+    def loss(self, outputs: Any, batch: Batch) -> torch.Tensor:
+        logits_BTV = outputs.logits.float()
+        return functional.cross_entropy(
+            logits_BTV.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
+        )
+
+    def weight(self, batch: Batch) -> float:
+        return int((batch["labels"] != IGNORED_LABEL).sum())
+
+    @property
+    def predicts(self) -> bool:
+        return self.config.generation is not None
+
+    def predict(self, model: nn.Module, batch: Batch) -> list[Any]:
+        assert self.config.generation is not None
+        written_BT = model.generate(
+            input_ids=batch["input_ids"],
+            attention_mask=batch["attention_mask"],
+            pad_token_id=self.pad_token,
+            **generation_options(self.config.generation),
+        )
+        return [text.strip() for text in self.tokenizer.batch_decode(written_BT, skip_special_tokens=True)]
+
+    def references(self, records: list[dict[str, Any]]) -> list[Any]:
+        return [record[self.config.target_column] for record in records]
+
+    def loss_scores(self, loss: float, weight: float, records: list[dict[str, Any]]) -> dict[str, float]:
+        """Mean loss (nats a target token), and perplexity."""
+        mean = loss / weight
+        return {"loss": mean, "perplexity": math.exp(mean) if mean < 700 else math.inf}
+
+
+def _cut(tokens: list[int], limit: int) -> tuple[list[int], bool]:
+    """Tokens whose last one, the end token, stays where they are cut; and whether they were."""
+    return ([*tokens[: limit - 1], tokens[-1]], True) if len(tokens) > limit else (tokens, False)

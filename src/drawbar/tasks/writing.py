@@ -1,0 +1,36 @@
+"""Text from a model inside an evaluation: prompts in a batch, with a key-value cache."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from drawbar.config.tasks import GenerationSection
+
+
+def generation_options(section: GenerationSection) -> dict[str, Any]:
+    """A generation section as arguments of transformers' ``generate``. ``temperature`` 0 is greedy."""
+    common: dict[str, Any] = {"max_new_tokens": section.max_new_tokens, "num_beams": section.beams}
+    if section.temperature == 0:
+        return {**common, "do_sample": False}
+    chance = {"temperature": section.temperature, "top_k": section.top_k, "top_p": section.top_p}
+    return {**common, "do_sample": True, **chance}
+
+
+def left_padded(prompts: list[list[int]], pad: int) -> dict[str, torch.Tensor]:
+    """Prompts of different lengths as ``input_ids`` and ``attention_mask`` (B, L), each ending at the last column."""
+    longest = max(map(len, prompts))
+    return {
+        "input_ids": torch.tensor([[pad] * (longest - len(tokens)) + tokens for tokens in prompts]),
+        "attention_mask": torch.tensor([[0] * (longest - len(tokens)) + [1] * len(tokens) for tokens in prompts]),
+    }
+
+
+def continuations(
+    model: nn.Module, tokenizer: Any, prompts: list[list[int]], pad: int, section: GenerationSection
+) -> list[str]:
+    """What a causal model goes on with after each prompt (lists of tokens), the prompt left out."""
+    device = next(model.parameters()).device
+    inputs = {name: tensor.to(device) for name, tensor in left_padded(prompts, pad).items()}
+    out_BL = model.generate(**inputs, pad_token_id=pad, **generation_options(section))
+    return tokenizer.batch_decode(out_BL[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)

@@ -1,0 +1,237 @@
+"""From a configuration to batches: records, samples, rows, loader; for training, evaluation and prediction."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from drawbar.config.rules import MICRO_BATCH_TOKENS, resolve_micro_batch
+from drawbar.config.schema import RunConfig
+from drawbar.data.cache import content_key, encode_cached
+from drawbar.data.dataset import EncodedDataset, NoSamples, Sample, encode_records
+from drawbar.data.loader import Loader, MicroBatchSize, Rows, SampleRows, TrainLoader, Vary
+from drawbar.data.packing import PackedRows, Targets, packed_lengths, plan_packs
+from drawbar.data.sampler import Grouped, InOrder, Mixed, Sampler, Shuffled
+from drawbar.data.sources import Located, Record, Records
+from drawbar.data.stream import StreamLoader, StreamSettings
+from drawbar.errors import UserError
+from drawbar.evaluation.evaluate import Split
+from drawbar.runtime.dist import World
+from drawbar.runtime.log import logger
+from drawbar.tasks.batch import Batch
+from drawbar.tasks.encoder import TaskEncoder, samples_key
+from drawbar.tasks.task import Task
+from drawbar.tracking.console import Console
+
+SHOWN_BAD_RECORDS = 10
+UNCOUNTED_ROWS = 32
+"""Rows of an evaluation forward where samples have no length in tokens, and no setting says how many."""
+
+
+def load_split(task: Task, name: str, config: RunConfig, world: World, console: Console) -> Split:
+    """Read and encode one part of the data, or take it from the cache.
+
+    Raises:
+        UserError: it cannot be read, has no samples, or differs between processes.
+    """
+    records = task.records(name)
+    if not isinstance(records, Sequence):
+        records = list(records)
+    samples = _encode(task, records, name, config, world, console)
+    logger.info("%s: %s", name, describe_samples(samples))
+    unreadable = getattr(records, "skipped", []) if config.data.on_bad_record == "skip" else []
+    bad = [*unreadable, *samples.skipped]
+    if bad:
+        count = len(unreadable) + samples.skipped_count
+        logger.warning("%s: %d bad records left out:\n  %s", name, count, "\n  ".join(bad[:SHOWN_BAD_RECORDS]))
+    fingerprints = world.gather(samples.fingerprint)
+    if fingerprints is not None and len(set(fingerprints)) > 1:
+        odd = next(rank for rank, found in enumerate(fingerprints) if found != fingerprints[0])
+        raise UserError(
+            f"rank {odd} reads other {name} data than rank 0",
+            where=f"data.{name}",
+            remedy="give every process the same files; task.encode() must not depend on the process or on chance",
+        )
+    return Split(name, records, samples)
+
+
+def _encode(
+    task: Task, records: Sequence[Record], name: str, config: RunConfig, world: World, console: Console
+) -> EncodedDataset:
+    def progress(done: int, total: int) -> None:
+        console.phase(f"encoding {name}", done, total)
+
+    train = name == "train"
+    describe = getattr(records, "where", lambda number: f"{name} record {number}")
+    key = samples_key(task, records, train)
+    on_bad_record = config.data.on_bad_record
+    if key is None:
+        encode = TaskEncoder(task, train)
+        return encode_records(records, encode, describe=describe, progress=progress, on_bad_record=on_bad_record)
+    return encode_cached(
+        records,
+        TaskEncoder(task, train),
+        key=key,
+        cache=config.cache_dir,
+        workers=config.data.workers,
+        name=name,
+        describe=describe,
+        on_bad_record=on_bad_record,
+        progress=progress,
+        timeout=config.launch.timeout,
+        eager=world.place.local_rank == 0,
+    )
+
+
+def describe_samples(samples: EncodedDataset) -> str:
+    """Counts, for people: ``4,012 samples of 655 records (3 dropped, 17 truncated), 1,980,312 tokens``."""
+    records = len(np.unique(samples.record_of)) + samples.dropped
+    left_out = [(samples.dropped, "dropped"), (samples.truncated, "truncated"), (samples.skipped_count, "bad")]
+    notes = ", ".join(f"{count:,} {what}" for count, what in left_out if count)
+    text = f"{len(samples):,} samples of {records:,} records" + (f" ({notes})" if notes else "")
+    return f"{text}, {int(samples.lengths.sum()):,} tokens" if "input_ids" in samples.fields else text
+
+
+def varied_by(task: Task, config: RunConfig, train: bool) -> Vary:
+    """``task.augment`` with a generator that is a pure function of seed, epoch and sample."""
+    if type(task).augment is Task.augment:
+        return lambda sample, epoch: sample
+
+    def vary(sample: Sample, epoch: int) -> Sample:
+        # a counter-based generator: no two samples or epochs ever share a number
+        rng = np.random.Generator(np.random.Philox(key=[config.run.seed, epoch], counter=[0, 0, sample["id"], 0]))
+        return {**task.augment(sample, train, rng), "id": sample["id"], "ids": sample["ids"]}
+
+    return vary
+
+
+def make_loader(task: Task, config: RunConfig, world: World, console: Console) -> Loader[Batch]:
+    """The training batches of this rank, from encoded samples or from a stream."""
+    if config.data.streaming:
+        return _stream_loader(task, config, world)
+    split = load_split(task, "train", config, world, console)
+    sampler, rows = rows_and_order(task, split, config)
+    return TrainLoader(
+        rows,
+        sampler,
+        global_batch=config.train.global_batch,
+        micro_batch=train_micro_batch(config, world, in_tokens="input_ids" in split.samples.fields),
+        rank=world.rank,
+        world_size=world.size,
+        collate=task.collate,
+        vary=varied_by(task, config, train=True),
+    )
+
+
+def rows_and_order(task: Task, split: Split, config: RunConfig) -> tuple[Sampler, Rows]:
+    """What batches are made of, and in which order."""
+    seed, samples = config.run.seed, split.samples
+    weights = [stream.weight for stream in getattr(split.records, "streams", [])]
+    source_of = np.zeros(len(samples), dtype=np.int64)
+    mixed = bool(weights) and None not in weights
+    if mixed:
+        source_of = split.records.source_of[samples.record_of]  # type: ignore[attr-defined]
+    rows: Rows = SampleRows(samples)
+    if config.data.batching == "packed":
+        plan = _plan(task, samples, source_of, config)
+        rows = PackedRows(samples, plan, _targets(task))
+        source_of = source_of[[pack[0] for pack in plan]]
+        logger.info("packed: %d samples in %d rows", len(samples), len(rows))
+    sampler: Sampler = Shuffled(len(rows), seed) if config.data.shuffle else InOrder(len(rows))
+    if mixed:
+        sampler = Mixed(source_of, [weight for weight in weights if weight is not None], seed)
+    if config.data.batching == "grouped":
+        sampler = Grouped(sampler, rows.lengths, config.train.global_batch, seed)
+    return sampler, rows
+
+
+def _plan(task: Task, samples: EncodedDataset, source_of: NDArray[np.int64], config: RunConfig) -> list[list[int]]:
+    """Which samples share a row: only those of one source, so that sources can be mixed."""
+    lengths = packed_lengths(samples, _targets(task))
+    plan = []
+    for source in np.unique(source_of):
+        members = np.flatnonzero(source_of == source)
+        packs = plan_packs(lengths[members], config.data.sequence_length, config.run.seed)
+        plan += [members[pack].tolist() for pack in packs]
+    return plan
+
+
+def _targets(task: Task) -> Targets:
+    if task.targets is None:
+        raise UserError(
+            f"{type(task).__name__} does not say where its targets are, so its samples cannot be packed",
+            where="data.batching",
+            remedy="set `targets` in the class (next_token, token, sample or decoder), or data.batching=grouped",
+        )
+    return task.targets
+
+
+def _stream_loader(task: Task, config: RunConfig, world: World) -> StreamLoader[Batch]:
+    records = task.records("train")
+    if not isinstance(records, Records):
+        raise UserError(
+            f"{type(task).__name__}.records returns records of its own, which cannot be streamed",
+            where="data.streaming",
+            remedy="name files in data.train, or set data.streaming=false",
+        )
+    encode = TaskEncoder(task, train=True)
+    fingerprint = content_key(
+        [stream.fingerprint for stream in records.streams], samples_key(task, [], True), config.data.batching
+    )
+
+    def rows_of(located: list[Located]) -> Rows | None:
+        try:
+            samples = encode_records(
+                [one.record for one in located],
+                encode,
+                describe=lambda number: located[number].where,
+                on_bad_record=config.data.on_bad_record,
+            )
+        except NoSamples:
+            return None
+        if config.data.batching != "packed":
+            return SampleRows(samples)
+        plan = _plan(task, samples, np.zeros(len(samples), dtype=np.int64), config)
+        return PackedRows(samples, plan, _targets(task))
+
+    settings = StreamSettings(
+        seed=config.run.seed,
+        shuffle=config.data.shuffle,
+        lanes=config.data.stream_lanes,
+        records=max(1, config.data.shuffle_buffer // config.data.stream_lanes),
+        global_batch=config.train.global_batch,
+        fingerprint=fingerprint,
+    )
+    return StreamLoader(
+        records.streams,
+        settings,
+        rows_of,
+        world=world,
+        micro_batch=train_micro_batch(config, world, in_tokens=task.tokenizer is not None),
+        collate=task.collate,
+        vary=varied_by(task, config, train=True),
+    )
+
+
+def train_micro_batch(config: RunConfig, world: World, in_tokens: bool) -> MicroBatchSize:
+    """What one forward of training takes on one process.
+
+    Args:
+        in_tokens: whether samples have a length in tokens.
+    """
+    if config.train.micro_batch_tokens is not None:
+        return MicroBatchSize(tokens=config.train.micro_batch_tokens)
+    if config.train.micro_batch == "auto" and in_tokens:
+        return MicroBatchSize(tokens=MICRO_BATCH_TOKENS)
+    return MicroBatchSize(rows=resolve_micro_batch(config, world.size))
+
+
+def eval_micro_batch(config: RunConfig, in_tokens: bool) -> MicroBatchSize:
+    """What one forward of an evaluation takes on one process: it does not depend on how many there are."""
+    if config.eval.micro_batch is not None:
+        return MicroBatchSize(rows=config.eval.micro_batch)
+    if config.train.micro_batch_tokens is not None:
+        return MicroBatchSize(tokens=config.train.micro_batch_tokens)
+    if config.train.micro_batch == "auto":
+        return MicroBatchSize(tokens=MICRO_BATCH_TOKENS) if in_tokens else MicroBatchSize(rows=UNCOUNTED_ROWS)
+    return MicroBatchSize(rows=config.train.micro_batch)

@@ -1,0 +1,74 @@
+"""From a run directory to a folder that transformers loads."""
+
+import os
+import shutil
+from contextlib import closing
+from pathlib import Path
+
+import torch
+from transformers.utils import logging as transformers_logging
+
+from drawbar.checkpoint.space import rust_errors
+from drawbar.config.schema import RunConfig
+from drawbar.engines.engine import Engine
+from drawbar.errors import UserError
+from drawbar.runtime.dist import World
+from drawbar.runtime.env import Place
+from drawbar.runtime.log import start_logging
+from drawbar.tasks.registry import task_class
+from drawbar.tasks.task import Task
+from drawbar.tracking.console import make_console
+from drawbar.train.output import writing
+from drawbar.train.setup import build_task, open_checkpoint
+
+
+def export_run(config: RunConfig, task_type: type[Task] | None, folder: Path, which: str | None, merge: bool) -> None:
+    """Write a checkpoint's model and tokenizer as a folder for ``from_pretrained``, on one process and the CPU.
+
+    Args:
+        folder: absent or empty; it appears when it is complete.
+        which: see ``open_checkpoint``.
+        merge: of a LoRA run: the whole model with the adapters in its weights, instead of the adapters alone.
+
+    Raises:
+        UserError: the folder is not empty, there is no such checkpoint, there are no adapters to merge, or the model
+            is none of transformers'.
+    """
+    folder = folder.absolute()
+    _check(config, folder, merge)
+    place = Place()
+    console = make_console(place.first)
+    start_logging(place.rank, console.logging_handler())
+    transformers_logging.disable_progress_bar()
+    with World(place, torch.device("cpu"), config.launch.timeout) as world:
+        task = build_task(task_type or task_class(config.task.type), config, world, config.run_dir)
+        engine, _ = open_checkpoint(task, config, which, world)
+        with closing(engine):
+            _write(engine, task, folder, merge)
+    console.message(f"{folder}: {'adapters' if config.lora and not merge else 'model'} and tokenizer")
+
+
+def _check(config: RunConfig, folder: Path, merge: bool) -> None:
+    if merge and config.lora is None:
+        raise UserError(
+            f"the run {config.run.name} has no adapters to merge: its model is whole",
+            where="--merge",
+            remedy="leave out --merge",
+        )
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file", where="--to", remedy="name a new folder")
+    if folder.exists() and any(folder.iterdir()):
+        raise UserError(f"{folder} is not empty", where="--to", remedy="name a new folder")
+
+
+def _write(engine: Engine, task: Task, folder: Path, merge: bool) -> None:
+    draft = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
+    try:
+        with writing(folder, "--to"), rust_errors(draft):
+            draft.mkdir(parents=True)
+            engine.export(draft, getattr(task.config, "model", ""), merge)
+            if hasattr(task.tokenizer, "save_pretrained"):
+                task.tokenizer.save_pretrained(str(draft))
+            draft.rename(folder)  # an empty folder gives way
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)

@@ -1,0 +1,54 @@
+"""What a command writes to a place that the user names: whole, or not at all, and never over what is there."""
+
+import json
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from drawbar.errors import ExitCode, UserError
+from drawbar.runtime.files import write_whole
+
+
+def check_output(path: Path, overwrite: bool) -> None:
+    """Refuse, before any work, an ``--output`` that is there already or cannot be written.
+
+    Raises:
+        UserError: see above.
+    """
+    if path.is_dir():
+        raise UserError(f"{path} is a folder", where="--output", remedy="name a file, such as out.jsonl")
+    if path.exists() and not overwrite:
+        raise UserError(f"{path} is there already", where="--output", remedy="name another file, or add --overwrite")
+    with writing(path, "--output"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+
+
+def write_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
+    """One JSON object a line. Raises UserError where the disk takes no more."""
+    lines = (json.dumps(record, ensure_ascii=False, default=_plain) + "\n" for record in records)
+    text = "".join(lines)
+    with writing(path, "--output"):
+        write_whole(path, text)
+
+
+@contextmanager
+def writing(path: Path, option: str) -> Iterator[None]:
+    """Turn an error of the disk into one that names the option which the path came from."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"cannot write {path}: {error.strerror or error}",
+            where=option,
+            remedy="make room there, or name a place on another disk that you may write to",
+            exit_code=ExitCode.FAILED,
+        ) from error
+
+
+def _plain(value: Any) -> Any:
+    """What JSON does not know: arrays and numpy's numbers as lists and numbers, all else (dates, say) as text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -1,0 +1,77 @@
+"""What the tests of the pages share: their blocks, and every command run in its order and spelling.
+
+The word after a block's language, which a reader does not see, says what becomes of it:
+
+- none: a configuration or a script that begins with its own name is written to that file; commands are run;
+- ``part``: some settings of a configuration, which are loaded, and of which the data are opened;
+- ``hub``: needs the Hugging Face Hub, or another machine: its settings are loaded, its commands are not run;
+- ``fails``: commands that end with exit code 2;
+- ``output``: all of its lines are printed by the commands of the block before it.
+"""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness import Finished, run_cli, run_script
+
+BLOCK = re.compile(r"^```(\w+)(?: (\w+))?\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Block:
+    language: str
+    mark: str
+    text: str
+
+
+def blocks(page: Path) -> list[Block]:
+    return [Block(language, mark, text) for language, mark, text in BLOCK.findall(page.read_text(encoding="utf-8"))]
+
+
+def write_files(page: Path, folder: Path) -> None:
+    """The configurations and scripts of a page, under the names that they begin with."""
+    for block in blocks(page):
+        if block.language in ("yaml", "python") and not block.mark:
+            name = re.match(r"# (\S+)\n", block.text)
+            assert name is not None, f"a block without a file name: {block.text[:60]}"
+            (folder / name.group(1)).write_text(block.text, encoding="utf-8")
+
+
+def run_commands(page: Path, folder: Path) -> int:
+    """Run a page's commands, and compare what it shows of their output; returns how many commands there were."""
+    count, printed = 0, ""
+    for block in blocks(page):
+        if block.language == "bash" and block.mark != "hub":
+            printed = ""
+            for command in filter(str.strip, block.text.splitlines()):
+                words = shlex.split(command, comments=True)
+                if words[0] == "cd":
+                    folder = (folder / words[1]).resolve()
+                    continue
+                done = run_command(words, folder)
+                assert done.code == (2 if block.mark == "fails" else 0), f"{command}\n{done.out}\n{done.err}"
+                printed += done.out + done.err
+                count += 1
+        elif block.mark == "output":
+            missing = [line for line in block.text.splitlines() if line.rstrip() not in printed]
+            assert not missing, f"{page.name} shows {missing[0]!r}, which is not in\n{printed}"
+    return count
+
+
+def run_command(words: list[str], folder: Path) -> Finished:
+    match words[0]:
+        case "drawbar":
+            return run_cli(*words[1:], cwd=folder)
+        case "python":
+            return run_script(folder / words[1], *words[2:], cwd=folder)
+        case "torchrun":
+            argv = [sys.executable, "-m", "torch.distributed.run", *words[1:]]
+            env = {**os.environ, "OMP_NUM_THREADS": "1"}
+            done = subprocess.run(argv, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
+            return Finished(done.returncode, done.stdout, done.stderr)
+    raise AssertionError(f"a page runs drawbar, python or torchrun, not {words[0]}")

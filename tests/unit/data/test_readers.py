@@ -1,0 +1,303 @@
+"""Every format gives the same records, and says file and line of what it cannot read."""
+
+import csv
+import gzip
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datasets import Dataset
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drawbar.config.data import DataSection, SourceSection
+from drawbar.data.sources import Records, open_records
+from drawbar.errors import UserError
+
+ROWS: list[dict[str, Any]] = [
+    {"sentence": 'a "lone quote and\u2028 \x0cspaces  ', "label": "1"},
+    {"sentence": "naïve 😀", "label": "0"},
+    {"sentence": "", "label": "01"},
+]
+
+Write = Callable[[Path, list[dict[str, Any]]], None]
+
+
+def opened(path: Path | str, **settings: Any) -> Records:
+    return open_records(DataSection(train=str(path), **settings), "train")
+
+
+def refused(path: Path | str, **settings: Any) -> UserError:
+    with pytest.raises(UserError) as caught:
+        len(opened(path, **settings))
+    return caught.value
+
+
+def table_text(rows: list[dict[str, Any]], separator: str) -> str:
+    lines = [list(rows[0]), *(list(row.values()) for row in rows)]
+    if separator == "\t":
+        return "".join("\t".join(line) + "\n" for line in lines)
+    buffer = io.StringIO()
+    csv.writer(buffer).writerows(lines)
+    return buffer.getvalue()
+
+
+def json_lines(rows: list[dict[str, Any]]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=2)
+
+
+def write_ipc_file(path: Path, rows: list[dict[str, Any]]) -> None:
+    table = pa.Table.from_pylist(rows)
+    with pa.ipc.new_file(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+
+
+def write_ipc_stream(path: Path, rows: list[dict[str, Any]]) -> None:
+    table = pa.Table.from_pylist(rows)
+    with pa.ipc.new_stream(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+
+
+def write_with_datasets(path: Path, rows: list[dict[str, Any]]) -> None:
+    Dataset.from_list(rows).save_to_disk(path.parent / "saved")
+    (saved,) = (path.parent / "saved").glob("*.arrow")
+    saved.rename(path)
+
+
+TEXT: dict[str, Callable[[list[dict[str, Any]]], str]] = {
+    ".tsv": lambda rows: table_text(rows, "\t"),
+    ".csv": lambda rows: table_text(rows, ","),
+    ".json": json.dumps,
+    ".jsonl": json_lines,
+    ".ndjson": json_lines,
+}
+BINARY: dict[str, Write] = {
+    "a.parquet": write_parquet,
+    "file.arrow": write_ipc_file,
+    "stream.arrow": write_ipc_stream,
+    "datasets.arrow": write_with_datasets,
+}
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"], ids=["plain", "byte order mark"])
+@pytest.mark.parametrize("suffix", TEXT)
+def test_text_formats_give_the_same_records(tmp_path: Path, suffix: str, mark: bytes, end: str) -> None:
+    content = mark + TEXT[suffix](ROWS).replace("\r\n", "\n").replace("\n", end).encode()
+    (tmp_path / f"a{suffix}").write_bytes(content)
+    (tmp_path / f"b{suffix}.gz").write_bytes(gzip.compress(content))
+    assert list(opened(tmp_path / f"a{suffix}")) == ROWS
+    assert list(opened(tmp_path / f"b{suffix}.gz")) == ROWS
+    assert opened(tmp_path / f"b{suffix}.gz").where(1).startswith(f"{tmp_path}/b{suffix}.gz")
+
+
+@pytest.mark.parametrize("name", BINARY)
+def test_binary_formats_give_the_same_records(tmp_path: Path, name: str) -> None:
+    rows = [{**row, "n": number, "tokens": [{"id": 1.5}], "none": None} for number, row in enumerate(ROWS)]
+    BINARY[name](tmp_path / name, rows)
+    records = opened(tmp_path / name)
+    assert list(records) == rows
+    assert [records.where(number) for number in range(3)] == [f"{tmp_path / name}, row {n}" for n in (1, 2, 3)]
+
+
+cells = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r"), max_size=6)
+
+
+@given(rows=st.lists(st.tuples(cells, cells), min_size=1))
+def test_csv_is_what_python_wrote(tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, str]]) -> None:
+    path = tmp_path_factory.mktemp("csv") / "a.csv"
+    with path.open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file).writerows([("a", "b"), *rows])
+    assert [tuple(record.values()) for record in opened(path)] == rows
+
+
+def test_a_row_of_several_lines(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text('text,label\n"one\n\ntwo ""x""",1\n\nthree ,2\n')
+    records = opened(path)
+    assert list(records) == [{"text": 'one\n\ntwo "x"', "label": "1"}, {"text": "three ", "label": "2"}]
+    assert [records.where(number) for number in range(2)] == [f"{path}:2", f"{path}:6"]
+
+
+def test_a_field_longer_than_pythons_own_limit(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text\n" + "x" * 200_000 + "\n")
+    assert len(opened(tmp_path / "a.csv")[0]["text"]) == 200_000
+
+
+@pytest.mark.parametrize(("name", "separator"), [("a.csv", ","), ("a.tsv", "\t")])
+def test_columns_name_those_of_files_without_a_header(tmp_path: Path, name: str, separator: str) -> None:
+    (tmp_path / name).write_text(f"good film {separator}1\nbad film {separator}0\n")
+    wanted = [{"sentence": "good film ", "label": "1"}, {"sentence": "bad film ", "label": "0"}]
+    assert list(opened(tmp_path / name, columns=["sentence", "label"])) == wanted
+    own = SourceSection(files=str(tmp_path / name), columns=["sentence", "label"])
+    assert list(open_records(DataSection(train=own, columns=["x"]), "train")) == wanted
+    assert list(opened(tmp_path / name)[0]) == ["good film ", "1"]  # without the setting, a header
+
+
+def test_json_file_with_one_list(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({"version": 1, "data": [{"a": 1}, {"a": float("nan")}]}))
+    records = opened(path)
+    assert records[0] == {"a": 1}
+    assert records.where(1) == f"{path}, record 2"
+
+
+def test_parallel_files(tmp_path: Path) -> None:
+    (tmp_path / "a.en.gz").write_bytes(gzip.compress(b"one\n\nthree\n"))
+    (tmp_path / "b.de").write_bytes(b"eins\r\n zwei \r\n")
+    with (tmp_path / "b.de").open("ab") as file:
+        file.write(b"\n")
+    source = SourceSection(parallel={"source": f"{tmp_path}/a.en.gz", "target": f"{tmp_path}/b.de"})
+    records = open_records(DataSection(train=source), "train")
+    assert list(records) == [
+        {"source": "one", "target": "eins"},
+        {"source": "", "target": " zwei "},
+        {"source": "three", "target": ""},
+    ]
+    assert records.where(2) == f"{tmp_path}/a.en.gz:3"
+
+
+def test_parallel_files_of_different_length(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("1\n2\n3")
+    (tmp_path / "b").write_text("1\n2\n")
+    source = SourceSection(parallel={"x": f"{tmp_path}/a", "y": f"{tmp_path}/b"})
+    with pytest.raises(UserError, match=r"/a has 3 lines, .*/b has 2 lines"):
+        len(open_records(DataSection(train=source), "train"))
+
+
+def test_parallel_file_that_is_not_utf8(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("1\n2\n")
+    (tmp_path / "b").write_bytes(b"1\n\xff\n")
+    source = SourceSection(parallel={"x": f"{tmp_path}/a", "y": f"{tmp_path}/b"})
+    with pytest.raises(UserError) as caught:
+        len(open_records(DataSection(train=source), "train"))
+    assert caught.value.where == f"{tmp_path}/b:2"
+
+
+BAD_RECORDS = [
+    ("a.txt", b"good\ncaf\xe9\n", ":2", "not UTF-8 text: byte 0xe9 at column 4"),
+    ("a.jsonl", b'{}\n{"a": "\xff"}', ":2", "not UTF-8"),
+    ("a.jsonl", b'{"a": 1}\n\n{"a": 2,}\n', ":3", "not valid JSON"),
+    ("a.jsonl", b'{"b": 1}\n{"a":\n', ":2", "not valid JSON"),
+    ("a.jsonl", b"{}\n[1]", ":2", "holds a JSON list, not an object"),
+    ("a.jsonl", b"{}\n7", ":2", "holds a JSON int"),
+    ("a.jsonl", b'{}\n{"a": ' + b"[" * 100_000, ":2", "cannot be read"),
+    ("a.jsonl", b'{}\n{"a": ' + b"1" * 5000 + b"}", ":2", "cannot be read"),
+    ("a.jsonl", b'{}\n{"a": ["x\\uD83Dy"]}', ":2", "half of a surrogate pair (\\ud83d)"),
+    ("a.json", b'[{}, {"a": "\\ud83d"}]', ", record 2", "half of a surrogate pair"),
+    ("a.json", b"[{}, 7]", ", record 2", "holds a JSON int"),
+    ("a.csv", b"a,b\n1,2\n\n1\n", ":4", "has 1 fields, but the header names 2: a, b"),
+    ("a.csv", b'a,b\n1,2\n1,"2"3\n', ":3", "not valid CSV"),
+    ("a.csv", b"a,b\n1,2\n1,\xff\n", ":3", "not UTF-8 text: byte 0xff"),
+    ("a.tsv", b'a\tb\n1\t"\n1\t2\t3\n', ":3", "has 3 fields, but the header names 2: a, b"),
+    ("a.tsv", b"a\tb\n1\t2\n1\t\xff\n", ":3", "not UTF-8 text: byte 0xff at column 3"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "where", "what"), BAD_RECORDS)
+def test_a_bad_record_is_named_or_left_out(tmp_path: Path, name: str, content: bytes, where: str, what: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    error = refused(path)
+    assert what in error.what
+    assert error.where == f"{path}{where}"
+    assert "data.on_bad_record=skip" in str(error.remedy)
+    records = opened(path, on_bad_record="skip")
+    assert len(records) == 1
+    (message,) = records.skipped
+    assert message.startswith(f"{path}{where}: ")
+    assert what in message
+
+
+def truncated_gzip() -> bytes:
+    return gzip.compress(json_lines([{"a": number} for number in range(1000)]).encode())[:-20]
+
+
+def parquet_bytes() -> bytes:
+    buffer = io.BytesIO()
+    pq.write_table(pa.table({"a": ["word"] * 1000}), buffer, compression="none", use_dictionary=False)
+    return buffer.getvalue()
+
+
+def arrow_bytes() -> bytes:
+    table = pa.table({"a": ["word"] * 1000})
+    buffer = io.BytesIO()
+    with pa.ipc.new_stream(buffer, table.schema) as writer:
+        writer.write_table(table)
+    return buffer.getvalue()
+
+
+BAD_FILES = [
+    ("a.jsonl.gz", truncated_gzip(), "not a complete gzip file"),
+    ("a.csv.gz", b"a,b\n", "not a complete gzip file"),
+    ("a.json", b'[{"a": 1},\n {"a": }]', "not valid JSON"),
+    ("a.json", b'{"a": 1}\n{"a": 2}\n', "must be named .jsonl"),
+    ("a.json", b'{"a": [], "b": []}', "with 2 lists"),
+    ("a.json", b"7", "a JSON int"),
+    ("a.json", b'["\xff"]', "not UTF-8"),
+    ("a.csv", b"a,,b\n1,2,3\n", "a column has no name"),
+    ("a.tsv", b"a\tb\ta\n1\t2\t3\n", "two columns are named 'a'"),
+    ("a.csv", b'a,b\n1,2\n1,"2\n1,2\n', "never closed"),
+    ("a.parquet", b"not a table", "cannot be read as what its name says"),
+    ("a.parquet", parquet_bytes()[:-5], "cannot be read as what its name says"),
+    ("a.parquet", b"PAR1" + b"\xff" * 400 + parquet_bytes()[404:], "cannot be read as what its name says"),
+    ("a.arrow", b"not a table", "cannot be read as what its name says"),
+    ("a.arrow", b"ARROW1\0\0 and no more", "cannot be read as what its name says"),
+    ("a.arrow", arrow_bytes()[:-2000], "cannot be read as what its name says"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "what"), BAD_FILES)
+def test_a_damaged_file_is_refused_even_where_records_may_be_bad(
+    tmp_path: Path, name: str, content: bytes, what: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    error = refused(tmp_path / name, on_bad_record="skip")
+    assert what in str(error)
+    assert str(error.where).startswith(str(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "what"),
+    [
+        ("a.txt", b"", "it is empty"),
+        ("a.jsonl", b"", "it is empty"),
+        ("a.json", b"", "it is empty"),
+        ("a.csv", b"", "it is empty"),
+        ("a.txt.gz", gzip.compress(b""), "it is empty"),
+        ("a.txt", b"\n \n\t\n\xe3\x80\x80", "only blank lines"),
+        ("a.jsonl", b"\n\n", "only blank lines"),
+        ("a.json", b"[]", "its list is empty"),
+        ("a.tsv", b"a\tb\n", "a header, but no line below it"),
+    ],
+)
+@pytest.mark.parametrize("sample_by", ["line", "paragraph", "document"])
+def test_files_without_records(tmp_path: Path, name: str, content: bytes, what: str, sample_by: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    error = refused(tmp_path / name, sample_by=sample_by)
+    assert what in str(error)
+    assert error.where == f"{tmp_path}/{name}"
+
+
+def test_parquet_without_rows(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"a": pa.array([], pa.string())}), tmp_path / "a.parquet")
+    assert "it has no rows" in refused(tmp_path / "a.parquet").what
+
+
+def test_a_value_that_python_cannot_hold(tmp_path: Path) -> None:
+    offsets, data = pa.py_buffer(b"\0\0\0\0\x01\0\0\0\x02\0\0\0"), pa.py_buffer(b"a\xff")
+    table = pa.table({"a": pa.Array.from_buffers(pa.string(), 2, [None, offsets, data])})
+    pq.write_table(table, tmp_path / "a.parquet")
+    error = refused(tmp_path / "a.parquet")
+    assert "cannot be a Python value: 'utf-8' codec" in error.what
+    assert error.where == f"{tmp_path}/a.parquet, row 2"
+    assert list(opened(tmp_path / "a.parquet", on_bad_record="skip")) == [{"a": "a"}]

@@ -1,0 +1,392 @@
+"""Streams: the same batches at any number of processes, each record once, and on from any step."""
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from hypothesis import Phase, example, given, settings
+from hypothesis import strategies as st
+
+from drawbar.data.dataset import Sample, encode_records
+from drawbar.data.loader import MicroBatchSize, Rows, SampleRows
+from drawbar.data.packing import PackedRows, plan_packs
+from drawbar.data.sources import Located
+from drawbar.data.stream import StreamLoader, StreamSettings
+from drawbar.errors import UserError
+from drawbar.runtime.dist import World
+from drawbar.runtime.env import Place
+from harness import run_ranks
+from tiny import CPU
+
+Batch = list[tuple[int, int, int]]
+"""For each sample its record, its number among that record's samples, and its id."""
+
+
+@dataclass
+class Numbers:
+    """A source of the records ``first`` to ``first + size - 1``."""
+
+    first: int
+    size: int
+    weight: float | None = None
+    given: int = 0
+    """Records that were read from it."""
+
+    def read(self, lane: int, lanes: int, first: int) -> Iterator[Located]:
+        for number in range(lane + first * lanes, self.size, lanes):
+            self.given += 1
+            yield Located(number // lanes, {"number": self.first + number}, f"record {number}")
+
+
+def samples_of(record: dict[str, Any]) -> list[Sample] | None:
+    """Of every five records one is dropped, and one gives three samples."""
+    number = record["number"]
+    count = {0: 0, 1: 3}.get(number % 5, 1)
+    return [{"input_ids": [number] * (1 + number % 7), "number": number, "part": part} for part in range(count)] or None
+
+
+def one_sample_of(record: dict[str, Any]) -> list[Sample]:
+    return [{"input_ids": [1], "number": record["number"], "part": 0}]
+
+
+Encode = Callable[[dict[str, Any]], list[Sample] | None]
+
+
+def rows_of(located: list[Located], encode: Encode, packed: bool) -> Rows | None:
+    records = [one.record for one in located if encode(one.record)]
+    if not records:
+        return None
+    samples = encode_records(records, encode, describe=str)
+    return PackedRows(samples, plan_packs(samples.lengths, 12, 0), "sample") if packed else SampleRows(samples)
+
+
+def collate(rows: list[Sample]) -> Batch:
+    found: Batch = []
+    for row in rows:
+        numbers, parts = ([row[name]] if isinstance(row[name], int) else row[name] for name in ("number", "part"))
+        found += zip(numbers, parts, row["ids"], strict=True)
+    return found
+
+
+TWO_ROWS = MicroBatchSize(rows=2)
+
+
+@dataclass(frozen=True)
+class Case:
+    sizes: tuple[int, ...]
+    weights: tuple[float, ...] | None = None
+    lanes: int = 6
+    records: int = 2
+    global_batch: int = 4
+    micro_batch: MicroBatchSize = TWO_ROWS
+    packed: bool = False
+    shuffle: bool = True
+    steps: int = 30
+    first: int = 0
+    state: dict[str, Any] | None = field(default=None, hash=False)
+
+    @property
+    def sources(self) -> list[Numbers]:
+        starts = [sum(self.sizes[:source]) for source in range(len(self.sizes))]
+        weights = self.weights or [None] * len(self.sizes)
+        return [Numbers(*of_source) for of_source in zip(starts, self.sizes, weights, strict=True)]
+
+    def loader(
+        self, world: World, encode: Encode = samples_of, sources: list[Numbers] | None = None
+    ) -> StreamLoader[Batch]:
+        loader = StreamLoader(
+            sources or self.sources,
+            StreamSettings(
+                seed=3,
+                shuffle=self.shuffle,
+                lanes=self.lanes,
+                records=self.records,
+                global_batch=self.global_batch,
+                fingerprint="fingerprint",
+            ),
+            lambda located: rows_of(located, encode, self.packed),
+            world=world,
+            micro_batch=self.micro_batch,
+            collate=collate,
+        )
+        if self.state is not None:
+            loader.load(json.loads(json.dumps(self.state)))
+        return loader
+
+    @property
+    def samples(self) -> list[tuple[int, int]]:
+        """What an epoch without weights holds."""
+        return [
+            (sample["number"], sample["part"])
+            for number in range(sum(self.sizes))
+            for sample in samples_of({"number": number}) or []
+        ]
+
+
+@dataclass
+class Step:
+    """One step of one rank."""
+
+    counted: Batch
+    forwards: int
+    fillers: list[Batch]
+    state: dict[str, Any]
+
+
+def run(case: Case, world: World) -> list[Step]:
+    loader = case.loader(world)
+    return [
+        Step(
+            [sample for micro in micro_batches if micro.counts for sample in micro.batch],
+            len(micro_batches),
+            [micro.batch for micro in micro_batches if not micro.counts],
+            loader.state(),
+        )
+        for _, micro_batches in loader.steps(case.first, case.steps)
+    ]
+
+
+def alone() -> World:
+    return World(Place(), CPU, timeout=60)
+
+
+def batches(of_ranks: list[list[Step]]) -> list[Batch]:
+    """The samples of each step over all ranks, in ascending order; checks what must hold of every step."""
+    found = []
+    for steps in zip(*of_ranks, strict=True):
+        assert len({step.forwards for step in steps}) == 1
+        assert all(step.state == steps[0].state for step in steps)
+        assert any(step.counted for step in steps)
+        found.append(sorted(sample for step in steps for sample in step.counted))
+    return found
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    sizes = draw(st.lists(st.integers(0, 40), min_size=1, max_size=3).filter(lambda sizes: sum(sizes) > 1))
+    weighted = draw(st.integers(0, 3)) == 0
+    return Case(
+        sizes=tuple(sizes),
+        weights=tuple(draw(st.sampled_from([0.5, 1.0, 3.0])) for _ in sizes) if weighted else None,
+        lanes=draw(st.sampled_from([6, 12])),
+        records=draw(st.integers(2, 6)),
+        global_batch=draw(st.integers(1, 9)),
+        micro_batch=draw(st.sampled_from([MicroBatchSize(rows=1), MicroBatchSize(rows=3), MicroBatchSize(tokens=16)])),
+        packed=draw(st.booleans()),
+        shuffle=draw(st.booleans()),
+    )
+
+
+def drawn(count: int) -> list[Case]:
+    """Random cases, others in every run of the tests."""
+    found: list[Case] = []
+
+    @settings(max_examples=count, deadline=None, database=None, phases=[Phase.generate])
+    @given(case=cases())
+    def collect(case: Case) -> None:
+        found.append(case)
+
+    collect()
+    return found
+
+
+UNEVEN = Case((17, 4, 31))
+HARD_CASES = (
+    UNEVEN,
+    replace(UNEVEN, packed=True, global_batch=3),
+    replace(UNEVEN, weights=(1, 2, 1)),
+    Case((2,), lanes=48, steps=6),  # most ranks have fillers alone, from the first step on
+    Case((6, 0, 1), global_batch=9, steps=9),  # the source in the middle is empty, and the last is dropped
+    Case((40,), lanes=6, records=40, micro_batch=MicroBatchSize(tokens=9)),  # an epoch is one block
+)
+
+
+@settings(max_examples=25)
+@given(case=cases().filter(lambda case: case.weights is None))
+@example(case=HARD_CASES[0])
+@example(case=HARD_CASES[1])
+@example(case=HARD_CASES[3])
+@example(case=HARD_CASES[4])
+def test_every_sample_once_an_epoch(case: Case) -> None:
+    """Each epoch ends with a step, and all steps but its last one are whole."""
+    epochs: list[Batch] = [[]]
+    for step in run(case, alone()):
+        epochs[-1] += step.counted
+        found = sorted((record, part) for record, part, _ in epochs[-1])
+        if len(found) < len(case.samples):
+            assert len(set(found)) == len(found)
+            assert case.packed or len(step.counted) == case.global_batch
+        else:
+            assert found == case.samples
+            assert len({number for _, _, number in epochs[-1]}) == len(found)
+            assert sorted(epochs[-1]) == sorted(epochs[0])  # in each epoch a sample has the same id
+            epochs.append([])
+    assert len(epochs) > 1 or len(case.samples) > case.steps * case.global_batch
+
+
+def test_without_shuffle_records_come_in_their_order() -> None:
+    """And a source after the other, at once and in every epoch."""
+    case = Case((31, 9), lanes=6, records=3, shuffle=False, global_batch=8)
+    steps = case.loader(alone(), one_sample_of).steps(0, 10)
+    found = [sorted(number for micro in micros for number, _, _ in micro.batch) for _, micros in steps]
+    assert found == [list(range(first, first + 8)) for first in range(0, 40, 8)] * 2
+
+
+def test_shuffle_changes_with_the_epoch() -> None:
+    case = Case((60,), records=10, global_batch=6, steps=24)
+    steps = [sorted((record, part) for record, part, _ in step.counted) for step in run(case, alone())]
+    assert len(case.samples) == 72
+    assert sorted(itertools.chain(*steps[:12])) == sorted(itertools.chain(*steps[12:])) == case.samples
+    assert not any(step in steps[12:] for step in steps[:12])
+
+
+def run_all(chosen: list[Case]) -> list[list[Step]]:
+    """On one rank of several."""
+    with World(Place.from_environment(), CPU, timeout=60) as world:
+        return [run(case, world) for case in chosen]
+
+
+@pytest.fixture(scope="module")
+def at_two_ranks() -> list[tuple[Case, list[list[Step]]]]:
+    chosen = [*HARD_CASES, *drawn(14)]
+    of_ranks = run_ranks(run_all, 2, chosen)
+    return list(zip(chosen, map(list, zip(*of_ranks, strict=True)), strict=True))
+
+
+def check_fillers(of_ranks: list[list[Step]]) -> None:
+    for steps in of_ranks:
+        for step in steps:
+            assert all(len({number for _, _, number in filler}) == len(filler) for filler in step.fillers)
+            assert bool(step.counted) == (len(step.fillers) < step.forwards)
+
+
+def test_two_ranks_train_the_batches_of_one(at_two_ranks: list[tuple[Case, list[list[Step]]]]) -> None:
+    for case, of_ranks in at_two_ranks:
+        assert batches(of_ranks) == batches([run(case, alone())]), case
+        check_fillers(of_ranks)
+    assert any(step.fillers for _, of_ranks in at_two_ranks for steps in of_ranks for step in steps)
+
+
+def test_what_two_ranks_saved_goes_on_at_one_and_at_three(
+    at_two_ranks: list[tuple[Case, list[list[Step]]]],
+) -> None:
+    """Three ranks go on from one step, then one rank from a later one."""
+    resumed = []
+    for number, (case, of_ranks) in enumerate(at_two_ranks):
+        stop = min(1 + number, case.steps - 2)
+        resumed.append(replace(case, first=stop, state=of_ranks[0][stop - 1].state))
+    at_three = [list(steps) for steps in zip(*run_ranks(run_all, 3, resumed), strict=True)]
+    for (case, of_two), later, of_three in zip(at_two_ranks, resumed, at_three, strict=True):
+        assert batches(of_two)[later.first :] == batches(of_three), case
+        check_fillers(of_three)
+        last = replace(case, first=case.steps - 1, state=of_three[2][-2].state)
+        assert batches([run(last, alone())]) == batches(of_two)[-1:], case
+
+
+@settings(max_examples=25)
+@given(case=cases(), stops=st.lists(st.integers(0, 30), max_size=5))
+@example(case=HARD_CASES[1], stops=[1, 2, 3, 4])
+@example(case=HARD_CASES[2], stops=list(range(30)))
+def test_a_run_that_is_resumed_again_and_again_is_the_same_run(case: Case, stops: list[int]) -> None:
+    expected = batches([run(case, alone())])
+    found: list[Batch] = []
+    state = None
+    edges = [0, *sorted(stops), case.steps]
+    for first, last in itertools.pairwise(edges):
+        steps = run(replace(case, first=first, steps=last, state=state), alone())
+        found += batches([steps])
+        state = steps[-1].state if steps else state
+    assert found == expected
+
+
+def test_the_position_can_be_set_back() -> None:
+    """In the same process, in the middle of a block, with the next one read already."""
+    loader = UNEVEN.loader(alone())
+    expected = [(step, [micro.batch for micro in micros]) for step, micros in loader.steps(0, 25)]
+    loader.load(UNEVEN.loader(alone()).state())
+    for step, _ in loader.steps(0, 7):
+        if step == 7:
+            state = loader.state()
+    list(loader.steps(7, 12))
+    loader.load(state)
+    assert [(step, [micro.batch for micro in micros]) for step, micros in loader.steps(7, 25)] == expected[7:]
+
+
+def test_other_data_is_refused() -> None:
+    loader = UNEVEN.loader(alone())
+    with pytest.raises(UserError, match="the training data changed") as caught:
+        loader.load({**loader.state(), "fingerprint": "another"})
+    assert "--fork NEWNAME" in str(caught.value.remedy)
+
+
+def test_weights_decide_the_proportions_and_sources_begin_again() -> None:
+    case = Case((2000, 300, 1000), weights=(1.0, 2.0, 1.0), records=4, global_batch=20, steps=400)
+    steps = run(case, alone())
+    numbers = [number for step in steps for number, _, _ in step.counted]
+    sources = Counter(0 if number < 2000 else 1 if number < 2300 else 2 for number in numbers)
+    # a source gives less in the block in which it ends: of the second, up to 11 of 300 records
+    assert sources[1] / len(numbers) == pytest.approx(0.5, abs=0.02)
+    assert sources[0] / len(numbers) == pytest.approx(0.25, abs=0.02)
+    visits = Counter((number, part) for step in steps for number, part, _ in step.counted if 2000 <= number < 2300)
+    assert len(visits) == 300 * 6 // 5
+    assert max(visits.values()) - min(visits.values()) <= 1
+    assert min(visits.values()) > 5
+    early = Counter(number >= 2000 and number < 2300 for step in steps[:4] for number, _, _ in step.counted)
+    assert 0.3 < early[True] / early.total() < 0.7
+
+
+@pytest.mark.parametrize("weights", [None, (1.0, 2.0)])
+def test_a_stream_without_samples_is_refused(weights: tuple[float, float] | None) -> None:
+    loader = Case((31, 7), weights=weights).loader(alone(), lambda record: None)
+    with pytest.raises(UserError, match="no samples: the task's encode left out all records"):
+        next(loader.steps(0, 1))
+    with pytest.raises(UserError, match="no samples"):
+        loader.example()
+
+
+@pytest.mark.parametrize("weights", [None, (1.0, 2.0)])
+def test_long_stretches_without_samples_are_passed(weights: tuple[float, float] | None) -> None:
+    """One record in 300 gives a sample: most blocks are empty, and all the data behind it too."""
+    case = Case((100, 200), weights=weights, global_batch=1)
+    loader = case.loader(alone(), lambda record: one_sample_of(record) if record["number"] == 103 else None)
+    assert [micro.batch[0][0] for _, micros in loader.steps(0, 5) for micro in micros] == [103] * 5
+
+
+def test_an_example_is_the_first_sample_there_is() -> None:
+    example_ = UNEVEN.loader(alone()).example()  # record 0 is dropped
+    assert (example_["number"], example_["part"]) == (1, 0)
+
+
+def test_lanes_that_cannot_be_shared_are_refused() -> None:
+    world = World(Place(rank=0, world_size=4, local_rank=0, local_world_size=4), CPU, timeout=60)
+    with pytest.raises(UserError, match=r"4 processes cannot share data\.stream_lanes=6 evenly") as caught:
+        UNEVEN.loader(world)
+    assert caught.value.where == "data.stream_lanes"
+
+
+def test_an_error_of_the_stream_is_raised_in_the_step() -> None:
+    class Broken(Numbers):
+        def read(self, lane: int, lanes: int, first: int) -> Iterator[Located]:
+            for located in super().read(lane, lanes, first):
+                if located.record["number"] == 30:
+                    raise UserError("not JSON", where="train.jsonl:31", remedy="mend it")
+                yield located
+
+    loader = Case((60,)).loader(alone(), sources=[Broken(0, 60)])
+    with pytest.raises(UserError, match="not JSON"):
+        list(loader.steps(0, 40))
+
+
+@pytest.mark.parametrize("weights", [None, (1.0, 1.0)])
+def test_memory_is_constant(weights: tuple[float, float] | None) -> None:
+    """The block in use, the next one, and a record of each source to know whether there are more; never more."""
+    case = Case((1500, 1500), weights=weights, lanes=6, records=6, global_batch=10)
+    sources = case.sources
+    loader = case.loader(alone(), one_sample_of, sources)
+    ahead = [sum(source.given for source in sources) - step * 10 for step, _ in loader.steps(0, 300)]
+    assert len(ahead) == 300
+    assert max(ahead) <= 2 * 36 + 2

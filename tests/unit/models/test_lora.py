@@ -1,0 +1,470 @@
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    DistilBertConfig,
+    GPT2Config,
+    LlamaConfig,
+    MambaConfig,
+    PreTrainedModel,
+    RobertaConfig,
+    T5Config,
+)
+
+from drawbar.config.schema import LoraSection
+from drawbar.errors import UserError
+from drawbar.models.lora import add_adapters, load_trained_state, merged, save_adapter, trained_state
+
+torch.set_num_threads(1)  # tiny tensors: threads would only wait for one another
+TOKENS = torch.tensor([[5, 6, 7, 8, 9, 1], [9, 3, 7, 4, 2, 1]])
+ENCODER = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "num_labels": 3,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+Build = Callable[[], nn.Module]
+
+
+class Plain(nn.Module):
+    """No transformers, with batch norm, whose statistics move although its weights are frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.second = nn.Linear(8, 8)
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        return self.last(self.second(self.norm(self.first(pixels)).relu()).relu())
+
+
+def llama(tied: bool = False) -> nn.Module:
+    return AutoModelForCausalLM.from_config(
+        LlamaConfig(
+            vocab_size=40,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            tie_word_embeddings=tied,
+        )
+    )
+
+
+def gpt2() -> nn.Module:
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    special = {"bos_token_id": 0, "eos_token_id": 1}
+    config = GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=2, n_positions=32, **dropout, **special)
+    return AutoModelForCausalLM.from_config(config)
+
+
+def bert() -> nn.Module:
+    return AutoModelForSequenceClassification.from_config(BertConfig(**ENCODER))
+
+
+def roberta() -> nn.Module:
+    return AutoModelForSequenceClassification.from_config(RobertaConfig(**ENCODER, pad_token_id=0))
+
+
+def t5() -> nn.Module:
+    config = T5Config(
+        vocab_size=40,
+        d_model=16,
+        d_kv=8,
+        d_ff=24,
+        num_layers=2,
+        num_heads=2,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )
+    return AutoModelForSeq2SeqLM.from_config(config)
+
+
+MODELS: dict[str, tuple[Build, LoraSection, set[str]]] = {
+    "llama": (llama, LoraSection(), {"q_proj", "v_proj"}),
+    "llama, tied": (
+        lambda: llama(tied=True),
+        LoraSection(modules="linear"),
+        {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"},
+    ),
+    "llama, tied embeddings trained": (
+        lambda: llama(tied=True),
+        LoraSection(train=["embed_tokens"]),
+        {"q_proj", "v_proj"},
+    ),
+    "gpt2": (gpt2, LoraSection(), {"c_attn"}),
+    "gpt2, linear": (gpt2, LoraSection(modules="linear", rank=2, alpha=3.0), {"c_attn", "c_proj", "c_fc"}),
+    "gpt2, by name": (gpt2, LoraSection(modules=["mlp.c_proj"]), {"c_proj"}),
+    "bert": (bert, LoraSection(), {"query", "value"}),
+    "roberta, linear": (roberta, LoraSection(modules="linear"), {"query", "key", "value", "dense"}),
+    "t5": (t5, LoraSection(dropout=0.1), {"q", "v"}),
+    "plain": (Plain, LoraSection(modules=["first", "second"], train=["last"]), {"first", "second"}),
+}
+TRAINED_WHOLE = {
+    "llama, tied embeddings trained": {"model.embed_tokens.weight"},
+    "bert": {"classifier.weight", "classifier.bias"},
+    "roberta, linear": {f"classifier.{layer}.{part}" for layer in ("dense", "out_proj") for part in ("weight", "bias")},
+    "plain": {"last.weight", "last.bias"},
+}
+every_model = pytest.mark.parametrize("name", MODELS)
+
+
+def build(name: str, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return MODELS[name][0]()
+
+
+def adapted(name: str) -> nn.Module:
+    """The weights and adapters depend on the seed alone, as after a restart."""
+    return add_adapters(build(name), MODELS[name][1])
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return scores(model.eval())
+
+
+def scores(model: nn.Module) -> torch.Tensor:
+    if isinstance(model, Plain):
+        return model(torch.arange(24.0).reshape(4, 6).sin())
+    more = {"decoder_input_ids": TOKENS.flip(0)} if model.config.is_encoder_decoder else {}
+    return model(input_ids=TOKENS, **more).logits
+
+
+def train(model: nn.Module, steps: int = 4) -> nn.Module:
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02)
+    model.train()
+    for _ in range(steps):
+        scores(model).log_softmax(-1)[..., 0].mean().neg().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def frozen(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
+
+
+def assert_close(one: torch.Tensor, other: torch.Tensor, atol: float = 1e-5) -> None:
+    torch.testing.assert_close(one, other, rtol=0, atol=atol)
+
+
+@every_model
+def test_adapters_and_what_is_trained_whole_are_all_that_is_trained(name: str) -> None:
+    model = adapted(name)
+
+    trained = {n for n, p in model.named_parameters() if p.requires_grad}
+
+    adapters = {n for n in trained if ".lora_" in n}
+    assert {n.split(".lora_")[0].rpartition(".")[2] for n in adapters} == MODELS[name][2]
+    assert trained - adapters == TRAINED_WHOLE.get(name, set())
+
+
+@every_model
+def test_adapters_change_nothing_before_they_are_trained(name: str) -> None:
+    before, model = build(name), adapted(name)
+
+    assert type(model) is type(before)
+    torch.testing.assert_close(logits(model), logits(before), rtol=0, atol=0)
+
+
+@every_model
+def test_training_leaves_the_frozen_weights_bitwise_as_they_were(name: str) -> None:
+    model = adapted(name)
+    before, first = frozen(model), logits(model)
+
+    train(model)
+
+    after = frozen(model)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert not torch.allclose(first, logits(model), atol=1e-3)
+
+
+@every_model
+def test_every_trained_parameter_gets_a_gradient_so_that_ddp_waits_for_none(name: str) -> None:
+    model = train(adapted(name), steps=1)
+
+    scores(model).square().mean().backward()
+
+    assert [n for n, p in model.named_parameters() if (p.grad is not None) != p.requires_grad] == []
+
+
+@every_model
+def test_the_trained_state_makes_a_new_model_the_same(name: str) -> None:
+    model = train(adapted(name))
+    state = {key: tensor.clone() for key, tensor in trained_state(model).items()}
+
+    fresh = adapted(name)
+    load_trained_state(fresh, state)
+
+    torch.testing.assert_close(logits(fresh), logits(model), rtol=0, atol=0)
+    assert not any(".base_layer." in key for key in state)
+
+
+@every_model
+def test_a_merged_model_is_an_ordinary_one_with_the_same_outputs(name: str, tmp_path: Path) -> None:
+    model, original = train(adapted(name)), build(name)
+    wanted = logits(model)
+
+    result = merged(model)
+
+    assert_close(logits(result), wanted)
+    assert list(result.state_dict()) == list(original.state_dict())
+    assert len(list(result.parameters())) == len(list(original.parameters()))  # what was tied is tied
+    assert {type(m) for m in result.modules()} == {type(m) for m in original.modules()}
+    if isinstance(result, PreTrainedModel):
+        result.save_pretrained(tmp_path)
+        loaded, info = type(result).from_pretrained(tmp_path, output_loading_info=True)
+        assert not info["missing_keys"]
+        assert not info["unexpected_keys"]
+        assert_close(logits(loaded), wanted)
+
+
+@every_model
+@pytest.mark.filterwarnings("error:.*[Mm]issing")
+def test_peft_loads_a_saved_adapter(name: str, tmp_path: Path) -> None:
+    model = train(adapted(name))
+
+    save_adapter(model, tmp_path / "adapter", "some/base")
+    loaded = peft.PeftModel.from_pretrained(build(name), tmp_path / "adapter")
+
+    assert_close(logits(loaded.get_base_model()), logits(model), atol=1e-6)
+    assert loaded.peft_config["default"].base_model_name_or_path == "some/base"
+    assert {path.name for path in (tmp_path / "adapter").iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+
+
+def test_peft_loads_base_and_adapter_in_one(tmp_path: Path) -> None:
+    build("bert").save_pretrained(tmp_path / "base")
+    base = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
+    model = train(add_adapters(base, LoraSection()))
+
+    save_adapter(model, tmp_path / "adapter", str(tmp_path / "base"))
+    loaded = peft.AutoPeftModel.from_pretrained(tmp_path / "adapter")
+
+    assert_close(logits(loaded.get_base_model()), logits(model), atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
+def test_a_model_with_adapters_generates_as_the_merged_one(name: str) -> None:
+    model = train(adapted(name), steps=2).eval()
+    options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+
+    with_adapters = model.generate(TOKENS, **options)
+
+    assert torch.equal(with_adapters, merged(model).generate(TOKENS, **options))
+
+
+def test_adapters_follow_the_random_state() -> None:
+    states = []
+    for seed in (1, 1, 2):
+        model = build("llama")
+        torch.manual_seed(seed)
+        states.append(trained_state(add_adapters(model, LoraSection())))
+
+    name = "model.layers.0.self_attn.q_proj.lora_A.default.weight"
+    assert torch.equal(states[0][name], states[1][name])
+    assert not torch.equal(states[0][name], states[2][name])
+    assert states[0][name].dtype == torch.float32
+
+
+def test_adapters_have_the_rank_and_scale_of_the_settings() -> None:
+    layer = add_adapters(build("llama"), LoraSection(rank=4, alpha=6.0)).get_submodule(
+        "model.layers.1.self_attn.q_proj"
+    )
+
+    assert layer.lora_A["default"].weight.shape == (4, 16)
+    assert layer.scaling == {"default": 1.5}
+
+
+def test_a_tied_embedding_stays_tied() -> None:
+    model = adapted("llama, tied")
+
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_the_whole_head_is_trained_where_peft_has_no_name_for_it() -> None:
+    config = DistilBertConfig(vocab_size=40, dim=16, n_layers=2, n_heads=2, hidden_dim=24)
+
+    model = add_adapters(AutoModelForSequenceClassification.from_config(config), LoraSection())
+
+    trained = {n.split(".")[0] for n, p in model.named_parameters() if p.requires_grad and ".lora_" not in n}
+    assert trained == {"pre_classifier", "classifier"}
+
+
+def test_a_head_of_ones_own_on_an_encoder_is_trained() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = build("bert").base_model
+            self.classifier = nn.Linear(16, 2)
+
+    model = add_adapters(Own(), LoraSection())
+
+    trained = {n for n, p in model.named_parameters() if p.requires_grad and ".lora_" not in n}
+    assert trained == {"classifier.weight", "classifier.bias"}
+
+
+@pytest.fixture
+def fast_path() -> Iterator[None]:
+    """torch's fast path for encoder layers, a setting of the whole process, as it was."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    yield
+    torch.backends.mha.set_fastpath_enabled(before)
+
+
+@pytest.mark.usefixtures("fast_path")
+def test_linear_leaves_out_what_a_multihead_attention_never_calls() -> None:
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x)
+
+    model = add_adapters(Encoder(), LoraSection(modules="linear"))
+    x = torch.randn(2, 3, 8)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+    for _ in range(3):
+        model(x)[..., 0].sum().backward()
+        optimizer.step()
+
+    assert {n.split(".lora_")[0] for n, p in model.named_parameters() if p.requires_grad} == {
+        "layer.linear1",
+        "layer.linear2",
+    }
+    trained = model(x).detach()
+    with torch.no_grad():
+        assert_close(model.eval()(x), trained)  # torch's fast path would use the frozen weights alone
+    assert_close(merged(model)(x).detach(), trained)
+
+
+def test_an_adapter_on_an_embedding_and_on_a_convolution() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(40, 6)
+            self.convolution = nn.Conv1d(6, 4, 3)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return self.convolution(self.embed(tokens).mT)
+
+    model = add_adapters(Mixed(), LoraSection(modules=["embed", "convolution"], rank=2))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.3)
+    wanted = model(TOKENS).detach()
+
+    assert_close(merged(model)(TOKENS).detach(), wanted)
+
+
+def test_ddp_accepts_the_model(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        alone, replicated = adapted("bert"), DistributedDataParallel(adapted("bert"))
+        optimizer = torch.optim.AdamW([p for p in replicated.parameters() if p.requires_grad], lr=0.02)
+        replicated.train()
+        for _ in range(4):
+            replicated(input_ids=TOKENS).logits.log_softmax(-1)[..., 0].mean().neg().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_close(logits(replicated.module), logits(train(alone)))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_an_unknown_module_name_is_answered_with_the_linear_ones() -> None:
+    with pytest.raises(UserError, match="ends in 'q_prj'") as caught:
+        add_adapters(build("llama"), LoraSection(modules=["v_proj", "q_prj"]))
+
+    assert caught.value.where == "lora.modules"
+    assert caught.value.remedy == (
+        "name modules in lora.modules; the linear ones are: "
+        "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"
+    )
+
+
+def test_a_part_of_a_name_is_no_name() -> None:
+    with pytest.raises(UserError, match="ends in 'proj'"):
+        add_adapters(build("llama"), LoraSection(modules=["proj"]))
+
+
+def test_a_model_without_known_attention_asks_for_names() -> None:
+    with pytest.raises(UserError, match="attention") as caught:
+        add_adapters(Plain(), LoraSection())
+
+    assert "first, second, last" in str(caught.value.remedy)
+
+
+def test_an_unknown_module_to_train_is_refused() -> None:
+    with pytest.raises(UserError, match="ends in 'head'") as caught:
+        add_adapters(build("bert"), LoraSection(train=["head"]))
+
+    assert caught.value.where == "lora.train"
+    assert "classifier" in str(caught.value.remedy)
+
+
+def test_a_shared_weight_gets_no_adapter() -> None:
+    with pytest.raises(UserError, match="lm_head shares its weight") as caught:
+        add_adapters(build("llama, tied"), LoraSection(modules=["lm_head"]))
+
+    assert "lora.train" in str(caught.value.remedy)
+
+
+def test_what_peft_refuses_is_a_users_error() -> None:
+    mamba = AutoModelForCausalLM.from_config(MambaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2))
+
+    with pytest.raises(UserError, match="out_proj") as caught:
+        add_adapters(mamba, LoraSection(modules="linear"))
+
+    assert caught.value.where == "lora.modules"
+
+
+def test_without_peft_one_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+
+    with pytest.raises(UserError) as caught:
+        add_adapters(build("llama"), LoraSection())
+
+    assert 'pip install "drawbar[lora]"' in str(caught.value.remedy)
+
+
+def test_a_state_of_other_adapters_is_refused_and_changes_nothing() -> None:
+    model = adapted("bert")
+    before = {name: tensor.clone() for name, tensor in trained_state(model).items()}
+    lora_a = "bert.encoder.layer.0.attention.self.query.lora_A.default.weight"
+    other = {name: tensor + 1 for name, tensor in before.items()}
+
+    for tensors, problem in (
+        ({name: tensor for name, tensor in other.items() if name != lora_a}, f"{lora_a} is missing"),
+        ({**other, "extra.weight": torch.ones(1)}, "extra.weight is not trained here"),
+        ({**other, lora_a: torch.ones(2, 16)}, r"lora_A.default.weight is \[2, 16\], and should be \[8, 16\]"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            load_trained_state(model, tensors)
+
+    after = trained_state(model)
+    assert all(torch.equal(before[name], after[name]) for name in before)
