@@ -20,9 +20,10 @@ def _json_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
 
 
 def _reviews(count: int) -> list[tuple[str, str]]:
-    said = list(product(THINGS, [(word, "positive") for word in GOOD] + [(word, "negative") for word in BAD]))
-    return [(f"the {thing} was {word}" + " indeed" * (n % 3), label) for n, (thing, (word, label)) in enumerate(
-        islice(cycle(said), count))]  # fmt: skip
+    """(text, label)"""
+    labels = dict.fromkeys(GOOD, "positive") | dict.fromkeys(BAD, "negative")
+    said = islice(cycle(product(THINGS, labels)), count)
+    return [(f"the {thing} was {word}{' indeed' * (n % 3)}", labels[word]) for n, (thing, word) in enumerate(said)]
 
 
 def write_data(folder: Path) -> None:
@@ -37,7 +38,7 @@ def write_data(folder: Path) -> None:
     (folder / "bare.tsv").write_text("the view was dull\tnegative\n", encoding="utf-8")
     _json_lines(folder / "broken.jsonl", [{"text": "the road"}, {"text": "the hill"}])
     with (folder / "broken.jsonl").open("a", encoding="utf-8") as file:
-        file.write('{"text": "the wind\n{"text": "the village"}\n')
+        file.write('{"text": "the wind"\n{"text": "the village"}\n')
 
     for name, count in (("train", 60), ("valid", 12)):
         pairs = list(islice(cycle(product(PEOPLE, PLACES)), count))

@@ -1,59 +1,43 @@
 """The pages are code: every command, configuration and script in them runs, in the order of the page."""
 
-import os
 import re
-import shlex
-import subprocess
-import sys
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
+from pages import blocks, run_commands, write_files
 
+import drawbar
 from conftest import write_text
 from drawbar.config.explain import markdown_reference
-from harness import run_cli
+from drawbar.config.rules import RULES, check_rules
 
 ROOT = Path(__file__).parents[2]
-BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-
-
-def blocks(page: Path, language: str) -> list[str]:
-    return [text for kind, text in BLOCK.findall(page.read_text(encoding="utf-8")) if kind == language]
+README = ROOT / "README.md"
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """The README's files, as it shows them; the data is ours."""
-    readme = ROOT / "README.md"
-    for text in (*blocks(readme, "yaml"), *blocks(readme, "python")):
-        name = re.match(r"# (\S+)\n", text)
-        assert name is not None, f"a block without a file name: {text[:60]}"
-        (tmp_path / name.group(1)).write_text(text, encoding="utf-8")
+    write_files(README, tmp_path)
     write_text(tmp_path / "train.txt", 120, seed=1)
     write_text(tmp_path / "valid.txt", 20, seed=2)
     return tmp_path
 
 
 def test_every_command_of_the_readme_runs(folder: Path) -> None:
-    commands = [line for text in blocks(ROOT / "README.md", "bash") for line in text.splitlines() if line.strip()]
-    assert len(commands) >= 10
-    for command in commands:
-        words = shlex.split(command, comments=True)
-        if words[0] == "drawbar":
-            done = run_cli(*words[1:], cwd=folder)
-            assert done.code == 0, f"{command}\n{done.out}\n{done.err}"
-        else:
-            run(command, words, folder)
+    assert run_commands(README, folder) >= 10
     assert (folder / "runs" / "nouns" / "eval" / "validation" / "predictions.jsonl").exists()
+    assert (folder / "reviews" / "reviews-model" / "model.safetensors").exists()
 
 
-def run(command: str, words: list[str], folder: Path) -> None:
-    programs = {"torchrun": [sys.executable, "-m", "torch.distributed.run"], "python": [sys.executable]}
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        programs[words[0]] + words[1:], cwd=folder, env=env, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+def test_settings_that_need_the_hub_are_those_of_the_program(tmp_path: Path) -> None:
+    texts = [block.text for block in blocks(README) if block.language == "yaml" and block.mark == "hub"]
+    assert texts
+    with chdir(tmp_path):
+        for text in texts:
+            Path("part.yaml").write_text(text, encoding="utf-8")
+            check_rules(drawbar.load_config("part.yaml"), RULES)
 
 
 def test_make_has_the_targets_that_pages_name() -> None:
@@ -68,10 +52,20 @@ def test_make_has_the_targets_that_pages_name() -> None:
 
 
 def test_links_lead_somewhere() -> None:
-    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("examples/*/README.md"))):
-        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
-            if "://" not in target:
-                assert (page.parent / target).exists(), f"{page.name}: {target}"
+    for page in (README, *sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("examples/*/README.md"))):
+        for target in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
+            if "://" in target:
+                continue
+            path, _, anchor = target.partition("#")
+            file = page.parent / path if path else page
+            assert file.exists(), f"{page.name}: {target}"
+            assert not anchor or anchor in anchors(file), f"{page.name}: {target}"
+
+
+def anchors(page: Path) -> set[str]:
+    """What a page's headings are called in links to them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_generated_pages_are_up_to_date() -> None:

@@ -17,6 +17,7 @@ Examples:
   drawbar predict runs/demo --input unlabelled.tsv --output out.jsonl data.columns=[sentence]
   drawbar predict runs/demo --input reviews.txt --output out.jsonl --checkpoint 500 launch.nproc=2
   drawbar predict runs/demo --input reviews.csv --output out.jsonl --overwrite data.on_bad_record=skip
+  drawbar predict runs/demo --output out.jsonl "data.test={parallel: {source: new.en}}"
 
 \b
 Each line of the output is a record of the input, in order, with its "prediction"; null where there is none.
@@ -24,7 +25,7 @@ Each line of the output is a record of the input, in order, with its "prediction
 )
 @click.argument("run")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
-@click.option("--input", "source", required=True, metavar="FILE", help="Records, in any form that data.test takes.")
+@click.option("--input", "source", metavar="FILE", help="A file of records, or a glob. Default: what data.test says.")
 @click.option(
     "--output", type=click.Path(path_type=Path), required=True, metavar="FILE", help="A .jsonl file to write."
 )
@@ -39,7 +40,7 @@ def predict(
     task: "type[Task] | None",
     run: str,
     overrides: tuple[str, ...],
-    source: str,
+    source: str | None,
     output: Path,
     overwrite: bool,
     checkpoint: str | None,
@@ -50,7 +51,8 @@ def predict(
     from drawbar.config.rules import RULES, check_rules
     from drawbar.train.output import check_output
 
-    loaded = load_run(run, (f"data.test={json.dumps(source)}", "data.limit.test=null", *overrides), task)
+    given = (f"data.test={json.dumps(source)}", "data.limit.test=null") if source is not None else ()
+    loaded = load_run(run, (*given, *overrides), task)
     check_rules(loaded, RULES)
     check_output(output, overwrite)
     processes = count_processes(loaded.config)

@@ -25,8 +25,7 @@ class SourceSection(Section):
     rename: dict[Text, Text] | None = None
     """New names of columns: `{text: sentence}` makes a `sentence` the `text` (default: `data.rename`)."""
     weight: Annotated[float, Field(gt=0)] | None = None
-    """This source's part of the training, relative to the other weights (default: each sample once an epoch).
-    In a stream, a source gets its part where it is much larger than `data.shuffle_buffer`."""
+    """This source's part of the training, relative to the other weights (default: each sample once an epoch)."""
 
 
 Source = PathText | SourceSection

@@ -203,7 +203,7 @@ class JsonLines(_OneFile):
             value = json.loads(line)
         except json.JSONDecodeError as error:
             raise BadRecord(
-                f"the line is not valid JSON: {error.msg} at column {error.colno}",
+                f"the line is not valid JSON: {error.msg.removesuffix(' at')} at column {error.colno}",
                 where=where,
                 remedy="mend the line; a .jsonl file holds one complete JSON object on each line",
             ) from error
@@ -239,7 +239,7 @@ class JsonFile(_OneFile):
             content = json.loads(text)
         except json.JSONDecodeError as error:
             raise UserError(
-                f"{self.path} is not valid JSON: {error.msg} at column {error.colno}",
+                f"{self.path} is not valid JSON: {error.msg.removesuffix(' at')} at column {error.colno}",
                 where=f"{self.path}:{error.lineno}",
                 remedy="mend the file; one with an object on each line must be named .jsonl",
             ) from error

@@ -74,6 +74,8 @@ class SourceStream:
             skip_bad: leave out records that cannot be read, and log them.
         """
         self.weight = weight
+        self.size: int | None = None
+        """How many records it has, those that are left out included; None before it was read to its end."""
         self.skipped = 0
         """Bad records that ``read`` left out so far, in this process."""
         self._readers = readers
@@ -146,6 +148,7 @@ class SourceStream:
         quota, taken = self._quota, 0
         if quota == 0:
             return
+        number = -1
         for number, (reader, unit) in enumerate(self._units()):
             wanted = number % lanes == lane and number // lanes >= first
             if not wanted and quota is None:
@@ -156,7 +159,8 @@ class SourceStream:
                 yield number, reader, unit
             taken += 1
             if taken == quota:
-                return
+                break
+        self.size = number + 1
 
     @cached_property
     def _quota(self) -> int | None:

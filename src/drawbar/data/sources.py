@@ -1,7 +1,7 @@
 """From the settings of ``data`` to the records of a split. A record is a plain dict."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast, overload
@@ -45,6 +45,16 @@ class Records(Sequence[Record]):
     def __getitem__(self, index: slice) -> list[Record]: ...
     def __getitem__(self, index: int | slice) -> Record | list[Record]:
         return self._loaded.records[index]
+
+    def __iter__(self) -> Iterator[Record]:
+        """All records; read from the files, one at a time, unless they are in memory already."""
+        if "_loaded" in vars(self):
+            yield from self._loaded.records
+            return
+        for stream in self.streams:
+            for _, _, record in stream.read_all():
+                if not isinstance(record, BadRecord):
+                    yield record
 
     def where(self, index: int) -> str:
         """File and line of a record, for messages: ``data/train.jsonl:17``."""

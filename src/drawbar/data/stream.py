@@ -29,6 +29,8 @@ class Stream(Protocol):
     """One source that can be read from anywhere; see ``SourceStream``."""
 
     weight: float | None
+    size: int | None
+    """How many records it has, those that are left out included; None before it was read to its end."""
 
     def read(self, lane: int, lanes: int, first: int) -> Iterator[Located]: ...
 
@@ -51,7 +53,7 @@ class Cursor:
     """Where a block begins."""
 
     positions: list[int]
-    """For each source, the number of its next record among those of one lane."""
+    """For each source, how many records it gave to one lane; a source with a weight begins again where it ends."""
     source: int = 0
     """Without weights: the source that is being read."""
     block: int = 0
@@ -65,8 +67,8 @@ class Part:
 
     lanes: dict[int, Rows]
     """Its rows by lane; a lane without rows is left out."""
-    more: list[int]
-    """For each source that was read, 1 where this rank has more of it, else 0."""
+    ends: list[int]
+    """For each source, how often this rank came to its end."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,8 @@ class Block:
     after: Cursor
     lanes: dict[int, Rows]
     """This rank's rows."""
-    ended: list[bool]
-    """For each source, whether it came to its end in this block."""
+    ends: list[int]
+    """The same, over all ranks."""
     sequence: NDArray[np.int64]
     """Shape (rows, 2): lane and number of all ranks' rows, in the order of training."""
 
@@ -122,7 +124,8 @@ class StreamLoader(Loader[Batch]):
         self.collate = collate
         self.vary = vary
         self._weights = [stream.weight for stream in streams]
-        self._readers = [_Reader(stream, world.rank, world.size) for stream in streams]
+        readers = [_Reader if stream.weight is None else _EndlessReader for stream in streams]
+        self._readers = [make(stream, world) for make, stream in zip(readers, streams, strict=True)]
         self._encode = encode
         self._cursor = Cursor([0] * len(streams))
         self._used = 0
@@ -220,8 +223,8 @@ class StreamLoader(Loader[Batch]):
                 self._block = block
             else:
                 self._cursor = block.after
-            ends += block.ended
-            if ends.min() > 1 and self._block is None:  # once may have been the rest of a source alone
+            ends += block.ends
+            if ends.min() > 2 * self.world.size and self._block is None:  # each rank has seen all of each source
                 raise _no_samples()
         return self._block
 
@@ -234,19 +237,18 @@ class StreamLoader(Loader[Batch]):
         """Read and encode this rank's records of the block at ``cursor``. Runs in the thread, one block at a time."""
         mine = self.settings.lanes // self.world.size
         records: list[list[Located]] = [[] for _ in range(mine)]
-        more = []
-        for source, count in enumerate(self._counts(cursor)):
-            first = cursor.positions[source]
-            found, rest = self._readers[source].take(first * mine, (first + count) * mine) if count else ([], True)
-            more.append(int(rest))
-            for located in found:
-                records[located.position % mine].append(located)
+        ends = []
+        for reader, first, count in zip(self._readers, cursor.positions, self._counts(cursor), strict=True):
+            found, ended = reader.take(first * mine, (first + count) * mine) if count else ([], 0)
+            ends.append(ended)
+            for visit, located in found:
+                records[visit % mine].append(located)
         lanes = {}
         for index, of_lane in enumerate(records):
             rows = self._encode(of_lane) if of_lane else None
             if rows is not None:
                 lanes[self.world.rank + index * self.world.size] = rows
-        return Part(lanes, more)
+        return Part(lanes, ends)
 
     def _counts(self, cursor: Cursor) -> list[int]:
         """Records of a lane that each source gives to a block."""
@@ -258,14 +260,13 @@ class StreamLoader(Loader[Batch]):
         return (after - before).astype(int).tolist()
 
     def _agree(self, start: Cursor, part: Part) -> Block:
-        """What all ranks read together: every rank learns how many rows each lane has, and which sources ended."""
+        """What all ranks read together: every rank learns how many rows each lane has, and where sources ended."""
         rows = np.zeros(self.settings.lanes, dtype=np.int64)
         for lane, found in part.lanes.items():
             rows[lane] = len(found)
-        together = self.world.sum_counts([*rows.tolist(), *part.more])
-        counts, more = together[: len(rows)], together[len(rows) :]
-        ended = [not rest for rest in more]
-        return Block(start, self._after(start, more), part.lanes, ended, self._sequence(start, counts))
+        together = self.world.sum_counts([*rows.tolist(), *part.ends])
+        counts, ends = together[: len(rows)], together[len(rows) :]
+        return Block(start, self._after(start, ends), part.lanes, ends, self._sequence(start, counts))
 
     def _sequence(self, start: Cursor, counts: list[int]) -> NDArray[np.int64]:
         """A row of each lane in turn, as long as it has any."""
@@ -280,45 +281,68 @@ class StreamLoader(Loader[Batch]):
             )
         return np.stack([lanes[places], numbers[places]], axis=1).astype(np.int64)
 
-    def _after(self, start: Cursor, more: list[int]) -> Cursor:
+    def _after(self, start: Cursor, ends: list[int]) -> Cursor:
         """Where the next block begins."""
-        counts = self._counts(start)
-        following = replace(
-            start,
-            positions=[
-                position + count if rest else 0
-                for position, count, rest in zip(start.positions, counts, more, strict=True)
-            ],
-            block=start.block + 1,
-        )
-        if None not in self._weights or more[start.source]:
+        positions = [position + count for position, count in zip(start.positions, self._counts(start), strict=True)]
+        following = replace(start, positions=positions, block=start.block + 1)
+        if None not in self._weights or ends[start.source] < self.world.size:
             return following
-        if start.source + 1 < len(counts):
+        if start.source + 1 < len(positions):
             return replace(following, source=start.source + 1)
-        return Cursor([0] * len(counts), epoch=start.epoch + 1)
+        return Cursor([0] * len(positions), epoch=start.epoch + 1)
 
 
 class _Reader:
-    """One source, read onwards; it starts anew only where the position jumps."""
+    """This rank's records of one source, read onwards; they are found anew only where the position jumps."""
 
-    def __init__(self, stream: Stream, rank: int, world_size: int) -> None:
+    def __init__(self, stream: Stream, world: World) -> None:
         self.stream = stream
-        self._share = (rank, world_size)
-        self._iterator: Iterator[Located] = iter(())
-        self._pending: Located | None = None
+        self.rank, self.ranks = world.rank, world.size
+        self.ends = 0
+        """How often the end was reached."""
+        self._visits: Iterator[tuple[int, Located]] = iter(())
+        self._pending: tuple[int, Located] | None = None
         self._stop = -1
 
-    def take(self, first: int, stop: int) -> tuple[list[Located], bool]:
-        """This rank's records from number ``first`` to before ``stop``, and whether there are more."""
+    def take(self, first: int, stop: int) -> tuple[list[tuple[int, Located]], int]:
+        """This rank's visits from number ``first`` to before ``stop``, and how often the source ended meanwhile.
+
+        A source that is over stays so: it ends in every call.
+        """
+        ends = self.ends
         if first != self._stop:
-            self._iterator = self.stream.read(*self._share, first)
-            self._pending = next(self._iterator, None)
+            self._visits = self.visits(first)
+            self._pending = next(self._visits, None)
         found = []
-        while self._pending is not None and self._pending.position < stop:
+        while self._pending is not None and self._pending[0] < stop:
             found.append(self._pending)
-            self._pending = next(self._iterator, None)
+            self._pending = next(self._visits, None)
         self._stop = stop
-        return found, self._pending is not None
+        return found, self.ends - ends if self._pending is not None else 1
+
+    def visits(self, first: int) -> Iterator[tuple[int, Located]]:
+        """(number, record) of this rank's records, from a number on."""
+        for located in self.stream.read(self.rank, self.ranks, first):
+            yield located.position, located
+
+
+class _EndlessReader(_Reader):
+    """One source over and over: visit u is record ``u % size``, and belongs to rank ``u % ranks``."""
+
+    def visits(self, first: int) -> Iterator[tuple[int, Located]]:
+        visit, turns_without = self.rank + self.ranks * first, 0
+        while turns_without < self.ranks:  # in as many turns, a rank comes to see some record of any source
+            size = self.stream.size
+            turn, place = divmod(visit, size) if size else (0, visit)
+            start, lane = visit - place, place % self.ranks
+            turns_without += size is not None  # else this turn may only have found out the size
+            for located in self.stream.read(lane, self.ranks, place // self.ranks):
+                turns_without = 0
+                yield (start + lane + self.ranks * located.position) // self.ranks, located
+            assert self.stream.size is not None
+            self.ends += 1
+            after = (turn + 1) * self.stream.size
+            visit = max(visit, after + (self.rank - after) % self.ranks)
 
 
 def _no_samples() -> UserError:

@@ -15,7 +15,7 @@ from drawbar.data.packing import IGNORED_LABEL, split_tokens
 from drawbar.data.tokenizer import begin_token
 from drawbar.errors import UserError
 from drawbar.tasks.batch import Batch, pad_and_stack
-from drawbar.tasks.chat import Piece, chat_pieces
+from drawbar.tasks.chat import Piece, chat_pieces, check_message, last_answer
 from drawbar.tasks.pretrained import PretrainedTask
 from drawbar.tasks.task import require
 from drawbar.tasks.writing import continuations
@@ -32,6 +32,7 @@ class CausalLM(PretrainedTask):
     config: CausalLMConfig
     head = "causal_lm"
     targets = "next_token"
+    loss_metrics = ("loss", "perplexity", "bits_per_byte")
 
     def __init__(self, run_config: RunConfig) -> None:
         super().__init__(run_config)
@@ -79,7 +80,7 @@ class CausalLM(PretrainedTask):
         for piece in self._pieces(record):
             found = self.tokenizer(piece.text, add_special_tokens=False, verbose=False)["input_ids"] + piece.after
             tokens += found
-            labels += found if piece.target else [IGNORED_LABEL] * len(found)
+            labels += found if piece.target and self.labelled else [IGNORED_LABEL] * len(found)
         limit = self.data.sequence_length
         if self.labelled and all(label == IGNORED_LABEL for label in labels[1:limit]):  # the prompt alone fills it
             return None
@@ -111,7 +112,7 @@ class CausalLM(PretrainedTask):
         config = self.config
         if config.messages_column is not None:
             messages = require(record, config.messages_column, "task.messages_column", list)
-            return [str(message.get("content", "")) for message in messages]
+            return [str(check_message(message).get("content", "")) for message in messages]
         if config.prompt_column is None or config.completion_column is None:
             return [self._text(record)]
         return [
@@ -152,7 +153,7 @@ class CausalLM(PretrainedTask):
 
     def references(self, records: list[dict[str, Any]]) -> list[Any]:
         if self.config.messages_column is not None:
-            return [record[self.config.messages_column][-1]["content"] for record in records]
+            return [last_answer(record[self.config.messages_column]) for record in records]
         assert self.config.completion_column is not None
         return [record[self.config.completion_column] for record in records]
 

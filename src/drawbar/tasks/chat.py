@@ -38,8 +38,8 @@ def chat_pieces(tokenizer: Any, messages: list[dict[str, Any]], answered: bool) 
         )
     pieces: list[Piece] = []
     done = ""
-    for number, message in enumerate(messages):
-        if message.get("role") == "assistant":
+    for number, message in enumerate(map(check_message, messages)):
+        if message["role"] == "assistant":
             asked = _render(tokenizer, messages[:number], ask=True)
             pieces.append(Piece(_added(done, asked), target=False))
             done = asked
@@ -53,6 +53,24 @@ def chat_pieces(tokenizer: Any, messages: list[dict[str, Any]], answered: bool) 
             "the chat has no message of the assistant", remedy='each needs one: {"role": "assistant", "content": …}'
         )
     return pieces
+
+
+def check_message(message: Any) -> dict[str, Any]:
+    """The message, where it is one.
+
+    Raises:
+        UserError: it does not say who speaks, or what.
+    """
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise UserError(f"{str(message)[:60]!r} is no message", remedy='write {"role": …, "content": …}')
+    if message.get("content") is None and "tool_calls" not in message:
+        raise UserError(f"a message of the {message['role']} has no content", remedy="mend the record")
+    return message
+
+
+def last_answer(messages: list[dict[str, Any]]) -> str:
+    """What the assistant says last; nothing may follow it, or what follows is of no account."""
+    return next(message["content"] for message in reversed(messages) if message["role"] == "assistant")
 
 
 def _render(tokenizer: Any, messages: list[dict[str, Any]], ask: bool) -> str:

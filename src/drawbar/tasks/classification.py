@@ -18,7 +18,7 @@ from drawbar.errors import UserError
 from drawbar.metrics.registry import load_metrics
 from drawbar.metrics.tags import is_entity_tag
 from drawbar.tasks.batch import Batch
-from drawbar.tasks.pretrained import Labels, PretrainedTask, sorted_labels
+from drawbar.tasks.pretrained import Labels, PretrainedTask, check_label, found_labels
 from drawbar.tasks.task import of_every, require
 
 
@@ -52,11 +52,19 @@ class SequenceClassification(PretrainedTask):
             return {"labels": self.config.labels}
         _needs_labels(self.data.streaming)
         found = chain.from_iterable(of_every(self.records("train"), self._labels_of, self.skips_bad_records))
-        return {"labels": sorted_labels(set(found), self.config.label_column)}
+        return {"labels": found_labels(found, self.config.label_column)}
 
     def _labels_of(self, record: dict[str, Any]) -> list[Any]:
-        label = require(record, self.config.label_column, "task.label_column", object)
-        return label if self.config.problem == "multi_label" and isinstance(label, list) else [label]
+        column = self.config.label_column
+        label = require(record, column, "task.label_column", object)
+        if self.config.problem != "multi_label":
+            return [check_label(label, column)]
+        if not isinstance(label, list):
+            raise UserError(
+                f"{column!r} is {type(label).__name__}, not a list of labels",
+                remedy="write lists of labels ([] for none), or set task.problem=single_label",
+            )
+        return [check_label(one, column) for one in label]
 
     @cached_property
     def labels(self) -> Labels:
@@ -80,32 +88,42 @@ class SequenceClassification(PretrainedTask):
         if len(sample["input_ids"]) > limit:
             sample = {**self._cut(record, limit), "truncated": True}
         if self.labelled:
-            sample["labels"] = self._target(require(record, self.config.label_column, "task.label_column", object))
+            sample["labels"] = self._target(record)
         return sample
 
     def _cut(self, record: dict[str, Any], limit: int) -> dict[str, Any]:
         """The special tokens stay, and the longer of two texts is cut first."""
         texts = self.texts(record)
-        if self.tokenizer.num_special_tokens_to_add(len(texts) > 1):
+        template = self.tokenizer.num_special_tokens_to_add(len(texts) > 1)
+        special = template or len(framed(self.tokenizer, *[""] * len(texts))["input_ids"])
+        if limit <= special:
+            raise UserError(
+                f"the special tokens alone take {special} of {limit} tokens",
+                where="data.sequence_length",
+                remedy=f"set data.sequence_length={special + 1} or more",
+            )
+        if template:
             encoded = self.tokenizer(*texts, truncation=True, max_length=limit, return_attention_mask=False)
             return {name: list(encoded[name]) for name in encoded}
-        tokens = framed(self.tokenizer, *texts)["input_ids"]
-        return {"input_ids": [*tokens[: limit - 1], tokens[-1]]}
+        encoded = self.tokenizer(*texts, add_special_tokens=False, truncation=True, max_length=limit - special)
+        of_text = encoded.sequence_ids()
+        begin, end = begin_token(self.tokenizer), self.tokenizer.eos_token_id
+        tokens = [begin]
+        for number in range(len(texts)):
+            kept = zip(encoded["input_ids"], of_text, strict=True)
+            tokens += [*(token for token, text in kept if text == number), end]
+        return {"input_ids": [token for token in tokens if token is not None]}
 
-    def _target(self, label: Any) -> Any:
+    def _target(self, record: dict[str, Any]) -> Any:
+        column = self.config.label_column
         match self.config.problem:
             case "single_label":
-                return self.labels.number(label)
+                return self.labels.number(*self._labels_of(record))
             case "multi_label":
-                if not isinstance(label, list):
-                    raise UserError(
-                        f"{self.config.label_column!r} is {type(label).__name__}, not a list of labels",
-                        remedy="write lists of labels ([] for none), or set task.problem=single_label",
-                    )
                 chosen = np.zeros(len(self.labels.names), dtype=np.float32)
-                chosen[[self.labels.number(one) for one in label]] = 1.0
+                chosen[[self.labels.number(one) for one in self._labels_of(record)]] = 1.0
                 return chosen
-        return _as_number(label, self.config.label_column)
+        return _as_number(require(record, column, "task.label_column", object), column)
 
     def loss(self, outputs: Any, batch: Batch) -> torch.Tensor:
         logits_BC = outputs.logits.float()
@@ -171,7 +189,7 @@ class TokenClassification(PretrainedTask):
             return {"labels": self.config.labels}
         _needs_labels(self.data.streaming)
         found = chain.from_iterable(of_every(self.records("train"), self._tags, self.skips_bad_records))
-        return {"labels": sorted_labels(set(found), self.config.labels_column)}
+        return {"labels": found_labels(found, self.config.labels_column)}
 
     @cached_property
     def labels(self) -> Labels:
@@ -187,7 +205,7 @@ class TokenClassification(PretrainedTask):
                 f"the record has {len(self._words(record))} words and {len(tags)} labels",
                 remedy="mend the record: each word has one label",
             )
-        return tags
+        return [check_label(tag, self.config.labels_column) for tag in tags]
 
     def texts(self, record: dict[str, Any]) -> list[str]:
         return [" ".join(self._words(record))]
@@ -201,8 +219,7 @@ class TokenClassification(PretrainedTask):
             return None
         # without labels, any label marks the tokens that a prediction is wanted for
         targets = [self.labels.number(tag) for tag in self._tags(record)] if self.labelled else [0] * len(words)
-        encoded = self.tokenizer(words, is_split_into_words=True, return_attention_mask=False, verbose=False)
-        tokens, numbers = list(encoded["input_ids"]), list(encoded.word_ids())
+        tokens, numbers = self._tokens(words)
         if not self.tokenizer.num_special_tokens_to_add():
             begin, end = begin_token(self.tokenizer), self.tokenizer.eos_token_id
             tokens = [*([] if begin is None else [begin]), *tokens, *([] if end is None else [end])]
@@ -220,6 +237,22 @@ class TokenClassification(PretrainedTask):
             "labels": [*labels[: limit - 1], IGNORED_LABEL],
             "truncated": True,
         }
+
+    def _tokens(self, words: list[str]) -> tuple[list[int], list[int | None]]:
+        """The tokens of the words, and for each the number of its word; None for special tokens."""
+        if self._spaces_are_tokens:
+            words = [*words[:1], *(f" {word}" for word in words[1:])]
+        encoded = self.tokenizer(words, is_split_into_words=True, return_attention_mask=False, verbose=False)
+        seen = set(encoded.word_ids())
+        if len(seen - {None}) < len(words):  # of control characters alone, say, some tokenizers leave nothing
+            words = [word if number in seen else "?" for number, word in enumerate(words)]
+            encoded = self.tokenizer(words, is_split_into_words=True, return_attention_mask=False, verbose=False)
+        return list(encoded["input_ids"]), list(encoded.word_ids())
+
+    @cached_property
+    def _spaces_are_tokens(self) -> bool:
+        """Byte-level tokenizers know a word together with the space before it; others split texts at spaces."""
+        return "ByteLevel" in repr(self.tokenizer.backend_tokenizer.pre_tokenizer)
 
     def loss(self, outputs: Any, batch: Batch) -> torch.Tensor:
         logits_BLC = outputs.logits.float()

@@ -16,6 +16,7 @@ from drawbar.tasks.task import Task
 
 NOT_FOR_ENCODING = {"metrics", "generation"}
 """Options of the built-in tasks that no sample depends on."""
+LAST_CALL = {"truncation", "padding"}
 
 
 class TaskEncoder:
@@ -83,8 +84,10 @@ def _tokenizer_digest(tokenizer: Any) -> str | None:
         return ""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
+        # what the last call set, and no part of the tokenizer: a call says anew whether it cuts or pads
+        lasting = {name: part for name, part in json.loads(backend.to_str()).items() if name not in LAST_CALL}
         return content_key(
-            backend.to_str(),
+            json.dumps(lasting),
             type(tokenizer).__qualname__,
             json.dumps({name: str(token) for name, token in tokenizer.special_tokens_map.items()}, sort_keys=True),
             str(getattr(tokenizer, "chat_template", None)),

@@ -24,6 +24,7 @@ class MaskedLM(PretrainedTask):
     config: MaskedLMConfig
     head = "masked_lm"
     targets = "token"
+    loss_metrics = ("loss", "perplexity")
     special_tokens = {"mask_token": "<|mask|>"}
 
     def build_tokenizer(self) -> Any:

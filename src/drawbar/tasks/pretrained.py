@@ -1,5 +1,6 @@
 """What the built-in tasks share: a transformers model with its tokenizer, and metrics by name."""
 
+from collections.abc import Iterable
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -26,12 +27,14 @@ class PretrainedTask(Task):
     special_tokens: ClassVar[dict[str, str]] = {}
     """What a tokenizer trained for this task needs besides its one special token."""
     usual_metrics: ClassVar[tuple[str, ...]] = ()
+    loss_metrics: ClassVar[tuple[str, ...]] = ("loss",)
+    """What ``loss_scores`` returns: always given, and so allowed in ``task.metrics``."""
     config: PretrainedTaskConfig
 
     def __init__(self, run_config: RunConfig) -> None:
         super().__init__(run_config)
         names = self.usual_metrics if self.config.metrics is None else self.config.metrics
-        self.metrics = load_metrics(names)
+        self.metrics = load_metrics([name for name in names if name not in self.loss_metrics])
 
     def build_tokenizer(self) -> Any:
         wanted = self.config.tokenizer
@@ -96,6 +99,20 @@ class PretrainedTask(Task):
         return compute(self.metrics, [record["prediction"] for record in records], self.references(records))
 
 
+def check_label(label: Any, column: str) -> Any:
+    """The label of a record, where it can be one.
+
+    Raises:
+        UserError: it is a list, or missing, or anything else that is no name of a class.
+    """
+    if not isinstance(label, str | int | float):
+        raise UserError(
+            f"{column!r} holds {str(label)[:60]!r} ({type(label).__name__}), which is no label",
+            remedy="mend the record: a label is a text, a number, true or false",
+        )
+    return label
+
+
 class Labels:
     """The labels of a task, in the order of its model's outputs. ``1`` and ``"1"`` are the same label."""
 
@@ -130,12 +147,15 @@ class Labels:
 MOST_LABELS = 1000
 
 
-def sorted_labels(found: set[Any], column: str) -> list[Any]:
+def found_labels(labels: Iterable[Any], column: str) -> list[Any]:
     """The distinct labels of the training data, numbers by size and texts by letters.
 
     Raises:
         UserError: there are none, or so many that the column is hardly one of labels.
     """
+    found: dict[str, Any] = {}
+    for label in labels:
+        found.setdefault(str(label), label)
     if not 1 < len(found) <= MOST_LABELS:
         many = f"{len(found):,} different values" if found else "no values"
         raise UserError(
@@ -151,4 +171,4 @@ def sorted_labels(found: set[Any], column: str) -> list[Any]:
         except ValueError:
             return (1, 0.0, str(label))
 
-    return sorted(found, key=key)
+    return sorted(found.values(), key=key)

@@ -12,6 +12,7 @@ from drawbar.config.tasks import Seq2SeqConfig
 from drawbar.data.dataset import Sample
 from drawbar.data.packing import IGNORED_LABEL
 from drawbar.data.tokenizer import framed
+from drawbar.errors import UserError
 from drawbar.models.huggingface import load_model_config
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.pretrained import PretrainedTask
@@ -27,11 +28,18 @@ class Seq2Seq(PretrainedTask):
     head = "seq2seq"
     targets = "decoder"
     usual_metrics = ("bleu",)
+    loss_metrics = ("loss", "perplexity")
 
     @cached_property
     def _decoder_start(self) -> int:
         """What the decoder begins with: the model says so."""
         config = load_model_config(self.config.model, self.config.from_scratch, self.tokenizer)
+        if config.decoder_start_token_id is None:
+            raise UserError(
+                f"the config of {self.config.model} has no decoder_start_token_id",
+                where="task.model",
+                remedy="add to its config.json what the decoder begins with (for mBART, the target language's token)",
+            )
         return config.decoder_start_token_id
 
     def texts(self, record: dict[str, Any]) -> list[str]:
@@ -53,7 +61,10 @@ class Seq2Seq(PretrainedTask):
 
     def _framed_target(self, text: str) -> list[int]:
         """Without a begin token that is the end token as well: whatever is written would be over with it."""
-        tokens = framed(self.tokenizer, text)["input_ids"]
+        if self.tokenizer.num_special_tokens_to_add():  # Marian and mBART write targets in another way than sources
+            tokens = list(self.tokenizer(text_target=text, verbose=False)["input_ids"])
+        else:
+            tokens = framed(self.tokenizer, text)["input_ids"]
         return tokens[1:] if len(tokens) > 1 and tokens[0] == self.tokenizer.eos_token_id else tokens
 
     def forward(self, model: nn.Module, batch: Batch) -> Any:

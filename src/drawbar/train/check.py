@@ -29,14 +29,16 @@ def check_signatures(task_type: type[Task]) -> None:
         UserError: it names the method, and what its arguments should be.
     """
     for name in METHODS:
-        wanted = inspect.signature(getattr(Task, name))
-        found = inspect.signature(getattr(task_type, name))
+        method, wanted = getattr(task_type, name), inspect.signature(getattr(Task, name))
+        arguments = list(wanted.parameters)
+        if not inspect.isfunction(inspect.getattr_static(task_type, name)):
+            arguments = arguments[1:]  # a static method, say, gets no self
         try:
-            found.bind(*wanted.parameters)  # one value for each argument, by position, as drawbar calls it
+            inspect.signature(method).bind(*arguments)  # a value for each argument, by position, as drawbar calls it
         except TypeError as error:
             raise UserError(
-                f"{task_type.__name__}.{name}{found} cannot be called with ({', '.join(wanted.parameters)}): {error}",
-                where=_place(getattr(task_type, name)),
+                f"{task_type.__name__}.{name} cannot be called with ({', '.join(wanted.parameters)}): {error}",
+                where=_place(method),
                 remedy=f"define it as {name}{wanted}",
             ) from error
 
@@ -109,7 +111,14 @@ def _evaluate(task: Task, engine: Engine, samples: list[Sample]) -> EvalResult:
             'give Batch the ids of all its samples, in order: ids=[n for s in samples for n in s["ids"]]',
         )
     with _named(task):
-        result = engine.eval_step(batch)
+        try:
+            result = engine.eval_step(batch)
+        except (TypeError, ValueError, RuntimeError) as error:
+            last, _ = list(traceback.walk_tb(error.__traceback__))[-1]
+            if last.f_code.co_name != "eval_step":  # there the loss becomes a plain number
+                raise
+            remedy = 'return a tensor with one element: the sum over the batch (reduction="sum")'
+            raise _fault(task, "loss", f"returns what is no number: {error}", remedy) from error
     _check_predictions(task, result.predictions, wanted)
     return result
 
@@ -118,11 +127,11 @@ def _check_predictions(task: Task, predictions: Any, ids: list[int]) -> None:
     if predictions is None:
         return
     if not isinstance(predictions, list) or len(predictions) != len(ids):
-        count = f"{len(predictions)} values" if hasattr(predictions, "__len__") else type(predictions).__name__
+        what = f"{len(predictions)} values" if isinstance(predictions, list) else type(predictions).__name__
         raise _fault(
             task,
             "predict",
-            f"returns {count} for {len(ids)} samples",
+            f"returns {what} for {len(ids)} samples",
             "return a list with one prediction for each sample, in the order of batch.ids",
         )
     try:

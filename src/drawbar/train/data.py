@@ -43,7 +43,8 @@ def load_split(task: Task, name: str, config: RunConfig, world: World, console: 
     bad = [*unreadable, *samples.skipped]
     if bad:
         count = len(unreadable) + samples.skipped_count
-        logger.warning("%s: %d bad records left out:\n  %s", name, count, "\n  ".join(bad[:SHOWN_BAD_RECORDS]))
+        records_of_them = f"{count:,} bad record{'' if count == 1 else 's'}"
+        logger.warning("%s: %s left out:\n  %s", name, records_of_them, "\n  ".join(bad[:SHOWN_BAD_RECORDS]))
     fingerprints = world.gather(samples.fingerprint)
     if fingerprints is not None and len(set(fingerprints)) > 1:
         odd = next(rank for rank, found in enumerate(fingerprints) if found != fingerprints[0])
@@ -100,7 +101,13 @@ def varied_by(task: Task, config: RunConfig, train: bool) -> Vary:
     def vary(sample: Sample, epoch: int) -> Sample:
         # a counter-based generator: no two samples or epochs ever share a number
         rng = np.random.Generator(np.random.Philox(key=[config.run.seed, epoch], counter=[0, 0, sample["id"], 0]))
-        return {**task.augment(sample, train, rng), "id": sample["id"], "ids": sample["ids"]}
+        varied = task.augment(sample, train, rng)
+        if not isinstance(varied, dict):
+            raise UserError(
+                f"{type(task).__name__}.augment returns {type(varied).__name__}",
+                remedy="return the sample, a dict of its fields",
+            )
+        return {**varied, "id": sample["id"], "ids": sample["ids"]}
 
     return vary
 

@@ -1,0 +1,171 @@
+"""A task's encode in other processes, and the key of what it makes."""
+
+import importlib.util
+import multiprocessing
+import pickle
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from drawbar.config.schema import DataSection, RunConfig
+from drawbar.config.tasks import GenerationSection, Seq2SeqConfig, SequenceClassificationConfig, TaskConfig
+from drawbar.data.sources import open_records
+from drawbar.data.tokenizer import train_byte_bpe
+from drawbar.tasks.classification import SequenceClassification
+from drawbar.tasks.encoder import TaskEncoder, samples_key
+from drawbar.tasks.seq2seq import Seq2Seq
+from drawbar.tasks.task import Task
+
+RECORDS = [{"text": "a good road", "label": 1}, {"text": "a bad road" * 20, "label": 0}]
+TOKENIZER = train_byte_bpe(["a good road and a bad road"] * 9, 280, {"pad_token": "<|pad|>"})
+
+
+def classification(sequence_length: int = 16, **options: Any) -> SequenceClassification:
+    config = SequenceClassificationConfig(model="bert", **options)
+    task = SequenceClassification(RunConfig(task=config, data=DataSection(sequence_length=sequence_length)))
+    task.tokenizer, task.facts = TOKENIZER, {"labels": [0, 1]}
+    return task
+
+
+def encode_there(pickled: bytes) -> list[Any]:
+    return [pickle.loads(pickled)(record) for record in RECORDS]
+
+
+def test_another_process_encodes_the_same() -> None:
+    task = classification()
+    task.labelled = True
+    encode = TaskEncoder(task, train=True)
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        there = pool.apply(encode_there, (pickle.dumps(encode),))
+    assert there == [encode(record) for record in RECORDS]
+    task.labelled = False
+    copy = pickle.loads(pickle.dumps(TaskEncoder(task, train=False)))
+    assert copy.train is False
+    assert "labels" not in copy(RECORDS[0])
+    assert copy.task.run_config.model_dump() == task.run_config.model_dump()
+    assert type(copy.task) is SequenceClassification
+
+
+def records_of(folder: Path, text: str) -> Any:
+    path = folder / "train.txt"
+    path.write_text(text)
+    return open_records(DataSection(train=str(path)), "train")
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> Any:
+    return records_of(tmp_path, "one\ntwo\n")
+
+
+def test_equal_parts_equal_keys(records: Any, tmp_path: Path) -> None:
+    key = samples_key(classification(), records, True)
+    assert key is not None
+    assert samples_key(classification(), records, True) == key
+    (tmp_path / "elsewhere").mkdir()
+    assert samples_key(classification(), records_of(tmp_path / "elsewhere", "one\ntwo\n"), True) == key
+    assert samples_key(classification(metrics=["f1"]), records, True) == key
+    written = [
+        Seq2Seq(RunConfig(task=Seq2SeqConfig(model="t5", generation=generation)))
+        for generation in (None, GenerationSection(beams=3))
+    ]
+    assert samples_key(written[0], records, True) == samples_key(written[1], records, True)
+
+
+def test_every_part_matters(records: Any, tmp_path: Path) -> None:
+    other_tokenizer, other_facts, unlabelled = classification(), classification(), classification()
+    other_tokenizer.tokenizer = train_byte_bpe(["good"], 257)
+    other_facts.facts = {"labels": [1, 0]}
+    unlabelled.labelled = False
+    skipping = classification()
+    skipping.data = skipping.data.model_copy(update={"on_bad_record": "skip"})
+    (tmp_path / "changed").mkdir()
+    keys = [
+        samples_key(classification(), records, True),
+        samples_key(classification(), records, False),
+        samples_key(classification(), records_of(tmp_path / "changed", "one\n2\n"), True),
+        samples_key(classification(sequence_length=17), records, True),
+        samples_key(classification(text_column="other"), records, True),
+        samples_key(classification(problem="multi_label"), records, True),
+        *(samples_key(task, records, True) for task in (other_tokenizer, other_facts, unlabelled, skipping)),
+    ]
+    assert None not in keys
+    assert len(set(keys)) == len(keys)
+
+
+def test_the_special_tokens_of_a_tokenizer_matter(records: Any) -> None:
+    task = classification()
+    task.tokenizer = train_byte_bpe(["a good road and a bad road"] * 9, 280, {"pad_token": "<|pad|>"})
+    before = samples_key(task, records, True)
+    task.tokenizer.chat_template = "{{ messages }}"
+    with_template = samples_key(task, records, True)
+    task.tokenizer.eos_token = "<|pad|>"
+    assert len({before, with_template, samples_key(task, records, True)}) == 3
+
+
+def test_a_tokenizer_that_has_cut_a_text_is_the_same(records: Any) -> None:
+    """Else a process that encodes and one that reads the cache would look for different files."""
+    task = classification()
+    before = samples_key(task, records, True)
+    TOKENIZER(["a good road", "a"], truncation=True, max_length=2, padding=True)
+    assert samples_key(task, records, True) == before
+    assert task.encode(RECORDS[1], True)["truncated"]
+    assert samples_key(task, records, True) == before
+
+
+OWN = """
+from drawbar.tasks.task import Task
+
+class Own(Task):
+    def encode(self, record, train):
+        return {"x": 1.0}
+"""
+
+
+def load(folder: Path, name: str) -> type[Task]:
+    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.Own
+
+
+def test_the_code_beside_a_task_matters(records: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "own"
+    folder.mkdir()
+    (folder / "own_task.py").write_text(OWN)
+    task = load(folder, "own_task")(RunConfig(task=TaskConfig()))
+    keys = [samples_key(task, records, True)]
+    (folder / "helper.py").write_text("A = 1\n")
+    keys.append(samples_key(task, records, True))
+    (folder / "own_task.py").write_text(OWN + "# changed\n")
+    keys.append(samples_key(task, records, True))
+    (folder / "notes.txt").write_text("no code")
+    assert samples_key(task, records, True) == keys[-1]
+    assert None not in keys
+    assert len(set(keys)) == 3
+
+
+def test_what_cannot_be_put_into_a_key_has_none(records: Any) -> None:
+    notebook = types.ModuleType("notebook_cells")  # has no __file__
+    sys.modules["notebook_cells"] = notebook
+    task = type("Own", (Task,), {"__module__": "notebook_cells"})(RunConfig(task=TaskConfig()))
+    assert samples_key(task, records, True) is None
+    own_tokenizer = classification()
+    own_tokenizer.tokenizer = lambda text: [ord(letter) for letter in text]
+    assert samples_key(own_tokenizer, records, True) is None
+    assert samples_key(classification(), [{"text": "a"}], True) is not None
+
+
+def test_a_tokenizer_of_ones_own_that_pickles_has_a_key(records: Any) -> None:
+    keys = []
+    for table in (np.arange(3), np.arange(4)):
+        task = classification()
+        task.tokenizer = table
+        keys.append(samples_key(task, records, True))
+    assert None not in keys
+    assert keys[0] != keys[1]

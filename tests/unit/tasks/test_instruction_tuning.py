@@ -1,0 +1,226 @@
+"""causal_lm on prompts with completions, and on chats: the loss is that of the answers alone."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerFast
+
+from drawbar.config.schema import DataSection, RunConfig
+from drawbar.config.tasks import CausalLMConfig, GenerationSection
+from drawbar.data.dataset import EncodedDataset, encode_records
+from drawbar.data.tokenizer import load_tokenizer, train_byte_bpe
+from drawbar.errors import UserError
+from drawbar.tasks.causal_lm import CausalLM
+
+TEMPLATE = (
+    "{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }};{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+REWRITING = (  # what an assistant thought is left out once another turn follows
+    "{% for message in messages %}[{{ message['role'] }}]"
+    "{{ message['content'] if loop.last else message['content'][:1] }};{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+LLAMA = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.5,
+}
+PROMPTS: dict[str, Any] = {"prompt_column": "prompt", "completion_column": "completion"}
+CHATS: dict[str, Any] = {"messages_column": "messages"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFast:
+    """With a chat template, from a folder."""
+    folder = str(tmp_path_factory.mktemp("tokenizer"))
+    made = train_byte_bpe(["the load and the engine"] * 9, 270)
+    made.chat_template = TEMPLATE
+    made.save_pretrained(folder)
+    return load_tokenizer(folder)
+
+
+def task_of(tokenizer: Any, options: dict[str, Any], sequence_length: int = 128, **more: Any) -> CausalLM:
+    config = CausalLMConfig(from_scratch=LLAMA, **options, **more)
+    task = CausalLM(RunConfig(task=config, data=DataSection(sequence_length=sequence_length)))
+    task.tokenizer = tokenizer
+    return task
+
+
+def parts(task: CausalLM, record: dict[str, Any]) -> list[tuple[bool, str]]:
+    """What is read and what is learned, in turns."""
+    (sample,) = task.encode(record, True) or []
+    runs: list[tuple[bool, list[int]]] = []
+    for token, label in zip(sample["input_ids"], sample["labels"], strict=True):
+        assert label in (token, -100)
+        if not runs or runs[-1][0] is not (label != -100):
+            runs.append((label != -100, []))
+        runs[-1][1].append(token)
+    return [(target, task.tokenizer.decode(tokens)) for target, tokens in runs]
+
+
+def chat(*contents: str, roles: tuple[str, ...] = ("user", "assistant")) -> dict[str, Any]:
+    return {"messages": [{"role": roles[n % len(roles)], "content": text} for n, text in enumerate(contents)]}
+
+
+def test_the_completion_and_its_end_are_the_targets(tokenizer: Any) -> None:
+    end = tokenizer.eos_token
+    found = parts(task_of(tokenizer, PROMPTS), {"prompt": "the load: ", "completion": "an engine"})
+    assert found == [(False, f"{end}the load: "), (True, f"an engine{end}")]
+
+
+def test_the_assistants_turns_are_the_targets(tokenizer: Any) -> None:
+    record = chat("one?", "1", "two?", "2", "bye")
+    found = parts(task_of(tokenizer, CHATS), record)
+    assert found == [
+        (False, "[user]one?;[assistant]"),
+        (True, "1;"),
+        (False, "[user]two?;[assistant]"),
+        (True, "2;"),
+    ]
+    answered = {"messages": record["messages"][:4]}
+    whole = tokenizer.apply_chat_template(answered["messages"], tokenize=False)
+    assert "".join(text for _, text in parts(task_of(tokenizer, CHATS), answered)) == whole
+
+
+def test_a_system_message_is_read(tokenizer: Any) -> None:
+    found = parts(task_of(tokenizer, CHATS), chat("be brief", "one?", "1", roles=("system", "user", "assistant")))
+    assert found == [(False, "[system]be brief;[user]one?;[assistant]"), (True, "1;")]
+
+
+def test_a_template_that_rewrites_what_was_said_is_refused(tokenizer: Any) -> None:
+    rewriting = train_byte_bpe([], 257)
+    rewriting.chat_template = REWRITING
+    task = task_of(rewriting, CHATS)
+    assert parts(task, chat("a", "one")) == [(False, "[user]a;[assistant]"), (True, "one;")]
+    with pytest.raises(UserError, match=r"writes earlier messages differently[\s\S]*only appends"):
+        task.encode(chat("a", "one", "b", "two"), True)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (chat("one?", roles=("user",)), "no message of the assistant"),
+        ({"messages": []}, "no message of the assistant"),
+        ({"messages": "one?"}, "is str, not list"),
+        ({"messages": [{"role": "assistant", "text": "1"}]}, "message of the assistant has no content"),
+        ({"messages": ["one?"]}, "'one\\?' is no message"),
+        ({"messages": [{"content": "1"}]}, "is no message"),
+    ],
+)
+def test_a_bad_chat_is_refused(record: dict[str, Any], message: str, tokenizer: Any) -> None:
+    with pytest.raises(UserError, match=message):
+        task_of(tokenizer, CHATS).encode(record, True)
+
+
+def test_chats_need_a_template() -> None:
+    with pytest.raises(UserError, match=r"no chat template[\s\S]*prompt_column"):
+        task_of(train_byte_bpe([], 257), CHATS).encode(chat("a", "b"), True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prompt_column": "prompt"},
+        {"completion_column": "completion"},
+        {**PROMPTS, **CHATS},
+        {"generation": GenerationSection()},
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], tokenizer: Any) -> None:
+    with pytest.raises(UserError, match=r"where: task\."):
+        task_of(tokenizer, options)
+
+
+def test_what_is_too_long_is_cut_and_a_prompt_alone_dropped(tokenizer: Any) -> None:
+    record = {"prompt": "xyzw", "completion": "xyzwxyzw"}
+    (sample,) = task_of(tokenizer, PROMPTS, sequence_length=8).encode(record, True) or []
+    assert (len(sample["input_ids"]), sample["truncated"]) == (8, True)
+    assert sum(label != -100 for label in sample["labels"]) == 3
+    assert task_of(tokenizer, PROMPTS, sequence_length=5).encode(record, True) is None
+
+
+def test_a_prompt_alone_can_be_predicted_for(tokenizer: Any) -> None:
+    task = task_of(tokenizer, PROMPTS)
+    task.labelled = False
+    assert parts(task, {"prompt": "the load: "}) == [(False, f"{tokenizer.eos_token}the load: ")]
+    chats = task_of(tokenizer, CHATS)
+    chats.labelled = False
+    asked = chat("one?", "1", "two?")
+    read = "".join(text for _, text in parts(chats, asked))
+    assert read == tokenizer.apply_chat_template(asked["messages"], tokenize=False, add_generation_prompt=True)
+
+
+def encoded(task: CausalLM, records: list[dict[str, Any]]) -> EncodedDataset:
+    return encode_records(records, lambda record: task.encode(record, False), describe=str)
+
+
+def model_of(task: CausalLM) -> nn.Module:
+    torch.manual_seed(0)
+    return task.build_model().eval()
+
+
+def written(task: CausalLM, model: nn.Module, prompt: list[int]) -> str:
+    """By the model itself, on the bare prompt."""
+    tokens = torch.tensor([prompt])
+    found = model.generate(tokens, do_sample=False, max_new_tokens=8, pad_token_id=0)
+    return task.tokenizer.decode(found[0, len(prompt) :], skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_predictions_go_on_from_bare_prompts(labelled: bool, tokenizer: Any) -> None:
+    task = task_of(tokenizer, PROMPTS, generation=GenerationSection(max_new_tokens=8))
+    task.labelled = labelled
+    model = model_of(task)
+    records = [{"prompt": text, "completion": "done"} for text in ("a", "the load and the engine: ", "what, and")]
+    samples = encoded(task, records)
+    found = task.predict(model, task.collate([samples[number] for number in range(3)]))
+    bare = [[tokenizer.eos_token_id, *tokenizer(record["prompt"])["input_ids"]] for record in records]
+    assert found == [written(task, model, prompt) for prompt in bare]
+    assert len(set(found)) > 1
+    assert task.references(records) == ["done"] * 3
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_an_answer_is_written_to_what_came_before_the_last_one(labelled: bool, tokenizer: Any) -> None:
+    task = task_of(tokenizer, CHATS, generation=GenerationSection(max_new_tokens=8))
+    task.labelled = labelled
+    model = model_of(task)
+    asked = [chat("one?"), chat("one?", "1", "two, and three?")]
+    full = [chat("one?", "1"), chat("one?", "1", "two, and three?", "2 3", "thanks")]
+    samples = encoded(task, full if labelled else asked)
+    found = task.predict(model, task.collate([samples[number] for number in range(2)]))
+    prompts = [
+        tokenizer.apply_chat_template(one["messages"], tokenize=False, add_generation_prompt=True) for one in asked
+    ]
+    # piece by piece, as in training: an answer's first token does not grow together with what is before it
+    pieces = [[prompts[0]], [prompts[0], "1;", prompts[1][len(prompts[0]) + 2 :]]]
+    bare = [[token for piece in one for token in tokenizer(piece)["input_ids"]] for one in pieces]
+    assert found == [written(task, model, prompt) for prompt in bare]
+    assert task.references(full) == ["1", "2 3"]  # and not what the user says last
+
+
+def test_the_loss_of_a_batch_is_that_of_its_answers(tokenizer: Any, tmp_path: Path) -> None:
+    task = task_of(tokenizer, PROMPTS)
+    model = model_of(task)
+    records = [{"prompt": "the load: ", "completion": "ab"}, {"prompt": "x", "completion": "and the engine"}]
+    samples = encoded(task, records)
+    batch = task.collate([samples[0], samples[1]])
+    found = task.loss(task.forward(model, batch), batch).item()
+    expected, count = 0.0, 0
+    for record in records:
+        prompt = [tokenizer.eos_token_id, *tokenizer(record["prompt"])["input_ids"]]
+        answer = [*tokenizer(record["completion"])["input_ids"], tokenizer.eos_token_id]
+        logits = model(torch.tensor([prompt + answer])).logits[0].log_softmax(-1)
+        expected -= sum(logits[len(prompt) + n - 1, token].item() for n, token in enumerate(answer))
+        count += len(answer)
+    assert task.weight(batch) == count
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert "bits_per_byte" not in task.loss_scores(found, count, records)

@@ -1,0 +1,367 @@
+"""sequence_classification: labels and what becomes of them, texts and pairs of them, and whole runs."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional
+from transformers import BertConfig, BertModel, BertTokenizerFast, PreTrainedTokenizerBase
+
+import drawbar
+from drawbar.config.schema import DataSection, RunConfig
+from drawbar.config.tasks import SequenceClassificationConfig
+from drawbar.data.dataset import EncodedDataset, encode_records
+from drawbar.data.tokenizer import load_tokenizer, train_byte_bpe
+from drawbar.errors import UserError
+from drawbar.tasks.classification import SequenceClassification
+from drawbar.train.inference import evaluate_run
+from runs import fit_in
+
+TOKENIZER = train_byte_bpe(["a good road and a bad road"] * 9, 280, {"pad_token": "<|pad|>"})
+END, PAD = TOKENIZER.eos_token_id, TOKENIZER.pad_token_id
+BERT = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+}
+CONFIG = """\
+run: {name: tiny}
+task:
+  type: sequence_classification
+  model: bert
+  from_scratch: {hidden_size: 16, intermediate_size: 24, num_hidden_layers: 2, num_attention_heads: 2,
+                 max_position_embeddings: 64}
+  tokenizer: {train: byte_bpe, vocab_size: 280}
+data: {train: train.jsonl, validation: train.jsonl, sequence_length: 32}
+train: {global_batch: 8, steps: 30}
+optim: {lr: 1.0e-2}
+precision: fp32
+device: cpu
+tracking: {tensorboard: false}
+"""
+
+
+def task_of(
+    labels: list[Any] | None = None,
+    tokenizer: PreTrainedTokenizerBase = TOKENIZER,
+    sequence_length: int = 64,
+    **options: Any,
+) -> SequenceClassification:
+    config = SequenceClassificationConfig(model="bert", from_scratch=BERT, **options)
+    task = SequenceClassification(RunConfig(task=config, data=DataSection(sequence_length=sequence_length)))
+    task.tokenizer, task.facts = tokenizer, {"labels": labels}
+    return task
+
+
+def write(path: Path, records: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def labels_found(folder: Path, in_data: list[Any], **options: Any) -> list[Any]:
+    path = write(folder / "train.jsonl", [{"text": "a road", "label": label} for label in in_data])
+    data = DataSection(train=str(path), on_bad_record=options.pop("on_bad_record", "error"))
+    config = SequenceClassificationConfig(model="bert", from_scratch=BERT, **options)
+    return SequenceClassification(RunConfig(task=config, data=data)).find_facts()["labels"]
+
+
+def encoded(task: SequenceClassification, records: list[dict[str, Any]]) -> EncodedDataset:
+    return encode_records(records, lambda record: task.encode(record, True), describe=str)
+
+
+def target(task: SequenceClassification, label: Any) -> Any:
+    return task.encode({"text": "a road", "label": label}, True)["labels"]
+
+
+@pytest.mark.parametrize(
+    ("in_data", "found"),
+    [
+        (["good", "bad", "good"], ["bad", "good"]),
+        ([10, 9, 1], [1, 9, 10]),
+        (["10", "9", "1"], ["1", "9", "10"]),
+        ([True, False], [False, True]),
+        (["x", "2", "1"], ["1", "2", "x"]),
+        ([4.0, 1.0], [1.0, 4.0]),
+    ],
+)
+def test_labels_are_those_of_the_training_data_in_order(in_data: list[Any], found: list[Any], tmp_path: Path) -> None:
+    labels = labels_found(tmp_path, in_data)
+    assert labels == found
+    assert [type(label) for label in labels] == [type(label) for label in found]
+
+
+def test_a_label_written_as_number_and_as_text_is_one(tmp_path: Path) -> None:
+    labels = labels_found(tmp_path, [1, "0", "1", 0])
+    assert labels == ["0", 1]  # as each was written first
+    task = task_of(labels)
+    assert [target(task, label) for label in (0, "0", 1, "1")] == [0, 0, 1, 1]
+    records = [{"label": label} for label in (0, "0", 1, "1")]
+    assert task.references(records) == ["0", "0", 1, 1]
+
+
+def test_labels_that_are_given_keep_their_order(tmp_path: Path) -> None:
+    assert labels_found(tmp_path, ["good"], labels=["worse", "good", "bad"]) == ["worse", "good", "bad"]
+    task = task_of([False, True])
+    assert task.labels.model_fields()["id2label"] == {0: "False", 1: "True"}
+
+
+@pytest.mark.parametrize(
+    ("in_data", "message"),
+    [
+        (["good"], "only one value"),
+        (list(range(1001)), "1,001 different values"),
+        ([["good"], ["bad"]], r"which is no label[\s\S]*train.jsonl:1"),
+        (["good", "bad", None], r"NoneType[\s\S]*train.jsonl:3"),
+        (["good", {"a": 1}], r"which is no label[\s\S]*train.jsonl:2"),
+    ],
+)
+def test_what_cannot_be_labels_is_refused(in_data: list[Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        labels_found(tmp_path, in_data)
+
+
+def test_bad_labels_are_left_out_where_that_is_asked_for(tmp_path: Path) -> None:
+    found = labels_found(tmp_path, ["good", None, ["x"], "bad"], on_bad_record="skip")
+    assert found == ["bad", "good"]
+    several = labels_found(tmp_path, [["x"], "y", [], ["z", "x"]], on_bad_record="skip", problem="multi_label")
+    assert several == ["x", "z"]
+
+
+def test_a_stream_needs_a_list_of_labels() -> None:
+    config = SequenceClassificationConfig(model="bert", from_scratch=BERT)
+    task = SequenceClassification(RunConfig(task=config, data=DataSection(train="train.jsonl", streaming=True)))
+    with pytest.raises(UserError, match=r"a stream[\s\S]*task.labels"):
+        task.find_facts()
+
+
+@pytest.mark.parametrize(
+    ("record", "options", "message"),
+    [
+        ({"label": "good"}, {}, "no 'text'"),
+        ({"text": 3, "label": "good"}, {}, "'text' is int, not str"),
+        ({"text": "a road"}, {}, "no 'label'"),
+        ({"text": "a road", "label": "new"}, {}, r"'new' is none of the task's: bad, good"),
+        ({"text": "a road", "label": None}, {}, "which is no label"),
+        ({"text": "a road", "label": "good"}, {"text_pair_column": "other"}, "no 'other'"),
+        ({"text": "a road", "label": "good"}, {"problem": "multi_label"}, "not a list of labels"),
+        ({"text": "a road", "label": [["good"]]}, {"problem": "multi_label"}, "which is no label"),
+        ({"text": "a road", "label": "good"}, {"problem": "regression"}, "'good', which is no number"),
+        ({"text": "a road", "label": float("nan")}, {"problem": "regression"}, "no number"),
+        ({"text": "a road", "label": None}, {"problem": "regression"}, "no number"),
+    ],
+)
+def test_a_bad_record_is_refused(record: dict[str, Any], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        task_of(["bad", "good"], **options).encode(record, True)
+
+
+def test_several_labels_and_numbers() -> None:
+    several = task_of(["x", "y", "z"], problem="multi_label")
+    assert target(several, ["z", "x"]).tolist() == [1, 0, 1]
+    assert target(several, []).tolist() == [0, 0, 0]
+    number = task_of(problem="regression")
+    assert [target(number, label) for label in (2, -0.5, "1e3")] == [2.0, -0.5, 1000.0]
+
+
+@pytest.mark.parametrize(
+    ("problem", "metrics"),
+    [
+        ("single_label", ["accuracy"]),
+        ("multi_label", ["f1_micro"]),
+        ("regression", ["pearson", "spearman"]),
+    ],
+)
+def test_usual_metrics(problem: str, metrics: list[str]) -> None:
+    assert list(task_of(["a", "b"], problem=problem).metrics) == metrics
+    assert list(task_of(["a", "b"], problem=problem, metrics=["mse"]).metrics) == ["mse"]
+    assert list(task_of(["a", "b"], problem=problem, metrics=[]).metrics) == []
+
+
+@pytest.mark.parametrize("problem", ["single_label", "multi_label", "regression"])
+def test_the_loss_is_a_sum_over_what_weight_counts(problem: str) -> None:
+    torch.manual_seed(0)
+    labels = {"single_label": ["x", "z", "y"], "multi_label": [["x"], [], ["y", "z"]], "regression": [1.5, 0, -2]}
+    task = task_of(None if problem == "regression" else ["x", "y", "z"], problem=problem)
+    samples = encoded(
+        task, [{"text": "a road" * (1 + number), "label": label} for number, label in enumerate(labels[problem])]
+    )
+    model = task.build_model().eval()
+    alone = [task.collate([samples[number]]) for number in range(3)]
+    together = task.collate([samples[number] for number in range(3)])
+    assert task.weight(together) == {"single_label": 3, "multi_label": 9, "regression": 3}[problem]
+    found = task.loss(task.forward(model, together), together).item()
+    assert found == pytest.approx(sum(task.loss(task.forward(model, one), one).item() for one in alone), rel=1e-5)
+
+    logits = task.forward(model, together).logits
+    by_hand = {
+        "single_label": lambda: functional.cross_entropy(logits, torch.tensor([0, 2, 1])),
+        "multi_label": lambda: functional.binary_cross_entropy(
+            logits.sigmoid(), torch.tensor([[1.0, 0, 0], [0, 0, 0], [0, 1, 1]])
+        ),
+        "regression": lambda: ((logits[:, 0] - torch.tensor([1.5, 0, -2])) ** 2).mean(),
+    }[problem]()
+    assert found / task.weight(together) == pytest.approx(by_hand.item(), rel=1e-5)
+
+    predictions = task.predict(model, together)
+    assert len(predictions) == 3
+    wanted = {"single_label": str, "multi_label": list, "regression": float}[problem]
+    assert all(type(prediction) is wanted for prediction in predictions)
+
+
+def test_padding_does_not_change_a_text() -> None:
+    torch.manual_seed(0)
+    task = task_of(["a", "b"])
+    samples = encoded(task, [{"text": "a bad road", "label": "a"}, {"text": "a good road " * 5, "label": "b"}])
+    model = task.build_model().eval()
+    alone = task.forward(model, task.collate([samples[0]])).logits[0]
+    batch = task.collate([samples[0], samples[1]])
+    assert batch["input_ids"][0, -1] == PAD
+    assert torch.allclose(task.forward(model, batch).logits[0], alone, atol=1e-5)
+
+
+TEXTS = st.text(alphabet="abcd 文", max_size=60)
+
+
+@given(text=TEXTS, pair=st.none() | TEXTS, sequence_length=st.integers(4, 40))
+def test_the_longer_text_is_cut_and_special_tokens_stay(text: str, pair: str | None, sequence_length: int) -> None:
+    options = {} if pair is None else {"text_pair_column": "pair"}
+    task = task_of(["a"], sequence_length=sequence_length, **options)
+    sample = task.encode({"text": text, "pair": pair, "label": "a"}, True)
+    texts = [text] if pair is None else [text, pair]
+    whole = [TOKENIZER(one, add_special_tokens=False)["input_ids"] for one in texts]
+    too_long = sum(map(len, whole)) + len(whole) + 1 > sequence_length
+    assert sample.get("truncated", False) is too_long
+    tokens = list(sample["input_ids"])
+    assert len(tokens) == min(sequence_length, sum(map(len, whole)) + len(whole) + 1)
+    assert (tokens[0], tokens[-1], tokens.count(END)) == (END, END, 1 + len(whole))
+    kept, rest = [], tokens[1:]
+    for one in whole:
+        kept.append(rest[: rest.index(END)])
+        rest = rest[len(kept[-1]) + 1 :]
+        assert kept[-1] == one[: len(kept[-1])]
+    if too_long and pair is not None:  # nothing is cut from a text that is shorter than what is left of the other
+        lost = [len(one) - len(left) for one, left in zip(whole, kept, strict=True)]
+        for mine, other in ((0, 1), (1, 0)):
+            assert not lost[mine] or len(kept[mine]) >= len(kept[other]) - 1
+
+
+def test_cut_samples_are_counted() -> None:
+    task = task_of(["a", "b"], sequence_length=8)
+    samples = encoded(task, [{"text": text, "label": "a"} for text in ("a", "a good road" * 9, "xyzw" * 9)])
+    assert samples.truncated == 2
+    assert samples.lengths.tolist()[1:] == [8, 8]
+
+
+@pytest.fixture(scope="module")
+def bert_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny pretrained BERT with a WordPiece tokenizer, which frames texts and pairs itself."""
+    folder = tmp_path_factory.mktemp("bert")
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "good", "bad", "road", "is", "##ly"]
+    tokenizer = BertTokenizerFast(vocab={word: number for number, word in enumerate(words)})
+    torch.manual_seed(0)
+    BertModel(BertConfig(vocab_size=len(words), **BERT)).save_pretrained(folder)
+    tokenizer.save_pretrained(str(folder))
+    return folder
+
+
+def test_a_pretrained_tokenizer_frames_pairs(bert_folder: Path) -> None:
+    tokenizer = load_tokenizer(str(bert_folder))
+    task = task_of(["x", "y"], tokenizer, text_pair_column="pair")
+    record = {"text": "a badly road", "pair": "is good", "label": "y"}
+    sample = task.encode(record, True)
+    pieces = ["[CLS]", "a", "bad", "##ly", "road", "[SEP]", "is", "good", "[SEP]"]
+    assert tokenizer.convert_ids_to_tokens(sample["input_ids"]) == pieces
+    assert sample["token_type_ids"] == [0] * 6 + [1] * 3
+    assert "truncated" not in sample
+    samples = encoded(task, [record, {**record, "text": "a"}])
+    batch = task.collate([samples[0], samples[1]])
+    assert batch["token_type_ids"].tolist() == [[0] * 6 + [1] * 3, [0] * 3 + [1] * 3 + [0] * 3]
+    assert batch["attention_mask"].sum(1).tolist() == [9, 6]
+    torch.manual_seed(0)
+    model = task.build_model().eval()
+    logits = task.forward(model, batch).logits
+    del batch["token_type_ids"]
+    assert not torch.allclose(task.forward(model, batch).logits, logits)  # the model is told which text is which
+
+    cut = task_of(["x", "y"], tokenizer, sequence_length=7, text_pair_column="pair").encode(record, True)
+    assert tokenizer.convert_ids_to_tokens(cut["input_ids"]) == ["[CLS]", "a", "bad", "[SEP]", "is", "good", "[SEP]"]
+    assert cut["token_type_ids"] == [0] * 4 + [1] * 3
+    assert cut["truncated"] is True
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_sequence_length_that_special_tokens_fill_is_refused(own: bool, bert_folder: Path) -> None:
+    tokenizer = TOKENIZER if own else load_tokenizer(str(bert_folder))
+    task = task_of(["x"], tokenizer, sequence_length=3, text_pair_column="pair")
+    with pytest.raises(UserError, match=r"take 3 of 3 tokens[\s\S]*data.sequence_length=4"):
+        task.encode({"text": "a road", "pair": "good", "label": "x"}, True)
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("project")
+    (folder / "config.yaml").write_text(CONFIG)
+    texts = [f"{'good' if number % 2 else 'bad'} road {number}" for number in range(24)]
+    write(folder / "train.jsonl", [{"text": text, "label": text.startswith("good")} for text in texts])
+    return folder
+
+
+def predictions(run: Path) -> Iterator[dict[str, Any]]:
+    return map(json.loads, (run / "eval" / "validation" / "predictions.jsonl").read_text().splitlines())
+
+
+def test_a_run_keeps_its_labels(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = project / "runs" / "tiny"
+    fit_in(project, "eval.metric=accuracy", "eval.mode=max")
+    assert json.loads((run / "task.json").read_text()) == {"labels": [False, True]}
+    found = list(predictions(run))
+    assert all(type(record["prediction"]) is bool for record in found)
+    right = sum(record["prediction"] is record["label"] for record in found)
+    scores = json.loads((run / "eval" / "validation" / "scores.json").read_text())
+    assert scores["accuracy"] == right / 24
+    assert right > 20
+    # labels of other data do not become those of this run
+    write(project / "other.jsonl", [{"text": "good road", "label": True}] * 3)
+    monkeypatch.chdir(project)
+    loaded = drawbar.load_config("config.yaml", ["data.validation=other.jsonl", "data.train=other.jsonl"])
+    assert evaluate_run(loaded.config, None, "validation", "latest")["accuracy"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("problem", "labels", "metric"),
+    [("multi_label", [["a"], ["b", "a"], []], "f1_micro"), ("regression", [0.5, 2, -1], "pearson")],
+)
+def test_runs_of_other_problems(problem: str, labels: list[Any], metric: str, project: Path) -> None:
+    records = [{"text": f"{'abc'[number % 3]} road", "label": labels[number % 3]} for number in range(24)]
+    write(project / f"{problem}.jsonl", records)
+    splits = [f"data.{split}={problem}.jsonl" for split in ("train", "validation")]
+    run = project / "runs" / problem
+    settings = (f"run.name={problem}", f"task.problem={problem}", f"eval.metric={metric}", "eval.mode=max")
+    fit_in(project, *settings, *splits, "train.steps=60")
+    assert json.loads((run / "eval" / "validation" / "scores.json").read_text())[metric] > 0.9
+    if problem == "multi_label":
+        assert all(type(record["prediction"]) is list for record in predictions(run))
+    else:
+        assert all(type(record["prediction"]) is float for record in predictions(run))
+
+
+def test_bad_records_are_named_or_counted(project: Path) -> None:
+    good = [{"text": "a road", "label": number % 2} for number in range(8)]
+    bad = [{"text": "a road"}, {"text": 3, "label": 1}, {"text": "a road", "label": [1]}]
+    write(project / "bad.jsonl", [*good, *bad])
+    settings = ("run.name=bad", "data.train=bad.jsonl", "train.steps=1")
+    with pytest.raises(UserError) as refused:
+        fit_in(project, *settings)
+    assert "bad.jsonl:9" in str(refused.value.where) or "bad.jsonl:10" in str(refused.value.where)
+    assert not (project / "runs" / "bad").exists()
+    fit_in(project, *settings, "data.on_bad_record=skip", "data.validation=null")
+    log = (project / "runs" / "bad" / "logs" / "rank-0000.log").read_text()
+    assert "3 bad" in log
+    assert "bad.jsonl:11" in log

@@ -1,0 +1,300 @@
+"""A user's overrides are tried before training: each fault is one error with the method's name; no false alarm."""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from conftest import make_project
+from drawbar.errors import UserError
+from drawbar.metrics.registry import compute, load_metrics
+from drawbar.tasks.batch import Batch
+from drawbar.tasks.causal_lm import CausalLM
+from drawbar.tasks.task import Task
+from drawbar.train.check import check_signatures
+from runs import fit_in
+
+HERE = Path(__file__).name
+
+
+class Points(Task):
+    """A small task that is right, without a tokenizer."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Linear(2, 3)
+
+    def encode(self, record: dict[str, Any], train: bool) -> dict[str, Any]:
+        return {"x": np.array(record["x"], np.float32), "labels": record["label"]}
+
+    def forward(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        return model(batch["x"])
+
+    def loss(self, outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return functional.cross_entropy(outputs, batch["labels"], reduction="sum")
+
+    def predict(self, model: nn.Module, batch: Batch) -> list[Any]:
+        return self.forward(model, batch).argmax(-1).tolist()
+
+    def score(self, records: list[dict[str, Any]]) -> dict[str, float]:
+        return {"accuracy": sum(record["prediction"] == record["label"] for record in records) / len(records)}
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Records of points; the first eight of the validation data have one and the same label."""
+    folder = tmp_path_factory.mktemp("points")
+    chance = np.random.default_rng(0)
+    records = [{"x": chance.normal(size=2).tolist(), "label": max(0, number - 9) % 3} for number in range(24)]
+    (folder / "points.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (folder / "config.yaml").write_text(
+        "run: {name: points}\ndata: {train: points.jsonl, validation: points.jsonl}\n"
+        "train: {steps: 2, global_batch: 4}\nprecision: fp32\ndevice: cpu\ntracking: {tensorboard: false}\n"
+    )
+    return folder
+
+
+numbers: Iterator[int] = iter(range(10**6))
+
+
+def try_out(project: Path, task: type[Task], *settings: str) -> Path:
+    """A whole run of two steps, in a directory of its own."""
+    name = f"run-{next(numbers)}"
+    fit_in(project, f"run.name={name}", *settings, task=task)
+    return project / "runs" / name
+
+
+def refused(project: Path, task: type[Task], *settings: str) -> UserError:
+    before = set(project.rglob("*"))
+    with pytest.raises(UserError) as error:
+        try_out(project, task, *settings)
+    runs = {path for path in set(project.rglob("*")) - before if path.name == "checkpoints"}
+    assert not runs, "nothing is begun"
+    return error.value
+
+
+class NoBatch(Points):
+    def loss(self, outputs: Any) -> torch.Tensor:  # type: ignore[override]
+        return outputs.sum()
+
+
+class TooMany(Points):
+    def predict(self, model: nn.Module, batch: Batch, extra: int) -> list[Any]:  # type: ignore[override]
+        return []
+
+
+class NoRng(Points):
+    def augment(self, sample: dict[str, Any], train: bool) -> dict[str, Any]:  # type: ignore[override]
+        return sample
+
+
+class NoFunction(Points):
+    weight = 3  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("task", "method"),
+    [(NoBatch, "loss(self, outputs"), (TooMany, "predict(self, model"), (NoRng, "augment(self, sample"),
+     (NoFunction, "weight(self, batch")],
+)  # fmt: skip
+def test_a_wrong_signature(task: type[Task], method: str, project: Path) -> None:
+    error = refused(project, task)
+    name = method.partition("(")[0]
+    assert f"{task.__name__}.{name}" in error.what
+    assert f"define it as {method}" in error.remedy
+    if task is not NoFunction:
+        assert HERE in str(error.where)
+
+
+class Static(Points):
+    @staticmethod
+    def collate(samples: list[Any]) -> Batch:  # type: ignore[override]
+        return Batch({name: torch.tensor(np.stack([sample[name] for sample in samples])) for name in ("x", "labels")},
+                     ids=[number for sample in samples for number in sample["ids"]])  # fmt: skip
+
+    @classmethod
+    def loss(cls, outputs: torch.Tensor, batch: Batch, reduction: str = "sum") -> torch.Tensor:  # type: ignore[override]
+        return functional.cross_entropy(outputs, batch["labels"], reduction=reduction)
+
+    def weight(self, *arguments: Any) -> float:
+        return len(arguments[0].ids)
+
+
+def test_other_ways_to_write_a_method_are_fine(project: Path) -> None:
+    check_signatures(Static)
+    try_out(project, Static)
+
+
+class Mean(Points):
+    def loss(self, outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return functional.cross_entropy(outputs, batch["labels"])
+
+
+class EachLoss(Points):
+    def loss(self, outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return functional.cross_entropy(outputs, batch["labels"], reduction="none")
+
+
+class NoLoss(Points):
+    def loss(self, outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return None  # type: ignore[return-value]
+
+
+class Failing(Points):
+    def loss(self, outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return outputs.sum() + batch["label"]  # KEY ERROR
+
+
+class FailingDeep(Points):
+    def forward(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        return model(batch["x"].repeat(1, 2))  # WRONG SHAPE
+
+
+class Constant(Points):
+    def weight(self, batch: Batch) -> float:
+        return 1.0
+
+
+class TooFew(Points):
+    def predict(self, model: nn.Module, batch: Batch) -> list[Any]:
+        return super().predict(model, batch)[1:]
+
+
+class Tensors(Points):
+    def predict(self, model: nn.Module, batch: Batch) -> list[Any]:
+        return self.forward(model, batch).argmax(-1)
+
+
+class ListOfTensors(Points):
+    def predict(self, model: nn.Module, batch: Batch) -> list[Any]:
+        return list(self.forward(model, batch))
+
+
+class Dict(Points):
+    def collate(self, samples: list[Any]) -> Batch:
+        return dict(super().collate(samples))  # type: ignore[return-value]
+
+
+class LosesIds(Points):
+    def collate(self, samples: list[Any]) -> Batch:
+        return Batch(super().collate(samples), ids=[samples[0]["id"]])
+
+
+class NoPrediction(Points):
+    def score(self, records: list[dict[str, Any]]) -> dict[str, float]:
+        return {"accuracy": sum(record["predicted"] for record in records)}  # NO SUCH KEY
+
+
+class FailingAugment(Points):
+    def augment(self, sample: dict[str, Any], train: bool, rng: Any) -> dict[str, Any]:
+        return sample if train else sample / 2  # type: ignore[operator, return-value]
+
+
+@pytest.mark.parametrize(
+    ("task", "method", "says"),
+    [
+        (Mean, "loss", "a mean"),
+        (EachLoss, "loss", "no number"),
+        (NoLoss, "loss", "no number"),
+        (Failing, "loss", "KeyError: 'label'"),
+        (FailingDeep, "forward", "RuntimeError"),
+        (Constant, "weight", "returns 1 for one sample"),
+        (TooFew, "predict", "returns 0 values for 1 samples"),
+        (Tensors, "predict", "returns Tensor for 1 samples"),
+        (ListOfTensors, "predict", "JSON cannot hold"),
+        (Dict, "collate", "returns dict"),
+        (LosesIds, "collate", "gives the ids [0] for samples [0, 0]"),
+        (NoPrediction, "score", "KeyError: 'predicted'"),
+        (FailingAugment, "augment", "TypeError"),
+    ],
+)
+def test_a_fault_is_named_with_its_method(task: type[Task], method: str, says: str, project: Path) -> None:
+    error = refused(project, task)
+    assert f"{task.__name__}.{method}" in error.what
+    assert says in error.what
+    assert error.remedy
+    assert HERE in f"{error.where} {error.what}", "the user's file"
+
+
+@pytest.mark.parametrize(
+    ("task", "code"),
+    [(Failing, "# KEY ERROR"), (FailingDeep, "# WRONG SHAPE"), (NoPrediction, "# NO SUCH KEY")],
+)
+def test_an_exception_is_shown_with_its_line(task: type[Task], code: str, project: Path) -> None:
+    lines = Path(__file__).read_text().splitlines()
+    line = next(number for number, text in enumerate(lines, start=1) if code in text and "return" in text)
+    assert f'{HERE}", line {line}' in refused(project, task).what
+
+
+def test_a_metric_that_score_does_not_give(project: Path) -> None:
+    error = refused(project, Points, "eval.metric=f1")
+    assert "eval.metric is 'f1', but the scores are accuracy, loss" in error.what
+
+
+class Divides(Points):
+    def score(self, records: list[dict[str, Any]]) -> dict[str, float]:
+        others = [record for record in records if record["label"]]  # none among the first
+        return {"accuracy": sum(record["prediction"] == record["label"] for record in others) / len(others)}
+
+
+class Contrastive(Points):
+    """InfoNCE: each sample against the others of its batch."""
+
+    def loss(self, outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
+        one, two = outputs, outputs * 1.5 + 0.1
+        return functional.cross_entropy(one @ two.T, torch.arange(len(one)), reduction="sum")
+
+
+class Pairs(Points):
+    """Every pair of a batch, of which one sample has none."""
+
+    def loss(self, outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return torch.cdist(outputs, outputs + 0.1).sum()
+
+
+class Correlates(Points):
+    def predict(self, model: nn.Module, batch: Batch) -> list[Any]:
+        return self.forward(model, batch)[:, 0].tolist()
+
+    def score(self, records: list[dict[str, Any]]) -> dict[str, float]:
+        references = [record["label"] for record in records]
+        return compute(load_metrics(["pearson"]), [record["prediction"] for record in records], references)
+
+
+class NotFinite(Points):
+    def loss(self, outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return super().loss(outputs, batch) * (math.inf if not self.tried else 1.0)
+
+    tried = False
+
+
+class LossAlone(Points):
+    predict = Task.predict
+    score = Task.score
+
+
+class NumpyScore(Points):
+    def score(self, records: list[dict[str, Any]]) -> dict[str, float]:
+        return {"accuracy": np.mean([record["prediction"] == record["label"] for record in records])}  # type: ignore
+
+
+@pytest.mark.parametrize("task", [Points, Contrastive, Pairs, LossAlone, NumpyScore])
+def test_what_is_right_trains(task: type[Task], project: Path) -> None:
+    assert (try_out(project, task) / "checkpoints").is_dir()
+
+
+@pytest.mark.parametrize(("task", "metric"), [(Divides, "accuracy"), (Correlates, "pearson")])
+def test_what_the_first_samples_lack_is_no_fault(task: type[Task], metric: str, project: Path) -> None:
+    """Their labels are all the same: a recall divides by zero, and a correlation is nan."""
+    run = try_out(project, task, f"eval.metric={metric}", "eval.mode=max")
+    assert metric in json.loads((run / "eval" / "validation" / "scores.json").read_text())
+
+
+def test_a_built_in_task_is_right(tmp_path: Path) -> None:
+    fit_in(make_project(tmp_path), "train.steps=1", "optim.warmup=0", task=CausalLM)

@@ -1,0 +1,134 @@
+"""Runs that train low-rank adapters: what is saved, resumed, evaluated and refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
+
+import drawbar
+from drawbar.data.tokenizer import train_byte_bpe
+from drawbar.errors import UserError
+from drawbar.train.inference import evaluate_run
+from runs import fit_in, losses, scores, weights
+
+SIZES = {
+    "vocab_size": 280,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+}
+CONFIG = """\
+run: {name: tiny}
+data: {train: records.jsonl, validation: records.jsonl, sequence_length: 32}
+train: {global_batch: 8, micro_batch: 4, steps: 12}
+optim: {lr: 2.0e-2, warmup: 2}
+lora: {rank: 2, dropout: 0.1}
+eval: {every: 6}
+checkpoint: {every: 6, keep: 5}
+precision: fp32
+device: cpu
+tracking: {tensorboard: false, log_every: 1}
+"""
+TASKS = {
+    "llama": "task: {type: causal_lm, model: llama}\n",
+    "bert": "task: {type: sequence_classification, model: bert}\n",
+}
+FAMILIES = pytest.mark.parametrize("family", ["llama", "bert"])
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tiny pretrained models, and a run of adapters on each, of 12 steps without interruption."""
+    folder = tmp_path_factory.mktemp("lora")
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2, bos_token_id=0, eos_token_id=0)).save_pretrained(
+        folder / "llama"
+    )
+    BertModel(BertConfig(**SIZES)).save_pretrained(folder / "bert")
+    tokenizer = train_byte_bpe(["a good road and a bad road"] * 9, 280)
+    words = ("good", "bad")
+    records = [{"text": f"a {words[number % 2]} road {number}", "label": number % 2} for number in range(20)]
+    (folder / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    for family, task in TASKS.items():
+        tokenizer.save_pretrained(str(folder / family))
+        (folder / "config.yaml").write_text(task + CONFIG)
+        fit_in(folder, f"run.name={family}")
+    return folder
+
+
+def use(project: Path, family: str) -> Path:
+    (project / "config.yaml").write_text(TASKS[family] + CONFIG)
+    return project / "runs" / family
+
+
+@FAMILIES
+def test_a_checkpoint_holds_adapters_and_head_alone(family: str, project: Path) -> None:
+    saved = weights(use(project, family), 12)
+    heads = {name for name in saved if "lora_" not in name}
+    assert heads == ({"classifier.weight", "classifier.bias"} if family == "bert" else set())
+    adapters = [name for name in saved if "lora_" in name]
+    assert len(adapters) == 2 * 2 * 2  # A and B, of query and value, in two layers
+    assert all(2 in saved[name].shape for name in adapters)
+    before = weights(project / "runs" / family, 6)
+    assert all(not torch.equal(before[name], saved[name]) for name in saved)
+
+
+def test_it_learns(project: Path) -> None:
+    trace = losses(use(project, "llama"))
+    assert sum(list(trace.values())[-3:]) < sum(list(trace.values())[:3])
+
+
+@FAMILIES
+def test_resumed_it_is_as_if_nothing_had_happened(family: str, project: Path) -> None:
+    whole = use(project, family)
+    other = project / "runs" / f"{family}-resumed"
+    fit_in(project, f"run.name={other.name}", resume=str(whole / "checkpoints" / "step-00000006"))
+    assert losses(other) == {step: loss for step, loss in losses(whole).items() if step > 6}
+    assert scores(other)[12] == scores(whole)[12]
+    for name, tensor in weights(whole, 12).items():
+        assert torch.equal(tensor, weights(other, 12)[name]), name
+
+
+@FAMILIES
+def test_evaluation_from_a_checkpoint(family: str, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = use(project, family)
+    monkeypatch.chdir(project)
+    config = drawbar.load_config("config.yaml", [f"run.name={family}"]).config
+    found = {step: evaluate_run(config, None, "validation", str(step)) for step in (6, 12)}
+    for step, of_step in found.items():
+        assert {f"eval/validation/{name}": value for name, value in of_step.items()} == pytest.approx(
+            scores(run)[step], rel=1e-6
+        )
+    assert found[6]["loss"] != found[12]["loss"]
+
+
+def test_the_pretrained_weights_stay_as_they_are(project: Path, tmp_path: Path) -> None:
+    use(project, "llama")
+    before = load_file(project / "llama" / "model.safetensors")
+    fit_in(project, "run.name=again", "train.steps=2", "optim.warmup=0")
+    after = load_file(project / "llama" / "model.safetensors")
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (("task.from_scratch={}", "task.tokenizer={train: byte_bpe}"), "name a pretrained model"),
+        (("task.resize_embeddings=true",), "remove lora"),
+        (("lora.modules=[nowhere]",), "'nowhere'"),
+        (("lora.train=[nowhere]",), "'nowhere'"),
+        (("lora.rank=0",), "lora.rank"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(settings: tuple[str, ...], says: str, project: Path) -> None:
+    use(project, "llama")
+    with pytest.raises(UserError) as refused:
+        fit_in(project, "run.name=refused", *settings)
+    assert says in str(refused.value)
+    assert "lora" in str(refused.value)
+    assert not (project / "runs" / "refused").exists()
