@@ -64,17 +64,19 @@ class PretrainedTask(Task):
         else:
             model = load_pretrained(self.config.model, self.head, **self.model_fields())
         fit_embeddings(model, self.tokenizer, resize=self.config.resize_embeddings)
-        self._check_length(model)
+        limit = longest_input(model)
+        for setting, length in self.longest().items():
+            if limit is not None and length > limit:
+                raise UserError(
+                    f"{setting} is {length}, but the model has {limit} positions",
+                    where=setting,
+                    remedy=f"set {setting}={limit}, or a larger max_position_embeddings in task.from_scratch",
+                )
         return model
 
-    def _check_length(self, model: nn.Module) -> None:
-        limit = longest_input(model)
-        if limit is not None and self.data.sequence_length > limit:
-            raise UserError(
-                f"data.sequence_length is {self.data.sequence_length}, but the model has {limit} positions",
-                where="data.sequence_length",
-                remedy=f"set data.sequence_length={limit}, or a larger max_position_embeddings in task.from_scratch",
-            )
+    def longest(self) -> dict[str, int]:
+        """The most positions that the model may be asked for, by the setting that says so."""
+        return {"data.sequence_length": self.data.sequence_length}
 
     @property
     def pad_token(self) -> int:

@@ -13,6 +13,7 @@ from drawbar.data.dataset import Sample
 from drawbar.data.packing import IGNORED_LABEL
 from drawbar.data.tokenizer import framed
 from drawbar.errors import UserError
+from drawbar.models.heads import longest_input
 from drawbar.models.huggingface import load_model_config
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.pretrained import PretrainedTask
@@ -41,6 +42,10 @@ class Seq2Seq(PretrainedTask):
                 remedy="add to its config.json what the decoder begins with (for mBART, the target language's token)",
             )
         return config.decoder_start_token_id
+
+    def longest(self) -> dict[str, int]:
+        target = self.config.target_length
+        return super().longest() | ({"task.target_length": target} if target is not None else {})
 
     def texts(self, record: dict[str, Any]) -> list[str]:
         return [self._source(record), require(record, self.config.target_column, "task.target_column")]
@@ -89,7 +94,7 @@ class Seq2Seq(PretrainedTask):
             input_ids=batch["input_ids"],
             attention_mask=batch["attention_mask"],
             pad_token_id=self.pad_token,
-            **generation_options(self.config.generation),
+            **generation_options(self.config.generation, longest_input(model)),
         )
         return [text.strip() for text in self.tokenizer.batch_decode(written_BT, skip_special_tokens=True)]
 

@@ -6,11 +6,17 @@ import torch
 from torch import nn
 
 from drawbar.config.tasks import GenerationSection
+from drawbar.models.heads import longest_input
 
 
-def generation_options(section: GenerationSection) -> dict[str, Any]:
-    """A generation section as arguments of transformers' ``generate``. ``temperature`` 0 is greedy."""
-    common: dict[str, Any] = {"max_new_tokens": section.max_new_tokens, "num_beams": section.beams}
+def generation_options(section: GenerationSection, room: int | None) -> dict[str, Any]:
+    """A generation section as arguments of transformers' ``generate``. ``temperature`` 0 is greedy.
+
+    Args:
+        room: most tokens that the model has positions for; None for no limit.
+    """
+    most = section.max_new_tokens if room is None else min(section.max_new_tokens, room)
+    common: dict[str, Any] = {"max_new_tokens": most, "num_beams": section.beams}
     if section.temperature == 0:
         return {**common, "do_sample": False}
     chance = {"temperature": section.temperature, "top_k": section.top_k, "top_p": section.top_p}
@@ -32,5 +38,7 @@ def continuations(
     """What a causal model goes on with after each prompt (lists of tokens), the prompt left out."""
     device = next(model.parameters()).device
     inputs = {name: tensor.to(device) for name, tensor in left_padded(prompts, pad).items()}
-    out_BL = model.generate(**inputs, pad_token_id=pad, **generation_options(section))
-    return tokenizer.batch_decode(out_BL[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    length, limit = inputs["input_ids"].shape[1], longest_input(model)
+    room = None if limit is None else limit - length + 1  # the last token that is written is not read again
+    out_BL = model.generate(**inputs, pad_token_id=pad, **generation_options(section, room))
+    return tokenizer.batch_decode(out_BL[:, length:], skip_special_tokens=True)

@@ -1,68 +1,46 @@
 """A user's overrides, tried on one sample before any training: what is wrong is named with its method."""
 
-import inspect
 import json
 import math
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from drawbar.data.dataset import Sample
+from drawbar.data.loader import Loader
 from drawbar.engines.engine import Engine, EvalResult
 from drawbar.errors import UserError
 from drawbar.evaluation.evaluate import Split, unknown_metric
 from drawbar.tasks.batch import Batch
+from drawbar.tasks.overrides import fault, named_errors
 from drawbar.tasks.task import Task
 
 TRIED_SAMPLES = 8
-METHODS = tuple(name for name, value in vars(Task).items() if inspect.isfunction(value) and not name.startswith("_"))
-"""What a task may override."""
 
 
-def check_signatures(task_type: type[Task]) -> None:
-    """Refuse a method that cannot be called as drawbar calls it.
-
-    Raises:
-        UserError: it names the method, and what its arguments should be.
-    """
-    for name in METHODS:
-        method, wanted = getattr(task_type, name), inspect.signature(getattr(Task, name))
-        arguments = list(wanted.parameters)
-        if not inspect.isfunction(inspect.getattr_static(task_type, name)):
-            arguments = arguments[1:]  # a static method, say, gets no self
-        try:
-            inspect.signature(method).bind(*arguments)  # a value for each argument, by position, as drawbar calls it
-        except TypeError as error:
-            raise UserError(
-                f"{task_type.__name__}.{name} cannot be called with ({', '.join(wanted.parameters)}): {error}",
-                where=_place(method),
-                remedy=f"define it as {name}{wanted}",
-            ) from error
-
-
-def check_task(task: Task, engine: Engine, example: Sample) -> None:
+def check_task(task: Task, engine: Engine, loader: Loader[Batch]) -> None:
     """Try a task on one sample, alone and twice in a batch; every rank calls it.
 
     Raises:
         UserError: a method fails, ``loss`` returns a mean, ``weight`` does not count, or ``predict`` or ``collate``
             lose samples. It names the method.
     """
+    with named_errors(task):
+        example = loader.example()
     one, two = (_evaluate(task, engine, [example] * count) for count in (1, 2))
     for result in (one, two):
         if not math.isfinite(result.loss):
             return  # a model may begin so; training will tell
     if one.weight and math.isclose(two.weight, one.weight, rel_tol=1e-3):
-        raise _fault(
+        raise fault(
             task,
             "weight",
             f"returns {one.weight:g} for one sample, and for two of it as well",
             "return the number of units that the loss sums over: target tokens, or samples",
         )
     if one.loss and math.isclose(two.loss, one.loss, rel_tol=1e-2):
-        raise _fault(
+        raise fault(
             task,
             "loss",
             f"returns {one.loss:g} for one sample, and for two of it as well: a mean",
@@ -77,7 +55,7 @@ def check_evaluation(task: Task, engine: Engine, split: Split, metric: str) -> N
         UserError: ``predict`` or ``score`` fails, or ``metric`` is none of the scores. It names the method.
     """
     samples = [split.samples[number] for number in range(min(TRIED_SAMPLES, len(split.samples)))]
-    with _named(task):
+    with named_errors(task):
         rng = np.random.default_rng(0)
         rows = [{**task.augment(sample, False, rng), "id": sample["id"], "ids": sample["ids"]} for sample in samples]
     result = _evaluate(task, engine, rows)
@@ -87,30 +65,33 @@ def check_evaluation(task: Task, engine: Engine, split: Split, metric: str) -> N
         for sample, prediction in zip(samples, predictions, strict=True)
     ]
     try:
-        with _named(task):
-            scores = {**task.loss_scores(result.loss, result.weight or 1.0, records), **task.score(records)}
+        with named_errors(task):
+            of_loss, own = task.loss_scores(result.loss, result.weight or 1.0, records), task.score(records)
     except UserError as error:
         if isinstance(error.__cause__, ZeroDivisionError):
             return  # what these few samples lack, all of them may have
         raise
-    if metric not in scores:
-        raise unknown_metric(metric, scores, "set eval.metric to one of them")
+    for method, scores in (("loss_scores", of_loss), ("score", own)):
+        if not isinstance(scores, dict) or not all(isinstance(value, float | int) for value in scores.values()):
+            raise fault(task, method, f"returns {scores!r:.80}", 'return a dict of plain numbers: {"accuracy": 0.9}')
+    if metric not in {**of_loss, **own}:
+        raise unknown_metric(metric, {**of_loss, **own}, "set eval.metric to one of them")
 
 
 def _evaluate(task: Task, engine: Engine, samples: list[Sample]) -> EvalResult:
-    with _named(task):
+    with named_errors(task):
         batch = task.collate(samples)
     wanted = [number for sample in samples for number in sample["ids"]]
     if not isinstance(batch, Batch):
-        raise _fault(task, "collate", f"returns {type(batch).__name__}", "return a drawbar.Batch(tensors, ids)")
+        raise fault(task, "collate", f"returns {type(batch).__name__}", "return a drawbar.Batch(tensors, ids)")
     if list(batch.ids) != wanted:
-        raise _fault(
+        raise fault(
             task,
             "collate",
             f"gives the ids {batch.ids} for samples {wanted}",
             'give Batch the ids of all its samples, in order: ids=[n for s in samples for n in s["ids"]]',
         )
-    with _named(task):
+    with named_errors(task):
         try:
             result = engine.eval_step(batch)
         except (TypeError, ValueError, RuntimeError) as error:
@@ -118,7 +99,7 @@ def _evaluate(task: Task, engine: Engine, samples: list[Sample]) -> EvalResult:
             if last.f_code.co_name != "eval_step":  # there the loss becomes a plain number
                 raise
             remedy = 'return a tensor with one element: the sum over the batch (reduction="sum")'
-            raise _fault(task, "loss", f"returns what is no number: {error}", remedy) from error
+            raise fault(task, "loss", f"returns what is no number: {error}", remedy) from error
     _check_predictions(task, result.predictions, wanted)
     return result
 
@@ -128,7 +109,7 @@ def _check_predictions(task: Task, predictions: Any, ids: list[int]) -> None:
         return
     if not isinstance(predictions, list) or len(predictions) != len(ids):
         what = f"{len(predictions)} values" if isinstance(predictions, list) else type(predictions).__name__
-        raise _fault(
+        raise fault(
             task,
             "predict",
             f"returns {what} for {len(ids)} samples",
@@ -137,44 +118,9 @@ def _check_predictions(task: Task, predictions: Any, ids: list[int]) -> None:
     try:
         json.dumps(predictions)
     except (TypeError, ValueError) as error:
-        raise _fault(
+        raise fault(
             task,
             "predict",
             f"returns what JSON cannot hold: {error}",
             "return plain numbers, strings, lists and dicts: tensor.tolist()",
         ) from error
-
-
-@contextmanager
-def _named(task: Task) -> Iterator[None]:
-    """An exception out of one of the task's methods, as an error that names it and the line."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        frames = list(traceback.walk_tb(error.__traceback__))
-        inside = [
-            (depth, frame)
-            for depth, (frame, _) in enumerate(frames)
-            if frame.f_code.co_name in METHODS and frame.f_locals.get("self") is task
-        ]
-        if not inside:
-            raise
-        depth, method = inside[-1]
-        calls = traceback.format_list(traceback.StackSummary.extract(iter(frames[depth:])))
-        name = f"{type(task).__name__}.{method.f_code.co_name}"
-        raise UserError(
-            f"{name} fails on the first samples: {type(error).__name__}: {error}\n{''.join(calls).rstrip()}",
-            remedy="mend the method; `batch` holds what encode returned, as tensors",
-        ) from error
-
-
-def _fault(task: Task, method: str, what: str, remedy: str) -> UserError:
-    return UserError(f"{type(task).__name__}.{method} {what}", where=_place(getattr(type(task), method)), remedy=remedy)
-
-
-def _place(method: Callable[..., Any]) -> str | None:
-    """File and line of a method; None for one that has none."""
-    code = getattr(method, "__code__", None)
-    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else None

@@ -20,6 +20,7 @@ from drawbar.runtime.dist import World
 from drawbar.runtime.log import logger
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.encoder import TaskEncoder, samples_key
+from drawbar.tasks.overrides import fault, named_errors
 from drawbar.tasks.task import Task
 from drawbar.tracking.console import Console
 
@@ -34,9 +35,10 @@ def load_split(task: Task, name: str, config: RunConfig, world: World, console: 
     Raises:
         UserError: it cannot be read, has no samples, or differs between processes.
     """
-    records = task.records(name)
-    if not isinstance(records, Sequence):
-        records = list(records)
+    with named_errors(task):
+        records = task.records(name)
+        if not isinstance(records, Sequence):
+            records = list(records)
     samples = _encode(task, records, name, config, world, console)
     logger.info("%s: %s", name, describe_samples(samples))
     unreadable = getattr(records, "skipped", []) if config.data.on_bad_record == "skip" else []
@@ -103,10 +105,7 @@ def varied_by(task: Task, config: RunConfig, train: bool) -> Vary:
         rng = np.random.Generator(np.random.Philox(key=[config.run.seed, epoch], counter=[0, 0, sample["id"], 0]))
         varied = task.augment(sample, train, rng)
         if not isinstance(varied, dict):
-            raise UserError(
-                f"{type(task).__name__}.augment returns {type(varied).__name__}",
-                remedy="return the sample, a dict of its fields",
-            )
+            raise fault(task, "augment", f"returns {type(varied).__name__}", "return the sample: a dict of its fields")
         return {**varied, "id": sample["id"], "ids": sample["ids"]}
 
     return vary

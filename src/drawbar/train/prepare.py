@@ -18,12 +18,12 @@ from drawbar.runtime.dist import World
 from drawbar.runtime.env import Place, choose_device
 from drawbar.runtime.log import logger, start_logging
 from drawbar.tasks.encoder import samples_key
+from drawbar.tasks.overrides import check_signatures
 from drawbar.tasks.registry import task_class
 from drawbar.tasks.task import Task
 from drawbar.tracking.console import Console, make_console
 from drawbar.tracking.histogram import print_histogram
 from drawbar.tracking.table import print_table
-from drawbar.train.check import check_signatures
 from drawbar.train.data import load_split, rows_and_order, train_micro_batch
 from drawbar.train.setup import build_task
 

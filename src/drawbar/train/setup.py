@@ -16,6 +16,7 @@ from drawbar.engines.engine import Engine
 from drawbar.runtime.dist import World
 from drawbar.runtime.files import write_whole
 from drawbar.runtime.log import logger
+from drawbar.tasks.overrides import fault, named_errors
 from drawbar.tasks.task import Task
 
 TASK_FILE = "task.json"
@@ -23,13 +24,23 @@ TASK_FILE = "task.json"
 
 def build_task(task_type: type[Task], config: RunConfig, world: World, origin: Path) -> Task:
     """The task with its tokenizer and its facts: those of the run directory ``origin``, which the weights come from,
-    where there is one; else made once, on rank 0, for all."""
+    where there is one; else made once, on rank 0, for all.
+
+    Raises:
+        UserError: a method of the task fails, or finds facts that are no plain values.
+    """
     task = task_type(config)
     tokenizer, facts = origin / "tokenizer", origin / TASK_FILE
     build: Callable[[], Any] = (lambda: load_tokenizer(str(tokenizer))) if tokenizer.is_dir() else task.build_tokenizer
-    task.tokenizer = world.from_first(build)
     find: Callable[[], Any] = (lambda: json.loads(facts.read_text("utf-8"))) if facts.exists() else task.find_facts
-    task.facts = world.from_first(find)
+    with named_errors(task):
+        task.tokenizer = world.from_first(build)
+        task.facts = world.from_first(find)
+    try:
+        task.facts = json.loads(json.dumps(task.facts))  # as a resumed run will read them
+    except (TypeError, ValueError) as error:
+        remedy = "return a dict of plain numbers, strings and lists: a set becomes sorted(...)"
+        raise fault(task, "find_facts", f"returns what JSON cannot hold: {error}", remedy) from error
     return task
 
 

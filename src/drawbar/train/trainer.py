@@ -18,12 +18,13 @@ from drawbar.runtime.dist import World
 from drawbar.runtime.env import Place, choose_device
 from drawbar.runtime.log import open_log_file, start_logging
 from drawbar.runtime.seed import rng_state, seed_everything, set_rng_state, use_deterministic_kernels
+from drawbar.tasks.overrides import check_signatures, named_errors
 from drawbar.tasks.registry import task_class
 from drawbar.tasks.task import Task
 from drawbar.tracking.console import Console, make_console
 from drawbar.tracking.meters import Throughput
 from drawbar.tracking.trackers import Tracker, make_trackers
-from drawbar.train.check import check_evaluation, check_signatures, check_task
+from drawbar.train.check import check_evaluation, check_task
 from drawbar.train.data import eval_micro_batch, load_split, make_loader, varied_by
 from drawbar.train.hooks import EvalHook, Hook, LogHook, ProfileHook, SaveHook, out_of_patience
 from drawbar.train.rundir import Start, find_start, lock_run_dir, renamed, write_config
@@ -102,8 +103,9 @@ class Trainer:
         loader = make_loader(task, config, world, console)
         validation = load_split(task, "validation", config, world, console) if validates else None
         total_steps = count_steps(config.train, loader.steps_per_epoch)
-        engine = choose_engine(task, config, world, total_steps)
-        check_task(task, engine, loader.example())
+        with named_errors(task):
+            engine = choose_engine(task, config, world, total_steps)
+        check_task(task, engine, loader)
         if validation is not None:
             check_evaluation(task, engine, validation, config.eval.metric)
 

@@ -17,8 +17,8 @@ from drawbar.errors import UserError
 from drawbar.metrics.registry import compute, load_metrics
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.causal_lm import CausalLM
+from drawbar.tasks.overrides import check_signatures
 from drawbar.tasks.task import Task
-from drawbar.train.check import check_signatures
 from runs import fit_in
 
 HERE = Path(__file__).name
@@ -196,9 +196,53 @@ class FailingAugment(Points):
         return sample if train else sample / 2  # type: ignore[operator, return-value]
 
 
+class ForgetsToReturn(Points):
+    def augment(self, sample: dict[str, Any], train: bool, rng: Any) -> dict[str, Any]:
+        if not train:
+            return sample
+        return None  # type: ignore[return-value]
+
+
+class NoModel(Points):
+    def build_model(self) -> nn.Module:
+        raise OSError("no such weights")
+
+
+class NoTokenizer(Points):
+    def build_tokenizer(self) -> Any:
+        return {}["tokenizer"]
+
+
+class NoRecords(Points):
+    def records(self, split: str) -> list[dict[str, Any]]:
+        return [1 / 0]  # type: ignore[list-item]
+
+
+class SetOfFacts(Points):
+    def find_facts(self) -> dict[str, Any]:
+        return {"labels": {0, 1}}
+
+
+class WordScore(Points):
+    def score(self, records: list[dict[str, Any]]) -> dict[str, float]:
+        return {"accuracy": "high"}  # type: ignore[dict-item]
+
+
+class ListScore(Points):
+    def score(self, records: list[dict[str, Any]]) -> dict[str, float]:
+        return [0.5]  # type: ignore[return-value]
+
+
 @pytest.mark.parametrize(
     ("task", "method", "says"),
     [
+        (ForgetsToReturn, "augment", "returns NoneType"),
+        (NoModel, "build_model", "OSError: no such weights"),
+        (NoTokenizer, "build_tokenizer", "KeyError: 'tokenizer'"),
+        (NoRecords, "records", "ZeroDivisionError"),
+        (SetOfFacts, "find_facts", "JSON cannot hold"),
+        (WordScore, "score", "returns {'accuracy': 'high'}"),
+        (ListScore, "score", "returns [0.5]"),
         (Mean, "loss", "a mean"),
         (EachLoss, "loss", "no number"),
         (NoLoss, "loss", "no number"),

@@ -1,0 +1,72 @@
+"""What a user overrides in a task: whether it can be called, and how its errors name it."""
+
+import inspect
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from drawbar.errors import UserError
+from drawbar.tasks.task import Task
+
+METHODS = tuple(name for name, value in vars(Task).items() if inspect.isfunction(value) and not name.startswith("_"))
+"""What a task may override."""
+
+
+def check_signatures(task_type: type[Task]) -> None:
+    """Refuse a method that cannot be called as drawbar calls it.
+
+    Raises:
+        UserError: it names the method, and what its arguments should be.
+    """
+    for name in METHODS:
+        method, wanted = getattr(task_type, name), inspect.signature(getattr(Task, name))
+        arguments = list(wanted.parameters)
+        if not inspect.isfunction(inspect.getattr_static(task_type, name)):
+            arguments = arguments[1:]  # a static method, say, gets no self
+        try:
+            inspect.signature(method).bind(*arguments)  # a value for each argument, by position, as drawbar calls it
+        except TypeError as error:
+            raise UserError(
+                f"{task_type.__name__}.{name} cannot be called with ({', '.join(wanted.parameters)}): {error}",
+                where=_place(method),
+                remedy=f"define it as {name}{wanted}",
+            ) from error
+
+
+@contextmanager
+def named_errors(task: Task) -> Iterator[None]:
+    """An exception out of one of the task's methods, as an error that names it and the line."""
+    try:
+        yield
+    except (UserError, torch.OutOfMemoryError):  # too little memory is no fault of the method's
+        raise
+    except Exception as error:
+        frames = list(traceback.walk_tb(error.__traceback__))
+        inside = [
+            (depth, frame)
+            for depth, (frame, _) in enumerate(frames)
+            if frame.f_code.co_name in METHODS and frame.f_locals.get("self") is task
+        ]
+        if not inside:
+            raise
+        depth, method = inside[-1]
+        calls = traceback.format_list(traceback.StackSummary.extract(iter(frames[depth:])))
+        name = f"{type(task).__name__}.{method.f_code.co_name}"
+        raise UserError(
+            f"{name} fails: {type(error).__name__}: {error}\n{''.join(calls).rstrip()}",
+            remedy="mend the method",
+        ) from error
+
+
+def fault(task: Task, method: str, what: str, remedy: str) -> UserError:
+    """The error of a method that returns something else than it should."""
+    return UserError(f"{type(task).__name__}.{method} {what}", where=_place(getattr(type(task), method)), remedy=remedy)
+
+
+def _place(method: Callable[..., Any]) -> str | None:
+    """File and line of a method; None for one that has none."""
+    code = getattr(method, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else None
