@@ -17,7 +17,7 @@ SMALLER = {
     "task.tokenizer.vocab_size": 330,
     "task.generation.max_new_tokens": 12,
     "train.global_batch": 32,
-    "train.micro_batch": 16,
+    "train.micro_batch": 32,
     "eval.every": 100,
     "checkpoint.every": 100,
 }

@@ -173,7 +173,8 @@ def _targets(task: Task) -> Targets:
 
 
 def _stream_loader(task: Task, config: RunConfig, world: World) -> StreamLoader[Batch]:
-    records = task.records("train")
+    with named_errors(task):
+        records = task.records("train")
     if not isinstance(records, Records):
         raise UserError(
             f"{type(task).__name__}.records returns records of its own, which cannot be streamed",

@@ -99,7 +99,8 @@ class Trainer:
         task = build_task(self.task_type, config, world, origin)
         validates = config.data.validation is not None or config.data.validation_share is not None
         if validates:
-            task.records("validation")  # a missing file is found before the training data is encoded
+            with named_errors(task):
+                task.records("validation")  # a missing file is found before the training data is encoded
         loader = make_loader(task, config, world, console)
         validation = load_split(task, "validation", config, world, console) if validates else None
         total_steps = count_steps(config.train, loader.steps_per_epoch)
