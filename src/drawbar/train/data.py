@@ -29,6 +29,15 @@ UNCOUNTED_ROWS = 32
 """Rows of an evaluation forward where samples have no length in tokens, and no setting says how many."""
 
 
+def load_data(task: Task, config: RunConfig, world: World, console: Console) -> tuple[Loader[Batch], Split | None]:
+    """The training batches of this rank, and the validation data, where there are any."""
+    if config.data.validation is None and config.data.validation_share is None:
+        return make_loader(task, config, world, console), None
+    with named_errors(task):
+        task.records("validation")  # a missing file is found before the training data is encoded
+    return make_loader(task, config, world, console), load_split(task, "validation", config, world, console)
+
+
 def load_split(task: Task, name: str, config: RunConfig, world: World, console: Console) -> Split:
     """Read and encode one part of the data, or take it from the cache.
 

@@ -25,7 +25,7 @@ from drawbar.tracking.console import Console, make_console
 from drawbar.tracking.meters import Throughput
 from drawbar.tracking.trackers import Tracker, make_trackers
 from drawbar.train.check import check_evaluation, check_task
-from drawbar.train.data import eval_micro_batch, load_split, make_loader, varied_by
+from drawbar.train.data import eval_micro_batch, load_data, varied_by
 from drawbar.train.hooks import EvalHook, Hook, LogHook, ProfileHook, SaveHook, out_of_patience
 from drawbar.train.rundir import Start, find_start, lock_run_dir, renamed, write_config
 from drawbar.train.saver import Saver, restore
@@ -97,12 +97,7 @@ class Trainer:
 
         origin = config.run_dir if start.checkpoint is None else start.checkpoint.resolve().parent.parent
         task = build_task(self.task_type, config, world, origin)
-        validates = config.data.validation is not None or config.data.validation_share is not None
-        if validates:
-            with named_errors(task):
-                task.records("validation")  # a missing file is found before the training data is encoded
-        loader = make_loader(task, config, world, console)
-        validation = load_split(task, "validation", config, world, console) if validates else None
+        loader, validation = load_data(task, config, world, console)
         total_steps = count_steps(config.train, loader.steps_per_epoch)
         with named_errors(task):
             engine = choose_engine(task, config, world, total_steps)
