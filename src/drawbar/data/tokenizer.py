@@ -18,8 +18,8 @@ def train_byte_bpe(
 ) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer (Sennrich et al. 2016, over bytes as in GPT-2): no text is lost.
 
-    The one special token, ``<|endoftext|>``, begins, ends and pads. In a text, the same letters are ordinary text: no
-    document can end itself. The vocabulary comes out smaller than asked where the texts have too few repeated pairs;
+    The special token ``<|endoftext|>`` begins and ends a document, and pads unless ``more_special`` says otherwise. In a
+    text, the same letters are ordinary text: no document can end itself. The vocabulary comes out smaller than asked where the texts have too few repeated pairs;
     that is logged.
 
     Args:
