@@ -18,9 +18,9 @@ def train_byte_bpe(
 ) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer (Sennrich et al. 2016, over bytes as in GPT-2): no text is lost.
 
-    The special token ``<|endoftext|>`` begins and ends a document, and pads unless ``more_special`` says otherwise. In a
-    text, the same letters are ordinary text: no document can end itself. The vocabulary comes out smaller than asked where the texts have too few repeated pairs;
-    that is logged.
+    The special token ``<|endoftext|>`` begins and ends a document, and pads unless ``more_special`` says otherwise. In
+    a text, the same letters are ordinary text: no document can end itself. The vocabulary comes out smaller than asked
+    where the texts have too few repeated pairs; that is logged.
 
     Args:
         texts: the training texts.

@@ -62,7 +62,12 @@ class World:
         deadline.start()
         try:
             dist.init_process_group(
-                "nccl" if on_cuda else "gloo", timeout=self.timeout, device_id=self.device if on_cuda else None
+                "nccl" if on_cuda else "gloo",
+                store=_own_store(self.timeout),
+                rank=self.rank,
+                world_size=self.size,
+                timeout=self.timeout,
+                device_id=self.device if on_cuda else None,
             )
             self._control = dist.new_group(backend="gloo", timeout=self.timeout)
             ranks: list[Address] = [self._watchdog.address] * self.size
@@ -160,3 +165,17 @@ class World:
         box = [make() if self.first else None]
         dist.broadcast_object_list(box, src=0, group=self._control)
         return box[0]  # type: ignore[return-value]
+
+
+_stores: list[dist.Store] = []
+"""Where the processes meet, and as many parts of it as worlds were joined."""
+
+
+def _own_store(timeout: timedelta) -> dist.Store:
+    """A part of the store for one :class:`World`: a second one in this process must not find the first one's keys."""
+    if not _stores:
+        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+        _stores.append(store)
+    own = dist.PrefixStore(f"world-{len(_stores)}", _stores[0])
+    _stores.append(own)
+    return own

@@ -37,6 +37,19 @@ def collectives() -> dict[str, Any]:
         }
 
 
+def one_world_after_the_other() -> list[float]:
+    totals = []
+    for _ in range(4):
+        with World(Place.from_environment(), CPU, timeout=30) as world:
+            totals.append(world.sum(world.rank + 1.0))
+    return totals
+
+
+def test_a_process_may_join_again() -> None:
+    """As where a script trains, evaluates and trains again: the second world must not find the keys of the first."""
+    assert run_ranks(one_world_after_the_other, 2) == [[3.0] * 4] * 2
+
+
 def test_three_ranks() -> None:
     """Numbers travel as float64 and int64: 2**53 + 2 fits into no float32, 2**40 into no int32."""
     results = run_ranks(collectives, 3)
