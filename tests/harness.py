@@ -8,12 +8,13 @@ fails.
 import multiprocessing
 import os
 import runpy
+import signal
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -66,6 +67,23 @@ def start_cli(*arguments: str, cwd: Path, output: Path, env: dict[str, str] | No
     process = _context.Process(target=_cli, args=(list(arguments), str(cwd), env or {}, str(output)))
     process.start()
     return process
+
+
+def kill_when_logged(project: Path, command: tuple[str, ...], step: int) -> None:
+    """Start the run, and SIGKILL its process group once it has logged ``step``."""
+    output = project / f"output-{step}"
+    output.mkdir()
+    process = start_cli(*command, cwd=project, output=output)
+    log = project / "runs" / "tiny" / "metrics.jsonl"
+    end = time.monotonic() + 60
+    while not (log.exists() and f'"step": {step},' in log.read_text()):
+        assert time.monotonic() < end, (output / "0.err").read_text()
+        assert process.is_alive(), (output / "0.err").read_text()
+        time.sleep(0.005)
+    assert process.pid is not None
+    with suppress(ProcessLookupError):  # on a busy machine it may have come to its end meanwhile
+        os.killpg(process.pid, signal.SIGKILL)
+    process.join()
 
 
 def _cli(arguments: list[str], cwd: str, env: dict[str, str], output: str) -> None:

@@ -1,6 +1,5 @@
 """Acceptance: a run that was killed comes back as if nothing had happened."""
 
-import contextlib
 import json
 import os
 import random
@@ -14,7 +13,7 @@ import pytest
 import torch
 
 from conftest import make_project, write_text
-from harness import run_cli, start_cli
+from harness import kill_when_logged, run_cli, start_cli
 from runs import largest_difference, losses, metrics, scores, weights
 
 LEDGER = '''
@@ -61,23 +60,6 @@ def test_killed_at_random_steps(uninterrupted: tuple[Path, int], tmp_path: Path)
     for name, tensor in weights(theirs, 60).items():
         assert torch.equal(tensor, weights(ours, 60)[name]), name
     check_ledger(project, ours, processes)
-
-
-def kill_when_logged(project: Path, command: tuple[str, ...], step: int) -> None:
-    """Start the run, and SIGKILL its process group once it has logged ``step``."""
-    output = project / f"output-{step}"
-    output.mkdir()
-    process = start_cli(*command, cwd=project, output=output)
-    log = project / "runs" / "tiny" / "metrics.jsonl"
-    end = time.monotonic() + 60
-    while not (log.exists() and f'"step": {step},' in log.read_text()):
-        assert time.monotonic() < end, (output / "0.err").read_text()
-        assert process.is_alive(), (output / "0.err").read_text()
-        time.sleep(0.005)
-    assert process.pid is not None
-    with contextlib.suppress(ProcessLookupError):  # on a busy machine it may have come to its end meanwhile
-        os.killpg(process.pid, signal.SIGKILL)
-    process.join()
 
 
 def check_ledger(project: Path, run: Path, processes: int) -> None:

@@ -1,11 +1,7 @@
 """Acceptance: a stream over uneven shards, killed and resumed three times, gives each record exactly once an epoch."""
 
-import contextlib
 import json
-import os
 import random
-import signal
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -13,7 +9,7 @@ import pytest
 import torch
 
 from conftest import WORDS, make_project
-from harness import run_cli, start_cli
+from harness import kill_when_logged, run_cli
 from runs import losses, metrics, weights
 
 LEDGER = '''
@@ -103,7 +99,7 @@ def test_each_record_once_an_epoch_though_killed_three_times(whole: Path, tmp_pa
     project = make_shards(tmp_path)
     chance = random.Random()  # a new place each time: every one must work
     for first, last in ((2, 6), (14, 17), (25, 28)):
-        kill_when_logged(project, chance.randint(first, last))
+        kill_when_logged(project, COMMAND, chance.randint(first, last))
     done = run_cli(*COMMAND, cwd=project)
     assert done.code == 0, done.err
     check_ledger(project)
@@ -114,23 +110,6 @@ def test_each_record_once_an_epoch_though_killed_three_times(whole: Path, tmp_pa
     assert max(losses(ours)) == STEPS
     for name, tensor in weights(theirs, STEPS).items():
         assert torch.equal(tensor, weights(ours, STEPS)[name]), name
-
-
-def kill_when_logged(project: Path, step: int) -> None:
-    """Start the run, and SIGKILL its process group once it has logged ``step``."""
-    output = project / f"output-{step}"
-    output.mkdir()
-    process = start_cli(*COMMAND, cwd=project, output=output)
-    log = project / "runs" / "tiny" / "metrics.jsonl"
-    end = time.monotonic() + 60
-    while not (log.exists() and f'"step": {step},' in log.read_text()):
-        assert time.monotonic() < end, (output / "0.err").read_text()
-        assert process.is_alive(), (output / "0.err").read_text()
-        time.sleep(0.005)
-    assert process.pid is not None
-    with contextlib.suppress(ProcessLookupError):  # on a busy machine it may have come to its end meanwhile
-        os.killpg(process.pid, signal.SIGKILL)
-    process.join()
 
 
 def check_ledger(project: Path) -> None:

@@ -1,9 +1,6 @@
 """From a YAML file and ``key=value`` arguments to a checked, frozen :class:`RunConfig`, and back to YAML."""
 
-import importlib
 import json
-import sys
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
@@ -13,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 from ruamel.yaml import YAML, CommentedMap, CommentedSeq, RoundTripRepresenter, ScalarNode
 
+from drawbar.config.imports import cause, import_user_module
 from drawbar.config.problems import report_errors
 from drawbar.config.schema import RunConfig, run_config_type
 from drawbar.config.source import DEFAULT, Origin, Settings, apply_override, read_file
@@ -155,14 +153,10 @@ class _NoTask(Exception):
 def _import_config(name: str) -> type[TaskConfig]:
     """``Config`` of the task class ``package.module:Class``."""
     module_name, _, class_name = name.partition(":")
-    folder = str(Path.cwd())
-    if folder not in sys.path:
-        # As `python -m` does; the installed command `drawbar` does not.
-        sys.path.insert(0, folder)
     try:
-        module = importlib.import_module(module_name)
+        module = import_user_module(module_name)
     except Exception as error:
-        raise _NoTask(f"cannot import {module_name!r}: {_cause(error)}") from error
+        raise _NoTask(f"cannot import {module_name!r}: {cause(error)}") from error
     found = getattr(module, class_name, None)
     if found is None:
         classes = [known for known, value in vars(module).items() if isinstance(getattr(value, "Config", None), type)]
@@ -173,10 +167,3 @@ def _import_config(name: str) -> type[TaskConfig]:
     if not (isinstance(config, type) and issubclass(config, TaskConfig)):
         raise _NoTask(f"{name} is no task: it has no class `Config` that subclasses drawbar.TaskConfig")
     return config
-
-
-def _cause(error: Exception) -> str:
-    """The error, and the line of the user's file that raised it."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
-    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else ""
-    return f"{type(error).__name__}: {error}{place}"

@@ -1,7 +1,7 @@
 """Evaluation: sums and counts over every sample exactly once, whatever the number of processes and the batch size."""
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 
 from drawbar.data.dataset import EncodedDataset
-from drawbar.data.loader import EvalLoader, MicroBatchSize, SampleRows, Vary
+from drawbar.data.loader import EvalLoader, MicroBatch, MicroBatchSize, SampleRows, Vary
 from drawbar.engines.engine import Engine
 from drawbar.errors import ExitCode, UserError
 from drawbar.runtime.dist import World
 from drawbar.runtime.files import write_whole
+from drawbar.tasks.batch import Batch
 from drawbar.tasks.task import Task
 from drawbar.tracking.trackers import json_number
 
@@ -54,23 +55,13 @@ def evaluate(
     Raises:
         UserError: the split has no units to compute a loss over, or ``predict`` returns too few or too many.
     """
-    loader = EvalLoader(
-        SampleRows(split.samples),
-        micro_batch=micro_batch,
-        rank=world.rank,
-        world_size=world.size,
-        collate=task.collate,
-        vary=vary,
-    )
     loss, weight, predictions = 0.0, 0.0, []
-    for done, micro in enumerate(loader, start=1):
+    for micro in _batches(task, split, world, micro_batch, vary, progress):
         result = engine.eval_step(micro.batch)
         if micro.counts:
             loss += result.loss
             weight += result.weight
             predictions.extend(_with_ids(task, micro.batch.ids, result.predictions))
-        if progress is not None:
-            progress(done, len(loader))
     loss, weight = world.sum(loss), world.sum(weight)
     gathered = world.gather(predictions)
     if weight == 0:
@@ -82,6 +73,29 @@ def evaluate(
     merged = _merge(split, [pair for part in gathered for pair in part]) if gathered is not None else []
     scores = world.from_first(lambda: _scores(task, loss, weight, merged))
     return Evaluation({name: float(value) for name, value in scores.items()}, merged)
+
+
+def _batches(
+    task: Task,
+    split: Split,
+    world: World,
+    micro_batch: MicroBatchSize,
+    vary: Vary,
+    progress: Callable[[int, int], None] | None,
+) -> Iterator[MicroBatch[Batch]]:
+    """This rank's batches; ``progress`` hears of each when it is done."""
+    loader = EvalLoader(
+        SampleRows(split.samples),
+        micro_batch=micro_batch,
+        rank=world.rank,
+        world_size=world.size,
+        collate=task.collate,
+        vary=vary,
+    )
+    for done, micro in enumerate(loader, start=1):
+        yield micro
+        if progress is not None:
+            progress(done, len(loader))
 
 
 def _scores(task: Task, loss: float, weight: float, records: list[dict[str, Any]]) -> dict[str, float]:
@@ -107,20 +121,10 @@ def predict(
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[int, Any]:
     """The predictions by the number of their record, on rank 0. No labels are needed. Args as for ``evaluate``."""
-    loader = EvalLoader(
-        SampleRows(split.samples),
-        micro_batch=micro_batch,
-        rank=world.rank,
-        world_size=world.size,
-        collate=task.collate,
-        vary=vary,
-    )
     predictions: list[tuple[int, Any]] = []
-    for done, micro in enumerate(loader, start=1):
+    for micro in _batches(task, split, world, micro_batch, vary, progress):
         found = _with_ids(task, micro.batch.ids, engine.predict_step(micro.batch))
         predictions += found if micro.counts else []
-        if progress is not None:
-            progress(done, len(loader))
     gathered = world.gather(predictions)
     return _by_record(split, [pair for part in gathered for pair in part]) if gathered is not None else {}
 

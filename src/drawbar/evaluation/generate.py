@@ -3,11 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from drawbar.data.tokenizer import begin_token
 from drawbar.engines.engine import Engine
 from drawbar.errors import UserError
+from drawbar.tasks.writing import left_padded
 
 
 @dataclass(frozen=True)
@@ -55,14 +54,10 @@ def generate_text(engine: Engine, tokenizer: Any, prompts: list[str], sampling: 
         else tokenizer(text)["input_ids"]
         for text in prompts
     ]
-    longest = max(map(len, encoded))
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
-    # on the left, so that every continuation starts at the same column
-    ids_BL = torch.tensor([[pad] * (longest - len(tokens)) + tokens for tokens in encoded])
-    mask_BL = torch.tensor([[0] * (longest - len(tokens)) + [1] * len(tokens) for tokens in encoded])
-    inputs = {"input_ids": ids_BL, "attention_mask": mask_BL}
+    inputs = left_padded(encoded, pad)
     try:
         out_BL = engine.generate(inputs, pad_token_id=pad, **sampling.options())
     except (ValueError, IndexError) as error:
         raise UserError(f"the model cannot go on from this prompt: {error}", remedy="shorten it") from error
-    return tokenizer.batch_decode(out_BL[:, longest:], skip_special_tokens=True)
+    return tokenizer.batch_decode(out_BL[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)

@@ -1,12 +1,9 @@
 """From the names in ``task.metrics`` to functions, and from those to one flat dict of scores."""
 
-import importlib
-import sys
-import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, SupportsFloat
 
+from drawbar.config.imports import cause, import_user_module
 from drawbar.errors import UserError, nearest
 from drawbar.metrics.classification import CLASSIFICATION
 from drawbar.metrics.regression import mae, mse, pearson, spearman
@@ -82,15 +79,11 @@ def _built_in_metric(name: str) -> Metric:
 
 def _import_metric(name: str) -> Metric:
     module_name, _, function_name = name.partition(":")
-    folder = str(Path.cwd())
-    if folder not in sys.path:
-        # As `python -m` does; the installed command `drawbar` does not.
-        sys.path.insert(0, folder)
     try:
-        module = importlib.import_module(module_name)
+        module = import_user_module(module_name)
     except Exception as error:
         raise UserError(
-            f"the metric {name!r} cannot be imported: {_cause(error)}",
+            f"the metric {name!r} cannot be imported: {cause(error)}",
             where=SETTING,
             remedy="give package.module:function of a module on PYTHONPATH or in the current folder, free of errors",
         ) from error
@@ -114,8 +107,8 @@ def _scores_of(name: str, metric: Metric, predictions: list[Any], references: li
         raise
     except Exception as error:
         # What a built-in metric raises is a sentence for the user already.
-        cause = _cause(error) if ":" in name or not isinstance(error, ValueError) else error
-        raise UserError(f"the metric {name} failed: {cause}", where=SETTING, remedy=_remedy(name)) from error
+        reason = cause(error) if ":" in name or not isinstance(error, ValueError) else error
+        raise UserError(f"the metric {name} failed: {reason}", where=SETTING, remedy=_remedy(name)) from error
     scores = result if isinstance(result, dict) else {name.rpartition(":")[2]: result}
     return {_checked_key(name, key): _checked_value(name, key, value) for key, value in scores.items()}
 
@@ -144,10 +137,3 @@ def _remedy(name: str) -> str:
     if ":" in name:
         return "correct the function; it gets (predictions, references), two lists with one item for each record"
     return "choose a metric that fits what the task predicts"
-
-
-def _cause(error: Exception) -> str:
-    """The error, and the line of the user's file that raised it."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
-    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else ""
-    return f"{type(error).__name__}: {error}{place}"

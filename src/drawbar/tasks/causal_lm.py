@@ -16,7 +16,7 @@ from drawbar.data.tokenizer import begin_token
 from drawbar.errors import UserError
 from drawbar.tasks.batch import Batch, pad_and_stack
 from drawbar.tasks.chat import Piece, chat_pieces, check_message, last_answer
-from drawbar.tasks.pretrained import PretrainedTask
+from drawbar.tasks.pretrained import PretrainedTask, mean_and_perplexity
 from drawbar.tasks.task import require
 from drawbar.tasks.writing import continuations
 
@@ -159,8 +159,7 @@ class CausalLM(PretrainedTask):
 
     def loss_scores(self, loss: float, weight: float, records: list[dict[str, Any]]) -> dict[str, float]:
         """Mean loss (nats a target token), perplexity and, for documents, bits per UTF-8 byte, end tokens included."""
-        mean = loss / weight
-        scores = {"loss": mean, "perplexity": math.exp(mean) if mean < 700 else math.inf}
+        scores = mean_and_perplexity(loss, weight)
         if not self.instructs:
             size = sum(len(self._text(record).encode()) for record in records)
             scores["bits_per_byte"] = loss / math.log(2) / max(size, 1)

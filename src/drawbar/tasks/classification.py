@@ -18,7 +18,7 @@ from drawbar.errors import UserError
 from drawbar.metrics.registry import load_metrics
 from drawbar.metrics.tags import is_entity_tag
 from drawbar.tasks.batch import Batch
-from drawbar.tasks.pretrained import Labels, PretrainedTask, check_label, found_labels
+from drawbar.tasks.pretrained import Labels, PretrainedTask, TokenTask, check_label, found_labels
 from drawbar.tasks.task import of_every, require
 
 
@@ -170,7 +170,7 @@ def _as_number(label: Any, column: str) -> float:
     return number
 
 
-class TokenClassification(PretrainedTask):
+class TokenClassification(TokenTask):
     """A label for each word. The first token of a word stands for it; the others are no targets."""
 
     Config = TokenClassificationConfig
@@ -253,15 +253,6 @@ class TokenClassification(PretrainedTask):
     def _spaces_are_tokens(self) -> bool:
         """Byte-level tokenizers know a word together with the space before it; others split texts at spaces."""
         return "ByteLevel" in repr(self.tokenizer.backend_tokenizer.pre_tokenizer)
-
-    def loss(self, outputs: Any, batch: Batch) -> torch.Tensor:
-        logits_BLC = outputs.logits.float()
-        return functional.cross_entropy(
-            logits_BLC.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
-        )
-
-    def weight(self, batch: Batch) -> float:
-        return int((batch["labels"] != IGNORED_LABEL).sum())
 
     def predict(self, model: nn.Module, batch: Batch) -> list[Any]:
         """The labels of a sample's words; of those that were cut off, none."""

@@ -1,23 +1,19 @@
 """The built-in task ``masked_lm``: find the tokens that were masked (Devlin et al. 2019)."""
 
-import math
 from typing import Any
 
 import numpy as np
-import torch
-from torch.nn import functional
 
 from drawbar.config.tasks import MaskedLMConfig
 from drawbar.data.dataset import Sample
 from drawbar.data.packing import IGNORED_LABEL
 from drawbar.data.tokenizer import framed
 from drawbar.errors import UserError
-from drawbar.tasks.batch import Batch
-from drawbar.tasks.pretrained import PretrainedTask
+from drawbar.tasks.pretrained import TokenTask, mean_and_perplexity
 from drawbar.tasks.task import require
 
 
-class MaskedLM(PretrainedTask):
+class MaskedLM(TokenTask):
     """Masked language modelling; every epoch masks other tokens, an evaluation always the same."""
 
     Config = MaskedLMConfig
@@ -60,16 +56,6 @@ class MaskedLM(PretrainedTask):
         changed = np.where(chosen & (fate >= 0.8) & (fate < 0.9), random_tokens, changed)
         return {**sample, "input_ids": changed, "labels": np.where(chosen, tokens, IGNORED_LABEL)}
 
-    def loss(self, outputs: Any, batch: Batch) -> torch.Tensor:
-        logits_BLV = outputs.logits.float()
-        return functional.cross_entropy(
-            logits_BLV.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
-        )
-
-    def weight(self, batch: Batch) -> float:
-        return int((batch["labels"] != IGNORED_LABEL).sum())
-
     def loss_scores(self, loss: float, weight: float, records: list[dict[str, Any]]) -> dict[str, float]:
         """Mean loss (nats a masked token), and its exponential."""
-        mean = loss / weight
-        return {"loss": mean, "perplexity": math.exp(mean) if mean < 700 else math.inf}
+        return mean_and_perplexity(loss, weight)

@@ -1,15 +1,18 @@
 """What the built-in tasks share: a transformers model with its tokenizer, and metrics by name."""
 
+import math
 from collections.abc import Iterable
 from itertools import chain
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from drawbar.config.schema import RunConfig
 from drawbar.config.tasks import PretrainedTaskConfig, TokenizerTraining
 from drawbar.data.dataset import Sample
+from drawbar.data.packing import IGNORED_LABEL
 from drawbar.data.tokenizer import load_tokenizer, train_byte_bpe
 from drawbar.errors import UserError
 from drawbar.metrics.registry import compute, load_metrics
@@ -99,6 +102,25 @@ class PretrainedTask(Task):
         if not self.predicts:
             return {}
         return compute(self.metrics, [record["prediction"] for record in records], self.references(records))
+
+
+class TokenTask(PretrainedTask):
+    """A task whose model gives scores for the label of each token, as it stands."""
+
+    def loss(self, outputs: Any, batch: Batch) -> torch.Tensor:
+        logits_BLC = outputs.logits.float()
+        return functional.cross_entropy(
+            logits_BLC.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
+        )
+
+    def weight(self, batch: Batch) -> float:
+        return int((batch["labels"] != IGNORED_LABEL).sum())
+
+
+def mean_and_perplexity(loss: float, weight: float) -> dict[str, float]:
+    """``loss`` in nats a target token, and its exponential."""
+    mean = loss / weight
+    return {"loss": mean, "perplexity": math.exp(mean) if mean < 700 else math.inf}
 
 
 def check_label(label: Any, column: str) -> Any:

@@ -1,27 +1,23 @@
 """The built-in task ``seq2seq``: write a text from another, with an encoder–decoder such as T5 or BART."""
 
-import math
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import nn
-from torch.nn import functional
 
 from drawbar.config.tasks import Seq2SeqConfig
 from drawbar.data.dataset import Sample
-from drawbar.data.packing import IGNORED_LABEL
 from drawbar.data.tokenizer import framed
 from drawbar.errors import UserError
 from drawbar.models.heads import longest_input
 from drawbar.models.huggingface import load_model_config
 from drawbar.tasks.batch import Batch
-from drawbar.tasks.pretrained import PretrainedTask
+from drawbar.tasks.pretrained import TokenTask, mean_and_perplexity
 from drawbar.tasks.task import require
 from drawbar.tasks.writing import generation_options
 
 
-class Seq2Seq(PretrainedTask):
+class Seq2Seq(TokenTask):
     """The decoder reads the target shifted by one, and its labels are the target."""
 
     Config = Seq2SeqConfig
@@ -75,15 +71,6 @@ class Seq2Seq(PretrainedTask):
     def forward(self, model: nn.Module, batch: Batch) -> Any:
         return model(**batch.inputs, use_cache=False)
 
-    def loss(self, outputs: Any, batch: Batch) -> torch.Tensor:
-        logits_BTV = outputs.logits.float()
-        return functional.cross_entropy(
-            logits_BTV.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
-        )
-
-    def weight(self, batch: Batch) -> float:
-        return int((batch["labels"] != IGNORED_LABEL).sum())
-
     @property
     def predicts(self) -> bool:
         return self.config.generation is not None
@@ -103,8 +90,7 @@ class Seq2Seq(PretrainedTask):
 
     def loss_scores(self, loss: float, weight: float, records: list[dict[str, Any]]) -> dict[str, float]:
         """Mean loss (nats a target token), and perplexity."""
-        mean = loss / weight
-        return {"loss": mean, "perplexity": math.exp(mean) if mean < 700 else math.inf}
+        return mean_and_perplexity(loss, weight)
 
 
 def _cut(tokens: list[int], limit: int) -> tuple[list[int], bool]:

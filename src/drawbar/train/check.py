@@ -5,8 +5,6 @@ import math
 import traceback
 from typing import Any
 
-import numpy as np
-
 from drawbar.data.dataset import Sample
 from drawbar.data.loader import Loader
 from drawbar.engines.engine import Engine, EvalResult
@@ -15,6 +13,7 @@ from drawbar.evaluation.evaluate import Split, unknown_metric
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.overrides import fault, named_errors
 from drawbar.tasks.task import Task
+from drawbar.train.data import varied_by
 
 TRIED_SAMPLES = 8
 
@@ -56,8 +55,8 @@ def check_evaluation(task: Task, engine: Engine, split: Split, metric: str) -> N
     """
     samples = [split.samples[number] for number in range(min(TRIED_SAMPLES, len(split.samples)))]
     with named_errors(task):
-        rng = np.random.default_rng(0)
-        rows = [{**task.augment(sample, False, rng), "id": sample["id"], "ids": sample["ids"]} for sample in samples]
+        vary = varied_by(task, task.run_config, train=False)
+        rows = [vary(sample, 0) for sample in samples]
     result = _evaluate(task, engine, rows)
     predictions = result.predictions if result.predictions is not None else [None] * len(samples)
     records = [
