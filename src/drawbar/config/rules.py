@@ -48,23 +48,9 @@ NOT_YET = (
     Rule(
         "strategy",
         ("parallel.strategy",),
-        lambda c: c.parallel.strategy in ("dp", "zero1", "fsdp", "deepspeed"),
+        lambda c: c.parallel.strategy == "deepspeed",
         "this strategy is not in this version yet",
-        "set parallel.strategy to auto, single or ddp",
-    ),
-    Rule(
-        "model parallelism",
-        ("parallel.tensor", "parallel.pipeline", "parallel.context"),
-        lambda c: max(c.parallel.tensor, c.parallel.pipeline, c.parallel.context) > 1,
-        "tensor, pipeline and context parallelism are not in this version yet",
-        "leave all three at 1; ddp splits the batch",
-    ),
-    Rule(
-        "activation checkpointing",
-        ("parallel.activation_checkpointing",),
-        lambda c: c.parallel.activation_checkpointing != "none",
-        "activation checkpointing is not in this version yet",
-        "set parallel.activation_checkpointing=none, and save memory with a smaller train.micro_batch",
+        "set parallel.strategy=fsdp, with reshard and offload as you need them",
     ),
     Rule(
         "fp8",
@@ -309,30 +295,60 @@ def check_rules(config: LoadedConfig | RunConfig, rules: Sequence[Rule] = RULES)
     raise UserError("\n".join([f"{len(broken)} problems:", *lines]), remedy=remedies)
 
 
+def check_layout(config: RunConfig, world_size: int) -> int:
+    """How many data-parallel ranks ``world_size`` processes are: those that read rows of their own.
+
+    Raises:
+        UserError: the processes do not make up whole pipelines, tensor-parallel groups or replicas.
+    """
+    parallel = config.parallel
+    model_ranks = parallel.pipeline * parallel.context * parallel.tensor
+    if world_size % model_ranks:
+        above = -(-world_size // model_ranks) * model_ranks
+        raise UserError(
+            f"{world_size} process{'es' * (world_size > 1)} cannot hold models of {model_ranks} ranks each "
+            f"(parallel.pipeline={parallel.pipeline}, context={parallel.context}, tensor={parallel.tensor})",
+            where="parallel",
+            remedy=f"start {above} processes (launch.nproc={above}), or choose degrees whose product divides "
+            f"{world_size}",
+        )
+    data = world_size // model_ranks
+    if parallel.strategy == "fsdp" and data % parallel.replicate:
+        raise UserError(
+            f"parallel.replicate={parallel.replicate} does not divide the {data} data-parallel ranks",
+            where="parallel.replicate",
+            remedy=f"set parallel.replicate to {_choices(_divisors(data), parallel.replicate)}",
+        )
+    return data
+
+
 def check_world(config: RunConfig, world_size: int) -> None:
-    """Refuse batch sizes that cannot be split over ``world_size`` data-parallel processes.
+    """Refuse what cannot be split over ``world_size`` processes: the model, or the batch.
 
     Raises:
         UserError: names values that would work.
     """
+    ranks = check_layout(config, world_size)
     batch, micro = config.train.global_batch, config.train.micro_batch
-    if batch % world_size:
-        below, above = batch // world_size * world_size, -(-batch // world_size) * world_size
+    each = "processes" if ranks == world_size else f"data-parallel ranks ({world_size} processes)"
+    if batch % ranks:
+        below, above = batch // ranks * ranks, -(-batch // ranks) * ranks
         fitting = f"{below} or {above}" if below else str(above)
+        start = f", or start {_choices(_divisors(batch), ranks)} processes" if ranks == world_size else ""
         raise UserError(
-            f"train.global_batch={batch} cannot be split evenly over {world_size} processes",
-            remedy=f"set train.global_batch to {fitting}, or start {_choices(_divisors(batch), world_size)} processes",
+            f"train.global_batch={batch} cannot be split evenly over {ranks} {each}",
+            remedy=f"set train.global_batch to {fitting}{start}",
         )
-    share = batch // world_size
+    share = batch // ranks
     if micro != "auto" and share % micro:
         raise UserError(
             f"train.micro_batch={micro} does not divide the {share} rows that each process gets "
-            f"(train.global_batch={batch} over {world_size} processes)",
+            f"(train.global_batch={batch} over {ranks} {each})",
             remedy=f"set train.micro_batch to {_choices(_divisors(share), micro)}, or to auto",
         )
 
 
-def resolve_micro_batch(config: RunConfig, world_size: int) -> int:
+def resolve_micro_batch(config: RunConfig, data_ranks: int) -> int:
     """Rows in one forward and backward on one process.
 
     ``auto`` is the largest divisor of the process's share of the global batch that keeps a micro-batch at
@@ -340,7 +356,7 @@ def resolve_micro_batch(config: RunConfig, world_size: int) -> int:
     """
     if config.train.micro_batch != "auto":
         return config.train.micro_batch
-    share = max(1, config.train.global_batch // world_size)
+    share = max(1, config.train.global_batch // data_ranks)
     fitting = [rows for rows in _divisors(share) if rows * config.data.sequence_length <= MICRO_BATCH_TOKENS]
     return max(fitting, default=1)
 

@@ -82,19 +82,35 @@ class LoraSection(Section):
     """Modules to train whole, besides; a new classification head always is."""
 
 
+class EveryBlock(Section):
+    every: Count
+    """Recompute every so many-th block: 1 is the same as `full`."""
+
+
 class ParallelSection(Section):
     strategy: Literal["auto", "single", "dp", "ddp", "zero1", "fsdp", "deepspeed"] = "auto"
-    """How parameters, gradients and optimizer state are laid out. `auto`: one process, or `ddp`."""
+    """How parameters, gradients and optimizer state are laid out over the data-parallel ranks. `auto`: one process;
+    or `ddp` where the model's state fits into each rank's memory, else `fsdp`."""
     tensor: Count = 1
-    """Tensor-parallel degree."""
+    """Tensor-parallel degree: the matrices of each layer are cut over so many ranks."""
+    sequence: bool = False
+    """tensor: cut the activations between the matrices along the sequence, too (sequence parallelism)."""
     pipeline: Count = 1
-    """Pipeline-parallel degree."""
+    """Pipeline-parallel degree: the layers are dealt out to so many stages."""
+    schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
+    """pipeline: in which order a stage works on micro-batches."""
+    cuts: list[Count] | None = None
+    """pipeline: layers in each stage (`interleaved` has twice as many stages as ranks); by default balanced by the
+    number of parameters."""
     context: Count = 1
-    """Context-parallel degree."""
-    activation_checkpointing: Literal["none", "full"] = "none"
-    """Recompute activations in the backward pass instead of keeping them."""
+    """Context-parallel degree: each sequence is cut over so many ranks."""
+    activation_checkpointing: Literal["none", "full", "selective"] | EveryBlock = "none"
+    """What the backward pass computes again instead of keeping it: `full`, all of every block; `selective`, all but
+    the results of matrix products and attention; `{every: k}`, every k-th block."""
+    compile: bool = False
+    """Compile each repeated block with torch.compile."""
     reshard: bool | None = None
-    """fsdp: free gathered parameters after the forward pass (ZeRO-3) or keep them (ZeRO-2)."""
+    """fsdp: free gathered parameters after the forward pass (ZeRO-3, the default) or keep them (ZeRO-2)."""
     replicate: Count = 1
     """fsdp: number of replicas of the sharded model (hybrid sharding)."""
     offload: bool = False

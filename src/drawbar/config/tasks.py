@@ -45,6 +45,9 @@ class PretrainedTaskConfig(TaskConfig):
     """Start from random weights, with these fields of the architecture's own config changed (`{}`: none)."""
     tokenizer: PathText | TokenizerTraining | None = None
     """Hub name or folder of the tokenizer (default: the model's own), or `{train: byte_bpe, vocab_size: N}`."""
+    attention: Text = "auto"
+    """How attention is computed: `sdpa`, `eager`, `flash_attention_2`, `flash_attention_3`, `flex_attention`, or a
+    kernel of the hub; `auto`: what transformers takes, sdpa where the model can."""
     resize_embeddings: bool = False
     """Grow or shrink the model's embeddings to the tokenizer's size. Without it, one that does not fit is an error."""
     metrics: list[Text] | None = None

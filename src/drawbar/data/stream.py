@@ -19,7 +19,7 @@ from drawbar.data.loader import Batch, Collate, Loader, MicroBatch, MicroBatchSi
 from drawbar.data.order import order
 from drawbar.data.sources import Located
 from drawbar.errors import UserError
-from drawbar.runtime.dist import World
+from drawbar.runtime.dist import DataRanks
 
 LARGEST_BLOCK = 2**32
 """More samples than a lane has in one block: numbers samples across blocks."""
@@ -92,7 +92,7 @@ class StreamLoader(Loader[Batch]):
     Args:
         encode: a lane's records of one block → its rows, or None where they give none. Called in a thread, ahead of
             training.
-        world: the ranks that share the stream.
+        ranks: those that share the stream.
         micro_batch, collate, vary: as for ``TrainLoader``.
 
     Raises:
@@ -107,25 +107,25 @@ class StreamLoader(Loader[Batch]):
         settings: StreamSettings,
         encode: Callable[[list[Located]], Rows | None],
         *,
-        world: World,
+        ranks: DataRanks,
         micro_batch: MicroBatchSize,
         collate: Collate[Batch],
         vary: Vary = lambda sample, epoch: sample,
     ) -> None:
-        if settings.lanes % world.size:
+        if settings.lanes % ranks.size:
             raise UserError(
-                f"{world.size} processes cannot share data.stream_lanes={settings.lanes} evenly",
+                f"{ranks.size} processes cannot share data.stream_lanes={settings.lanes} evenly",
                 where="data.stream_lanes",
                 remedy="start a number of processes that divides it, or begin a new run with a multiple of theirs",
             )
         self.settings = settings
-        self.world = world
+        self.ranks = ranks
         self.micro_batch = micro_batch
         self.collate = collate
         self.vary = vary
         self._weights = [stream.weight for stream in streams]
         readers = [_Reader if stream.weight is None else _EndlessReader for stream in streams]
-        self._readers = [make(stream, world) for make, stream in zip(readers, streams, strict=True)]
+        self._readers = [make(stream, ranks) for make, stream in zip(readers, streams, strict=True)]
         self._encode = encode
         self._cursor = Cursor([0] * len(streams))
         self._used = 0
@@ -187,8 +187,8 @@ class StreamLoader(Loader[Batch]):
             MicroBatch(self.collate([rows[index][0] for index in chosen.tolist()]), True)
             for chosen in self.micro_batch.cut(np.arange(len(rows)), lengths)
         ]
-        fillers = self.world.largest(len(batches)) - len(batches)
-        self.tokens = int(self.world.sum(lengths.sum()))
+        fillers = self.ranks.largest(len(batches)) - len(batches)
+        self.tokens = int(self.ranks.sum(lengths.sum()))
         if rows:
             self._filler = rows[0][0]
         for _ in range(fillers):
@@ -224,7 +224,7 @@ class StreamLoader(Loader[Batch]):
             else:
                 self._cursor = block.after
             ends += block.ends
-            if ends.min() > 2 * self.world.size and self._block is None:  # each rank has seen all of each source
+            if ends.min() > 2 * self.ranks.size and self._block is None:  # each rank has seen all of each source
                 raise _no_samples()
         return self._block
 
@@ -235,7 +235,7 @@ class StreamLoader(Loader[Batch]):
 
     def _read(self, cursor: Cursor) -> Part:
         """Read and encode this rank's records of the block at ``cursor``. Runs in the thread, one block at a time."""
-        mine = self.settings.lanes // self.world.size
+        mine = self.settings.lanes // self.ranks.size
         records: list[list[Located]] = [[] for _ in range(mine)]
         ends = []
         for reader, first, count in zip(self._readers, cursor.positions, self._counts(cursor), strict=True):
@@ -247,7 +247,7 @@ class StreamLoader(Loader[Batch]):
         for index, of_lane in enumerate(records):
             rows = self._encode(of_lane) if of_lane else None
             if rows is not None:
-                lanes[self.world.rank + index * self.world.size] = rows
+                lanes[self.ranks.rank + index * self.ranks.size] = rows
         return Part(lanes, ends)
 
     def _counts(self, cursor: Cursor) -> list[int]:
@@ -264,7 +264,7 @@ class StreamLoader(Loader[Batch]):
         rows = np.zeros(self.settings.lanes, dtype=np.int64)
         for lane, found in part.lanes.items():
             rows[lane] = len(found)
-        together = self.world.sum_counts([*rows.tolist(), *part.ends])
+        together = self.ranks.sum_counts([*rows.tolist(), *part.ends])
         counts, ends = together[: len(rows)], together[len(rows) :]
         return Block(start, self._after(start, ends), part.lanes, ends, self._sequence(start, counts))
 
@@ -285,7 +285,7 @@ class StreamLoader(Loader[Batch]):
         """Where the next block begins."""
         positions = [position + count for position, count in zip(start.positions, self._counts(start), strict=True)]
         following = replace(start, positions=positions, block=start.block + 1)
-        if None not in self._weights or ends[start.source] < self.world.size:
+        if None not in self._weights or ends[start.source] < self.ranks.size:
             return following
         if start.source + 1 < len(positions):
             return replace(following, source=start.source + 1)
@@ -295,9 +295,9 @@ class StreamLoader(Loader[Batch]):
 class _Reader:
     """This rank's records of one source, read onwards; they are found anew only where the position jumps."""
 
-    def __init__(self, stream: Stream, world: World) -> None:
+    def __init__(self, stream: Stream, ranks: DataRanks) -> None:
         self.stream = stream
-        self.rank, self.ranks = world.rank, world.size
+        self.rank, self.ranks = ranks.rank, ranks.size
         self.ends = 0
         """How often the end was reached."""
         self._visits: Iterator[tuple[int, Located]] = iter(())

@@ -62,8 +62,8 @@ def evaluate(
             loss += result.loss
             weight += result.weight
             predictions.extend(_with_ids(task, micro.batch.ids, result.predictions))
-    loss, weight = world.sum(loss), world.sum(weight)
-    gathered = world.gather(predictions)
+    loss, weight = world.data.sum(loss), world.data.sum(weight)
+    gathered = world.data.gather(predictions)
     if weight == 0:
         raise UserError(
             f"the {split.name} data has nothing to compute a loss over",
@@ -87,8 +87,8 @@ def _batches(
     loader = EvalLoader(
         SampleRows(split.samples),
         micro_batch=micro_batch,
-        rank=world.rank,
-        world_size=world.size,
+        rank=world.data.rank,
+        world_size=world.data.size,
         collate=task.collate,
         vary=vary,
     )
@@ -125,7 +125,7 @@ def predict(
     for micro in _batches(task, split, world, micro_batch, vary, progress):
         found = _with_ids(task, micro.batch.ids, engine.predict_step(micro.batch))
         predictions += found if micro.counts else []
-    gathered = world.gather(predictions)
+    gathered = world.data.gather(predictions)
     return _by_record(split, [pair for part in gathered for pair in part]) if gathered is not None else {}
 
 

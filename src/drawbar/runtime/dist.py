@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from drawbar.errors import ExitCode, UserError
 from drawbar.runtime.env import Place
+from drawbar.runtime.mesh import Layout
 from drawbar.runtime.watchdog import Address, Watchdog
 
 T = TypeVar("T")
@@ -29,11 +30,14 @@ class World:
         place: this process's place.
         device: what the data-parallel collectives run on (nccl on CUDA, else gloo).
         timeout: seconds that a process waits for its peers.
+        layout: how the ranks stand on the mesh; by default each has data of its own.
     """
 
-    def __init__(self, place: Place, device: torch.device, timeout: float) -> None:
+    def __init__(self, place: Place, device: torch.device, timeout: float, layout: Layout | None = None) -> None:
         self.place = place
         self.device = device
+        self.layout = layout or Layout(dp_replicate=place.world_size)
+        self.data = DataRanks(self)
         self.timeout = timedelta(seconds=timeout)
         self._control: dist.ProcessGroup | None = None
         self._watchdog = Watchdog()
@@ -62,7 +66,7 @@ class World:
         deadline.start()
         try:
             dist.init_process_group(
-                "nccl" if on_cuda else "gloo",
+                "cpu:gloo,cuda:nccl" if on_cuda else "gloo",  # gloo for what is offloaded to the host
                 store=_own_store(self.timeout),
                 rank=self.rank,
                 world_size=self.size,
@@ -165,6 +169,35 @@ class World:
         box = [make() if self.first else None]
         dist.broadcast_object_list(box, src=0, group=self._control)
         return box[0]  # type: ignore[return-value]
+
+
+class DataRanks:
+    """The data-parallel ranks. Ranks that hold parts of one model read the same rows, and one of them speaks for all:
+    sums and lists over the data-parallel ranks then count each row once."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.rank = world.layout.data_rank(world.rank)
+        self.size = world.layout.data_size
+        self.speaks = world.layout.speaks(world.rank)
+
+    def sum(self, value: float) -> float:
+        return self._world.sum(value if self.speaks else 0.0)
+
+    def sum_counts(self, values: list[int]) -> list[int]:
+        return self._world.sum_counts(values if self.speaks else [0] * len(values))
+
+    def sum_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum of a device tensor, in place."""
+        return self._world.sum_tensor(tensor if self.speaks else tensor.zero_())
+
+    def largest(self, value: int) -> int:
+        return self._world.largest(value)
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """Every data-parallel rank's value, in order, on global rank 0; None elsewhere."""
+        gathered = self._world.gather((self.speaks, value if self.speaks else None))
+        return None if gathered is None else [value for speaks, value in gathered if speaks]
 
 
 _stores: list[dist.Store] = []

@@ -131,8 +131,8 @@ def make_loader(task: Task, config: RunConfig, world: World, console: Console) -
         sampler,
         global_batch=config.train.global_batch,
         micro_batch=train_micro_batch(config, world, in_tokens="input_ids" in split.samples.fields),
-        rank=world.rank,
-        world_size=world.size,
+        rank=world.data.rank,
+        world_size=world.data.size,
         collate=task.collate,
         vary=varied_by(task, config, train=True),
     )
@@ -222,7 +222,7 @@ def _stream_loader(task: Task, config: RunConfig, world: World) -> StreamLoader[
         records.streams,
         settings,
         rows_of,
-        world=world,
+        ranks=world.data,
         micro_batch=train_micro_batch(config, world, in_tokens=task.tokenizer is not None),
         collate=task.collate,
         vary=varied_by(task, config, train=True),
@@ -239,7 +239,7 @@ def train_micro_batch(config: RunConfig, world: World, in_tokens: bool) -> Micro
         return MicroBatchSize(tokens=config.train.micro_batch_tokens)
     if config.train.micro_batch == "auto" and in_tokens:
         return MicroBatchSize(tokens=MICRO_BATCH_TOKENS)
-    return MicroBatchSize(rows=resolve_micro_batch(config, world.size))
+    return MicroBatchSize(rows=resolve_micro_batch(config, world.data.size))
 
 
 def eval_micro_batch(config: RunConfig, in_tokens: bool) -> MicroBatchSize:

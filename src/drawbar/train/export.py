@@ -19,7 +19,7 @@ from drawbar.tasks.registry import task_class
 from drawbar.tasks.task import Task
 from drawbar.tracking.console import make_console
 from drawbar.train.output import writing
-from drawbar.train.setup import build_task, open_checkpoint
+from drawbar.train.setup import build_task, on_one_process, open_checkpoint
 
 
 def export_run(config: RunConfig, task_type: type[Task] | None, folder: Path, which: str | None, merge: bool) -> None:
@@ -34,6 +34,7 @@ def export_run(config: RunConfig, task_type: type[Task] | None, folder: Path, wh
         UserError: the folder is not empty, there is no such checkpoint, there are no adapters to merge, or the model
             is none of transformers'.
     """
+    config = on_one_process(config)
     folder = folder.absolute()
     _check(config, folder, merge)
     place = Place()

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from drawbar.checkpoint.space import explain_full_disk
+from drawbar.config.rules import check_layout
 from drawbar.config.schema import RunConfig
 from drawbar.data.readers import BadRecord
 from drawbar.data.sources import Record, Records
@@ -15,13 +16,14 @@ from drawbar.evaluation.generate import Sampling, generate_text
 from drawbar.runtime.dist import World
 from drawbar.runtime.env import Place, choose_device
 from drawbar.runtime.log import open_log_file, start_logging
+from drawbar.runtime.mesh import Layout
 from drawbar.runtime.seed import seed_everything
 from drawbar.tasks.registry import task_class
 from drawbar.tasks.task import Task
 from drawbar.tracking.console import Console, make_console
 from drawbar.train.data import eval_micro_batch, load_split, varied_by
 from drawbar.train.output import write_lines
-from drawbar.train.setup import build_task, open_checkpoint
+from drawbar.train.setup import build_task, on_one_process, open_checkpoint
 
 PROMPTS_TOGETHER = 32
 """Prompts of one generation: a file of any length fits into memory."""
@@ -31,12 +33,14 @@ PROMPTS_TOGETHER = 32
 def _joined(config: RunConfig) -> Iterator[tuple[World, Console]]:
     """The processes of a command, and where it tells a person how far it is."""
     place = Place.from_environment()
+    check_layout(config, place.world_size)
+    layout = Layout.of(config.parallel, place.world_size)
     device = choose_device(config.device, place)
     console = make_console(place.first)
     start_logging(place.rank, console.logging_handler())
-    seed_everything(config.run.seed, place.rank)  # for predictions that are drawn by chance
+    seed_everything(config.run.seed, layout.seed_rank(place.rank))  # for predictions that are drawn by chance
     try:
-        with World(place, device, config.launch.timeout) as world:
+        with World(place, device, config.launch.timeout, layout) as world:
             yield world, console
     finally:
         console.stop()
@@ -159,6 +163,7 @@ def generate_from_run(
     seed: int,
 ) -> list[str]:
     """What a checkpoint's model goes on with after each prompt, on one process."""
+    config = on_one_process(config)
     place = Place()
     device = choose_device(config.device, place)
     seed_everything(seed)

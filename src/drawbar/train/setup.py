@@ -9,7 +9,7 @@ from typing import Any
 from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.checkpoint.load import read
 from drawbar.checkpoint.space import rust_errors
-from drawbar.config.schema import RunConfig, TrainSection
+from drawbar.config.schema import ParallelSection, RunConfig, TrainSection
 from drawbar.data.tokenizer import load_tokenizer
 from drawbar.engines.choose import choose_engine
 from drawbar.engines.engine import Engine
@@ -53,6 +53,11 @@ def save_task(task: Task, run_dir: Path) -> None:
         draft.rename(run_dir / "tokenizer")
     if task.facts and not (run_dir / TASK_FILE).exists():
         write_whole(run_dir / TASK_FILE, json.dumps(task.facts, ensure_ascii=False, indent=2) + "\n")
+
+
+def on_one_process(config: RunConfig) -> RunConfig:
+    """The same run without parallelism, for commands that are one process: a checkpoint fits any strategy."""
+    return config.model_copy(update={"parallel": ParallelSection(strategy="single")})
 
 
 def count_steps(config: TrainSection, steps_per_epoch: int | None) -> int:

@@ -17,6 +17,7 @@ from drawbar.evaluation.evaluate import Evaluation, Split, evaluate
 from drawbar.runtime.dist import World
 from drawbar.runtime.env import Place, choose_device
 from drawbar.runtime.log import open_log_file, start_logging
+from drawbar.runtime.mesh import Layout
 from drawbar.runtime.seed import rng_state, seed_everything, set_rng_state, use_deterministic_kernels
 from drawbar.tasks.overrides import check_signatures, named_errors
 from drawbar.tasks.registry import task_class
@@ -74,12 +75,13 @@ class Trainer:
         place = Place.from_environment()
         check_world(self.config, place.world_size)
         device = choose_device(self.config.device, place)
+        layout = Layout.of(self.config.parallel, place.world_size)
         console = make_console(place.first)
         start_logging(place.rank, console.logging_handler())
         try:
             with (
                 explain_full_disk(self.config.run_dir),
-                World(place, device, self.config.launch.timeout) as world,
+                World(place, device, self.config.launch.timeout, layout) as world,
                 Stop(world) as stop,
             ):
                 return self._fit(world, stop, console)
@@ -105,7 +107,7 @@ class Trainer:
         if validation is not None:
             check_evaluation(task, engine, validation, config.eval.metric)
 
-        seed_everything(config.run.seed, world.rank)  # from here on a rank's dropout is its own
+        seed_everything(config.run.seed, world.layout.seed_rank(world.rank))  # from here on a rank's dropout is its own
         progress = Progress()
         if start.checkpoint is not None:
             progress = restore(start.checkpoint, start.forked, config.run.seed, engine, loader, world)

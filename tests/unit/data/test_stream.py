@@ -111,7 +111,7 @@ class Case:
                 fingerprint="fingerprint",
             ),
             lambda located: rows_of(located, encode, self.packed),
-            world=world,
+            ranks=world.data,
             micro_batch=self.micro_batch,
             collate=collate,
         )

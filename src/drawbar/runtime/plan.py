@@ -1,0 +1,65 @@
+"""``ParallelPlan``: how a model describes itself to the strategies, which know no model."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Style = Literal[
+    "colwise",
+    "rowwise",
+    "colwise_gather_output",
+    "rowwise_split_input",
+    "packed_colwise",
+    "embedding",
+    "head_bias",
+    "vocabulary",
+    "replicated",
+]
+"""How a module is cut over the tensor-parallel ranks.
+
+=========================  ========================================================================================
+``colwise``                a linear layer's outputs; the next one takes them as they are cut
+``rowwise``                a linear layer's inputs; its outputs are summed over the ranks
+``colwise_gather_output``  its outputs, which are put together again
+``rowwise_split_input``    its inputs, which stand whole on every rank and are cut before it
+``packed_colwise``         the outputs of several layers that are stored as one (queries, keys and values)
+``embedding``              the rows of an embedding: its vocabulary
+``head_bias``              the columns of an embedding that holds one number for each attention head (T5)
+``vocabulary``             the outputs of the layer that scores the vocabulary
+``replicated``             nothing, but its input differs from rank to rank: gradients are summed
+=========================  ========================================================================================
+"""
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """Where a model can be cut into stages. Names are those of modules."""
+
+    blocks: str
+    """The ``ModuleList`` of repeated blocks."""
+    embedding: str
+    """The token embedding: a later stage gets the hidden states of the stage before it in its place."""
+    before: tuple[str, ...] = ()
+    """Other modules before the blocks (positions, dropout): only the first stage has them."""
+    after: tuple[str, ...] = ()
+    """Modules between the blocks and the head: only the last stage has them."""
+    head: str = "lm_head"
+    """What scores the vocabulary: only the last stage has it."""
+
+
+@dataclass(frozen=True)
+class ParallelPlan:
+    """How a model's modules map to mesh axes."""
+
+    tensor: Mapping[str, Style] | None = None
+    """Module names, with ``*`` for the number of a block, and their styles; None where the model cannot be cut so."""
+    packed: Mapping[str, int] = field(default_factory=dict)
+    """Of the ``packed_colwise`` modules: how many layers each holds."""
+    heads: Mapping[str, int] = field(default_factory=dict)
+    """Numbers that the tensor-parallel degree must divide, by what they count (``num_key_value_heads``: 2)."""
+    local: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Module names, with ``*``, and their attributes that count heads or sizes of one rank (GPT-2's ``split_size``)."""
+    pipeline: PipelinePlan | None = None
+    """None where the model cannot be cut into stages."""
+    refusal: str = ""
+    """Why it cannot, for the error."""
