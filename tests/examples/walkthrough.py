@@ -46,11 +46,14 @@ def copy_example(example: str, folder: Path, **changes: dict[str, Any]) -> None:
         yaml.dump(config, path)
 
 
-def walk(example: str, folder: Path, env: dict[str, str] | None = None) -> dict[str, Finished]:
-    """Run every command of the README in ``folder``; what each printed."""
+def walk(
+    example: str, folder: Path, env: dict[str, str] | None = None, smaller: tuple[str, str] = ("", "")
+) -> dict[str, Finished]:
+    """Run every command of the README in ``folder``, with one setting replaced by a ``smaller`` one; what each
+    printed."""
     outputs = {}
     for command in commands(example):
-        done = _run(shlex.split(command, comments=True), folder, env or {})
+        done = _run(shlex.split(command.replace(*smaller), comments=True), folder, env or {})
         assert done.code == 0, f"{command}\n{done.out}\n{done.err}"
         outputs[command] = done
     return outputs

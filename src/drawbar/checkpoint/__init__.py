@@ -6,7 +6,7 @@ Nothing here knows of ranks or strategies: rank 0 gathers a ``Snapshot`` and wri
 from drawbar.checkpoint.directory import Best, CheckpointDirectory
 from drawbar.checkpoint.format import Snapshot
 from drawbar.checkpoint.load import read, read_state
-from drawbar.checkpoint.save import snapshot_to_host
+from drawbar.checkpoint.save import host_copies
 from drawbar.checkpoint.space import check_space, check_writable, required_bytes
 from drawbar.checkpoint.writer import AsyncWriter
 
@@ -17,8 +17,8 @@ __all__ = [
     "Snapshot",
     "check_space",
     "check_writable",
+    "host_copies",
     "read",
     "read_state",
     "required_bytes",
-    "snapshot_to_host",
 ]

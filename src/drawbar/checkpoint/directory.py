@@ -113,7 +113,7 @@ class CheckpointDirectory:
         """Write a checkpoint; it appears under its name when every byte of it is on the disk.
 
         Args:
-            snapshot: as ``snapshot_to_host`` returns it.
+            snapshot: it must share nothing with the live run (``host_copies``).
 
         Raises:
             UserError: the disk is full, a quota or limit is reached, or the folder is not writable. The

@@ -16,6 +16,7 @@ Nothing here needs an unpickler: safetensors and JSON hold numbers, text and lis
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -46,9 +47,9 @@ class Snapshot:
     """Everything that a run needs to go on from a step, gathered for all ranks."""
 
     step: int
-    model: dict[str, Tensor]
+    model: Mapping[str, Tensor]
     """Fully qualified name → full parameter or buffer. Two names may hold the very same tensor (tied weights)."""
-    optimizer: dict[str, Tensor]
+    optimizer: Mapping[str, Tensor]
     """Flat name → tensor."""
     rng: dict[str, Tensor]
     """``rank-0003/cpu`` → generator state."""

@@ -6,9 +6,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
-from torch import Tensor
-
 from drawbar.checkpoint.format import (
     MANIFEST_FILE,
     MODEL_FILE,
@@ -24,13 +21,17 @@ from drawbar.checkpoint.format import (
     step_name,
 )
 from drawbar.errors import UserError
+from drawbar.runtime.tensors import TensorFiles
 
 REPLACED = ".replaced"
 """Suffix of a checkpoint that stands aside while a new one of the same step takes its name."""
 
 
 def read(path: Path) -> Snapshot:
-    """Verify a checkpoint and load it to host memory; tied names share one tensor again.
+    """Verify a checkpoint and open it. Model and optimizer are read tensor by tensor, or part by part, when asked for:
+    a rank may need little of them. Tied names stand for one stored tensor.
+
+    The files stay open while the snapshot is used, so that the checkpoint may be deleted meanwhile.
 
     Raises:
         UserError: it is missing, incomplete or damaged. The message names the file and what differs.
@@ -39,9 +40,9 @@ def read(path: Path) -> Snapshot:
         manifest = verify(path)
         return Snapshot(
             step=manifest.step,
-            model=_load_tensors(path / MODEL_FILE),
-            optimizer=_load_tensors(path / OPTIMIZER_FILE),
-            rng=_load_tensors(path / RNG_FILE),
+            model=_open_tensors(path / MODEL_FILE),
+            optimizer=_open_tensors(path / OPTIMIZER_FILE),
+            rng=dict(_open_tensors(path / RNG_FILE)),
             state=decode_state((path / STATE_FILE).read_bytes()),
         )
     except (Damaged, OSError) as reason:
@@ -57,12 +58,9 @@ def read_state(path: Path) -> dict[str, Any]:
         raise _unusable(path, reason) from None
 
 
-def _load_tensors(path: Path) -> dict[str, Tensor]:
-    with safe_open(path, framework="pt", device="cpu") as file:
-        # Copied, because safetensors maps the file, and network file systems cannot delete a mapped file.
-        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a dict)
-        aliases = json.loads(file.metadata()["aliases"])
-    return tensors | {alias: tensors[name] for alias, name in aliases.items()}
+def _open_tensors(path: Path) -> TensorFiles:
+    files = TensorFiles([path])
+    return files.renamed({name: name for name in files} | json.loads(files.metadata["aliases"]))
 
 
 def _unusable(path: Path, reason: Exception) -> UserError:

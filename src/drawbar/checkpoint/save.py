@@ -4,12 +4,13 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from drawbar.checkpoint.format import (
     MANIFEST_FILE,
@@ -19,44 +20,43 @@ from drawbar.checkpoint.format import (
     STATE_FILE,
     Manifest,
     Snapshot,
-    decode_state,
     describe,
     encode_state,
 )
 from drawbar.checkpoint.space import rust_errors
 
 
-def snapshot_to_host(snapshot: Snapshot) -> Snapshot:
-    """A copy that shares nothing with the live run: the only time that training waits for a save.
+def host_copies(
+    tensors: Mapping[str, Tensor],
+    keep: bool = True,
+    convert: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor.detach(),
+) -> dict[str, Tensor]:
+    """Copies in host memory that share nothing with the live tensors: the only time that training waits for a save.
 
     Names of one tensor stay names of one tensor. Views that merely overlap become tensors of their own.
-    Raises TypeError for state that JSON cannot hold, here rather than later in the thread that writes.
+
+    Args:
+        keep: False on a rank that only takes part in ``convert``; it gets nothing.
+        convert: makes a tensor whole, where ranks hold parts of it; called once for each, in the same order everywhere.
     """
-    return Snapshot(
-        step=snapshot.step,
-        model=_to_host(snapshot.model),
-        optimizer=_to_host(snapshot.optimizer),
-        rng=_to_host(snapshot.rng),
-        state=decode_state(encode_state(snapshot.state)),
-    )
-
-
-def _to_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     first = _first_names(tensors)
-    copies = {
-        name: tensors[name].detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-        for name in set(first.values())
-    }
-    return {name: copies[first[name]] for name in tensors}
+    copies: dict[str, Tensor] = {}
+    for name in dict.fromkeys(first.values()):
+        converted = convert(name, tensors[name])
+        if keep:
+            copies[name] = converted.to("cpu", copy=True, memory_format=torch.contiguous_format)
+    return {name: copies[first[name]] for name in tensors} if keep else {}
 
 
-def _first_names(tensors: dict[str, Tensor]) -> dict[str, str]:
+def _first_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """For every name, the first name of the very same tensor: itself, unless the tensor is tied."""
     seen: dict[Hashable, str] = {}
     return {name: seen.setdefault(_identity(name, tensor), name) for name, tensor in tensors.items()}
 
 
 def _identity(name: str, tensor: Tensor) -> Hashable:
+    if isinstance(tensor, DTensor):
+        return id(tensor)  # a rank's part of it may be empty, and every rank must give the same answer
     # Empty tensors all live at address 0, which does not tie them.
     if tensor.numel() == 0:
         return name
@@ -93,7 +93,7 @@ def write_files(folder: Path, snapshot: Snapshot) -> None:
     sync(folder)
 
 
-def _save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+def _save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     first = _first_names(tensors)
     stored = {name: tensor for name, tensor in tensors.items() if first[name] == name}
     aliases = {name: first[name] for name in tensors if first[name] != name}

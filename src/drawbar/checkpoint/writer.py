@@ -8,10 +8,10 @@ from concurrent.futures import wait as wait_for
 class AsyncWriter:
     """One background thread that writes one checkpoint at a time.
 
-    Call ``wait()`` before ``snapshot_to_host``, so that host memory never holds two snapshots::
+    Call ``wait()`` before the next copy of the state, so that host memory never holds two snapshots::
 
         writer.wait()
-        snapshot = snapshot_to_host(live)
+        snapshot = Snapshot(step, host_copies(model), …)
         writer.submit(lambda: directory.write(snapshot))
 
     A process that ends finishes its last write; a process that is killed leaves a ``.tmp`` folder.

@@ -12,6 +12,7 @@ from drawbar.cli.evaluate import evaluate
 from drawbar.cli.export import export
 from drawbar.cli.generate import generate
 from drawbar.cli.init import init
+from drawbar.cli.parity import parity
 from drawbar.cli.predict import predict
 from drawbar.cli.prepare import prepare
 from drawbar.cli.train import train
@@ -33,6 +34,7 @@ Examples:
   drawbar predict runs/demo --input new.tsv --output out.jsonl
   drawbar generate runs/demo --prompt "def main("    text from the model
   drawbar export runs/demo --to demo-model           a folder for transformers' from_pretrained
+  drawbar parity config.yaml                         every strategy against one process
   drawbar config explain optim.lr config.yaml        a setting: its value, its origin, its meaning
 """,
 )
@@ -41,7 +43,7 @@ def group() -> None:
     """Train language models on one machine or many, and prove that it is the same run."""
 
 
-for command in (init, prepare, train, evaluate, predict, generate, export, config):
+for command in (init, prepare, train, evaluate, predict, generate, export, parity, config):
     group.add_command(command)
 
 

@@ -1,34 +1,81 @@
 """Which engine serves a configuration. The only place that maps strategies to engines."""
 
+import os
+
+import torch
+
 from drawbar.config.schema import RunConfig
 from drawbar.engines.engine import Engine
 from drawbar.engines.native import NativeEngine
+from drawbar.engines.pipeline import PipelineEngine
 from drawbar.errors import UserError
 from drawbar.runtime.dist import World
 from drawbar.runtime.log import logger
+from drawbar.tasks.pretrained import PretrainedTask
 from drawbar.tasks.task import Task
+
+BYTES_PER_PARAMETER = 16
+"""Weight, gradient and AdamW's two moments, in fp32."""
+SHARE_FOR_STATE = 0.6
+"""Of a rank's memory; the rest is for activations."""
 
 
 def choose_engine(task: Task, config: RunConfig, world: World, total_steps: int) -> Engine:
     """Build the engine for this world.
 
     Raises:
-        UserError: the strategy cannot run on this many processes.
+        UserError: the strategy cannot run on these processes.
     """
-    strategy = config.parallel.strategy
+    strategy: str = config.parallel.strategy
     if strategy == "auto":
-        strategy = "ddp" if world.size > 1 else "single"
-        logger.info("strategy: %s (%d process%s)", strategy, world.size, "" if world.size == 1 else "es")
+        strategy, reason = _choose_strategy(task, config, world)
+        logger.info("strategy: %s (%s)", strategy, reason)
+        config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"strategy": strategy})})
+    _check(strategy, world)
+    kind = PipelineEngine if config.parallel.pipeline > 1 else NativeEngine
+    return kind(task, config, world, total_steps)
+
+
+def _choose_strategy(task: Task, config: RunConfig, world: World) -> tuple[str, str]:
+    """The strategy that ``auto`` stands for, and why."""
+    if world.size == 1:
+        return "single", "one process"
+    if world.data.size == 1:
+        return "ddp", "the ranks share one model, and there is nothing to replicate"
+    if type(task).build_model is not PretrainedTask.build_model:
+        return "ddp", f"{world.size} processes"  # to find the size of a user's own model is to build it
+    model_ranks = world.size // world.data.size
+    parameters = sum(parameter.numel() for parameter in task.build_structure().parameters())
+    needed, room = parameters * BYTES_PER_PARAMETER / model_ranks, _memory_of_a_rank(world)
+    fits = world.data.sum(needed <= SHARE_FOR_STATE * room) == world.data.size
+    amounts = f"the model's state takes {needed / 2**30:.1f} GiB, and a rank has {room / 2**30:.1f} GiB"
+    return ("ddp", f"{world.size} processes; {amounts}") if fits else ("fsdp", amounts)
+
+
+def _memory_of_a_rank(world: World) -> float:
+    """Bytes."""
+    if world.device.type == "cuda":
+        return torch.cuda.get_device_properties(world.device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / world.place.local_world_size
+
+
+def _check(strategy: str, world: World) -> None:
     if strategy == "single" and world.size > 1:
         raise UserError(
             f"parallel.strategy is single, but {world.size} processes were started",
             where="parallel.strategy",
             remedy="set parallel.strategy=ddp, or start one process",
         )
-    if strategy not in ("single", "ddp"):
+    if strategy == "deepspeed":
         raise UserError(
-            f"parallel.strategy={strategy} is not in this version",
+            "parallel.strategy=deepspeed is not in this version",
             where="parallel.strategy",
-            remedy="set parallel.strategy to auto, single or ddp",
+            remedy="set parallel.strategy=fsdp",
         )
-    return NativeEngine(task, config, world, total_steps)
+    if strategy == "dp" and (world.size > 1 or world.device.type != "cuda" or torch.cuda.device_count() < 2):
+        raise UserError(
+            "parallel.strategy is dp, which is one process with several CUDA devices: here are "
+            f"{world.size} process{'es' * (world.size > 1)} and {torch.cuda.device_count()} CUDA devices",
+            where="parallel.strategy",
+            remedy="set parallel.strategy=ddp, which has a process for each device, and is faster",
+        )

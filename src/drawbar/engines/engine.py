@@ -5,6 +5,7 @@ model, the optimizer and the loss contract: gradients are those of ``sum(loss) /
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,8 @@ class EvalResult:
 class EngineState:
     """All that an engine needs to go on exactly: tensors under fully qualified names, and plain values."""
 
-    model: dict[str, torch.Tensor]
-    optimizer: dict[str, torch.Tensor]
+    model: Mapping[str, torch.Tensor]
+    optimizer: Mapping[str, torch.Tensor]
     values: dict[str, Any] = field(default_factory=dict)
 
 
@@ -78,7 +79,13 @@ class Engine(ABC):
 
     @abstractmethod
     def state(self) -> EngineState:
-        """The full state. Tensors may be the live ones: copy them before the next step."""
+        """The full state, in host memory on rank 0, sharing nothing with the live one; no tensors on other ranks.
+        Every rank calls it."""
+
+    @abstractmethod
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """The full gradients by parameter name, in host memory on rank 0, nothing on other ranks. Every rank calls it,
+        between backward and update: in a hook before an optimizer's step."""
 
     @abstractmethod
     def load(self, state: EngineState) -> None:
@@ -89,7 +96,7 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def load_model(self, tensors: dict[str, torch.Tensor]) -> None:
+    def load_model(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Put back the weights alone, for evaluation, generation and a fork."""
 
     @abstractmethod

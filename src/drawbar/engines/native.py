@@ -1,36 +1,46 @@
-"""One process, or the model replicated on every rank: torch alone, in the order that a step is written on paper."""
+"""One model on every rank, whole or in parts: torch alone, in the order that a step is written on paper."""
 
-import textwrap
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
+from drawbar.checkpoint.save import host_copies
 from drawbar.config.schema import RunConfig
 from drawbar.data.loader import MicroBatch
+from drawbar.data.packing import IGNORED_LABEL
+from drawbar.engines.build import build_spread, build_whole
 from drawbar.engines.engine import Engine, EngineState, EvalResult, StepResult
 from drawbar.errors import UserError
-from drawbar.models.lora import add_adapters, load_trained_state, merged, save_adapter, trained_state
-from drawbar.models.packed import allow_packing
+from drawbar.models.lora import merged, save_adapter, trained_state
 from drawbar.optim.optimizers import build_optimizers
 from drawbar.optim.schedules import learning_rate_scale, set_learning_rate
-from drawbar.optim.state import load_optimizer_state, optimizer_state
+from drawbar.optim.state import check_optimizer_state, load_optimizer_state, optimizer_state
+from drawbar.parallel.context import ContextParallel, check_context
 from drawbar.parallel.ddp import accumulate, replicate
-from drawbar.parallel.precision import autocast, choose_precision, make_scaler
+from drawbar.parallel.fsdp import free_gathered
+from drawbar.parallel.gradients import clip_factor, scale_, settle, squared_norm
+from drawbar.parallel.precision import LossScaler, autocast, choose_precision
+from drawbar.parallel.tensor import Packed
+from drawbar.parallel.weights import check_weights, fill, like, whole
+from drawbar.parallel.zero1 import own_part, share_out
 from drawbar.runtime.dist import World
 from drawbar.runtime.log import logger
+from drawbar.runtime.mesh import Layout, build_mesh
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.task import Task
 
 
 class NativeEngine(Engine):
-    """The strategies ``single`` and ``ddp``.
+    """The strategies ``single``, ``dp``, ``ddp``, ``zero1`` and ``fsdp``, with tensor and context parallelism.
 
     Args:
         task: built, with its tokenizer.
-        config: the whole run's.
+        config: the whole run's, with ``parallel.strategy`` resolved.
         world: the processes of the run, already joined.
         total_steps: optimizer steps of the whole run, for the schedule.
     """
@@ -42,26 +52,42 @@ class NativeEngine(Engine):
         self.total_steps = total_steps
         self.precision = choose_precision(config.precision, world.device)
         self.step = 0
-        self.module = self._build().to(world.device)
-        self.model = replicate(self.module, world.device) if world.size > 1 else self.module
+        self.packed: dict[str, Packed] = {}
+        self.context: ContextParallel | None = None
+        self.module, self.model = self._build(Layout.of(config.parallel, world.size))
         self.optimizers = build_optimizers(self.module, config.optim)
-        self.scaler = make_scaler(self.precision, world.device)
+        if config.parallel.strategy == "zero1":
+            self.optimizers = [share_out(optimizer) for optimizer in self.optimizers]
+        self.scaler = LossScaler(self.precision)
 
-    def _build(self) -> nn.Module:
-        """The task's model, on the CPU, so that it starts from the same random numbers on every device."""
-        model = self.task.build_model()
-        if self.config.lora is not None:
-            model = add_adapters(model, self.config.lora)
-        if self.config.data.batching == "packed" and isinstance(model, PreTrainedModel):
-            allow_packing(model, per_sample=self.task.targets == "sample")
-        return model
+    def _build(self, layout: Layout) -> tuple[nn.Module, nn.Module]:
+        """The model, and what micro-batches go through: the model itself, or what replicates it."""
+        task, config, world = self.task, self.config, self.world
+        self.is_sharded = config.parallel.strategy == "fsdp"
+        if layout.cp > 1:
+            check_context(world.device, task.targets)
+        if self.is_sharded or layout.tp * layout.cp > 1:
+            world.join_alone()
+            mesh = build_mesh(layout, world.device)
+            module, self.packed = build_spread(task, config, world, layout, mesh, self.precision)
+            if layout.cp > 1:
+                self.context = ContextParallel(module, mesh["cp"], IGNORED_LABEL)
+            if self.is_sharded and hasattr(module, "generate"):
+                # a rank whose texts have ended must go on taking part in the others' forwards
+                module.generate = partial(module.generate, synced_gpus=True)
+            return module, module
+        module = build_whole(task, config, world.device, self.precision)
+        if config.parallel.strategy == "dp":
+            return module, nn.DataParallel(module)
+        return module, replicate(module, world.device) if world.size > 1 else module
 
     @property
     def checkpoint_bytes(self) -> int:
-        trained = sum(parameter.nbytes for parameter in self.module.parameters() if parameter.requires_grad)
-        frozen = sum(parameter.nbytes for parameter in self.module.parameters() if not parameter.requires_grad)
+        sizes = {True: 0, False: 0}
+        for parameter in self.module.parameters():
+            sizes[parameter.requires_grad] += parameter.numel() * parameter.element_size()
         # the optimizer keeps up to two more numbers for each trained weight; with LoRA the others are not saved
-        return 3 * trained + (frozen if self.config.lora is None else 0)
+        return 3 * sizes[True] + (sizes[False] if self.config.lora is None else 0)
 
     def train_step(self, micro_batches: list[MicroBatch[Batch]]) -> StepResult:
         self.model.train()
@@ -69,44 +95,60 @@ class NativeEngine(Engine):
         set_learning_rate(self.optimizers, lr)
 
         # the weight of the whole global batch is known before the first backward, so nothing is rescaled after it
-        weight = self.world.sum(sum(self.task.weight(micro.batch) for micro in micro_batches if micro.counts))
+        weight = self.world.data.sum(sum(self.task.weight(micro.batch) for micro in micro_batches if micro.counts))
         divisor = weight or 1.0  # a batch without units has no loss and no gradient
         loss_sum = self._accumulate_gradients(micro_batches, divisor)
         grad_norm, skipped = self._update()
         self.step += 1
 
-        loss = self.world.sum_tensor(loss_sum) / divisor
+        loss = self.world.data.sum_tensor(loss_sum) / divisor
         return StepResult(loss=loss, grad_norm=grad_norm, weight=weight, lr=lr, skipped=skipped)
 
     def _accumulate_gradients(self, micro_batches: list[MicroBatch[Batch]], divisor: float) -> torch.Tensor:
         """Backward through every micro-batch; the sum of this rank's loss (0-d)."""
         loss_sum = torch.zeros((), device=self.world.device)
-        scale = self.world.size / divisor  # DDP averages over ranks, the contract wants the sum
+        # DDP and FSDP average over the ranks that see different tokens, the contract wants the sum
+        scale = self.scaler.scale * self.world.data.size * self.world.layout.cp / divisor
         for index, micro in enumerate(micro_batches):
-            batch = micro.batch.to(self.world.device)
-            with accumulate(self.model, last=index == len(micro_batches) - 1):
+            last = index == len(micro_batches) - 1
+            with accumulate(self.model, last), self._piece(micro.batch.to(self.world.device)) as batch:
                 with autocast(self.precision, self.world.device):
-                    loss = self.task.loss(self.task.forward(self.model, batch), batch)
+                    loss = self._loss(self.model, batch)
                 if not micro.counts:
                     loss = loss * 0  # a filler keeps this rank in step with the others, and adds nothing
-                self.scaler.scale(loss * scale).backward()
+                (loss * scale).backward()
             loss_sum += loss.detach()
-        return loss_sum
+        return loss_sum if self.context is None else self.context.sum(loss_sum)
+
+    @contextmanager
+    def _piece(self, batch: Batch) -> Iterator[Batch]:
+        """What this rank computes of a batch. Forward and backward belong inside."""
+        if self.context is None:
+            yield batch
+        else:
+            with self.context.cut(batch) as piece:
+                yield type(batch)(piece, batch.ids)
+
+    def _loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        outputs = self.task.forward(model, batch)
+        return self.task.loss(outputs if self.context is None else self.context.align(outputs), batch)
 
     def _update(self) -> tuple[torch.Tensor, bool]:
         """Clip once, update, and clear the gradients; the norm before clipping, and whether fp16 overflowed."""
-        for optimizer in self.optimizers:
-            self.scaler.unscale_(optimizer)
         parameters = [parameter for parameter in self.module.parameters() if parameter.grad is not None]
-        grad_norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        if self.config.train.gradient_clip is not None:
-            nn.utils.clip_grads_with_norm_(parameters, self.config.train.gradient_clip, grad_norm)
-        # asked once for all: the scaler by itself would leave out one optimizer and update with the other
-        overflowed = self.scaler.is_enabled() and not bool(torch.isfinite(grad_norm))
+        settle(parameters)
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        grad_norm = (squared_norm(gradients, self.world.device).sqrt() / self.scaler.scale).float()
+        # asked of all gradients at once: one optimizer, or one rank, must not update without the others
+        overflowed = self.scaler.enabled and not bool(torch.isfinite(grad_norm))
+        clip = self.config.train.gradient_clip
         if not overflowed:
+            if clip is not None or self.scaler.enabled:
+                factor = clip_factor(grad_norm, clip) if clip is not None else 1.0
+                scale_(gradients, factor / self.scaler.scale)
             for optimizer in self.optimizers:
-                self.scaler.step(optimizer)
-        self.scaler.update()
+                optimizer.step()
+        self.scaler.update(overflowed)
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
         return grad_norm, overflowed
@@ -117,15 +159,21 @@ class NativeEngine(Engine):
         weight = self.task.weight(batch)
         batch = batch.to(self.world.device)
         with autocast(self.precision, self.world.device):
-            loss = self.task.loss(self.task.forward(self.module, batch), batch)
+            with self._piece(batch) as piece:
+                loss = self._loss(self.module, piece)
             predictions = self.task.predict(self.module, batch) if self.task.predicts else None
+        if self.context is not None:
+            loss = self.context.sum(loss)
+        free_gathered(self.module)
         return EvalResult(loss=float(loss), weight=weight, predictions=predictions)
 
     @torch.no_grad()
     def predict_step(self, batch: Batch) -> list[Any]:
         self.module.eval()
         with autocast(self.precision, self.world.device):
-            return self.task.predict(self.module, batch.to(self.world.device))
+            predictions = self.task.predict(self.module, batch.to(self.world.device))
+        free_gathered(self.module)
+        return predictions
 
     @torch.no_grad()
     def generate(self, inputs: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:
@@ -140,10 +188,26 @@ class NativeEngine(Engine):
         with autocast(self.precision, self.world.device):
             return self.module.generate(**moved, **options)
 
+    def _names(self) -> dict[nn.Parameter, str]:
+        return {parameter: name for name, parameter in self.module.named_parameters()}
+
+    def _whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return whole(tensor, self.packed.get(name))
+
+    def _saved(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint holds of the model: the live tensors."""
+        return self.module.state_dict(keep_vars=True) if self.config.lora is None else trained_state(self.module)
+
     def state(self) -> EngineState:
+        optimizer = optimizer_state(self._names(), [own_part(optimizer) for optimizer in self.optimizers])
+        first = self.world.first
+        if self.config.parallel.strategy == "zero1":
+            copies = self.world.collect(host_copies(optimizer))
+        else:
+            copies = host_copies(optimizer, first, lambda name, t: self._whole(name.rpartition("/")[0], t))
         return EngineState(
-            model=self.module.state_dict() if self.config.lora is None else trained_state(self.module),
-            optimizer=optimizer_state(self.module, self.optimizers),
+            model=host_copies(self._saved(), first, self._whole),
+            optimizer=copies,
             values={
                 "step": self.step,
                 "optimizer": self.config.optim.name,
@@ -151,6 +215,11 @@ class NativeEngine(Engine):
                 "scaler": self.scaler.state_dict(),
             },
         )
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        live = {name: parameter.grad for name, parameter in self.module.named_parameters()}
+        present = {name: gradient for name, gradient in live.items() if gradient is not None}
+        return host_copies(present, self.world.first, self._whole)
 
     def load(self, state: EngineState) -> None:
         saved = state.values["optimizer"]
@@ -160,27 +229,27 @@ class NativeEngine(Engine):
                 where="optim.name",
                 remedy="resume with the optimizer that wrote it, or start from its weights with --fork NEWNAME",
             )
+        names = self._names()
+        check_optimizer_state({name for p, name in names.items() if p.requires_grad}, state.optimizer)
         self.load_model(state.model)
-        load_optimizer_state(self.module, self.optimizers, state.optimizer)
+        parts = [own_part(optimizer) for optimizer in self.optimizers]
+        load_optimizer_state(names, parts, state.optimizer, partial(self._place, names))
         self.step = state.values["step"]
-        if self.scaler.is_enabled() and state.values["scaler"]:
-            self.scaler.load_state_dict(state.values["scaler"])
+        self.scaler.load_state_dict(state.values["scaler"])
         if state.values["precision"] != self.precision:
             logger.warning("saved with precision %s, resumed with %s", state.values["precision"], self.precision)
 
-    def load_model(self, tensors: dict[str, torch.Tensor]) -> None:
-        if self.config.lora is not None:
-            load_trained_state(self.module, tensors)
-            return
-        try:
-            self.module.load_state_dict(tensors)
-        except RuntimeError as error:
-            lines = [textwrap.shorten(line, 200, placeholder=" …") for line in str(error).splitlines()[1:]]
-            rest = [f"and {len(lines) - 3} more"] if len(lines) > 3 else []
-            raise UserError(
-                "\n  ".join(["the checkpoint does not fit this model:", *lines[:3], *rest]),
-                remedy="use the task and model settings that it was written with",
-            ) from error
+    def _place(
+        self, names: Mapping[nn.Parameter, str], parameter: nn.Parameter, tensors: Mapping[str, torch.Tensor], name: str
+    ) -> torch.Tensor:
+        """A tensor of the optimizer, spread as its parameter is."""
+        return like(parameter, tensors, name, self.packed.get(names[parameter]))
+
+    def load_model(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        here = self._saved()
+        check_weights(here, tensors)
+        for name, tensor in here.items():
+            fill(tensor, tensors, name, self.packed.get(name))
 
     def export(self, folder: Path, base_name: str, merge: bool) -> None:
         if not hasattr(self.module, "save_pretrained"):

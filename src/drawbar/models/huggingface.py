@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from drawbar.errors import UserError, nearest
 from drawbar.models.heads import HEADS, Head, check_head
 from drawbar.runtime.hub import hub_answers
 from drawbar.runtime.log import logger
+from drawbar.runtime.tensors import parameters_on_meta
 
 T = TypeVar("T")
 
@@ -45,7 +47,7 @@ def build_from_scratch(
         raise
     check_head(config, head)
     with _settings_refused(config.model_type):
-        _set_fields(config, fields)
+        set_fields(config, fields)
         pad = config.pad_token_id
         shared = pad is not None and pad in (getattr(config, "bos_token_id", None), config.eos_token_id)
         if shared and head == "causal_lm":
@@ -68,7 +70,7 @@ def load_model_config(name: str, overrides: dict[str, Any] | None, tokenizer: An
         UserError: an unknown model, an unknown field, or values that the architecture refuses.
     """
     if overrides is None:
-        return _from_hub(AutoConfig.from_pretrained, name)
+        return from_hub(AutoConfig.from_pretrained, name)
     base = _base_config(name)
     _check_fields(base, overrides)
     with _settings_refused(base.model_type):
@@ -84,7 +86,7 @@ def _is_model_type(name: str) -> bool:
 
 def _base_config(name: str) -> PreTrainedConfig:
     """What a model from scratch is a variation of."""
-    return AutoConfig.for_model(name) if _is_model_type(name) else _from_hub(AutoConfig.from_pretrained, name)
+    return AutoConfig.for_model(name) if _is_model_type(name) else from_hub(AutoConfig.from_pretrained, name)
 
 
 def _special_tokens(base: PreTrainedConfig, tokenizer: Any) -> dict[str, int | None]:
@@ -101,10 +103,58 @@ def _special_tokens(base: PreTrainedConfig, tokenizer: Any) -> dict[str, int | N
     return tokens
 
 
-def _set_fields(config: PreTrainedConfig, fields: dict[str, Any]) -> None:
+def set_fields(config: PreTrainedConfig, fields: dict[str, Any]) -> None:
     # first the number: it writes LABEL_0, LABEL_1, … over labels that do not fit it
     for name in sorted(fields, key=lambda name: name != "num_labels"):
         setattr(config, name, fields[name])
+
+
+ATTENTION = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
+"""What a user may ask for without a kernel from the hub."""
+
+
+@contextmanager
+def attention_refused(
+    wanted: str, name: str, overrides: dict[str, Any] | None, tokenizer: Any, head: Head
+) -> Iterator[None]:
+    """Around the building of a model with an attention implementation of the user's choice: what transformers raises
+    where the model or the machine does not have it, as one error that names those that work.
+
+    Args:
+        wanted: the setting ``task.attention``.
+        name, overrides, tokenizer: as for :func:`load_model_config`.
+    """
+    try:
+        yield
+    except (UserError, ImportError) as error:
+        if wanted == "auto":
+            raise
+        config = load_model_config(name, overrides, tokenizer)
+        if _has_attention(config, head, wanted):
+            raise  # then something else is wrong
+        works = [other for other in ATTENTION if _has_attention(config, head, other)]
+        if wanted in ATTENTION or "/" in wanted:
+            reason = str(error.__cause__ or error).strip().splitlines()[0]
+            what = f"a {config.model_type} model cannot have {wanted} attention on this machine: {reason}"
+        else:
+            guess = nearest(wanted, ATTENTION)
+            what = f"there is no {wanted!r} attention" + (f"; did you mean {guess}?" if guess else "")
+        raise UserError(
+            what,
+            where="task.attention",
+            remedy=f"set task.attention to {', '.join(works)} or auto",
+        ) from error
+
+
+def _has_attention(config: PreTrainedConfig, head: Head, implementation: str) -> bool:
+    config = deepcopy(config)
+    config._attn_implementation = implementation
+    try:
+        with quiet_transformers(), parameters_on_meta():
+            HEADS[head].model_class.from_config(config)
+    except (ValueError, ImportError, OSError, RuntimeError):
+        return False
+    return True
 
 
 def _learn_embedding(model: nn.Module, token: int) -> None:
@@ -186,8 +236,8 @@ def load_pretrained(name: str, head: Head = "causal_lm", **fields: Any) -> nn.Mo
     def load(name: str, local_files_only: bool) -> tuple[nn.Module, dict[str, Any]]:
         config = AutoConfig.from_pretrained(name, local_files_only=local_files_only)
         check_head(config, head)
-        _set_fields(config, fields)
-        with _quiet_transformers():
+        set_fields(config, fields)
+        with quiet_transformers():
             return HEADS[head].model_class.from_pretrained(
                 name,
                 config=config,
@@ -198,13 +248,13 @@ def load_pretrained(name: str, head: Head = "causal_lm", **fields: Any) -> nn.Mo
                 ignore_mismatched_sizes=True,  # _check_weights names them, and refuses those of the body
             )
 
-    model, info = _from_hub(load, name)
+    model, info = from_hub(load, name)
     _check_weights(name, model, info, HEADS[head].is_new)
     return model
 
 
 @contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """Its table of missing, unexpected and mismatched weights is said in our own words; its bar would fill logs."""
     before, bar = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
@@ -241,7 +291,7 @@ def _check_weights(name: str, model: nn.Module, info: dict[str, Any], head_is_ne
         logger.warning("%s has no weights for %s%s: they start from random values", name, ", ".join(lost[:5]), more)
 
 
-def _from_hub(load: Callable[..., T], name: str) -> T:
+def from_hub(load: Callable[..., T], name: str) -> T:
     """``load(name, local_files_only=…)``, with transformers' many exceptions as one that says what to do."""
     is_folder = Path(name).is_dir()
     guess = nearest(name, CONFIG_MAPPING_NAMES)
@@ -272,7 +322,9 @@ def fit_embeddings(model: nn.Module, tokenizer: Any, resize: bool) -> None:
         return
     if resize:
         logger.info("embeddings resized from %d to %d rows", rows, len(tokenizer))
-        model.resize_token_embeddings(len(tokenizer))
+        # new rows get the mean of the others, which nobody knows of a model without weights
+        whole = not model.get_input_embeddings().weight.is_meta
+        model.resize_token_embeddings(len(tokenizer), mean_resizing=whole)
     elif len(tokenizer) > rows:
         raise UserError(
             f"the tokenizer has {len(tokenizer)} tokens, but the model has embeddings for {rows}",

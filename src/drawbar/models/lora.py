@@ -80,36 +80,11 @@ def trained_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """The model's state without its frozen parameters: what a checkpoint of a LoRA run holds.
 
     That is adapters, modules trained whole, and the buffers of the state: batch norm's statistics move in training,
-    even where its weights are frozen. A tied tensor occurs under each of its names, as in ``state_dict``.
+    even where its weights are frozen. A tied tensor occurs under each of its names, as in ``state_dict``; parameters
+    are the live ones.
     """
     frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
-    return {name: tensor for name, tensor in model.state_dict().items() if name not in frozen}
-
-
-def load_trained_state(model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
-    """Put back what :func:`trained_state` returned, into a model with the same adapters.
-
-    Raises:
-        UserError: a tensor is missing, is of no use, or has another shape; the model is left as it was.
-    """
-    here = trained_state(model)
-    problems = [
-        *(f"{name} is missing" for name in here if name not in tensors),
-        *(f"{name} is not trained here" for name in tensors if name not in here),
-        *(
-            f"{name} is {list(tensors[name].shape)}, and should be {list(tensor.shape)}"
-            for name, tensor in here.items()
-            if name in tensors and tensors[name].shape != tensor.shape
-        ),
-    ]
-    if problems:
-        rest = [f"and {len(problems) - 3} more"] if len(problems) > 3 else []
-        raise UserError(
-            "\n  ".join(["the checkpoint does not fit the adapters of this model:", *problems[:3], *rest]),
-            where="lora",
-            remedy="use the task, model and lora settings that it was written with",
-        )
-    model.load_state_dict(tensors, strict=False)
+    return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in frozen}
 
 
 def merged(model: nn.Module) -> nn.Module:
@@ -147,7 +122,9 @@ def save_adapter(model: nn.Module, folder: Path, base_name: str) -> None:
         tensors |= model.get_submodule(name).state_dict(prefix=f"{name}.")
     folder.mkdir(parents=True, exist_ok=True)
     # cloned, as a safetensors file must not hold a tied tensor under two names
-    copies = {f"base_model.model.{name}": tensor.cpu().clone().contiguous() for name, tensor in tensors.items()}
+    copies = {
+        f"base_model.model.{name}": tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()
+    }
     save_file(copies, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config = copy(model.peft_config[_ADAPTER])  # inject_adapter_in_model leaves it there
     config.base_model_name_or_path = base_name

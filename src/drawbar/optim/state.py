@@ -1,6 +1,6 @@
 """Optimizer state under parameter names, so that it fits any number of optimizers, groups and processes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,13 +9,17 @@ from torch.optim import Optimizer
 
 from drawbar.errors import UserError
 
+Names = Mapping[nn.Parameter, str]
+"""The name of each parameter in the whole model."""
+Place = Callable[[nn.Parameter, Mapping[str, torch.Tensor], str], torch.Tensor]
+"""(parameter, tensors, name) → the tensor of that name, as the optimizer of this rank holds it."""
 
-def optimizer_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, torch.Tensor]:
+
+def optimizer_state(names: Names, optimizers: Sequence[Optimizer]) -> dict[str, torch.Tensor]:
     """The tensors of all optimizers as ``{"<parameter>/<key>": tensor}`` (``lm_head.weight/exp_avg``).
 
     The groups' settings are left out: learning rate, betas and decay are the configuration's.
     """
-    names = _names(model)
     return {
         f"{names[parameter]}/{key}": value
         for optimizer in optimizers
@@ -25,37 +29,41 @@ def optimizer_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[s
     }
 
 
-def load_optimizer_state(model: nn.Module, optimizers: Sequence[Optimizer], tensors: dict[str, torch.Tensor]) -> None:
+def load_optimizer_state(
+    names: Names,
+    optimizers: Sequence[Optimizer],
+    tensors: Mapping[str, torch.Tensor],
+    place: Place = lambda parameter, tensors, name: tensors[name],
+) -> None:
     """Put back what :func:`optimizer_state` returned; each optimizer moves it to where it wants it.
 
-    Raises:
-        UserError: it is the state of other parameters, or of another optimizer.
+    Tensors of parameters that these optimizers do not hold are left alone: see :func:`check_optimizer_state`.
     """
-    names = _names(model)
-    of_parameter: dict[str, dict[str, torch.Tensor]] = {}
-    for name, tensor in tensors.items():
+    keys: dict[str, list[str]] = {}
+    for name in tensors:
         parameter_name, _, key = name.rpartition("/")
-        of_parameter.setdefault(parameter_name, {})[key] = tensor
-    _check_names({names[p] for o in optimizers for g in o.param_groups for p in g["params"]}, set(of_parameter))
+        keys.setdefault(parameter_name, []).append(key)
     for optimizer in optimizers:
         current = optimizer.state_dict()
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         state: dict[int, Any] = {
-            index: of_parameter[names[parameter]]
+            index: {key: place(parameter, tensors, f"{names[parameter]}/{key}") for key in keys[names[parameter]]}
             for index, parameter in enumerate(parameters)
-            if names[parameter] in of_parameter
+            if names[parameter] in keys
         }
         optimizer.load_state_dict({"state": state, "param_groups": current["param_groups"]})
 
 
-def _names(model: nn.Module) -> dict[nn.Parameter, str]:
-    return {parameter: name for name, parameter in model.named_parameters()}
+def check_optimizer_state(trained: set[str], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse the state of other parameters than those that are trained here, on any rank.
 
-
-def _check_names(here: set[str], saved: set[str]) -> None:
+    Raises:
+        UserError: it names one of them.
+    """
+    saved = {name.rpartition("/")[0] for name in tensors}
     # a parameter that never got a gradient has no state, so fewer names than here are right
-    if not saved <= here:
+    if not saved <= trained:
         raise UserError(
-            f"the optimizer state is that of other parameters: nothing trains {min(saved - here)} here",
+            f"the optimizer state is that of other parameters: nothing trains {min(saved - trained)} here",
             remedy="resume with the model that wrote it, or start from its weights with --fork NEWNAME",
         )

@@ -5,6 +5,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import ReplicateModule
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 # buffers are equal from the start, and stay so: sending them in every forward is waste. torch 2.13 renamed the setting
@@ -23,7 +25,12 @@ def replicate(model: nn.Module, device: torch.device) -> DistributedDataParallel
 
 
 def accumulate(model: nn.Module, last: bool) -> AbstractContextManager[None]:
-    """Around forward and backward of one micro-batch: gradients travel only in the ``last`` one of a step."""
+    """Around forward and backward of one micro-batch: gradients travel between replicas only in the ``last`` one of a
+    step. Between shards they travel in each, since whole gradients would need the room that sharding saves."""
+    if isinstance(model, ReplicateModule):
+        model.set_requires_gradient_sync(last)
+    elif isinstance(model, FSDPModule):
+        model.set_requires_all_reduce(last)
     if isinstance(model, DistributedDataParallel) and not last:
         return model.no_sync()
     return nullcontext()

@@ -41,6 +41,37 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Non
     return torch.autocast(device.type, dtype=dtype)
 
 
-def make_scaler(precision: str, device: torch.device) -> torch.amp.GradScaler:
-    """The loss scaler: at work for fp16, a bystander otherwise."""
-    return torch.amp.GradScaler(device.type, enabled=precision == "fp16")
+class LossScaler:
+    """Keeps fp16 gradients in range: the loss is multiplied by a scale that halves at each overflow and doubles after
+    2,000 steps without one (Micikevicius et al. 2018, arXiv:1710.03740; the constants are torch's ``GradScaler``'s).
+
+    Whether a step overflowed is for the caller to say, from the global gradient norm: then every rank of every strategy
+    decides the same. (torch's own scaler looks at one rank's gradients.) For other precisions the scale is always 1.
+    """
+
+    GROWTH_INTERVAL = 2000
+
+    def __init__(self, precision: str) -> None:
+        self.enabled = precision == "fp16"
+        self.scale = 2.0**16 if self.enabled else 1.0
+        self._steps_without_overflow = 0
+
+    def update(self, overflowed: bool) -> None:
+        """After each step."""
+        if not self.enabled:
+            return
+        self._steps_without_overflow = 0 if overflowed else self._steps_without_overflow + 1
+        if overflowed:
+            self.scale /= 2
+        elif self._steps_without_overflow == self.GROWTH_INTERVAL:
+            self.scale *= 2
+            self._steps_without_overflow = 0
+
+    def state_dict(self) -> dict[str, float]:
+        if not self.enabled:
+            return {}
+        return {"scale": self.scale, "_growth_tracker": self._steps_without_overflow}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        if self.enabled and state:
+            self.scale, self._steps_without_overflow = state["scale"], int(state["_growth_tracker"])

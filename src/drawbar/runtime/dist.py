@@ -83,6 +83,12 @@ class World:
         self._watchdog.meet(ranks)
         return self
 
+    def join_alone(self) -> None:
+        """Make the process group of one process, for strategies that cannot do without one; several have theirs."""
+        if not dist.is_initialized():
+            backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=self.timeout)
+
     def _give_up(self) -> None:
         print(f"error: {self._not_met('nobody answers at MASTER_ADDR and MASTER_PORT')}", file=sys.stderr, flush=True)
         os._exit(ExitCode.FAILED)
@@ -161,6 +167,34 @@ class World:
         values: list[Any] | None = [None] * self.size if self.first else None
         dist.gather_object(value, values, dst=0, group=self._control)
         return values
+
+    def collect(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Every process's host tensors, on rank 0, which gets them one after another; nothing elsewhere.
+
+        Where several have a name, that of the lowest rank counts.
+        """
+        if self.size == 1:
+            return tensors
+        listed = self.gather([(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()])
+        wanted: list[list[str]] = [[] for _ in range(self.size)]
+        if listed is not None:
+            seen: set[str] = set()
+            for rank, items in enumerate(listed):
+                wanted[rank] = [name for name, *_ in items if name not in seen]
+                seen |= set(wanted[rank])
+        wanted = self.from_first(lambda: wanted)
+        if listed is None:
+            for name in wanted[self.rank]:
+                dist.send(tensors[name].contiguous(), dst=0, group=self._control)
+            return {}
+        found = dict(tensors)
+        for rank in range(1, self.size):
+            shapes = {name: (shape, dtype) for name, shape, dtype in listed[rank]}
+            for name in wanted[rank]:
+                shape, dtype = shapes[name]
+                found[name] = torch.empty(shape, dtype=dtype)
+                dist.recv(found[name], src=rank, group=self._control)
+        return found
 
     def from_first(self, make: Callable[[], T]) -> T:
         """What ``make`` returns on rank 0, sent to every process. It runs on rank 0 alone."""

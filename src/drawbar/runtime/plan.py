@@ -53,8 +53,10 @@ class ParallelPlan:
 
     tensor: Mapping[str, Style] | None = None
     """Module names, with ``*`` for the number of a block, and their styles; None where the model cannot be cut so."""
+    tensor_refusal: str = ""
+    """Why it cannot, for the error."""
     packed: Mapping[str, int] = field(default_factory=dict)
-    """Of the ``packed_colwise`` modules: how many layers each holds."""
+    """Of the ``packed_colwise`` modules, by name with ``*``: how many layers each holds."""
     heads: Mapping[str, int] = field(default_factory=dict)
     """Numbers that the tensor-parallel degree must divide, by what they count (``num_key_value_heads``: 2)."""
     local: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.nn import functional
 
 from drawbar.config.schema import RunConfig
 from drawbar.config.tasks import CausalLMConfig
@@ -14,6 +13,7 @@ from drawbar.data.dataset import Sample
 from drawbar.data.packing import IGNORED_LABEL, split_tokens
 from drawbar.data.tokenizer import begin_token
 from drawbar.errors import UserError
+from drawbar.parallel.styles import cross_entropy_sum
 from drawbar.tasks.batch import Batch, pad_and_stack
 from drawbar.tasks.chat import Piece, chat_pieces, check_message, last_answer
 from drawbar.tasks.pretrained import PretrainedTask, mean_and_perplexity
@@ -132,9 +132,7 @@ class CausalLM(PretrainedTask):
 
     def loss(self, outputs: Any, batch: Batch) -> torch.Tensor:
         logits_BLV, labels_BL = outputs.logits[:, :-1], batch["labels"][:, 1:]
-        return functional.cross_entropy(
-            logits_BLV.flatten(0, 1).float(), labels_BL.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
-        )
+        return cross_entropy_sum(logits_BLV.flatten(0, 1), labels_BL.flatten(), IGNORED_LABEL)
 
     def weight(self, batch: Batch) -> float:
         return int((batch["labels"][:, 1:] != IGNORED_LABEL).sum())

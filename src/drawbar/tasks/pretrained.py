@@ -1,13 +1,13 @@
 """What the built-in tasks share: a transformers model with its tokenizer, and metrics by name."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from drawbar.config.schema import RunConfig
 from drawbar.config.tasks import PretrainedTaskConfig, TokenizerTraining
@@ -17,7 +17,9 @@ from drawbar.data.tokenizer import load_tokenizer, train_byte_bpe
 from drawbar.errors import UserError
 from drawbar.metrics.registry import compute, load_metrics
 from drawbar.models.heads import Head, longest_input
-from drawbar.models.huggingface import build_from_scratch, fit_embeddings, load_pretrained
+from drawbar.models.huggingface import attention_refused, build_from_scratch, fit_embeddings, load_pretrained
+from drawbar.models.stored import build_structure, stored_tensors
+from drawbar.parallel.styles import cross_entropy_sum
 from drawbar.tasks.batch import Batch, pad_and_stack
 from drawbar.tasks.task import Task, of_every
 
@@ -61,11 +63,34 @@ class PretrainedTask(Task):
         return {}
 
     def build_model(self) -> nn.Module:
-        if self.config.from_scratch is not None:
-            scratch = self.config.from_scratch
-            model = build_from_scratch(self.config.model, scratch, self.tokenizer, self.head, **self.model_fields())
-        else:
-            model = load_pretrained(self.config.model, self.head, **self.model_fields())
+        name, scratch = self.config.model, self.config.from_scratch
+        with self._attention_refused():
+            if scratch is not None:
+                return self._fitted(build_from_scratch(name, scratch, self.tokenizer, self.head, **self._all_fields()))
+            return self._fitted(load_pretrained(name, self.head, **self._all_fields()))
+
+    def build_structure(self) -> nn.Module:
+        if self.config.from_scratch is not None or self.config.resize_embeddings:
+            return super().build_structure()
+        with self._attention_refused():
+            return self._fitted(build_structure(self.config.model, self.head, **self._all_fields()))
+
+    def stored_weights(self, structure: nn.Module) -> Mapping[str, torch.Tensor] | None:
+        if self.config.from_scratch is not None or self.config.resize_embeddings:
+            return None
+        return stored_tensors(self.config.model, structure)
+
+    def _all_fields(self) -> dict[str, Any]:
+        wanted = self.config.attention
+        # what transformers makes of the argument attn_implementation, of the configs inside the config too
+        return self.model_fields() | ({} if wanted == "auto" else {"_attn_implementation": wanted})
+
+    def _attention_refused(self) -> AbstractContextManager[None]:
+        config = self.config
+        return attention_refused(config.attention, config.model, config.from_scratch, self.tokenizer, self.head)
+
+    def _fitted(self, model: nn.Module) -> nn.Module:
+        """The model, once it is sure that it has room for every token and every position."""
         fit_embeddings(model, self.tokenizer, resize=self.config.resize_embeddings)
         limit = longest_input(model)
         for setting, length in self.longest().items():
@@ -80,6 +105,11 @@ class PretrainedTask(Task):
     def longest(self) -> dict[str, int]:
         """The most positions that the model may be asked for, by the setting that says so."""
         return {"data.sequence_length": self.data.sequence_length}
+
+    @property
+    def vocabulary_parallel(self) -> bool:
+        # what a user wrote in their place sees whole logits
+        return all(getattr(type(self), name).__module__.startswith("drawbar.") for name in ("forward", "loss"))
 
     @property
     def pad_token(self) -> int:
@@ -108,10 +138,7 @@ class TokenTask(PretrainedTask):
     """A task whose model gives scores for the label of each token, as it stands."""
 
     def loss(self, outputs: Any, batch: Batch) -> torch.Tensor:
-        logits_BLC = outputs.logits.float()
-        return functional.cross_entropy(
-            logits_BLC.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
-        )
+        return cross_entropy_sum(outputs.logits.flatten(0, 1), batch["labels"].flatten(), IGNORED_LABEL)
 
     def weight(self, batch: Batch) -> float:
         return int((batch["labels"] != IGNORED_LABEL).sum())

@@ -4,7 +4,7 @@ The engine calls ``forward``, ``loss`` and ``weight`` for training, and ``predic
 a loss, never moves a tensor to a device and never asks how many processes there are: the engine does.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,6 +16,7 @@ from drawbar.data.dataset import Sample
 from drawbar.data.packing import Targets
 from drawbar.data.sources import Records, open_records
 from drawbar.errors import UserError
+from drawbar.runtime.tensors import parameters_on_meta
 from drawbar.tasks.batch import Batch, pad_and_stack
 
 T = TypeVar("T")
@@ -57,6 +58,17 @@ class Task:
         """The model, in fp32, on the CPU."""
         raise NotImplementedError(f"{type(self).__name__} does not define build_model()")
 
+    def build_structure(self) -> nn.Module:
+        """The model of ``build_model`` without its weights (parameters on the meta device, buffers as they are), for
+        strategies that spread a model over ranks before any of them holds it."""
+        with parameters_on_meta():
+            return self.build_model()
+
+    def stored_weights(self, structure: nn.Module) -> Mapping[str, torch.Tensor] | None:
+        """The initial weights of all parameters of ``structure`` by name, where they can be read from files one by one;
+        None where ``build_model`` must make them."""
+        return None
+
     @property
     def skips_bad_records(self) -> bool:
         """Whether ``data.on_bad_record`` says so."""
@@ -94,6 +106,11 @@ class Task:
     def loss(self, outputs: Any, batch: Batch) -> torch.Tensor:
         """The SUM of the loss over the batch's units (never a mean), as a 0-d tensor."""
         raise NotImplementedError(f"{type(self).__name__} does not define loss()")
+
+    @property
+    def vocabulary_parallel(self) -> bool:
+        """Whether ``loss`` takes logits that are cut along the vocabulary (``parallel.styles.sharded_logits``)."""
+        return False
 
     def weight(self, batch: Batch) -> float:
         """How many units the loss runs over, from the batch alone; by default its samples."""

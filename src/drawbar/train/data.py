@@ -238,8 +238,14 @@ def train_micro_batch(config: RunConfig, world: World, in_tokens: bool) -> Micro
     if config.train.micro_batch_tokens is not None:
         return MicroBatchSize(tokens=config.train.micro_batch_tokens)
     if config.train.micro_batch == "auto" and in_tokens:
-        return MicroBatchSize(tokens=MICRO_BATCH_TOKENS)
+        return MicroBatchSize(rows=_rows_for_stages(config, world), tokens=MICRO_BATCH_TOKENS)
     return MicroBatchSize(rows=resolve_micro_batch(config, world.data.size))
+
+
+def _rows_for_stages(config: RunConfig, world: World) -> int | None:
+    """At most so many rows, that a pipeline has four micro-batches for each stage: it then idles a fifth or less."""
+    stages = config.parallel.pipeline
+    return max(1, config.train.global_batch // world.data.size // (4 * stages)) if stages > 1 else None
 
 
 def eval_micro_batch(config: RunConfig, in_tokens: bool) -> MicroBatchSize:

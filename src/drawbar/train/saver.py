@@ -6,9 +6,8 @@ from typing import Any
 import torch
 
 from drawbar.checkpoint.directory import CheckpointDirectory
-from drawbar.checkpoint.format import Snapshot
+from drawbar.checkpoint.format import Snapshot, decode_state, encode_state
 from drawbar.checkpoint.load import read
-from drawbar.checkpoint.save import snapshot_to_host
 from drawbar.checkpoint.writer import AsyncWriter
 from drawbar.config.schema import CheckpointSection
 from drawbar.data.loader import Loader
@@ -50,7 +49,8 @@ class Saver:
             "world_size": self._world.size,
         }
         rng = {f"rank-{rank:04d}/{name}": part[name] for rank, part in enumerate(generators) for name in part}
-        snapshot = snapshot_to_host(Snapshot(progress.step, state.model, state.optimizer, rng, values))
+        plain = decode_state(encode_state(values))  # a copy; what JSON cannot hold fails here, not in the thread
+        snapshot = Snapshot(progress.step, state.model, state.optimizer, rng, plain)
         best = (progress.best_step, progress.best_score)
         self._writer.submit(lambda: self._write(snapshot, *best))
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from drawbar.config.schema import ParallelSection
@@ -10,6 +11,7 @@ from drawbar.engines.native import NativeEngine
 from drawbar.errors import UserError
 from drawbar.runtime.dist import World
 from drawbar.runtime.env import Place
+from drawbar.runtime.mesh import Layout
 from tiny import CPU, tiny_config, tiny_task
 
 
@@ -28,8 +30,18 @@ def test_single_refuses_two_processes() -> None:
         choose_engine(tiny_task(config), config, world, total_steps=1)
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "zero1", "dp", "deepspeed"])
-def test_a_strategy_to_come_is_refused(strategy: str) -> None:
+@pytest.mark.parametrize(("strategy", "reason"), [("dp", "several CUDA devices"), ("deepspeed", "not in this version")])
+def test_what_cannot_run_here_is_refused(strategy: str, reason: str) -> None:
     config = tiny_config(parallel=ParallelSection(strategy=strategy))
-    with pytest.raises(UserError, match=f"{strategy} is not in this version"):
+    with pytest.raises(UserError, match=f"{strategy}[\\s\\S]*{reason}"):
         choose_engine(tiny_task(config), config, World(Place(), CPU, timeout=60), total_steps=1)
+
+
+def test_one_process_can_be_sharded() -> None:
+    """Of use on one GPU with offload."""
+    config = tiny_config(parallel=ParallelSection(strategy="fsdp"))
+    layout = Layout.of(config.parallel, 1)
+    with World(Place(), CPU, 60, layout) as world:
+        engine = choose_engine(tiny_task(config), config, world, total_steps=1)
+        assert isinstance(engine.model, FSDPModule)
+    assert not torch.distributed.is_initialized()

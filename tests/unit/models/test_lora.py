@@ -25,7 +25,7 @@ from transformers import (
 
 from drawbar.config.schema import LoraSection
 from drawbar.errors import UserError
-from drawbar.models.lora import add_adapters, load_trained_state, merged, save_adapter, trained_state
+from drawbar.models.lora import add_adapters, merged, save_adapter, trained_state
 
 torch.set_num_threads(1)  # tiny tensors: threads would only wait for one another
 TOKENS = torch.tensor([[5, 6, 7, 8, 9, 1], [9, 3, 7, 4, 2, 1]])
@@ -215,7 +215,7 @@ def test_the_trained_state_makes_a_new_model_the_same(name: str) -> None:
     state = {key: tensor.clone() for key, tensor in trained_state(model).items()}
 
     fresh = adapted(name)
-    load_trained_state(fresh, state)
+    fresh.load_state_dict(state, strict=False)
 
     torch.testing.assert_close(logits(fresh), logits(model), rtol=0, atol=0)
     assert not any(".base_layer." in key for key in state)
@@ -450,21 +450,3 @@ def test_without_peft_one_is_told_what_to_install(monkeypatch: pytest.MonkeyPatc
         add_adapters(build("llama"), LoraSection())
 
     assert 'pip install "drawbar[lora]"' in str(caught.value.remedy)
-
-
-def test_a_state_of_other_adapters_is_refused_and_changes_nothing() -> None:
-    model = adapted("bert")
-    before = {name: tensor.clone() for name, tensor in trained_state(model).items()}
-    lora_a = "bert.encoder.layer.0.attention.self.query.lora_A.default.weight"
-    other = {name: tensor + 1 for name, tensor in before.items()}
-
-    for tensors, problem in (
-        ({name: tensor for name, tensor in other.items() if name != lora_a}, f"{lora_a} is missing"),
-        ({**other, "extra.weight": torch.ones(1)}, "extra.weight is not trained here"),
-        ({**other, lora_a: torch.ones(2, 16)}, r"lora_A.default.weight is \[2, 16\], and should be \[8, 16\]"),
-    ):
-        with pytest.raises(UserError, match=problem):
-            load_trained_state(model, tensors)
-
-    after = trained_state(model)
-    assert all(torch.equal(before[name], after[name]) for name in before)

@@ -71,7 +71,7 @@ def loader_of(layout: str, seed: int, world: World) -> Loader[Draws]:
             return rows_of([one.record["number"] for one in located], packed)
 
         return StreamLoader(
-            [Source()], settings, encode, world=world, micro_batch=micro_batch, collate=collate, vary=vary
+            [Source()], settings, encode, ranks=world.data, micro_batch=micro_batch, collate=collate, vary=vary
         )
     rows = rows_of(range(RECORDS), packed)
     sampler = Shuffled(len(rows), seed=0)

@@ -1,0 +1,144 @@
+"""``drawbar parity``."""
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from drawbar.config.schema import RunConfig
+    from drawbar.tasks.task import Task
+    from drawbar.tools.folder import Folder
+    from drawbar.tools.parity import Request
+
+FOLDER = "DRAWBAR_PARITY_FOLDER"
+"""Environment variable: where the processes leave their results for the command that started them."""
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  drawbar parity config.yaml
+  drawbar parity config.yaml --ranks 4 --strategies "ddp, fsdp reshard=false, fsdp tensor=2"
+  drawbar parity config.yaml --layers 2 --steps 5 train.global_batch=8
+  drawbar parity config.yaml --precision bf16 --json
+
+\b
+The data, batches, optimizer and schedule are those of CONFIG; dropout is off. No run directory is touched.
+Exit codes: 0 all are equal, 1 a strategy diverges, 2 the request is wrong.
+"""
+)
+@click.argument("arguments", nargs=-1, metavar="[CONFIG] [KEY=VALUE]...")
+@click.option(
+    "--strategies",
+    metavar="A,B,...",
+    help="What to compare: strategies, with settings of parallel after a space. Default: all that fit CONFIG.",
+)
+@click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True, help="Optimizer steps to make.")
+@click.option("--ranks", type=click.IntRange(min=1), help="Processes. Default: launch.nproc, or 2.")
+@click.option("--layers", type=click.IntRange(min=1), help="Keep so many of the model's blocks.")
+@click.option(
+    "--precision",
+    type=click.Choice(["fp32", "bf16", "fp16"]),
+    default="fp32",
+    show_default=True,
+    help="Of the strategies; the one process they are compared with is fp32.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.pass_obj
+def parity(
+    task: "type[Task] | None",
+    arguments: tuple[str, ...],
+    strategies: str | None,
+    steps: int,
+    ranks: int | None,
+    layers: int | None,
+    precision: str,
+    as_json: bool,
+) -> int:
+    """Train a few steps of CONFIG under each strategy, and compare each with one process.
+
+    Compares losses, gradient norms, each parameter's gradient and the weights after the last step; and where a strategy
+    differs, names the first module that does.
+    """
+    from drawbar.cli.arguments import load
+    from drawbar.config.rules import RULES, TRAIN_RULES, check_rules
+
+    loaded = load(arguments, task)
+    check_rules(loaded, RULES + TRAIN_RULES)
+    started = "RANK" in os.environ or "WORLD_SIZE" in os.environ
+    count = int(os.environ.get("WORLD_SIZE", "1")) if started else ranks or _usual_ranks(loaded.config)
+
+    from drawbar.tools.cases import default_cases, parse_cases
+    from drawbar.tools.folder import Folder
+    from drawbar.tools.parity import Request
+    from drawbar.tools.result import Report
+
+    if strategies is None:
+        request = Request(default_cases(loaded.config, count, precision), precision, asked_for=False)
+    else:
+        request = Request(parse_cases(strategies, loaded.config), precision)
+    with tempfile.TemporaryDirectory(prefix="drawbar-") as own:
+        folder = Folder(Path(os.environ.get(FOLDER, own)))
+        if started or count == 1:
+            _compare(loaded.config, task, request, folder, steps, layers, as_json)
+            if FOLDER in os.environ or os.environ.get("RANK", "0") != "0":
+                return 0  # who started it has the results, and tells
+        elif code := _start(task, request, folder, count):
+            return code
+        report = Report(folder.results(), steps, count, precision, layers)
+        if as_json:
+            click.echo(report.as_json())
+        else:
+            report.print()
+        return report.exit_code
+
+
+def _usual_ranks(config: "RunConfig") -> int:
+    return 2 if config.launch.nproc == "auto" else config.launch.nproc
+
+
+def _compare(
+    config: "RunConfig",
+    task: "type[Task] | None",
+    request: "Request",
+    folder: "Folder",
+    steps: int,
+    layers: int | None,
+    as_json: bool,
+) -> None:
+    """The part of one process."""
+    from drawbar.tasks.registry import task_class
+    from drawbar.tools.parity import run_process
+    from drawbar.tools.subject import Subject
+    from drawbar.tracking.console import SilentConsole, make_console
+
+    console = SilentConsole() if as_json else make_console(os.environ.get("RANK", "0") == "0")
+    subject = Subject(config, task or task_class(config.task.type), steps, layers)
+    try:
+        run_process(subject, request, folder, lambda line: print(line, file=sys.stderr, flush=True), console)
+    finally:
+        console.stop()
+
+
+def _start(task: "type[Task] | None", request: "Request", folder: "Folder", ranks: int) -> int:
+    """Start the processes; again, where a case has ended them. An exit code, where there is nothing to tell."""
+    from drawbar.cli.train import own_command
+    from drawbar.errors import ExitCode
+    from drawbar.runtime.agent import run_processes
+    from drawbar.tools.result import Result
+
+    os.environ[FOLDER] = str(folder.path)
+    rest = list(request.cases)
+    while rest:
+        code = run_processes(own_command(task), ranks)
+        done = folder.names()
+        rest = [case for case in rest if case.name not in done]
+        if code != ExitCode.DONE and (code > ExitCode.WRONG_REQUEST or not folder.has_reference):
+            return code  # a signal, or nothing to compare with
+        if rest and code != ExitCode.DONE:
+            folder.add(Result(rest.pop(0).name, "crashed", request.asked_for, [folder.take_crash()]))
+    return 0

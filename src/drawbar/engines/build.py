@@ -1,0 +1,77 @@
+"""From a task to a model on this rank: whole, or the parts of it that are this rank's."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+
+from drawbar.config.schema import RunConfig
+from drawbar.models.lora import add_adapters
+from drawbar.models.packed import allow_packing
+from drawbar.models.plans import plan_for
+from drawbar.parallel.apply import parallelize
+from drawbar.parallel.tensor import Packed, packed_parameters
+from drawbar.parallel.weights import fill, materialize, named_tensors, spread
+from drawbar.runtime.dist import World
+from drawbar.runtime.log import logger
+from drawbar.runtime.mesh import Layout
+from drawbar.tasks.task import Task
+
+
+def with_adapters(model: nn.Module, config: RunConfig) -> nn.Module:
+    return model if config.lora is None else add_adapters(model, config.lora)
+
+
+def pack(model: nn.Module, task: Task, config: RunConfig) -> None:
+    """Let the model take packed rows, where the data are packed."""
+    if config.data.batching == "packed" and isinstance(model, PreTrainedModel):
+        allow_packing(model, per_sample=task.targets == "sample")
+
+
+def build_whole(task: Task, config: RunConfig, device: torch.device, precision: str) -> nn.Module:
+    """The model of one process, also where it is replicated. It is made on the CPU, so that it starts from the same
+    random numbers on every device."""
+    model = with_adapters(task.build_model(), config)
+    pack(model, task, config)
+    parallelize(model, plan_for(model), config.parallel, Layout(), None, precision)
+    return model.to(device)
+
+
+def build_spread(
+    task: Task, config: RunConfig, world: World, layout: Layout, mesh: DeviceMesh, precision: str
+) -> tuple[nn.Module, dict[str, Packed]]:
+    """The parts of the model that this rank holds, and which of its parameters are stored in another order.
+
+    Where the task can say in which files the weights are, each rank reads its own; else rank 0 builds the whole model,
+    and the others get their parts from it.
+    """
+    structure, source = build_structure(task, config, world)
+    pack(structure, task, config)
+    parallelize(structure, plan_for(structure), config.parallel, layout, mesh, precision)
+    packed = packed_parameters(structure)
+    materialize(structure, torch.device("cpu") if config.parallel.offload else world.device)
+    if isinstance(source, Mapping):
+        for name, parameter in structure.named_parameters():
+            fill(parameter, source, name, packed.get(name))
+    else:
+        spread(named_tensors(structure), source, packed, world.device)
+    return structure, packed
+
+
+def build_structure(
+    task: Task, config: RunConfig, world: World
+) -> tuple[nn.Module, Mapping[str, torch.Tensor] | nn.Module | None]:
+    """The model without its parameters, and where they come from: files, or the whole model, which rank 0 has."""
+    files = None
+    if config.lora is None:
+        structure = task.build_structure()
+        files = task.stored_weights(structure)
+        if world.sum(files is not None) == world.size:
+            return structure, files
+    # first the whole model: it must start from the same random numbers as that of one process
+    source = with_adapters(task.build_model(), config) if world.first else None
+    structure = with_adapters(task.build_structure(), config)
+    logger.info("weights: rank 0 builds the model, and sends each process its part")
+    return structure, source

@@ -1,0 +1,260 @@
+"""A model in stages, on ranks that pass hidden states on to one another: pipeline parallelism."""
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from drawbar.checkpoint.save import host_copies
+from drawbar.data.loader import MicroBatch
+from drawbar.engines.build import build_structure, pack
+from drawbar.engines.engine import EngineState, EvalResult
+from drawbar.engines.native import NativeEngine
+from drawbar.errors import UserError
+from drawbar.models.lora import trained_state
+from drawbar.models.plans import plan_for
+from drawbar.optim.state import check_optimizer_state, optimizer_state
+from drawbar.parallel.apply import parallelize
+from drawbar.parallel.fsdp import free_gathered
+from drawbar.parallel.gradients import clip_factor, scale_, settle, squared_norm
+from drawbar.parallel.precision import autocast
+from drawbar.parallel.relay import Relay
+from drawbar.parallel.schedule import Pipeline, add_up_tied
+from drawbar.parallel.stages import Parts, cut_stage, is_tied, split_layers
+from drawbar.parallel.styles import sharded_logits
+from drawbar.parallel.tensor import packed_parameters
+from drawbar.parallel.weights import check_weights, fill, materialize, named_tensors, spread
+from drawbar.runtime.log import logger
+from drawbar.runtime.mesh import Layout, build_mesh
+from drawbar.runtime.plan import PipelinePlan
+from drawbar.runtime.tensors import TensorFiles
+from drawbar.tasks.batch import Batch
+
+
+class PipelineEngine(NativeEngine):
+    """Pipeline parallelism, with the strategies ``single``, ``ddp`` and ``fsdp`` and tensor parallelism inside stages.
+
+    All ranks of a pipeline get the same batches, and call everything equally often. The last stage has the loss.
+
+    Raises:
+        UserError: the model cannot be cut into stages, or not into so many, or nothing is trained in one of them.
+    """
+
+    def _build(self, layout: Layout) -> tuple[nn.Module, nn.Module]:
+        task, config, world = self.task, self.config, self.world
+        self.is_sharded = config.parallel.strategy == "fsdp"
+        self.structure, source = build_structure(task, config, world)
+        plan = plan_for(self.structure)
+        if plan.pipeline is None:
+            raise UserError(plan.refusal, where="parallel.pipeline", remedy="set parallel.pipeline=1")
+        mesh = build_mesh(layout, world.device)
+        self.group = mesh["pp"].get_group()
+        parts = self._cut(plan.pipeline, layout.pp)
+        self._connect(parts)
+        for part in parts:
+            pack(part, task, config)
+            parallelize(part, plan, config.parallel, layout, mesh, self.precision)
+            self.packed |= packed_parameters(part)
+            materialize(part, torch.device("cpu") if config.parallel.offload else world.device)
+        module = Parts(parts, self.structure, plan.pipeline)
+        if isinstance(source, Mapping):
+            for name, parameter in module.named_parameters():
+                fill(parameter, source, name, self.packed.get(name))
+        else:
+            spread(named_tensors(module), source, self.packed, world.device)
+        tied = f"{plan.pipeline.embedding}.weight" if is_tied(self.structure, plan.pipeline) else ""
+        self.tied = dict(module.named_parameters()).get(tied)  # on the first and the last stage
+        return module, module
+
+    def _cut(self, plan: PipelinePlan, ranks: int) -> list[nn.Module]:
+        parallel = self.config.parallel
+        stages = ranks * (2 if parallel.schedule == "interleaved" else 1)
+        layers = split_layers(self.structure, plan, stages, parallel.cuts)
+        logger.info("pipeline: stages of %s blocks", ", ".join(map(str, layers)))
+        parts = [cut_stage(self.structure, plan, layers, stage) for stage in range(self.group.rank(), stages, ranks)]
+        idle = sum(not any(parameter.requires_grad for parameter in part.parameters()) for part in parts)
+        if self.world.sum(idle):
+            raise UserError(
+                f"the stages have {', '.join(map(str, layers))} blocks, and in one of them nothing is trained",
+                where="parallel.pipeline",
+                remedy="set parallel.pipeline=1 or other parallel.cuts, or train more modules",
+            )
+        return parts
+
+    def _connect(self, parts: list[nn.Module]) -> None:
+        assert isinstance(self.structure, PreTrainedModel)
+        config = self.structure.config.get_text_config()
+        device, width = self.world.device, config.hidden_size
+        self.pipeline = Pipeline(parts, self.config.parallel.schedule, self.group, device, width, self.precision)
+        self.relay = Relay(parts, self.group, device, width, config.vocab_size)
+        if self.is_sharded:
+            # a rank whose texts have ended must go on taking part in the others' forwards
+            self.relay.model.generate = partial(self.relay.model.generate, synced_gpus=True)
+
+    def _accumulate_gradients(self, micro_batches: list[MicroBatch[Batch]], divisor: float) -> torch.Tensor:
+        fewest = min(micro_batches, key=lambda micro: next(iter(micro.batch.values())).numel())
+        missing = self.pipeline.fitting(len(micro_batches)) - len(micro_batches)
+        micro_batches = micro_batches + [MicroBatch(fewest.batch, counts=False)] * missing
+        batches = [micro.batch.to(self.world.device) for micro in micro_batches]
+        forwards = [self._forward(batch) for batch in batches]
+        loss_sum = torch.zeros((), device=self.world.device)
+        # replicas and FSDP average over the data-parallel ranks, the contract wants the sum
+        scale = self.scaler.scale * self.world.data.size / divisor
+
+        def compute_loss(logits: torch.Tensor, number: int) -> torch.Tensor:
+            loss = self.task.loss(self.relay.outputs(forwards[number], logits), batches[number])
+            if not micro_batches[number].counts:
+                loss = loss * 0
+            loss_sum.add_(loss.detach())
+            return loss * scale
+
+        inputs = [self.relay.inputs(forward) for forward in forwards]
+        with sharded_logits() if self.task.vocabulary_parallel and self.world.layout.tp > 1 else nullcontext():
+            self.pipeline.run(inputs, compute_loss)
+        return loss_sum
+
+    def _forward(self, batch: Batch) -> Callable[[nn.Module], Any]:
+        return lambda model: self.task.forward(model, batch)
+
+    def _update(self) -> tuple[torch.Tensor, bool]:
+        parameters = [parameter for parameter in self.module.parameters() if parameter.grad is not None]
+        settle(parameters)
+        grad_norm = (self._squared_norm(parameters).sqrt() / self.scaler.scale).float()
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        overflowed = self.scaler.enabled and not bool(torch.isfinite(grad_norm))
+        clip = self.config.train.gradient_clip
+        if not overflowed:
+            if clip is not None or self.scaler.enabled:
+                factor = clip_factor(grad_norm, clip) if clip is not None else 1.0
+                scale_(gradients, factor / self.scaler.scale)
+            for optimizer in self.optimizers:
+                optimizer.step()
+        self.scaler.update(overflowed)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        return grad_norm, overflowed
+
+    def _squared_norm(self, parameters: list[nn.Parameter]) -> torch.Tensor:
+        """Over all stages. The gradients of the two copies of a tied weight become one, which counts once."""
+        rank, last = self.group.rank(), self.group.size() - 1
+        counted = parameters
+        if self.tied is not None and self.tied.grad is not None:
+            gradient = self.tied.grad
+            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            add_up_tied(local, last - rank, self.group)
+            if rank == last:
+                counted = [parameter for parameter in parameters if parameter is not self.tied]
+        gradients = [parameter.grad for parameter in counted if parameter.grad is not None]
+        total = squared_norm(gradients, self.world.device)
+        dist.all_reduce(total, group=self.group)
+        return total
+
+    @torch.no_grad()
+    def eval_step(self, batch: Batch) -> EvalResult:
+        self._evaluate()
+        weight = self.task.weight(batch)
+        batch = batch.to(self.world.device)
+        forward = self._forward(batch)
+        with autocast(self.precision, self.world.device):
+            logits = self.relay.logits(self.relay.inputs(forward))
+            loss = 0.0 if logits is None else float(self.task.loss(self.relay.outputs(forward, logits), batch))
+            predictions = None
+            if self.task.predicts:
+                with self.relay.same_chance():
+                    predictions = self.task.predict(self.relay.model, batch)
+        free_gathered(self.module)
+        return EvalResult(loss=loss, weight=weight, predictions=predictions)
+
+    @torch.no_grad()
+    def predict_step(self, batch: Batch) -> list[Any]:
+        self._evaluate()
+        with autocast(self.precision, self.world.device), self.relay.same_chance():
+            predictions = self.task.predict(self.relay.model, batch.to(self.world.device))
+        free_gathered(self.module)
+        return predictions
+
+    @torch.no_grad()
+    def generate(self, inputs: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:
+        self._evaluate()
+        moved = {name: tensor.to(self.world.device) for name, tensor in inputs.items()}
+        with autocast(self.precision, self.world.device), self.relay.same_chance():
+            return self.relay.model.generate(**moved, **options)
+
+    def _evaluate(self) -> None:
+        self.module.eval()
+        self.relay.model.eval()
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        sizes = {True: 0, False: 0}
+        for parameter in self.structure.parameters():
+            sizes[parameter.requires_grad] += parameter.numel() * parameter.element_size()
+        return 3 * sizes[True] + (sizes[False] if self.config.lora is None else 0)
+
+    def _whole_saved(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint holds of the whole model: tensors without values."""
+        lora = self.config.lora is not None
+        return trained_state(self.structure) if lora else self.structure.state_dict(keep_vars=True)
+
+    @property
+    def _leads(self) -> bool:
+        """Whether this rank speaks for its stage."""
+        at = self.world.layout.coordinates(self.world.rank)
+        return all(number == 0 for axis, number in at.items() if axis != "pp")
+
+    def state(self) -> EngineState:
+        optimizer = optimizer_state(self._names(), self.optimizers)
+        copies = host_copies(optimizer, self._leads, lambda name, t: self._whole(name.rpartition("/")[0], t))
+        found = self.world.collect(host_copies(self._saved(), self._leads, self._whole))
+        model = {}
+        if self.world.first:
+            first: dict[int, str] = {}  # a tied weight has two names, and one of them was collected
+            for name, tensor in self._whole_saved().items():
+                model[name] = found[first.setdefault(id(tensor), name)]
+        return EngineState(
+            model=model,
+            optimizer=self.world.collect(copies),
+            values={
+                "step": self.step,
+                "optimizer": self.config.optim.name,
+                "precision": self.precision,
+                "scaler": self.scaler.state_dict(),
+            },
+        )
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        live = {name: parameter.grad for name, parameter in self.module.named_parameters()}
+        present = {name: gradient for name, gradient in live.items() if gradient is not None}
+        return self.world.collect(host_copies(present, self._leads, self._whole))
+
+    def load(self, state: EngineState) -> None:
+        trained = {name for name, parameter in self.structure.named_parameters() if parameter.requires_grad}
+        check_optimizer_state(trained, state.optimizer)
+        own = set(self._names().values())
+        names = [name for name in state.optimizer if name.rpartition("/")[0] in own]
+        super().load(EngineState(state.model, _only(state.optimizer, names), state.values))
+
+    def load_model(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        check_weights(self._whole_saved(), tensors)
+        for name, tensor in self._saved().items():
+            fill(tensor, tensors, name, self.packed.get(name))
+
+    def export(self, folder: Path, base_name: str, merge: bool) -> None:
+        raise UserError(
+            "no process has the whole model to export",
+            where="parallel.pipeline",
+            remedy="set parallel.pipeline=1: any strategy reads the checkpoints of a pipeline",
+        )
+
+
+def _only(tensors: Mapping[str, torch.Tensor], names: list[str]) -> Mapping[str, torch.Tensor]:
+    if isinstance(tensors, TensorFiles):
+        return tensors.renamed({name: name for name in names})
+    return {name: tensors[name] for name in names}

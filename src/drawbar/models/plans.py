@@ -1,0 +1,200 @@
+"""A ``ParallelPlan`` for each architecture: transformers' own where a model has one, and plans for those without."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from drawbar.runtime.plan import ParallelPlan, PipelinePlan, Style
+
+_HUGGINGFACE: dict[str, Style] = {
+    "colwise": "colwise",
+    "rowwise": "rowwise",
+    "colwise_gather_output": "colwise_gather_output",
+    "rowwise_split_input": "rowwise_split_input",
+    "replicated_with_grad_allreduce": "replicated",
+}
+"""transformers' names for the styles. Those that are missing cut experts, and layers that are made for its own code."""
+
+_NUMBERS = (
+    *("num_attention_heads", "num_key_value_heads", "intermediate_size"),
+    *("encoder_attention_heads", "decoder_attention_heads", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff"),
+)
+"""Fields of the configs that tensor-parallel ranks share."""
+
+
+@dataclass(frozen=True)
+class _Family:
+    """Patterns under the base model, as in transformers' own plans."""
+
+    tensor: Mapping[str, Style]
+    packed: Mapping[str, int] = field(default_factory=dict)
+    local: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+def _layers(prefix: str, colwise: str, rowwise: str) -> dict[str, Style]:
+    """Names after ``prefix``, separated by spaces, with their styles."""
+    styles: dict[str, Style] = {prefix + name: "colwise" for name in colwise.split()}
+    return styles | {prefix + name: "rowwise" for name in rowwise.split()}
+
+
+_GPT2 = _Family(
+    {
+        "h.*.attn.c_attn": "packed_colwise",
+        **_layers("h.*.", "mlp.c_fc", "attn.c_proj mlp.c_proj"),
+    },
+    packed={"h.*.attn.c_attn": 3},
+    local={"h.*.attn": ("split_size", "num_heads")},
+)
+_BERT = _Family(
+    _layers(
+        "encoder.layer.*.",
+        "attention.self.query attention.self.key attention.self.value intermediate.dense",
+        "attention.output.dense output.dense",
+    ),
+    local={"encoder.layer.*.attention.self": ("num_attention_heads", "all_head_size")},
+)
+_BART = _Family(
+    {
+        **_layers("*.layers.*.", "fc1", "fc2"),
+        **_layers("*.layers.*.self_attn.", "q_proj k_proj v_proj", "out_proj"),
+        **_layers("decoder.layers.*.encoder_attn.", "q_proj k_proj v_proj", "out_proj"),
+    },
+    local={"*.layers.*.self_attn": ("num_heads",), "decoder.layers.*.encoder_attn": ("num_heads",)},
+)
+_T5 = _Family(
+    {
+        **_layers("*.block.*.layer.*.SelfAttention.", "q k v", "o"),
+        **_layers("*.block.*.layer.*.EncDecAttention.", "q k v", "o"),
+        **_layers("*.block.*.layer.*.DenseReluDense.", "wi wi_0 wi_1", "wo"),
+        "*.block.*.layer.*.SelfAttention.relative_attention_bias": "head_bias",
+    },
+    local={f"*.block.*.layer.*.{name}": ("n_heads", "inner_dim") for name in ("SelfAttention", "EncDecAttention")},
+)
+_OWN = {
+    "gpt2": _GPT2,
+    **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert"), _BERT),
+    **dict.fromkeys(("bart", "mbart"), _BART),
+    **dict.fromkeys(("t5", "mt5"), _T5),
+}
+
+_LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "glm")
+_STAGES = {
+    "gpt2": PipelinePlan(
+        "transformer.h", "transformer.wte", ("transformer.wpe", "transformer.drop"), ("transformer.ln_f",)
+    ),
+    **dict.fromkeys(_LLAMA_LIKE, PipelinePlan("model.layers", "model.embed_tokens", (), ("model.norm",))),
+    "phi": PipelinePlan("model.layers", "model.embed_tokens", ("model.embed_dropout",), ("model.final_layernorm",)),
+    "gpt_neox": PipelinePlan(
+        "gpt_neox.layers", "gpt_neox.embed_in", ("gpt_neox.emb_dropout",), ("gpt_neox.final_layer_norm",)
+    ),
+}
+
+_TENSOR_FAMILIES = ", ".join(sorted({*_OWN, *_LLAMA_LIKE, "phi", "gpt_neox"}))
+_PIPELINE_FAMILIES = ", ".join(sorted(_STAGES))
+
+
+def plan_for(model: nn.Module) -> ParallelPlan:
+    """How the model can be cut, in one piece and with its adapters injected, if any.
+
+    Returns:
+        A plan whose ``tensor`` or ``pipeline`` is None where the model cannot be cut so, with the reason.
+    """
+    if not isinstance(model, PreTrainedModel):
+        what = f"{type(model).__name__} is no model of transformers"
+        return ParallelPlan(
+            tensor_refusal=f"{what}: nothing says how to cut its layers; these families can be: {_TENSOR_FAMILIES}",
+            refusal=f"{what}: nothing says where to cut it into stages; these families can be: {_PIPELINE_FAMILIES}",
+        )
+    plan = _with_adapters(model, _tensor_plan(model))
+    family = model.config.model_type
+    stages = _STAGES.get(family)
+    if stages is None:
+        return replace(
+            plan,
+            refusal=f"{family} cannot be cut into stages; these decoder-only families can be: {_PIPELINE_FAMILIES}",
+        )
+    if stages.head not in dict(model.named_modules()):
+        return replace(plan, refusal=f"a {type(model).__name__} cannot be cut into stages: only language models can be")
+    return replace(plan, pipeline=stages)
+
+
+def _tensor_plan(model: PreTrainedModel) -> ParallelPlan:
+    config: Any = model.config
+    kind = config.model_type
+    family = _OWN.get(kind)
+    if family is None:
+        theirs = getattr(model.base_model.config, "base_model_tp_plan", None)
+        unknown = set((theirs or {}).values()) - set(_HUGGINGFACE)
+        if not theirs or unknown:
+            why = f"its plan has styles that are not known here ({', '.join(sorted(unknown))})" if theirs else "no plan"
+            return ParallelPlan(
+                tensor_refusal=f"the layers of {kind} cannot be cut: {why}; these families can be: {_TENSOR_FAMILIES}"
+            )
+        styles = {name: _HUGGINGFACE[style] for name, style in theirs.items()}
+        family = _Family({**_norms_of_heads(styles), **styles})
+    base = next(name for name, module in model.named_modules() if module is model.base_model)
+    prefix = f"{base}." if base else ""
+    return ParallelPlan(
+        tensor={**{prefix + name: style for name, style in family.tensor.items()}, **_vocabulary(model)},
+        packed={prefix + name: parts for name, parts in family.packed.items()},
+        local={prefix + name: attributes for name, attributes in family.local.items()},
+        heads=_numbers(config),
+    )
+
+
+def _norms_of_heads(styles: Mapping[str, Style]) -> dict[str, Style]:
+    """Norms of queries and keys that may be missing (in Phi's plan they are): each rank's are of its own heads."""
+    attentions = [name.removesuffix(".q_proj") for name, style in styles.items() if style == "colwise"]
+    return {f"{name}.{norm}": "replicated" for name in attentions for norm in ("q_layernorm", "k_layernorm")}
+
+
+def _numbers(config: Any) -> dict[str, int]:
+    found = {name: getattr(config, name, None) for name in _NUMBERS}
+    return {name: number for name, number in found.items() if isinstance(number, int)}
+
+
+def _vocabulary(model: PreTrainedModel) -> dict[str, Style]:
+    """The token embedding, wherever it is used, and the layer that scores the vocabulary."""
+    weight = _weight(model.get_input_embeddings())
+    head = model.get_output_embeddings()
+    styles: dict[str, Style] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, nn.Embedding) and module.weight is weight:
+            styles[name] = "embedding"
+        elif module is head and isinstance(_base(module), nn.Linear):
+            styles[name] = "vocabulary"
+    return styles
+
+
+def _base(module: nn.Module) -> nn.Module:
+    """The layer itself, without the adapter around it."""
+    return getattr(module, "base_layer", module)
+
+
+def _weight(module: nn.Module) -> Any:
+    return _base(module).weight
+
+
+def _with_adapters(model: nn.Module, plan: ParallelPlan) -> ParallelPlan:
+    """The plan with styles for low-rank adapters: of B A x, the one of the two that has the dim which is cut."""
+    if plan.tensor is None:
+        return plan
+    tensor, packed = dict(plan.tensor), dict(plan.packed)
+    for pattern, style in plan.tensor.items():
+        if not any(hasattr(module, "lora_A") for module in _matching(model, pattern)):
+            continue
+        tensor[f"{pattern}.base_layer"] = style
+        part = "lora_A" if style.startswith("rowwise") else "lora_B"
+        tensor[f"{pattern}.{part}.*"] = style
+        if pattern in packed:
+            packed[f"{pattern}.base_layer"] = packed[f"{pattern}.lora_B.*"] = packed[pattern]
+    return replace(plan, tensor=tensor, packed=packed)
+
+
+def _matching(model: nn.Module, pattern: str) -> Iterator[nn.Module]:
+    compiled = re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))
+    return (module for name, module in model.named_modules() if compiled.fullmatch(name))

@@ -1,0 +1,59 @@
+"""All of a model's parallelism, in the one order in which the parts fit together."""
+
+import logging
+import warnings
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from drawbar.config.schema import ParallelSection
+from drawbar.parallel.compile import compile_blocks
+from drawbar.parallel.fsdp import replicate_parts, shard
+from drawbar.parallel.recompute import recompute
+from drawbar.parallel.tensor import tensor_parallel
+from drawbar.runtime.mesh import Layout
+from drawbar.runtime.plan import ParallelPlan
+
+
+def _quiet() -> None:
+    """What torch says of FSDP over tensor parallelism, and nobody can mend: that a tensor cut twice is gathered twice,
+    and that outputs are views, which a task would have to change in place to do harm."""
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+
+
+def parallelize(
+    model: nn.Module,
+    plan: ParallelPlan,
+    parallel: ParallelSection,
+    layout: Layout,
+    mesh: DeviceMesh | None,
+    precision: str,
+) -> None:
+    """Spread a model (or one stage of a pipeline) over the ranks, in place: tensor → activation checkpointing →
+    compile → shard or replicate.
+
+    The matrices of a layer are cut first, so that all the rest sees the parts of one rank. What is computed again is
+    the block as it is cut; what is compiled is the block as it is computed again; and FSDP gathers around all of these.
+    (``ddp`` without model parallelism is not here: DDP wraps the model when it has its weights.)
+
+    Args:
+        parallel: with ``strategy`` resolved: not ``auto``.
+        mesh: all axes of ``layout``; None for one process.
+    """
+    if mesh is not None and layout.tp > 1:
+        _quiet()
+        tensor_parallel(model, plan, mesh["tp"], parallel.sequence)
+    recompute(model, parallel.activation_checkpointing)
+    if parallel.compile:
+        compile_blocks(model)
+    if mesh is None:
+        return
+    # ranks that share a sequence see different tokens: for the parameters they are as data-parallel ranks
+    if parallel.strategy == "fsdp":
+        shards = mesh["dp_shard", "cp"]._flatten("dp_shard_cp") if layout.cp > 1 else mesh["dp_shard"]
+        axes = mesh["dp_replicate", shards.mesh_dim_names[0]] if layout.dp_replicate > 1 else shards
+        shard(model, axes, parallel, precision)
+    elif layout.data_size * layout.cp > 1 and layout.tp * layout.cp * layout.pp > 1:
+        replicas = mesh["dp_replicate", "cp"]._flatten("dp_replicate_cp") if layout.cp > 1 else mesh["dp_replicate"]
+        replicate_parts(model, replicas)

@@ -1,0 +1,58 @@
+"""``torch.compile``, block by block: equal blocks are compiled once."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from drawbar.errors import UserError
+from drawbar.parallel.blocks import Forward, blocks_for, replace_forward
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """Compile each repeated block, in place. A block's hooks (FSDP's) stay outside of what is compiled.
+
+    It is compiled for the sizes of its first call, and when these change, once more for all sizes.
+
+    Raises:
+        UserError: the model has no repeated blocks.
+    """
+    made: dict[type, type] = {}
+    for block in blocks_for(model, "parallel.compile"):
+        replace_forward(block, _compiled, made)
+
+
+def _compiled(forward: Forward) -> Forward:
+    """Training alone is compiled: a cache that grows with each token would be compiled anew for each."""
+    compiled = torch.compile(forward)
+
+    def either(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return compiled(self, *args, **kwargs) if self.training else forward(self, *args, **kwargs)
+
+    return either
+
+
+def check_compiler(device: torch.device) -> None:
+    """Compile one addition, and so find out before training what is missing.
+
+    Raises:
+        UserError: torch cannot compile on this machine: there is no C++ compiler, or no triton.
+    """
+    try:
+        torch.compile(_add_one)(torch.zeros(1, device=device))
+    except (RuntimeError, ImportError, OSError) as error:  # what torch raises for all of these is a RuntimeError
+        needed = "triton and a C compiler" if device.type == "cuda" else "a C++ compiler such as g++"
+        raise UserError(
+            f"torch.compile does not work on this machine: {_first_line(error)}",
+            where="parallel.compile",
+            remedy=f"install {needed}, or set parallel.compile=false",
+        ) from error
+
+
+def _add_one(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor + 1
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,187 @@
+"""Context parallelism: each sequence is cut over several ranks, whose attention goes round in a ring.
+
+By torch's ``context_parallel`` (Ring Attention, Liu et al. 2023, arXiv:2310.01889): each rank has the queries of its
+own tokens, and gets the keys and values of the others. In a causal model the last tokens look at all others and the
+first at none, so each rank gets a piece from the head of the sequence and its counterpart from the tail.
+
+B: rows, L: tokens in a row, P: tokens of this rank, V: vocabulary.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.experimental import context_parallel
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+
+from drawbar.errors import UserError
+
+DEVICES = {"cuda": 32}
+"""The types of device for whose attention kernels torch has a ring, and what must divide the tokens of a piece: the
+kernel for fp32 rounds the log-sum-exps up to a multiple of 32, and the ring takes them for those of tokens."""
+KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+"""Any other would attend within this rank's tokens alone, or fail with an error that nobody understands."""
+RING = "drawbar_ring"
+"""What transformers knows :func:`_attend` by. It has no mask of that name, so it builds none."""
+FIELDS = {"input_ids", "labels", "attention_mask"}
+FAMILIES = {"gemma", "gpt2", "gpt_neox", "granite", "llama", "mistral", "mixtral", "olmo2", "phi", "phi3", "qwen2"}
+FAMILIES |= {"qwen3", "smollm3", "starcoder2"}
+"""Causal decoders that take positions from outside. Only those are here whose gradients the tests compare with those of
+one process: others may compute wrongly in silence, as a layer that carries a state along the sequence does."""
+
+
+def check_context(device: torch.device, targets: str | None) -> None:
+    """Refuse, before the model is built, what cannot be cut.
+
+    Args:
+        targets: the task's: what the labels of a token are.
+    """
+    if device.type not in DEVICES:
+        raise UserError(
+            f"torch has no context parallelism for {device.type} devices, only for {', '.join(sorted(DEVICES))}",
+            where="parallel.context",
+            remedy="set parallel.context=1, or run on CUDA devices",
+        )
+    if targets != "next_token":
+        raise UserError(
+            "only tasks that predict the next token can cut a sequence over ranks",
+            where="parallel.context",
+            remedy="set parallel.context=1",
+        )
+
+
+class ContextParallel:
+    """A model that works on pieces of sequences, and how to cut them.
+
+    Args:
+        model: a causal decoder of transformers, with sdpa attention over all tokens before.
+        mesh: the ranks that share a sequence: ``cp`` alone.
+        ignored: the label of tokens that are no targets.
+
+    Raises:
+        UserError: this model cannot be cut so.
+    """
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, ignored: int) -> None:
+        inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+        _check_model(inner)
+        self.config = inner.config
+        self.mesh = mesh
+        self.ignored = ignored
+
+    @contextmanager
+    def cut(self, batch: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+        """This rank's piece of a batch. Forward and backward belong inside; every rank of the mesh must come along.
+
+        The labels of the piece stand one to the right of where the model predicts them, as in a whole batch, and so
+        have one column more than its tokens: see :meth:`align`.
+
+        Args:
+            batch: ``input_ids`` and ``labels`` (B, L); an ``attention_mask`` must be that of padding on the right.
+
+        Yields:
+            ``input_ids`` and ``position_ids`` (B, P), and ``labels`` (B, P + 1).
+        """
+        pieces = self._whole(batch)
+        tensors = list(pieces.values())
+        before, self.config._attn_implementation = self.config._attn_implementation, RING
+        try:
+            with context_parallel(
+                self.mesh, buffers=tensors, buffer_seq_dims=[1] * len(tensors), no_restore_buffers=set(tensors)
+            ):
+                yield {**pieces, "labels": functional.pad(pieces["labels"], (1, 0), value=self.ignored)}
+        finally:
+            self.config._attn_implementation = before
+
+    def _whole(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What will be cut into two pieces for each rank; each label with the token before."""
+        unknown = sorted(batch.keys() - FIELDS)
+        if unknown:
+            raise UserError(
+                f"batches have fields that context parallelism cannot cut: {', '.join(unknown)}",
+                where="parallel.context",
+                remedy="set parallel.context=1, or leave them out of what the task collates",
+            )
+        mask_BL = batch.get("attention_mask")
+        if mask_BL is not None and bool((mask_BL[:, 1:] > mask_BL[:, :-1]).any()):
+            raise UserError(
+                "with context parallelism there is no attention mask, so padding must be on the right",
+                where="parallel.context",
+                remedy="set parallel.context=1, or pad on the right in the task's collate",
+            )
+        tokens_BL, labels_BL = batch["input_ids"], batch["labels"]
+        rows, length = tokens_BL.shape
+        rest = -length % (2 * self.mesh.size() * DEVICES[self.mesh.device_type])
+        # tokens that fill up the row have no position of their own: the model may have none left
+        positions_L = torch.arange(length + rest, device=tokens_BL.device).clamp(max=length - 1)
+        return {
+            "input_ids": functional.pad(tokens_BL, (0, rest)),
+            "labels": functional.pad(labels_BL[:, 1:], (0, rest + 1), value=self.ignored),
+            "position_ids": positions_L.repeat(rows, 1),
+        }
+
+    def align(self, outputs: Any) -> Any:
+        """Give the logits (B, P, V) one column more, of zeros. A task pairs all but the last with all labels but the
+        first: what it leaves out of a piece are then columns that say nothing."""
+        outputs.logits = functional.pad(outputs.logits, (0, 0, 0, 1))
+        return outputs
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over the ranks that share a sequence, in place."""
+        dist.all_reduce(tensor, group=self.mesh.get_group())
+        return tensor
+
+
+def _check_model(model: nn.Module) -> None:
+    def fault(what: str, remedy: str = "set parallel.context=1") -> UserError:
+        return UserError(f"{what} cannot be cut along the sequence", where="parallel.context", remedy=remedy)
+
+    config = getattr(model, "config", None)
+    family = getattr(config, "model_type", None)
+    if config is None or family not in FAMILIES:
+        raise fault(
+            f"a {family or type(model).__name__} model",
+            f"set parallel.context=1; these families can be cut: {', '.join(sorted(FAMILIES))}",
+        )
+    # where there are no layer types, a window is that of all layers
+    every_layer = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
+    partial = set(getattr(config, "layer_types", None) or [every_layer]) - {"full_attention"}
+    if partial:
+        raise fault(f"a {family} model with layers of {', '.join(sorted(partial))}")
+    if config._attn_implementation != "sdpa":
+        raise fault(f"a {family} model with {config._attn_implementation} attention", "set task.attention=sdpa")
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention over the tokens of all ranks, inside ``context_parallel``, which replaces torch's function."""
+    if dropout:
+        raise UserError(
+            "torch's ring attention has no dropout: its backward pass would drop other weights than its forward pass",
+            where="parallel.context",
+            remedy="set the model's attention dropout to 0 (attention_dropout, GPT-2's attn_pdrop), "
+            "or parallel.context=1",
+        )
+    groups = query.shape[1] // key.shape[1]
+    if query.dtype == torch.float32 and groups > 1:  # the kernel for fp32 wants as many keys as queries
+        key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+    others["is_causal"] = True
+    with sdpa_kernel(KERNELS):
+        return sdpa_attention_forward(module, query, key, value, None, **others)
+
+
+AttentionInterface.register(RING, _attend)

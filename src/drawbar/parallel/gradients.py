@@ -1,0 +1,59 @@
+"""The global gradient norm and clipping, whatever the gradients are: plain, sharded, or cut in several ways at once."""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+
+def settle(parameters: Iterable[nn.Parameter]) -> None:
+    """Sum up gradients that are still in parts, one on each tensor-parallel rank."""
+    for parameter in parameters:
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
+            whole = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
+            parameter.grad = gradient.redistribute(placements=whole)
+
+
+def squared_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
+    """The sum of the squares of all gradients, shards on other ranks included; float64, 0-d, equal on these ranks.
+
+    Shards of one kind are summed together, so there is one small all-reduce for each mesh axis that cuts tensors.
+    """
+    kinds: dict[tuple[object, ...], list[Tensor]] = {}
+    groups: dict[tuple[object, ...], list[dist.ProcessGroup]] = {}
+    for gradient in gradients:
+        kind: tuple[object, ...] = ()
+        local = gradient
+        if isinstance(gradient, DTensor):
+            mesh, placements = gradient.device_mesh, gradient.placements
+            cut = [not placement.is_replicate() for placement in placements]  # is_shard() leaves out strided shards
+            kind = (mesh, *cut)
+            groups[kind] = [mesh.get_group(axis) for axis, is_cut in enumerate(cut) if is_cut]
+            local = gradient.to_local()
+        kinds.setdefault(kind, []).append(local)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for kind, locals_ in kinds.items():
+        norms = torch.stack([norm.to(device) for norm in torch._foreach_norm(locals_)])
+        part = norms.double().square().sum()
+        for group in groups.get(kind, []):
+            dist.all_reduce(part, group=group)
+        total += part
+    return total
+
+
+def scale_(gradients: Iterable[Tensor], factor: Tensor | float) -> None:
+    """Multiply all gradients in place."""
+    locals_ = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for local in locals_:
+        by_device.setdefault(local.device, []).append(local)
+    for device, tensors in by_device.items():
+        torch._foreach_mul_(tensors, factor.to(device) if isinstance(factor, Tensor) else factor)
+
+
+def clip_factor(norm: Tensor, limit: float) -> Tensor:
+    """What gradients of this norm are multiplied by, as in ``torch.nn.utils.clip_grad_norm_``."""
+    return torch.clamp(limit / (norm + 1e-6), max=1.0)

@@ -1,0 +1,207 @@
+"""A pipeline that looks like the whole model, for evaluation, predictions and transformers' ``generate``.
+
+Every rank calls it with the same arguments. Each stage computes in turn, and all ranks get the logits, so they go on in
+step, and write the same text.
+"""
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from drawbar.errors import UserError
+
+Arguments = dict[str, Any]
+_HOOKS = (
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks"),
+)
+
+
+class Relay:
+    """The stages of this rank as ``model``: an object of the model's own class, which shares its modules.
+
+    Make it before FSDP and the hooks of packed rows get hold of the stages: they work inside them.
+
+    Args:
+        parts, group: as for ``Pipeline``.
+        width: hidden size.
+        vocabulary: number of logits.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[nn.Module],
+        group: dist.ProcessGroup,
+        device: torch.device,
+        width: int,
+        vocabulary: int,
+    ) -> None:
+        self.parts = parts
+        self.group = group
+        self.device = device
+        self.width = width
+        self.vocabulary = vocabulary
+        self.last = group.rank() == group.size() - 1
+        """Whether this rank has the last stage."""
+        self._answer: Callable[[Arguments], Any] = self.compute
+        self.model = self._make_model()
+
+    def _make_model(self) -> Any:
+        # with hooks of its own, which are none: those of the parts run when the parts are called
+        model: Any = copy(self.parts[0])
+        for name in _HOOKS:
+            setattr(model, name, OrderedDict())
+        forward = model.forward
+        names = list(inspect.signature(forward).parameters)
+
+        @wraps(forward)
+        def relayed(*args: Any, **kwargs: Any) -> Any:
+            kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
+            kwargs.pop("return_dict", None)
+            _check(kwargs)
+            return self._answer(kwargs)
+
+        model.forward = relayed
+        if len(self.parts) > 1:  # a cache of transformers' counts the layers of one part
+            model.generate = _without_cache(model.generate)
+        return model
+
+    def compute(self, kwargs: Arguments) -> CausalLMOutputWithPast:
+        """One forward of the whole model, in turns; the same outputs on every rank. Their numbers are fp32."""
+        rows, length = kwargs["input_ids"].shape
+        if len(self.parts) > 1:
+            kwargs = {**kwargs, "past_key_values": None, "use_cache": False}
+        logits = self._in_turns(kwargs, rows, length)
+        if logits is None:
+            shape = (rows, _kept(kwargs.get("logits_to_keep", 0), length), self.vocabulary)
+            logits = torch.empty(shape, device=self.device)
+        dist.broadcast(logits, group_src=self.group.size() - 1, group=self.group)
+        return CausalLMOutputWithPast(logits=logits, past_key_values=kwargs.get("past_key_values"))
+
+    @torch.no_grad()
+    def logits(self, kwargs: Arguments) -> Tensor | None:
+        """The logits, on the last stage alone."""
+        return self._in_turns(kwargs, *kwargs["input_ids"].shape)
+
+    def _in_turns(self, kwargs: Arguments, rows: int, length: int) -> Tensor | None:
+        rank, ranks = self.group.rank(), self.group.size()
+        whole = {name: value for name, value in kwargs.items() if name != "logits_to_keep"}
+        stages = ranks * len(self.parts)
+        out: Tensor | None = None
+        for place, part in enumerate(self.parts):
+            stage = rank + place * ranks
+            received: tuple[Tensor, ...] = ()
+            if stage > 0:
+                hidden_BLH = torch.empty((rows, length, self.width), device=self.device)
+                dist.recv(hidden_BLH, group=self.group, group_src=(rank - 1) % ranks)
+                received = (hidden_BLH,)
+            out = part(*received, **(kwargs if stage == stages - 1 else whole)).float().contiguous()
+            if stage < stages - 1:
+                dist.send(out, group=self.group, group_dst=(rank + 1) % ranks)
+        return out if self.last else None
+
+    def inputs(self, call: Callable[[nn.Module], Any]) -> Arguments:
+        """What ``call`` calls the model with; nothing is computed.
+
+        Raises:
+            UserError: it does not call the model.
+        """
+
+        def record(kwargs: Arguments) -> Any:
+            raise _Called(kwargs)
+
+        with self._answering(record):
+            try:
+                call(self.model)
+            except _Called as called:
+                return called.kwargs
+        raise _fault("does not call the model")
+
+    def outputs(self, call: Callable[[nn.Module], Any], logits: Tensor) -> Any:
+        """What ``call`` returns, where its one call of the model gives these logits.
+
+        Raises:
+            UserError: it calls the model again.
+        """
+        given = [CausalLMOutputWithPast(logits=logits)]
+
+        def replay(kwargs: Arguments) -> CausalLMOutputWithPast:
+            if not given:
+                raise _fault("calls the model more than once")
+            return given.pop()
+
+        with self._answering(replay):
+            return call(self.model)
+
+    @contextmanager
+    def _answering(self, answer: Callable[[Arguments], Any]) -> Iterator[None]:
+        self._answer = answer
+        try:
+            yield
+        finally:
+            self._answer = self.compute
+
+    @contextmanager
+    def same_chance(self) -> Iterator[None]:
+        """In here, all ranks of the pipeline draw the random numbers of its first rank: texts are sampled alike."""
+        on_cuda = self.device.type == "cuda"
+        state = torch.cuda.get_rng_state(self.device) if on_cuda else torch.get_rng_state()
+        sent = state.to(self.device)
+        dist.broadcast(sent, group_src=0, group=self.group)
+        if self.group.rank() == 0:
+            yield
+            return
+        with torch.random.fork_rng(devices=[self.device] if on_cuda else []):
+            if on_cuda:
+                torch.cuda.set_rng_state(sent.cpu(), self.device)
+            else:
+                torch.set_rng_state(sent)
+            yield
+
+
+class _Called(BaseException):
+    """Ends a recorded call. No ``except Exception`` of a task may swallow it."""
+
+    def __init__(self, kwargs: Arguments) -> None:
+        super().__init__()
+        self.kwargs = kwargs
+
+
+def _kept(logits_to_keep: int | Tensor, length: int) -> int:
+    """For how many positions there are logits: transformers' ``slice_logits_to_keep``."""
+    if isinstance(logits_to_keep, Tensor):
+        return len(logits_to_keep)
+    return min(logits_to_keep or length, length)
+
+
+def _without_cache(generate: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(generate)
+    def generate_without_cache(*args: Any, **kwargs: Any) -> Any:
+        return generate(*args, **{**kwargs, "use_cache": False})
+
+    return generate_without_cache
+
+
+def _check(kwargs: Mapping[str, Any]) -> None:
+    if kwargs.get("input_ids") is None:
+        raise _fault("calls the model without input_ids")
+    if kwargs.get("labels") is not None:
+        raise _fault("gives the model labels, for a loss that only the last stage could compute")
+
+
+def _fault(what: str) -> UserError:
+    return UserError(
+        f"the task's forward {what}",
+        where="parallel.pipeline",
+        remedy="let forward call model(**inputs) once, and compute the loss in the task's loss; or set "
+        "parallel.pipeline=1",
+    )

@@ -1,0 +1,169 @@
+"""Training steps of a pipeline, by the schedules of ``torch.distributed.pipelining``.
+
+T: tokens that there is room for in the largest micro-batch of a step, H: hidden size. torch's stages send tensors of
+one shape, and micro-batches have many. So hidden states travel as (T, H) with nothing in the rest, and each stage
+computes on micro-batches as they are. They travel in fp32, which the residual stream has under autocast: a pipeline
+computes what one process computes.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.nn import functional
+
+from drawbar.parallel.precision import autocast
+
+Inputs = Mapping[str, Any]
+"""What the model is called with for one micro-batch: ``input_ids`` (B, L), and more."""
+Loss = Callable[[Tensor, int], Tensor]
+"""(logits, number of the micro-batch) → what backward starts from (0-d)."""
+
+
+class _Stage(PipelineStage):
+    """torch's stage, that takes its keyword arguments from ``inputs`` and hidden states of any shape."""
+
+    inputs: Sequence[Inputs] = ()
+    precision = "fp32"
+    tokens = 0
+
+    def forward_one_chunk(
+        self,
+        fwd_chunk_id: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        save_forward_output: bool = True,
+    ) -> Any:
+        return super().forward_one_chunk(fwd_chunk_id, args, dict(self.inputs[fwd_chunk_id]), save_forward_output)
+
+    def forward_maybe_with_nosync(self, *args: Tensor, **kwargs: Any) -> Tensor:
+        rows, length = kwargs["input_ids"].shape
+        taken = [hidden_TH[: rows * length].unflatten(0, (rows, length)) for hidden_TH in args]
+        with autocast(self.precision, self.device):
+            out: Tensor = super().forward_maybe_with_nosync(*taken, **kwargs)
+        if self.is_last:
+            return out
+        return functional.pad(out.flatten(0, 1).float(), (0, 0, 0, self.tokens - rows * length))
+
+
+class Pipeline:
+    """The stages of this rank, and their part in each step.
+
+    Args:
+        parts: the stages' modules, in order: stage ``i``, and with interleaving ``i + P`` as well, on rank ``i`` of P.
+        schedule: ``gpipe``, ``1f1b`` or ``interleaved``.
+        group: the ranks that hold the model's stages, in their order.
+        width: H.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[nn.Module],
+        schedule: str,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        width: int,
+        precision: str,
+    ) -> None:
+        self.parts = parts
+        self.name = schedule
+        self.group = group
+        self.device = device
+        self.width = width
+        self.precision = precision
+        self._key: tuple[int, int] | None = None
+        self._stages: list[_Stage] = []
+        self._schedule: Any = None
+        self._loss: Loss | None = None
+
+    def fitting(self, count: int) -> int:
+        """The next number of micro-batches that the schedule can work with."""
+        ranks = self.group.size()
+        while self.name == "interleaved" and count % max(1, count // ranks) != 0:
+            count += 1
+        return count
+
+    def run(self, inputs: Sequence[Inputs], loss: Loss) -> None:
+        """Forward and backward of all micro-batches; gradients add up in the parameters.
+
+        Every rank calls it with the same micro-batches.
+
+        Args:
+            inputs: a fitting number.
+            loss: called on the last stage alone.
+        """
+        self._prepare(len(inputs), _rounded_up(max(each["input_ids"].numel() for each in inputs)))
+        for stage in self._stages:
+            stage.inputs = inputs
+        self._loss = loss
+        self._schedule.step(target=torch.arange(len(inputs)), return_outputs=False)
+        self._loss = None
+        for stage in self._stages:
+            stage.inputs = ()
+
+    def _prepare(self, count: int, tokens: int) -> None:
+        """The schedule for so many micro-batches of this size. Only the newest is kept: it holds the tensors that are
+        received."""
+        if self._key == (count, tokens):
+            return
+        self._schedule, self._stages = None, []
+        ranks, rank = self.group.size(), self.group.rank()
+        self._stages = [
+            self._stage(part, rank + ranks * place, ranks * len(self.parts), tokens)
+            for place, part in enumerate(self.parts)
+        ]
+        options: dict[str, Any] = {"n_microbatches": count, "loss_fn": self._compute_loss, "scale_grads": False}
+        if self.name == "interleaved":
+            self._schedule = ScheduleInterleaved1F1B(list(self._stages), **options)
+        elif self.name == "gpipe" or count < ranks:  # with so few, 1F1B would be the same, and torch's refuses them
+            self._schedule = ScheduleGPipe(self._stages[0], **options)
+        else:
+            self._schedule = Schedule1F1B(self._stages[0], **options)
+        self._key = (count, tokens)
+
+    def _stage(self, part: nn.Module, index: int, stages: int, tokens: int) -> _Stage:
+        hidden_TH = torch.empty((tokens, self.width), device="meta", requires_grad=True)
+        stage = _Stage(
+            part,
+            index,
+            stages,
+            self.device,
+            input_args=(hidden_TH,) if index > 0 else (),
+            output_args=(hidden_TH,),  # also of the last stage, where nobody asks
+            group=self.group,
+        )
+        stage.precision = self.precision
+        stage.tokens = tokens
+        return stage
+
+    def _compute_loss(self, logits: Tensor, number: Tensor) -> Tensor:
+        assert self._loss is not None
+        with autocast(self.precision, self.device):
+            return self._loss(logits, int(number))
+
+
+def _rounded_up(tokens: int) -> int:
+    """To one of four sizes between two powers of two: then few steps need a new schedule."""
+    unit = 2 ** max(0, tokens.bit_length() - 3)
+    return -(-tokens // unit) * unit
+
+
+@torch.no_grad()
+def add_up_tied(gradient: Tensor, peer: int, group: dist.ProcessGroup) -> None:
+    """Add the gradient of the other copy of a tied weight, in place. Both ranks then have the same sum, bit by bit.
+
+    Args:
+        gradient: what this rank has of it: a plain tensor.
+        peer: the other's rank in the group.
+    """
+    other = torch.empty_like(gradient)
+    operations = [
+        dist.P2POp(dist.isend, gradient.contiguous(), group=group, group_peer=peer),
+        dist.P2POp(dist.irecv, other, group=group, group_peer=peer),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    gradient += other

@@ -1,0 +1,142 @@
+"""How a module computes with a part of its weights. Between modules, activations are plain tensors.
+
+torch's own styles cut the weights too; here that has happened already (``parallel.tensor``), since tied weights must
+stay one tensor. So these only convert what goes in and what comes out.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache, partial, wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, loss_parallel
+from torch.nn import functional
+
+_sharded: ContextVar[bool] = ContextVar("sharded_logits", default=False)
+
+
+@contextmanager
+def sharded_logits() -> Iterator[None]:
+    """Inside, a vocabulary-parallel head leaves its logits cut along the vocabulary (a ``DTensor``), and
+    :func:`cross_entropy_sum` takes them so: no rank ever holds them whole. The backward pass belongs inside too."""
+    token = _sharded.set(True)
+    try:
+        # what a model adds to its logits (BART's bias, a buffer) is a plain tensor, the same on every rank
+        with loss_parallel(), implicit_replication():
+            yield
+    finally:
+        _sharded.reset(token)
+
+
+def cross_entropy_sum(logits_NV: Tensor, labels_N: Tensor, ignored: int) -> Tensor:
+    """The sum of the cross entropies in fp32, 0-d and plain; of logits that are whole, or cut (``sharded_logits``).
+
+    Args:
+        ignored: the label of rows that do not count.
+    """
+    loss = functional.cross_entropy(logits_NV.float(), labels_N, ignore_index=ignored, reduction="sum")
+    return loss.to_local() if isinstance(loss, DTensor) else loss
+
+
+class Colwise(ColwiseParallel):
+    """A layer (linear, or an embedding) with a part of the outputs."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        prepare = partial(self._prepare_input_fn, self.input_layouts, self.desired_input_layouts)
+        finish = partial(self._prepare_output_fn, self.output_layouts, self.use_local_output)
+        return distribute_module(module, device_mesh, None, prepare, finish)
+
+
+class Rowwise(RowwiseParallel):
+    """A linear layer with a part of the inputs."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        prepare = partial(self._prepare_input_fn, self.input_layouts, (Shard(-1),))
+        finish = partial(self._prepare_output_fn, self.output_layouts, self.use_local_output)
+        return distribute_module(module, device_mesh, None, prepare, finish)
+
+
+class Vocabulary(Colwise):
+    """The head of a language model: its logits are whole, but for ``sharded_logits``."""
+
+    def __init__(self) -> None:
+        super().__init__(output_layouts=Replicate())
+
+    @staticmethod
+    def _prepare_output_fn(layouts: Any, use_local: bool, mod: Any, outputs: Any, device_mesh: Any) -> Any:
+        return outputs if _sharded.get() else Colwise._prepare_output_fn(layouts, use_local, mod, outputs, device_mesh)
+
+
+class Embedding(ParallelStyle):
+    """An embedding with a part of the vocabulary (Shoeybi et al. 2019, arXiv:1909.08053): each rank looks up the tokens
+    that it has, and the sum over the ranks is complete.
+
+    torch's own ``RowwiseParallel`` compares the pad token with numbers that count from the part's first row; and it
+    knows no embedding that also scales its rows.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, nn.Embedding)
+        assert isinstance(module.weight, DTensor)
+        use_local(module, ["weight"], Shard(0))
+        total, degree, rank = module.num_embeddings, device_mesh.size(), device_mesh.get_local_rank()
+        size, start = Shard.local_shard_size_and_offset(total, degree, rank)
+        if module.padding_idx is not None:  # the row that gets no gradient
+            inside = start <= module.padding_idx < start + size
+            module.padding_idx = module.padding_idx - start if inside else None
+        whole = module.forward
+
+        def forward(input_ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            here = input_ids - start
+            absent = (here < 0) | (here >= size)
+            found = whole(here.masked_fill(absent, 0), *args, **kwargs).masked_fill(absent.unsqueeze(-1), 0)
+            return DTensor.from_local(found, device_mesh, [Partial()]).redistribute(placements=[Replicate()]).to_local()
+
+        module.forward = forward
+        return module
+
+
+def use_local(module: nn.Module, names: Sequence[str], gradient: Replicate | Shard | Partial) -> None:
+    """Let the module's ``forward`` see these parameters as the plain tensors of this rank, in place.
+
+    So any code works, whatever operators it uses. To everybody else they stay what they are.
+
+    Args:
+        gradient: what the gradients are on each rank; ``Partial`` where the module's inputs differ by rank.
+    """
+    module.shows_local = False
+    module.__class__ = _with_local(type(module), tuple(names), gradient)
+
+
+@cache  # equal modules have one class: torch.compile shares code between them
+def _with_local(kind: Any, names: tuple[str, ...], gradient: Replicate | Shard | Partial) -> type[nn.Module]:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.shows_local = True
+        try:
+            return kind.forward(self, *args, **kwargs)
+        finally:
+            self.shows_local = False
+
+    def view(self: Any, name: str) -> Tensor:
+        parameter = self._parameters[name]
+        return _local(parameter, gradient) if self.shows_local else parameter
+
+    namespace = {
+        "forward": wraps(kind.forward)(forward),
+        "__qualname__": kind.__qualname__,
+        "__module__": kind.__module__,
+    }
+    return type(kind.__name__, (kind,), {**namespace, **{name: property(partial(view, name=name)) for name in names}})
+
+
+def _local(parameter: DTensor, gradient: Replicate | Shard | Partial) -> Tensor:
+    if isinstance(gradient, Partial) and torch.is_grad_enabled():
+        # going from replicas to replicas does nothing; going back, it sums the parts of the gradient
+        parameter = parameter.redistribute(placements=parameter.placements)
+    return parameter.to_local(grad_placements=[gradient])

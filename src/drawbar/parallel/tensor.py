@@ -1,0 +1,192 @@
+"""Tensor parallelism (Shoeybi et al. 2019, arXiv:1909.08053) by DTensor, as a ``ParallelPlan`` says."""
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from transformers.pytorch_utils import Conv1D
+
+from drawbar.errors import UserError
+from drawbar.parallel.styles import Colwise, Embedding, Rowwise, Vocabulary, use_local
+from drawbar.runtime.plan import ParallelPlan, Style
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A tensor that holds several layers one after another, of which each rank needs a part of every one.
+
+    As DTensor knows only parts in a row, it is stored with the parts of one rank next to one another.
+    """
+
+    dim: int
+    parts: int
+    """How many layers."""
+    degree: int
+    """Over how many ranks they are cut."""
+
+    def to_storage(self, logical: Tensor) -> Tensor:
+        """From the layout of one process, (layer, rank, …), to (rank, layer, …). The shape does not change."""
+        return self._swapped(logical, self.parts, self.degree)
+
+    def to_logical(self, stored: Tensor) -> Tensor:
+        """The inverse of ``to_storage``; of a parameter, its gradient or its optimizer state."""
+        return self._swapped(stored, self.degree, self.parts)
+
+    def _swapped(self, tensor: Tensor, outer: int, inner: int) -> Tensor:
+        pieces = tensor.unflatten(self.dim, (outer, inner, -1)).transpose(self.dim, self.dim + 1)
+        return pieces.reshape(tensor.shape).contiguous()
+
+
+def packed_parameters(model: nn.Module) -> dict[str, Packed]:
+    """Of a model that ``tensor_parallel`` has cut: which parameters are stored in another order, by name."""
+    return {
+        f"{name}.{own}" if name else own: packed
+        for name, module in model.named_modules()
+        for own, packed in getattr(module, "packed_parameters", {}).items()
+    }
+
+
+def tensor_parallel(model: nn.Module, plan: ParallelPlan, mesh: DeviceMesh, sequence: bool = False) -> None:
+    """Cut a model over the ranks of ``mesh``, in place. Parameters keep their names, and tied ones stay one.
+
+    Every parameter becomes a ``DTensor``: cut as the plan says, or the same on every rank. Inputs and outputs of the
+    model are plain tensors, the same on every rank (but for ``sharded_logits``).
+
+    Args:
+        model: whole, on the meta device or with the same weights on every rank; or one stage of a pipeline.
+        mesh: one-dimensional.
+        sequence: cut the activations between the layers along the sequence.
+
+    Raises:
+        UserError: the model has no tensor plan, or the degree does not divide its heads or sizes.
+    """
+    if plan.tensor is None:
+        raise UserError(plan.tensor_refusal, where="parallel.tensor", remedy="set parallel.tensor=1")
+    if sequence:
+        raise UserError("no sequence parallelism", where="parallel.sequence", remedy="set parallel.sequence=false")
+    styles = {
+        name: (module, style)
+        for name, module, style in _matching(model, plan.tensor)
+        if "weight" in module._parameters  # a layer with an adapter is none itself: its parts have styles of their own
+    }
+    packed = {name: parts for name, _, parts in _matching(model, plan.packed)}
+    check_degree({**plan.heads, **_sizes(styles, packed)}, mesh.size())
+    _cut(model, styles, packed, mesh)
+    for name, module in model.named_modules():
+        _, style = styles.get(name, (module, None))
+        alike = [own for own, parameter in module.named_parameters(recurse=False) if _is_replicated(parameter)]
+        if alike and style in (None, "replicated"):
+            use_local(module, alike, Replicate() if style is None else Partial())
+    parallelize_module(model, mesh, {name: _MAKERS[style]() for name, (_, style) in styles.items() if style in _MAKERS})
+    for _, module, attributes in _matching(model, plan.local):
+        for attribute in attributes:
+            setattr(module, attribute, getattr(module, attribute) // mesh.size())
+
+
+def _is_replicated(parameter: nn.Parameter) -> bool:
+    return isinstance(parameter, DTensor) and parameter.placements == (Replicate(),)
+
+
+Styled = Mapping[str, tuple[nn.Module, Style]]
+_MAKERS: dict[Style, Callable[[], ParallelStyle]] = {
+    "colwise": Colwise,
+    "packed_colwise": Colwise,
+    "head_bias": Colwise,
+    "colwise_gather_output": partial(Colwise, output_layouts=Replicate()),
+    "rowwise": Rowwise,
+    "rowwise_split_input": partial(Rowwise, input_layouts=Replicate()),
+    "embedding": Embedding,
+    "vocabulary": Vocabulary,
+}
+_ROWWISE = ("rowwise", "rowwise_split_input")
+
+
+def _matching(model: nn.Module, patterns: Mapping[str, T]) -> Iterator[tuple[str, nn.Module, T]]:
+    """The modules whose names fit a pattern, in which ``*`` stands for one part of a name."""
+    compiled = [(re.compile(re.escape(pattern).replace(r"\*", "[^.]+")), value) for pattern, value in patterns.items()]
+    for name, module in model.named_modules():
+        for pattern, value in compiled:
+            if pattern.fullmatch(name):
+                yield name, module, value
+
+
+def _cut_dim(module: nn.Module, style: Style) -> int | None:
+    """Along which dim a module's weight is cut; None for not at all."""
+    if style == "replicated":
+        return None
+    if style in ("embedding", "vocabulary"):
+        return 0
+    if style == "head_bias":
+        return 1
+    inputs, outputs = (0, 1) if isinstance(module, Conv1D) else (1, 0)
+    return inputs if style in _ROWWISE else outputs
+
+
+def _sizes(styles: Styled, packed: Mapping[str, int]) -> dict[str, int]:
+    """What must be divided evenly: all but the vocabulary, which may be cut into parts of different sizes."""
+    found = {}
+    for name, (module, style) in styles.items():
+        dim = _cut_dim(module, style)
+        if dim is not None and style not in ("embedding", "vocabulary"):
+            weight = module._parameters["weight"]
+            assert weight is not None
+            found[f"the width of {name}"] = weight.shape[dim] // packed.get(name, 1)
+    return found
+
+
+def _cut(model: nn.Module, styles: Styled, packed: Mapping[str, int], mesh: DeviceMesh) -> None:
+    """Make every parameter a ``DTensor``."""
+    placements: dict[nn.Parameter, Shard] = {}
+    orders: dict[nn.Parameter, Packed] = {}
+    for name, (module, style) in styles.items():
+        for own, parameter in module.named_parameters(recurse=False):
+            dim = _cut_dim(module, style)
+            if own == "bias":
+                dim = None if style in _ROWWISE or dim is None else 0
+            if dim is not None:
+                placements[parameter] = Shard(dim)
+                if name in packed:
+                    orders[parameter] = Packed(dim, packed[name], mesh.size())
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for own, parameter in module.named_parameters(recurse=False):
+            order = orders.get(parameter)
+            if parameter not in made:
+                full = parameter.detach() if order is None else order.to_storage(parameter.detach())
+                # every rank has the same weights, or none yet: nothing needs to be sent
+                part = distribute_tensor(full, mesh, [placements.get(parameter, Replicate())], src_data_rank=None)
+                made[parameter] = nn.Parameter(part, requires_grad=parameter.requires_grad)
+            module.register_parameter(own, made[parameter])
+            if order is not None:
+                module.packed_parameters = {**getattr(module, "packed_parameters", {}), own: order}
+
+
+def check_degree(numbers: Mapping[str, int], degree: int) -> None:
+    """Refuse a degree that does not divide all of these.
+
+    Raises:
+        UserError: it names the number, and the degrees that divide all of them.
+    """
+    works = math.gcd(*numbers.values()) if numbers else 1
+    degrees = [number for number in range(1, works + 1) if works % number == 0]
+    for what, number in numbers.items():
+        if number % degree:
+            raise UserError(
+                f"{what} is {number}, which {degree} tensor-parallel ranks cannot share evenly",
+                where="parallel.tensor",
+                remedy=f"set parallel.tensor to {_either(degrees)}",
+            )
+
+
+def _either(numbers: list[int]) -> str:
+    *rest, last = map(str, numbers)
+    return f"{', '.join(rest)} or {last}" if rest else last

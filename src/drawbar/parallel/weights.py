@@ -1,0 +1,121 @@
+"""Weights into a model that is spread over ranks, and out of it again, under the names of the whole model.
+
+Outside, tensors are whole and in the layout of one process; inside, a rank holds its part. A model for several ranks is
+built with its parameters on the meta device, spread there, and only then filled, part by part: no rank needs room for
+more than its parts and one whole tensor.
+"""
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from drawbar.errors import UserError
+from drawbar.parallel.tensor import Packed
+from drawbar.runtime.tensors import read_part, shape_of
+
+
+def materialize(model: nn.Module, device: torch.device) -> None:
+    """Give every parameter on the meta device room on ``device``, and move the rest there. Tied ones stay tied."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                if id(parameter) not in made:
+                    empty = torch.empty_like(parameter, device=device)
+                    made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                module._parameters[name] = made[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+
+
+def whole(tensor: Tensor, packed: Packed | None = None) -> Tensor:
+    """A tensor as one process has it. Every rank that holds a part of it must call this."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    full = tensor.detach().full_tensor()
+    return full if packed is None else packed.to_logical(full)
+
+
+@torch.no_grad()
+def fill(tensor: Tensor, tensors: Mapping[str, Tensor], name: str, packed: Packed | None = None) -> None:
+    """Set a parameter, a buffer or a tensor of the optimizer to ``tensors[name]``, of which only this part is read."""
+    if not isinstance(tensor, DTensor):
+        tensor.copy_(tensors[name])
+        return
+    local = tensor.to_local()
+    if packed is not None:
+        source: Mapping[str, Tensor] = {name: packed.to_storage(tensors[name])}
+    else:
+        source = tensors
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    index = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+    local.copy_(read_part(source, name, index))
+
+
+def like(parameter: nn.Parameter, tensors: Mapping[str, Tensor], name: str, packed: Packed | None = None) -> Tensor:
+    """``tensors[name]``, spread as the parameter that it belongs to is; as it is, where it has another shape."""
+    if not isinstance(parameter, DTensor) or shape_of(tensors, name) != parameter.shape:
+        return tensors[name]
+    part = torch.empty_like(parameter)
+    fill(part, tensors, name, packed)
+    return part
+
+
+def check_weights(here: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    """Refuse weights that are not those of this model.
+
+    Raises:
+        UserError: it names the first tensors that are missing, of no use, or of another shape.
+    """
+    shapes = {name: shape_of(tensors, name) for name in tensors}
+    problems = [
+        *(f"{name} is missing" for name in here if name not in shapes),
+        *(f"{name} is not trained here" for name in shapes if name not in here),
+        *(
+            f"{name} is {list(shapes[name])}, and should be {list(tensor.shape)}"
+            for name, tensor in here.items()
+            if name in shapes and shapes[name] != tensor.shape
+        ),
+    ]
+    if problems:
+        rest = [f"and {len(problems) - 3} more"] if len(problems) > 3 else []
+        raise UserError(
+            "\n  ".join(["the checkpoint does not fit this model:", *problems[:3], *rest]),
+            remedy="use the task, model and lora settings that it was written with",
+        )
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """All parameters and buffers by name; a tied one once."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+@torch.no_grad()
+def spread(
+    targets: Mapping[str, Tensor], source: nn.Module | None, packed: Mapping[str, Packed], device: torch.device
+) -> None:
+    """Fill the parts of a spread model from a whole one on rank 0, one tensor at a time. Every rank calls it.
+
+    Args:
+        targets: this rank's parameters and buffers, by their names in the whole model.
+        source: the whole model, on rank 0; None elsewhere.
+        packed: see ``parallel.tensor``.
+        device: where tensors travel.
+    """
+    tensors = named_tensors(source) if source is not None else {}
+    listed = [[(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]]
+    dist.broadcast_object_list(listed, src=0)
+    for name, shape, dtype in listed[0]:
+        full = (
+            tensors[name].detach().to(device).contiguous()
+            if tensors
+            else torch.empty(shape, dtype=dtype, device=device)
+        )
+        dist.broadcast(full, src=0)
+        if name in targets:
+            fill(targets[name], {name: full}, name, packed.get(name))

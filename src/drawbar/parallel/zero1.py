@@ -1,0 +1,22 @@
+"""ZeRO-1 (Rajbhandari et al. 2020, arXiv:1910.02054): every rank keeps the optimizer state of some parameters, updates
+those, and sends them to the others. By torch's ``ZeroRedundancyOptimizer``, beside DDP."""
+
+import inspect
+
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.optim import Optimizer
+
+
+def share_out(optimizer: Optimizer) -> ZeroRedundancyOptimizer:
+    """The same optimizer, with its parameters dealt out to the ranks. It must not have made a step."""
+    groups = [
+        {name: value for name, value in group.items() if name != "param_names"} for group in optimizer.param_groups
+    ]
+    known = inspect.signature(type(optimizer)).parameters  # AdamW's defaults hold one that it does not take
+    defaults = {name: value for name, value in optimizer.defaults.items() if name in known}
+    return ZeroRedundancyOptimizer(groups, optimizer_class=type(optimizer), **defaults)
+
+
+def own_part(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that holds this rank's part of the state."""
+    return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer

@@ -1,0 +1,1 @@
+"""What looks at runs from outside: whether a strategy computes what one process computes."""

@@ -1,0 +1,156 @@
+"""The strategies that ``drawbar parity`` compares: which there are, and how a user writes one."""
+
+import json
+import re
+from dataclasses import dataclass
+from typing import get_args
+
+from pydantic import ValidationError
+
+from drawbar.config.problems import report_errors
+from drawbar.config.rules import RULES, check_layout, check_rules, check_world
+from drawbar.config.schema import ParallelSection, RunConfig
+from drawbar.config.source import Settings, apply_override
+from drawbar.errors import UserError, nearest
+
+STRATEGIES = get_args(ParallelSection.model_fields["strategy"].annotation)
+
+CANDIDATES = (
+    "ddp",
+    "zero1",
+    "fsdp",
+    "fsdp reshard=false",
+    "fsdp replicate=2",
+    "fsdp offload=true",
+    "tensor=2",
+    "tensor=2 sequence=true",
+    "fsdp tensor=2",
+    "pipeline=2 schedule=gpipe",
+    "pipeline=2 schedule=1f1b",
+    "pipeline=2 schedule=interleaved",
+    "fsdp pipeline=2",
+    "pipeline=2 tensor=2",
+    "context=2",
+)
+"""What is compared where nobody says what, as far as the configuration and the number of processes allow it."""
+
+_OUTSIDE_BRACKETS = r"(?![^\[{]*[\]}])"
+_KEPT = ("activation_checkpointing", "compile")
+"""Settings of ``parallel`` that every case takes from the configuration: they go with any strategy."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way of running a configuration."""
+
+    name: str
+    parallel: ParallelSection
+
+    @property
+    def alone(self) -> bool:
+        """Whether it runs in one process, however many there are."""
+        return self.parallel.strategy == "single"
+
+    def of(self, config: RunConfig, precision: str) -> RunConfig:
+        """The configuration, run in this way."""
+        return config.model_copy(update={"parallel": self.parallel, "precision": precision})
+
+
+def parse_cases(text: str, config: RunConfig) -> list[Case]:
+    """Cases as a user writes them: ``ddp, fsdp reshard=false, tensor=2 pipeline=2``.
+
+    Each is a strategy (by default ddp), settings of ``parallel``, or both. Settings that are not named are the
+    defaults, but for activation checkpointing and compilation, which are those of ``config``.
+
+    Raises:
+        UserError: there is no such strategy or setting.
+    """
+    parts = [" ".join(part.split()) for part in re.split(rf",{_OUTSIDE_BRACKETS}", text)]
+    cases = [parse_case(part, config) for part in parts if part]
+    if not cases:
+        raise UserError("no strategy is named", where="--strategies", remedy=f"name some: {', '.join(CANDIDATES[:3])}")
+    return list({case.name: case for case in cases}.values())
+
+
+def parse_case(text: str, config: RunConfig) -> Case:
+    """One case, such as ``fsdp reshard=false``."""
+    settings = Settings()
+    values = config.parallel.model_dump(mode="json", include=set(_KEPT))
+    settings.values["parallel"] = {**values, "strategy": "ddp"}
+    for word in re.split(rf" {_OUTSIDE_BRACKETS}", text):
+        if "=" not in word and word not in STRATEGIES:
+            guess = nearest(word, STRATEGIES)
+            raise UserError(
+                f"there is no strategy {word!r}" + (f"; did you mean {guess}?" if guess else ""),
+                where="--strategies",
+                remedy=f"name {', '.join(STRATEGIES)}, or settings of parallel such as tensor=2",
+            )
+        apply_override(settings, f"parallel.{word if '=' in word else f'strategy={word}'}")
+    try:
+        parallel = RunConfig.model_validate_json(json.dumps(settings.values)).parallel
+    except ValidationError as error:
+        report_errors(error, RunConfig, settings)
+    if settings.problems:
+        raise UserError(
+            "\n".join(settings.problems), where="--strategies", remedy="`drawbar config explain parallel` lists them"
+        )
+    return Case(text, parallel)
+
+
+def default_cases(config: RunConfig, ranks: int, precision: str) -> list[Case]:
+    """Every candidate that goes with this configuration and so many processes, and the configuration's own way.
+
+    Whether the batches can be split over them is another question: the answer stands in the report.
+    """
+    found = [parse_case(name, config) for name in CANDIDATES] if ranks > 1 else []
+    cases = [case for case in found if _sensible(case, ranks) and _combines(case, config, ranks, precision)]
+    own = config.parallel
+    if own.strategy in ("single", "auto") and _model_ranks(own) == 1:
+        own = own.model_copy(update={"strategy": "single" if ranks == 1 else "ddp"})
+    if precision != "fp32" or (ranks == 1 and own != ParallelSection(strategy="single")):
+        # beside lower precision, what precision alone does: strategies need not do better
+        cases.insert(0, parse_case("single", config))
+    if own not in [case.parallel for case in cases] and own.strategy != "single":
+        cases.append(Case("as configured", own))
+    return cases
+
+
+def _combines(case: Case, config: RunConfig, ranks: int, precision: str) -> bool:
+    try:
+        check_rules(_placed(case, config, ranks, precision), RULES)
+        check_layout(case.of(config, precision), ranks)
+    except UserError:
+        return False
+    return True
+
+
+def check_case(case: Case, config: RunConfig, ranks: int, precision: str) -> None:
+    """Refuse what cannot be run.
+
+    Raises:
+        UserError: the settings do not combine, or do not fit so many processes.
+    """
+    placed = _placed(case, config, ranks, precision)
+    check_rules(placed, RULES)
+    check_world(placed, 1 if case.alone else ranks)
+
+
+def _placed(case: Case, config: RunConfig, ranks: int, precision: str) -> RunConfig:
+    """The configuration, run in this way on so many processes."""
+    launch = config.launch.model_copy(update={"nproc": 1 if case.alone else ranks})
+    return case.of(config, precision).model_copy(update={"launch": launch})
+
+
+def _sensible(case: Case, ranks: int) -> bool:
+    """Whether the data-parallel part of it has anything to do."""
+    parallel = case.parallel
+    if ranks % _model_ranks(parallel):
+        return False
+    data = check_layout(RunConfig(parallel=parallel), ranks) if ranks % parallel.replicate == 0 else 0
+    if parallel.strategy == "fsdp":
+        return data > parallel.replicate
+    return data > 1 or _model_ranks(parallel) > 1
+
+
+def _model_ranks(parallel: ParallelSection) -> int:
+    return parallel.tensor * parallel.pipeline * parallel.context

@@ -1,0 +1,379 @@
+"""Where a strategy leaves the path of one process: the first module whose output, or whose gradient, differs.
+
+A step of very few rows is made twice more, from the first weights: alone and under the strategy. Hooks on every module
+see its outputs in the forward pass, and their gradients in the backward pass. The reference's are kept, and sent to
+the ranks that have the same rows; each compares its own as they come. Where a rank has a part of an output, that is
+looked for in the whole.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree
+
+from drawbar.config.schema import RunConfig
+from drawbar.data.loader import MicroBatch
+from drawbar.engines.engine import Engine
+from drawbar.engines.native import NativeEngine
+from drawbar.parallel.stages import Received, Zero
+from drawbar.runtime.dist import World
+from drawbar.runtime.env import Place
+from drawbar.tasks.batch import Batch
+from drawbar.tools.compare import (
+    Comparison,
+    Note,
+    Tolerances,
+    Trace,
+    by_every_name,
+    difference,
+    gradient_differences,
+    norm,
+)
+from drawbar.tools.subject import Subject
+from drawbar.tools.trace import before_update, clean_name, modules_of, tied_names
+
+MicroBatches = list[MicroBatch[Batch]]
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """What a report says of a strategy that computes something else."""
+
+    module: str
+    """The first module that differs; empty where no single one does."""
+    text: str
+
+
+@dataclass(frozen=True)
+class Event:
+    """An output, or its gradient, that differs from the reference's."""
+
+    kind: str
+    """``output`` or ``gradient``."""
+    module: str
+    value: float
+    rank: int
+    whole: bool
+    """Whether this rank has all of it."""
+
+
+@dataclass
+class Record:
+    """What flows through the modules in one micro-batch; by ``module#call#number``, in the order of execution."""
+
+    outputs: Tensors = field(default_factory=dict)
+    gradients: Tensors = field(default_factory=dict)
+
+
+@dataclass
+class Probe:
+    """A step of few rows."""
+
+    events: list[Event]
+    agreed: set[tuple[str, str]]
+    """(kind, module) of what some rank has the whole of, and equal."""
+    order: dict[str, list[str]]
+    """By kind: the modules in the order in which the reference computes them."""
+    found: Tensors
+    expected: Tensors
+    """The gradients of the parameters."""
+    ties: list[list[str]]
+
+
+def find_divergence(
+    subject: Subject, config: RunConfig, reference: RunConfig, world: World, tolerances: Tolerances
+) -> Probe | None:
+    """Make the step of few rows; every rank calls it. What came of it, on rank 0.
+
+    Args:
+        config: the subject's, run in the way that failed.
+        reference: the subject's, run in one process.
+    """
+    rows = 2 * config.parallel.pipeline if config.parallel.pipeline > 1 else 1  # every stage is to have work
+    few = {"global_batch": rows * world.data.size, "micro_batch": 1, "micro_batch_tokens": None}
+    train = config.train.model_copy(update=few)
+    loader = subject.loader(config.model_copy(update={"train": train}), world)
+    _, micro_batches = next(iter(loader.steps(0, 1)))
+    of_ranks = world.data.gather(micro_batches)
+    records = [Record() for _ in range(world.data.size)]
+    expected: Tensors = {}
+    ties: list[list[str]] = []
+    if of_ranks is not None:
+        records, expected, ties = _record(subject, reference, world, of_ranks)
+    own = _own_record(records, world)
+    engine = subject.engine(config, world, loader.steps_per_epoch)
+    comparer = _Comparer(own, world, tolerances.gradients)
+    comparer.watch(engine, staged=config.parallel.pipeline > 1)
+    found = _step(engine, micro_batches)
+    reports = world.gather((comparer.events, comparer.agreed))
+    if reports is None:
+        return None
+    order = {"output": _modules(own.outputs), "gradient": _modules(own.gradients)}
+    events = [event for events, _ in reports for event in events]
+    return Probe(events, set().union(*(agreed for _, agreed in reports)), order, found, expected, ties)
+
+
+def _record(
+    subject: Subject, config: RunConfig, world: World, of_ranks: Sequence[MicroBatches]
+) -> tuple[list[Record], Tensors, list[list[str]]]:
+    """The reference's step over the micro-batches of all ranks, in this process alone: a record for each data-parallel
+    rank's first micro-batch, the gradients, and which weights are tied."""
+    alone = World(Place(), world.device, world.timeout.total_seconds())
+    engine = subject.engine(config, alone, None if config.train.steps else 1)
+    starts, total = [], 0
+    for micro_batches in of_ranks:
+        starts.append(total)
+        total += len(micro_batches)
+    recorder = _Recorder({start: Record() for start in starts})
+    recorder.watch(engine)
+    gradients = _step(engine, [micro for micro_batches in of_ranks for micro in micro_batches])
+    return list(recorder.records.values()), gradients, tied_names(recorder.tied(engine))
+
+
+def _step(engine: Engine, micro_batches: MicroBatches) -> Tensors:
+    """The gradients of one step."""
+    kept: list[Tensors] = []
+    with closing(engine), before_update(lambda: kept.append(engine.gradients())):
+        engine.train_step(micro_batches)
+    return kept[0] if kept else {}
+
+
+def _own_record(records: Sequence[Record], world: World) -> Record:
+    """Sent from rank 0 to the ranks that have the same rows."""
+    own = Record()
+    for number in range(world.data.size):
+        record = records[number]
+        outputs, order, gradients, backward = world.from_first(
+            lambda record=record: (  # type: ignore[misc]
+                save(record.outputs),
+                list(record.outputs),
+                save(record.gradients),
+                list(record.gradients),
+            )
+        )
+        if number == world.data.rank:
+            flow, back = load(outputs), load(gradients)
+            own = Record({key: flow[key] for key in order}, {key: back[key] for key in backward})
+    return own
+
+
+def _modules(keys: Any) -> list[str]:
+    return list(dict.fromkeys(key.partition("#")[0] for key in keys))
+
+
+class _Hooks:
+    """Sees every output of every module, by ``module#call#number``, and its gradient."""
+
+    def watch(self, engine: Engine, staged: bool = False) -> None:
+        """Args: staged: whether the modules are stages. What stands in the place of others, and what that is in, is
+        left out."""
+        for root in modules_of(engine):
+            replaced = [
+                f"{name}." for name, module in root.named_modules() if staged and isinstance(module, _STAND_INS)
+            ]
+            for name, module in root.named_modules():
+                inside = f"{name}." if name else ""
+                if not any(other.startswith(inside) for other in replaced):
+                    module.register_forward_hook(self._hook(clean_name(name)))
+        self.calls: Counter[str] = Counter()
+
+    def _hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        @torch.compiler.disable
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            call = self.calls[name]
+            self.calls[name] += 1
+            leaves = [
+                leaf for leaf in _pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()
+            ]
+            for number, tensor in enumerate(leaves):
+                self._see(f"{name}#{call}#{number}", tensor)
+
+        return after
+
+    def _see(self, key: str, tensor: Tensor) -> None:
+        raise NotImplementedError
+
+
+class _Recorder(_Hooks):
+    """Keeps what flows in some of the micro-batches."""
+
+    def __init__(self, records: dict[int, Record]) -> None:
+        self.records = records
+        self._micro = -1
+
+    def watch(self, engine: Engine, staged: bool = False) -> None:
+        super().watch(engine)
+        assert isinstance(engine, NativeEngine), "the reference is one process"
+        forward = engine.task.forward
+
+        def counted(model: nn.Module, batch: Batch) -> Any:
+            self._micro += 1
+            self.calls.clear()
+            return forward(model, batch)
+
+        vars(engine.task)["forward"] = counted
+
+    def _see(self, key: str, tensor: Tensor) -> None:
+        record = self.records.get(self._micro)
+        if record is None:
+            return
+        record.outputs[key] = _copy(tensor)
+        if tensor.requires_grad:
+            tensor.register_hook(lambda gradient: record.gradients.__setitem__(key, _copy(gradient)))
+
+    def tied(self, engine: Engine) -> Tensors:
+        return {name: p for root in modules_of(engine) for name, p in root.named_parameters(remove_duplicate=False)}
+
+
+class _Comparer(_Hooks):
+    """Compares what flows in the first micro-batch with the reference's."""
+
+    def __init__(self, record: Record, world: World, tolerance: float) -> None:
+        self.events: list[Event] = []
+        self.agreed: set[tuple[str, str]] = set()
+        self._record = record
+        self._world = world
+        self._tolerance = tolerance
+        self._scale: float | None = None
+
+    def _see(self, key: str, tensor: Tensor) -> None:
+        expected = self._record.outputs.get(key)
+        if expected is None:  # a later micro-batch, or computed again for the backward pass
+            return
+        self._compare("output", key, _copy(tensor), expected)
+        if tensor.requires_grad and key in self._record.gradients:
+            tensor.register_hook(lambda gradient: self._see_gradient(key, _copy(gradient)))
+
+    def _see_gradient(self, key: str, gradient: Tensor) -> None:
+        expected = self._record.gradients[key]
+        if self._scale is None:  # of the loss: it differs from strategy to strategy, but not from module to module
+            self._scale = float(self._world.data.size)
+            if gradient.shape == expected.shape and norm(expected) > 0:
+                self._scale = float((gradient.double() * expected.double()).sum()) / norm(expected) ** 2 or 1.0
+        self._compare("gradient", key, gradient / self._scale, expected)
+
+    def _compare(self, kind: str, key: str, found: Tensor, expected: Tensor) -> None:
+        module = key.partition("#")[0]
+        whole = found.shape == expected.shape
+        value = min((difference(found, piece) for piece in pieces(expected, found.shape)), default=math.inf)
+        if not value <= self._tolerance:
+            self.events.append(Event(kind, module, value, self._world.rank, whole))
+        elif whole:
+            self.agreed.add((kind, module))
+
+
+_STAND_INS = (nn.Identity, Received, Zero)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    return tensor.to("cpu", torch.float32, copy=True).contiguous()
+
+
+def pieces(whole: Tensor, shape: torch.Size) -> Iterator[Tensor]:
+    """The parts of this shape that a rank may have of a tensor, cut along each dim that is shorter: in a row; from each
+    of several layers in one; or from both ends of a sequence."""
+    if whole.shape == shape:
+        yield whole
+        return
+    if whole.ndim != len(shape):
+        return
+    dim = next(d for d in range(whole.ndim) if whole.shape[d] != shape[d])
+    size, part = whole.shape[dim], shape[dim]
+    if part == 0 or part > size:
+        return
+    for ranks in [size // part] if size % part == 0 else range(2, size + 1):
+        cuts = list(whole.chunk(ranks, dim))
+        for layers in (2, 3):
+            if size % (layers * ranks) == 0:
+                parts = whole.unflatten(dim, (layers, -1)).chunk(ranks, dim + 1)
+                cuts += [piece.flatten(dim, dim + 1) for piece in parts]
+        if size % (2 * ranks) == 0:
+            ends = whole.chunk(2 * ranks, dim)
+            cuts += [torch.cat([ends[i], ends[-1 - i]], dim) for i in range(ranks)]
+        for cut in cuts:
+            if cut.shape[dim] == part:
+                yield from pieces(cut, shape)
+
+
+def explain(probe: Probe, comparison: Comparison, trace: Trace, reference: Trace, tolerances: Tolerances) -> Divergence:
+    """From all that was seen to the module to look at first."""
+    for kind in ("output", "gradient"):
+        event = _first(probe, kind)
+        if event is not None:
+            by = f"by {event.value:.1e}, on rank {event.rank}"
+            if kind == "output":
+                return Divergence(event.module, f"outputs diverge first at {_shown(event.module)} ({by})")
+            text = "all outputs are equal; going backward, gradients diverge first at the output of"
+            return Divergence(event.module, f"{text} {_shown(event.module)} ({by})")
+    looked_at = [(probe.found, probe.expected, probe.ties)]
+    looked_at += [(trace.gradients[step], reference.gradients[step], reference.ties) for step in trace.gradients]
+    for found, expected, ties in looked_at:
+        wrong = _wrong_parameter(found, expected, ties, tolerances.gradients)
+        if wrong is not None:
+            text = f"outputs and their gradients are equal, but the gradient of {wrong.name} is not: {wrong.text}"
+            return Divergence(_module(wrong.name), text)
+    named = next((note for note in comparison.notes if note.name), None)
+    if named is not None:
+        return Divergence(_module(named.name), named.text)
+    if "weights" in comparison.exceeded(tolerances):
+        name = comparison.weights.where
+        return Divergence(_module(name), f"all gradients are equal, but {name} is not, after the update")
+    return Divergence("", "a step of few rows from the first weights is equal: it comes with other rows, or later")
+
+
+def _first(probe: Probe, kind: str) -> Event | None:
+    """The first difference in the order of the reference. A part that is not found in the whole may be cut in a way
+    that is not known here: it counts only where the nearest whole around it differs, too."""
+    places = {module: place for place, module in enumerate(probe.order[kind])}
+    events = sorted((e for e in probe.events if e.kind == kind), key=lambda e: (places.get(e.module, -1), e.rank))
+    differing = {event.module for event in events if event.whole}
+    for event in events:
+        around = event.module
+        while around and (kind, around) not in probe.agreed and around not in differing:
+            around = _module(around)
+        if event.whole or around in differing:
+            return event
+    return None
+
+
+def _module(name: str) -> str:
+    """What a module or a parameter belongs to."""
+    return name.rpartition(".")[0]
+
+
+def _shown(module: str) -> str:
+    return module or "the model itself"
+
+
+def _wrong_parameter(found: Tensors, expected: Tensors, ties: list[list[str]], tolerance: float) -> Note | None:
+    """The parameter whose gradient differs most, and what is to be seen of the reason."""
+    known = by_every_name(expected, ties)
+    complete = by_every_name(found, ties)
+    ranking = gradient_differences({name: complete[name] for name in known if name in complete}, known).items_by_size()
+    if not ranking or ranking[0][0] <= tolerance:
+        return None
+    value, name = ranking[0]
+    others = [other for names in ties if name in names for other in names if other != name]
+    separate = [other for other in others if other in found]
+    if name in found and separate:
+        return Note(name, f"in one process it is tied to {', '.join(separate)}, and here it is not")
+    one, other = complete[name].double(), known[name].double()
+    if one.shape == other.shape and norm(other) > 0:
+        factor = float((one * other).sum()) / norm(other) ** 2
+        if norm(one) == 0:
+            return Note(name, "it is zero")
+        if norm(one - factor * other) <= 10 * tolerance * norm(one):
+            return Note(name, f"it is {factor:.3g} times what it should be")
+    return Note(name, f"it differs by {value:.1e}, so it is not what the rows of all ranks add up to")

@@ -1,0 +1,191 @@
+"""``drawbar parity``: does a strategy compute what one process computes?
+
+Rank 0 trains alone first, in fp32. Then all ranks train under one strategy after another, each in a world of its own.
+Where the two differ, a step of few rows is made again to find the module where that begins.
+"""
+
+import gc
+import logging
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from drawbar.config.schema import ParallelSection, RunConfig
+from drawbar.errors import ExitCode, UserError
+from drawbar.runtime.dist import World
+from drawbar.runtime.env import Place, choose_device
+from drawbar.runtime.log import logger
+from drawbar.runtime.mesh import Layout
+from drawbar.runtime.seed import use_deterministic_kernels
+from drawbar.tools.cases import Case, check_case
+from drawbar.tools.compare import TOLERANCES, Trace, compare
+from drawbar.tools.divergence import explain, find_divergence
+from drawbar.tools.folder import Folder
+from drawbar.tools.result import Result
+from drawbar.tools.subject import Subject
+from drawbar.tools.trace import check_finite, clean_name, train
+from drawbar.tracking.console import Console
+
+T = TypeVar("T")
+Tell = Callable[[str], None]
+"""Says to a person how far it is."""
+
+PATIENCE = 24 * 3600
+"""Seconds that ranks wait for rank 0 while it trains alone: as long as that takes."""
+AGREEMENT = timedelta(seconds=60)
+"""In this time all ranks must have refused a case, if one has."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be compared."""
+
+    cases: Sequence[Case]
+    precision: str = "fp32"
+    asked_for: bool = True
+    """Whether the user named the cases."""
+
+
+def reference_config(config: RunConfig) -> RunConfig:
+    """One process, fp32, and nothing computed twice."""
+    return config.model_copy(update={"parallel": ParallelSection(strategy="single"), "precision": "fp32"})
+
+
+def reference(subject: Subject, device: torch.device, console: Console | None = None) -> Trace:
+    """Train alone, in this process.
+
+    Raises:
+        UserError: the training cannot be made, or its loss is no number.
+    """
+    alone = World(Place(), device, subject.config.launch.timeout)
+    trace = train(subject, reference_config(subject.config), alone, TOLERANCES["fp32"], console)
+    check_finite(trace)
+    return trace
+
+
+def run_case(subject: Subject, case: Case, world: World, expected: Trace | None, request: Request) -> Result | None:
+    """Train under a strategy, and compare; every rank of ``world`` calls it.
+
+    Args:
+        world: with the layout of the case.
+        expected: the reference; on rank 0.
+
+    Returns:
+        What came of it, on rank 0.
+
+    Raises:
+        UserError: the strategy cannot run here.
+    """
+    config = case.of(subject.config, request.precision)
+    tolerances = TOLERANCES[request.precision]
+    trace = train(subject, config, world, tolerances)
+    gc.collect()  # the engine's gradients and buckets, before there is another engine
+    comparison = None if expected is None else compare(trace, expected, tolerances)
+    passes = world.from_first(lambda: comparison is not None and comparison.passes(tolerances))
+    probe = None
+    if not passes:
+        probe = find_divergence(subject, config, reference_config(subject.config), world, tolerances)
+    gc.collect()
+    if comparison is None or expected is None:
+        return None
+    divergence = None if probe is None else explain(probe, comparison, trace, expected, tolerances)
+    return Result.of(case.name, request.asked_for, comparison, request.precision, divergence)
+
+
+def run_process(subject: Subject, request: Request, folder: Folder, tell: Tell, console: Console) -> None:
+    """What each process does: the reference, and then every case that ``folder`` has no result of.
+
+    Args:
+        subject: without the tokenizer and the facts of its task.
+        folder: rank 0 keeps the reference and the results there.
+
+    Raises:
+        UserError: the reference cannot be trained.
+    """
+    place = Place.from_environment()
+    device = choose_device(subject.config.device, place)
+    logger.setLevel(logging.WARNING if place.first else logging.CRITICAL)
+    if subject.config.run.deterministic:
+        use_deterministic_kernels()
+    expected = None
+    if place.first:
+        subject = subject.with_task()
+        if not folder.has_reference:
+            tell(f"one process, fp32: {subject.steps} steps")
+            folder.keep_reference(reference(subject, device, console))
+        expected = folder.reference()
+    tokenizer, facts, done = _meet(place, device, lambda: (subject.tokenizer, subject.facts, folder.names()))
+    subject = replace(subject, tokenizer=tokenizer, facts=facts)
+    for case in request.cases:
+        if case.name in done:
+            continue
+        result = _try_case(subject, case, place, device, expected, request, folder)
+        if place.first and result is not None:
+            folder.add(result)
+            tell(result.line())
+
+
+def _meet(place: Place, device: torch.device, make: Callable[[], T]) -> T:
+    """What ``make`` returns on rank 0, for all ranks, which wait for it as long as it takes."""
+    made = make() if place.first else None
+    with World(place, device, PATIENCE) as world:
+        return world.from_first(lambda: made)  # type: ignore[return-value]
+
+
+def _try_case(
+    subject: Subject,
+    case: Case,
+    place: Place,
+    device: torch.device,
+    expected: Trace | None,
+    request: Request,
+    folder: Folder,
+) -> Result | None:
+    """One case, in a world of its own."""
+    config = case.of(subject.config, request.precision)
+    alone = case.alone or place.world_size == 1
+    try:
+        check_case(case, subject.config, place.world_size, request.precision)
+        if alone:
+            world = World(Place(), device, config.launch.timeout)
+            result = run_case(subject, case, world, expected, request) if place.first else None
+    except UserError as error:
+        return _refused(case, request, error)
+    if alone:
+        _meet(place, device, lambda: None)
+        return result
+    with World(place, device, config.launch.timeout, Layout.of(case.parallel, place.world_size)) as world:
+        group = dist.new_group(backend="gloo")
+        try:
+            return run_case(subject, case, world, expected, request)
+        except UserError as error:
+            if error.exit_code is not ExitCode.WRONG_REQUEST:
+                raise
+            # where one rank alone refuses, the others wait for it in vain, and this process must end
+            dist.monitored_barrier(group, timeout=AGREEMENT)
+            return _refused(case, request, error)
+        except Exception as error:
+            folder.keep_crash(f"{_module_of(error)}{type(error).__name__}: {error}")
+            raise
+
+
+def _refused(case: Case, request: Request, error: UserError) -> Result:
+    return Result(case.name, "refused", request.asked_for, [str(error)])
+
+
+def _module_of(error: Exception) -> str:
+    """``in model.layers.0.mlp: ``, where the error came out of a module's forward."""
+    owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    modules = [owner for owner in owners if isinstance(owner, nn.Module)]
+    for root in modules:
+        names = {id(module): name for name, module in root.named_modules()}
+        name = clean_name(names.get(id(modules[-1]), "")).removeprefix("module.")
+        if name:
+            return f"in {name}: "
+    return ""

@@ -1,0 +1,134 @@
+"""Acceptance: a run under any strategy is the run of one process, and goes on exactly after a stop.
+
+Every case trains eight steps with checkpoints at 4 and 8, then goes on from a copy of step 4; it evaluates with text
+that the model writes. All cases of a world size share the processes and one reference.
+"""
+
+import json
+import shutil
+from contextlib import chdir
+from pathlib import Path
+
+import pytest
+import torch
+
+import drawbar
+from drawbar.train.inference import evaluate_run
+from harness import run_ranks
+from runs import fit_in, largest_difference, losses, scores, weights
+
+CONFIG = """\
+run: {name: one}
+task:
+  model: llama
+  from_scratch: {hidden_size: 32, intermediate_size: 48, num_hidden_layers: 4, num_attention_heads: 4,
+                 num_key_value_heads: 2, max_position_embeddings: 64, tie_word_embeddings: true}
+  tokenizer: {train: byte_bpe, vocab_size: 300}
+  prompt_column: source
+  completion_column: target
+  generation: {max_new_tokens: 6}
+data: {train: records.jsonl, validation: valid.jsonl, sequence_length: 48}
+train: {global_batch: 8, micro_batch: 2, steps: 8}
+optim: {lr: 1.0e-2, warmup: 2}
+precision: fp32
+device: cpu
+eval: {every: 4}
+checkpoint: {every: 4}
+tracking: {log_every: 1, tensorboard: false}
+"""
+WORDS = ["the", "load", "and", "an", "engine", "pulls", "along"]
+TWO = {
+    "ddp": ["strategy=ddp"],
+    "zero1": ["strategy=zero1"],
+    "fsdp": ["strategy=fsdp"],
+    "fsdp without reshard": ["strategy=fsdp", "reshard=false"],
+    "fsdp with offload": ["strategy=fsdp", "offload=true"],
+    "tensor": ["tensor=2"],
+    "gpipe": ["pipeline=2", "schedule=gpipe"],
+    "1f1b": ["pipeline=2"],
+    "interleaved": ["pipeline=2", "schedule=interleaved"],
+}
+FOUR = {
+    "fsdp with replicas": ["strategy=fsdp", "replicate=2"],
+    "tensor and fsdp": ["strategy=fsdp", "tensor=2"],
+    "tensor and ddp": ["strategy=ddp", "tensor=2"],
+    "pipeline and ddp": ["strategy=ddp", "pipeline=2"],
+    "pipeline and fsdp": ["strategy=fsdp", "pipeline=2"],
+    "pipeline and tensor": ["pipeline=2", "tensor=2"],
+}
+CASES = [(2, name) for name in TWO] + [(4, name) for name in FOUR]
+
+
+def write_records(path: Path, first: int, count: int) -> None:
+    lines = []
+    for number in range(first, first + count):
+        words = [WORDS[(number * step + step) % len(WORDS)] for step in range(1, 2 + number % 7)]
+        lines.append(json.dumps({"source": " ".join(words), "target": " ".join(reversed(words))}))
+    path.write_text("\n".join(lines) + "\n")
+
+
+def train_all(folder: str, cases: dict[str, list[str]]) -> None:
+    """Every case twice: through, and from its checkpoint at step 4."""
+    torch.manual_seed(0)
+    first = drawbar.runtime.env.Place.from_environment().first
+    for name, settings in cases.items():
+        parallel = [f"parallel.{setting}" for setting in settings]
+        runs = Path(folder) / "runs"
+        whole, resumed = name.replace(" ", "-"), name.replace(" ", "-") + "-resumed"
+        fit_in(Path(folder), *parallel, f"run.name={whole}")
+        if first:
+            shutil.copytree(runs / whole, runs / resumed)
+            shutil.rmtree(runs / resumed / "checkpoints" / "step-00000008")
+            (runs / resumed / "checkpoints" / "best.json").unlink(missing_ok=True)
+        fit_in(Path(folder), *parallel, f"run.name={resumed}")
+        with chdir(folder):
+            config = drawbar.load_config("config.yaml", [*parallel, f"run.name={whole}"]).config
+            evaluate_run(config, None, "validation", "latest")
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The reference run, with an evaluation, and those of all cases."""
+    folder = tmp_path_factory.mktemp("strategies")
+    write_records(folder / "records.jsonl", 0, 41)
+    write_records(folder / "valid.jsonl", 100, 7)
+    (folder / "config.yaml").write_text(CONFIG)
+    fit_in(folder)
+    with chdir(folder):
+        evaluate_run(drawbar.load_config("config.yaml", []).config, None, "validation", "latest")
+    run_ranks(train_all, 2, str(folder), TWO, timeout=250)
+    run_ranks(train_all, 4, str(folder), FOUR, timeout=250)
+    return folder / "runs"
+
+
+@pytest.mark.parametrize(("ranks", "name"), CASES)
+def test_losses_and_weights_are_those_of_one_process(project: Path, ranks: int, name: str) -> None:
+    run = project / name.replace(" ", "-")
+    reference = losses(project / "one")
+    assert max(reference.values()) > 1.2 * min(reference.values())  # it learned: equal traces are no accident
+    assert largest_difference(reference, losses(run)) <= 1e-5
+    wanted, found = weights(project / "one", 8), weights(run, 8)
+    assert found.keys() == wanted.keys()
+    for key, tensor in wanted.items():
+        assert torch.linalg.norm(found[key] - tensor) <= 1e-4 * torch.linalg.norm(tensor), key
+
+
+@pytest.mark.parametrize(("ranks", "name"), CASES)
+def test_a_resumed_run_is_the_same_run(project: Path, ranks: int, name: str) -> None:
+    run = project / name.replace(" ", "-")
+    resumed = run.with_name(f"{run.name}-resumed")
+    assert losses(resumed) == losses(run)
+    assert scores(resumed) == scores(run)
+    wanted, found = weights(run, 8), weights(resumed, 8)
+    assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
+
+
+@pytest.mark.parametrize(("ranks", "name"), CASES)
+def test_scores_and_texts_are_those_of_one_process(project: Path, ranks: int, name: str) -> None:
+    run = project / name.replace(" ", "-")
+    for step, wanted in scores(project / "one").items():
+        assert scores(run)[step] == pytest.approx(wanted, rel=1e-4)
+    results = [folder / "eval" / "validation" / "predictions.jsonl" for folder in (project / "one", run)]
+    one, other = (path.read_text() for path in results)
+    assert "prediction" in one
+    assert other == one

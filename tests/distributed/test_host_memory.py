@@ -1,0 +1,129 @@
+"""Acceptance: a model too large for one rank is built and loaded with little more memory than the rank's part takes."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+
+from drawbar.checkpoint import CheckpointDirectory, Snapshot, read
+from drawbar.config.schema import CausalLMConfig, DataSection, OptimSection, ParallelSection, RunConfig, TrainSection
+from drawbar.data.tokenizer import train_byte_bpe
+from drawbar.engines.native import NativeEngine
+from drawbar.runtime.dist import World
+from drawbar.runtime.env import Place
+from drawbar.runtime.mesh import Layout
+from drawbar.runtime.tensors import parameters_on_meta
+from drawbar.tasks.causal_lm import CausalLM
+from harness import run_ranks
+
+MIB = 2**20
+CPU = torch.device("cpu")
+LARGE = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "vocab_size": 4096}
+SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 300}
+SLACK = 12 * MIB
+"""For Python's own objects, and for freed memory that the allocator keeps."""
+
+
+def shapes(folder: Path) -> dict[str, torch.Size]:
+    with parameters_on_meta():
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    return {name: parameter.shape for name, parameter in model.named_parameters()}
+
+
+def numbers(shape: torch.Size, first: int) -> torch.Tensor:
+    """Every row and every column differs from its neighbours, and from those of other tensors."""
+    return ((torch.arange(shape.numel(), dtype=torch.float32) + first) % 997).view(shape)
+
+
+def save(folder: Path, fields: dict[str, int]) -> None:
+    """A Llama in several files, and a checkpoint of it with other numbers."""
+    LlamaConfig(num_attention_heads=8, **fields).save_pretrained(folder)
+    model = {name: numbers(shape, first) for first, (name, shape) in enumerate(shapes(folder).items())}
+    weight_map = {name: f"{number * 4 // len(model)}.safetensors" for number, name in enumerate(model)}
+    for file in set(weight_map.values()):
+        part = {name: tensor for name, tensor in model.items() if weight_map[name] == file}
+        save_file(part, folder / file, metadata={"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    for tensor in model.values():
+        tensor.add_(1)
+    CheckpointDirectory(folder / "checkpoints").write(Snapshot(1, model, {}, {}, {}))
+
+
+def saved(folder: Path) -> Mapping[str, torch.Tensor]:
+    return read(folder / "checkpoints" / "step-00000001").model
+
+
+def build(folder: Path, parallel: ParallelSection, world: World) -> NativeEngine:
+    config = RunConfig(
+        task=CausalLMConfig(model=str(folder)),
+        data=DataSection(sequence_length=32),
+        train=TrainSection(steps=1),
+        optim=OptimSection(),
+        precision="fp32",
+        device="cpu",
+        parallel=parallel,
+    )
+    task = CausalLM(config)
+    task.tokenizer = train_byte_bpe([], 257)
+    return NativeEngine(task, config, world, total_steps=1)
+
+
+def load_and_measure(folder: str, tensor: int) -> dict[str, int]:
+    """Bytes of this rank's parameters, and how far its memory rises at its highest in building and in loading."""
+    parallel = ParallelSection(strategy="fsdp", tensor=tensor)
+    place = Place.from_environment()
+    with World(place, CPU, 60, Layout.of(parallel, place.world_size)) as world:
+        # whatever Python and torch load once is there afterwards
+        engine = build(Path(folder) / "small", parallel, world)
+        check_values(engine, 0.0)
+        engine.load_model(saved(Path(folder) / "small"))
+        check_values(engine, 1.0)
+
+        before = forget_highest()
+        engine = build(Path(folder) / "large", parallel, world)
+        building = memory("VmHWM") - before
+
+        before = forget_highest()
+        engine.load_model(saved(Path(folder) / "large"))
+        loading = memory("VmHWM") - before
+        own = sum(parameter.to_local().nbytes for parameter in engine.module.parameters())
+    return {"own": own, "building": building, "loading": loading}
+
+
+def check_values(engine: NativeEngine, more: float) -> None:
+    for first, (name, parameter) in enumerate(engine.module.named_parameters()):
+        assert isinstance(parameter, DTensor)
+        assert parameter.full_tensor().equal(numbers(parameter.shape, first) + more), name
+
+
+def forget_highest() -> int:
+    """Bytes in use; what was more than that counts no longer."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return memory("VmRSS")
+
+
+def memory(name: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(name)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux says how much memory a process took")
+def test_each_rank_needs_room_for_its_own_part(tmp_path: Path) -> None:
+    save(tmp_path / "small", SMALL)
+    save(tmp_path / "large", LARGE)
+    sizes = [4 * math.prod(shape) for shape in shapes(tmp_path / "large").values()]
+    assert sum(sizes) > 90 * MIB
+    for tensor in (1, 2):
+        for measured in run_ranks(load_and_measure, 4, str(tmp_path), tensor):
+            assert sum(sizes) / 4 <= measured["own"] < sum(sizes) / 4 + MIB
+            # it was measured at all, and is far from the whole model
+            assert measured["own"] <= measured["building"] < measured["own"] + max(sizes) + SLACK < sum(sizes) / 2
+            assert measured["loading"] < max(sizes) + SLACK

@@ -1,0 +1,123 @@
+"""The strategies on CUDA, as far as one device goes: the losses of the plain engine on the same device.
+
+fsdp and ddp at world size 1 do all that they do on many (gather, reduce, clip, save); only nothing travels.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+
+from drawbar.config.schema import EveryBlock, OptimSection, ParallelSection, RunConfig
+from drawbar.engines.choose import choose_engine
+from drawbar.engines.native import NativeEngine
+from drawbar.runtime.dist import World
+from drawbar.runtime.env import Place
+from drawbar.runtime.mesh import Layout
+from harness import run_ranks
+from tiny import random_step, tiny_config, tiny_task
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+STEPS = 6
+TOLERANCES = {"fp32": 1e-4, "bf16": 3e-2}
+CASES: dict[str, dict[str, Any]] = {
+    "single": {"strategy": "single"},
+    "fsdp": {"strategy": "fsdp"},
+    "fsdp without reshard": {"strategy": "fsdp", "reshard": False},
+    "fsdp with offload": {"strategy": "fsdp", "offload": True},
+    "full recomputation": {"strategy": "fsdp", "activation_checkpointing": "full"},
+    "selective recomputation": {"strategy": "fsdp", "activation_checkpointing": "selective"},
+    "every second block": {"strategy": "fsdp", "activation_checkpointing": EveryBlock(every=2)},
+    "compile": {"strategy": "single", "compile": True},
+    "compile and fsdp": {"strategy": "fsdp", "compile": True, "activation_checkpointing": "full"},
+}
+
+
+def configured(parallel: dict[str, Any], precision: str, **task: Any) -> RunConfig:
+    config = tiny_config(
+        optim=OptimSection(name="adamw", lr=0.01, eps=0.01, schedule="constant"),
+        precision=precision,
+        device="cuda",
+        parallel=ParallelSection(**parallel),
+    )
+    return config.model_copy(update={"task": config.task.model_copy(update=task)})
+
+
+def trace(config: RunConfig, world: World) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses of some steps, and the weights after them."""
+    torch.manual_seed(0)
+    engine = choose_engine(tiny_task(config), config, world, total_steps=STEPS)
+    assert isinstance(engine, NativeEngine)
+    losses = [float(engine.train_step(random_step(engine, seed=1)).loss) for _ in range(STEPS)]
+    weights = dict(engine.state().model)
+    engine.close()
+    return losses, weights
+
+
+def on_one_gpu(parallel: dict[str, Any], precision: str, **task: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    config = configured(parallel, precision, **task)
+    with World(Place(), torch.device("cuda", 0), 120, Layout.of(config.parallel, 1)) as world:
+        return trace(config, world)
+
+
+@pytest.mark.parametrize("precision", TOLERANCES)
+@pytest.mark.parametrize("name", CASES)
+def test_one_gpu(name: str, precision: str) -> None:
+    wanted, wanted_weights = on_one_gpu({"strategy": "single"}, "fp32")
+    found, weights = on_one_gpu(CASES[name], precision)
+    assert wanted[-1] < wanted[0] - 0.1
+    tolerance = TOLERANCES[precision]
+    assert found == pytest.approx(wanted, rel=tolerance)
+    for key, tensor in wanted_weights.items():
+        assert torch.linalg.norm(weights[key] - tensor) <= 2 * tolerance * torch.linalg.norm(tensor), key
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "flex_attention"])
+def test_attention(attention: str) -> None:
+    wanted, _ = on_one_gpu({"strategy": "single"}, "fp32")
+    found, _ = on_one_gpu({"strategy": "fsdp"}, "bf16", attention=attention)
+    assert found == pytest.approx(wanted, rel=TOLERANCES["bf16"])
+
+
+def test_flash_attention() -> None:
+    pytest.importorskip("flash_attn")
+    wanted, _ = on_one_gpu({"strategy": "single"}, "fp32")
+    found, _ = on_one_gpu({"strategy": "single"}, "bf16", attention="flash_attention_2")
+    assert found == pytest.approx(wanted, rel=TOLERANCES["bf16"])
+
+
+TWO_GPUS: dict[str, dict[str, Any]] = {
+    "ddp": {"strategy": "ddp"},
+    "zero1": {"strategy": "zero1"},
+    "fsdp": {"strategy": "fsdp"},
+    "fsdp with offload": {"strategy": "fsdp", "offload": True},
+    "tensor": {"strategy": "ddp", "tensor": 2},
+}
+
+
+def on_two_gpus() -> dict[str, list[float]]:
+    found = {}
+    for name, parallel in TWO_GPUS.items():
+        place = Place.from_environment()
+        device = torch.device("cuda", place.local_rank)
+        torch.cuda.set_device(device)
+        config = configured(parallel, "fp32")
+        with World(place, device, 120, Layout.of(config.parallel, 2)) as world:
+            found[name] = trace(config, world)[0]
+    return found
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_two_gpus() -> None:
+    """Both ranks read the same rows here, so the mean loss is that of one."""
+    wanted, _ = on_one_gpu({"strategy": "single"}, "fp32")
+    for losses in run_ranks(on_two_gpus, 2)[0].values():
+        assert losses == pytest.approx(wanted, rel=TOLERANCES["fp32"])
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_data_parallel_in_one_process() -> None:
+    wanted, _ = on_one_gpu({"strategy": "single"}, "fp32")
+    found, _ = on_one_gpu({"strategy": "dp"}, "fp32")
+    assert found == pytest.approx(wanted, rel=TOLERANCES["fp32"])

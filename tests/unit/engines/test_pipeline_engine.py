@@ -1,0 +1,276 @@
+"""A model in stages trains, evaluates and writes as one process does, under every schedule."""
+
+import gc
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForMaskedLM
+
+from drawbar.config.schema import DataSection, LoraSection, OptimSection, ParallelSection, RunConfig, TrainSection
+from drawbar.data.loader import MicroBatch
+from drawbar.engines.native import NativeEngine
+from drawbar.engines.pipeline import PipelineEngine
+from drawbar.errors import UserError
+from drawbar.runtime.dist import World
+from drawbar.runtime.env import Place
+from drawbar.runtime.mesh import Layout
+from drawbar.tasks.batch import Batch
+from harness import run_ranks
+from tiny import CPU, LENGTH, VOCABULARY, Numbers, random_batch, tiny_config, tiny_task
+
+PROMPTS = torch.tensor([[1, 2, 3], [4, 5, 6]])
+BLOCKS = {"llama": {"num_hidden_layers": 5}, "gpt2": {"n_layer": 5}}
+SGD = OptimSection(name="sgd", lr=0.1, momentum=0.9, schedule="constant")
+"""For GPT-2: the gradients of its key biases are nothing but rounding, of which AdamW makes whole steps."""
+PACKED = DataSection(sequence_length=LENGTH, batching="packed")
+
+
+@dataclass(frozen=True)
+class Case:
+    family: str
+    parallel: dict[str, Any]
+    sections: dict[str, Any] = field(default_factory=dict)
+    tied: bool = True
+    rows: tuple[int, ...] = (2, 1, 3, 1, 2)
+    """Of each micro-batch; the last but one is a filler."""
+
+    def config(self, parallel: dict[str, Any]) -> RunConfig:
+        fields = {**BLOCKS[self.family], "tie_word_embeddings": self.tied}
+        return tiny_config(self.family, fields, parallel=ParallelSection(**parallel), **self.sections)
+
+    def build(self, world: World | None) -> NativeEngine:
+        torch.manual_seed(0)
+        if world is None:
+            config = self.config({"strategy": "single"})
+            return NativeEngine(tiny_task(config), config, World(Place(), CPU, timeout=60), 10)
+        config = self.config({"strategy": "ddp", **self.parallel})
+        return PipelineEngine(tiny_task(config), config, world, 10)
+
+    def step(self, engine: NativeEngine, number: int, rank: int = 0, ranks: int = 1) -> list[MicroBatch]:
+        """The part of one of ``ranks``: every so many-th micro-batch."""
+        make = packed_batch if self.sections.get("data") is PACKED else random_batch
+        filler = len(self.rows) - 2
+        micro_batches = [
+            MicroBatch(make(engine.task, rows, seed=100 * number + i), counts=i != filler)
+            for i, rows in enumerate(self.rows)
+        ]
+        return micro_batches[rank::ranks]
+
+
+TWO = {
+    "gpipe": Case("llama", {"schedule": "gpipe"}),
+    "1f1b": Case("llama", {"schedule": "1f1b"}),
+    "interleaved": Case("llama", {"schedule": "interleaved"}),
+    "untied": Case("llama", {}, tied=False),
+    "given cuts": Case("llama", {"cuts": [1, 4]}, {"train": TrainSection(gradient_clip=0.5)}),
+    "gpt2": Case("gpt2", {}, {"optim": SGD}),
+    "gpt2 interleaved": Case("gpt2", {"schedule": "interleaved"}, {"optim": SGD}, tied=False),
+    "packed": Case("llama", {}, {"data": PACKED}),
+    "lora": Case("llama", {}, {"lora": LoraSection()}),
+    "recomputed": Case("llama", {"activation_checkpointing": "full"}),
+    "fp16": Case("llama", {}, {"precision": "fp16"}),
+    "few micro-batches": Case("llama", {}, rows=(3, 1)),
+}
+FOUR = {
+    "four stages": Case("llama", {"pipeline": 4}),
+    "four stages, two micro-batches": Case("llama", {"pipeline": 4}, rows=(3, 1)),
+    "ddp": Case("llama", {}, rows=(2, 1, 3, 1)),
+    "ddp interleaved": Case("llama", {"schedule": "interleaved"}, rows=(2, 1, 3, 1)),
+    "fsdp": Case("llama", {"strategy": "fsdp"}, rows=(2, 1, 3, 1)),
+    "tensor": Case("llama", {"tensor": 2}),
+}
+CASES = [(2, name) for name in TWO] + [(4, name) for name in FOUR]
+
+
+def packed_batch(task: Numbers, rows: int, seed: int) -> Batch:
+    """Rows of three documents with padding behind them."""
+    chance = np.random.default_rng(seed)
+    length = 12 + seed % 5
+    ids_RL = torch.from_numpy(chance.integers(VOCABULARY, size=(rows, length)))
+    segments_RL = torch.tensor([0] * 5 + [1] * 4 + [2] * (length - 11) + [-1] * 2).repeat(rows, 1)
+    begins_RL = segments_RL != segments_RL.roll(1, dims=1)
+    labels_RL = ids_RL.masked_fill(begins_RL | (segments_RL < 0), -100)
+    return Batch({"input_ids": ids_RL, "labels": labels_RL, "segment_ids": segments_RL}, ids=list(range(3 * rows)))
+
+
+def train(case: Case, engine: NativeEngine, rank: int = 0, ranks: int = 1) -> dict[str, Any]:
+    """Three steps, an evaluation and some text: what the engine says of them, in plain numbers."""
+    gradients: dict[str, torch.Tensor] = {}
+    hook = engine.optimizers[0].register_step_pre_hook(lambda *_: gradients.update(engine.gradients()))
+    results = []
+    for number in range(3):
+        results.append(engine.train_step(case.step(engine, number, rank, ranks)))
+        hook.remove()
+    evaluated = engine.eval_step(random_batch(engine.task, 3, seed=77))
+    options = (
+        {"attention_mask": torch.ones_like(PROMPTS)},
+        {"max_new_tokens": 8, "pad_token_id": 0, "eos_token_id": None},
+    )
+    greedy = engine.generate({"input_ids": PROMPTS, **options[0]}, do_sample=False, **options[1])
+    beams = engine.generate({"input_ids": PROMPTS, **options[0]}, do_sample=False, num_beams=3, **options[1])
+    torch.manual_seed(3 + engine.world.rank)
+    sampled = engine.generate({"input_ids": PROMPTS, **options[0]}, do_sample=True, **options[1])
+    state = engine.state()
+    return {
+        "losses": [float(result.loss) for result in results],
+        "norms": [float(result.grad_norm) for result in results],
+        "skipped": [result.skipped for result in results],
+        "evaluated": (engine.world.data.sum(evaluated.loss), evaluated.weight),
+        "texts": [text.tolist() for text in (greedy, beams, sampled)],
+        "gradients": {name: tensor.numpy() for name, tensor in gradients.items()},
+        "model": {name: tensor.numpy() for name, tensor in state.model.items()},
+        "optimizer": {name: tensor.numpy() for name, tensor in state.optimizer.items()},
+    }
+
+
+def layout_of(case: Case) -> Layout:
+    return Layout.of(ParallelSection(**{"pipeline": 2, **case.parallel}), Place.from_environment().world_size)
+
+
+def train_all(cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
+    results = {}
+    for name, case in cases.items():
+        case = Case(case.family, {"pipeline": 2, **case.parallel}, case.sections, case.tied, case.rows)
+        with World(Place.from_environment(), CPU, timeout=60, layout=layout_of(case)) as world:
+            results[name] = train(case, case.build(world), world.data.rank, world.data.size)
+    return results
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[dict[str, Any]]]:
+    """What every rank found, by case."""
+    merged: dict[str, list[dict[str, Any]]] = {}
+    for ranks, cases in ((2, TWO), (4, FOUR)):
+        results = run_ranks(train_all, ranks, cases)
+        merged |= {name: [result[name] for result in results] for name in cases}
+    return merged
+
+
+def check_alike(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
+    assert list(found) == list(wanted)
+    for name, array in wanted.items():
+        assert np.linalg.norm(found[name] - array) <= 1e-4 * np.linalg.norm(array), name
+
+
+@pytest.mark.parametrize("name", [*TWO, *FOUR])
+def test_a_pipeline_is_one_process(found: dict[str, list[dict[str, Any]]], name: str) -> None:
+    case = {**TWO, **FOUR}[name]
+    wanted = train(case, case.build(None))
+    assert min(wanted["norms"]) > 0.1
+    for rank, result in enumerate(found[name]):
+        assert result["losses"] == pytest.approx(wanted["losses"], rel=1e-5)
+        assert result["norms"] == pytest.approx(wanted["norms"], rel=1e-4)
+        assert result["skipped"] == wanted["skipped"]
+        assert result["evaluated"] == pytest.approx(wanted["evaluated"], rel=1e-5)
+        assert result["texts"] == wanted["texts"], rank
+    first, *others = found[name]
+    assert set(first["gradients"]) == set(wanted["gradients"])
+    check_alike({key: first["gradients"][key] for key in wanted["gradients"]}, wanted["gradients"])
+    check_alike(first["model"], wanted["model"])
+    assert set(first["optimizer"]) == set(wanted["optimizer"])
+    assert not any(other[key] for other in others for key in ("gradients", "model", "optimizer"))
+
+
+def resume_all() -> list[Any]:
+    """From a checkpoint of one process to a pipeline, and back; and an fp16 step that overflows."""
+    case = Case("llama", {"pipeline": 2, "schedule": "interleaved"}, {"precision": "fp16"})
+    with World(Place.from_environment(), CPU, timeout=60, layout=Layout(pp=2)) as world:
+        one, other = case.build(None), case.build(world)
+        one.train_step(case.step(one, 0))
+        other.load(one.state())
+        norms = [float(engine.train_step(case.step(engine, 1)).grad_norm) for engine in (one, other)]
+        state = other.state()
+        overflowing = {**state.values, "scaler": {"scale": 2.0**100, "_growth_tracker": 0}}
+        state = world.from_first(lambda: state)
+        state.values |= overflowing
+        other.load(state)
+        skipped = other.train_step(case.step(other, 2)).skipped
+        after = world.from_first(other.state) if False else other.state()
+        same = all(torch.equal(after.model[name], state.model[name]) for name in after.model)
+        one.load(state)
+        try:
+            other.load_model({name: tensor for name, tensor in state.model.items() if "layers.4" not in name})
+        except UserError as error:
+            refused = str(error)
+        return [norms, skipped, same, after.values["scaler"]["scale"], refused]
+
+
+def test_a_pipeline_goes_on_from_any_checkpoint_and_skips_an_overflow_on_every_rank() -> None:
+    for norms, skipped, same, scale, refused in run_ranks(resume_all, 2):
+        assert norms[1] == pytest.approx(norms[0], rel=1e-3)
+        assert skipped
+        assert same
+        assert scale == 2.0**99
+        assert "model.layers.4.self_attn.q_proj.weight is missing" in refused
+
+
+class Twice(Numbers):
+    def forward(self, model: nn.Module, batch: Batch) -> Any:
+        super().forward(model, batch)
+        return super().forward(model, batch)
+
+
+class OwnLoss(Numbers):
+    def forward(self, model: nn.Module, batch: Batch) -> Any:
+        return model(**batch)
+
+
+class Silent(Numbers):
+    def forward(self, model: nn.Module, batch: Batch) -> Any:
+        return None
+
+
+class Masked(Numbers):
+    def build_model(self) -> nn.Module:
+        return AutoModelForMaskedLM.from_config(AutoConfig.for_model("bert", hidden_size=16, num_attention_heads=4))
+
+    build_structure = build_model
+
+
+def refuse_all() -> list[str]:
+    refusals = []
+    frozen = {"lora": LoraSection(modules=["layers.4.self_attn.q_proj"])}
+    with World(Place.from_environment(), CPU, timeout=60, layout=Layout(pp=2)) as world:
+        for task_type, sections in ((Masked, {}), (Numbers, frozen), (OwnLoss, {}), (Silent, {}), (Twice, {})):
+            config = Case("llama", {}, sections).config({"strategy": "ddp", "pipeline": 2})
+            task = task_type(config)
+            task.tokenizer = task.build_tokenizer()
+            try:
+                engine = PipelineEngine(task, config, world, 10)
+                engine.train_step([MicroBatch(random_batch(task, 2, seed=1), True)])
+            except (UserError, RuntimeError) as error:
+                refusals.append(str(error))
+    return refusals
+
+
+def test_what_a_pipeline_cannot_do_is_refused_with_the_reason() -> None:
+    for refusals in run_ranks(refuse_all, 2):
+        assert "bert cannot be cut into stages" in refusals[0]
+        assert "in one of them nothing is trained" in refusals[1]
+        assert "gives the model labels" in refusals[2]
+        assert "does not call the model" in refusals[3]
+
+
+def change_shapes() -> list[bool]:
+    case = Case("llama", {"pipeline": 2, "schedule": "interleaved"})
+    with World(Place.from_environment(), CPU, timeout=60, layout=Layout(pp=2)) as world:
+        engine = case.build(world)
+        assert isinstance(engine, PipelineEngine)
+        gc.collect()
+        gc.disable()
+        old = []
+        for rows in (1, 4, 9):
+            engine.train_step([MicroBatch(random_batch(engine.task, rows, seed=rows), True)] * 2)
+            old += map(weakref.ref, engine.pipeline._stages)
+        gc.enable()
+        return [reference() is None for reference in old]
+
+
+def test_the_room_for_batches_of_other_shapes_is_given_back() -> None:
+    for gone in run_ranks(change_shapes, 2):
+        assert gone == [True] * 4 + [False] * 2

@@ -1,0 +1,215 @@
+"""Context parallelism: sequences cut over ranks give the loss and the gradients of one process.
+
+torch's ring has no CPU kernel. The tests lend it that of its plain attention: the ring itself, the cutting and the sums
+are the real ones.
+"""
+
+from collections.abc import Callable
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+
+from drawbar.config.schema import OptimSection, ParallelSection, RunConfig
+from drawbar.data.loader import MicroBatch
+from drawbar.errors import UserError
+from drawbar.parallel import context
+from drawbar.parallel.context import FAMILIES, ContextParallel, check_context
+from drawbar.runtime.dist import World
+from drawbar.runtime.env import Place
+from drawbar.runtime.mesh import Layout, build_mesh
+from drawbar.tasks.batch import Batch
+from harness import run_ranks
+from tiny import ARCHITECTURES, CPU, random_batch, tiny_config, tiny_engine, tiny_task
+
+FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL |= {"max_position_embeddings": 48, "initializer_range": 0.2, "attention_dropout": 0.0}
+GROUPED = {**SMALL, "num_key_value_heads": 2}
+FIELDS: dict[str, dict[str, Any]] = {
+    "gemma": {**GROUPED, "head_dim": 4},
+    "gpt2": ARCHITECTURES["gpt2"],
+    "gpt_neox": {**SMALL, "hidden_dropout": 0.0},
+    "granite": GROUPED,
+    "llama": ARCHITECTURES["llama"],
+    "mistral": {**GROUPED, "sliding_window": None},
+    "mixtral": {**GROUPED, "sliding_window": None, "num_local_experts": 2},
+    "olmo2": GROUPED,
+    "phi": {**GROUPED, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+    "phi3": {**GROUPED, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+    "qwen2": GROUPED,
+    "qwen3": {**GROUPED, "head_dim": 4},
+    "smollm3": GROUPED,
+    "starcoder2": {**GROUPED, "sliding_window": None, "residual_dropout": 0.0, "embedding_dropout": 0.0},
+}
+TWO = {f"{family} replicated": (family, {"strategy": "ddp"}) for family in sorted(FAMILIES)} | {
+    "llama in shards": ("llama", {"strategy": "fsdp"}),
+    "gpt2 in shards": ("gpt2", {"strategy": "fsdp"}),
+    "llama computed again": ("llama", {"strategy": "fsdp", "activation_checkpointing": "full"}),
+    "llama computed again in part": ("llama", {"strategy": "ddp", "activation_checkpointing": "selective"}),
+}
+FOUR = {
+    "llama, two sequences, replicated": ("llama", {"strategy": "ddp"}),
+    "llama, two sequences, in shards": ("llama", {"strategy": "fsdp"}),
+    "llama, two sequences, shards and replicas": ("llama", {"strategy": "fsdp", "replicate": 2}),
+    "llama over four ranks": ("llama", {"strategy": "fsdp", "context": 4}),
+    "llama with tensor parallelism": ("llama", {"strategy": "ddp", "tensor": 2}),
+    "llama with tensor parallelism, in shards": ("llama", {"strategy": "fsdp", "tensor": 2}),
+}
+
+
+def teach_cpu() -> None:
+    """Give torch's ring attention the kernel that plain attention has on CPUs."""
+
+    def handler(run: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
+        def handle(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
+            mesh = args[0].device_mesh
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            assert given.pop("attn_mask", None) is None
+            given = {name: item.to_local() if isinstance(item, DTensor) else item for name, item in given.items()}
+            return tuple(DTensor.from_local(item, mesh, [Shard(2)]) for item in run(mesh.get_group(), 2, **given))
+
+        return handle
+
+    def forward(group: Any, seq_dim: int, **given: Any) -> Any:
+        return ring._templated_ring_attention(group, seq_dim, FORWARD, **given)
+
+    def backward(group: Any, seq_dim: int, **given: Any) -> Any:
+        return ring._templated_ring_attention_backward(
+            group, seq_dim, BACKWARD, given.pop("grad_out"), "grad_out", **given
+        )
+
+    qkv = ("query", "key", "value")
+    flags = ("dropout_p", "is_causal")
+    ring.custom_ops[FORWARD] = handler(forward, (*qkv, *flags))
+    ring.custom_ops[BACKWARD] = handler(backward, ("grad_out", *qkv, "out", "logsumexp", *flags))
+    context.DEVICES["cpu"] = 1
+
+
+def configured(family: str, parallel: dict[str, Any]) -> RunConfig:
+    optim = OptimSection(name="sgd", lr=1.0, weight_decay=0.0, schedule="constant")
+    config = tiny_config("llama", optim=optim, parallel=ParallelSection(**parallel))
+    task = config.task.model_copy(update={"model": family, "from_scratch": FIELDS[family]})
+    return config.model_copy(update={"task": task})
+
+
+def micro_batches(config: RunConfig, data_rank: int, data_ranks: int) -> list[MicroBatch[Batch]]:
+    """This rank's of four micro-batches of different lengths: the second with a mask, the last a filler."""
+    task = tiny_task(config)
+    batches = [random_batch(task, rows=3, seed=seed) for seed in range(4)]
+    batches[1]["attention_mask"] = (batches[1]["labels"] >= 0).long()
+    return [MicroBatch(batch, counts=index < 3) for index, batch in enumerate(batches)][data_rank::data_ranks]
+
+
+def one_step(config: RunConfig, world: World) -> dict[str, Any]:
+    """Loss, weight, gradients and norm of one step, and the loss of an evaluation after it."""
+    engine = tiny_engine(config, world)
+    gradients: dict[str, torch.Tensor] = {}
+    engine.optimizers[0].register_step_pre_hook(lambda *_: gradients.update(engine.gradients()))
+    before = engine.module.config._attn_implementation
+    result = engine.train_step(micro_batches(config, world.data.rank, world.data.size))
+    evaluated = engine.eval_step(random_batch(engine.task, rows=2, seed=9))
+    assert engine.module.config._attn_implementation == before
+    engine.close()
+    return {
+        "loss": float(result.loss),
+        "weight": result.weight,
+        "norm": float(result.grad_norm),
+        "gradients": {name: gradient.numpy() for name, gradient in gradients.items()},
+        "evaluated": (evaluated.loss, evaluated.weight),
+    }
+
+
+def on_ranks(cases: dict[str, tuple[str, dict[str, Any]]], size: int) -> dict[str, dict[str, Any]]:
+    teach_cpu()
+    configs = {name: configured(family, {"context": 2, **parallel}) for name, (family, parallel) in cases.items()}
+    found = {}
+    for layout, names in groupby(configs, lambda name: Layout.of(configs[name].parallel, size)):
+        with World(Place.from_environment(), CPU, 60, layout) as world:  # to join takes longer than most steps
+            found |= {name: one_step(configs[name], world) for name in names}
+    return found
+
+
+def in_one_process(family: str) -> dict[str, Any]:
+    return one_step(configured(family, {"strategy": "single"}), World(Place(), CPU, timeout=60))
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, dict[str, Any]]:
+    return run_ranks(on_ranks, 2, TWO, 2)[0] | run_ranks(on_ranks, 4, FOUR, 4)[0]
+
+
+@pytest.mark.parametrize("name", [*TWO, *FOUR])
+def test_losses_and_gradients_are_those_of_one_process(found: dict[str, dict[str, Any]], name: str) -> None:
+    wanted = in_one_process((TWO | FOUR)[name][0])
+    assert found[name]["weight"] == wanted["weight"]
+    assert found[name]["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
+    assert found[name]["norm"] == pytest.approx(wanted["norm"], rel=1e-5)
+    assert found[name]["evaluated"] == pytest.approx(wanted["evaluated"], rel=1e-5)
+    assert found[name]["gradients"].keys() == wanted["gradients"].keys()
+    for key, gradient in wanted["gradients"].items():
+        assert np.linalg.norm(found[name]["gradients"][key] - gradient) <= 1e-5 * np.linalg.norm(gradient), key
+
+
+def refused(model: str = "llama", **fields: Any) -> str:
+    """What is said of a model that cannot be cut."""
+    config = configured("llama", {"strategy": "single"})
+    task = config.task.model_copy(update={"model": model, "from_scratch": {**FIELDS.get(model, {}), **fields}})
+    built = tiny_task(config.model_copy(update={"task": task})).build_model()
+    with pytest.raises(UserError) as error:
+        ContextParallel(built, None, -100)
+    return str(error.value)
+
+
+def test_other_devices_and_targets_are_refused() -> None:
+    with pytest.raises(UserError, match="no context parallelism for cpu devices, only for cuda"):
+        check_context(CPU, "next_token")
+    with pytest.raises(UserError, match="only tasks that predict the next token"):
+        check_context(torch.device("cuda"), "token")
+    check_context(torch.device("cuda"), "next_token")
+
+
+def test_models_that_cannot_be_cut_are_refused() -> None:
+    assert "a bloom model cannot be cut" in refused("bloom", hidden_size=16, n_layer=1, n_head=2)
+    assert "layers of sliding_attention" in refused("mistral", sliding_window=8)
+    layers = ["full_attention", "sliding_attention"]
+    assert "layers of sliding_attention" in refused("qwen2", layer_types=layers, use_sliding_window=True)
+
+
+def test_a_piece_goes_with_what_follows_it() -> None:
+    """Seven tokens over two ranks: four pieces of two, of which each rank has one from each end."""
+    pieces = run_ranks(pieces_of_a_row, 2)
+    assert [piece["input_ids"] for piece in pieces] == [[[10, 11, 16, 0]], [[12, 13, 14, 15]]]
+    assert [piece["position_ids"] for piece in pieces] == [[[0, 1, 6, 6]], [[2, 3, 4, 5]]]
+    assert [piece["labels"] for piece in pieces] == [[[-100, 11, 12, -100, -100]], [[-100, 13, 14, 15, 16]]]
+    for piece in pieces:
+        assert "no attention mask, so padding must be on the right" in piece["left"]
+        assert "fields that context parallelism cannot cut: weights" in piece["unknown"]
+        assert "ring attention has no dropout" in piece["dropout"]
+
+
+def pieces_of_a_row() -> dict[str, Any]:
+    teach_cpu()
+    layout = Layout(cp=2)
+    with World(Place.from_environment(), CPU, 60, layout) as world:
+        model = tiny_task(configured("llama", {})).build_model().train()
+        parallel = ContextParallel(model, build_mesh(layout, world.device)["cp"], -100)
+        row = torch.arange(10, 17)[None]
+        batch = {"input_ids": row, "labels": row}
+        with parallel.cut(batch) as piece:
+            found: dict[str, Any] = {name: tensor.tolist() for name, tensor in piece.items()}
+        for name, field in {"left": "attention_mask", "unknown": "weights"}.items():
+            with pytest.raises(UserError) as error, parallel.cut({**batch, field: (row > 10).long()}):
+                pass
+            found[name] = str(error.value)
+        for block in model.model.layers:
+            block.self_attn.attention_dropout = 0.1
+        with pytest.raises(UserError) as error, parallel.cut(batch) as piece:
+            model(input_ids=piece["input_ids"], position_ids=piece["position_ids"])
+        assert model.config._attn_implementation == "sdpa"
+        return {**found, "dropout": str(error.value)}

@@ -1,0 +1,32 @@
+"""Weights in and out of a model: what does not fit is refused, and nothing is changed then."""
+
+import pytest
+import torch
+from torch import nn
+
+from drawbar.errors import UserError
+from drawbar.parallel.weights import check_weights, materialize
+from drawbar.runtime.tensors import parameters_on_meta
+
+
+def test_weights_that_do_not_fit_are_refused_by_name() -> None:
+    here = {"a.weight": torch.ones(2, 3), "b.weight": torch.ones(4)}
+    check_weights(here, dict(here))
+    for tensors, problem in (
+        ({"a.weight": torch.ones(2, 3)}, "b.weight is missing"),
+        ({**here, "c.weight": torch.ones(1)}, "c.weight is not trained here"),
+        ({**here, "b.weight": torch.ones(5)}, r"b.weight is \[5\], and should be \[4\]"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            check_weights(here, tensors)
+
+
+def test_materialized_parameters_are_still_tied_and_buffers_keep_their_values() -> None:
+    with parameters_on_meta():
+        model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5, bias=False))
+        model[1].weight = model[0].weight
+        model.register_buffer("scale", torch.full((2,), 7.0))
+    materialize(model, torch.device("cpu"))
+    assert model[1].weight is model[0].weight
+    assert not model[0].weight.is_meta
+    assert model.scale.tolist() == [7.0, 7.0]
