@@ -1,0 +1,135 @@
+"""Acceptance: strategies compute what one process computes for every architecture, and with accumulation, activation
+checkpointing, packed rows, bf16 and adapters. All cases share two processes."""
+
+import json
+from contextlib import chdir
+from pathlib import Path
+
+import pytest
+import torch
+
+import drawbar
+from drawbar.runtime.dist import World
+from drawbar.runtime.env import Place
+from drawbar.runtime.mesh import Layout
+from drawbar.tasks.registry import task_class
+from drawbar.tools.cases import parse_case
+from drawbar.tools.parity import Request, reference, run_case
+from drawbar.tools.result import Result
+from drawbar.tools.subject import Subject
+from harness import run_ranks
+from runs import fit_in
+from tiny import CPU
+
+CONFIG = """\
+task: {TASK, tokenizer: {train: byte_bpe, vocab_size: 280}}
+data: {train: records.jsonl, sequence_length: 40}
+train: {global_batch: 8, steps: 10}
+optim: {lr: 1.0e-2, warmup: 2}
+precision: fp32
+device: cpu
+tracking: {tensorboard: false}
+"""
+WORDS = ["the", "load", "and", "an", "engine", "pulls", "along"]
+
+DECODER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+GROUPED = {**DECODER, "num_key_value_heads": 2, "head_dim": 8}
+BART = {
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "max_position_embeddings": 64,
+}
+FAMILIES = {
+    "gpt2": ("causal_lm", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}),
+    "bert": ("masked_lm", {**DECODER, "max_position_embeddings": 64}),
+    "roberta": ("sequence_classification", {**DECODER, "max_position_embeddings": 64}),
+    "t5": ("seq2seq", {"d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 2, "num_heads": 4}),
+    "bart": ("seq2seq", BART),
+    "glm": ("causal_lm", GROUPED),
+    "mistral": ("causal_lm", GROUPED),
+    "qwen3": ("causal_lm", GROUPED),
+    "phi": ("causal_lm", DECODER),
+    "gpt_neox": ("causal_lm", DECODER),
+}
+PIPELINED = ["gpt2", "glm", "mistral", "qwen3", "phi", "gpt_neox"]
+LLAMA = ["config.yaml"]
+ACCUMULATED = [*LLAMA, "train.micro_batch=1"]
+PACKED = [*LLAMA, "data.batching=packed"]
+ADAPTED = [*LLAMA, "task.model=folder", "task.from_scratch=null", "task.tokenizer=folder", "lora.rank=4"]
+
+JOBS: dict[str, tuple[list[str], list[str], str]] = {
+    **{name: ([f"{name}.yaml"], ["tensor=2"], "fp32") for name in FAMILIES},
+    **{f"{name} in stages": ([f"{name}.yaml"], ["pipeline=2"], "fp32") for name in PIPELINED},
+    "accumulation": (ACCUMULATED, ["ddp", "zero1", "fsdp", "fsdp reshard=false", "tensor=2", "pipeline=2"], "fp32"),
+    "full": (
+        LLAMA,
+        [f"{name} activation_checkpointing=full" for name in ("ddp", "fsdp", "tensor=2", "pipeline=2")],
+        "fp32",
+    ),
+    "selective": (
+        LLAMA,
+        [f"{name} activation_checkpointing=selective" for name in ("ddp", "fsdp", "tensor=2", "pipeline=2")],
+        "fp32",
+    ),
+    "every second": (LLAMA, ["fsdp activation_checkpointing={every: 2}"], "fp32"),
+    "packed": (PACKED, ["ddp", "fsdp", "tensor=2", "pipeline=2"], "fp32"),
+    "bf16": (LLAMA, ["ddp", "zero1", "fsdp", "tensor=2", "pipeline=2"], "bf16"),
+    "adapters": (ADAPTED, ["ddp", "zero1", "fsdp", "tensor=2", "pipeline=2"], "fp32"),
+}
+
+
+def write_project(folder: Path) -> None:
+    lines = []
+    for number in range(90):
+        words = [WORDS[(number * step + step) % len(WORDS)] for step in range(1, 2 + number % 7)]
+        record = {"text": " ".join(words), "label": "xyz"[number % 3]}
+        lines.append(json.dumps({**record, "source": " ".join(words), "target": " ".join(reversed(words))}))
+    (folder / "records.jsonl").write_text("\n".join(lines) + "\n")
+    models = {**FAMILIES, "llama": ("causal_lm", {**DECODER, "num_key_value_heads": 2, "tie_word_embeddings": True})}
+    for name, (task, fields) in models.items():
+        path = folder / ("config.yaml" if name == "llama" else f"{name}.yaml")
+        path.write_text(CONFIG.replace("TASK", f"type: {task}, model: {name}, from_scratch: {json.dumps(fields)}"))
+
+
+def compare_all(folder: str) -> dict[str, list[Result]]:
+    """Every job, on one of two ranks; the results are rank 0's."""
+    place = Place.from_environment()
+    found: dict[str, list[Result]] = {}
+    with chdir(folder):
+        for job, ((file, *settings), names, precision) in JOBS.items():
+            config = drawbar.load_config(file, settings).config
+            subject = Subject(config, task_class(config.task.type), steps=10).with_task()
+            expected = reference(subject, CPU) if place.first else None
+            found[job] = []
+            for name in names:
+                case = parse_case(name, config)
+                with World(place, CPU, 60, Layout.of(case.parallel, place.world_size)) as world:
+                    result = run_case(subject, case, world, expected, Request([case], precision))
+                if result is not None:
+                    found[job].append(result)
+    return found
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Result]]:
+    from drawbar.train.export import export_run
+
+    folder = tmp_path_factory.mktemp("parity")
+    write_project(folder)
+    torch.manual_seed(0)
+    fit_in(folder, "run.name=base")
+    with chdir(folder):
+        export_run(drawbar.load_config("config.yaml", ["run.name=base"]).config, None, Path("folder"), "latest", False)
+    return run_ranks(compare_all, 2, str(folder), timeout=280)[0]
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_equal(results: dict[str, list[Result]], job: str) -> None:
+    assert [result.name for result in results[job]] == JOBS[job][1]
+    for result in results[job]:
+        assert result.verdict == "equal", result
