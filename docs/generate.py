@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
+from drawbar.config import compatibility
 from drawbar.config.explain import markdown_reference
 
-PAGES = {"configuration.md": markdown_reference}
+PAGES = {"configuration.md": markdown_reference, "compatibility.md": compatibility.markdown}
 
 
 def main() -> None:

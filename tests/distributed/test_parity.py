@@ -1,13 +1,12 @@
-"""Acceptance: every strategy computes what one process computes; and where one does not, the report names the module."""
+"""Acceptance: every strategy computes what one process computes; where one does not, the report names the module."""
 
 import dataclasses
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, chdir, contextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,17 +21,15 @@ from drawbar.runtime.env import Place
 from drawbar.runtime.mesh import Layout
 from drawbar.tasks.registry import task_class
 from drawbar.tools.cases import parse_case
-from drawbar.tools.parity import Request, reference, run_case
+from drawbar.tools.parity import Request, describe, reference, run_case
 from drawbar.tools.result import Result
 from drawbar.tools.subject import Subject
 from harness import run_cli, run_ranks, run_script
-from messages import check_one_message
 from tiny import CPU
 
 TIED = "task.from_scratch.tie_word_embeddings=true"
 UNTIED = "task.from_scratch.tie_word_embeddings=false"
 FOUR_BLOCKS = "task.from_scratch.num_hidden_layers=4"
-SMALL_BATCHES = "train.micro_batch=1"
 CASES = {
     2: [
         *("ddp", "zero1", "fsdp", "fsdp reshard=false", "fsdp offload=true", "tensor=2"),
@@ -46,9 +43,10 @@ CASES = {
 
 
 def compare_all(folder: str, settings: list[str], names: list[str], steps: int) -> list[Result]:
-    """On one rank: the results of all cases; on rank 0."""
+    """On one rank: the results of all cases; on rank 0. The first setting may be a file."""
     with chdir(folder):
-        config = drawbar.load_config("config.yaml", [*settings, SMALL_BATCHES]).config
+        file, *rest = settings if settings[0].endswith(".yaml") else ["config.yaml", *settings]
+        config = drawbar.load_config(file, [*rest, "train.micro_batch=1"]).config
         subject = Subject(config, task_class(config.task.type), steps).with_task()
         place = Place.from_environment()
         expected = reference(subject, CPU) if place.first else None
@@ -74,79 +72,185 @@ def test_every_strategy_is_equal(ranks: int, project: Path) -> None:
 
 
 SPOILED = "model.layers.1.mlp.up_proj"
+Spoil = Callable[[Any], None]
 
 
 @contextmanager
-def not_reduced() -> Iterator[None]:
-    """One gradient does not travel."""
+def before_replicating(spoil: Spoil) -> Iterator[None]:
+    """Do something to the model that DDP gets."""
     replicate = native.replicate
 
-    def forgetful(model: nn.Module, device: torch.device) -> nn.Module:
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [f"{SPOILED}.weight"])
+    def spoiled(model: nn.Module, device: torch.device) -> nn.Module:
+        spoil(model)
         return replicate(model, device)
 
-    with patch.object(native, "replicate", forgetful):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "replicate", spoiled)
         yield
+
+
+def not_reduced() -> AbstractContextManager[None]:
+    """One gradient does not travel."""
+    ignore = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+    return before_replicating(lambda model: ignore(model, [f"{SPOILED}.weight"]))
 
 
 @contextmanager
 def other_on_rank_1() -> Iterator[None]:
-    """One gradient is another on rank 1 alone, which rank 0 cannot see from its own."""
-    spoiled: list[nn.Parameter] = []
-    replicate = native.replicate
-
-    def watched(model: nn.Module, device: torch.device) -> nn.Module:
-        spoiled.append(model.get_parameter(f"{SPOILED}.weight"))
-        return replicate(model, device)
+    """One gradient is another on rank 1 alone, which cannot be seen from those of rank 0."""
+    watched: list[nn.Parameter] = []
 
     def spoil(*_: Any) -> None:
-        for parameter in spoiled:
+        for parameter in watched:
             if parameter.grad is not None and os.environ["RANK"] == "1":
                 parameter.grad *= 1.001
 
     handle = register_optimizer_step_pre_hook(spoil)
-    with patch.object(native, "replicate", watched):
+    with before_replicating(lambda model: watched.append(model.get_parameter(f"{SPOILED}.weight"))):
         yield
     handle.remove()
 
 
-@contextmanager
-def untied() -> Iterator[None]:
-    replicate = native.replicate
-
-    def separate(model: Any, device: torch.device) -> nn.Module:
+def untied() -> AbstractContextManager[None]:
+    def separate(model: Any) -> None:
         model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
-        return replicate(model, device)
 
-    with patch.object(native, "replicate", separate):
-        yield
+    return before_replicating(separate)
+
+
+def wrong_update() -> AbstractContextManager[None]:
+    """One weight is trained, but never updated."""
+
+    def drop_gradients(model: nn.Module) -> None:
+        weight = model.get_parameter(f"{SPOILED}.weight")
+        register = register_optimizer_step_pre_hook
+
+        def skip(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            for group in optimizer.param_groups:
+                group["params"] = [parameter for parameter in group["params"] if parameter is not weight]
+
+        register(skip)
+
+    return before_replicating(drop_gradients)
 
 
 @contextmanager
-def wrong_style(module: str, style: str) -> Iterator[None]:
+def wrong_plan(tensor: dict[str, str], packed: dict[str, int] | None = None) -> Iterator[None]:
     """A tensor plan with one style wrong."""
     plan_for = build.plan_for
 
     def spoiled(model: nn.Module) -> Any:
         plan = plan_for(model)
-        return dataclasses.replace(plan, tensor={**(plan.tensor or {}), module: style})
+        changed = dataclasses.replace(plan, tensor={**(plan.tensor or {}), **tensor})
+        return changed if packed is None else dataclasses.replace(changed, packed=packed)
 
-    with patch.object(build, "plan_for", spoiled):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "plan_for", spoiled)
         yield
 
 
-@contextmanager
-def output_not_summed() -> Iterator[None]:
-    """A row-wise layer whose parts of the sum stay with the ranks: rank 0 adds nothing of rank 1's."""
-    parallelize = build.parallelize
+GPT2 = """\
+task: {model: gpt2, from_scratch: {n_embd: 32, n_layer: 2, n_head: 4, n_positions: 64}, tokenizer: {train: byte_bpe}}
+"""
+FAULTS: dict[str, tuple[Callable[[], AbstractContextManager[None]], str, str, str, str]] = {
+    "not reduced": (not_reduced, "ddp", UNTIED, SPOILED, "not what the rows of all ranks add up to"),
+    "other on rank 1": (other_on_rank_1, "ddp", UNTIED, SPOILED, "ranks 0 and 1 hold different gradients"),
+    "untied": (untied, "ddp", TIED, "model.embed_tokens", "tied to lm_head.weight, and here it is not"),
+    "wrong update": (wrong_update, "ddp", UNTIED, SPOILED, "is not, after the updates"),
+    "wrong style in backward": (
+        lambda: wrong_plan({"model.norm": "replicated"}),
+        *("tensor=2", UNTIED, "model.norm", "is 2 times what it should be"),
+    ),
+    "wrong style in forward": (
+        lambda: wrong_plan({"transformer.h.*.attn.c_attn": "colwise"}, {}),
+        *("tensor=2", "gpt2.yaml", "transformer.h.0.attn.c_proj", "parts of, from transformer.h.0.attn.c_attn"),
+    ),
+}
+"""A fault, the strategy that it is planted in, the model, the module to name, and what to say of it."""
 
-    def spoiled(model: nn.Module, *rest: Any) -> None:
-        parallelize(model, *rest)
-        if any(parameter.__class__.__name__ == "DTensor" or hasattr(parameter, "placements") for parameter in model.parameters()):
-            model.get_submodule("model.layers.1.self_attn.o_proj").register_forward_hook(lambda m, args, output: output * 0.5)
 
-    with patch.object(build, "parallelize", spoiled):
-        yield
+def compare_with_faults(folder: str) -> dict[str, list[Result]]:
+    found = {}
+    for name, (plant, case, settings, *_) in FAULTS.items():
+        with plant():
+            found[name] = compare_all(folder, [settings], [case], 2)
+    return found
 
 
-FAULTS: dict[str, tuple[AbstractContextManager[None], str, str, str]] = {}
+def test_planted_faults_are_caught_and_named(project: Path) -> None:
+    text = (project / "config.yaml").read_text()
+    begin, end = text.index("task:"), text.index("data:")
+    (project / "gpt2.yaml").write_text(text[:begin] + GPT2 + text[end:])
+    found = run_ranks(compare_with_faults, 2, str(project))[0]
+    for name, (_, _, _, module, says) in FAULTS.items():
+        (result,) = found[name]
+        assert result.verdict == "diverges", name
+        assert result.module == module, (name, result)
+        assert says in result.reasons[0], (name, result)
+
+
+def fail_in_forward(folder: str) -> list[str]:
+    """What is said of a case that ends in an exception, on each rank."""
+    with wrong_plan({"model.layers.*.mlp.down_proj": "colwise"}), pytest.raises(RuntimeError) as error:
+        compare_all(folder, [UNTIED], ["tensor=2"], 1)
+    assert isinstance(error.value, Exception)
+    return [describe(error.value)]
+
+
+def test_an_exception_is_told_with_its_module(project: Path) -> None:
+    for told in run_ranks(fail_in_forward, 2, str(project)):
+        assert told[0].startswith("in model.layers.0.mlp.down_proj: RuntimeError: "), told
+
+
+def test_the_command_prints_one_json_object(project: Path) -> None:
+    done = run_cli(
+        *("parity", "config.yaml", "--ranks", "2", "--strategies", "ddp, single activation_checkpointing=full"),
+        *("--steps", "3", "--layers", "1", "--json"),
+        cwd=project,
+    )
+    assert done.code == 0, done.err
+    report = json.loads(done.out)
+    assert report["equal"]
+    assert (report["steps"], report["ranks"], report["layers"], report["precision"]) == (3, 2, 1, "fp32")
+    assert [(case["name"], case["verdict"]) for case in report["cases"]] == [
+        ("ddp", "equal"),
+        ("single activation_checkpointing=full", "equal"),
+    ]
+    for name, limit in report["tolerances"].items():
+        for case in report["cases"]:
+            assert 0 <= case["comparison"][name]["value"] <= limit
+    assert [path.name for path in (project / "runs").iterdir()] == [".cache"]
+
+
+BREAKS = """\
+import torch.distributed as dist
+import drawbar
+
+
+class Breaks(drawbar.CausalLM):
+    def forward(self, model, batch):
+        if dist.is_initialized() and dist.get_rank() == 1:
+            raise RuntimeError("a bolt is loose")
+        return super().forward(model, batch)
+
+
+if __name__ == "__main__":
+    drawbar.main(Breaks)
+"""
+
+
+def test_a_crash_and_a_refusal_leave_the_other_cases_alone(project: Path) -> None:
+    (project / "breaks.py").write_text(BREAKS)
+    strategies = "ddp, fsdp replicate=3, single activation_checkpointing=full"
+    done = run_script(
+        *(project / "breaks.py", "parity", "config.yaml", "--ranks", "2", "--steps", "2", "--strategies", strategies),
+        cwd=project,
+    )
+    assert done.code == 2, done.err  # a strategy that was asked for cannot run
+    lines = [line.split() for line in done.out.splitlines()]
+    verdicts = {" ".join(line[:2]): line[-1] for line in lines if line}
+    assert verdicts["ddp crashed"] == "crashed"
+    assert verdicts["fsdp replicate=3"] == "refused"
+    assert verdicts["single activation_checkpointing=full"] == "equal"
+    assert "a bolt is loose" in done.out
+    assert "parallel.replicate=3 does not divide" in done.out

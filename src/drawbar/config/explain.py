@@ -7,7 +7,8 @@ from typing import Any
 from drawbar.config.compare import MAY_CHANGE
 from drawbar.config.fields import REQUIRED, Setting, catalogue, children, lookup, show, suggestions
 from drawbar.config.load import LoadedConfig
-from drawbar.config.rules import RULES, TRAIN_RULES, Rule
+from drawbar.config.rule import Rule
+from drawbar.config.rules import RULES, TRAIN_RULES
 from drawbar.config.schema import run_config_type
 from drawbar.config.source import ancestors
 from drawbar.config.tasks import BUILT_IN_TASKS, CausalLMConfig, TaskConfig

@@ -3,12 +3,13 @@
 A rule refuses what cannot work, and what would have no effect: a setting that does nothing is a mistake in the making.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from drawbar.config.data import Sources, SourceSection
 from drawbar.config.fields import lookup, show
 from drawbar.config.load import LoadedConfig
+from drawbar.config.parallel_rules import FLEX_TRAINING, PARALLEL
+from drawbar.config.rule import Rule
 from drawbar.config.schema import OptimSection, RunConfig
 from drawbar.errors import UserError
 
@@ -16,20 +17,6 @@ MICRO_BATCH_TOKENS = 8192
 """Tokens that ``train.micro_batch: auto`` puts into one forward, at most."""
 
 DEFAULTS = OptimSection()
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A combination of settings that is refused."""
-
-    name: str
-    keys: tuple[str, ...]
-    """The settings that an error shows, with their values."""
-    broken: Callable[[RunConfig], bool]
-    reason: str
-    """Why it is refused."""
-    remedy: str
-    """What to do instead."""
 
 
 def _warmup_share(config: RunConfig) -> float:
@@ -46,13 +33,6 @@ def _has_weights(sources: Sources) -> bool:
 
 NOT_YET = (
     Rule(
-        "strategy",
-        ("parallel.strategy",),
-        lambda c: c.parallel.strategy == "deepspeed",
-        "this strategy is not in this version yet",
-        "set parallel.strategy=fsdp, with reshard and offload as you need them",
-    ),
-    Rule(
         "fp8",
         ("precision",),
         lambda c: c.precision == "fp8",
@@ -65,44 +45,6 @@ NOT_YET = (
         lambda c: c.tracking.wandb is not None,
         "Weights & Biases is not in this version yet",
         "set tracking.wandb=null; metrics.jsonl and TensorBoard hold the same numbers",
-    ),
-)
-
-LAYOUT = (
-    Rule(
-        "reshard and replicate",
-        ("parallel.strategy", "parallel.reshard", "parallel.replicate"),
-        lambda c: c.parallel.strategy != "fsdp" and (c.parallel.reshard is not None or c.parallel.replicate > 1),
-        "only fsdp shards parameters, so only it can reshard or replicate them",
-        "remove parallel.reshard and parallel.replicate",
-    ),
-    Rule(
-        "offload",
-        ("parallel.strategy", "parallel.offload"),
-        lambda c: c.parallel.offload and c.parallel.strategy not in ("fsdp", "deepspeed"),
-        "only fsdp and deepspeed can keep parameters in host memory",
-        "remove parallel.offload",
-    ),
-    Rule(
-        "zero_stage",
-        ("parallel.strategy", "parallel.zero_stage"),
-        lambda c: c.parallel.zero_stage is not None and c.parallel.strategy != "deepspeed",
-        "ZeRO stages are deepspeed's",
-        "remove parallel.zero_stage",
-    ),
-    Rule(
-        "single with several processes",
-        ("parallel.strategy", "launch.nproc"),
-        lambda c: c.parallel.strategy == "single" and c.launch.nproc not in ("auto", 1),
-        "the strategy single is one process",
-        "set parallel.strategy=auto, or launch.nproc=1",
-    ),
-    Rule(
-        "mps with several processes",
-        ("device", "launch.nproc"),
-        lambda c: c.device == "mps" and c.launch.nproc not in ("auto", 1),
-        "Apple's MPS is one device, and torch has no collectives for it",
-        "set launch.nproc=1, or device=cpu",
     ),
 )
 
@@ -267,10 +209,10 @@ OPTIMIZATION = (
     ),
 )
 
-RULES: tuple[Rule, ...] = NOT_YET + LAYOUT + ADAPTERS
+RULES: tuple[Rule, ...] = NOT_YET + PARALLEL + ADAPTERS
 """What every command needs."""
 
-TRAIN_RULES: tuple[Rule, ...] = BATCHES_AND_STEPS + STREAMS + EVALUATION + OPTIMIZATION
+TRAIN_RULES: tuple[Rule, ...] = (FLEX_TRAINING, *BATCHES_AND_STEPS, *STREAMS, *EVALUATION, *OPTIMIZATION)
 """What training needs besides."""
 
 

@@ -1,7 +1,7 @@
 """One model on every rank, whole or in parts: torch alone, in the order that a step is written on paper."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from drawbar.parallel.ddp import accumulate, replicate
 from drawbar.parallel.fsdp import free_gathered
 from drawbar.parallel.gradients import clip_factor, scale_, settle, squared_norm
 from drawbar.parallel.precision import LossScaler, autocast, choose_precision
+from drawbar.parallel.styles import sharded_logits
 from drawbar.parallel.tensor import Packed
 from drawbar.parallel.weights import check_weights, fill, like, whole
 from drawbar.parallel.zero1 import own_part, share_out
@@ -33,6 +34,9 @@ from drawbar.runtime.log import logger
 from drawbar.runtime.mesh import Layout, build_mesh
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.task import Task
+
+LARGEST_FILE = "5GB"
+"""A larger model is exported in several files, so that those who load it need not read all of it to have a part."""
 
 
 class NativeEngine(Engine):
@@ -54,14 +58,15 @@ class NativeEngine(Engine):
         self.step = 0
         self.packed: dict[str, Packed] = {}
         self.context: ContextParallel | None = None
-        self.module, self.model = self._build(Layout.of(config.parallel, world.size))
+        self._build(Layout.of(config.parallel, world.size))
         self.optimizers = build_optimizers(self.module, config.optim)
         if config.parallel.strategy == "zero1":
             self.optimizers = [share_out(optimizer) for optimizer in self.optimizers]
         self.scaler = LossScaler(self.precision)
 
-    def _build(self, layout: Layout) -> tuple[nn.Module, nn.Module]:
-        """The model, and what micro-batches go through: the model itself, or what replicates it."""
+    def _build(self, layout: Layout) -> None:
+        """Sets ``module``, what this rank has of the model; ``model``, what micro-batches go through: the same, or what
+        replicates it; and ``structure``, which has all of the model's parameters, if not their values."""
         task, config, world = self.task, self.config, self.world
         self.is_sharded = config.parallel.strategy == "fsdp"
         if layout.cp > 1:
@@ -75,16 +80,18 @@ class NativeEngine(Engine):
             if self.is_sharded and hasattr(module, "generate"):
                 # a rank whose texts have ended must go on taking part in the others' forwards
                 module.generate = partial(module.generate, synced_gpus=True)
-            return module, module
-        module = build_whole(task, config, world.device, self.precision)
+            self.module = self.model = self.structure = module
+            return
+        self.module = self.structure = module = build_whole(task, config, world.device, self.precision)
         if config.parallel.strategy == "dp":
-            return module, nn.DataParallel(module)
-        return module, replicate(module, world.device) if world.size > 1 else module
+            self.model = nn.DataParallel(module)
+        else:
+            self.model = replicate(module, world.device) if world.size > 1 else module
 
     @property
     def checkpoint_bytes(self) -> int:
         sizes = {True: 0, False: 0}
-        for parameter in self.module.parameters():
+        for parameter in self.structure.parameters():
             sizes[parameter.requires_grad] += parameter.numel() * parameter.element_size()
         # the optimizer keeps up to two more numbers for each trained weight; with LoRA the others are not saved
         return 3 * sizes[True] + (sizes[False] if self.config.lora is None else 0)
@@ -111,7 +118,8 @@ class NativeEngine(Engine):
         scale = self.scaler.scale * self.world.data.size * self.world.layout.cp / divisor
         for index, micro in enumerate(micro_batches):
             last = index == len(micro_batches) - 1
-            with accumulate(self.model, last), self._piece(micro.batch.to(self.world.device)) as batch:
+            on_device = micro.batch.to(self.world.device)
+            with accumulate(self.model, last), self._cut_logits(), self._piece(on_device) as batch:
                 with autocast(self.precision, self.world.device):
                     loss = self._loss(self.model, batch)
                 if not micro.counts:
@@ -119,6 +127,13 @@ class NativeEngine(Engine):
                 (loss * scale).backward()
             loss_sum += loss.detach()
         return loss_sum if self.context is None else self.context.sum(loss_sum)
+
+    def _cut_logits(self) -> AbstractContextManager[None]:
+        """Around forward and backward: the logits of tensor-parallel ranks stay cut, where the task's loss can take them
+        so."""
+        layout = self.world.layout
+        cut = layout.tp > 1 and layout.cp == 1 and self.task.vocabulary_parallel
+        return sharded_logits() if cut else nullcontext()
 
     @contextmanager
     def _piece(self, batch: Batch) -> Iterator[Batch]:
@@ -138,7 +153,7 @@ class NativeEngine(Engine):
         parameters = [parameter for parameter in self.module.parameters() if parameter.grad is not None]
         settle(parameters)
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        grad_norm = (squared_norm(gradients, self.world.device).sqrt() / self.scaler.scale).float()
+        grad_norm = (self._squared_norm(parameters).sqrt() / self.scaler.scale).float()
         # asked of all gradients at once: one optimizer, or one rank, must not update without the others
         overflowed = self.scaler.enabled and not bool(torch.isfinite(grad_norm))
         clip = self.config.train.gradient_clip
@@ -188,15 +203,27 @@ class NativeEngine(Engine):
         with autocast(self.precision, self.world.device):
             return self.module.generate(**moved, **options)
 
+    def _squared_norm(self, parameters: list[nn.Parameter]) -> torch.Tensor:
+        """Of the whole model's gradient; 0-d."""
+        return squared_norm([p.grad for p in parameters if p.grad is not None], self.world.device)
+
     def _names(self) -> dict[nn.Parameter, str]:
         return {parameter: name for name, parameter in self.module.named_parameters()}
 
     def _whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         return whole(tensor, self.packed.get(name))
 
-    def _saved(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint holds of the model: the live tensors."""
-        return self.module.state_dict(keep_vars=True) if self.config.lora is None else trained_state(self.module)
+    def _saved(self, module: nn.Module) -> dict[str, torch.Tensor]:
+        """What a checkpoint holds of a module: the live tensors."""
+        return module.state_dict(keep_vars=True) if self.config.lora is None else trained_state(module)
+
+    def _values(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "optimizer": self.config.optim.name,
+            "precision": self.precision,
+            "scaler": self.scaler.state_dict(),
+        }
 
     def state(self) -> EngineState:
         optimizer = optimizer_state(self._names(), [own_part(optimizer) for optimizer in self.optimizers])
@@ -206,14 +233,9 @@ class NativeEngine(Engine):
         else:
             copies = host_copies(optimizer, first, lambda name, t: self._whole(name.rpartition("/")[0], t))
         return EngineState(
-            model=host_copies(self._saved(), first, self._whole),
+            model=host_copies(self._saved(self.module), first, self._whole),
             optimizer=copies,
-            values={
-                "step": self.step,
-                "optimizer": self.config.optim.name,
-                "precision": self.precision,
-                "scaler": self.scaler.state_dict(),
-            },
+            values=self._values(),
         )
 
     def gradients(self) -> dict[str, torch.Tensor]:
@@ -246,7 +268,7 @@ class NativeEngine(Engine):
         return like(parameter, tensors, name, self.packed.get(names[parameter]))
 
     def load_model(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        here = self._saved()
+        here = self._saved(self.module)
         check_weights(here, tensors)
         for name, tensor in here.items():
             fill(tensor, tensors, name, self.packed.get(name))
@@ -259,9 +281,9 @@ class NativeEngine(Engine):
                 remedy="its weights are in the run's checkpoints, as safetensors",
             )
         if self.config.lora is None:
-            self.module.save_pretrained(folder)
+            self.module.save_pretrained(folder, max_shard_size=LARGEST_FILE)
         elif merge:
-            merged(self.module).save_pretrained(folder)
+            merged(self.module).save_pretrained(folder, max_shard_size=LARGEST_FILE)
         else:
             save_adapter(self.module, folder, base_name)
 

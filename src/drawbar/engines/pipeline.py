@@ -1,7 +1,6 @@
 """A model in stages, on ranks that pass hidden states on to one another: pipeline parallelism."""
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,17 +17,15 @@ from drawbar.engines.build import build_structure, pack
 from drawbar.engines.engine import EngineState, EvalResult
 from drawbar.engines.native import NativeEngine
 from drawbar.errors import UserError
-from drawbar.models.lora import trained_state
 from drawbar.models.plans import plan_for
 from drawbar.optim.state import check_optimizer_state, optimizer_state
 from drawbar.parallel.apply import parallelize
 from drawbar.parallel.fsdp import free_gathered
-from drawbar.parallel.gradients import clip_factor, scale_, settle, squared_norm
+from drawbar.parallel.gradients import squared_norm
 from drawbar.parallel.precision import autocast
 from drawbar.parallel.relay import Relay
 from drawbar.parallel.schedule import Pipeline, add_up_tied
 from drawbar.parallel.stages import Parts, cut_stage, is_tied, split_layers
-from drawbar.parallel.styles import sharded_logits
 from drawbar.parallel.tensor import packed_parameters
 from drawbar.parallel.weights import check_weights, fill, materialize, named_tensors, spread
 from drawbar.runtime.log import logger
@@ -47,7 +44,7 @@ class PipelineEngine(NativeEngine):
         UserError: the model cannot be cut into stages, or not into so many, or nothing is trained in one of them.
     """
 
-    def _build(self, layout: Layout) -> tuple[nn.Module, nn.Module]:
+    def _build(self, layout: Layout) -> None:
         task, config, world = self.task, self.config, self.world
         self.is_sharded = config.parallel.strategy == "fsdp"
         self.structure, source = build_structure(task, config, world)
@@ -71,7 +68,7 @@ class PipelineEngine(NativeEngine):
             spread(named_tensors(module), source, self.packed, world.device)
         tied = f"{plan.pipeline.embedding}.weight" if is_tied(self.structure, plan.pipeline) else ""
         self.tied = dict(module.named_parameters()).get(tied)  # on the first and the last stage
-        return module, module
+        self.module = self.model = module
 
     def _cut(self, plan: PipelinePlan, ranks: int) -> list[nn.Module]:
         parallel = self.config.parallel
@@ -116,30 +113,12 @@ class PipelineEngine(NativeEngine):
             return loss * scale
 
         inputs = [self.relay.inputs(forward) for forward in forwards]
-        with sharded_logits() if self.task.vocabulary_parallel and self.world.layout.tp > 1 else nullcontext():
+        with self._cut_logits():
             self.pipeline.run(inputs, compute_loss)
         return loss_sum
 
     def _forward(self, batch: Batch) -> Callable[[nn.Module], Any]:
         return lambda model: self.task.forward(model, batch)
-
-    def _update(self) -> tuple[torch.Tensor, bool]:
-        parameters = [parameter for parameter in self.module.parameters() if parameter.grad is not None]
-        settle(parameters)
-        grad_norm = (self._squared_norm(parameters).sqrt() / self.scaler.scale).float()
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        overflowed = self.scaler.enabled and not bool(torch.isfinite(grad_norm))
-        clip = self.config.train.gradient_clip
-        if not overflowed:
-            if clip is not None or self.scaler.enabled:
-                factor = clip_factor(grad_norm, clip) if clip is not None else 1.0
-                scale_(gradients, factor / self.scaler.scale)
-            for optimizer in self.optimizers:
-                optimizer.step()
-        self.scaler.update(overflowed)
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=True)
-        return grad_norm, overflowed
 
     def _squared_norm(self, parameters: list[nn.Parameter]) -> torch.Tensor:
         """Over all stages. The gradients of the two copies of a tied weight become one, which counts once."""
@@ -192,18 +171,6 @@ class PipelineEngine(NativeEngine):
         self.relay.model.eval()
 
     @property
-    def checkpoint_bytes(self) -> int:
-        sizes = {True: 0, False: 0}
-        for parameter in self.structure.parameters():
-            sizes[parameter.requires_grad] += parameter.numel() * parameter.element_size()
-        return 3 * sizes[True] + (sizes[False] if self.config.lora is None else 0)
-
-    def _whole_saved(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint holds of the whole model: tensors without values."""
-        lora = self.config.lora is not None
-        return trained_state(self.structure) if lora else self.structure.state_dict(keep_vars=True)
-
-    @property
     def _leads(self) -> bool:
         """Whether this rank speaks for its stage."""
         at = self.world.layout.coordinates(self.world.rank)
@@ -212,21 +179,16 @@ class PipelineEngine(NativeEngine):
     def state(self) -> EngineState:
         optimizer = optimizer_state(self._names(), self.optimizers)
         copies = host_copies(optimizer, self._leads, lambda name, t: self._whole(name.rpartition("/")[0], t))
-        found = self.world.collect(host_copies(self._saved(), self._leads, self._whole))
+        found = self.world.collect(host_copies(self._saved(self.module), self._leads, self._whole))
         model = {}
         if self.world.first:
             first: dict[int, str] = {}  # a tied weight has two names, and one of them was collected
-            for name, tensor in self._whole_saved().items():
+            for name, tensor in self._saved(self.structure).items():
                 model[name] = found[first.setdefault(id(tensor), name)]
         return EngineState(
             model=model,
             optimizer=self.world.collect(copies),
-            values={
-                "step": self.step,
-                "optimizer": self.config.optim.name,
-                "precision": self.precision,
-                "scaler": self.scaler.state_dict(),
-            },
+            values=self._values(),
         )
 
     def gradients(self) -> dict[str, torch.Tensor]:
@@ -242,8 +204,8 @@ class PipelineEngine(NativeEngine):
         super().load(EngineState(state.model, _only(state.optimizer, names), state.values))
 
     def load_model(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        check_weights(self._whole_saved(), tensors)
-        for name, tensor in self._saved().items():
+        check_weights(self._saved(self.structure), tensors)
+        for name, tensor in self._saved(self.module).items():
             fill(tensor, tensors, name, self.packed.get(name))
 
     def export(self, folder: Path, base_name: str, merge: bool) -> None:

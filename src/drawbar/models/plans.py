@@ -113,10 +113,13 @@ def plan_for(model: nn.Module) -> ParallelPlan:
     family = model.config.model_type
     stages = _STAGES.get(family)
     if stages is None:
+        choice = f"these decoder-only families can be: {_PIPELINE_FAMILIES}"
         return replace(
             plan,
-            refusal=f"{family} cannot be cut into stages; these decoder-only families can be: {_PIPELINE_FAMILIES}",
+            sequence_refusal=f"the activations of {family} cannot be cut along the sequence; {choice}",
+            refusal=f"{family} cannot be cut into stages; {choice}",
         )
+    plan = replace(plan, sequence=stages.blocks)
     if stages.head not in dict(model.named_modules()):
         return replace(plan, refusal=f"a {type(model).__name__} cannot be cut into stages: only language models can be")
     return replace(plan, pipeline=stages)

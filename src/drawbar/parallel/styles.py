@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, loss_parallel
 from torch.nn import functional
+
+from drawbar.parallel.sequence import SEQUENCE
 
 _sharded: ContextVar[bool] = ContextVar("sharded_logits", default=False)
 
@@ -45,21 +47,45 @@ def cross_entropy_sum(logits_NV: Tensor, labels_N: Tensor, ignored: int) -> Tens
 
 
 class Colwise(ColwiseParallel):
-    """A layer (linear, or an embedding) with a part of the outputs."""
+    """A layer (linear, or an embedding) with a part of the outputs.
+
+    Args:
+        sums: whether its part of the input's gradient is summed over the ranks here, and not by who gathered the input.
+    """
+
+    def __init__(self, output_layouts: Placement | None = None, sums: bool = True) -> None:
+        super().__init__(output_layouts=output_layouts)
+        self.sums = sums
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         prepare = partial(self._prepare_input_fn, self.input_layouts, self.desired_input_layouts)
         finish = partial(self._prepare_output_fn, self.output_layouts, self.use_local_output)
-        return distribute_module(module, device_mesh, None, prepare, finish)
+        return distribute_module(module, device_mesh, None, prepare if self.sums else _input_of_parts, finish)
+
+
+def _input_of_parts(module: nn.Module, inputs: tuple[Tensor, ...], device_mesh: DeviceMesh) -> DTensor:
+    return DTensor.from_local(inputs[0], device_mesh, [Replicate()], grad_placements=[Partial()])
 
 
 class Rowwise(RowwiseParallel):
-    """A linear layer with a part of the inputs."""
+    """A linear layer with a part of the inputs.
+
+    Args:
+        scatters: whether its sums are cut along the sequence, where there are gradients (``parallel.sequence``).
+    """
+
+    def __init__(self, input_layouts: Placement | None = None, scatters: bool = False) -> None:
+        super().__init__(input_layouts=input_layouts)
+        self.scatters = scatters
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         prepare = partial(self._prepare_input_fn, self.input_layouts, (Shard(-1),))
         finish = partial(self._prepare_output_fn, self.output_layouts, self.use_local_output)
-        return distribute_module(module, device_mesh, None, prepare, finish)
+        return distribute_module(module, device_mesh, None, prepare, _scattered if self.scatters else finish)
+
+
+def _scattered(module: nn.Module, output: DTensor, device_mesh: DeviceMesh) -> Tensor:
+    return output.redistribute(placements=[SEQUENCE if torch.is_grad_enabled() else Replicate()]).to_local()
 
 
 class Vocabulary(Colwise):
@@ -111,7 +137,8 @@ def use_local(module: nn.Module, names: Sequence[str], gradient: Replicate | Sha
         gradient: what the gradients are on each rank; ``Partial`` where the module's inputs differ by rank.
     """
     module.shows_local = False
-    module.__class__ = _with_local(type(module), tuple(names), gradient)
+    kind: Any = type(module)
+    module.__class__ = _with_local(kind, tuple(names), gradient)
 
 
 @cache  # equal modules have one class: torch.compile shares code between them

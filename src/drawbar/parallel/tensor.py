@@ -2,9 +2,8 @@
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeVar
 
 from torch import Tensor, nn
@@ -14,10 +13,13 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from transformers.pytorch_utils import Conv1D
 
 from drawbar.errors import UserError
+from drawbar.parallel.sequence import cut_between
 from drawbar.parallel.styles import Colwise, Embedding, Rowwise, Vocabulary, use_local
 from drawbar.runtime.plan import ParallelPlan, Style
 
 T = TypeVar("T")
+Styled = Mapping[str, tuple[nn.Module, Style]]
+"""Names of modules, with the modules and their styles."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +73,8 @@ def tensor_parallel(model: nn.Module, plan: ParallelPlan, mesh: DeviceMesh, sequ
     """
     if plan.tensor is None:
         raise UserError(plan.tensor_refusal, where="parallel.tensor", remedy="set parallel.tensor=1")
-    if sequence:
-        raise UserError("no sequence parallelism", where="parallel.sequence", remedy="set parallel.sequence=false")
+    if sequence and plan.sequence is None:
+        raise UserError(plan.sequence_refusal, where="parallel.sequence", remedy="set parallel.sequence=false")
     styles = {
         name: (module, style)
         for name, module, style in _matching(model, plan.tensor)
@@ -81,32 +83,53 @@ def tensor_parallel(model: nn.Module, plan: ParallelPlan, mesh: DeviceMesh, sequ
     packed = {name: parts for name, _, parts in _matching(model, plan.packed)}
     check_degree({**plan.heads, **_sizes(styles, packed)}, mesh.size())
     _cut(model, styles, packed, mesh)
+    blocks = [block for _, block, _ in _matching(model, {f"{plan.sequence}.*": None})] if sequence else []
+    _convert(model, styles, blocks, mesh)
+    for _, module, attributes in _matching(model, plan.local):
+        for attribute in attributes:
+            setattr(module, attribute, getattr(module, attribute) // mesh.size())
+
+
+def _convert(model: nn.Module, styles: Styled, blocks: Sequence[nn.Module], mesh: DeviceMesh) -> None:
+    """Let every module compute with what it has of its parameters; ``blocks``: those that get parts of sequences."""
+    inside = {id(module) for block in blocks for module in block.modules()}
     for name, module in model.named_modules():
         _, style = styles.get(name, (module, None))
         alike = [own for own, parameter in module.named_parameters(recurse=False) if _is_replicated(parameter)]
         if alike and style in (None, "replicated"):
-            use_local(module, alike, Replicate() if style is None else Partial())
-    parallelize_module(model, mesh, {name: _MAKERS[style]() for name, (_, style) in styles.items() if style in _MAKERS})
-    for _, module, attributes in _matching(model, plan.local):
-        for attribute in attributes:
-            setattr(module, attribute, getattr(module, attribute) // mesh.size())
+            differ = style == "replicated" or id(module) in inside  # there, each rank sees other tokens
+            use_local(module, alike, Partial() if differ else Replicate())
+    made = {name: _make(style, id(module) in inside) for name, (module, style) in styles.items()}
+    parallelize_module(model, mesh, {name: maker for name, maker in made.items() if maker is not None})
+    if blocks:
+        cut = {id(module) for module, _ in styles.values()}
+        layers = [child for block in blocks for child in block.children() if cut & set(map(id, child.modules()))]
+        cut_between(blocks, layers, mesh)
 
 
 def _is_replicated(parameter: nn.Parameter) -> bool:
     return isinstance(parameter, DTensor) and parameter.placements == (Replicate(),)
 
 
-Styled = Mapping[str, tuple[nn.Module, Style]]
-_MAKERS: dict[Style, Callable[[], ParallelStyle]] = {
-    "colwise": Colwise,
-    "packed_colwise": Colwise,
-    "head_bias": Colwise,
-    "colwise_gather_output": partial(Colwise, output_layouts=Replicate()),
-    "rowwise": Rowwise,
-    "rowwise_split_input": partial(Rowwise, input_layouts=Replicate()),
-    "embedding": Embedding,
-    "vocabulary": Vocabulary,
-}
+def _make(style: Style, sequence: bool) -> ParallelStyle | None:
+    """How a module computes; ``sequence``: between activations that are cut along the sequence."""
+    match style:
+        case "colwise" | "packed_colwise" | "head_bias":
+            return Colwise(sums=not sequence)
+        case "colwise_gather_output":
+            return Colwise(Replicate(), sums=not sequence)
+        case "rowwise":
+            return Rowwise(scatters=sequence)
+        case "rowwise_split_input":
+            return Rowwise(Replicate(), scatters=sequence)
+        case "embedding":
+            return Embedding()
+        case "vocabulary":
+            return Vocabulary()
+        case "replicated":
+            return None
+
+
 _ROWWISE = ("rowwise", "rowwise_split_input")
 
 

@@ -42,10 +42,11 @@ class Tolerances:
 
 TOLERANCES = {
     "fp32": Tolerances(loss=1e-5, grad_norm=1e-4, gradients=1e-4, weights=1e-4),
-    "bf16": Tolerances(loss=1e-2, grad_norm=5e-2, gradients=0.25, weights=5e-2),
-    "fp16": Tolerances(loss=2e-3, grad_norm=1e-2, gradients=5e-2, weights=2e-2),
+    "bf16": Tolerances(loss=5e-3, grad_norm=2e-2, gradients=0.2, weights=5e-2),
+    "fp16": Tolerances(loss=5e-4, grad_norm=5e-3, gradients=5e-2, weights=1e-2),
 }
-"""By the precision of what is compared with fp32."""
+"""By the precision of what is compared with fp32. Those of bf16 and fp16 are four times, or more, what models of two
+layers show, under ddp as in one process."""
 
 
 @dataclass(frozen=True)

@@ -27,30 +27,12 @@ from drawbar.parallel.stages import Received, Zero
 from drawbar.runtime.dist import World
 from drawbar.runtime.env import Place
 from drawbar.tasks.batch import Batch
-from drawbar.tools.compare import (
-    Comparison,
-    Note,
-    Tolerances,
-    Trace,
-    by_every_name,
-    difference,
-    gradient_differences,
-    norm,
-)
+from drawbar.tools.compare import Tolerances, difference, norm
 from drawbar.tools.subject import Subject
 from drawbar.tools.trace import before_update, clean_name, modules_of, tied_names
 
 MicroBatches = list[MicroBatch[Batch]]
 Tensors = dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Divergence:
-    """What a report says of a strategy that computes something else."""
-
-    module: str
-    """The first module that differs; empty where no single one does."""
-    text: str
 
 
 @dataclass(frozen=True)
@@ -81,6 +63,8 @@ class Probe:
     events: list[Event]
     agreed: set[tuple[str, str]]
     """(kind, module) of what some rank has the whole of, and equal."""
+    parts: set[tuple[str, str]]
+    """The same of what some rank has a part of that is found in the whole."""
     order: dict[str, list[str]]
     """By kind: the modules in the order in which the reference computes them."""
     found: Tensors
@@ -114,12 +98,13 @@ def find_divergence(
     comparer = _Comparer(own, world, tolerances.gradients)
     comparer.watch(engine, staged=config.parallel.pipeline > 1)
     found = _step(engine, micro_batches)
-    reports = world.gather((comparer.events, comparer.agreed))
+    reports = world.gather((comparer.events, comparer.agreed, comparer.parts))
     if reports is None:
         return None
     order = {"output": _modules(own.outputs), "gradient": _modules(own.gradients)}
-    events = [event for events, _ in reports for event in events]
-    return Probe(events, set().union(*(agreed for _, agreed in reports)), order, found, expected, ties)
+    events = [event for events, *_ in reports for event in events]
+    agreed, parts = (set().union(*(report[place] for report in reports)) for place in (1, 2))
+    return Probe(events, agreed, parts, order, found, expected, ties)
 
 
 def _record(
@@ -240,6 +225,7 @@ class _Comparer(_Hooks):
     def __init__(self, record: Record, world: World, tolerance: float) -> None:
         self.events: list[Event] = []
         self.agreed: set[tuple[str, str]] = set()
+        self.parts: set[tuple[str, str]] = set()
         self._record = record
         self._world = world
         self._tolerance = tolerance
@@ -267,8 +253,8 @@ class _Comparer(_Hooks):
         value = min((difference(found, piece) for piece in pieces(expected, found.shape)), default=math.inf)
         if not value <= self._tolerance:
             self.events.append(Event(kind, module, value, self._world.rank, whole))
-        elif whole:
-            self.agreed.add((kind, module))
+        else:
+            (self.agreed if whole else self.parts).add((kind, module))
 
 
 _STAND_INS = (nn.Identity, Received, Zero)
@@ -305,75 +291,3 @@ def pieces(whole: Tensor, shape: torch.Size) -> Iterator[Tensor]:
         for cut in cuts:
             if cut.shape[dim] == part:
                 yield from pieces(cut, shape)
-
-
-def explain(probe: Probe, comparison: Comparison, trace: Trace, reference: Trace, tolerances: Tolerances) -> Divergence:
-    """From all that was seen to the module to look at first."""
-    for kind in ("output", "gradient"):
-        event = _first(probe, kind)
-        if event is not None:
-            by = f"by {event.value:.1e}, on rank {event.rank}"
-            if kind == "output":
-                return Divergence(event.module, f"outputs diverge first at {_shown(event.module)} ({by})")
-            text = "all outputs are equal; going backward, gradients diverge first at the output of"
-            return Divergence(event.module, f"{text} {_shown(event.module)} ({by})")
-    looked_at = [(probe.found, probe.expected, probe.ties)]
-    looked_at += [(trace.gradients[step], reference.gradients[step], reference.ties) for step in trace.gradients]
-    for found, expected, ties in looked_at:
-        wrong = _wrong_parameter(found, expected, ties, tolerances.gradients)
-        if wrong is not None:
-            text = f"outputs and their gradients are equal, but the gradient of {wrong.name} is not: {wrong.text}"
-            return Divergence(_module(wrong.name), text)
-    named = next((note for note in comparison.notes if note.name), None)
-    if named is not None:
-        return Divergence(_module(named.name), named.text)
-    if "weights" in comparison.exceeded(tolerances):
-        name = comparison.weights.where
-        return Divergence(_module(name), f"all gradients are equal, but {name} is not, after the update")
-    return Divergence("", "a step of few rows from the first weights is equal: it comes with other rows, or later")
-
-
-def _first(probe: Probe, kind: str) -> Event | None:
-    """The first difference in the order of the reference. A part that is not found in the whole may be cut in a way
-    that is not known here: it counts only where the nearest whole around it differs, too."""
-    places = {module: place for place, module in enumerate(probe.order[kind])}
-    events = sorted((e for e in probe.events if e.kind == kind), key=lambda e: (places.get(e.module, -1), e.rank))
-    differing = {event.module for event in events if event.whole}
-    for event in events:
-        around = event.module
-        while around and (kind, around) not in probe.agreed and around not in differing:
-            around = _module(around)
-        if event.whole or around in differing:
-            return event
-    return None
-
-
-def _module(name: str) -> str:
-    """What a module or a parameter belongs to."""
-    return name.rpartition(".")[0]
-
-
-def _shown(module: str) -> str:
-    return module or "the model itself"
-
-
-def _wrong_parameter(found: Tensors, expected: Tensors, ties: list[list[str]], tolerance: float) -> Note | None:
-    """The parameter whose gradient differs most, and what is to be seen of the reason."""
-    known = by_every_name(expected, ties)
-    complete = by_every_name(found, ties)
-    ranking = gradient_differences({name: complete[name] for name in known if name in complete}, known).items_by_size()
-    if not ranking or ranking[0][0] <= tolerance:
-        return None
-    value, name = ranking[0]
-    others = [other for names in ties if name in names for other in names if other != name]
-    separate = [other for other in others if other in found]
-    if name in found and separate:
-        return Note(name, f"in one process it is tied to {', '.join(separate)}, and here it is not")
-    one, other = complete[name].double(), known[name].double()
-    if one.shape == other.shape and norm(other) > 0:
-        factor = float((one * other).sum()) / norm(other) ** 2
-        if norm(one) == 0:
-            return Note(name, "it is zero")
-        if norm(one - factor * other) <= 10 * tolerance * norm(one):
-            return Note(name, f"it is {factor:.3g} times what it should be")
-    return Note(name, f"it differs by {value:.1e}, so it is not what the rows of all ranks add up to")

@@ -25,7 +25,8 @@ from drawbar.runtime.mesh import Layout
 from drawbar.runtime.seed import use_deterministic_kernels
 from drawbar.tools.cases import Case, check_case
 from drawbar.tools.compare import TOLERANCES, Trace, compare
-from drawbar.tools.divergence import explain, find_divergence
+from drawbar.tools.divergence import find_divergence
+from drawbar.tools.explain import explain
 from drawbar.tools.folder import Folder
 from drawbar.tools.result import Result
 from drawbar.tools.subject import Subject
@@ -171,7 +172,7 @@ def _try_case(
             dist.monitored_barrier(group, timeout=AGREEMENT)
             return _refused(case, request, error)
         except Exception as error:
-            folder.keep_crash(f"{_module_of(error)}{type(error).__name__}: {error}")
+            folder.keep_crash(describe(error))
             raise
 
 
@@ -179,13 +180,14 @@ def _refused(case: Case, request: Request, error: UserError) -> Result:
     return Result(case.name, "refused", request.asked_for, [str(error)])
 
 
-def _module_of(error: Exception) -> str:
-    """``in model.layers.0.mlp: ``, where the error came out of a module's forward."""
+def describe(error: Exception) -> str:
+    """What went wrong, and in which module, where it came out of a module's forward."""
     owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
     modules = [owner for owner in owners if isinstance(owner, nn.Module)]
+    text = f"{type(error).__name__}: {error}"
     for root in modules:
         names = {id(module): name for name, module in root.named_modules()}
         name = clean_name(names.get(id(modules[-1]), "")).removeprefix("module.")
         if name:
-            return f"in {name}: "
-    return ""
+            return f"in {name}: {text}"
+    return text

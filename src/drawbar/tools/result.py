@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from drawbar.errors import ExitCode
 from drawbar.tools.compare import TOLERANCES, Comparison, Worst
-from drawbar.tools.divergence import Divergence
+from drawbar.tools.explain import Divergence
 from drawbar.tracking.table import print_table
 
 Verdict = Literal["equal", "diverges", "refused", "crashed"]

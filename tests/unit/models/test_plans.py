@@ -141,3 +141,10 @@ def test_what_cannot_be_cut_says_why(make: Any, tensor: str, pipeline: str) -> N
     if tensor:
         assert re.match(tensor, plan.tensor_refusal)
     assert re.match(pipeline, plan.refusal)
+
+
+def test_sequences_are_cut_between_the_blocks_of_decoders_alone() -> None:
+    assert plan_for(build("llama", DECODERS["llama"], "sequence_classification")).sequence == "model.layers"
+    plan = plan_for(build("bert", LLAMA, "masked_lm"))
+    assert plan.sequence is None
+    assert "bert cannot be cut along the sequence; these decoder-only families" in plan.sequence_refusal

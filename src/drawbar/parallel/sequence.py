@@ -1,0 +1,74 @@
+"""Sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198): between the layers that tensor parallelism cuts,
+each rank has a part of the sequence, so norms and residuals are neither stored nor computed twice.
+
+Layers as a whole (attention, the feed-forward network) gather the sequence before they start, and scatter the sum of
+their outputs over it. The embedding, the last norm and the head see it whole: masks are made for its full length.
+Without gradients (evaluation, generation) nothing is cut.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+SEQUENCE = Shard(1)
+
+
+@dataclass
+class _Cut:
+    """What the shards of the forward pass at hand are parts of."""
+
+    mesh: DeviceMesh
+    length: int = 0
+
+    def scatter(self, x_BLH: Tensor) -> Tensor:
+        """The part of this rank; there may be none where the sequence is very short."""
+        self.length = x_BLH.shape[1]
+        return DTensor.from_local(x_BLH, self.mesh, [Replicate()]).redistribute(placements=[SEQUENCE]).to_local()
+
+    def gather(self, x_BlH: Tensor, gradient: Placement) -> Tensor:
+        """All parts. ``gradient``: what the gradient of the result is on each rank."""
+        batch, _, width = x_BlH.shape
+        shape, stride = torch.Size((batch, self.length, width)), (self.length * width, width, 1)
+        cut = DTensor.from_local(x_BlH.contiguous(), self.mesh, [SEQUENCE], shape=shape, stride=stride)
+        return cut.redistribute(placements=[Replicate()]).to_local(grad_placements=[gradient])
+
+
+def cut_between(blocks: Sequence[nn.Module], layers: Sequence[nn.Module], mesh: DeviceMesh) -> None:
+    """Cut activations along the sequence from the first of these blocks to the last, in place.
+
+    Args:
+        blocks: repeated blocks, one after another; the hidden states (B, L, H) come first in their arguments.
+        layers: the parts of the blocks that need the whole sequence; their rowwise layers scatter it again.
+    """
+    cut = _Cut(mesh)
+
+    def scatter(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        return _on_states(cut.scatter, args, kwargs) if torch.is_grad_enabled() else None
+
+    def gather(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        # the layers inside leave their parts of the gradient for one sum
+        return _on_states(lambda x: cut.gather(x, Partial()), args, kwargs) if torch.is_grad_enabled() else None
+
+    def finish(module: nn.Module, args: Any, output: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return None
+        if isinstance(output, tuple):
+            return (cut.gather(output[0], Replicate()), *output[1:])
+        return cut.gather(output, Replicate())
+
+    blocks[0].register_forward_pre_hook(scatter, with_kwargs=True)
+    for layer in layers:
+        layer.register_forward_pre_hook(gather, with_kwargs=True)
+    blocks[-1].register_forward_hook(finish)
+
+
+def _on_states(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a block or layer, with another tensor for its hidden states."""
+    if args:
+        return (function(args[0]), *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": function(kwargs["hidden_states"])}
