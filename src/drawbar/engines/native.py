@@ -129,7 +129,7 @@ class NativeEngine(Engine):
         return loss_sum if self.context is None else self.context.sum(loss_sum)
 
     def _cut_logits(self) -> AbstractContextManager[None]:
-        """Around forward and backward: the logits of tensor-parallel ranks stay cut, where the task's loss can take them
+        """Around forward and backward: the logits of tensor-parallel ranks stay cut, where the loss can take them
         so."""
         layout = self.world.layout
         cut = layout.tp > 1 and layout.cp == 1 and self.task.vocabulary_parallel
