@@ -15,12 +15,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import drawbar
+from drawbar.config.compatibility import parallel_cases
+from drawbar.config.schema import RunConfig
 from drawbar.engines import build, native
 from drawbar.runtime.dist import World
 from drawbar.runtime.env import Place
 from drawbar.runtime.mesh import Layout
 from drawbar.tasks.registry import task_class
-from drawbar.tools.cases import parse_case
+from drawbar.tools.cases import parse_case, written
 from drawbar.tools.parity import Request, describe, reference, run_case
 from drawbar.tools.result import Result
 from drawbar.tools.subject import Subject
@@ -30,16 +32,8 @@ from tiny import CPU
 TIED = "task.from_scratch.tie_word_embeddings=true"
 UNTIED = "task.from_scratch.tie_word_embeddings=false"
 FOUR_BLOCKS = "task.from_scratch.num_hidden_layers=4"
-CASES = {
-    2: [
-        *("ddp", "zero1", "fsdp", "fsdp reshard=false", "fsdp offload=true", "tensor=2"),
-        *("pipeline=2 schedule=gpipe", "pipeline=2 schedule=1f1b", "pipeline=2 schedule=interleaved"),
-    ],
-    4: [
-        *("ddp", "fsdp", "fsdp replicate=2", "tensor=2", "fsdp tensor=2"),
-        *("ddp pipeline=2", "fsdp pipeline=2", "pipeline=2 tensor=2"),
-    ],
-}
+CASES = {ranks: [written(case) for case in parallel_cases(RunConfig(device="cpu"), ranks)] for ranks in (2, 4)}
+"""All layouts that the table of rules allows."""
 
 
 def compare_all(folder: str, settings: list[str], names: list[str], steps: int) -> list[Result]:
@@ -59,13 +53,19 @@ def compare_all(folder: str, settings: list[str], names: list[str], steps: int) 
 
 
 def compare_tied_and_untied(folder: str, names: list[str]) -> list[Result]:
-    return [result for ties in (TIED, UNTIED) for result in compare_all(folder, [ties, FOUR_BLOCKS], names, 10)]
+    deep = [name for name in names if "interleaved" in name]  # it wants four blocks; two are quicker
+    settings = ["optim.lr=3.0e-3"]  # with a larger one, ten steps make rounding errors large
+    results = []
+    for ties in (TIED, UNTIED):
+        results += compare_all(folder, [ties, *settings], [name for name in names if name not in deep], 10)
+        results += compare_all(folder, [ties, FOUR_BLOCKS, *settings], deep, 10)
+    return results
 
 
 @pytest.mark.parametrize("ranks", CASES)
 def test_every_strategy_is_equal(ranks: int, project: Path) -> None:
-    results = run_ranks(compare_tied_and_untied, ranks, str(project), CASES[ranks])[0]
-    assert [result.name for result in results] == CASES[ranks] * 2
+    results = run_ranks(compare_tied_and_untied, ranks, str(project), CASES[ranks], timeout=280)[0]
+    assert sorted(result.name for result in results) == sorted(CASES[ranks] * 2)
     for result in results:
         assert result.verdict == "equal", result
     assert any(result.comparison["gradients"]["value"] > 0 for result in results)  # something was computed anew

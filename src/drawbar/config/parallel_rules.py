@@ -128,6 +128,13 @@ MODEL_PARALLEL = (
         "set parallel.tensor, or remove parallel.sequence",
     ),
     Rule(
+        "sequence in stages that are computed again",
+        ("parallel.sequence", "parallel.pipeline", "parallel.activation_checkpointing"),
+        lambda c: c.parallel.sequence and c.parallel.pipeline > 1 and c.parallel.activation_checkpointing != "none",
+        "a stage works on several micro-batches at once, and what is computed again would take the length of another",
+        "remove parallel.sequence, or set parallel.activation_checkpointing=none",
+    ),
+    Rule(
         "schedule and cuts",
         ("parallel.pipeline", "parallel.schedule", "parallel.cuts"),
         lambda c: (

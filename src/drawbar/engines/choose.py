@@ -4,11 +4,14 @@ import os
 
 import torch
 
+from drawbar.config.rules import check_rules
 from drawbar.config.schema import RunConfig
 from drawbar.engines.engine import Engine
 from drawbar.engines.native import NativeEngine
 from drawbar.engines.pipeline import PipelineEngine
 from drawbar.errors import UserError
+from drawbar.parallel.compile import check_compiler
+from drawbar.parallel.precision import choose_precision
 from drawbar.runtime.dist import World
 from drawbar.runtime.log import logger
 from drawbar.tasks.pretrained import PretrainedTask
@@ -32,8 +35,18 @@ def choose_engine(task: Task, config: RunConfig, world: World, total_steps: int)
         logger.info("strategy: %s (%s)", strategy, reason)
         config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"strategy": strategy})})
     _check(strategy, world)
+    check_rules(_as_it_runs(config, world))
+    if config.parallel.compile:
+        check_compiler(world.device)
     kind = PipelineEngine if config.parallel.pipeline > 1 else NativeEngine
     return kind(task, config, world, total_steps)
+
+
+def _as_it_runs(config: RunConfig, world: World) -> RunConfig:
+    """The configuration with nothing left to choose: rules may refuse what ``auto`` came to."""
+    found = {"device": world.device.type, "precision": choose_precision(config.precision, world.device)}
+    launch = config.launch.model_copy(update={"nproc": world.size})
+    return config.model_copy(update={**found, "launch": launch})
 
 
 def _choose_strategy(task: Task, config: RunConfig, world: World) -> tuple[str, str]:
@@ -44,7 +57,7 @@ def _choose_strategy(task: Task, config: RunConfig, world: World) -> tuple[str, 
         return "ddp", "the ranks share one model, and there is nothing to replicate"
     if type(task).build_model is not PretrainedTask.build_model:
         return "ddp", f"{world.size} processes"  # to find the size of a user's own model is to build it
-    model_ranks = world.size // world.data.size
+    model_ranks = world.layout.tp * world.layout.pp  # those that share a sequence have copies
     parameters = sum(parameter.numel() for parameter in task.build_structure().parameters())
     needed, room = parameters * BYTES_PER_PARAMETER / model_ranks, _memory_of_a_rank(world)
     fits = world.data.sum(needed <= SHARE_FOR_STATE * room) == world.data.size

@@ -131,8 +131,7 @@ class NativeEngine(Engine):
     def _cut_logits(self) -> AbstractContextManager[None]:
         """Around forward and backward: the logits of tensor-parallel ranks stay cut, where the loss can take them
         so."""
-        layout = self.world.layout
-        cut = layout.tp > 1 and layout.cp == 1 and self.task.vocabulary_parallel
+        cut = self.world.layout.tp > 1 and self.task.vocabulary_parallel
         return sharded_logits() if cut else nullcontext()
 
     @contextmanager

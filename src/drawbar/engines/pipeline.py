@@ -164,7 +164,9 @@ class PipelineEngine(NativeEngine):
         self._evaluate()
         moved = {name: tensor.to(self.world.device) for name, tensor in inputs.items()}
         with autocast(self.precision, self.world.device), self.relay.same_chance():
-            return self.relay.model.generate(**moved, **options)
+            text_BL = self.relay.model.generate(**moved, **options)
+        free_gathered(self.module)
+        return text_BL
 
     def _evaluate(self) -> None:
         self.module.eval()

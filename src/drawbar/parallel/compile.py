@@ -1,9 +1,11 @@
 """``torch.compile``, block by block: equal blocks are compiled once."""
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from drawbar.errors import UserError
 from drawbar.parallel.blocks import Forward, blocks_for, replace_forward
@@ -12,19 +14,23 @@ from drawbar.parallel.blocks import Forward, blocks_for, replace_forward
 def compile_blocks(model: nn.Module) -> None:
     """Compile each repeated block, in place. A block's hooks (FSDP's) stay outside of what is compiled.
 
-    It is compiled for the sizes of its first call, and when these change, once more for all sizes.
+    It is compiled for the sizes of its first call, and when these change, once more for all sizes. Of matrices that
+    are cut (tensor parallelism) torch compiles only fixed sizes: the first eight, and any others run as they are.
 
     Raises:
         UserError: the model has no repeated blocks.
     """
+    torch.compiler.reset()  # sizes are counted over the process: an earlier model must not have used them up
+    is_cut = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    replace = partial(_compiled, dynamic=False if is_cut else None)
     made: dict[type, type] = {}
     for block in blocks_for(model, "parallel.compile"):
-        replace_forward(block, _compiled, made)
+        replace_forward(block, replace, made)
 
 
-def _compiled(forward: Forward) -> Forward:
+def _compiled(forward: Forward, dynamic: bool | None) -> Forward:
     """Training alone is compiled: a cache that grows with each token would be compiled anew for each."""
-    compiled = torch.compile(forward)
+    compiled = torch.compile(forward, dynamic=dynamic)
 
     def either(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return compiled(self, *args, **kwargs) if self.training else forward(self, *args, **kwargs)

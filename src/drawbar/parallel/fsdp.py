@@ -24,7 +24,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, parallel: ParallelSection, precisi
     Parameters stay fp32 and are gathered in ``precision``; gradients are reduced in fp32.
 
     Args:
-        mesh: two-dimensional (``dp_replicate``, ``dp_shard``), or ``dp_shard`` alone.
+        mesh: two-dimensional (replicas, shards), or that of the shards alone.
     """
     dtype = DTYPES[precision]
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32)
@@ -41,7 +41,7 @@ def replicate_parts(model: nn.Module, mesh: DeviceMesh) -> None:
     """Replicate what other ranks hold other parts of, in place: DDP itself knows no tensors that are cut.
 
     Args:
-        mesh: ``dp_replicate`` alone.
+        mesh: that of the replicas alone.
     """
     for _, block in repeated_blocks(model):
         replicate(block, mesh=mesh)

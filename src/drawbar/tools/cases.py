@@ -2,37 +2,20 @@
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, get_args
 
 from pydantic import ValidationError
 
+from drawbar.config.compatibility import parallel_cases
 from drawbar.config.problems import report_errors
-from drawbar.config.rules import RULES, check_layout, check_rules, check_world
+from drawbar.config.rules import RULES, check_rules, check_world
 from drawbar.config.schema import ParallelSection, RunConfig
 from drawbar.config.source import Settings, apply_override
 from drawbar.errors import UserError, nearest
 
 STRATEGIES = get_args(ParallelSection.model_fields["strategy"].annotation)
-
-CANDIDATES = (
-    "ddp",
-    "zero1",
-    "fsdp",
-    "fsdp reshard=false",
-    "fsdp replicate=2",
-    "fsdp offload=true",
-    "tensor=2",
-    "tensor=2 sequence=true",
-    "fsdp tensor=2",
-    "pipeline=2 schedule=gpipe",
-    "pipeline=2 schedule=1f1b",
-    "pipeline=2 schedule=interleaved",
-    "fsdp pipeline=2",
-    "pipeline=2 tensor=2",
-    "context=2",
-)
-"""What is compared where nobody says what, as far as the configuration and the number of processes allow it."""
 
 _OUTSIDE_BRACKETS = r"(?![^\[{]*[\]}])"
 _KEPT = ("activation_checkpointing", "compile")
@@ -68,7 +51,7 @@ def parse_cases(text: str, config: RunConfig) -> list[Case]:
     parts = [" ".join(part.split()) for part in re.split(rf",{_OUTSIDE_BRACKETS}", text)]
     cases = [parse_case(part, config) for part in parts if part]
     if not cases:
-        raise UserError("no strategy is named", where="--strategies", remedy=f"name some: {', '.join(CANDIDATES[:3])}")
+        raise UserError("no strategy is named", where="--strategies", remedy="name some: ddp, zero1, fsdp")
     return list({case.name: case for case in cases}.values())
 
 
@@ -98,12 +81,12 @@ def parse_case(text: str, config: RunConfig) -> Case:
 
 
 def default_cases(config: RunConfig, ranks: int, precision: str) -> list[Case]:
-    """Every candidate that goes with this configuration and so many processes, and the configuration's own way.
+    """Every layout that goes with this configuration and so many processes, and the configuration's own way.
 
     Whether the batches can be split over them is another question: the answer stands in the report.
     """
-    found = [parse_case(name, config) for name in CANDIDATES] if ranks > 1 else []
-    cases = [case for case in found if _sensible(case, ranks) and _combines(case, config, ranks, precision)]
+    found = parallel_cases(config.model_copy(update={"precision": precision}), ranks) if ranks > 1 else []
+    cases = [parse_case(written(settings), config) for settings in found]
     own = config.parallel
     if own.strategy in ("single", "auto") and _model_ranks(own) == 1:
         own = own.model_copy(update={"strategy": "single" if ranks == 1 else "ddp"})
@@ -115,13 +98,12 @@ def default_cases(config: RunConfig, ranks: int, precision: str) -> list[Case]:
     return cases
 
 
-def _combines(case: Case, config: RunConfig, ranks: int, precision: str) -> bool:
-    try:
-        check_rules(_placed(case, config, ranks, precision), RULES)
-        check_layout(case.of(config, precision), ranks)
-    except UserError:
-        return False
-    return True
+def written(settings: Mapping[str, Any]) -> str:
+    """Settings of ``parallel`` as a user writes a case: ``fsdp tensor=2``."""
+    rest = {name: value for name, value in settings.items() if name != "strategy"}
+    return " ".join(
+        [settings["strategy"], *(f"{name}={json.dumps(value)}".replace('"', "") for name, value in rest.items())]
+    )
 
 
 def check_case(case: Case, config: RunConfig, ranks: int, precision: str) -> None:
@@ -139,17 +121,6 @@ def _placed(case: Case, config: RunConfig, ranks: int, precision: str) -> RunCon
     """The configuration, run in this way on so many processes."""
     launch = config.launch.model_copy(update={"nproc": 1 if case.alone else ranks})
     return case.of(config, precision).model_copy(update={"launch": launch})
-
-
-def _sensible(case: Case, ranks: int) -> bool:
-    """Whether the data-parallel part of it has anything to do."""
-    parallel = case.parallel
-    if ranks % _model_ranks(parallel):
-        return False
-    data = check_layout(RunConfig(parallel=parallel), ranks) if ranks % parallel.replicate == 0 else 0
-    if parallel.strategy == "fsdp":
-        return data > parallel.replicate
-    return data > 1 or _model_ranks(parallel) > 1
 
 
 def _model_ranks(parallel: ParallelSection) -> int:

@@ -217,7 +217,11 @@ def test_module_that_fails_names_its_line(tmp_path, monkeypatch):
     [
         ("optim:\n  lrr: 1.0\n", "config.yaml:2: optim.lrr: unknown key; did you mean optim.lr?"),
         ("lr: 1.0\n", "config.yaml:1: lr: unknown key; did you mean optim.lr?"),
-        ("tracking: {every: 5}\n", "unknown key; did you mean tracking.log_every or eval.every or checkpoint.every?"),
+        (
+            "tracking: {every: 5}\n",
+            "unknown key; did you mean tracking.log_every or parallel.activation_checkpointing.every or "
+            "eval.every or checkpoint.every?",
+        ),
         ("task: {tokenizer: {vocab: 300}}\n", "did you mean task.tokenizer.vocab_size?"),
         ("optimizer: {lr: 1.0}\n", "optimizer: unknown key; did you mean optim?"),
         ("model: gpt2\n", "model: unknown key; did you mean task.model?"),

@@ -12,17 +12,46 @@ from drawbar.errors import ExitCode, UserError
 TRAINABLE = ["data.train=a.txt", "train.steps=100"]
 """The least that training needs."""
 
+OTHER_TASKS = ["seq2seq", "masked_lm", "sequence_classification", "token_classification"]
+
 BREAKING = {
-    "strategy": [["parallel.strategy=fsdp"], ["parallel.strategy=dp"], ["parallel.strategy=zero1"]],
-    "model parallelism": [["parallel.tensor=2"], ["parallel.pipeline=2"], ["parallel.context=2"]],
-    "activation checkpointing": [["parallel.activation_checkpointing=full"]],
+    "deepspeed": [["parallel.strategy=deepspeed"]],
     "fp8": [["precision=fp8"]],
     "wandb": [["tracking.wandb={project: demo}"]],
     "reshard and replicate": [["parallel.reshard=false"], ["parallel.strategy=ddp", "parallel.replicate=2"]],
     "offload": [["parallel.offload=true"], ["parallel.strategy=ddp", "parallel.offload=true"]],
     "zero_stage": [["parallel.zero_stage=0"]],
     "single with several processes": [["parallel.strategy=single", "launch.nproc=2"]],
+    "dp with several processes": [["parallel.strategy=dp", "launch.nproc=2"]],
+    "dp without CUDA": [["parallel.strategy=dp", "device=cpu"], ["parallel.strategy=dp", "device=mps"]],
+    "dp with packed rows": [["parallel.strategy=dp", "data.batching=packed"]],
+    "one process with model parallelism": [
+        ["parallel.strategy=single", "parallel.tensor=2"],
+        ["parallel.strategy=single", "parallel.pipeline=2"],
+        ["parallel.strategy=dp", "parallel.context=2"],
+    ],
+    "zero1 with model parallelism": [
+        ["parallel.strategy=zero1", "parallel.tensor=2"],
+        ["parallel.strategy=zero1", "parallel.pipeline=2"],
+    ],
+    "adafactor with cut parameters": [
+        ["optim.name=adafactor", "parallel.strategy=fsdp"],
+        ["optim.name=adafactor", "parallel.tensor=2"],
+    ],
     "mps with several processes": [["device=mps", "launch.nproc=2"]],
+    "mps with model parallelism": [["device=mps", "parallel.tensor=2"]],
+    "sequence": [["parallel.sequence=true"]],
+    "schedule and cuts": [["parallel.schedule=gpipe"], ["parallel.cuts=[1, 1]"]],
+    "pipeline of other tasks": [[f"task={{type: {task}, model: m}}", "parallel.pipeline=2"] for task in OTHER_TASKS],
+    "context on other devices": [["parallel.context=2", "device=cpu"]],
+    "context of other tasks": [[f"task={{type: {task}, model: m}}", "parallel.context=2"] for task in OTHER_TASKS],
+    "context with packed rows": [["parallel.context=2", "data.batching=packed"]],
+    "context with pipeline": [["parallel.context=2", "parallel.pipeline=2"]],
+    "context with sequence": [["parallel.context=2", "parallel.tensor=2", "parallel.sequence=true"]],
+    "context with other attention": [["parallel.context=2", "task.attention=eager"]],
+    "flash attention without CUDA": [["task.attention=flash_attention_2", "device=cpu"]],
+    "flash attention in fp32": [["task.attention=kernels-community/flash-attn2", "precision=fp32"]],
+    "flex attention on the CPU": [["task.attention=flex_attention", "device=cpu"]],
     "training data": [["data.train=null"], ["data.train=[]"]],
     "steps and epochs": [["train.epochs=0.5"]],
     "steps or epochs": [["train.steps=null"]],
@@ -68,6 +97,14 @@ WORKING = [
     ["lora={rank: 2}", "task.model=gpt2"],
     ["optim.name=muon", "optim.momentum=0.95", "optim.betas=[0.8, 0.9]"],
     ["optim.schedule=polynomial", "optim.power=2.0"],
+    ["parallel.strategy=fsdp", "parallel.tensor=2", "parallel.pipeline=2", "optim.name=muon", "lora={rank: 2}"],
+    ["parallel.strategy=zero1", "optim.name=adafactor", "data.batching=packed"],
+    ["parallel.pipeline=2", "parallel.schedule=interleaved", "parallel.cuts=[1, 1, 1, 1]", "optim.name=adafactor"],
+    ["parallel.context=2", "parallel.strategy=fsdp", "parallel.tensor=2", "device=cuda", "task.attention=sdpa"],
+    ["parallel.tensor=2", "parallel.sequence=true", "task={type: seq2seq, model: m}"],
+    ["parallel.strategy=dp", "lora={rank: 2}", "device=cuda"],
+    ["task.attention=flash_attention_2", "precision=bf16", "device=cuda"],
+    ["parallel.compile=true", "parallel.activation_checkpointing={every: 2}", "parallel.strategy=zero1"],
 ]
 
 
