@@ -47,6 +47,12 @@ BREAKING = {
     "context of other tasks": [[f"task={{type: {task}, model: m}}", "parallel.context=2"] for task in OTHER_TASKS],
     "context with packed rows": [["parallel.context=2", "data.batching=packed"]],
     "context with pipeline": [["parallel.context=2", "parallel.pipeline=2"]],
+    "sequence in stages that are computed again": [
+        [
+            *("parallel.tensor=2", "parallel.sequence=true", "parallel.pipeline=2"),
+            "parallel.activation_checkpointing=full",
+        ]
+    ],
     "context with sequence": [["parallel.context=2", "parallel.tensor=2", "parallel.sequence=true"]],
     "context with other attention": [["parallel.context=2", "task.attention=eager"]],
     "flash attention without CUDA": [["task.attention=flash_attention_2", "device=cpu"]],
