@@ -68,7 +68,7 @@ def write_files(folder: Path, snapshot: Snapshot) -> None:
 
     Args:
         folder: must not exist yet.
-        snapshot: as ``snapshot_to_host`` returns it.
+        snapshot: of host memory, which nobody changes meanwhile.
 
     Raises:
         OSError: the disk is full, a quota or limit is reached, or the folder is not writable.

@@ -21,6 +21,7 @@ MAY_CHANGE: dict[str, str] = {
     "eval.at_start": "evaluation does not change the weights",
     "eval.patience": "when to stop is decided anew",
     "eval.micro_batch": "scores do not depend on how the data is cut",
+    "task.attention": "another kernel for the same numbers",
     "run.dir": "where the run lies; it may have been moved",
     "run.name": "what the run is called; a fork has another name",
     "data.test": "training does not read it",

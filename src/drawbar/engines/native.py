@@ -200,7 +200,9 @@ class NativeEngine(Engine):
         self.module.eval()
         moved = {name: tensor.to(self.world.device) for name, tensor in inputs.items()}
         with autocast(self.precision, self.world.device):
-            return self.module.generate(**moved, **options)
+            written_BL = self.module.generate(**moved, **options)
+        free_gathered(self.module)
+        return written_BL
 
     def _squared_norm(self, parameters: list[nn.Parameter]) -> torch.Tensor:
         """Of the whole model's gradient; 0-d."""

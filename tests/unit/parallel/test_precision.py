@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from drawbar.errors import UserError
-from drawbar.parallel.precision import autocast, choose_precision, make_scaler
+from drawbar.parallel.precision import LossScaler, autocast, choose_precision
 
 CPU, CUDA, MPS = (torch.device(name) for name in ("cpu", "cuda", "mps"))
 
@@ -65,7 +65,26 @@ def test_matrix_products_run_in_the_format(precision: str, dtype: torch.dtype) -
 
 
 def test_only_fp16_scales_the_loss() -> None:
-    loss = torch.tensor(2.0)
-    assert make_scaler("fp16", CPU).scale(loss) > loss
+    assert LossScaler("fp16").scale > 1
     for precision in ("fp32", "bf16"):
-        assert make_scaler(precision, CPU).scale(loss) is loss
+        scaler = LossScaler(precision)
+        scaler.update(overflowed=True)
+        assert scaler.scale == 1
+        assert scaler.state_dict() == {}
+
+
+def test_the_scale_halves_at_an_overflow_and_doubles_after_two_thousand_steps_without() -> None:
+    scaler = LossScaler("fp16")
+    start = scaler.scale
+    for _ in range(1999):
+        scaler.update(overflowed=False)
+    assert scaler.scale == start
+    resumed = LossScaler("fp16")
+    resumed.load_state_dict(scaler.state_dict())
+    for each in (scaler, resumed):
+        each.update(overflowed=False)
+        assert each.scale == 2 * start
+        each.update(overflowed=True)
+        assert each.scale == start
+        each.update(overflowed=False)
+        assert each.scale == start
