@@ -5,7 +5,7 @@ import pytest
 from drawbar.config.compare import ABSENT, MAY_CHANGE, Difference, differences, render_differences
 from drawbar.config.fields import catalogue
 from drawbar.config.load import load_config
-from drawbar.config.schema import RunConfig, run_config_type
+from drawbar.config.schema import run_config_type
 from drawbar.config.tasks import CausalLMConfig
 
 
