@@ -60,7 +60,7 @@ class NativeEngine(Engine):
         self.context: ContextParallel | None = None
         self._build(Layout.of(config.parallel, world.size))
         self.optimizers = build_optimizers(self.module, config.optim)
-        if config.parallel.strategy == "zero1":
+        if config.parallel.strategy == "zero1" and world.size > 1:
             self.optimizers = [share_out(optimizer) for optimizer in self.optimizers]
         self.scaler = LossScaler(self.precision)
 

@@ -15,7 +15,7 @@ from drawbar.runtime.mesh import Layout
 from tiny import CPU, tiny_config, tiny_task
 
 
-@pytest.mark.parametrize("strategy", ["auto", "single", "ddp"])
+@pytest.mark.parametrize("strategy", ["auto", "single", "ddp", "zero1"])
 def test_one_process_trains_the_bare_model(strategy: str) -> None:
     config = tiny_config(parallel=ParallelSection(strategy=strategy))
     engine = choose_engine(tiny_task(config), config, World(Place(), CPU, timeout=60), total_steps=1)
