@@ -47,6 +47,10 @@ TWO = {
     "gpipe": ["pipeline=2", "schedule=gpipe"],
     "1f1b": ["pipeline=2"],
     "interleaved": ["pipeline=2", "schedule=interleaved"],
+    **{f"deepspeed {stage}": ["strategy=deepspeed", f"zero_stage={stage}"] for stage in range(4)},
+    "deepspeed 2 with offload": ["strategy=deepspeed", "zero_stage=2", "offload=true"],
+    "deepspeed 3 with offload": ["strategy=deepspeed", "zero_stage=3", "offload=true"],
+    "deepspeed and tensor": ["strategy=deepspeed", "zero_stage=1", "tensor=2"],
 }
 FOUR = {
     "fsdp with replicas": ["strategy=fsdp", "replicate=2"],

@@ -55,7 +55,8 @@ def compare_all(folder: str, settings: list[str], names: list[str], steps: int) 
 def compare_tied_and_untied(folder: str, names: list[str]) -> list[Result]:
     rows = 8 if os.environ["WORLD_SIZE"] == "2" else 4  # as few as keep every stage and every rank at work
     deep = [name for name in names if "interleaved" in name]  # it wants four blocks; two are quicker
-    settings = ["optim.lr=3.0e-3", f"train.global_batch={rows}"]  # with a larger one, ten steps make rounding errors large
+    # with a larger learning rate, ten steps make rounding errors large
+    settings = ["optim.lr=3.0e-3", f"train.global_batch={rows}"]
     results = []
     for ties in (TIED, UNTIED):
         results += compare_all(folder, [ties, *settings], [name for name in names if name not in deep], 10)
@@ -100,16 +101,18 @@ def not_reduced() -> AbstractContextManager[None]:
 def other_on_rank_1() -> Iterator[None]:
     """One gradient is another on rank 1 alone, which cannot be seen from those of rank 0."""
     watched: list[nn.Parameter] = []
+    settle = native.settle
 
-    def spoil(*_: Any) -> None:
+    def spoil(parameters: list[nn.Parameter]) -> None:
+        settle(parameters)
         for parameter in watched:
             if parameter.grad is not None and os.environ["RANK"] == "1":
                 parameter.grad *= 1.001
 
-    handle = register_optimizer_step_pre_hook(spoil)
-    with before_replicating(lambda model: watched.append(model.get_parameter(f"{SPOILED}.weight"))):
-        yield
-    handle.remove()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "settle", spoil)
+        with before_replicating(lambda model: watched.append(model.get_parameter(f"{SPOILED}.weight"))):
+            yield
 
 
 def untied() -> AbstractContextManager[None]:

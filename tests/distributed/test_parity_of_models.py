@@ -56,6 +56,10 @@ FAMILIES = {
     "phi": ("causal_lm", DECODER),
     "gpt_neox": ("causal_lm", DECODER),
 }
+AUTOTP = ["bert", "roberta", "bart", "mistral", "qwen3", "phi", "gpt_neox"]
+"""Those that DeepSpeed's own tensor parallelism knows."""
+STAGES = [f"deepspeed zero_stage={stage}" for stage in range(4)]
+OFFLOADED = [f"deepspeed zero_stage={stage} offload=true" for stage in (1, 2, 3)]
 PIPELINED = ["gpt2", "glm", "mistral", "qwen3", "phi", "gpt_neox"]
 LLAMA = ["config.yaml"]
 ACCUMULATED = [*LLAMA, "train.micro_batch=1"]
@@ -65,6 +69,20 @@ ADAPTED = [*LLAMA, "task.model=folder", "task.from_scratch=null", "task.tokenize
 JOBS: dict[str, tuple[list[str], list[str], str]] = {
     **{name: ([f"{name}.yaml"], ["tensor=2"], "fp32") for name in FAMILIES},
     **{f"{name} in stages": ([f"{name}.yaml"], ["pipeline=2"], "fp32") for name in PIPELINED},
+    **{f"{name} by AutoTP": ([f"{name}.yaml"], ["deepspeed tensor=2"], "fp32") for name in AUTOTP},
+    "deepspeed": (ACCUMULATED, [*STAGES, *OFFLOADED, "deepspeed tensor=2"], "fp32"),
+    "deepspeed in bf16": (ACCUMULATED, [*STAGES, *OFFLOADED, "deepspeed tensor=2"], "bf16"),
+    "deepspeed and packed": (PACKED, ["deepspeed", "deepspeed zero_stage=3"], "fp32"),
+    "deepspeed and adapters": (ADAPTED, STAGES, "fp32"),
+    "deepspeed and checkpointing": (
+        LLAMA,
+        [
+            *(f"deepspeed zero_stage={stage} activation_checkpointing=full" for stage in (1, 3)),
+            "deepspeed zero_stage=3 activation_checkpointing=selective",
+            "deepspeed tensor=2 activation_checkpointing=full",
+        ],
+        "fp32",
+    ),
     "accumulation": (ACCUMULATED, ["ddp", "zero1", "fsdp", "fsdp reshard=false", "tensor=2", "pipeline=2"], "fp32"),
     "full": (
         LLAMA,

@@ -1,7 +1,9 @@
 """The command line. Commands import what they need when they run, so that every ``--help`` answers at once."""
 
 import os
+import signal
 import sys
+import time
 import traceback
 from typing import TYPE_CHECKING
 
@@ -21,6 +23,9 @@ from drawbar.errors import ExitCode, UserError
 if TYPE_CHECKING:
     from drawbar.tasks.task import Task
 
+_SECONDS_TO_SPEAK_FIRST = 4.0
+"""DeepSpeed's launcher looks after its processes once a second."""
+
 
 @click.group(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
@@ -39,8 +44,15 @@ Examples:
 """,
 )
 @click.version_option(package_name="drawbar", message="%(prog)s %(version)s")
-def group() -> None:
+@click.option("--local_rank", "--local-rank", hidden=True, help="DeepSpeed's launcher gives it, beside LOCAL_RANK.")
+def group(local_rank: str | None) -> None:
     """Train language models on one machine or many, and prove that it is the same run."""
+    if local_rank is not None and local_rank != os.environ.get("LOCAL_RANK"):
+        raise UserError(
+            f"--local_rank is {local_rank}, but LOCAL_RANK is {os.environ.get('LOCAL_RANK', 'not set')}",
+            where="the command line",
+            remedy="leave --local_rank out: drawbar reads LOCAL_RANK, which every launcher sets",
+        )
 
 
 for command in (init, prepare, train, evaluate, predict, generate, export, parity, config):
@@ -78,6 +90,7 @@ def _invoke(task: "type[Task] | None") -> int:
     try:
         return int(group.main(prog_name="drawbar", standalone_mode=False, obj=task) or ExitCode.DONE)
     except click.ClickException as error:
+        _let_the_first_rank_speak()
         error.show()
         return ExitCode.WRONG_REQUEST
     except UserError as error:
@@ -100,4 +113,14 @@ def _tell(error: Exception, text: str) -> None:
         log_to_file(text)
         if report_failure(error) and STATUS_FILE in os.environ:
             return
+    if isinstance(error, UserError) and error.exit_code == ExitCode.WRONG_REQUEST:
+        _let_the_first_rank_speak()
     click.echo(text, err=True)
+
+
+def _let_the_first_rank_speak() -> None:
+    """Other launchers show what every rank says, and all ranks say what is wrong with a request. They also end the
+    ranks that are left when one has gone: where that does not happen, the first one has found nothing wrong."""
+    if _is_one_of_several() and os.environ.get("LOCAL_RANK", "0") != "0":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(_SECONDS_TO_SPEAK_FIRST)

@@ -1,9 +1,12 @@
 """``drawbar config``: show, explain and describe a configuration. Imports only click until a command runs."""
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+
+if TYPE_CHECKING:
+    from drawbar.config.load import LoadedConfig
 
 
 @click.group(
@@ -23,22 +26,58 @@ def config() -> None:
 Examples:
   drawbar config show config.yaml
   drawbar config show config.yaml optim.lr=1e-4 parallel.strategy=ddp --origins
+  drawbar config show config.yaml deepspeed.preset=zero2 --deepspeed
 """
 )
 @click.argument("path", metavar="CONFIG")
 @click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1)
 @click.option("--origins", is_flag=True, help="Write behind each setting that was given where it came from.")
+@click.option("--deepspeed", is_flag=True, help="Print the JSON that DeepSpeed gets instead.")
 @click.pass_obj
-def show(task: Any, path: str, overrides: tuple[str, ...], origins: bool) -> None:
+def show(task: Any, path: str, overrides: tuple[str, ...], origins: bool, deepspeed: bool) -> None:
     """Print what a run would use, every default included.
 
-    The result is a configuration file itself.
+    The result is a configuration file itself; with --deepspeed it is DeepSpeed's, for as many processes as `drawbar
+    train` would start.
     """
+    if origins and deepspeed:
+        raise click.UsageError("--origins and --deepspeed print different things; give one of them.")
     from drawbar.config.load import dump_yaml, load_config
 
     loaded = load_config(path, overrides, task.Config if task else None)
+    if deepspeed:
+        _show_deepspeed(loaded)
+        return
     comments = {key: str(origin) for key, origin in loaded.origins.items()} if origins else {}
     click.echo(dump_yaml(loaded.config, comments), nl=False)
+
+
+def _show_deepspeed(loaded: "LoadedConfig") -> None:
+    from drawbar.cli.train import count_processes
+    from drawbar.config.deepspeed import is_deepspeed
+    from drawbar.config.deepspeed_json import check_deepspeed, deepspeed_json
+    from drawbar.config.rules import check_rules
+    from drawbar.errors import UserError
+
+    if not is_deepspeed(loaded.config):
+        raise UserError(
+            "DeepSpeed does not run this configuration",
+            where=f"parallel.strategy={loaded.config.parallel.strategy}",
+            remedy="add parallel.strategy=deepspeed, or a section deepspeed such as deepspeed.preset=zero2",
+        )
+    check_rules(loaded)
+    processes = count_processes(loaded.config)
+    check_deepspeed(loaded, processes)
+    precision: str = loaded.config.precision
+    if precision == "auto":
+        from drawbar.parallel.precision import choose_precision
+        from drawbar.runtime.env import Place, choose_device
+
+        precision = choose_precision(precision, choose_device(loaded.config.device, Place(world_size=processes)))
+    found = deepspeed_json(loaded, processes, precision)
+    for note in found.notes:
+        click.echo(f"note: {note}", err=True)
+    click.echo(json.dumps(found.values, indent=2))
 
 
 @config.command(

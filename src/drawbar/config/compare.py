@@ -12,6 +12,7 @@ MAY_CHANGE: dict[str, str] = {
     "tracking": "what is written about the run, not the run",
     "device": "the same run on other hardware",
     "parallel": "every strategy computes the same update",
+    "deepspeed": "DeepSpeed computes the same update",
     "train.micro_batch": "the update does not depend on how a global batch is cut",
     "checkpoint": "when the state is saved, not what it is",
     "train.micro_batch_tokens": "the update does not depend on how a global batch is cut",

@@ -2,18 +2,19 @@
 ``drawbar parity`` try. Both are made from ``FEATURES``."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations
 from typing import Any, Literal
 
+from drawbar.config.deepspeed import laid_out
 from drawbar.config.load import load_config
 from drawbar.config.rule import Rule
 from drawbar.config.rules import RULES, TRAIN_RULES, check_layout
 from drawbar.config.schema import ParallelSection, RunConfig
 from drawbar.errors import UserError
 
-Kind = Literal["strategy", "variant", "degree", "other"]
+Kind = Literal["strategy", "variant", "degree", "deepspeed", "other"]
 
 
 @dataclass(frozen=True)
@@ -24,11 +25,17 @@ class Feature:
     settings: Mapping[str, Any]
     """Values by dotted key."""
     kind: Kind = "other"
-    """Of what is laid out over ranks: strategies and degrees are tried together, variants of them alone."""
+    """Of what is laid out over ranks: strategies and degrees are tried together, variants of them alone, and what
+    DeepSpeed does apart."""
 
 
 def _fsdp(**settings: Any) -> dict[str, Any]:
     return {"parallel.strategy": "fsdp", **{f"parallel.{name}": value for name, value in settings.items()}}
+
+
+def _deepspeed(stage: int, **settings: Any) -> dict[str, Any]:
+    chosen = {"strategy": "deepspeed", "zero_stage": stage, **settings}
+    return {f"parallel.{name}": value for name, value in chosen.items()}
 
 
 LAYOUTS = (
@@ -40,6 +47,9 @@ LAYOUTS = (
     Feature("fsdp, reshard=false", _fsdp(reshard=False), "variant"),
     Feature("fsdp, replicate=2", _fsdp(replicate=2), "variant"),
     Feature("fsdp, offload", _fsdp(offload=True), "variant"),
+    *(Feature(f"deepspeed, zero {stage}", _deepspeed(stage), "deepspeed") for stage in range(4)),
+    Feature("deepspeed, zero 2, offload", _deepspeed(2, offload=True), "deepspeed"),
+    Feature("deepspeed, zero 3, offload", _deepspeed(3, offload=True), "deepspeed"),
     Feature("tensor", {"parallel.tensor": 2}, "degree"),
     Feature("tensor, sequence", {"parallel.tensor": 2, "parallel.sequence": True}, "variant"),
     Feature("pipeline, 1f1b", {"parallel.pipeline": 2}, "degree"),
@@ -93,7 +103,7 @@ def are_alternatives(one: Feature, other: Feature) -> bool:
 
 
 def parallel_cases(config: RunConfig, ranks: int) -> list[dict[str, Any]]:
-    """Every layout of ``config`` over so many ranks that is allowed and makes use of all of them.
+    """Every native layout of ``config`` over so many ranks that is allowed and makes use of all of them.
 
     These are each strategy and each degree, every combination of the two strategies and the degrees that matter most
     (``ddp`` and ``fsdp``, ``tensor``, ``pipeline`` and ``context``), and each of their variants alone.
@@ -105,8 +115,27 @@ def parallel_cases(config: RunConfig, ranks: int) -> list[dict[str, Any]]:
     strategies = [feature for feature in LAYOUTS if feature.kind == "strategy"]
     degrees = [feature for feature in LAYOUTS if feature.kind == "degree"]
     together = chain.from_iterable(combinations(degrees, count) for count in range(len(degrees) + 1))
-    tried = [(strategy, *chosen) for chosen in together for strategy in strategies]
+    tried: list[tuple[Feature, ...]] = [(strategy, *chosen) for chosen in together for strategy in strategies]
     tried += [(ddp, feature) for feature in LAYOUTS if feature.kind == "variant"]
+    return _fitting(config, tried, ranks)
+
+
+def deepspeed_cases(config: RunConfig, ranks: int) -> list[dict[str, Any]]:
+    """Every layout of DeepSpeed's over so many ranks that is allowed and makes use of all of them.
+
+    These are each ZeRO stage and offloading, and every combination of the degrees with stage 1, which goes with all.
+
+    Returns:
+        As ``parallel_cases``.
+    """
+    stages = [feature for feature in LAYOUTS if feature.kind == "deepspeed"]
+    stage_1 = next(feature for feature in stages if feature.settings["parallel.zero_stage"] == 1)
+    degrees = [feature for feature in LAYOUTS if feature.kind == "degree"]
+    together = chain.from_iterable(combinations(degrees, count) for count in range(1, len(degrees) + 1))
+    return _fitting(config, [*((stage,) for stage in stages), *((stage_1, *chosen) for chosen in together)], ranks)
+
+
+def _fitting(config: RunConfig, tried: Iterable[Sequence[Feature]], ranks: int) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for features in tried:
         parallel = {key.removeprefix("parallel."): value for f in features for key, value in f.settings.items()}
@@ -119,7 +148,7 @@ def _fits(config: RunConfig, parallel: Mapping[str, Any], ranks: int) -> bool:
     kept = {name: getattr(config.parallel, name) for name in ("activation_checkpointing", "compile")}
     section = ParallelSection(**kept, **parallel)
     launch = config.launch.model_copy(update={"nproc": ranks})
-    changed = config.model_copy(update={"parallel": section, "launch": launch})
+    changed = laid_out(config.model_copy(update={"launch": launch}), section)
     if any(rule.broken(changed) for rule in RULES):
         return False
     try:

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 from ruamel.yaml import YAML, CommentedMap, CommentedSeq, RoundTripRepresenter, ScalarNode
 
+from drawbar.config.deepspeed_file import adopt
 from drawbar.config.imports import cause, import_user_module
 from drawbar.config.problems import report_errors
 from drawbar.config.schema import RunConfig, run_config_type
@@ -46,6 +47,7 @@ def load_config(
     settings = read_file(Path(path)) if path is not None else Settings()
     for override in overrides:
         apply_override(settings, override)
+    adopt(settings)
     # Present, so that a missing option of the task is reported under its key.
     settings.values.setdefault("task", {})
     if task is None:

@@ -1,5 +1,6 @@
 """The part of the table of rules that is about strategies: what they combine with, and what has no effect."""
 
+from drawbar.config.deepspeed import is_deepspeed
 from drawbar.config.rule import Rule
 from drawbar.config.schema import ParallelSection, RunConfig
 from drawbar.config.tasks import BUILT_IN_TASKS
@@ -27,13 +28,6 @@ def _is_other_built_in(config: RunConfig) -> bool:
 
 DATA_PARALLEL = (
     Rule(
-        "deepspeed",
-        ("parallel.strategy",),
-        lambda c: c.parallel.strategy == "deepspeed",
-        "this strategy is not in this version yet",
-        "set parallel.strategy=fsdp, with reshard and offload as you need them",
-    ),
-    Rule(
         "reshard and replicate",
         ("parallel.strategy", "parallel.reshard", "parallel.replicate"),
         lambda c: c.parallel.strategy != "fsdp" and (c.parallel.reshard is not None or c.parallel.replicate > 1),
@@ -43,14 +37,14 @@ DATA_PARALLEL = (
     Rule(
         "offload",
         ("parallel.strategy", "parallel.offload"),
-        lambda c: c.parallel.offload and c.parallel.strategy not in ("fsdp", "deepspeed"),
+        lambda c: c.parallel.offload and c.parallel.strategy != "fsdp" and not is_deepspeed(c),
         "only fsdp and deepspeed can keep parameters in host memory",
         "set parallel.strategy=fsdp, or remove parallel.offload",
     ),
     Rule(
         "zero_stage",
         ("parallel.strategy", "parallel.zero_stage"),
-        lambda c: c.parallel.zero_stage is not None and c.parallel.strategy != "deepspeed",
+        lambda c: c.parallel.zero_stage is not None and not is_deepspeed(c),
         "ZeRO stages are deepspeed's",
         "remove parallel.zero_stage; fsdp is stage 3, with reshard=false stage 2, and zero1 is stage 1",
     ),

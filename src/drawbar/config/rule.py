@@ -1,9 +1,10 @@
 """``Rule``: one line of the table of settings that do not combine."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from drawbar.config.schema import RunConfig
+from drawbar.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -18,3 +19,12 @@ class Rule:
     """Why it is refused."""
     remedy: str
     """What to do instead."""
+
+
+def one_error(problems: Sequence[tuple[str, str]]) -> UserError:
+    """One error of several problems, each with its remedy."""
+    if len(problems) == 1:
+        return UserError(problems[0][0], remedy=problems[0][1])
+    lines = [f"{len(problems)} problems:", *(problem for problem, _ in problems)]
+    remedies = "\n         ".join(remedy for _, remedy in problems)  # below one another, as UserError prints them
+    return UserError("\n".join(lines), remedy=remedies)

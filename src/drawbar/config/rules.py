@@ -6,10 +6,11 @@ A rule refuses what cannot work, and what would have no effect: a setting that d
 from collections.abc import Sequence
 
 from drawbar.config.data import Sources, SourceSection
+from drawbar.config.deepspeed_rules import DEEPSPEED
 from drawbar.config.fields import lookup, show
 from drawbar.config.load import LoadedConfig
 from drawbar.config.parallel_rules import FLEX_TRAINING, PARALLEL
-from drawbar.config.rule import Rule
+from drawbar.config.rule import Rule, one_error
 from drawbar.config.schema import OptimSection, RunConfig
 from drawbar.errors import UserError
 
@@ -209,7 +210,7 @@ OPTIMIZATION = (
     ),
 )
 
-RULES: tuple[Rule, ...] = NOT_YET + PARALLEL + ADAPTERS
+RULES: tuple[Rule, ...] = NOT_YET + PARALLEL + DEEPSPEED + ADAPTERS
 """What every command needs."""
 
 TRAIN_RULES: tuple[Rule, ...] = (FLEX_TRAINING, *BATCHES_AND_STEPS, *STREAMS, *EVALUATION, *OPTIMIZATION)
@@ -228,13 +229,8 @@ def check_rules(config: LoadedConfig | RunConfig, rules: Sequence[Rule] = RULES)
     """
     loaded = config if isinstance(config, LoadedConfig) else LoadedConfig(config, {}, None)
     broken = [rule for rule in rules if rule.broken(loaded.config)]
-    if not broken:
-        return
-    if len(broken) == 1:
-        raise UserError(f"{_shown(broken[0], loaded)}: {broken[0].reason}", remedy=broken[0].remedy)
-    lines = [f"{_shown(rule, loaded)}: {rule.reason}" for rule in broken]
-    remedies = "\n         ".join(rule.remedy for rule in broken)  # below one another, as UserError prints them
-    raise UserError("\n".join([f"{len(broken)} problems:", *lines]), remedy=remedies)
+    if broken:
+        raise one_error([(f"{_shown(rule, loaded)}: {rule.reason}", rule.remedy) for rule in broken])
 
 
 def check_layout(config: RunConfig, world_size: int) -> int:

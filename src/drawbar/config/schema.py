@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field, SerializeAsAny, create_model
 
 from drawbar.config.data import DataSection
+from drawbar.config.deepspeed_section import DeepSpeedSection
 from drawbar.config.section import Auto, Count, Fraction, PathText, Section
 from drawbar.config.tasks import CausalLMConfig, TaskConfig
 
@@ -90,7 +91,8 @@ class EveryBlock(Section):
 class ParallelSection(Section):
     strategy: Literal["auto", "single", "dp", "ddp", "zero1", "fsdp", "deepspeed"] = "auto"
     """How parameters, gradients and optimizer state are laid out over the data-parallel ranks. `auto`: one process;
-    or `ddp` where the model's state fits into each rank's memory, else `fsdp`."""
+    or `ddp` where the model's state fits into each rank's memory, else `fsdp`; or `deepspeed` where there is a section
+    `deepspeed`."""
     tensor: Count = 1
     """Tensor-parallel degree: the matrices of each layer are cut over so many ranks."""
     sequence: bool = False
@@ -114,9 +116,10 @@ class ParallelSection(Section):
     replicate: Count = 1
     """fsdp: number of replicas of the sharded model (hybrid sharding)."""
     offload: bool = False
-    """fsdp, deepspeed: keep parameters and optimizer state in host memory."""
+    """fsdp, deepspeed: keep optimizer state, and where they are sharded parameters, in host memory."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] | None = None
-    """deepspeed: ZeRO stage."""
+    """deepspeed: ZeRO stage: 0 shards nothing, 1 the optimizer's state, 2 gradients as well, 3 parameters as well.
+    Default: 2, or 1 with a pipeline."""
 
 
 class EvalSection(Section):
@@ -190,6 +193,8 @@ class RunConfig(Section):
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """What to run on. `auto`: CUDA, else Apple's MPS (one process), else the CPU."""
     parallel: ParallelSection = ParallelSection()
+    deepspeed: DeepSpeedSection | None = None
+    """Run on DeepSpeed: with `parallel.strategy: auto` this section alone, such as `{preset: zero2}`, chooses it."""
     eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()
     tracking: TrackingSection = TrackingSection()

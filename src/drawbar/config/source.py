@@ -86,7 +86,7 @@ def read_file(path: Path) -> Settings:
     Raises:
         UserError: the file cannot be read, or it is not a YAML mapping.
     """
-    text = _read_text(path)
+    text = read_text(path)
     try:
         tree = parse_yaml(text)
         settings = Settings(path)
@@ -151,7 +151,8 @@ def nearest_file(path: Path) -> Path | None:
     return path.with_name(matches[0]) if matches else None
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path, kind: str = "YAML") -> str:
+    """The text of a file that a user names. Raises UserError where there is none."""
     try:
         return path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -161,13 +162,15 @@ def _read_text(path: Path) -> str:
         ) from error
     except FileNotFoundError as error:
         near = nearest_file(path)
-        remedy = f"did you mean {near}?" if near else "give the path of a YAML file"
+        remedy = f"did you mean {near}?" if near else f"give the path of a {kind} file"
         if not path.parent.is_dir():
             remedy = f"the folder {path.parent} does not exist either"
         raise UserError("there is no such file", where=str(path), remedy=remedy) from error
     except IsADirectoryError as error:
         raise UserError(
-            "this is a folder, not a YAML file", where=str(path), remedy="give the path of the YAML file in it"
+            f"this is a folder, not a {kind} file",
+            where=str(path),
+            remedy=f"give the path of the {kind} file in it",
         ) from error
     except OSError as error:
         raise UserError(

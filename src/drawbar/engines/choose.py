@@ -6,6 +6,8 @@ import torch
 
 from drawbar.config.rules import check_rules
 from drawbar.config.schema import RunConfig
+from drawbar.engines.deepspeed import DeepSpeedEngine
+from drawbar.engines.deepspeed_pipeline import DeepSpeedPipelineEngine
 from drawbar.engines.engine import Engine
 from drawbar.engines.native import NativeEngine
 from drawbar.engines.pipeline import PipelineEngine
@@ -19,6 +21,13 @@ from drawbar.tasks.task import Task
 
 BYTES_PER_PARAMETER = 16
 """Weight, gradient and AdamW's two moments, in fp32."""
+_ENGINES: dict[tuple[bool, bool], type[NativeEngine]] = {
+    (False, False): NativeEngine,
+    (False, True): PipelineEngine,
+    (True, False): DeepSpeedEngine,
+    (True, True): DeepSpeedPipelineEngine,
+}
+"""By whether DeepSpeed runs it, and whether the model is cut into stages."""
 SHARE_FOR_STATE = 0.6
 """Of a rank's memory; the rest is for activations."""
 
@@ -38,8 +47,7 @@ def choose_engine(task: Task, config: RunConfig, world: World, total_steps: int)
     check_rules(_as_it_runs(config, world))
     if config.parallel.compile:
         check_compiler(world.device)
-    kind = PipelineEngine if config.parallel.pipeline > 1 else NativeEngine
-    return kind(task, config, world, total_steps)
+    return _ENGINES[strategy == "deepspeed", config.parallel.pipeline > 1](task, config, world, total_steps)
 
 
 def _as_it_runs(config: RunConfig, world: World) -> RunConfig:
@@ -51,6 +59,8 @@ def _as_it_runs(config: RunConfig, world: World) -> RunConfig:
 
 def _choose_strategy(task: Task, config: RunConfig, world: World) -> tuple[str, str]:
     """The strategy that ``auto`` stands for, and why."""
+    if config.deepspeed is not None:
+        return "deepspeed", "the configuration has settings of it"
     if world.size == 1:
         return "single", "one process"
     if world.data.size == 1:
@@ -78,12 +88,6 @@ def _check(strategy: str, world: World) -> None:
             f"parallel.strategy is single, but {world.size} processes were started",
             where="parallel.strategy",
             remedy="set parallel.strategy=ddp, or start one process",
-        )
-    if strategy == "deepspeed":
-        raise UserError(
-            "parallel.strategy=deepspeed is not in this version",
-            where="parallel.strategy",
-            remedy="set parallel.strategy=fsdp",
         )
     if strategy == "dp" and (world.size > 1 or world.device.type != "cuda" or torch.cuda.device_count() < 2):
         raise UserError(

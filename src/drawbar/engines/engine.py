@@ -84,8 +84,8 @@ class Engine(ABC):
 
     @abstractmethod
     def gradients(self) -> dict[str, torch.Tensor]:
-        """The full gradients by parameter name, in host memory on rank 0, nothing on other ranks. Every rank calls it,
-        between backward and update: in a hook before an optimizer's step."""
+        """The full gradients by parameter name, before clipping, in host memory on rank 0, nothing on other ranks.
+        Every rank calls it, between backward and update."""
 
     @abstractmethod
     def load(self, state: EngineState) -> None:

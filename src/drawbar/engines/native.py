@@ -1,6 +1,6 @@
 """One model on every rank, whole or in parts: torch alone, in the order that a step is written on paper."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from drawbar.checkpoint.save import host_copies
 from drawbar.config.schema import RunConfig
@@ -58,11 +59,16 @@ class NativeEngine(Engine):
         self.step = 0
         self.packed: dict[str, Packed] = {}
         self.context: ContextParallel | None = None
-        self._build(Layout.of(config.parallel, world.size))
-        self.optimizers = build_optimizers(self.module, config.optim)
-        if config.parallel.strategy == "zero1" and world.size > 1:
-            self.optimizers = [share_out(optimizer) for optimizer in self.optimizers]
+        self.before_update: Callable[[], None] = lambda: None
+        """Called in each step that updates, when the gradients are complete, and neither clipped nor used."""
         self.scaler = LossScaler(self.precision)
+        self._build(Layout.of(config.parallel, world.size))
+        self.optimizers = self._build_optimizers()
+
+    def _build_optimizers(self) -> list[Optimizer]:
+        optimizers = build_optimizers(self.module, self.config.optim)
+        sharded = self.config.parallel.strategy == "zero1" and self.world.size > 1
+        return [share_out(optimizer) for optimizer in optimizers] if sharded else optimizers
 
     def _build(self, layout: Layout) -> None:
         """Sets ``module``, what this rank has of the model; ``model``, what micro-batches go through: the same, or what
@@ -157,6 +163,7 @@ class NativeEngine(Engine):
         overflowed = self.scaler.enabled and not bool(torch.isfinite(grad_norm))
         clip = self.config.train.gradient_clip
         if not overflowed:
+            self.before_update()
             if clip is not None or self.scaler.enabled:
                 factor = clip_factor(grad_norm, clip) if clip is not None else 1.0
                 scale_(gradients, factor / self.scaler.scale)
@@ -226,25 +233,48 @@ class NativeEngine(Engine):
             "scaler": self.scaler.state_dict(),
         }
 
+    @property
+    def _leads(self) -> bool:
+        """Whether this rank keeps copies of the whole tensors that it takes part in making."""
+        return self.world.first
+
     def state(self) -> EngineState:
+        optimizer = self._optimizer_copies()
+        return EngineState(model=self._model_copies(), optimizer=optimizer, values=self._values())
+
+    def _model_copies(self) -> dict[str, torch.Tensor]:
+        return host_copies(self._saved(self.module), self._leads, self._whole)
+
+    def _optimizer_copies(self) -> dict[str, torch.Tensor]:
         optimizer = optimizer_state(self._names(), [own_part(optimizer) for optimizer in self.optimizers])
-        first = self.world.first
         if self.config.parallel.strategy == "zero1":
-            copies = self.world.collect(host_copies(optimizer))
-        else:
-            copies = host_copies(optimizer, first, lambda name, t: self._whole(name.rpartition("/")[0], t))
-        return EngineState(
-            model=host_copies(self._saved(self.module), first, self._whole),
-            optimizer=copies,
-            values=self._values(),
-        )
+            return self.world.collect(host_copies(optimizer))
+        return host_copies(optimizer, self._leads, lambda name, t: self._whole(name.rpartition("/")[0], t))
 
     def gradients(self) -> dict[str, torch.Tensor]:
         live = {name: parameter.grad for name, parameter in self.module.named_parameters()}
         present = {name: gradient for name, gradient in live.items() if gradient is not None}
-        return host_copies(present, self.world.first, self._whole)
+        return host_copies(present, self._leads, lambda name, t: self._whole(name, t) / self.scaler.scale)
+
+    def comparable(self) -> dict[str, nn.Parameter]:
+        """What this rank trains, by name: other ranks that hold the same part of it must hold the same values."""
+        return dict(self.module.named_parameters())
+
+    def comparable_gradients(self) -> dict[str, torch.Tensor]:
+        """The same of their gradients, between backward and update."""
+        live = {name: parameter.grad for name, parameter in self.module.named_parameters()}
+        return {name: gradient for name, gradient in live.items() if gradient is not None}
 
     def load(self, state: EngineState) -> None:
+        self._check_optimizer(state)
+        names = self._names()
+        check_optimizer_state({name for p, name in names.items() if p.requires_grad}, state.optimizer)
+        self.load_model(state.model)
+        parts = [own_part(optimizer) for optimizer in self.optimizers]
+        load_optimizer_state(names, parts, state.optimizer, partial(self._place, names))
+        self._load_values(state)
+
+    def _check_optimizer(self, state: EngineState) -> None:
         saved = state.values["optimizer"]
         if saved != self.config.optim.name:
             raise UserError(
@@ -252,11 +282,8 @@ class NativeEngine(Engine):
                 where="optim.name",
                 remedy="resume with the optimizer that wrote it, or start from its weights with --fork NEWNAME",
             )
-        names = self._names()
-        check_optimizer_state({name for p, name in names.items() if p.requires_grad}, state.optimizer)
-        self.load_model(state.model)
-        parts = [own_part(optimizer) for optimizer in self.optimizers]
-        load_optimizer_state(names, parts, state.optimizer, partial(self._place, names))
+
+    def _load_values(self, state: EngineState) -> None:
         self.step = state.values["step"]
         self.scaler.load_state_dict(state.values["scaler"])
         if state.values["precision"] != self.precision:

@@ -11,14 +11,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from drawbar.checkpoint.save import host_copies
 from drawbar.data.loader import MicroBatch
 from drawbar.engines.build import build_structure, pack
 from drawbar.engines.engine import EngineState, EvalResult
 from drawbar.engines.native import NativeEngine
 from drawbar.errors import UserError
 from drawbar.models.plans import plan_for
-from drawbar.optim.state import check_optimizer_state, optimizer_state
+from drawbar.optim.state import check_optimizer_state
 from drawbar.parallel.apply import parallelize
 from drawbar.parallel.fsdp import free_gathered
 from drawbar.parallel.gradients import squared_norm
@@ -178,25 +177,20 @@ class PipelineEngine(NativeEngine):
         at = self.world.layout.coordinates(self.world.rank)
         return all(number == 0 for axis, number in at.items() if axis != "pp")
 
-    def state(self) -> EngineState:
-        optimizer = optimizer_state(self._names(), self.optimizers)
-        copies = host_copies(optimizer, self._leads, lambda name, t: self._whole(name.rpartition("/")[0], t))
-        found = self.world.collect(host_copies(self._saved(self.module), self._leads, self._whole))
+    def _model_copies(self) -> dict[str, torch.Tensor]:
+        found = self.world.collect(super()._model_copies())
         model = {}
         if self.world.first:
             first: dict[int, str] = {}  # a tied weight has two names, and one of them was collected
             for name, tensor in self._saved(self.structure).items():
                 model[name] = found[first.setdefault(id(tensor), name)]
-        return EngineState(
-            model=model,
-            optimizer=self.world.collect(copies),
-            values=self._values(),
-        )
+        return model
+
+    def _optimizer_copies(self) -> dict[str, torch.Tensor]:
+        return self.world.collect(super()._optimizer_copies())
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        live = {name: parameter.grad for name, parameter in self.module.named_parameters()}
-        present = {name: gradient for name, gradient in live.items() if gradient is not None}
-        return self.world.collect(host_copies(present, self._leads, self._whole))
+        return self.world.collect(super().gradients())
 
     def load(self, state: EngineState) -> None:
         trained = {name for name, parameter in self.structure.named_parameters() if parameter.requires_grad}

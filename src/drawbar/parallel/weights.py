@@ -5,7 +5,7 @@ built with its parameters on the meta device, spread there, and only then filled
 more than its parts and one whole tensor.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -18,19 +18,28 @@ from drawbar.parallel.tensor import Packed
 from drawbar.runtime.tensors import read_part, shape_of
 
 
-def materialize(model: nn.Module, device: torch.device) -> None:
-    """Give every parameter on the meta device room on ``device``, and move the rest there. Tied ones stay tied."""
+def materialize(model: nn.Module, device: torch.device, room: Callable[..., Tensor] = torch.empty_like) -> None:
+    """Give every parameter on the meta device room on ``device``, and move the rest there. Tied ones stay tied.
+
+    Args:
+        room: ``room(parameter, device=device)`` makes it.
+    """
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta:
                 if id(parameter) not in made:
-                    empty = torch.empty_like(parameter, device=device)
+                    empty = room(parameter, device=device)
                     made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
                 module._parameters[name] = made[id(parameter)]
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = buffer.to(device)
+
+
+def without_room(parameter: Tensor, device: torch.device) -> Tensor:
+    """For ``materialize``: something of the parameter's shape that takes no memory, and must not be written to."""
+    return torch.empty((), dtype=parameter.dtype, device=device).expand(parameter.shape)
 
 
 def whole(tensor: Tensor, packed: Packed | None = None) -> Tensor:
@@ -95,16 +104,11 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-@torch.no_grad()
-def spread(
-    targets: Mapping[str, Tensor], source: nn.Module | None, packed: Mapping[str, Packed], device: torch.device
-) -> None:
-    """Fill the parts of a spread model from a whole one on rank 0, one tensor at a time. Every rank calls it.
+def sent_from_first(source: nn.Module | None, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a whole model on rank 0, by name, one after another, on every rank. Every rank goes through all.
 
     Args:
-        targets: this rank's parameters and buffers, by their names in the whole model.
         source: the whole model, on rank 0; None elsewhere.
-        packed: see ``parallel.tensor``.
         device: where tensors travel.
     """
     tensors = named_tensors(source) if source is not None else {}
@@ -117,5 +121,21 @@ def spread(
             else torch.empty(shape, dtype=dtype, device=device)
         )
         dist.broadcast(full, src=0)
+        yield name, full
+
+
+@torch.no_grad()
+def spread(
+    targets: Mapping[str, Tensor], source: nn.Module | None, packed: Mapping[str, Packed], device: torch.device
+) -> None:
+    """Fill the parts of a spread model from a whole one on rank 0. Every rank calls it.
+
+    Args:
+        targets: this rank's parameters and buffers, by their names in the whole model.
+        source: the whole model, on rank 0; None elsewhere.
+        packed: see ``parallel.tensor``.
+        device: where tensors travel.
+    """
+    for name, full in sent_from_first(source, device):
         if name in targets:
             fill(targets[name], {name: full}, name, packed.get(name))

@@ -9,6 +9,10 @@ import torch
 from drawbar.errors import UserError
 
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+"""What an MPI launcher sets. Not PMI_SIZE: Slurm's srun sets it, too, for runs that need nothing of one another."""
+_STAYING_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "CROSS_SIZE")
+"""What torch's and DeepSpeed's launchers set."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +30,14 @@ class Place:
 
     @staticmethod
     def from_environment(environ: Mapping[str, str] = os.environ) -> "Place":
-        """The place that torchrun gave this process; one process alone where nothing did.
+        """The place that torchrun or DeepSpeed's launcher gave this process; one process alone where nothing did.
 
         Raises:
-            UserError: some of torchrun's variables are set and others are missing or no numbers.
+            UserError: some of torchrun's variables are set and others are missing or no numbers; or MPI started
+                several processes, of which each would train alone.
         """
         if "RANK" not in environ and "WORLD_SIZE" not in environ:
+            _check_alone(environ)
             return Place()
         missing = [name for name in _RANK_VARIABLES if name not in environ]
         if missing:
@@ -42,7 +48,8 @@ class Place:
             )
         try:
             world_size, local_rank = int(environ["WORLD_SIZE"]), int(environ["LOCAL_RANK"])
-            local_world_size = int(environ.get("LOCAL_WORLD_SIZE", world_size))
+            # torchrun's name, and DeepSpeed's
+            local_world_size = int(environ.get("LOCAL_WORLD_SIZE") or environ.get("LOCAL_SIZE") or world_size)
             place = Place(int(environ["RANK"]), world_size, local_rank, local_world_size)
         except ValueError as error:
             raise UserError(
@@ -57,6 +64,21 @@ class Place:
                 remedy="number the processes from 0 to WORLD_SIZE - 1; torchrun and launch.nproc=N do",
             )
         return place
+
+
+def _check_alone(environ: Mapping[str, str]) -> None:
+    for name in _MPI_SIZES:
+        if environ.get(name, "1") != "1":
+            raise UserError(
+                f"MPI started {environ[name]} processes, but RANK and WORLD_SIZE are not set",
+                where=f"the environment: {name}={environ[name]}",
+                remedy="start them with torchrun, or with the deepspeed launcher without --launcher",
+            )
+
+
+def has_launcher(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process's parent is a launcher that stays for as long as its ranks do."""
+    return any(name in environ for name in _STAYING_LAUNCHERS)
 
 
 def choose_device(wanted: str, place: Place) -> torch.device:

@@ -8,7 +8,8 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
-from drawbar.config.compatibility import parallel_cases
+from drawbar.config.compatibility import deepspeed_cases, parallel_cases
+from drawbar.config.deepspeed import is_deepspeed, laid_out
 from drawbar.config.problems import report_errors
 from drawbar.config.rules import RULES, check_rules, check_world
 from drawbar.config.schema import ParallelSection, RunConfig
@@ -36,7 +37,7 @@ class Case:
 
     def of(self, config: RunConfig, precision: str) -> RunConfig:
         """The configuration, run in this way."""
-        return config.model_copy(update={"parallel": self.parallel, "precision": precision})
+        return laid_out(config, self.parallel).model_copy(update={"precision": precision})
 
 
 def parse_cases(text: str, config: RunConfig) -> list[Case]:
@@ -81,14 +82,18 @@ def parse_case(text: str, config: RunConfig) -> Case:
 
 
 def default_cases(config: RunConfig, ranks: int, precision: str) -> list[Case]:
-    """Every layout that goes with this configuration and so many processes, and the configuration's own way.
+    """Every layout that goes with this configuration and so many processes, and the configuration's own way; those of
+    DeepSpeed where the configuration is for it.
 
     Whether the batches can be split over them is another question: the answer stands in the report.
     """
     found = parallel_cases(config.model_copy(update={"precision": precision}), ranks) if ranks > 1 else []
     cases = [parse_case(written(settings), config) for settings in found]
     own = config.parallel
-    if own.strategy in ("single", "auto") and _model_ranks(own) == 1:
+    if is_deepspeed(config):
+        own = own.model_copy(update={"strategy": "deepspeed"})
+        cases += [parse_case(written(settings), config) for settings in deepspeed_cases(config, ranks)]
+    elif own.strategy in ("single", "auto") and _model_ranks(own) == 1:
         own = own.model_copy(update={"strategy": "single" if ranks == 1 else "ddp"})
     if precision != "fp32" or (ranks == 1 and own != ParallelSection(strategy="single")):
         # beside lower precision, what precision alone does: strategies need not do better

@@ -67,7 +67,7 @@ class Trace:
     skipped: list[int] = field(default_factory=list)
     """Steps that fp16 left out."""
     gradients: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    """By step: the whole gradients, as the optimizer sees them."""
+    """By step: the whole gradients, before clipping."""
     weights: dict[str, Tensor] = field(default_factory=dict)
     """After the last step."""
     ties: list[list[str]] = field(default_factory=list)

@@ -127,7 +127,7 @@ def _record(
 def _step(engine: Engine, micro_batches: MicroBatches) -> Tensors:
     """The gradients of one step."""
     kept: list[Tensors] = []
-    with closing(engine), before_update(lambda: kept.append(engine.gradients())):
+    with closing(engine), before_update(engine, lambda: kept.append(engine.gradients())):
         engine.train_step(micro_batches)
     return kept[0] if kept else {}
 

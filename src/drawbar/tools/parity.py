@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from drawbar.config.deepspeed import laid_out
 from drawbar.config.schema import ParallelSection, RunConfig
 from drawbar.errors import ExitCode, UserError
 from drawbar.runtime.dist import World
@@ -55,7 +56,7 @@ class Request:
 
 def reference_config(config: RunConfig) -> RunConfig:
     """One process, fp32, and nothing computed twice."""
-    return config.model_copy(update={"parallel": ParallelSection(strategy="single"), "precision": "fp32"})
+    return laid_out(config, ParallelSection(strategy="single")).model_copy(update={"precision": "fp32"})
 
 
 def reference(subject: Subject, device: torch.device, console: Console | None = None) -> Trace:

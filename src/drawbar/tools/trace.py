@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from drawbar.config.schema import RunConfig
 from drawbar.engines.engine import Engine
@@ -43,16 +41,15 @@ def train(
     trace = Trace()
     with closing(engine):
         for step, micro_batches in loader.steps(0, subject.steps):
-            with before_update(partial(_look, trace, step, subject.steps, engine, world, tolerances)):
+            with before_update(engine, partial(_look, trace, step, subject.steps, engine, world, tolerances)):
                 result = engine.train_step(micro_batches)
             trace.losses.append(float(result.loss))
             trace.grad_norms.append(float(result.grad_norm))
             trace.skipped += [step] if result.skipped else []
         trace.weights = dict(engine.state().model)
         trace.ties = tied_names(trace.weights)
-        trace.unequal += unequal_parts(
-            parameters_of(engine), world, tolerances.weights, "weights", "after the last step"
-        )
+        weights = {clean_name(name): parameter for name, parameter in native(engine).comparable().items()}
+        trace.unequal += unequal_parts(weights, world, tolerances.weights, "weights", "after the last step")
     reports = world.gather((trace.losses, trace.grad_norms))
     for rank, report in enumerate(reports or []):
         if not _alike(report, (trace.losses, trace.grad_norms), tolerances):
@@ -65,26 +62,18 @@ def _look(trace: Trace, step: int, last: int, engine: Engine, world: World, tole
     if step not in (1, last):
         return
     trace.gradients[step] = engine.gradients()
-    live = {name: parameter.grad for name, parameter in parameters_of(engine).items()}
-    gradients = {name: gradient for name, gradient in live.items() if gradient is not None}
+    gradients = {clean_name(name): gradient for name, gradient in native(engine).comparable_gradients().items()}
     trace.unequal += unequal_parts(gradients, world, tolerances.gradients, "gradients", f"in step {step}")
 
 
 @contextmanager
-def before_update(look: Callable[[], None]) -> Iterator[None]:
-    """Call ``look()`` in the step made inside, when its gradients are complete, and no optimizer has used them."""
-    seen: list[Optimizer] = []
-
-    def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not seen:  # a step may have several optimizers, or one in another
-            seen.append(optimizer)
-            look()
-
-    handle = register_optimizer_step_pre_hook(hook)
+def before_update(engine: Engine, look: Callable[[], None]) -> Iterator[None]:
+    """Call ``look()`` in the step made inside, when its gradients are complete, and neither clipped nor used."""
+    kept, native(engine).before_update = native(engine).before_update, look
     try:
         yield
     finally:
-        handle.remove()
+        native(engine).before_update = kept
 
 
 def check_finite(trace: Trace) -> None:
@@ -103,16 +92,15 @@ def check_finite(trace: Trace) -> None:
                 )
 
 
+def native(engine: Engine) -> NativeEngine:
+    assert isinstance(engine, NativeEngine), "every engine of this program is one"
+    return engine
+
+
 def modules_of(engine: Engine) -> list[nn.Module]:
     """The model, or the stages of it, that this rank computes with, without what replicates it."""
-    assert isinstance(engine, NativeEngine), "every engine of this program is one"
-    return list(engine.module.parts) if isinstance(engine.module, Parts) else [engine.module]
-
-
-def parameters_of(engine: Engine) -> dict[str, nn.Parameter]:
-    """What this rank trains, by the names of the whole model."""
-    assert isinstance(engine, NativeEngine), "every engine of this program is one"
-    return {clean_name(name): parameter for name, parameter in engine.module.named_parameters()}
+    module = native(engine).module
+    return list(module.parts) if isinstance(module, Parts) else [module]
 
 
 def clean_name(name: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.checkpoint.load import read
 from drawbar.checkpoint.space import rust_errors
+from drawbar.config.deepspeed import laid_out
 from drawbar.config.schema import ParallelSection, RunConfig, TrainSection
 from drawbar.data.tokenizer import load_tokenizer
 from drawbar.engines.choose import choose_engine
@@ -57,7 +58,7 @@ def save_task(task: Task, run_dir: Path) -> None:
 
 def on_one_process(config: RunConfig) -> RunConfig:
     """The same run without parallelism, for commands that are one process: a checkpoint fits any strategy."""
-    return config.model_copy(update={"parallel": ParallelSection(strategy="single")})
+    return laid_out(config, ParallelSection(strategy="single"))
 
 
 def count_steps(config: TrainSection, steps_per_epoch: int | None) -> int:

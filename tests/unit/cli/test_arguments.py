@@ -4,15 +4,18 @@ import os
 import sys
 from pathlib import Path
 
+import click
 import pytest
 
 import drawbar
+from drawbar.cli import group
 from drawbar.cli.arguments import load, load_run
 from drawbar.cli.train import count_processes, own_command
 from drawbar.config.schema import CausalLMConfig
 from drawbar.errors import UserError
 from drawbar.tasks.causal_lm import CausalLM
 from harness import run_cli, run_ranks
+from messages import check_one_message
 from runs import losses
 
 
@@ -122,6 +125,28 @@ def test_exit_codes_of_wrong_command_lines(project: Path) -> None:
     wrong = run_cli("eval", cwd=project)
     assert wrong.code == 2
     assert "RUN" in wrong.err
+
+
+@pytest.mark.parametrize("given", ["--local_rank=1", "--local-rank=1"])
+def test_the_option_that_deepspeeds_launcher_adds(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = [given, "config", "explain", "optim.lr"]
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    group.main(command, standalone_mode=False)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(UserError, match=r"--local_rank is 1, but LOCAL_RANK is 0[\s\S]*fix:"):
+        group.main(command, standalone_mode=False)
+    monkeypatch.delenv("LOCAL_RANK")
+    with pytest.raises(UserError, match="LOCAL_RANK is not set"):
+        group.main(command, standalone_mode=False)
+    assert "local" not in group.get_help(click.Context(group))
+
+
+def test_an_error_that_only_a_later_rank_finds_is_told(project: Path) -> None:
+    """It waits for its launcher to end it, as after an error of the first rank; here there is none."""
+    place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    done = run_cli("train", "config.yaml", "optim.lrr=1", cwd=project, env=place)
+    assert done.code == 2
+    check_one_message(done.err, "optim.lrr")
 
 
 def test_an_error_of_a_task_shows_where_it_happened(project: Path) -> None:

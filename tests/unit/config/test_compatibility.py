@@ -5,7 +5,17 @@ from typing import Any
 
 import pytest
 
-from drawbar.config.compatibility import FEATURES, LAYOUTS, are_alternatives, broken_rules, markdown, parallel_cases
+from drawbar.config.compatibility import (
+    FEATURES,
+    LAYOUTS,
+    are_alternatives,
+    broken_rules,
+    deepspeed_cases,
+    markdown,
+    parallel_cases,
+)
+from drawbar.config.deepspeed_rules import DEEPSPEED
+from drawbar.config.deepspeed_section import DeepSpeedSection
 from drawbar.config.parallel_rules import PARALLEL
 from drawbar.config.rules import check_layout
 from drawbar.config.schema import DataSection, OptimSection, ParallelSection, RunConfig
@@ -79,6 +89,29 @@ def test_cases_fit_the_ranks(ranks: int) -> None:
         check_layout(config, ranks)
         assert not any(rule.broken(config) for rule in PARALLEL)
     assert any("context" in case for case in found) == (ranks % 2 == 0)
+
+
+def test_cases_of_deepspeed() -> None:
+    deepspeed = {"strategy": "deepspeed"}
+    assert deepspeed_cases(RunConfig(device="cpu"), 2) == [
+        *({**deepspeed, "zero_stage": stage} for stage in range(4)),
+        {**deepspeed, "zero_stage": 2, "offload": True},
+        {**deepspeed, "zero_stage": 3, "offload": True},
+        {**deepspeed, "zero_stage": 1, "tensor": 2},
+        {**deepspeed, "zero_stage": 1, "pipeline": 2},
+    ]
+    eight = deepspeed_cases(RunConfig(device="cuda"), 8)
+    assert {**deepspeed, "zero_stage": 1, "tensor": 2, "pipeline": 2} in eight
+    for case in eight:
+        config = RunConfig(device="cuda", parallel=ParallelSection(**case))
+        check_layout(config, 8)
+        assert not any(rule.broken(config) for rule in PARALLEL + DEEPSPEED)
+
+
+def test_cases_leave_settings_of_deepspeed_out() -> None:
+    with_section = RunConfig(device="cpu", deepspeed=DeepSpeedSection(preset="zero3"))
+    assert parallel_cases(with_section, 2) == cases(2)
+    assert deepspeed_cases(with_section, 2) == deepspeed_cases(RunConfig(device="cpu"), 2)
 
 
 def test_cases_are_those_of_the_configuration() -> None:

@@ -54,6 +54,34 @@ def test_show_of_a_wrong_configuration_is_a_user_error(path):
         run("show", path, "optim.lrr=1")
 
 
+def test_show_the_json_of_deepspeed(path):
+    settings = ["deepspeed.preset=zero2", "launch.nproc=2", "precision=bf16", "device=cpu"]
+    values = json.loads(run("show", path, *settings, "--deepspeed"))
+    assert values["zero_optimization"] == {"stage": 2}
+    assert values["train_batch_size"] == 2 * values["train_micro_batch_size_per_gpu"]
+    assert values["bf16"] == {"enabled": True}
+    assert json.loads(run("show", path, "deepspeed={}", "device=cpu", "--deepspeed"))["train_batch_size"] == 32
+
+
+def test_show_the_json_of_deepspeed_with_a_file(path):
+    Path("ds.json").write_text('{"zero_optimization": {"stage": 3, "cpu_offload": true, "cpu_ofload": false}}')
+    arguments = ["show", path, "deepspeed.config=ds.json", "precision=fp32", "device=cpu", "--deepspeed"]
+    result = CliRunner().invoke(config, arguments, catch_exceptions=False)
+    assert json.loads(result.stdout)["zero_optimization"] == {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    assert "note: ds.json: zero_optimization.cpu_ofload: unknown to DeepSpeed" in result.stderr
+    with pytest.raises(
+        UserError, match=r"ds\.json: zero_optimization\.stage = 3 contradicts parallel\.zero_stage=1 \("
+    ):
+        run(*arguments, "parallel.zero_stage=1")
+
+
+def test_json_of_deepspeed_for_another_strategy(path):
+    with pytest.raises(UserError, match="DeepSpeed does not run this configuration") as caught:
+        run("show", path, "parallel.strategy=ddp", "--deepspeed")
+    assert "deepspeed.preset=zero2" in caught.value.remedy
+    assert CliRunner().invoke(config, ["show", path, "--deepspeed", "--origins"]).exit_code == 2
+
+
 def test_explain_with_and_without_file(path):
     assert "from:     config.yaml:2" in run("explain", "optim.lr", path)
     assert "from:     command line" in run("explain", "optim.lr", path, "optim.lr=1.0")

@@ -25,6 +25,7 @@ def test_equal_configurations_have_no_differences():
         "tracking.profile={start: 3}",
         "device=cpu",
         "parallel.strategy=ddp",
+        "deepspeed.preset=zero2",
         "train.micro_batch=4",
         "checkpoint.every=7",
         "eval.every=7",

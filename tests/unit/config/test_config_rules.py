@@ -15,7 +15,6 @@ TRAINABLE = ["data.train=a.txt", "train.steps=100"]
 OTHER_TASKS = ["seq2seq", "masked_lm", "sequence_classification", "token_classification"]
 
 BREAKING = {
-    "deepspeed": [["parallel.strategy=deepspeed"]],
     "fp8": [["precision=fp8"]],
     "wandb": [["tracking.wandb={project: demo}"]],
     "reshard and replicate": [["parallel.reshard=false"], ["parallel.strategy=ddp", "parallel.replicate=2"]],
@@ -72,6 +71,37 @@ BREAKING = {
     "weights without shuffling": [
         ["data.train=[{files: a, weight: 1.0}, {files: b, weight: 2}]", "data.shuffle=false"]
     ],
+    "settings of deepspeed": [["parallel.strategy=ddp", "deepspeed={}"]],
+    "preset and file": [["deepspeed={preset: zero2, config: a.json}"]],
+    "preset and stage": [["deepspeed.preset=zero2", "parallel.zero_stage=3"]],
+    "preset and offload": [["deepspeed.preset=zero2", "parallel.offload=true"]],
+    "offload and none": [
+        ["deepspeed={preset: zero3_offload, offload_optimizer: none}"],
+        ["deepspeed.offload_optimizer=none", "parallel.offload=true"],
+    ],
+    "settings of stage 3": [
+        ["deepspeed={preset: zero2, offload_parameters: cpu}"],
+        ["deepspeed.param_persistence_threshold=0"],
+    ],
+    "settings of stages 1 and 2": [["deepspeed={preset: zero3, allgather_bucket_size: 10}"]],
+    "settings of sharding": [["deepspeed.overlap_comm=false", "parallel.zero_stage=0"]],
+    "pin_memory": [["deepspeed={preset: zero3, pin_memory: true}"]],
+    "offload of stage 0": [["parallel.strategy=deepspeed", "parallel.zero_stage=0", "parallel.offload=true"]],
+    "disk before stage 3": [["deepspeed={preset: zero2, offload_optimizer: /disk}"]],
+    "zero stage of a pipeline": [
+        ["parallel.strategy=deepspeed", "parallel.pipeline=2", "parallel.zero_stage=2"],
+        ["deepspeed.preset=zero3", "parallel.pipeline=2"],
+    ],
+    "tensor with stage 3": [["deepspeed.preset=zero3", "parallel.tensor=2"]],
+    "deepspeed tensor with adapters": [["deepspeed={}", "parallel.tensor=2", "lora={rank: 2}", "task.model=x"]],
+    "fp16 with stage 0": [["deepspeed={}", "parallel.zero_stage=0", "precision=fp16"]],
+    "deepspeed with other schedules": [["deepspeed={}", "parallel.pipeline=2", "parallel.schedule=interleaved"]],
+    "deepspeed with sequence": [["deepspeed={}", "parallel.tensor=2", "parallel.sequence=true"]],
+    "deepspeed with context": [["deepspeed={}", "parallel.context=2"]],
+    "muon with deepspeed": [["deepspeed={}", "optim.name=muon"], ["parallel.strategy=deepspeed", "optim.name=muon"]],
+    "adafactor with deepspeed": [["deepspeed={}", "optim.name=adafactor", "parallel.zero_stage=0"]],
+    "deepspeed on mps": [["deepspeed={}", "device=mps"]],
+    "compile with stage 3": [["deepspeed.preset=zero3", "parallel.compile=true"]],
     "adapters of a model from scratch": [["lora={}", "task.from_scratch={}"]],
     "adapters and new embeddings": [["lora={rank: 2}", "task.resize_embeddings=true"]],
     "evaluation without data": [["eval.every=5"], ["eval.at_start=true"], ["eval.every=1", "eval.patience=2"]],
@@ -110,6 +140,10 @@ WORKING = [
     ["parallel.tensor=2", "parallel.sequence=true", "task={type: seq2seq, model: m}"],
     ["parallel.strategy=dp", "lora={rank: 2}", "device=cuda"],
     ["task.attention=flash_attention_2", "precision=bf16", "device=cuda"],
+    ["parallel.strategy=deepspeed", "parallel.tensor=2", "parallel.pipeline=2", "lora={rank: 2}"],
+    ["deepspeed={preset: zero3_offload, offload_parameters: /disk, pin_memory: false}", "data.batching=packed"],
+    ["deepspeed.preset=zero2_offload", "parallel.offload=true", "parallel.zero_stage=2", "parallel.strategy=deepspeed"],
+    ["parallel.strategy=deepspeed", "parallel.zero_stage=0", "optim.name=sgd", "parallel.compile=true"],
     ["parallel.compile=true", "parallel.activation_checkpointing={every: 2}", "parallel.strategy=zero1"],
 ]
 

@@ -30,10 +30,9 @@ def test_single_refuses_two_processes() -> None:
         choose_engine(tiny_task(config), config, world, total_steps=1)
 
 
-@pytest.mark.parametrize(("strategy", "reason"), [("dp", "several CUDA devices"), ("deepspeed", "not in this version")])
-def test_what_cannot_run_here_is_refused(strategy: str, reason: str) -> None:
-    config = tiny_config(parallel=ParallelSection(strategy=strategy))
-    with pytest.raises(UserError, match=f"{strategy}[\\s\\S]*{reason}"):
+def test_what_cannot_run_here_is_refused() -> None:
+    config = tiny_config(parallel=ParallelSection(strategy="dp"))
+    with pytest.raises(UserError, match=r"dp[\s\S]*several CUDA devices"):
         choose_engine(tiny_task(config), config, World(Place(), CPU, timeout=60), total_steps=1)
 
 

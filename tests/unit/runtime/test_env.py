@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from drawbar.errors import UserError
-from drawbar.runtime.env import Place, choose_device
+from drawbar.runtime.env import Place, choose_device, has_launcher
 
 TORCHRUN = {
     "RANK": "5",
@@ -31,6 +31,26 @@ def test_the_place_that_torchrun_gives() -> None:
 def test_without_the_local_size_all_processes_are_on_this_machine() -> None:
     environ = {name: value for name, value in TORCHRUN.items() if name != "LOCAL_WORLD_SIZE"}
     assert Place.from_environment(environ).local_world_size == 8
+
+
+def test_the_place_that_deepspeed_gives() -> None:
+    environ = {name: value for name, value in TORCHRUN.items() if name != "LOCAL_WORLD_SIZE"}
+    environ |= {"LOCAL_SIZE": "4", "CROSS_RANK": "1", "CROSS_SIZE": "2"}
+    assert Place.from_environment(environ) == Place(rank=5, world_size=8, local_rank=1, local_world_size=4)
+
+
+def test_whose_parent_is_a_launcher() -> None:
+    assert has_launcher({**TORCHRUN, "TORCHELASTIC_RUN_ID": "none"})
+    assert has_launcher({**TORCHRUN, "LOCAL_SIZE": "4", "CROSS_SIZE": "2"})
+    assert not has_launcher(TORCHRUN)  # as under Slurm's srun, whose processes have no such parent
+
+
+@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"])
+def test_several_by_mpi_are_not_each_alone(name: str) -> None:
+    with pytest.raises(UserError, match=rf"MPI started 4 processes[\s\S]*{name}[\s\S]*fix:.*torchrun"):
+        Place.from_environment({name: "4"})
+    assert Place.from_environment({name: "1"}) == Place()
+    assert Place.from_environment({**TORCHRUN, name: "8"}).rank == 5
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])

@@ -1,0 +1,310 @@
+"""DeepSpeed: its import, its engine, and what that engine holds of each parameter.
+
+Under ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054) a rank holds pieces of flat buffers. Here they are read and
+written as whole tensors by parameter, which is what a checkpoint of any strategy holds.
+"""
+
+import logging
+import os
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drawbar.errors import UserError
+
+INSTALL = "DS_BUILD_OPS=0 pip install --no-build-isolation 'drawbar[deepspeed]'"
+STEP = "step"
+"""The one entry of an optimizer's state that is no tensor of its parameter's shape: a counter."""
+
+
+def import_deepspeed(device: torch.device) -> ModuleType:
+    """The library, set up for this device.
+
+    Raises:
+        UserError: it is not installed, or does not fit this torch.
+    """
+    if device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # it looks for GPUs when it is imported
+    try:
+        import deepspeed
+    except ModuleNotFoundError as error:
+        if error.name != "deepspeed":
+            raise _broken(error) from error
+        raise UserError(
+            "deepspeed is not installed",
+            where="parallel.strategy=deepspeed",
+            remedy=f"install it after torch: {INSTALL}; or set parallel.strategy=fsdp",
+        ) from error
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        raise _broken(error) from error
+    # it calls torch's collectives by their older names
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it writes to stdout, where results go
+    if device.type == "cpu":
+        # a kernel that it would compile at the first start, to do what gloo does
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+def _broken(error: Exception) -> UserError:
+    return UserError(
+        f"deepspeed is installed, but cannot be imported beside torch {torch.__version__}: {error}",
+        where="parallel.strategy=deepspeed",
+        remedy=f"build it anew, for this torch: {INSTALL} --force-reinstall --no-deps; or set parallel.strategy=fsdp",
+    )
+
+
+def start(
+    model: nn.Module, optimizer: Optimizer, values: Mapping[str, Any], device: torch.device, in_pieces: bool
+) -> Any:
+    """DeepSpeed's engine around a model on the CPU, which it moves, cuts and casts.
+
+    Args:
+        values: its JSON.
+        in_pieces: stage 3, and the parameters have neither values nor room yet.
+
+    Raises:
+        UserError: DeepSpeed refuses the model, or the values.
+    """
+    deepspeed = import_deepspeed(device)
+    # it keeps the process groups of its first engine, which may be gone by the second
+    deepspeed.utils.groups._release_process_group_references()
+    deepspeed.comm.comm.cdb = None
+    os.environ.setdefault("LOCAL_RANK", "0")  # which it insists on, where one process was started by nobody
+    try:
+        if in_pieces:
+            _partition(deepspeed, model, values)
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=dict(values), dist_init_required=False
+        )
+    except (AssertionError, ValueError, NotImplementedError, RuntimeError) as error:
+        raise UserError(
+            f"DeepSpeed refuses this run: {type(error).__name__}: {error}",
+            where="parallel.strategy=deepspeed",
+            remedy="`drawbar config show --deepspeed` prints what it was given; parallel.strategy=fsdp does without it",
+        ) from error
+    return engine
+
+
+def _partition(deepspeed: ModuleType, model: nn.Module, values: Mapping[str, Any]) -> None:
+    """Leave this rank its piece of every parameter; none but one is ever whole."""
+    deepspeed.init_distributed(dist_init_required=False)
+    pieces = deepspeed.zero.Init(module=nn.Module(), config_dict_or_path=dict(values))
+    for parameter in model.parameters():
+        parameter.data = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        pieces._convert_to_zero_parameters([parameter])
+
+
+class Masters(ABC):
+    """The fp32 weights, gradients and optimizer state of a DeepSpeed engine, whole over its data-parallel ranks.
+
+    Every rank calls every method. Tensors have the shape that the parameter has on one tensor-parallel rank.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.wrapper = engine.optimizer
+        self.optimizer: Optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
+
+    @staticmethod
+    def of(engine: Any) -> "Masters":
+        stage = int(engine.zero_optimization_stage())
+        return (OwnMasters, FlatMasters, FlatMasters, PartitionedMasters)[stage](engine)
+
+    @property
+    def keys(self) -> list[str]:
+        """What the optimizer keeps of each parameter; nothing before its first step."""
+        return sorted({key for state in self.optimizer.state.values() for key in state})
+
+    @abstractmethod
+    def weight(self, parameter: nn.Parameter) -> Tensor:
+        """In fp32 where it is trained, else as it is."""
+
+    @abstractmethod
+    def set_weight(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Both the fp32 weight and what the model computes with."""
+
+    @abstractmethod
+    def state(self, parameter: nn.Parameter, key: str) -> Tensor:
+        """One of the optimizer's tensors of a trained parameter."""
+
+    @abstractmethod
+    def prepare(self, keys: set[str], step: Tensor) -> None:
+        """Make room for an optimizer state that was saved after so many steps, before ``set_state``."""
+
+    @abstractmethod
+    def set_state(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
+        """What ``state`` returned."""
+
+    def gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """Summed over the ranks, and multiplied by the loss scale; between backward and update."""
+        from deepspeed.utils import safe_get_full_grad
+
+        return safe_get_full_grad(parameter)
+
+
+class OwnMasters(Masters):
+    """Stage 0: every rank has all."""
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        self._fp32: dict[nn.Parameter, Tensor] = {}
+        if self.wrapper is not self.optimizer:  # bf16 and fp16: copies in fp32
+            for low, high in zip(self.wrapper.fp16_groups, self.wrapper.fp32_groups, strict=True):
+                self._fp32.update(zip(low, high, strict=True))
+
+    def weight(self, parameter: nn.Parameter) -> Tensor:
+        return self._master(parameter).detach()
+
+    def _master(self, parameter: nn.Parameter) -> Tensor:
+        return self._fp32.get(parameter, parameter)
+
+    @torch.no_grad()
+    def set_weight(self, parameter: nn.Parameter, value: Tensor) -> None:
+        self._master(parameter).copy_(value)
+        parameter.copy_(value)
+
+    def state(self, parameter: nn.Parameter, key: str) -> Tensor:
+        return self.optimizer.state[self._master(parameter)][key]
+
+    def prepare(self, keys: set[str], step: Tensor) -> None:
+        self.optimizer.state.clear()
+
+    def set_state(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
+        place = value.clone() if key == STEP else value.to(self.engine.device, copy=True)
+        self.optimizer.state[self._master(parameter)][key] = place
+
+
+class FlatMasters(Masters):
+    """Stages 1 and 2: each group of parameters is one flat buffer, of which a rank has a piece."""
+
+    def _flat(self, group: int) -> Tensor:
+        return self.optimizer.param_groups[group]["params"][0]
+
+    def weight(self, parameter: nn.Parameter) -> Tensor:
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        master = safe_get_full_fp32_param(parameter)
+        return parameter.detach() if master is None else master
+
+    @torch.no_grad()
+    def set_weight(self, parameter: nn.Parameter, value: Tensor) -> None:
+        from deepspeed.utils import safe_set_full_fp32_param
+
+        value = value.to(self.engine.device)
+        safe_set_full_fp32_param(parameter, value.float())
+        parameter.copy_(value)
+
+    def state(self, parameter: nn.Parameter, key: str) -> Tensor:
+        if key == STEP:
+            return self.optimizer.state[self._flat(0)][key]
+        # as deepspeed.utils.safe_get_full_optimizer_state, which knows nothing before the first step
+        whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=self.engine.device)
+        here, piece = self._pieces(parameter, whole, key)
+        if here is not None:
+            here.copy_(piece)
+        dist.all_reduce(whole, group=parameter._dp_group)
+        return whole.view_as(parameter)
+
+    def _pieces(self, parameter: nn.Parameter, whole: Tensor, key: str) -> tuple[Tensor | None, Tensor]:
+        """The part of a whole tensor that lies on this rank, and where it lies; None where none of it does."""
+        mapping = parameter._hp_mapping
+        if mapping is None:
+            return None, whole
+        inside, outside = mapping.hp_fragment_address, mapping.lp_fragment_address
+        flat = self.optimizer.state[self._flat(mapping.param_group_index)][key]
+        return (
+            whole.view(-1).narrow(0, outside.start, outside.numel),
+            flat.narrow(0, inside.start, inside.numel),
+        )
+
+    def prepare(self, keys: set[str], step: Tensor) -> None:
+        for group in self.optimizer.param_groups:
+            _make_room(self.optimizer, group["params"][0], keys, step)
+
+    def set_state(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
+        if key != STEP:
+            here, piece = self._pieces(parameter, value.contiguous(), key)
+            if here is not None:
+                piece.copy_(here)
+
+
+class PartitionedMasters(Masters):
+    """Stage 3: a rank has a piece of each parameter."""
+
+    def weight(self, parameter: nn.Parameter) -> Tensor:
+        from deepspeed import zero
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        if parameter.requires_grad:
+            return safe_get_full_fp32_param(parameter)
+        with zero.GatheredParameters([parameter]):
+            return parameter.detach().clone()
+
+    @torch.no_grad()
+    def set_weight(self, parameter: nn.Parameter, value: Tensor) -> None:
+        from deepspeed import zero
+        from deepspeed.utils import safe_set_full_fp32_param
+
+        value = value.to(self.engine.device)
+        if parameter.requires_grad:
+            safe_set_full_fp32_param(parameter, value.float())
+        with zero.GatheredParameters([parameter], modifier_rank=0):
+            if dist.get_rank() == 0:
+                parameter.copy_(value)
+
+    def state(self, parameter: nn.Parameter, key: str) -> Tensor:
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        if key == STEP:
+            return next(iter(self.optimizer.state.values()))[key]
+        return safe_get_full_optimizer_state(parameter, key)
+
+    def prepare(self, keys: set[str], step: Tensor) -> None:
+        for flat in self.wrapper.fp32_partitioned_groups_flat:
+            _make_room(self.optimizer, flat, keys, step)
+
+    def set_state(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
+        from deepspeed.utils import safe_set_full_optimizer_state
+
+        if key != STEP:
+            safe_set_full_optimizer_state(parameter, value.to(self.engine.device), key)
+
+
+def _make_room(optimizer: Optimizer, flat: Tensor, keys: set[str], step: Tensor) -> None:
+    optimizer.state[flat] = {key: step.clone() if key == STEP else torch.zeros_like(flat) for key in keys}
+
+
+def is_cut(parameter: nn.Parameter) -> bool:
+    """Whether tensor parallelism has left a part of it on this rank."""
+    return hasattr(parameter, "gather_params")
+
+
+def gathered(parameter: nn.Parameter, part: Tensor) -> Tensor:
+    """The whole tensor, from a part that is cut as the parameter is. All tensor-parallel ranks call it."""
+    return _in_place_of(parameter, part, "gather_params")
+
+
+def cut(parameter: nn.Parameter, whole: Tensor) -> Tensor:
+    """This rank's part of a whole tensor, cut as the parameter is."""
+    return _in_place_of(parameter, whole, "_tp_partition")
+
+
+def _in_place_of(parameter: nn.Parameter, tensor: Tensor, method: str) -> Tensor:
+    """DeepSpeed's layers change parameters in place, and know them by identity."""
+    if not is_cut(parameter):
+        return tensor
+    kept = parameter.data
+    try:
+        parameter.data = tensor.to(kept.device, copy=True)
+        getattr(parameter, method)([parameter])
+        return parameter.data
+    finally:
+        parameter.data = kept

@@ -1,0 +1,115 @@
+"""DeepSpeed's own launcher: its runs are those of one process, and its errors and exit codes are drawbar's.
+
+That they are those of ``drawbar train launch.nproc=2``, bit for bit, is what tests/docs/test_deepspeed_guide.py sees.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conftest import make_project
+from harness import Finished
+from messages import check_one_message
+from runs import Fit, largest_difference, losses
+
+SECONDS = 120
+TASK = '''
+import os, signal
+import drawbar
+from drawbar.runtime.env import Place
+
+PLACE = Place.from_environment()
+FATE = os.environ.get("FATE")
+
+
+class Mine(drawbar.CausalLM):
+    """causal_lm that meets its fate on rank 1, at its seventh step."""
+
+    forwards = 0
+
+    def forward(self, model, batch):
+        self.forwards += model.training
+        if self.forwards == 7 and PLACE.rank == 1:
+            if FATE == "signal":
+                os.kill(os.getpid(), signal.SIGTERM)
+            if FATE == "raise":
+                raise ValueError(f"planted in {PLACE}")
+        return super().forward(model, batch)
+
+
+if __name__ == "__main__":
+    drawbar.main(Mine)
+'''
+SETTINGS = ("eval.every=null", "checkpoint.every=100")
+
+
+@pytest.fixture
+def mine(project: Path) -> Path:
+    """A project with a task of its own."""
+    (project / "mine.py").write_text(TASK)
+    return project
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
+
+
+def start_deepspeed(*arguments: str, cwd: Path, fate: str = "", port: int | None = None) -> "subprocess.Popen[str]":
+    """The real ``deepspeed``, still running."""
+    environ = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "FATE": fate}
+    command = [str(Path(sys.executable).with_name("deepspeed")), "--quiet", f"--master_port={port or free_port()}"]
+    return subprocess.Popen(
+        [*command, *arguments], cwd=cwd, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def finish(process: "subprocess.Popen[str]") -> Finished:
+    out, err = process.communicate(timeout=SECONDS)
+    return Finished(process.returncode, out, err)
+
+
+def test_a_run_on_two_nodes_that_goes_on_on_one(mine: Path, fit: Fit) -> None:
+    """Both nodes are this machine. A scheduler's signal to one rank saves the run, and the launchers say so."""
+    (mine / "hosts").write_text("one slots=1\ntwo slots=1\n")
+    script = ("mine.py", "train", "config.yaml", "parallel.strategy=deepspeed", *SETTINGS)
+    nodes = ("--hostfile=hosts", "--no_ssh", "--master_addr=127.0.0.1")
+    port = free_port()
+    started = [
+        start_deepspeed(*nodes, f"--node_rank={node}", *script, cwd=mine, fate="signal", port=port) for node in (0, 1)
+    ]
+    for done in map(finish, started):
+        assert done.code == 75, done.out + done.err
+    saved = mine / "runs" / "tiny" / "checkpoints"
+    assert [path.name for path in saved.glob("step-*")] == ["step-00000007"]
+
+    done = finish(start_deepspeed("--num_gpus=2", *script, cwd=mine))
+    assert done.code == 0, done.out + done.err
+    fit("run.name=alone", "eval.every=null")
+    found = losses(mine / "runs" / "tiny")
+    assert len(found) == 12
+    assert largest_difference(losses(mine / "runs" / "alone"), found) < 1e-5
+
+
+def test_the_rank_that_raised_speaks_alone(mine: Path) -> None:
+    module = ("--num_gpus=2", "--module", "drawbar", "train", "config.yaml", "task.type=mine:Mine", *SETTINGS)
+    done = finish(start_deepspeed(*module, cwd=mine, fate="raise"))
+    assert done.code == 1, done.out + done.err
+    # both processes are on this machine: the launcher says so in other words than torchrun
+    planted = "ValueError: planted in Place(rank=1, world_size=2, local_rank=1, local_world_size=2)"
+    assert [line for line in done.err.splitlines() if line.startswith("ValueError")] == [planted]
+    assert done.err.count("Traceback") == 1
+
+
+def test_what_is_wrong_is_told_once(tmp_path: Path) -> None:
+    project = make_project(tmp_path)
+    module = ("--num_gpus=2", "--module", "drawbar", "train", "config.yaml", "data.train=trian.txt")
+    done = finish(start_deepspeed(*module, cwd=project))
+    assert done.code == 2, done.out + done.err
+    check_one_message(done.out + done.err, "trian.txt", "data.train", "did you mean train.txt?")
+    assert not (project / "runs" / "tiny").exists()
