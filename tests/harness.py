@@ -22,12 +22,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before DeepSpeed is imported; it is never asked for a GPU here
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     ["torch", "transformers.models.llama.modeling_llama",
      "transformers.models.gpt2.modeling_gpt2", "drawbar.train.trainer", "drawbar.train.inference",
      "drawbar.train.prepare", "drawbar.train.export", "transformers.models.bert.modeling_bert",
-     "transformers.models.t5.modeling_t5", "harness"]
+     "transformers.models.t5.modeling_t5", "deepspeed", "harness"]
 )  # fmt: skip
 
 

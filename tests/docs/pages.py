@@ -69,9 +69,10 @@ def run_command(words: list[str], folder: Path) -> Finished:
             return run_cli(*words[1:], cwd=folder)
         case "python":
             return run_script(folder / words[1], *words[2:], cwd=folder)
-        case "torchrun":
-            argv = [sys.executable, "-m", "torch.distributed.run", *words[1:]]
-            env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        case "torchrun" | "deepspeed":
+            modules = {"torchrun": "torch.distributed.run", "deepspeed": "deepspeed.launcher.runner"}
+            argv = [sys.executable, "-m", modules[words[0]], *words[1:]]
+            env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
             done = subprocess.run(argv, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
             return Finished(done.returncode, done.stdout, done.stderr)
-    raise AssertionError(f"a page runs drawbar, python or torchrun, not {words[0]}")
+    raise AssertionError(f"a page runs drawbar, python, torchrun or deepspeed, not {words[0]}")

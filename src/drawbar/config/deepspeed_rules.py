@@ -156,6 +156,13 @@ LIMITS = (
         "set parallel.zero_stage=1, or precision=bf16",
     ),
     Rule(
+        "deepspeed in fp16 on CPUs",
+        ("parallel.strategy", "precision", "device"),
+        lambda c: is_deepspeed(c) and c.precision == "fp16" and c.device == "cpu",
+        "DeepSpeed knows no CPU that computes in fp16",
+        "set precision=bf16, or device=cuda",
+    ),
+    Rule(
         "deepspeed with other schedules",
         ("parallel.strategy", "parallel.schedule"),
         lambda c: is_deepspeed(c) and c.parallel.schedule != "1f1b",

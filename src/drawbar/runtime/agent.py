@@ -125,11 +125,11 @@ def _time_of(failure: ProcessFailure) -> float:
 
 def report_failure(error: BaseException) -> bool:
     """Leave the error where the elastic launcher looks for it; False where there is no such launcher."""
+    if _lost_a_peer(error):
+        time.sleep(2)  # let the launcher see first the rank that it was lost by: it ends this one, too
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
         return False
-    if _lost_a_peer(error):
-        time.sleep(2)  # let the launcher see first the rank that it was lost by
     now = time.time()
     user_error = isinstance(error, UserError)
     extra = {

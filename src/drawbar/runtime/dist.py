@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from drawbar.errors import ExitCode, UserError
-from drawbar.runtime.env import Place
+from drawbar.runtime.env import Place, has_launcher
 from drawbar.runtime.mesh import Layout
 from drawbar.runtime.watchdog import Address, Watchdog
 
@@ -57,7 +57,7 @@ class World:
     def __enter__(self) -> Self:
         if self.size == 1:
             return self
-        if "TORCHELASTIC_RUN_ID" in os.environ:
+        if has_launcher():
             self._watchdog.start()
         on_cuda = self.device.type == "cuda"
         # torch waits without end for a foreign program that listens on MASTER_PORT; its own timeouts come first

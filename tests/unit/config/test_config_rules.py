@@ -95,6 +95,7 @@ BREAKING = {
     "tensor with stage 3": [["deepspeed.preset=zero3", "parallel.tensor=2"]],
     "deepspeed tensor with adapters": [["deepspeed={}", "parallel.tensor=2", "lora={rank: 2}", "task.model=x"]],
     "fp16 with stage 0": [["deepspeed={}", "parallel.zero_stage=0", "precision=fp16"]],
+    "deepspeed in fp16 on CPUs": [["deepspeed={}", "device=cpu", "precision=fp16"]],
     "deepspeed with other schedules": [["deepspeed={}", "parallel.pipeline=2", "parallel.schedule=interleaved"]],
     "deepspeed with sequence": [["deepspeed={}", "parallel.tensor=2", "parallel.sequence=true"]],
     "deepspeed with context": [["deepspeed={}", "parallel.context=2"]],
