@@ -8,7 +8,9 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 demo: .venv/installed
 	$(BIN)/python examples/python_stdlib/demo.py
 
+# compiled first: tests start some hundred processes
 test: lint
+	$(BIN)/python -m compileall -q src
 	$(BIN)/pytest -q
 
 lint: .venv/installed

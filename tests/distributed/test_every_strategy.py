@@ -1,6 +1,6 @@
 """Acceptance: a run under any strategy is the run of one process, and goes on exactly after a stop.
 
-Every case trains eight steps with checkpoints at 4 and 8, then goes on from a copy of step 4; it evaluates with text
+Every case trains six steps with checkpoints at 3 and 6, then goes on from a copy of step 3; it evaluates with text
 that the model writes. All cases of a world size share the processes and one reference.
 """
 
@@ -28,12 +28,12 @@ task:
   completion_column: target
   generation: {max_new_tokens: 6}
 data: {train: records.jsonl, validation: valid.jsonl, sequence_length: 48}
-train: {global_batch: 8, micro_batch: 2, steps: 8}
-optim: {lr: 1.0e-2, warmup: 2}
+train: {global_batch: 8, micro_batch: 2, steps: 6}
+optim: {lr: 1.0e-2, warmup: 1}
 precision: fp32
 device: cpu
-eval: {every: 4}
-checkpoint: {every: 4}
+eval: {every: 3}
+checkpoint: {every: 3}
 tracking: {log_every: 1, tensorboard: false}
 """
 WORDS = ["the", "load", "and", "an", "engine", "pulls", "along"]
@@ -72,7 +72,7 @@ def write_records(path: Path, first: int, count: int) -> None:
 
 
 def train_all(folder: str, cases: dict[str, list[str]]) -> None:
-    """Every case twice: through, and from its checkpoint at step 4."""
+    """Every case twice: through, and from its checkpoint at step 3."""
     torch.manual_seed(0)
     first = drawbar.runtime.env.Place.from_environment().first
     for name, settings in cases.items():
@@ -82,7 +82,7 @@ def train_all(folder: str, cases: dict[str, list[str]]) -> None:
         fit_in(Path(folder), *parallel, f"run.name={whole}")
         if first:
             shutil.copytree(runs / whole, runs / resumed)
-            shutil.rmtree(runs / resumed / "checkpoints" / "step-00000008")
+            shutil.rmtree(runs / resumed / "checkpoints" / "step-00000006")
             (runs / resumed / "checkpoints" / "best.json").unlink(missing_ok=True)
         fit_in(Path(folder), *parallel, f"run.name={resumed}")
         with chdir(folder):
@@ -111,7 +111,7 @@ def test_losses_and_weights_are_those_of_one_process(project: Path, ranks: int, 
     reference = losses(project / "one")
     assert max(reference.values()) > 1.2 * min(reference.values())  # it learned: equal traces are no accident
     assert largest_difference(reference, losses(run)) <= 1e-5
-    wanted, found = weights(project / "one", 8), weights(run, 8)
+    wanted, found = weights(project / "one", 6), weights(run, 6)
     assert found.keys() == wanted.keys()
     for key, tensor in wanted.items():
         assert torch.linalg.norm(found[key] - tensor) <= 1e-4 * torch.linalg.norm(tensor), key
@@ -123,7 +123,7 @@ def test_a_resumed_run_is_the_same_run(project: Path, ranks: int, name: str) -> 
     resumed = run.with_name(f"{run.name}-resumed")
     assert losses(resumed) == losses(run)
     assert scores(resumed) == scores(run)
-    wanted, found = weights(run, 8), weights(resumed, 8)
+    wanted, found = weights(run, 6), weights(resumed, 6)
     assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
 
 

@@ -40,9 +40,10 @@ def compare_all(folder: str, settings: list[str], names: list[str], steps: int) 
     """On one rank: the results of all cases; on rank 0. The first setting may be a file."""
     with chdir(folder):
         file, *rest = settings if settings[0].endswith(".yaml") else ["config.yaml", *settings]
-        config = drawbar.load_config(file, [*rest, "train.micro_batch=1"]).config
-        subject = Subject(config, task_class(config.task.type), steps).with_task()
         place = Place.from_environment()
+        rows = 2 if place.world_size == 2 else 1  # a micro-batch for each stage, and as few as that
+        config = drawbar.load_config(file, [*rest, f"train.micro_batch={rows}"]).config
+        subject = Subject(config, task_class(config.task.type), steps).with_task()
         expected = reference(subject, CPU) if place.first else None
         results = []
         for name in names:

@@ -5,11 +5,13 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 from walkthrough import EXAMPLES, copy_example, walk
 
 import drawbar
 from harness import run_ranks
-from runs import largest_difference, losses, scores
+from runs import largest_difference, losses, scores, weights
 
 SMALLER = {"task.tokenizer.vocab_size": 400, "train.steps": 8, "eval.every": 8, "optim.warmup": 2}
 MODELS = ("llama", "t5")
@@ -45,9 +47,12 @@ def test_every_row_is_the_run_of_one_process(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(AssertionError, match="does not know a T5"):
         run_ranks(train, 2, str(tmp_path), [("t5", "refused", table[-1][0])])
     runs = tmp_path / "runs"
-    for model, name, _ in [*jobs, ("llama", "llama-zero2", [])]:
+    for model, name, _ in [*jobs, ("llama", "llama-zero3", [])]:
         assert largest_difference(losses(runs / model), losses(runs / name)) <= 1e-5, name
         for step, wanted in scores(runs / model).items():
             assert scores(runs / name)[step]["eval/validation/loss"] == pytest.approx(
                 wanted["eval/validation/loss"], rel=1e-5
             )
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "llama-model").state_dict()
+    for name, tensor in weights(runs / "llama-zero3", 8).items():
+        assert torch.equal(exported[name], tensor), name

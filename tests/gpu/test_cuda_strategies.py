@@ -29,6 +29,9 @@ CASES: dict[str, dict[str, Any]] = {
     "full recomputation": {"strategy": "fsdp", "activation_checkpointing": "full"},
     "selective recomputation": {"strategy": "fsdp", "activation_checkpointing": "selective"},
     "every second block": {"strategy": "fsdp", "activation_checkpointing": EveryBlock(every=2)},
+    **{f"deepspeed {stage}": {"strategy": "deepspeed", "zero_stage": stage} for stage in range(4)},
+    "deepspeed 2 with offload": {"strategy": "deepspeed", "zero_stage": 2, "offload": True},
+    "deepspeed 3 with offload": {"strategy": "deepspeed", "zero_stage": 3, "offload": True},
     "compile": {"strategy": "single", "compile": True},
     "compile and fsdp": {"strategy": "fsdp", "compile": True, "activation_checkpointing": "full"},
 }
@@ -73,6 +76,25 @@ def test_one_gpu(name: str, precision: str) -> None:
         assert torch.linalg.norm(weights[key] - tensor) <= 2 * tolerance * torch.linalg.norm(tensor), key
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_loss_scale_of_deepspeed_is_resumed(stage: int) -> None:
+    """The first steps overflow, until the scale fits; what it came to is part of the state."""
+    config = configured({"strategy": "deepspeed", "zero_stage": stage}, "fp16")
+    values = []
+    with World(Place(), torch.device("cuda", 0), 120, Layout.of(config.parallel, 1)) as world:
+        for _ in range(2):
+            engine = choose_engine(tiny_task(config), config, world, total_steps=STEPS)
+            if values:
+                engine.load(values[-1])
+            else:
+                for _ in range(STEPS):
+                    engine.train_step(random_step(engine, seed=1))
+            values.append(engine.state())
+            engine.close()
+    assert values[0].values["scaler"]["scale"] > 0
+    assert values[1].values == values[0].values
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager", "flex_attention"])
 def test_attention(attention: str) -> None:
     wanted, _ = on_one_gpu({"strategy": "single"}, "fp32")
@@ -93,6 +115,9 @@ TWO_GPUS: dict[str, dict[str, Any]] = {
     "fsdp": {"strategy": "fsdp"},
     "fsdp with offload": {"strategy": "fsdp", "offload": True},
     "tensor": {"strategy": "ddp", "tensor": 2},
+    "deepspeed 2": {"strategy": "deepspeed", "zero_stage": 2},
+    "deepspeed 3": {"strategy": "deepspeed", "zero_stage": 3},
+    "deepspeed and tensor": {"strategy": "deepspeed", "zero_stage": 1, "tensor": 2},
 }
 
 

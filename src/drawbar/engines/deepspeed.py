@@ -1,5 +1,6 @@
 """DeepSpeed's engine behind the same seam: ZeRO stages 0 to 3, offloading, and its tensor parallelism (AutoTP)."""
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -121,9 +122,11 @@ class DeepSpeedEngine(NativeEngine):
         grad_norm = self._norm_of_stage_0()
         self.before_update()
         self.model.step()
+        skipped = not self.model.was_step_applied()
         if grad_norm is None:
-            grad_norm = torch.as_tensor(self.model.get_global_grad_norm(), dtype=torch.float32)
-        return grad_norm, not self.model.was_step_applied()
+            found = math.inf if skipped else self.model.get_global_grad_norm()
+            grad_norm = torch.as_tensor(found, dtype=torch.float32)
+        return grad_norm, skipped
 
     def _norm_of_stage_0(self) -> torch.Tensor | None:
         """In fp32 DeepSpeed clips without saying what the norm was."""
@@ -211,4 +214,17 @@ class DeepSpeedEngine(NativeEngine):
         self.model.destroy()
 
     def _values(self) -> dict[str, Any]:
-        return {**super()._values(), "scaler": {}}
+        values = super()._values()
+        if self.precision == "fp16":
+            scaler = self.model.optimizer.loss_scaler
+            # as LossScaler.state_dict: DeepSpeed counts the steps since the last overflow from its own beginning
+            quiet = scaler.cur_iter - scaler.last_overflow_iter - 1
+            values["scaler"] = {"scale": scaler.cur_scale, "_growth_tracker": quiet}
+        return values
+
+    def _load_values(self, state: EngineState) -> None:
+        super()._load_values(state)
+        if self.precision == "fp16" and (saved := state.values["scaler"]):
+            scaler = self.model.optimizer.loss_scaler
+            scaler.cur_scale = saved["scale"]
+            scaler.cur_iter, scaler.last_overflow_iter = int(saved["_growth_tracker"]), -1

@@ -84,6 +84,8 @@ def start(
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=dict(values), dist_init_required=False
         )
+    except torch.OutOfMemoryError:
+        raise
     except (AssertionError, ValueError, NotImplementedError, RuntimeError) as error:
         raise UserError(
             f"DeepSpeed refuses this run: {type(error).__name__}: {error}",

@@ -23,7 +23,7 @@ LITERAL = [  # what zero2.json says in numbers
     *("train.global_batch=32", "optim.lr=3e-5", "optim.betas=[0.8, 0.999]", "optim.weight_decay=3e-7"),
     *("optim.schedule=constant", "optim.warmup=500"),
 ]
-TRAINABLE = ["data.train=a.txt", "train.steps=1000", "device=cpu"]
+TRAINABLE = ["data.train=a.txt", "train.steps=1000"]
 PROCESSES = 2
 
 
