@@ -20,15 +20,20 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before DeepSpeed is imported; it is never asked for a GPU here
+_LIBRARIES = ["deepspeed"]
+if torch.cuda.is_available():
+    _LIBRARIES = []  # it looks for GPUs when it is imported, which a server that forks must not
+else:
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     ["torch", "transformers.models.llama.modeling_llama",
      "transformers.models.gpt2.modeling_gpt2", "drawbar.train.trainer", "drawbar.train.inference",
      "drawbar.train.prepare", "drawbar.train.export", "transformers.models.bert.modeling_bert",
-     "transformers.models.t5.modeling_t5", "deepspeed", "harness"]
+     "transformers.models.t5.modeling_t5", *_LIBRARIES, "harness"]
 )  # fmt: skip
 
 
