@@ -1,6 +1,7 @@
 """Fixtures that every test may use."""
 
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from runs import Fit
+    from slurm_cluster import SlurmCluster
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `import harness`, in the processes it starts too
 
@@ -56,6 +58,18 @@ def fit(project: Path) -> "Fit":
 def run(project: Path) -> Path:
     """The directory of the run that ``fit`` makes."""
     return project / "runs" / "tiny"
+
+
+@pytest.fixture(scope="session")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[SlurmCluster]":
+    """A real Slurm of two nodes: see :mod:`slurm_cluster`."""
+    from slurm_cluster import missing_programs, start_cluster, stop_cluster
+
+    if missing := missing_programs():
+        pytest.skip(f"no {', '.join(missing)} here: apt-get install slurm-wlm munge")
+    cluster = start_cluster(tmp_path_factory.mktemp("slurm"))
+    yield cluster
+    stop_cluster(cluster)
 
 
 def make_project(folder: Path) -> Path:

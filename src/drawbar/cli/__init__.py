@@ -17,6 +17,7 @@ from drawbar.cli.init import init
 from drawbar.cli.parity import parity
 from drawbar.cli.predict import predict
 from drawbar.cli.prepare import prepare
+from drawbar.cli.submit import submit
 from drawbar.cli.train import train
 from drawbar.errors import ExitCode, UserError
 
@@ -35,6 +36,7 @@ Examples:
   drawbar prepare config.yaml                        encode the data, and see how long the samples are
   drawbar train config.yaml                          train, or go on with a run that was cut short
   drawbar train config.yaml launch.nproc=2           the same run on two processes
+  drawbar submit config.yaml --to slurm --nodes 2    the same run on two nodes of a cluster
   drawbar eval runs/demo --checkpoint best           scores of the best checkpoint
   drawbar predict runs/demo --input new.tsv --output out.jsonl
   drawbar generate runs/demo --prompt "def main("    text from the model
@@ -55,7 +57,7 @@ def group(local_rank: str | None) -> None:
         )
 
 
-for command in (init, prepare, train, evaluate, predict, generate, export, parity, config):
+for command in (init, prepare, train, submit, evaluate, predict, generate, export, parity, config):
     group.add_command(command)
 
 

@@ -39,16 +39,18 @@ def train(task: "type[Task] | None", arguments: tuple[str, ...], resume: str, fo
     from drawbar.cli.arguments import load
     from drawbar.config.deepspeed_json import check_deepspeed
     from drawbar.config.rules import RULES, TRAIN_RULES, check_rules, check_world
+    from drawbar.launch.meeting import Meeting
 
     loaded = load(arguments, task)
     check_rules(loaded, RULES + TRAIN_RULES)
-    processes = count_processes(loaded.config)
-    if processes > 1:
+    processes, meeting = count_processes(loaded.config), Meeting.take()
+    total = processes * (meeting.nodes if meeting else 1)
+    if total > 1:
         from drawbar.runtime.agent import run_processes
 
-        check_world(loaded.config, processes)
-        check_deepspeed(loaded, processes)
-        return run_processes(own_command(task), processes)
+        check_world(loaded.config, total)
+        check_deepspeed(loaded, total)
+        return run_processes(own_command(task), processes, meeting, loaded.config.launch.timeout)
 
     from drawbar.runtime.env import Place
     from drawbar.train.trainer import Trainer

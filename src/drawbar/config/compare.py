@@ -9,6 +9,7 @@ from drawbar.config.schema import RunConfig
 
 MAY_CHANGE: dict[str, str] = {
     "launch": "how processes start, not what they compute",
+    "cluster": "where the job runs, not what it computes",
     "tracking": "what is written about the run, not the run",
     "device": "the same run on other hardware",
     "parallel": "every strategy computes the same update",

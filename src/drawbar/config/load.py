@@ -10,11 +10,12 @@ from typing import Any
 from pydantic import ValidationError
 from ruamel.yaml import YAML, CommentedMap, CommentedSeq, RoundTripRepresenter, ScalarNode
 
+from drawbar.config.cluster import read_profile
 from drawbar.config.deepspeed_file import adopt
 from drawbar.config.imports import cause, import_user_module
 from drawbar.config.problems import report_errors
 from drawbar.config.schema import RunConfig, run_config_type
-from drawbar.config.source import DEFAULT, Origin, Settings, apply_override, read_file
+from drawbar.config.source import DEFAULT, Origin, Settings, apply_override, lay_over, read_file
 from drawbar.config.tasks import BUILT_IN_TASKS, TaskConfig
 from drawbar.errors import UserError, nearest
 
@@ -35,16 +36,22 @@ class LoadedConfig:
 
 
 def load_config(
-    path: str | Path | None, overrides: Sequence[str] = (), task: type[TaskConfig] | None = None
+    path: str | Path | None,
+    overrides: Sequence[str] = (),
+    task: type[TaskConfig] | None = None,
+    cluster: str | None = None,
 ) -> LoadedConfig:
     """Read a YAML file, merge ``a.b.c=VALUE`` arguments over it (VALUE is YAML), and check the whole.
 
     Sections merge; a value or a list replaces. Where ``task`` is not given, ``task.type`` names it.
+    ``cluster`` names a profile, which the file and the arguments overrule.
 
     Raises:
         UserError: one error with a line for every problem: place, key, what is allowed, the nearest spelling.
     """
     settings = read_file(Path(path)) if path is not None else Settings()
+    if cluster is not None:
+        settings = lay_over(read_profile(cluster), settings)
     for override in overrides:
         apply_override(settings, override)
     adopt(settings)

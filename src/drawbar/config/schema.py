@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, SerializeAsAny, create_model
 
+from drawbar.config.cluster import ClusterSection
 from drawbar.config.data import DataSection
 from drawbar.config.deepspeed_section import DeepSpeedSection
 from drawbar.config.section import Auto, Count, Fraction, PathText, Section
@@ -199,6 +200,8 @@ class RunConfig(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     tracking: TrackingSection = TrackingSection()
     launch: LaunchSection = LaunchSection()
+    cluster: ClusterSection | None = None
+    """Where `drawbar submit` runs the job; `drawbar train` does not read it. A profile may hold the same keys."""
 
     @property
     def run_dir(self) -> Path:

@@ -141,6 +141,14 @@ def apply_override(settings: Settings, argument: str) -> None:
     return None
 
 
+def lay_over(base: Settings, top: Settings) -> Settings:
+    """``top`` merged over ``base``: sections merge; a value or a list replaces."""
+    merged = Settings(top.path, base.values, base.origins, base.problems + top.problems)
+    _merge(merged.values, top.values, merged.origins, "")
+    merged.origins |= top.origins
+    return merged
+
+
 def nearest_file(path: Path) -> Path | None:
     """The file spelled most like ``path`` in the same folder."""
     try:

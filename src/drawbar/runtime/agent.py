@@ -1,4 +1,4 @@
-"""Several processes on this machine, through torch's own elastic launcher (what ``torchrun`` runs).
+"""Several processes on this machine, and on others, through torch's own elastic launcher (what ``torchrun`` runs).
 
 The launcher calls :func:`run_processes`; each rank calls :func:`report_failure` before it dies of an error, so that the
 launcher can name the rank that failed *first*, and not one that lost its connection because of it.
@@ -21,13 +21,15 @@ from types import FrameType
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from drawbar.errors import ExitCode, UserError
+from drawbar.launch.meeting import Meeting
 from drawbar.runtime.watchdog import LAUNCHER
 
 STATUS_FILE = "DRAWBAR_STATUS_FILE"
-"""Environment variable: where rank 0 leaves its exit code for the launcher."""
+"""Environment variable: where a node's first rank leaves its exit code for the launcher."""
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _SAVE_SECONDS = 600
@@ -36,10 +38,11 @@ _SAVE_SECONDS = 600
 _QUIET_CODES = (ExitCode.REQUEUE, ExitCode.INTERRUPTED)
 
 
-def run_processes(arguments: list[str], nproc: int) -> int:
+def run_processes(arguments: list[str], nproc: int, meeting: Meeting | None = None, timeout: float = 600) -> int:
     """Run ``python ARGUMENTS`` as ``nproc`` ranks on this machine and return the exit code of the run.
 
-    The rendezvous listens on a port that the operating system chooses, so two runs never meet.
+    Without a ``meeting`` the rendezvous listens on a port that the operating system chooses, so two runs never meet.
+    With one, every node calls this, and waits ``timeout`` seconds for the others.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc)))
@@ -49,14 +52,17 @@ def run_processes(arguments: list[str], nproc: int) -> int:
         status = Path(folder) / "status"
         os.environ[STATUS_FILE] = str(status)
         _handle_signals(folder)
+        place = meeting or Meeting(Path(folder).name, "127.0.0.1:0", nodes=1, node=0, address="127.0.0.1")
         config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
+            min_nodes=place.nodes,
+            max_nodes=place.nodes,
             nproc_per_node=nproc,
-            run_id=Path(folder).name,
+            run_id=place.job,
             rdzv_backend="c10d",
-            rdzv_endpoint="127.0.0.1:0",
-            local_addr="127.0.0.1",
+            rdzv_endpoint=place.endpoint,
+            # torch would guess from host names who keeps the store
+            rdzv_configs={"is_host": place.node == 0, "read_timeout": int(timeout), "join_timeout": int(timeout)},
+            local_addr=place.address,
             max_restarts=0,
             monitor_interval=0.1,
             logs_specs=DefaultLogsSpecs(log_dir=folder),
@@ -67,9 +73,20 @@ def run_processes(arguments: list[str], nproc: int) -> int:
             elastic_launch(config, sys.executable)("-u", *arguments)
         except ChildFailedError as error:
             return _explain(error.failures)
+        except RendezvousError as error:
+            raise _nobody_came(place, timeout) from error
         except SignalException as error:
             return int(status.read_text()) if status.exists() else 128 + int(error.sigval)
     return ExitCode.DONE
+
+
+def _nobody_came(meeting: Meeting, timeout: float) -> UserError:
+    return UserError(
+        f"node {meeting.node + 1} of {meeting.nodes} did not meet all the others at {meeting.endpoint} "
+        f"within {timeout:.0f}s",
+        remedy="look in the log for what the other nodes say; a longer wait is launch.timeout=SECONDS",
+        exit_code=ExitCode.FAILED,
+    )
 
 
 def _handle_signals(folder: str) -> None:
@@ -144,9 +161,9 @@ def report_failure(error: BaseException) -> bool:
 
 
 def report_status(code: int) -> None:
-    """Leave rank 0's exit code for the launcher, which loses it when a signal ends the run."""
+    """Leave the exit code of a node's first rank for the launcher, which loses it when a signal ends the run."""
     path = os.environ.get(STATUS_FILE)
-    if path is not None and os.environ.get("RANK") == "0":
+    if path is not None and os.environ.get("LOCAL_RANK") == "0":
         with contextlib.suppress(OSError):  # the launcher may be gone with its folder
             Path(path).write_text(str(int(code)))
 

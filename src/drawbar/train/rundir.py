@@ -14,6 +14,7 @@ from drawbar.config.compare import differences, render_differences
 from drawbar.config.load import dump_yaml, load_config
 from drawbar.config.schema import RunConfig, RunSection
 from drawbar.errors import UserError
+from drawbar.launch.job import FOLDER as LAUNCH_FOLDER
 from drawbar.runtime.files import write_whole
 
 LOCK_FILE = ".lock"
@@ -110,7 +111,7 @@ def _find_fork(config: RunConfig, resume: str, name: str) -> Start:
 def _check_no_stranger(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file", where="run.dir, run.name", remedy="choose another run.name")
-    if folder.is_dir() and set(os.listdir(folder)) - {LOCK_FILE, CONFIG_DRAFT}:
+    if folder.is_dir() and set(os.listdir(folder)) - {LOCK_FILE, CONFIG_DRAFT, LAUNCH_FOLDER}:
         raise UserError(
             f"{folder} holds files, but no drawbar run (there is no config.yaml)",
             where="run.dir, run.name",

@@ -1,0 +1,139 @@
+"""The section ``cluster``: what a scheduler must know to run a job, and profiles that keep it for all of a user's runs.
+
+A profile is a file ``~/.config/drawbar/clusters/NAME.yaml`` with the keys of the section; the run's own file and the
+command line overrule it.
+"""
+
+import os
+import re
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+from drawbar.config.section import Count, PathText, Section, Text
+from drawbar.config.source import Origin, Settings, read_file
+from drawbar.errors import UserError, nearest
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.,@+-]*$", max_length=128)]
+"""A name, or several with commas, that cannot be taken for an option or for a part of a shell command."""
+Module = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.,@+/-]*$", max_length=128)]
+TimeLimit = Annotated[str, Field(pattern=r"^([0-9]{1,3}-[0-9]{1,2}(:[0-9]{2}){0,2}|[0-9]{1,3}(:[0-9]{2}){1,2})$")]
+
+_SECRET = re.compile(r"TOKEN|SECRET|PASSW|API_?KEY|CREDENTIAL", re.IGNORECASE)
+OWN_OPTIONS = {
+    "account", "array", "chdir", "cpus-per-task", "dependency", "error", "export", "gpus-per-node", "gres", "job-name",
+    "nodes", "no-requeue", "ntasks", "ntasks-per-node", "open-mode", "output", "parsable", "partition", "requeue",
+    "signal", "test-only", "time", "wait", "wrap",
+}  # fmt: skip
+"""Options of sbatch that drawbar writes itself, or that its jobs cannot do with."""
+
+
+def _variables(values: dict[str, str]) -> dict[str, str]:
+    for name, value in values.items():
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise ValueError(f"{name!r} is no name of an environment variable")
+        if _SECRET.search(name):
+            raise ValueError(
+                f"{name} looks like a secret, and job scripts are no place for one; "
+                "export it before `drawbar submit`: the scheduler passes your environment on"
+            )
+        if "\0" in value:
+            raise ValueError(f"{name} holds a null character, which no environment variable can")
+    return values
+
+
+def _sbatch_options(values: dict[str, str | int | bool]) -> dict[str, str | int | bool]:
+    for name, value in values.items():
+        if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
+            raise ValueError(f"{name!r} is no long option of sbatch; write it without its dashes, such as qos: high")
+        if name in OWN_OPTIONS:
+            raise ValueError(f"drawbar writes the option {name} itself; use the settings of cluster, or leave it out")
+        if isinstance(value, str) and not re.fullmatch(r"[A-Za-z0-9_./:,=@+&|*\[\]()<>-]+", value):
+            raise ValueError(f"the value of {name} has characters that no option of sbatch needs: {value!r}")
+    return values
+
+
+def _lines(values: list[str]) -> list[str]:
+    for line in values:
+        if re.search(r"[\x00-\x08\x0a-\x1f]", line) or line.lstrip().startswith("#SBATCH"):
+            raise ValueError(f"expected one shell command a line, got {line!r}")
+    return values
+
+
+class ClusterSection(Section):
+    """Where `drawbar submit` runs a job; `drawbar train` does not read it."""
+
+    nodes: Count = 1
+    """Machines that the job runs on."""
+    gpus_per_node: Count | None = None
+    """GPUs to ask for on each node; each gets a process."""
+    cpus_per_task: Count | None = None
+    """CPU cores to ask for on each node, for all of its processes together."""
+    partition: Name | None = None
+    """Partition (queue) to submit to; several may be given with commas."""
+    account: Name | None = None
+    """Account that pays."""
+    time: TimeLimit | Count | None = None
+    """Time limit as Slurm writes it, such as `12:00:00` or `2-00`; a whole number is minutes."""
+    requeue: bool = True
+    """Put the job back into the queue when it was interrupted: it goes on from its last checkpoint. A job that is
+    restarted three times without a new checkpoint stops."""
+    signal_seconds: Count = 120
+    """So many seconds before the time limit the run saves and ends, or is requeued."""
+    modules: list[Module] = []
+    """Environment modules to load, in this order."""
+    environment: Annotated[dict[str, str], AfterValidator(_variables)] = {}
+    """Environment variables to set on every node. No secrets: the job has your own environment, too."""
+    setup: Annotated[list[Text], AfterValidator(_lines)] = []
+    """Shell commands to run on the first node before all else, such as `source ~/venv/bin/activate`; what they export
+    reaches every node."""
+    python: PathText | None = None
+    """Python to run on the nodes, a path or a command that `setup` provides. Default: the one that submits."""
+    interface: Name | None = None
+    """Network interface that the nodes talk over. Default: InfiniBand where the first node has it, else the one that
+    leads to the first node."""
+    options: Annotated[dict[str, str | int | bool], AfterValidator(_sbatch_options)] = {}
+    """More options of sbatch, without dashes, such as `{qos: high, mem: 0, exclusive: true}`."""
+
+    @property
+    def seconds(self) -> int | None:
+        """The time limit in seconds."""
+        if self.time is None or isinstance(self.time, int):
+            return None if self.time is None else 60 * self.time
+        days, dash, clock = self.time.rpartition("-")
+        parts = [int(part) for part in clock.split(":")]
+        if dash:  # days-hours, days-hours:minutes, days-hours:minutes:seconds
+            parts += [0] * (3 - len(parts))
+        elif len(parts) == 2:  # minutes:seconds
+            parts.insert(0, 0)
+        hours, minutes, seconds = parts
+        return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def profile_folder() -> Path:
+    """Where profiles lie: ``$XDG_CONFIG_HOME/drawbar/clusters``, by default in ``~/.config``."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "drawbar" / "clusters"
+
+
+def read_profile(name: str) -> Settings:
+    """The settings of a profile, as a section ``cluster``.
+
+    Raises:
+        UserError: there is no such profile, or it is no YAML file of keys and values.
+    """
+    folder = profile_folder()
+    names = sorted(path.stem for path in folder.glob("*.yaml"))
+    if name not in names:
+        guess = nearest(name, names)
+        remedy = f"did you mean {guess}?" if guess else f"write {folder / f'{name}.yaml'} with lines such as `nodes: 2`"
+        raise UserError(f"there is no cluster profile {name!r}", where=str(folder), remedy=remedy)
+    profile = read_file(folder / f"{name}.yaml")
+    if isinstance(profile.values.get("cluster"), dict):
+        raise UserError(
+            "a profile holds the keys of the section cluster without the word `cluster:`",
+            where=str(profile.path),
+            remedy="remove the line `cluster:`, and the indentation below it",
+        )
+    origins: dict[str, Origin] = {f"cluster.{key}": origin for key, origin in profile.origins.items()}
+    return Settings(profile.path, {"cluster": profile.values}, origins, profile.problems)

@@ -1,0 +1,34 @@
+"""``Meeting``: what the launcher on one node must know to meet those on the others."""
+
+import json
+import os
+from collections.abc import MutableMapping
+from dataclasses import asdict, dataclass
+
+VARIABLE = "DRAWBAR_MEETING"
+"""Environment variable: the meeting that ``drawbar train`` takes part in, as JSON."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """One node's part in a job of several."""
+
+    job: str
+    """The same on all nodes, and another one for each job."""
+    endpoint: str
+    """``address:port`` of the first node."""
+    nodes: int
+    node: int
+    """Number of this node; the first, 0, keeps the store that they meet at."""
+    address: str
+    """Of this node, as the others reach it."""
+
+    def announce(self, environ: MutableMapping[str, str] = os.environ) -> None:
+        """Leave it for the program that this process becomes."""
+        environ[VARIABLE] = json.dumps(asdict(self))
+
+    @staticmethod
+    def take(environ: MutableMapping[str, str] = os.environ) -> "Meeting | None":
+        """The meeting that was announced. It is for one launcher alone: the ranks that it starts do not find it."""
+        text = environ.pop(VARIABLE, None)
+        return None if text is None else Meeting(**json.loads(text))

@@ -1,0 +1,81 @@
+"""Runs on every node of a Slurm job, once: finds the way to the first node, and becomes the command.
+
+srun … python -m drawbar.launch.node ADDRESS:PORT COMMAND [ARGUMENT]...
+"""
+
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NoReturn
+
+from drawbar.launch.meeting import Meeting
+from drawbar.launch.network import address_of_host_name, address_towards, interfaces
+
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a node reaches the first one."""
+
+    address: str
+    """Its own, on that way."""
+    interface: str | None
+    """None where no interface has the address as its first."""
+    variables: dict[str, str]
+    """What to set so that gloo and NCCL take the same way."""
+
+
+def find_way(head: str, environ: Mapping[str, str]) -> Way:
+    """The way to the machine ``head``. What the user has set stays.
+
+    Raises:
+        OSError: there is none.
+    """
+    address = address_towards(head)
+    known = interfaces()
+    interface = next((name for name, own in known.items() if own == address), None)
+    variables: dict[str, str] = {}
+    if interface is not None:
+        if GLOO not in environ and address_of_host_name() != address:
+            variables[GLOO] = interface
+        others = [name for name in known if name not in (interface, "lo") and not name.startswith("docker")]
+        if NCCL not in environ and (others or interface == "lo"):  # NCCL never takes lo, and may take any other
+            variables[NCCL] = interface
+    return Way(address, interface, variables)
+
+
+def describe(way: Way, meeting: Meeting, environ: Mapping[str, str]) -> str:
+    """One line for the job's log."""
+    kept = [f"{name}={environ[name]} was set already" for name in (GLOO, NCCL) if name in environ]
+    said = [f"{name}={value}" for name, value in way.variables.items()] + kept
+    return (
+        f"drawbar: node {meeting.node + 1} of {meeting.nodes}, {environ.get('SLURMD_NODENAME', socket.gethostname())}: "
+        f"meets the others at {meeting.endpoint} over {way.interface or 'an interface'} ({way.address})"
+        + (f"; {', '.join(said)}" if said else "")
+    )
+
+
+def main(arguments: list[str]) -> NoReturn:
+    endpoint, *command = arguments
+    nodes, node = int(os.environ["SLURM_STEP_NUM_NODES"]), int(os.environ["SLURM_NODEID"])
+    head = endpoint.rpartition(":")[0]
+    try:
+        way = find_way(head, os.environ)
+    except OSError as error:
+        host = os.environ.get("SLURMD_NODENAME", socket.gethostname())
+        print(f"error: node {host} has no way to the first node, {head}: {error}", file=sys.stderr)
+        print("  fix:   set cluster.interface to a network that all nodes are on", file=sys.stderr)
+        sys.exit(1)
+    meeting = Meeting(f"drawbar-{os.environ['SLURM_JOB_ID']}", endpoint, nodes, node, way.address)
+    print(describe(way, meeting, os.environ), flush=True)
+    os.environ.update(way.variables)
+    if nodes > 1:
+        meeting.announce()
+    os.execvp(command[0], command)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,213 @@
+"""A job as Slurm's sbatch takes it: a bash script.
+
+Words of the user reach the shell through ``shlex.quote`` alone, and sbatch's own parser, which has other rules, only
+where they hold nothing that it would read differently.
+"""
+
+import re
+import shlex
+import signal
+import subprocess
+from pathlib import Path
+
+from drawbar.config.cluster import ClusterSection
+from drawbar.errors import ExitCode, UserError
+from drawbar.launch.job import Job
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+_GRACE = 60
+"""Seconds that the other nodes have to end by themselves after the first has."""
+
+_BODY = """
+# USR1 comes before the time limit, to this script alone: it goes on to the ranks, which save and end with {requeue}.
+# TERM comes from scancel or the scheduler, which tells the ranks itself, and decides whether the job goes on.
+told='' signals=0 early='' step=''
+# shellcheck disable=SC2317  # the traps call it
+note() {{
+  told=$1
+  signals=$((signals + 1))
+  if [ "$1" = TERM ]; then return; fi
+  if [ -n "$step" ]; then kill -s "$1" "$step"; else early=$1; fi
+}}
+trap 'note USR1' USR1
+trap 'note TERM' TERM
+
+{python} -m drawbar.launch.restarts {run_dir} "$SLURM_JOB_ID" || exit
+
+# The first node of this job, as Slurm reaches it; it chooses the address and a free port.
+head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+address=$(scontrol show node "$head" --oneliner | sed -n 's/.* NodeAddr=\\([^ ]*\\) .*/\\1/p')
+meeting=$(srun --overlap --nodes=1 --ntasks=1 --nodelist="$head" \\
+  {python} -m drawbar.launch.head "${{address:-$head}}" "$SLURM_JOB_ID"{interface}) || exit
+
+srun --overlap --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 {cpus}\\
+  --kill-on-bad-exit=0 --wait={grace} \\
+  {python} -m drawbar.launch.node "$meeting" \\
+  {command} &
+step=$!
+if [ -n "$early" ]; then kill -s "$early" "$step"; fi
+
+# `wait` also ends when a signal comes: the exit code is that of a wait during which none came.
+seen=-1
+while [ "$signals" != "$seen" ]; do
+  seen=$signals
+  wait "$step"
+  code=$?
+done
+"""
+
+_END = """
+# USR1 before a rank could save: nothing is lost but time.
+case "$told:$code" in
+  :{requeue} | USR1:{requeue} | USR1:{killed})
+    {then}
+    ;;
+esac
+exit "$code"
+"""
+_REQUEUE = """\
+echo "drawbar: job $SLURM_JOB_ID was interrupted (exit code $code) and goes back into the queue"
+    scontrol requeue "$SLURM_JOB_ID\""""
+_NO_REQUEUE = """\
+echo "drawbar: job $SLURM_JOB_ID was interrupted (exit code $code); submit the run again, and it goes on\""""
+
+
+def render(job: Job, cluster: ClusterSection) -> str:
+    """The script, which ends with the exit code of the run.
+
+    Raises:
+        UserError: a name or a path that sbatch would read as something else.
+    """
+    python = shlex.quote(job.python)
+    shell = "#!/bin/bash -l" if cluster.modules else "#!/bin/bash"  # a login shell knows the command module
+    parts = [shell, f"# Run {job.name} on {_count(job.nodes, 'node')}; made by drawbar submit."]
+    parts += [f"#SBATCH {option}" for option in _options(job, cluster)]
+    parts.append("")
+    parts += [f"module load {shlex.quote(module)} || exit" for module in cluster.modules]
+    variables = {**cluster.environment, **job.environment}
+    parts += [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
+    parts += [*cluster.setup, ""]
+    body = _BODY.format(
+        requeue=int(ExitCode.REQUEUE),
+        python=python,
+        run_dir=shlex.quote(str(job.run_dir)),
+        nodes=job.nodes,
+        # since 22.05, srun does not take it over from the job
+        cpus=f"--cpus-per-task={cluster.cpus_per_task} " if cluster.cpus_per_task else "",
+        grace=_GRACE,
+        interface=f" {shlex.quote(cluster.interface)}" if cluster.interface else "",
+        command=shlex.join(job.argv),
+    )
+    then = _REQUEUE if cluster.requeue else _NO_REQUEUE
+    end = _END.format(requeue=int(ExitCode.REQUEUE), killed=128 + signal.SIGUSR1, then=then)
+    return "\n".join(parts) + body + end
+
+
+def log_path(job: Job, number: str = "%j") -> Path:
+    """Where Slurm writes what the job prints, all its restarts in one file."""
+    return job.folder / f"slurm-{number}.log"
+
+
+def submit(job: Job, script: str) -> str:
+    """Give the script to sbatch; the number of the job.
+
+    Raises:
+        UserError: there is no sbatch, or it refuses.
+    """
+    made = _missing(job.folder)
+    job.folder.mkdir(parents=True, exist_ok=True)
+    try:
+        number = _sbatch(script)
+    except UserError:
+        for folder in made:
+            folder.rmdir()
+        raise
+    return number
+
+
+def _sbatch(script: str) -> str:
+    try:
+        done = subprocess.run(
+            ["sbatch", "--parsable"],
+            input=script,
+            capture_output=True,
+            encoding="utf-8",
+            errors="surrogateescape",  # names of files may be no UTF-8
+            check=False,
+        )
+    except FileNotFoundError as error:
+        raise UserError(
+            "there is no Slurm here: the command sbatch is not installed",
+            where="--to slurm",
+            remedy="submit on a login node of the cluster; --dry-run prints the script anywhere",
+        ) from error
+    if done.returncode:
+        raise UserError(
+            f"Slurm refuses the job: {_reason(done.stderr)}",
+            where="sbatch",
+            remedy="`sinfo` lists partitions with their limits; the settings are those of `cluster`",
+        )
+    return done.stdout.strip().partition(";")[0]  # NUMBER;CLUSTER where there are several
+
+
+def _options(job: Job, cluster: ClusterSection) -> list[str]:
+    """The options of sbatch, as it reads them from a script."""
+    if not _NAME.fullmatch(job.name):
+        raise UserError(
+            f"{job.name!r} cannot be the name of a job",
+            where="run.name",
+            remedy="use letters, digits, dots, dashes and underscores",
+        )
+    given: dict[str, str | int | bool | None] = {
+        "job-name": job.name,
+        "chdir": _plain(job.workdir),
+        # sbatch fills in %j and the like
+        "output": _plain(job.run_dir).replace("%", "%%") + str(log_path(job)).removeprefix(str(job.run_dir)),
+        "open-mode": "append",
+        "requeue" if cluster.requeue else "no-requeue": True,
+        "signal": f"B:USR1@{cluster.signal_seconds}",
+        "nodes": job.nodes,
+        "ntasks-per-node": 1,
+        "cpus-per-task": cluster.cpus_per_task,
+        "gres": None if cluster.gpus_per_node is None else f"gpu:{cluster.gpus_per_node}",
+        "partition": cluster.partition,
+        "account": cluster.account,
+        "time": cluster.time,
+        **cluster.options,
+    }
+    found = []
+    for name, value in given.items():
+        if value is True:
+            found.append(f"--{name}")
+        elif value is not None and value is not False:
+            found.append(f"--{name}={shlex.quote(str(value))}")
+    return found
+
+
+def _plain(path: Path) -> str:
+    """A path that sbatch reads as it is written.
+
+    sbatch knows quotes, but it takes a backslash for an escape even between them, and a line's end for the end.
+    """
+    if re.search(r"[\x00-\x1f\x7f\\]", str(path)):
+        raise UserError(
+            f"Slurm cannot take a path with backslashes or control characters: {str(path)!r}",
+            where="run.dir, or the current folder",
+            remedy="rename the folder",
+        )
+    return str(path)
+
+
+def _missing(folder: Path) -> list[Path]:
+    """The folders that must be made for ``folder``, from the innermost."""
+    return [path for path in (folder, *folder.parents) if not path.exists()]
+
+
+def _reason(text: str) -> str:
+    """What sbatch says, without its own name in front."""
+    lines = [re.sub(r"^sbatch: (error: )?", "", line) for line in text.strip().splitlines()]
+    return "; ".join(line for line in lines if line) or "it does not say why"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number > 1)}"

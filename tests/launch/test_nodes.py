@@ -1,0 +1,129 @@
+"""What runs on the nodes before the ranks: the way to the first node, a port for the job, the end of a crash loop."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from drawbar.launch.head import PORTS, choose_address, choose_port, main
+from drawbar.launch.meeting import VARIABLE, Meeting
+from drawbar.launch.network import address_towards, interface_address, interfaces, is_free
+from drawbar.launch.node import find_way
+from drawbar.launch.restarts import MOST, count_restart, newest_step
+
+
+def test_jobs_look_at_different_ports() -> None:
+    ports = [choose_port(str(job), free=lambda port: True) for job in range(1000, 1100)]
+    assert len(set(ports)) > 95  # of 17,000; neighbours that meet anyway find the other's port taken
+    assert set(ports) <= set(PORTS)
+
+
+def test_a_port_that_is_taken_is_left_alone() -> None:
+    first = choose_port("job")
+    assert is_free(first)
+    with socket.create_server(("127.0.0.1", first)):
+        assert not is_free(first)
+        second = choose_port("job")
+        assert second != first
+    assert choose_port("job") == first
+    with pytest.raises(OSError, match="none of 200 ports"):
+        choose_port("job", free=lambda port: False)
+
+
+def test_the_head_says_where_to_meet(capsys: pytest.CaptureFixture[str]) -> None:
+    assert choose_address("localhost", None) == "127.0.0.1"  # where there is no InfiniBand, as here
+    assert main(["localhost", "7"]) == 0
+    address, port = capsys.readouterr().out.strip().split(":")
+    assert (address, int(port)) == ("127.0.0.1", choose_port("7"))
+    assert main(["localhost", "7", "lo"]) == 0
+    assert main(["localhost", "7", "nowhere0"]) == 1
+    assert "the interface nowhere0 has no IPv4 address" in capsys.readouterr().err
+    assert main(["no-such-host.invalid", "7"]) == 1
+    assert "fix:" in capsys.readouterr().err
+
+
+def test_interfaces_of_this_machine() -> None:
+    assert interfaces()["lo"] == interface_address("lo") == "127.0.0.1"
+    assert address_towards("localhost") == "127.0.0.1"
+    assert interface_address("nowhere0") is None
+
+
+def test_the_way_of_the_libraries() -> None:
+    way = find_way("127.0.0.1", {})
+    assert (way.address, way.interface) == ("127.0.0.1", "lo")
+    assert way.variables["NCCL_SOCKET_IFNAME"] == "lo"  # it would not take lo by itself
+    chosen = {"NCCL_SOCKET_IFNAME": "eth7", "GLOO_SOCKET_IFNAME": "eth7"}
+    assert find_way("127.0.0.1", chosen).variables == {}
+    with pytest.raises(OSError, match="Name or service not known"):
+        find_way("no-such-host.invalid", {})
+
+
+def test_a_meeting_is_taken_once() -> None:
+    meeting = Meeting("job-7", "10.0.0.1:20000", nodes=2, node=1, address="10.0.0.2")
+    environ: dict[str, str] = {}
+    meeting.announce(environ)
+    assert list(environ) == [VARIABLE]
+    assert Meeting.take(environ) == meeting
+    assert Meeting.take(environ) is None
+
+
+def run_node(endpoint: str) -> "subprocess.CompletedProcess[str]":
+    slurm = {"SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1", "SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n2"}
+    show = [sys.executable, "-c", f"import os; print(os.environ[{VARIABLE!r}])"]
+    return subprocess.run(
+        [sys.executable, "-m", "drawbar.launch.node", endpoint, *show],
+        env={**os.environ, **slurm},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_node_becomes_its_command() -> None:
+    done = run_node("127.0.0.1:20000")
+    assert done.returncode == 0, done.stderr
+    said, announced = done.stdout.splitlines()
+    assert said.startswith("drawbar: node 2 of 2, n2: meets the others at 127.0.0.1:20000 over lo (127.0.0.1)")
+    assert Meeting(**json.loads(announced)) == Meeting("drawbar-7", "127.0.0.1:20000", 2, 1, "127.0.0.1")
+
+
+def test_a_node_without_a_way() -> None:
+    done = run_node("no-such-host.invalid:20000")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: node n2 has no way to the first node, no-such-host.invalid")
+    assert "fix:" in done.stderr
+
+
+def test_nothing_on_a_node_imports_torch() -> None:
+    script = (
+        "import sys, drawbar.launch.head, drawbar.launch.node, drawbar.launch.restarts; print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_restarts_without_a_new_checkpoint_are_counted(tmp_path: Path) -> None:
+    def save(step: int) -> None:
+        (tmp_path / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+
+    assert newest_step(tmp_path) == -1
+    assert [count_restart(tmp_path, "7") for _ in range(3)] == [0, 1, 2]
+    save(0)
+    assert [count_restart(tmp_path, "7") for _ in range(2)] == [0, 1]
+    save(40)
+    (tmp_path / "checkpoints" / "step-00000080.tmp").mkdir()  # never finished
+    assert newest_step(tmp_path) == 40
+    assert [count_restart(tmp_path, "7") for _ in range(3)] == [0, 1, 2]
+    assert count_restart(tmp_path, "8") == 0  # a job of its own
+
+
+def test_the_fourth_restart_ends(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "drawbar.launch.restarts", str(tmp_path), "7"]
+    done = [subprocess.run(command, capture_output=True, text=True, check=False) for _ in range(MOST + 2)]
+    assert [finished.returncode for finished in done] == [0] * (MOST + 1) + [1]
+    assert done[-1].stderr.startswith("error: job 7 was restarted 3 times without a new checkpoint; it ends here")
+    assert "fix:" in done[-1].stderr

@@ -1,0 +1,144 @@
+"""The text of jobs: golden scripts, and words that a shell or sbatch could take for something else."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from drawbar.config.cluster import ClusterSection
+from drawbar.config.load import load_config
+from drawbar.errors import UserError
+from drawbar.launch.job import Job
+from drawbar.launch.slurm import render
+
+GOLDEN = Path(__file__).parent / "golden"
+JOB = Job(
+    name="wikitext-gpt2",
+    argv=("/opt/env/bin/python", "-m", "drawbar", "train", "config.yaml", "optim.lr=1e-4", "launch.nproc=1"),
+    workdir=Path("/home/me/project"),
+    run_dir=Path("/home/me/project/runs/wikitext-gpt2"),
+)
+SCRIPTS = {
+    "plain": (JOB, ClusterSection()),
+    "two_nodes": (
+        replace(JOB, nodes=2, processes=8, argv=("python", *JOB.argv[1:-1], "launch.nproc=8")),
+        ClusterSection(
+            nodes=2,
+            gpus_per_node=8,
+            cpus_per_task=64,
+            partition="gpu",
+            account="proj@h100",
+            time="20:00:00",
+            signal_seconds=300,
+            modules=["cuda/12.4", "python/3.11"],
+            environment={"HF_HOME": "/scratch/my cache", "NCCL_DEBUG": "WARN"},
+            setup=["source ~/venv/bin/activate"],
+            python="python",
+            interface="ib0",
+            options={"qos": "high", "exclusive": True, "mem": 0},
+        ),
+    ),
+    "no_requeue": (JOB, ClusterSection(requeue=False, time=90)),
+}
+HOSTILE = [
+    "two words", "it's", '"quoted"', "$(touch planted)", "`touch planted`", "a;touch planted", "a&touch planted",
+    "a|touch planted", "a>planted", "a\ntouch planted", "a\n#SBATCH --wrap=planted", "$HOME", "${PATH}", "~", "*", "?",
+    "[a-z]", "!!", "#", "a\\", "\\n", "-rf", "--help", "{a,b}", "(touch planted)", "é", "%j", "\t",
+    "'; touch planted '", "", "\x85", "\r",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_golden_scripts(name: str) -> None:
+    assert render(*SCRIPTS[name]) == (GOLDEN / f"{name}.sh").read_text(), f"golden/{name}.sh: compare, and replace"
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts_are_good_bash(name: str) -> None:
+    done = subprocess.run(["bash", "-n"], input=render(*SCRIPTS[name]), capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="no shellcheck here: apt-get install shellcheck")
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_shellcheck_finds_nothing(name: str) -> None:
+    done = subprocess.run(
+        ["shellcheck", "--exclude=SC1090,SC1091", "-"],  # what a user's `source` would read is not here
+        input=render(*SCRIPTS[name]),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+@pytest.fixture
+def tools(tmp_path: Path) -> Path:
+    """A folder with programs that stand for Slurm's: the last srun runs its command, and prints each argument."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, text in {
+        "scontrol": 'case "$*" in *hostnames*) echo n1;; *) echo "NodeName=n1 NodeAddr=127.0.0.1 Port=1";; esac',
+        "srun": 'case "$*" in *launch.head*) echo 127.0.0.1:20000;; *) printf "%s\\0" "$@" > "$ARGUMENTS";; esac',
+    }.items():
+        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / name).chmod(0o755)
+    return folder
+
+
+def test_hostile_words_arrive_as_they_are(tmp_path: Path, tools: Path) -> None:
+    """Through a real bash, as arguments, as values of the environment, and as the name of a folder."""
+    where = tmp_path / "where"
+    where.mkdir()
+    python = tmp_path / "it's $(touch planted) python"
+    python.symlink_to(sys.executable)
+    job = replace(JOB, argv=(str(python), *HOSTILE), run_dir=where / "$(touch planted)'\" x", workdir=where)
+    variables = {f"HOSTILE_{number}": word for number, word in enumerate(HOSTILE)}
+    script = render(job, ClusterSection(environment=variables, setup=["env --null > environment"]))
+    arguments = tmp_path / "arguments"
+    environ = {
+        **os.environ,
+        "PATH": f"{tools}:{os.environ['PATH']}",
+        "ARGUMENTS": str(arguments),
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "n1",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    done = subprocess.run(["bash"], input=script, cwd=where, env=environ, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    # what srun got: options, python -m drawbar.launch.node MEETING, and the command
+    assert arguments.read_bytes().decode().split("\0")[-len(job.argv) - 1 : -1] == list(job.argv)
+    found = dict(
+        line.split("=", 1) for line in (where / "environment").read_bytes().decode().split("\0") if "=" in line
+    )
+    assert {name: found[name] for name in variables} == variables
+    assert (job.run_dir / "launch" / "restarts-7.json").is_file()
+    assert list(tmp_path.rglob("planted")) == []
+
+
+@pytest.mark.parametrize("name", ["", "-rf", "a b", "a\nb", "$(x)", "a;b", "é", "a/b", "'"])
+def test_names_that_no_job_can_have(name: str) -> None:
+    with pytest.raises(UserError, match="cannot be the name of a job"):
+        render(replace(JOB, name=name), ClusterSection())
+
+
+@pytest.mark.parametrize("folder", ["a\nb", "a\\b", "a\tb", "a\x7f"])
+def test_folders_that_sbatch_would_misread(folder: str) -> None:
+    for job in (replace(JOB, workdir=Path("/", folder)), replace(JOB, run_dir=Path("/", folder))):
+        with pytest.raises(UserError, match="backslashes or control characters"):
+            render(job, ClusterSection())
+
+
+@pytest.mark.parametrize("word", [word for word in HOSTILE if word != "é"])
+@pytest.mark.parametrize("key", ["partition", "account", "modules", "interface"])
+def test_names_on_the_cluster_are_names(key: str, word: str) -> None:
+    if word in ("~", "{a,b}"):
+        word = f"{word} x"
+    value = f"[{json.dumps(word)}]" if key == "modules" else json.dumps(word)
+    with pytest.raises(UserError, match=f"cluster.{key}"):
+        load_config(None, [f"cluster.{key}={value}"])

@@ -1,0 +1,206 @@
+"""A real Slurm of two nodes on this machine: Debian's packages ``slurm-wlm`` and ``munge``, run from one folder.
+
+Nothing outside the folder is written or read, so any number of clusters can run beside one another, and beside one of
+the machine's own: munge has its own key and socket, and ``SLURM_CONF`` tells Slurm's commands which one is meant.
+Both nodes are this machine: they have one host name and address, and ports of their own.
+"""
+
+import getpass
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel", "sinfo")
+NODES = ("n1", "n2")
+CPUS = 8
+"""That each node claims to have; the machine may have fewer, and two jobs must fit beside each other."""
+SECONDS = 60
+
+# cred_expire is how long a requeued job waits, and 5 the least that counts
+CONF = """\
+ClusterName=test
+SlurmctldHost=localhost(127.0.0.1)
+SlurmctldPort={control_port}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge/socket,cred_expire=5
+CryptoType=crypto/munge
+CredType=cred/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerType=sched/backfill
+SchedulerParameters=sched_interval=1,sched_min_interval=0,bf_interval=1,batch_sched_delay=0
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+MpiDefault=none
+ReturnToService=2
+SlurmdParameters=config_overrides
+MessageTimeout=20
+SlurmdTimeout=30
+KillWait=10
+MinJobAge=300
+"""
+NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={cpus} RealMemory=1000 State=UNKNOWN\n"
+PARTITIONS = "PartitionName=main Nodes={nodes} Default=YES MaxTime=1:00:00 State=UP OverSubscribe=NO\n"
+
+
+def missing_programs() -> list[str]:
+    """What of Slurm and munge is not installed."""
+    return [name for name in PROGRAMS if shutil.which(name, path=_path()) is None]
+
+
+@dataclass
+class SlurmCluster:
+    """The cluster as its users see it."""
+
+    folder: Path
+    environment: dict[str, str]
+    """What Slurm's commands need to find it, besides what they have."""
+    daemons: "dict[str, subprocess.Popen[bytes]]" = field(default_factory=dict)
+
+    def run(self, *command: str, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> str:
+        """Run a command as on a login node; its output. Raises AssertionError where it fails."""
+        environ = {**os.environ, **self.environment, **(env or {})}
+        done = subprocess.run(command, cwd=cwd, env=environ, check=False, capture_output=True, text=True)
+        assert done.returncode == 0, f"{command}: exit code {done.returncode}\n{done.stdout}{done.stderr}"
+        return done.stdout
+
+    def facts(self, job: str) -> dict[str, str]:
+        """What ``scontrol show job`` says of a job; it remembers ended jobs for some minutes."""
+        words = self.run("scontrol", "show", "--oneliner", "job", job).split()
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
+    def wait_for(self, job: str, *states: str, seconds: float = SECONDS) -> dict[str, str]:
+        """Wait for a job to come into one of ``states``; the facts of it then."""
+        return wait_until(lambda: self._in_state(job, states), f"job {job} in {states}: {self.facts(job)}", seconds)
+
+    def _in_state(self, job: str, states: Sequence[str]) -> dict[str, str] | None:
+        facts = self.facts(job)
+        return facts if facts["JobState"] in states else None
+
+
+def wait_until(ready: Callable[[], T | None], what: str, seconds: float = SECONDS) -> T:
+    """The first value that is not None or False. Raises AssertionError after ``seconds``."""
+    end = time.monotonic() + seconds
+    while not (found := ready()):
+        assert time.monotonic() < end, f"waited {seconds:.0f}s in vain for {what}"
+        time.sleep(0.05)
+    return found
+
+
+def start_cluster(folder: Path) -> SlurmCluster:
+    """Start munge, the controller and both nodes, and wait until a job could start."""
+    for name in ("munge", "state", *(f"spool-{node}" for node in NODES)):
+        (folder / name).mkdir(mode=0o700, parents=True)
+    conf = folder / "slurm.conf"
+    control, *ports = _free_ports(1 + len(NODES))
+    text = CONF.format(folder=folder, user=getpass.getuser(), control_port=control)
+    host = socket.gethostname().split(".")[0]
+    for name, port in zip(NODES, ports, strict=True):
+        text += NODE.format(name=name, host=host, port=port, cpus=CPUS)
+    conf.write_text(text + PARTITIONS.format(nodes=",".join(NODES)))
+    cluster = SlurmCluster(folder, {"SLURM_CONF": str(conf), "PATH": _path()})
+    try:
+        _start_munge(cluster)
+        _start(cluster, "slurmctld", "-D", "-c", "-f", str(conf))
+        for name in NODES:
+            start_node(cluster, name)
+        wait_until(lambda: _idle_nodes(cluster) == len(NODES), f"idle nodes; logs in {folder}")
+    except BaseException:
+        stop_cluster(cluster)
+        raise
+    return cluster
+
+
+def start_node(cluster: SlurmCluster, name: str) -> None:
+    """Start the daemon of one node."""
+    _start(cluster, "slurmd", "-D", "-N", name, "-f", cluster.environment["SLURM_CONF"], known_as=name)
+
+
+def stop_cluster(cluster: SlurmCluster) -> None:
+    """Cancel all jobs, wait until their processes are gone, and end every daemon."""
+    if "n1" in cluster.daemons and "slurmctld" in cluster.daemons:
+        environ = {**os.environ, **cluster.environment}
+        subprocess.run(["scancel", "--user", getpass.getuser()], env=environ, check=False, capture_output=True)
+        wait_until(lambda: not _steps(cluster), "the end of all jobs", 30)
+    for daemon in reversed(cluster.daemons.values()):
+        daemon.send_signal(signal.SIGTERM)
+        try:
+            daemon.wait(10)
+        except subprocess.TimeoutExpired:
+            daemon.kill()
+            daemon.wait()
+
+
+def _steps(cluster: SlurmCluster) -> str:
+    environ = {**os.environ, **cluster.environment}
+    return subprocess.run(["squeue", "--noheader"], env=environ, check=False, capture_output=True, text=True).stdout
+
+
+def _start_munge(cluster: SlurmCluster) -> None:
+    folder = cluster.folder / "munge"
+    key = folder / "key"
+    key.touch(mode=0o600)
+    key.write_bytes(secrets.token_bytes(128))
+    files = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
+    _start(
+        cluster,
+        "munged",
+        "--foreground",
+        "--force",  # the folders above may be anybody's to write to, as /tmp is
+        *(f"--{option}={folder / name}" for option, name in files.items()),
+    )
+    wait_until((folder / "socket").exists, "munged's socket", 10)
+
+
+def _start(cluster: SlurmCluster, *command: str, known_as: str | None = None) -> None:
+    name = known_as or command[0]
+    with (cluster.folder / f"{name}.out").open("ab") as output:
+        cluster.daemons[name] = subprocess.Popen(
+            command,
+            env={**os.environ, **cluster.environment},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,  # Ctrl-C in a test run is not for them
+        )
+
+
+def _idle_nodes(cluster: SlurmCluster) -> int:
+    environ = {**os.environ, **cluster.environment}
+    done = subprocess.run(
+        ["sinfo", "--noheader", "--Node", "--format=%t"], env=environ, check=False, capture_output=True, text=True
+    )
+    return done.stdout.split().count("idle")
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on, each different."""
+    servers = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [int(server.getsockname()[1]) for server in servers]
+    for server in servers:
+        server.close()
+    return ports
+
+
+def _path() -> str:
+    """Debian puts daemons where an ordinary user's PATH does not look."""
+    return os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
