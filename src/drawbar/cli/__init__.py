@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from drawbar.cli.config import config
+from drawbar.cli.doctor import doctor
 from drawbar.cli.evaluate import evaluate
 from drawbar.cli.export import export
 from drawbar.cli.generate import generate
@@ -42,6 +43,7 @@ Examples:
   drawbar generate runs/demo --prompt "def main("    text from the model
   drawbar export runs/demo --to demo-model           a folder for transformers' from_pretrained
   drawbar parity config.yaml                         every strategy against one process
+  drawbar doctor config.yaml                         what this machine is, and what is wrong with it
   drawbar config explain optim.lr config.yaml        a setting: its value, its origin, its meaning
 """,
 )
@@ -57,7 +59,7 @@ def group(local_rank: str | None) -> None:
         )
 
 
-for command in (init, prepare, train, submit, evaluate, predict, generate, export, parity, config):
+for command in (init, prepare, train, submit, evaluate, predict, generate, export, parity, doctor, config):
     group.add_command(command)
 
 

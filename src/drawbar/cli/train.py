@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from drawbar.config.schema import RunConfig
     from drawbar.tasks.task import Task
 
@@ -61,15 +63,24 @@ def train(task: "type[Task] | None", arguments: tuple[str, ...], resume: str, fo
 
 def count_processes(config: "RunConfig") -> int:
     """How many processes this command must start: none more, where torchrun has started this one."""
+
+    def count_gpus() -> int:
+        import torch
+
+        return torch.cuda.device_count()
+
+    return processes_to_start(config, count_gpus)
+
+
+def processes_to_start(config: "RunConfig", count_gpus: "Callable[[], int]") -> int:
+    """The same; the GPUs are only counted where their number matters."""
     if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
         return 1
     if config.launch.nproc != "auto":
         return config.launch.nproc
     if config.device in ("cpu", "mps") or config.parallel.strategy == "single":
         return 1
-    import torch
-
-    return max(1, torch.cuda.device_count())
+    return max(1, count_gpus())
 
 
 def own_command(task: "type[Task] | None") -> list[str]:

@@ -27,13 +27,14 @@ def interfaces() -> dict[str, str]:
     return {name: address for name, address in found.items() if address is not None}
 
 
+def is_infiniband(name: str) -> bool:
+    """Whether an interface is InfiniBand, and up."""
+    return _read(_SYSFS / name / "type") == _INFINIBAND and _read(_SYSFS / name / "operstate") == "up"
+
+
 def infiniband() -> str | None:
     """An InfiniBand interface that is up and has an address."""
-    for name in sorted(interfaces()):
-        folder = _SYSFS / name
-        if _read(folder / "type") == _INFINIBAND and _read(folder / "operstate") == "up":
-            return name
-    return None
+    return next(filter(is_infiniband, sorted(interfaces())), None)
 
 
 def address_towards(host: str) -> str:

@@ -1,0 +1,140 @@
+"""``drawbar doctor`` as a person and a program see it."""
+
+import io
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from drawbar.tools.doctor.finding import Finding, Fix, Level, Report
+from harness import run_cli
+from messages import check_one_message
+
+SECTIONS = ["Machine", "Libraries", "Device", "Network", "Storage", "Hugging Face Hub", "Launch"]
+
+
+def read(text: str) -> dict[str, dict]:
+    return {finding["name"]: finding for finding in json.loads(text)["findings"]}
+
+
+def test_a_machine_and_a_configuration(project: Path) -> None:
+    before = sorted(project.iterdir())
+    done = run_cli("doctor", "config.yaml", "launch.nproc=2", "parallel.tensor=2", "--json", cwd=project)
+    found = read(done.out)
+    assert list(dict.fromkeys(finding["section"] for finding in found.values())) == [*SECTIONS, "Configuration"]
+    problems = [finding for finding in found.values() if finding["level"] == "problem"]
+    assert (done.code, problems) == (0, []), done.out
+    assert found["device"]["what"] == "cpu"
+    assert found["number format"]["what"] == "fp32"
+    assert found["processes"]["what"] == "2 on this machine"
+    assert found["strategy"]["what"].startswith("ddp × tensor 2")
+    assert found["backend"]["what"] == "gloo"
+    assert found["gloo"]["level"] == "ok"
+    assert str(project / "runs") in found["run.dir"]["what"]
+    assert json.loads(done.out)["healthy"] is True
+    assert sorted(project.iterdir()) == before
+
+
+def test_everything_that_is_wrong_is_told_at_once(project: Path) -> None:
+    (project / "file").touch()
+    env = {
+        "HF_HUB_OFFLINE": "1", "HF_HOME": str(project / "hub"), "HF_TOKEN": "canary", "OMP_NUM_THREADS": "1",
+        "https_proxy": "http://me:canary@host:1", "RANK": "x", "WORLD_SIZE": "2", "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1",
+    }  # fmt: skip
+    wrong = ["run.dir=file", "task.model=no-such-model", "task.from_scratch=null", "task.tokenizer=null"]
+    done = run_cli("doctor", "config.yaml", *wrong, "train.global_batch=7", "lora={rank: 2}", cwd=project, env=env)
+    assert done.code == 1
+    assert "Traceback" not in done.err
+    lines = done.out.splitlines()
+    for says in (
+        "problem  run.dir: ",
+        "problem  no-such-model: not in the cache, and HF_HUB_OFFLINE=1",
+        "problem  ranks: RANK, WORLD_SIZE and LOCAL_RANK must be whole numbers",
+        "problem  settings: train.micro_batch",
+    ):
+        (at,) = [number for number, line in enumerate(lines) if line.strip().startswith(says)]
+        assert lines[at + 1].strip().startswith("fix: "), lines[at + 1]
+    assert "a run would fail here" in lines[-1]
+    assert "canary" not in done.out + done.err
+
+
+def test_a_hub_that_cannot_be_reached(project: Path) -> None:
+    wrong = ["task.model=no-such-model", "task.from_scratch=null", "task.tokenizer=null"]
+    command = [sys.executable, "-m", "drawbar", "doctor", "config.yaml", *wrong, "--json"]
+    env = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(project / "hub"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=project, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1, done.stderr
+    assert "the hub does not answer" in read(done.stdout)["no-such-model"]["what"]
+
+
+def test_a_wrong_request(project: Path) -> None:
+    done = run_cli("doctor", "config.yaml", "optim.lrr=1", cwd=project)
+    assert (done.code, done.out) == (2, "")
+    check_one_message(done.err, "optim.lrr")
+
+
+def test_only_one_process_of_a_machine_speaks(project: Path) -> None:
+    env = {"TORCHELASTIC_RUN_ID": "a", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
+    done = run_cli("doctor", cwd=project, env=env)
+    assert (done.code, done.out) == (0, "")
+
+
+def test_on_a_terminal(project: Path) -> None:
+    """Through a real one: sections, colours, and nothing left of the line that was shown meanwhile."""
+    main, child = pty.openpty()
+    command = [sys.executable, "-m", "drawbar", "doctor"]
+    env = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, cwd=project, env=env, stdout=child, stderr=child) as process:
+        os.close(child)
+        shown = b""
+        while True:
+            try:
+                part = os.read(main, 65536)
+            except OSError:  # the other side is closed
+                break
+            if not part:
+                break
+            shown += part
+    os.close(main)
+    text = shown.decode()
+    assert "looking around …\r\x1b[K\x1b[1mMachine\x1b[0m" in text
+    assert "\x1b[32mok" in text
+    assert process.returncode == 0
+
+
+def test_a_fix_can_be_copied() -> None:
+    """Text is wrapped to the terminal; a command is one line."""
+    command = "sudo mount -o remount,size=8G /dev/shm " + "-v " * 30
+    words = "or do something else " * 5
+    findings = [
+        Finding("Machine", "host", Level.OK, "a [bold]name[/bold] in brackets", "why"),
+        Finding(
+            "Machine",
+            "GLOO_SOCKET_IFNAME",
+            Level.PROBLEM,
+            "something is the matter " * 9,
+            "it fails",
+            Fix(command, words),
+        ),
+    ]
+    stream = io.StringIO()
+    Report(findings).draw(Console(file=stream, width=80, highlight=False))
+    lines = stream.getvalue().splitlines()
+    assert [len(line) <= 80 for line in lines if command.strip() not in line].count(False) == 0
+    assert sum(command.strip() in line for line in lines) == 1
+    assert "a [bold]name[/bold] in brackets" in stream.getvalue()
+    assert "GLOO_SOCKET_IFNAME" in stream.getvalue()
+    plain = "\n".join(Report(findings).lines())
+    assert f"fix: {command}   # {words.strip()}" in plain
+    assert plain.endswith("1 problem (GLOO_SOCKET_IFNAME): a run would fail here.")
+
+
+def test_torch_stays_out_of_the_doctors_own_process() -> None:
+    """A torch that cannot be imported must not end it."""
+    code = "import sys, drawbar.cli.doctor, drawbar.tools.doctor.examine; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
