@@ -184,6 +184,7 @@ class _Run:
     def _loop(self, hooks: list[Hook], total_steps: int) -> None:
         """The loop, the same for every strategy."""
         self.console.start(total_steps, self.progress.step)
+        self.stop.begin()
         info = None
         for step, micro_batches in self.loader.steps(self.progress.step, total_steps):
             result = self.engine.train_step(micro_batches)  # forward, backward, reduce, clip, update
