@@ -13,7 +13,7 @@ import re
 import signal
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 TAKE_A_VALUE = {"--bind": "--bind", "-B": "--bind", "--pwd": "--pwd", "--home": "--home", "-H": "--home"}
 FLAGS = ("--nv",)
@@ -41,7 +41,7 @@ def make_image(path: Path) -> Path:
     return path
 
 
-def calls(image: Path) -> list[dict[str, object]]:
+def calls(image: Path) -> list[dict[str, Any]]:
     """What was run in an image."""
     return [json.loads(line) for line in Path(f"{image}.calls").read_text().splitlines()]
 
