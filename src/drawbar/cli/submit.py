@@ -1,5 +1,6 @@
 """``drawbar submit``."""
 
+import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +31,7 @@ The same command again goes on where the run stopped.
 @click.option("--to", "launcher", type=click.Choice(["slurm"]), required=True, help="The scheduler that runs the job.")
 @click.option("--cluster", metavar="NAME", help="Take the profile NAME for what the section cluster leaves open.")
 @click.option("--nodes", type=click.IntRange(min=1), help="Machines to run on; short for cluster.nodes=N.")
+@click.option("--image", metavar="IMAGE", help="Run in this container; short for cluster.image=IMAGE.")
 @click.option("--dry-run", is_flag=True, help="Print what would be submitted, and submit nothing.")
 @click.pass_obj
 def submit(
@@ -38,6 +40,7 @@ def submit(
     launcher: str,
     cluster: str | None,
     nodes: int | None,
+    image: str | None,
     dry_run: bool,
 ) -> None:
     """Run `drawbar train` on the nodes of a cluster.
@@ -50,10 +53,12 @@ def submit(
     from drawbar.config.cluster_rules import SUBMIT_RULES
     from drawbar.config.deepspeed_json import check_deepspeed
     from drawbar.config.rules import RULES, TRAIN_RULES, check_rules, check_world
+    from drawbar.launch.container import check_image
     from drawbar.launch.slurm import log_path, render
     from drawbar.launch.slurm import submit as to_slurm
 
     settings = arguments if nodes is None else (*arguments, f"cluster.nodes={nodes}")
+    settings = settings if image is None else (*settings, f"cluster.image={json.dumps(image)}")
     loaded = load(settings, task, cluster)
     check_rules(loaded, RULES + TRAIN_RULES + SUBMIT_RULES)
     section = loaded.config.cluster or ClusterSection()
@@ -64,6 +69,8 @@ def submit(
     if dry_run:
         click.echo(script, nl=False)
         return
+    if job.container is not None:
+        check_image(job.container)
     number = to_slurm(job, script)
     click.echo(f"job {number}: run {job.name} on {job.nodes} × {job.processes} processes")
     click.echo(f"log: {log_path(job, number)}")
@@ -73,17 +80,22 @@ def make_job(
     config: "RunConfig", cluster: "ClusterSection", task: "type[Task] | None", arguments: tuple[str, ...]
 ) -> "Job":
     """What ``drawbar train ARGUMENTS`` is on the nodes."""
+    from drawbar.launch.container import PYTHON, VARIABLES, make_container
     from drawbar.launch.job import Job
 
+    container = make_container(config, cluster, Path.cwd())
+    python = cluster.python or (PYTHON if container else sys.executable)
     processes = config.launch.nproc if config.launch.nproc != "auto" else cluster.gpus_per_node or 1
     program = ("-m", "drawbar") if task is None else (str(Path(sys.argv[0]).absolute()),)
     settings = (*arguments, f"launch.nproc={processes}")
     words = ("--", *settings) if settings[0].startswith("-") else settings
     return Job(
         name=config.run.name,
-        argv=(cluster.python or sys.executable, *program, "train", *words),
+        argv=(python, *program, "train", *words),
         workdir=Path.cwd(),
         run_dir=config.run_dir.absolute(),
         nodes=cluster.nodes,
         processes=processes,
+        environment=VARIABLES if container else {},
+        container=container,
     )

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from drawbar.launch.container import Container
+
 FOLDER = "launch"
 """Inside a run directory: what the launchers write."""
 
@@ -22,6 +24,8 @@ class Job:
     processes: int = 1
     """On each node."""
     environment: Mapping[str, str] = field(default_factory=dict)
+    container: Container | None = None
+    """Where ``argv`` runs, and drawbar's own parts; None: on the node itself."""
 
     @property
     def python(self) -> str:
