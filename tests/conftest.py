@@ -63,10 +63,10 @@ def run(project: Path) -> Path:
 @pytest.fixture(scope="session")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[SlurmCluster]":
     """A real Slurm of two nodes: see :mod:`slurm_cluster`."""
-    from slurm_cluster import missing_programs, start_cluster, stop_cluster
+    from programs import need_programs
+    from slurm_cluster import PROGRAMS, start_cluster, stop_cluster
 
-    if missing := missing_programs():
-        pytest.skip(f"no {', '.join(missing)} here: apt-get install slurm-wlm munge")
+    need_programs(*PROGRAMS)
     cluster = start_cluster(tmp_path_factory.mktemp("slurm"))
     yield cluster
     stop_cluster(cluster)
