@@ -20,6 +20,7 @@ Examples:
   drawbar submit config.yaml --to slurm --nodes 2 cluster.gpus_per_node=8 cluster.time=12:00:00
   drawbar submit config.yaml --to slurm --dry-run                 read the script first
   drawbar submit config.yaml --to slurm --cluster NAME optim.lr=1e-4
+  drawbar submit config.yaml --to slurm --image drawbar.sif       in a container on each node
 
 \b
 What the cluster needs to know is in the section cluster of CONFIG, or in a profile that all your runs share:
