@@ -65,7 +65,13 @@ def test_what_a_container_sees(tmp_path: Path) -> None:
 
 
 def test_gpus_are_taken_in_where_they_are_asked_for(tmp_path: Path) -> None:
-    for settings, wanted in (([], False), (["cluster.gpus_per_node=2"], True), (["device=cuda"], True)):
+    for settings, wanted in {
+        (): False,
+        ("cluster.options={exclusive: true}",): False,
+        ("cluster.gpus_per_node=2",): True,
+        ("cluster.options={gpus-per-task: 2}",): True,
+        ("device=cuda",): True,
+    }.items():
         assert ("--nv" in contain(tmp_path, *settings).options()) is wanted
 
 
@@ -110,6 +116,8 @@ def test_folders_that_cannot_be_bound(name: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no container can be given this path"):
         contain(tmp_path / name)
     with pytest.raises(UserError, match="no container can be given this path"):
+        contain(tmp_path, f"cluster.home={json.dumps(name)}")
+    with pytest.raises(UserError, match="an image cannot have this path"):
         contain(tmp_path, f"cluster.image={json.dumps(str(tmp_path / name))}")
     contain(tmp_path, f"run.dir={json.dumps(str(tmp_path / name))}")  # in a folder that is bound
 

@@ -21,6 +21,7 @@ VARIABLES = {"PYTHONNOUSERSITE": "1"}
 """Packages below ~/.local were installed for another Python, and would be found before those of the image."""
 _HUB_FOLDERS = ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE")
 _REMEDY = "rename the folder: commas, colons, backslashes, ^ and spaces at the ends mean something else in a bind"
+_NAMES = "give the path of a file; an image of a registry is docker://NAME, or for pyxis REGISTRY#NAME"
 
 
 @dataclass(frozen=True)
@@ -103,23 +104,37 @@ def make_container(
     needed = [str(workdir), config.run.dir, *later]
     folders = _own_folders([os.path.abspath(workdir / path) for path in needed])
     image = os.path.abspath(workdir / cluster.image) if is_file(cluster.image, runtime) else cluster.image
-    for path in [*folders, *([image] if image.startswith("/") else [])]:
-        if UNSPEAKABLE.search(path):
-            raise UserError(f"no container can be given this path: {path!r}", where="cluster.image", remedy=_REMEDY)
+    home = cluster.home and os.path.abspath(workdir / cluster.home)
+    _check_words(folders, image, home)
     binds = sorted([*(f"{folder}:{folder}" for folder in folders), *cluster.binds], key=_inside)
-    inside = [_inside(bind) for bind in binds]
-    _check_files(config, workdir, inside if cluster.home else [*inside, str(Path.home())])
+    _check_files(config, workdir, [*map(_inside, binds), home or str(Path.home())])
     return Container(
         runtime=runtime,
         image=image,
         workdir=workdir,
         binds=tuple(binds),
         made=tuple(path for path in (os.path.abspath(workdir / path) for path in later) if path in folders),
-        home=cluster.home,
-        gpus=cluster.gpus_per_node is not None or config.device == "cuda",
+        home=home,
+        gpus=_wants_gpus(config, cluster),
         variables=tuple(variables),
         any_runtime=cluster.container == "auto",
     )
+
+
+def _wants_gpus(config: RunConfig, cluster: ClusterSection) -> bool:
+    return (
+        config.device == "cuda"
+        or cluster.gpus_per_node is not None
+        or any(name.startswith("gpus") for name in cluster.options)
+    )
+
+
+def _check_words(folders: list[str], image: str, home: str | None) -> None:
+    for path in [*folders, *([] if home is None else [home])]:
+        if UNSPEAKABLE.search(path):
+            raise UserError(f"no container can be given this path: {path!r}", where="cluster.image", remedy=_REMEDY)
+    if image.startswith("/") and UNSPEAKABLE.search(image):
+        raise UserError(f"an image cannot have this path: {image!r}", where="cluster.image", remedy=_NAMES)
 
 
 def _inside(bind: str) -> str:
@@ -137,7 +152,7 @@ def check_image(container: Container) -> None:
         raise UserError(
             f"there is no image {image}, or you may not read it",
             where="cluster.image",
-            remedy="give the path of a file; an image of a registry is docker://NAME, or for pyxis REGISTRY#NAME",
+            remedy=_NAMES,
         )
 
 
@@ -167,7 +182,7 @@ def _check_files(config: RunConfig, workdir: Path, folders: list[str]) -> None:
     """Refuse files that are there now, and would be missed inside of the container, after hours in a queue."""
     for key, text in _texts("", config.model_dump(exclude={"cluster", "run"})):
         path = os.path.abspath(workdir / text)
-        if len(text) < 1000 and os.path.exists(path) and not _is_seen(path, folders):
+        if os.path.exists(path) and not _is_seen(path, folders):
             folder = path if os.path.isdir(path) else os.path.dirname(os.path.realpath(path))
             raise UserError(
                 f"{key}={text} lies outside of the folders that the container sees",
