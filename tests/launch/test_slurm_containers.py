@@ -4,6 +4,7 @@ import os
 from collections import Counter
 from pathlib import Path
 
+import pytest
 from test_slurm_jobs import steps, submit
 
 from apptainer_stand_in import calls, install, make_image
@@ -12,12 +13,16 @@ from runs import fit_in, largest_difference, losses
 from slurm_cluster import SlurmCluster, wait_until
 
 
-def test_an_interrupted_job_in_a_container_goes_on(slurm: SlurmCluster, tmp_path: Path) -> None:
+def test_an_interrupted_job_in_a_container_goes_on(
+    slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two nodes; Slurm's programs outside and Python inside; saved, requeued from outside, and gone on inside."""
-    project = make_project(tmp_path)
+    folder = tmp_path / "it's $(touch planted) %j; #1"
+    folder.mkdir()
+    project = make_project(folder)
     image = make_image(tmp_path / "drawbar.sif")
     tools = install(tmp_path / "bin")
-    slurm.environment["PATH"] = f"{tools}:{slurm.environment['PATH']}"
+    monkeypatch.setitem(slurm.environment, "PATH", f"{tools}:{slurm.environment['PATH']}")
     settings = ("parallel.strategy=ddp", "eval.every=null", "checkpoint.every=1000", "train.steps=100")
     binds = f"cluster.binds=[{os.path.dirname(os.__file__)}:/mnt/data:ro]"
     job, log = submit(slurm, project, *settings, binds, "--nodes", "2", "--image", str(image))
@@ -32,6 +37,8 @@ def test_an_interrupted_job_in_a_container_goes_on(slurm: SlurmCluster, tmp_path
     fit_in(project, *settings, "run.name=alone")
     assert len(found) == 100
     assert largest_difference(losses(project / "runs" / "alone"), found) < 1e-4
+
+    assert list(tmp_path.rglob("planted")) == []
 
     made = calls(image)
     parts = Counter(str(call["command"][2]) for call in made)
