@@ -9,6 +9,8 @@ from drawbar.launch.records import End, Record
 
 LOST = "LOST"
 """Slurm has forgotten the job, and its script could not say how it ended."""
+STOPPED = "STOPPED"
+"""The run has saved, and asks to be started again; but it is not in the queue. Slurm says FAILED."""
 _DAY = 86400
 _MEANINGS = {
     ExitCode.FAILED: "failed",
@@ -25,7 +27,7 @@ class Standing:
 
     record: Record
     state: str
-    """Slurm's word, or ``LOST``."""
+    """Slurm's word, or ``LOST`` or ``STOPPED``."""
     detail: str = ""
     """Why it waits, where it runs, how it ended."""
     is_active: bool = False
@@ -82,6 +84,8 @@ def judge(record: Record, entry: Entry | None, end: End | None) -> Standing:
         return Standing(record, LOST, "Slurm has forgotten it, and it left no exit code: killed, or its node was lost")
     code = _exit_code(entry, end)
     state = entry.state if entry is not None else "COMPLETED" if code == ExitCode.DONE else "FAILED"
+    if state == "FAILED" and code in (ExitCode.REQUEUE, ExitCode.INTERRUPTED):
+        state = STOPPED
     return Standing(
         record,
         state,

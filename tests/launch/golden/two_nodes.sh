@@ -39,16 +39,18 @@ source ~/venv/bin/activate
 
 # USR1 comes before the time limit, to this script alone: it goes on to the ranks, which save and end with 75.
 # TERM comes from scancel or the scheduler, which tells the ranks itself, and decides whether the job goes on.
+# INT comes from a terminal, and to srun as well.
 told='' signals=0 early='' step=''
 # shellcheck disable=SC2317  # the traps call it
 note() {
   told=$1
   signals=$((signals + 1))
-  if [ "$1" = TERM ]; then return; fi
+  if [ "$1" != USR1 ]; then return; fi
   if [ -n "$step" ]; then kill -s "$1" "$step"; else early=$1; fi
 }
 trap 'note USR1' USR1
 trap 'note TERM' TERM
+trap 'note INT' INT
 
 python -m drawbar.launch.restarts "$drawbar_run" "$drawbar_job" || exit
 
