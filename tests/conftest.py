@@ -40,6 +40,14 @@ def write_text(path: Path, lines: int, seed: int = 0) -> Path:
     return path
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The list of submitted jobs is not that of whoever runs the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
+
+
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """See :func:`make_project`."""

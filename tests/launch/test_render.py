@@ -25,6 +25,19 @@ JOB = Job(
     workdir=Path("/home/me/project"),
     run_dir=Path("/home/me/project/runs/wikitext-gpt2"),
 )
+SWEEP = replace(
+    JOB,
+    elements=tuple(
+        replace(
+            JOB,
+            name=f"wikitext-gpt2-lr{lr}",
+            argv=(*JOB.argv[:-2], f"optim.lr={lr}", f"run.name=wikitext-gpt2-lr{lr}", "launch.nproc=1"),
+            run_dir=JOB.run_dir.with_name(f"wikitext-gpt2-lr{lr}"),
+        )
+        for lr in ("1e-4", "3e-4", "[1e-3]")
+    ),
+    at_once=2,
+)
 
 
 def in_container(*settings: str, environ: Mapping[str, str]) -> tuple[Job, ClusterSection]:
@@ -75,6 +88,8 @@ SCRIPTS = {
         environ={"HF_HOME": "/home/me/project/hub"},
     ),
     "no_requeue": (JOB, ClusterSection(requeue=False, time=90)),
+    "sweep": (SWEEP, ClusterSection(gpus_per_node=1, time="8:00:00")),
+    "allocation": (replace(JOB, nodes=2, allocation="7"), ClusterSection(nodes=2, cpus_per_task=4, requeue=False)),
 }
 HOSTILE = [
     "two words", "it's", '"quoted"', "$(touch planted)", "`touch planted`", "a;touch planted", "a&touch planted",
@@ -122,7 +137,8 @@ def tools(tmp_path: Path) -> Path:
     return folder
 
 
-def test_hostile_words_arrive_as_they_are(tmp_path: Path, tools: Path) -> None:
+@pytest.mark.parametrize("is_sweep", [False, True])
+def test_hostile_words_arrive_as_they_are(tmp_path: Path, tools: Path, is_sweep: bool) -> None:
     """Through a real bash, as arguments, as values of the environment, and as the name of a folder."""
     where = tmp_path / "where"
     where.mkdir()
@@ -130,13 +146,18 @@ def test_hostile_words_arrive_as_they_are(tmp_path: Path, tools: Path) -> None:
     python.symlink_to(sys.executable)
     job = replace(JOB, argv=(str(python), *HOSTILE), run_dir=where / "$(touch planted)'\" x", workdir=where)
     variables = {f"HOSTILE_{number}": word for number, word in enumerate(HOSTILE)}
-    script = render(job, ClusterSection(environment=variables, setup=["env --null > environment"]))
+    other = replace(job, argv=(str(python), "--other"), run_dir=where / "other")
+    whole = replace(other, elements=(other, job)) if is_sweep else job
+    script = render(whole, ClusterSection(environment=variables, setup=["env --null > environment"]))
     arguments = tmp_path / "arguments"
     environ = {
         **os.environ,
         "PATH": f"{tools}:{os.environ['PATH']}",
         "ARGUMENTS": str(arguments),
         "SLURM_JOB_ID": "7",
+        "SLURM_ARRAY_JOB_ID": "7",
+        "SLURM_ARRAY_TASK_ID": "1",
+        "SLURM_RESTART_COUNT": "2",
         "SLURM_JOB_NODELIST": "n1",
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
@@ -148,7 +169,12 @@ def test_hostile_words_arrive_as_they_are(tmp_path: Path, tools: Path) -> None:
         line.split("=", 1) for line in (where / "environment").read_bytes().decode().split("\0") if "=" in line
     )
     assert {name: found[name] for name in variables} == variables
-    assert (job.run_dir / "launch" / "restarts-7.json").is_file()
+    number = "7_1" if is_sweep else "7"
+    assert (job.run_dir / "launch" / f"restarts-{number}.json").is_file()
+    end = json.loads((job.run_dir / "launch" / f"ended-{number}.json").read_text())
+    assert (end["code"], end["restarts"]) == (0, 2)
+    assert end["time"] > 1e9
+    assert not other.run_dir.exists()
     assert list(tmp_path.rglob("planted")) == []
 
 

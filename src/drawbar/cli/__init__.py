@@ -9,15 +9,20 @@ from typing import TYPE_CHECKING
 
 import click
 
+from drawbar.cli.cancel import cancel
 from drawbar.cli.config import config
 from drawbar.cli.doctor import doctor
 from drawbar.cli.evaluate import evaluate
 from drawbar.cli.export import export
 from drawbar.cli.generate import generate
 from drawbar.cli.init import init
+from drawbar.cli.jobs import jobs
+from drawbar.cli.logs import logs
 from drawbar.cli.parity import parity
 from drawbar.cli.predict import predict
 from drawbar.cli.prepare import prepare
+from drawbar.cli.resume import resume
+from drawbar.cli.status import status
 from drawbar.cli.submit import submit
 from drawbar.cli.train import train
 from drawbar.errors import ExitCode, UserError
@@ -38,6 +43,8 @@ Examples:
   drawbar train config.yaml                          train, or go on with a run that was cut short
   drawbar train config.yaml launch.nproc=2           the same run on two processes
   drawbar submit config.yaml --to slurm --nodes 2    the same run on two nodes of a cluster
+  drawbar jobs                                       your jobs, and how far their runs are
+  drawbar logs runs/demo -f                          the log of a job, until it ends
   drawbar eval runs/demo --checkpoint best           scores of the best checkpoint
   drawbar predict runs/demo --input new.tsv --output out.jsonl
   drawbar generate runs/demo --prompt "def main("    text from the model
@@ -59,7 +66,9 @@ def group(local_rank: str | None) -> None:
         )
 
 
-for command in (init, prepare, train, submit, evaluate, predict, generate, export, parity, doctor, config):
+for command in (init, prepare, train, submit, jobs, status, logs, cancel, resume):
+    group.add_command(command)
+for command in (evaluate, predict, generate, export, parity, doctor, config):
     group.add_command(command)
 
 

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from drawbar.config.cluster import ClusterSection
-    from drawbar.config.schema import RunConfig
-    from drawbar.launch.job import Job
+    from drawbar.cli.sending import Sending
+    from drawbar.launch.records import Record
     from drawbar.tasks.task import Task
 
 
@@ -21,11 +20,14 @@ Examples:
   drawbar submit config.yaml --to slurm --dry-run                 read the script first
   drawbar submit config.yaml --to slurm --cluster NAME optim.lr=1e-4
   drawbar submit config.yaml --to slurm --image drawbar.sif       in a container on each node
+  drawbar submit config.yaml --to slurm --sweep optim.lr=1e-4,3e-4 --at-once 4
 
 \b
 What the cluster needs to know is in the section cluster of CONFIG, or in a profile that all your runs share:
 ~/.config/drawbar/clusters/NAME.yaml holds the keys of that section, such as partition, account and gpus_per_node.
-The same command again goes on where the run stopped.
+The same command again goes on where the run stopped; so does `drawbar resume`. `drawbar jobs` lists your jobs.
+Inside an allocation (salloc) the run starts in it at once, and this command ends with it.
+A sweep is one job, in which each combination of values is a run of its own name.
 """
 )
 @click.argument("arguments", nargs=-1, metavar="[CONFIG] [KEY=VALUE]...")
@@ -33,6 +35,10 @@ The same command again goes on where the run stopped.
 @click.option("--cluster", metavar="NAME", help="Take the profile NAME for what the section cluster leaves open.")
 @click.option("--nodes", type=click.IntRange(min=1), help="Machines to run on; short for cluster.nodes=N.")
 @click.option("--image", metavar="IMAGE", help="Run in this container; short for cluster.image=IMAGE.")
+@click.option(
+    "--sweep", multiple=True, metavar="KEY=VALUE,VALUE", help="A run for each value; several give all combinations."
+)
+@click.option("--at-once", type=click.IntRange(min=1), help="Of a sweep: so many runs at the same time, at most.")
 @click.option("--dry-run", is_flag=True, help="Print what would be submitted, and submit nothing.")
 @click.pass_obj
 def submit(
@@ -42,6 +48,8 @@ def submit(
     cluster: str | None,
     nodes: int | None,
     image: str | None,
+    sweep: tuple[str, ...],
+    at_once: int | None,
     dry_run: bool,
 ) -> None:
     """Run `drawbar train` on the nodes of a cluster.
@@ -49,54 +57,44 @@ def submit(
     Settings are checked here, before the job waits in a queue. An interrupted job saves, goes back into the queue, and
     goes on from where it was.
     """
-    from drawbar.cli.arguments import load
-    from drawbar.config.cluster import ClusterSection
-    from drawbar.config.cluster_rules import SUBMIT_RULES
-    from drawbar.config.deepspeed_json import check_deepspeed
-    from drawbar.config.rules import RULES, TRAIN_RULES, check_rules, check_world
-    from drawbar.launch.container import check_image
-    from drawbar.launch.slurm import log_path, render
-    from drawbar.launch.slurm import submit as to_slurm
+    from drawbar.cli.sending import Request, name_elements, plan, plan_sweep
+    from drawbar.launch.sweep import combine
 
+    if at_once is not None and not sweep:
+        raise click.UsageError("--at-once is for a --sweep: it says how many of its runs may run at the same time")
     settings = arguments if nodes is None else (*arguments, f"cluster.nodes={nodes}")
     settings = settings if image is None else (*settings, f"cluster.image={json.dumps(image)}")
-    loaded = load(settings, task, cluster)
-    check_rules(loaded, RULES + TRAIN_RULES + SUBMIT_RULES)
-    section = loaded.config.cluster or ClusterSection()
-    job = make_job(loaded.config, section, task, arguments)
-    check_world(loaded.config, job.nodes * job.processes)
-    check_deepspeed(loaded, job.nodes * job.processes)
-    script = render(job, section)
+    request = Request(settings, task, cluster, own_program(task))
+    if sweep:
+        send(plan_sweep(request, *name_elements(request, combine(sweep)), at_once), dry_run)
+    else:
+        send(plan(request), dry_run)
+
+
+def send(sending: "Sending", dry_run: bool) -> None:
+    """Show it, run it in the allocation that this process is in, or submit it."""
     if dry_run:
-        click.echo(script, nl=False)
+        click.echo(sending.script(), nl=False)
+    elif sending.job.allocation is not None:
+        sending.run_here()
+    else:
+        tell_submitted(sending.submit())
+
+
+def own_program(task: "type[Task] | None") -> str | None:
+    """The user's own script, where it is what was called."""
+    return None if task is None else str(Path(sys.argv[0]).absolute())
+
+
+def tell_submitted(records: "list[Record]") -> None:
+    """What the job is called, where its log is, and how to see more."""
+    first = records[0]
+    size = f"{first.nodes} × {first.processes} processes"
+    if first.sweep is None:
+        click.echo(f"job {first.number}: run {first.run} on {size}")
+        click.echo(f"log: {first.log}")
         return
-    if job.container is not None:
-        check_image(job.container)
-    number = to_slurm(job, script)
-    click.echo(f"job {number}: run {job.name} on {job.nodes} × {job.processes} processes")
-    click.echo(f"log: {log_path(job, number)}")
-
-
-def make_job(
-    config: "RunConfig", cluster: "ClusterSection", task: "type[Task] | None", arguments: tuple[str, ...]
-) -> "Job":
-    """What ``drawbar train ARGUMENTS`` is on the nodes."""
-    from drawbar.launch.container import PYTHON, VARIABLES, make_container
-    from drawbar.launch.job import Job
-
-    container = make_container(config, cluster, Path.cwd())
-    python = cluster.python or (PYTHON if container else sys.executable)
-    processes = config.launch.nproc if config.launch.nproc != "auto" else cluster.gpus_per_node or 1
-    program = ("-m", "drawbar") if task is None else (str(Path(sys.argv[0]).absolute()),)
-    settings = (*arguments, f"launch.nproc={processes}")
-    words = ("--", *settings) if settings[0].startswith("-") else settings
-    return Job(
-        name=config.run.name,
-        argv=(python, *program, "train", *words),
-        workdir=Path.cwd(),
-        run_dir=config.run_dir.absolute(),
-        nodes=cluster.nodes,
-        processes=processes,
-        environment=VARIABLES if container else {},
-        container=container,
-    )
+    click.echo(f"job {first.array}: sweep {first.sweep}, {len(records)} runs on {size} each")
+    for record in records:
+        click.echo(f"  {record.number}: {record.run}")
+    click.echo(f"logs: {first.log.replace(first.number, f'{first.array}_*')}")

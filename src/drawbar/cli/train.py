@@ -58,7 +58,10 @@ def start(task: "type[Task] | None", arguments: tuple[str, ...], resume: str, fo
     total = processes * (meeting.nodes if meeting else 1)
     if total > 1:
         from drawbar.runtime.agent import run_processes
+        from drawbar.runtime.env import check_alone
 
+        if meeting is None:
+            check_alone()
         check_world(loaded.config, total)
         check_deepspeed(loaded, total)
         return run_processes(own_command(task), processes, meeting, loaded.config.launch.timeout)

@@ -2,10 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from drawbar.config.fields import show
+from drawbar.config.load import load_config
 from drawbar.config.schema import RunConfig
+from drawbar.errors import UserError
 
 MAY_CHANGE: dict[str, str] = {
     "launch": "how processes start, not what they compute",
@@ -55,6 +58,23 @@ def render_differences(found: Sequence[Difference]) -> str:
     rows = [("setting", "was", "is now")] + [(item.key, show(item.old), show(item.new)) for item in found]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     return "\n".join(f"  {key:<{widths[0]}}  {was:<{widths[1]}}  {now}" for key, was, now in rows)
+
+
+def check_same(folder: Path, config: RunConfig) -> None:
+    """See that a run that exists can go on with this configuration.
+
+    Raises:
+        UserError: it is that of another run.
+    """
+    old = load_config(folder / "config.yaml", task=type(config.task)).config
+    changed = differences(old, config)
+    if changed:
+        raise UserError(
+            f"the run {config.run.name} exists already, with another configuration:\n{render_differences(changed)}",
+            where=str(folder),
+            remedy="undo the change to go on with the run; or choose another run.name for a new one; "
+            "or go on from its weights under a new name: --fork NEWNAME",
+        )
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str) -> Iterator[Difference]:

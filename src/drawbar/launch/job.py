@@ -28,6 +28,12 @@ class Job:
     environment: Mapping[str, str] = field(default_factory=dict)
     container: "Container | None" = None
     """Where ``argv`` runs, and drawbar's own parts; None: on the node itself."""
+    elements: "tuple[Job, ...]" = ()
+    """The runs of a sweep; this job then says what they all ask for. Each has its name, command and directory."""
+    at_once: int | None = None
+    """So many elements run at the same time, at most."""
+    allocation: str | None = None
+    """The number of the allocation that it runs in, at a terminal; None where it waits in a queue."""
 
     @property
     def python(self) -> str:

@@ -12,36 +12,53 @@ from pathlib import Path
 
 from drawbar.config.cluster import ClusterSection
 from drawbar.errors import ExitCode, UserError
+from drawbar.launch.allocation import OWN_JOB
 from drawbar.launch.job import Job
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _GRACE = 60
 """Seconds that the other nodes have to end by themselves after the first has."""
 
+_BEGIN = """
+export {own_job}="$SLURM_JOB_ID"
+{which}
+# How the job ended, for when Slurm has forgotten it: whole or absent.
+drawbar_end="$drawbar_run/launch/ended-$drawbar_job.json"
+# shellcheck disable=SC2317  # the trap calls it
+ended() {{
+  printf '{{"code": %d, "time": %d, "restarts": %d}}\\n' "$?" "$(date +%s)" "${{SLURM_RESTART_COUNT:-0}}" \\
+    > "$drawbar_end.tmp" && mv "$drawbar_end.tmp" "$drawbar_end"
+}}
+mkdir -p "$drawbar_run/launch" || exit
+rm -f "$drawbar_end"
+trap ended EXIT
+trap 'exit {terminated}' TERM"""
+_RESTARTS = '{alone}{python} -m drawbar.launch.restarts "$drawbar_run" "$drawbar_job" || exit\n\n'
+
 _BODY = """
 # USR1 comes before the time limit, to this script alone: it goes on to the ranks, which save and end with {requeue}.
 # TERM comes from scancel or the scheduler, which tells the ranks itself, and decides whether the job goes on.
+# INT comes from a terminal, and to srun as well.
 told='' signals=0 early='' step=''
 # shellcheck disable=SC2317  # the traps call it
 note() {{
   told=$1
   signals=$((signals + 1))
-  if [ "$1" = TERM ]; then return; fi
+  if [ "$1" != USR1 ]; then return; fi
   if [ -n "$step" ]; then kill -s "$1" "$step"; else early=$1; fi
 }}
 trap 'note USR1' USR1
 trap 'note TERM' TERM
+trap 'note INT' INT
 
-{alone}{python} -m drawbar.launch.restarts {run_dir} "$SLURM_JOB_ID" || exit
-
-# The first node of this job, as Slurm reaches it; it chooses the address and a free port.
+{restarts}# The first node of this job, as Slurm reaches it; it chooses the address and a free port.
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 address=$(scontrol show node "$head" --oneliner | sed -n 's/.* NodeAddr=\\([^ ]*\\) .*/\\1/p')
 meeting=$(srun --overlap --nodes=1 --ntasks=1 --nodelist="$head" \\
   {python} -m drawbar.launch.head "${{address:-$head}}" "$SLURM_JOB_ID"{interface}) || exit
 
 srun --overlap --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 {cpus}\\
-  --kill-on-bad-exit=0 --wait={grace} \\
+  --kill-on-bad-exit=0 --wait={grace} {at_terminal}\\
   {python} -m drawbar.launch.node "$meeting" \\
   {command} &
 step=$!
@@ -66,8 +83,8 @@ esac
 exit "$code"
 """
 _REQUEUE = """\
-echo "drawbar: job $SLURM_JOB_ID was interrupted (exit code $code) and goes back into the queue"
-    scontrol requeue "$SLURM_JOB_ID\""""
+echo "drawbar: job $drawbar_job was interrupted (exit code $code) and goes back into the queue"
+    scontrol requeue "$drawbar_job" && trap - EXIT"""
 _NO_REQUEUE = """\
 echo "drawbar: job $SLURM_JOB_ID was interrupted (exit code $code); submit the run again, and it goes on\""""
 
@@ -84,9 +101,10 @@ def render(job: Job, cluster: ClusterSection) -> str:
         if job.container.runtime == "pyxis":  # only srun knows it
             alone = "srun --overlap --nodes=1 --ntasks=1 "
     shell = "#!/bin/bash -l" if cluster.modules else "#!/bin/bash"  # a login shell knows the command module
-    parts = [shell, f"# Run {job.name} on {_count(job.nodes, 'node')}; made by drawbar submit."]
+    what = f"Sweep {job.name}: {len(job.elements)} runs, each" if job.elements else f"Run {job.name}"
+    parts = [shell, f"# {what} on {_count(job.nodes, 'node')}; made by drawbar submit."]
     parts += [f"#SBATCH {option}" for option in _options(job, cluster)]
-    parts.append("")
+    parts.append(_begin(job) if job.allocation is None else "")
     parts += [f"module load {shlex.quote(module)} || exit" for module in cluster.modules]
     variables = {**job.environment, **cluster.environment}
     parts += [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
@@ -94,23 +112,40 @@ def render(job: Job, cluster: ClusterSection) -> str:
     body = _BODY.format(
         requeue=int(ExitCode.REQUEUE),
         python=python,
-        alone=alone,
-        run_dir=shlex.quote(str(job.run_dir)),
+        restarts=_RESTARTS.format(alone=alone, python=python) if job.allocation is None else "",
         nodes=job.nodes,
         # since 22.05, srun does not take it over from the job
         cpus=f"--cpus-per-task={cluster.cpus_per_task} " if cluster.cpus_per_task else "",
         grace=_GRACE,
         interface=f" {shlex.quote(cluster.interface)}" if cluster.interface else "",
-        command=shlex.join(job.argv),
+        # Ctrl-C goes on to the ranks at once, and not to srun, which would only say how it is
+        at_terminal="" if job.allocation is None else "--disable-status ",
+        command='"${drawbar_command[@]}"' if job.elements else shlex.join(job.argv),
     )
     then = _REQUEUE if cluster.requeue else _NO_REQUEUE
     end = _END.format(requeue=int(ExitCode.REQUEUE), killed=128 + signal.SIGUSR1, then=then)
     return "\n".join(parts) + body + end
 
 
-def log_path(job: Job, number: str = "%j") -> Path:
-    """Where Slurm writes what the job prints, all its restarts in one file."""
-    return job.folder / f"slurm-{number}.log"
+def _begin(job: Job) -> str:
+    """Which run it is, and how its end is told."""
+    if job.elements:
+        # the last element's SLURM_JOB_ID is that of the whole array, which must not be requeued with it
+        lines = ['drawbar_job="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"', 'case "$SLURM_ARRAY_TASK_ID" in']
+        for number, element in enumerate(job.elements):
+            lines.append(f"  {number})")
+            lines.append(f"    drawbar_run={shlex.quote(str(element.run_dir))}")
+            lines.append(f"    drawbar_command=({shlex.join(element.argv)})")
+            lines.append("    ;;")
+        which = "\n".join([*lines, "esac"])
+    else:
+        which = f"drawbar_job=$SLURM_JOB_ID\ndrawbar_run={shlex.quote(str(job.run_dir))}"
+    return _BEGIN.format(own_job=OWN_JOB, which=which, terminated=128 + signal.SIGTERM)
+
+
+def log_path(job: Job, number: str | None = None) -> Path:
+    """Where Slurm writes what the job, or element, prints, all its restarts in one file."""
+    return job.folder / f"slurm-{number or ('%A_%a' if job.elements else '%j')}.log"
 
 
 def submit(job: Job, script: str) -> str:
@@ -178,6 +213,7 @@ def _options(job: Job, cluster: ClusterSection) -> list[str]:
         "partition": cluster.partition,
         "account": cluster.account,
         "time": cluster.time,
+        "array": _array(job),
         **cluster.options,
     }
     found = []
@@ -187,6 +223,12 @@ def _options(job: Job, cluster: ClusterSection) -> list[str]:
         elif value is not None and value is not False:
             found.append(f"--{name}={shlex.quote(str(value))}")
     return found
+
+
+def _array(job: Job) -> str | None:
+    if not job.elements:
+        return None
+    return f"0-{len(job.elements) - 1}" + (f"%{job.at_once}" if job.at_once else "")
 
 
 def _plain(path: Path) -> str:

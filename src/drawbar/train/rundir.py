@@ -10,8 +10,8 @@ from typing import IO
 from pydantic import ValidationError
 
 from drawbar.checkpoint.directory import CheckpointDirectory
-from drawbar.config.compare import differences, render_differences
-from drawbar.config.load import dump_yaml, load_config
+from drawbar.config.compare import check_same
+from drawbar.config.load import dump_yaml
 from drawbar.config.schema import RunConfig, RunSection
 from drawbar.errors import UserError
 from drawbar.launch.job import FOLDER as LAUNCH_FOLDER
@@ -54,7 +54,7 @@ def find_start(config: RunConfig, resume: str, fork: str | None) -> Start:
             where=str(folder),
             remedy="choose another run.name, delete the folder, or leave out --resume never to go on with it",
         )
-    _check_same(folder, config)
+    check_same(folder, config)
     checkpoints = CheckpointDirectory(folder / "checkpoints")
     latest = checkpoints.latest()
     if resume == "auto":
@@ -116,18 +116,6 @@ def _check_no_stranger(folder: Path) -> None:
             f"{folder} holds files, but no drawbar run (there is no config.yaml)",
             where="run.dir, run.name",
             remedy="choose another run.name, or move the files away",
-        )
-
-
-def _check_same(folder: Path, config: RunConfig) -> None:
-    old = load_config(folder / "config.yaml", task=type(config.task)).config
-    changed = differences(old, config)
-    if changed:
-        raise UserError(
-            f"the run {config.run.name} exists already, with another configuration:\n{render_differences(changed)}",
-            where=str(folder),
-            remedy="undo the change to go on with the run; or choose another run.name for a new one; "
-            "or go on from its weights under a new name: --fork NEWNAME",
         )
 
 

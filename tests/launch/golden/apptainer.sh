@@ -10,6 +10,20 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --gres=gpu:8
 
+export DRAWBAR_JOB="$SLURM_JOB_ID"
+drawbar_job=$SLURM_JOB_ID
+drawbar_run=/scratch/runs/wikitext-gpt2
+# How the job ended, for when Slurm has forgotten it: whole or absent.
+drawbar_end="$drawbar_run/launch/ended-$drawbar_job.json"
+# shellcheck disable=SC2317  # the trap calls it
+ended() {
+  printf '{"code": %d, "time": %d, "restarts": %d}\n' "$?" "$(date +%s)" "${SLURM_RESTART_COUNT:-0}" \
+    > "$drawbar_end.tmp" && mv "$drawbar_end.tmp" "$drawbar_end"
+}
+mkdir -p "$drawbar_run/launch" || exit
+rm -f "$drawbar_end"
+trap ended EXIT
+trap 'exit 143' TERM
 module load apptainer || exit
 export PYTHONNOUSERSITE=1
 export NCCL_DEBUG=WARN
@@ -36,18 +50,20 @@ container=(
 
 # USR1 comes before the time limit, to this script alone: it goes on to the ranks, which save and end with 75.
 # TERM comes from scancel or the scheduler, which tells the ranks itself, and decides whether the job goes on.
+# INT comes from a terminal, and to srun as well.
 told='' signals=0 early='' step=''
 # shellcheck disable=SC2317  # the traps call it
 note() {
   told=$1
   signals=$((signals + 1))
-  if [ "$1" = TERM ]; then return; fi
+  if [ "$1" != USR1 ]; then return; fi
   if [ -n "$step" ]; then kill -s "$1" "$step"; else early=$1; fi
 }
 trap 'note USR1' USR1
 trap 'note TERM' TERM
+trap 'note INT' INT
 
-"${container[@]}" python3 -m drawbar.launch.restarts /scratch/runs/wikitext-gpt2 "$SLURM_JOB_ID" || exit
+"${container[@]}" python3 -m drawbar.launch.restarts "$drawbar_run" "$drawbar_job" || exit
 
 # The first node of this job, as Slurm reaches it; it chooses the address and a free port.
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
@@ -73,8 +89,8 @@ done
 # USR1 before a rank could save: nothing is lost but time.
 case "$told:$code" in
   :75 | USR1:75 | USR1:138)
-    echo "drawbar: job $SLURM_JOB_ID was interrupted (exit code $code) and goes back into the queue"
-    scontrol requeue "$SLURM_JOB_ID"
+    echo "drawbar: job $drawbar_job was interrupted (exit code $code) and goes back into the queue"
+    scontrol requeue "$drawbar_job" && trap - EXIT
     ;;
 esac
 exit "$code"

@@ -1,0 +1,87 @@
+"""``drawbar cancel``."""
+
+import time
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from drawbar.launch.records import Record
+    from drawbar.launch.standing import Standing
+
+ASK_SECONDS = 1.0
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  drawbar cancel runs/demo
+  drawbar cancel 1234                  a sweep with all its runs
+  drawbar cancel 1234_2 --grace 600    a run that needs long to save
+
+\b
+RUN|JOB is a run's folder, the name of a run or sweep that was submitted, or the number of a job.
+"""
+)
+@click.argument("what", metavar="RUN|JOB")
+@click.option(
+    "--grace", type=click.IntRange(min=0), default=120, show_default=True, help="Seconds to save in before it is ended."
+)
+def cancel(what: str, grace: int) -> None:
+    """End a job for good: it saves first, and does not go back into the queue. `drawbar resume` goes on with it."""
+    from drawbar.errors import UserError
+    from drawbar.launch.queue import cancel as to_slurm
+    from drawbar.launch.records import find
+    from drawbar.launch.standing import stand
+
+    standings = stand(find(what))
+    active = [standing for standing in standings if standing.is_active]
+    if not active:
+        said = "; ".join(f"{s.record.number}: {s.state} {s.remarks}".rstrip() for s in standings)
+        raise UserError(
+            f"there is nothing to cancel: {said}",
+            where=what,
+            remedy="`drawbar jobs` lists what waits and runs; `drawbar resume` starts a run again",
+        )
+    running = [standing.record for standing in active if standing.state == "RUNNING"]
+    for standing in active:
+        if standing.record not in running:
+            to_slurm(standing.record.number)
+    for record in running:
+        # the script first: it must know, when the ranks have saved, that they are not to go on; Slurm itself would
+        # grant them no more than its KillWait
+        to_slurm(record.number, "--batch", "--signal=TERM")
+        to_slurm(record.number, "--signal=TERM")
+    left = _wait(running, grace)
+    for record in left:
+        click.echo(f"job {record.number}: not saved within {grace}s; it is ended now", err=True)
+        to_slurm(record.number)
+    _wait(left, 60)
+    for standing in stand(standing.record for standing in active):
+        click.echo(_tell(standing))
+
+
+def _wait(records: "list[Record]", seconds: float) -> "list[Record]":
+    """Wait for their end; those that have not ended by then."""
+    from drawbar.launch.standing import stand
+
+    end, left = time.monotonic() + seconds, list(records)
+    while left and (left := [standing.record for standing in stand(left) if standing.is_active]):
+        if time.monotonic() > end:
+            break
+        time.sleep(ASK_SECONDS)
+    return left
+
+
+def _tell(standing: "Standing") -> str:
+    from pathlib import Path
+
+    from drawbar.errors import ExitCode
+    from drawbar.launch.restarts import newest_step
+
+    record = standing.record
+    step = newest_step(Path(record.run_dir))
+    from_there = f"`drawbar resume {record.number}` goes on from step {step}" if step >= 0 else "nothing was saved"
+    if standing.code == ExitCode.REQUEUE:
+        return f"job {record.number}: saved and ended; {from_there}"
+    return f"job {record.number}: {standing.state.lower()}; {from_there}"

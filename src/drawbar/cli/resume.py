@@ -1,0 +1,77 @@
+"""``drawbar resume``."""
+
+import os
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from drawbar.launch.standing import Standing
+    from drawbar.tasks.task import Task
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  drawbar resume runs/demo
+  drawbar resume 1234 cluster.time=2-00 cluster.nodes=4
+  drawbar resume 1234 --dry-run        read the script first
+
+\b
+RUN|JOB is a run's folder, the name of a run or sweep that was submitted, or the number of a job.
+Of a sweep, the runs that are not complete are submitted as a new one.
+"""
+)
+@click.argument("what", metavar="RUN|JOB")
+@click.argument("settings", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--dry-run", is_flag=True, help="Print what would be submitted, and submit nothing.")
+@click.pass_obj
+def resume(task: "type[Task] | None", what: str, settings: tuple[str, ...], dry_run: bool) -> None:
+    """Submit a job again: its run goes on from the newest checkpoint."""
+    from drawbar.cli.sending import Request, plan, plan_sweep
+    from drawbar.cli.submit import own_program, send
+    from drawbar.errors import UserError
+    from drawbar.launch.records import find
+    from drawbar.launch.standing import stand
+
+    wanted = _check(what, stand(find(what)))
+    first = wanted[0].record
+    program = own_program(task)
+    if first.program != program:
+        raise UserError(
+            f"{what} was submitted by {first.program or 'drawbar'}",
+            where="its record",
+            remedy=f"call `{f'python {first.program}' if first.program else 'drawbar'} resume {what}`",
+        )
+    try:
+        os.chdir(first.workdir)
+    except OSError as error:
+        raise UserError(
+            f"the folder that {what} was submitted in is gone: {error.strerror}",
+            where=first.workdir,
+            remedy="go where the data and the configuration are now, and use `drawbar submit`",
+        ) from error
+    request = Request((*first.arguments, *settings), task, first.profile, program)
+    elements = [standing.record.settings for standing in wanted]
+    send(plan(request) if first.sweep is None else plan_sweep(request, first.sweep, elements), dry_run)
+
+
+def _check(what: str, standings: "list[Standing]") -> "list[Standing]":
+    """What of it can go on. Raises UserError where it is under way, or complete."""
+    from drawbar.errors import ExitCode, UserError
+
+    for standing in standings:
+        if standing.is_active:
+            raise UserError(
+                f"job {standing.record.number} has not ended: {standing.state} {standing.remarks}".rstrip(),
+                where=what,
+                remedy=f"wait for it (`drawbar logs {what} -f`), or end it with `drawbar cancel {what}`",
+            )
+    left = [standing for standing in standings if standing.code != ExitCode.DONE]
+    if not left:
+        raise UserError(
+            f"there is nothing to go on with: {what} is complete",
+            where=standings[0].record.run_dir,
+            remedy="for more steps, submit it with another run.name, or `drawbar train` with --fork NEWNAME",
+        )
+    return left

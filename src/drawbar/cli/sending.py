@@ -1,0 +1,200 @@
+"""From the arguments of ``drawbar submit`` to a job: what ``submit`` and ``resume`` share."""
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from drawbar.cli.arguments import load
+from drawbar.config.cluster import ClusterSection
+from drawbar.config.cluster_rules import SUBMIT_RULES
+from drawbar.config.compare import check_same
+from drawbar.config.deepspeed_json import check_deepspeed
+from drawbar.config.rules import RULES, TRAIN_RULES, check_rules, check_world
+from drawbar.config.schema import RunConfig
+from drawbar.errors import UserError
+from drawbar.launch.allocation import Allocation
+from drawbar.launch.container import PYTHON, VARIABLES, check_image, make_container
+from drawbar.launch.job import Job
+from drawbar.launch.records import Record, keep
+from drawbar.launch.slurm import log_path, render
+from drawbar.launch.slurm import submit as to_slurm
+from drawbar.launch.sweep import name_runs
+
+if TYPE_CHECKING:
+    from drawbar.tasks.task import Task
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a user wants to be run, in the current folder."""
+
+    arguments: tuple[str, ...]
+    """``[CONFIG] [KEY=VALUE]...``"""
+    task: "type[Task] | None" = None
+    profile: str | None = None
+    """The cluster profile."""
+    program: str | None = None
+    """Absolute path of the user's own script, where there is one."""
+
+
+@dataclass(frozen=True)
+class Sending:
+    """A job, checked and ready to go."""
+
+    request: Request
+    job: Job
+    cluster: ClusterSection
+    elements: tuple[tuple[str, ...], ...] = ()
+    """Of a sweep: what each element has of its own, in the order of ``job.elements``."""
+
+    def script(self) -> str:
+        return render(self.job, self.cluster)
+
+    def submit(self) -> list[Record]:
+        """Give it to Slurm and write it down. What cannot be written is only told: the job is submitted."""
+        if self.job.container is not None:
+            check_image(self.job.container)
+        script = self.script()
+        number = to_slurm(self.job, script)
+        records = self._records(number)
+        try:
+            Path(records[0].script).write_text(script, encoding="utf-8", errors="surrogateescape")
+            keep(records)
+        except OSError as error:
+            click.echo(f"warning: job {number} is submitted, but cannot be recorded: {error}", err=True)
+        return records
+
+    def run_here(self) -> None:
+        """Become the script: this process ends with the exit code of the run."""
+        self.job.folder.mkdir(parents=True, exist_ok=True)
+        file = self._script_file(str(self.job.allocation))
+        file.write_text(self.script(), encoding="utf-8", errors="surrogateescape")
+        sys.stdout.flush()
+        os.execvp("bash", ["bash", str(file)])
+
+    def _script_file(self, number: str) -> Path:
+        return self.job.folder / f"job-{number}.sh"
+
+    def _records(self, number: str) -> list[Record]:
+        job, request = self.job, self.request
+        whole = Record(
+            number=number,
+            time=time.time(),
+            run=job.name,
+            run_dir=str(job.run_dir),
+            workdir=str(job.workdir),
+            log=str(log_path(job, number)),
+            script=str(self._script_file(number)),
+            nodes=job.nodes,
+            processes=job.processes,
+            arguments=request.arguments,
+            profile=request.profile,
+            program=request.program,
+        )
+        if not job.elements:
+            return [whole]
+        return [
+            replace(
+                whole,
+                number=f"{number}_{index}",
+                run=element.name,
+                run_dir=str(element.run_dir),
+                log=str(log_path(job, f"{number}_{index}")),
+                processes=element.processes,
+                sweep=job.name,
+                settings=settings,
+            )
+            for index, (element, settings) in enumerate(zip(job.elements, self.elements, strict=True))
+        ]
+
+
+def plan(request: Request) -> Sending:
+    """Check everything that can be checked before the job waits in a queue.
+
+    Raises:
+        UserError: the run could not start.
+    """
+    loaded = load(request.arguments, request.task, request.profile)
+    check_rules(loaded, RULES + TRAIN_RULES + SUBMIT_RULES)
+    section = loaded.config.cluster or ClusterSection()
+    allocation = Allocation.here()
+    if allocation is not None:
+        section = allocation.fit(section, "cluster.nodes" in loaded.origins, loaded.config.device)
+    if (loaded.config.run_dir / "config.yaml").exists():
+        check_same(loaded.config.run_dir, loaded.config)
+    job = make_job(loaded.config, section, request)
+    check_world(loaded.config, job.nodes * job.processes)
+    check_deepspeed(loaded, job.nodes * job.processes)
+    return Sending(request, replace(job, allocation=allocation.job if allocation else None), section)
+
+
+def name_elements(request: Request, elements: Sequence[tuple[str, ...]]) -> tuple[str, list[tuple[str, ...]]]:
+    """The name of a sweep, and the settings of its elements with a name for each run."""
+    base = load((*request.arguments, *elements[0]), request.task, request.profile).config.run.name
+    names = name_runs(base, elements)
+    return base, [(*settings, f"run.name={name}") for settings, name in zip(elements, names, strict=True)]
+
+
+def plan_sweep(request: Request, name: str, elements: Sequence[tuple[str, ...]], at_once: int | None = None) -> Sending:
+    """The same for a sweep: one job, an element for each run.
+
+    Args:
+        elements: the settings of each run, its name among them.
+        at_once: so many elements run at the same time, at most.
+
+    Raises:
+        UserError: one of the runs could not start; it is named.
+    """
+    allocation = Allocation.here()
+    if allocation is not None:
+        raise UserError(
+            f"a sweep is a job of its own, and this is the allocation {allocation.job}",
+            where="--sweep",
+            remedy="`exit` the allocation and submit again; or submit the runs here one by one",
+        )
+    sendings = [_plan_element(request, settings) for settings in elements]
+    jobs = tuple(sending.job for sending in sendings)
+    whole = replace(
+        jobs[0],
+        name=name,
+        run_dir=jobs[0].run_dir.with_name(name),
+        processes=max(job.processes for job in jobs),
+        elements=jobs,
+        at_once=at_once,
+    )
+    return Sending(request, whole, sendings[0].cluster, tuple(elements))
+
+
+def _plan_element(request: Request, settings: tuple[str, ...]) -> Sending:
+    try:
+        return plan(replace(request, arguments=(*request.arguments, *settings)))
+    except UserError as error:
+        raise UserError(
+            f"the run with {' '.join(settings)}: {error.what}", where=error.where, remedy=error.remedy
+        ) from error
+
+
+def make_job(config: RunConfig, cluster: ClusterSection, request: Request) -> Job:
+    """What ``drawbar train ARGUMENTS`` is on the nodes."""
+    container = make_container(config, cluster, Path.cwd())
+    python = cluster.python or (PYTHON if container else sys.executable)
+    processes = config.launch.nproc if config.launch.nproc != "auto" else cluster.gpus_per_node or 1
+    program = ("-m", "drawbar") if request.program is None else (request.program,)
+    settings = (*request.arguments, f"launch.nproc={processes}")
+    words = ("--", *settings) if settings[0].startswith("-") else settings
+    return Job(
+        name=config.run.name,
+        argv=(python, *program, "train", *words),
+        workdir=Path.cwd(),
+        run_dir=config.run_dir.absolute(),
+        nodes=cluster.nodes,
+        processes=processes,
+        environment=VARIABLES if container else {},
+        container=container,
+    )

@@ -1,0 +1,44 @@
+"""Reading files that grow."""
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+
+@dataclass
+class Follower:
+    """What a file has gained since the last look. It may not be there yet; one that is begun anew is read anew."""
+
+    path: Path
+    _stream: BinaryIO | None = field(default=None, repr=False)
+
+    def read(self) -> bytes:
+        try:
+            if self._stream is None:
+                self._stream = self.path.open("rb")
+            elif self.path.stat().st_size < self._stream.tell():
+                self._stream.seek(0)
+        except OSError:
+            return b""
+        return self._stream.read()
+
+
+@dataclass
+class Output:
+    """Several files, one after another, each piece under the name of its file as ``tail -f`` shows it."""
+
+    files: dict[str, Follower]
+    _last: str | None = None
+
+    def show(self, name: str) -> bool:
+        """Print what is new in a file; whether there was anything."""
+        text = self.files[name].read()
+        if not text:
+            return False
+        if len(self.files) > 1 and self._last != name:
+            print(f"==> {name} <==" if self._last is None else f"\n==> {name} <==", flush=True)
+        self._last = name
+        sys.stdout.buffer.write(text)
+        sys.stdout.flush()
+        return True

@@ -1,0 +1,139 @@
+"""What Slurm says of jobs, and what it is told about them.
+
+``squeue`` is asked for columns of fixed width: its JSON differs between versions, and words of other people, such as
+the names of their jobs, cannot shift a column.
+"""
+
+import subprocess
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from drawbar.errors import ExitCode, UserError
+
+COLUMNS = {
+    "JobArrayID": 64,
+    "State": 24,
+    "exit_code": 12,
+    "RestartCnt": 12,
+    "StartTime": 24,
+    "TimeUsed": 20,
+    "TimeLimit": 20,
+    "Reason": 128,
+    "NodeList": 512,
+    "Name": 160,
+}
+"""Fields of ``squeue --Format``, and their widths; what others may have written comes last."""
+ENDED = {
+    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED",
+    "TIMEOUT",
+}  # fmt: skip
+"""States that a job stays in. All others, such as COMPLETING, lead to one of them, or back into the queue."""
+_SECONDS = 60
+"""How long Slurm's commands may take; its own timeout is shorter."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A job as Slurm knows it; it forgets those that ended some minutes ago (MinJobAge)."""
+
+    number: str
+    state: str
+    status: int
+    """As ``wait`` returns it: the exit code above the signal."""
+    restarts: int
+    start: str
+    """When it started; of one that waits, when it may, or ``N/A``."""
+    used: str
+    limit: str
+    reason: str
+    nodes: str
+    name: str
+
+    @property
+    def is_active(self) -> bool:
+        return self.state not in ENDED
+
+    @property
+    def exit_code(self) -> int:
+        """As a shell would say it."""
+        return self.status >> 8 or (128 + (self.status & 0x7F) if self.status & 0x7F else 0)
+
+
+def ask(numbers: Iterable[str]) -> dict[str, Entry]:
+    """What Slurm knows of jobs, elements of arrays one by one; those that it has forgotten are not there.
+
+    Raises:
+        UserError: there is no Slurm, or it does not answer.
+    """
+    jobs = sorted({number.partition("_")[0] for number in numbers}, key=int)
+    if not jobs:
+        return {}
+    layout = ",".join(f"{name}:{width}" for name, width in COLUMNS.items())
+    # an unknown number is an error where it is the only one
+    done = run("squeue", "--noheader", "--array", "--states=all", f"--Format={layout}", f"--jobs={','.join(jobs)}")
+    if done.returncode and "Invalid job id" in done.stderr:
+        return {}
+    _check(done)
+    entries = (parse(line) for line in done.stdout.splitlines() if line.strip())
+    return {entry.number: entry for entry in entries}
+
+
+def parse(line: str) -> Entry:
+    """One line of ``squeue`` with ``COLUMNS``."""
+    cells, begin = [], 0
+    for width in COLUMNS.values():
+        cells.append(line[begin : begin + width].strip())
+        begin += width
+    number, state, status, restarts, start, used, limit, reason, nodes, name = cells
+    return Entry(number, state, int(status), int(restarts), start, used, limit, reason, nodes, name)
+
+
+def lost_nodes(nodes: str) -> list[str]:
+    """Which of the nodes of a job do not answer."""
+    done = run("sinfo", "--noheader", "--Node", f"--nodes={nodes}", "--format=%N %T")
+    rows = [line.split() for line in done.stdout.splitlines()]
+    return sorted({name for name, state, *_ in rows if state.startswith("down") or state.endswith("*")})
+
+
+def cancel(number: str, *options: str) -> None:
+    """``scancel``. That a job has ended meanwhile is no error.
+
+    Raises:
+        UserError: Slurm refuses.
+    """
+    done = run("scancel", *options, number)
+    if done.returncode and "already completing or completed" not in done.stderr.lower():
+        _check(done)
+
+
+def run(*command: str) -> "subprocess.CompletedProcess[str]":
+    """One of Slurm's commands.
+
+    Raises:
+        UserError: it is not installed, or does not end.
+    """
+    try:
+        return subprocess.run(
+            command, capture_output=True, encoding="utf-8", errors="replace", check=False, timeout=_SECONDS
+        )
+    except FileNotFoundError as error:
+        raise UserError(
+            f"there is no Slurm here: the command {command[0]} is not installed",
+            remedy="ask on a login node of the cluster; `drawbar status FOLDER` reads what the run itself has written",
+        ) from error
+    except subprocess.TimeoutExpired as error:
+        raise UserError(
+            f"Slurm does not answer: {command[0]} took longer than {_SECONDS}s",
+            remedy="try again; `scontrol ping` says whether the controller is up",
+            exit_code=ExitCode.FAILED,
+        ) from error
+
+
+def _check(done: "subprocess.CompletedProcess[str]") -> None:
+    if done.returncode:
+        said = "; ".join(line for line in done.stderr.strip().splitlines() if line) or "it does not say why"
+        raise UserError(
+            f"{done.args[0]} failed: {said}",
+            remedy="try again; `scontrol ping` says whether the controller is up",
+            exit_code=ExitCode.FAILED,
+        )

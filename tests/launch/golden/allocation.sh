@@ -1,0 +1,56 @@
+#!/bin/bash
+# Run wikitext-gpt2 on 2 nodes; made by drawbar submit.
+#SBATCH --job-name=wikitext-gpt2
+#SBATCH --chdir=/home/me/project
+#SBATCH --output=/home/me/project/runs/wikitext-gpt2/launch/slurm-%j.log
+#SBATCH --open-mode=append
+#SBATCH --no-requeue
+#SBATCH --signal=B:USR1@120
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=4
+
+
+# USR1 comes before the time limit, to this script alone: it goes on to the ranks, which save and end with 75.
+# TERM comes from scancel or the scheduler, which tells the ranks itself, and decides whether the job goes on.
+# INT comes from a terminal, and to srun as well.
+told='' signals=0 early='' step=''
+# shellcheck disable=SC2317  # the traps call it
+note() {
+  told=$1
+  signals=$((signals + 1))
+  if [ "$1" != USR1 ]; then return; fi
+  if [ -n "$step" ]; then kill -s "$1" "$step"; else early=$1; fi
+}
+trap 'note USR1' USR1
+trap 'note TERM' TERM
+trap 'note INT' INT
+
+# The first node of this job, as Slurm reaches it; it chooses the address and a free port.
+head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+address=$(scontrol show node "$head" --oneliner | sed -n 's/.* NodeAddr=\([^ ]*\) .*/\1/p')
+meeting=$(srun --overlap --nodes=1 --ntasks=1 --nodelist="$head" \
+  /opt/env/bin/python -m drawbar.launch.head "${address:-$head}" "$SLURM_JOB_ID") || exit
+
+srun --overlap --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=4 \
+  --kill-on-bad-exit=0 --wait=60 --disable-status \
+  /opt/env/bin/python -m drawbar.launch.node "$meeting" \
+  /opt/env/bin/python -m drawbar train config.yaml optim.lr=1e-4 launch.nproc=1 &
+step=$!
+if [ -n "$early" ]; then kill -s "$early" "$step"; fi
+
+# `wait` also ends when a signal comes: the exit code is that of a wait during which none came.
+seen=-1
+while [ "$signals" != "$seen" ]; do
+  seen=$signals
+  wait "$step"
+  code=$?
+done
+
+# USR1 before a rank could save: nothing is lost but time.
+case "$told:$code" in
+  :75 | USR1:75 | USR1:138)
+    echo "drawbar: job $SLURM_JOB_ID was interrupted (exit code $code); submit the run again, and it goes on"
+    ;;
+esac
+exit "$code"

@@ -1,0 +1,88 @@
+#!/bin/bash
+# Sweep wikitext-gpt2: 3 runs, each on 1 node; made by drawbar submit.
+#SBATCH --job-name=wikitext-gpt2
+#SBATCH --chdir=/home/me/project
+#SBATCH --output=/home/me/project/runs/wikitext-gpt2/launch/slurm-%A_%a.log
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@120
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --gres=gpu:1
+#SBATCH --time=8:00:00
+#SBATCH --array=0-2%2
+
+export DRAWBAR_JOB="$SLURM_JOB_ID"
+drawbar_job="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
+case "$SLURM_ARRAY_TASK_ID" in
+  0)
+    drawbar_run=/home/me/project/runs/wikitext-gpt2-lr1e-4
+    drawbar_command=(/opt/env/bin/python -m drawbar train config.yaml optim.lr=1e-4 run.name=wikitext-gpt2-lr1e-4 launch.nproc=1)
+    ;;
+  1)
+    drawbar_run=/home/me/project/runs/wikitext-gpt2-lr3e-4
+    drawbar_command=(/opt/env/bin/python -m drawbar train config.yaml optim.lr=3e-4 run.name=wikitext-gpt2-lr3e-4 launch.nproc=1)
+    ;;
+  2)
+    drawbar_run='/home/me/project/runs/wikitext-gpt2-lr[1e-3]'
+    drawbar_command=(/opt/env/bin/python -m drawbar train config.yaml 'optim.lr=[1e-3]' 'run.name=wikitext-gpt2-lr[1e-3]' launch.nproc=1)
+    ;;
+esac
+# How the job ended, for when Slurm has forgotten it: whole or absent.
+drawbar_end="$drawbar_run/launch/ended-$drawbar_job.json"
+# shellcheck disable=SC2317  # the trap calls it
+ended() {
+  printf '{"code": %d, "time": %d, "restarts": %d}\n' "$?" "$(date +%s)" "${SLURM_RESTART_COUNT:-0}" \
+    > "$drawbar_end.tmp" && mv "$drawbar_end.tmp" "$drawbar_end"
+}
+mkdir -p "$drawbar_run/launch" || exit
+rm -f "$drawbar_end"
+trap ended EXIT
+trap 'exit 143' TERM
+
+# USR1 comes before the time limit, to this script alone: it goes on to the ranks, which save and end with 75.
+# TERM comes from scancel or the scheduler, which tells the ranks itself, and decides whether the job goes on.
+# INT comes from a terminal, and to srun as well.
+told='' signals=0 early='' step=''
+# shellcheck disable=SC2317  # the traps call it
+note() {
+  told=$1
+  signals=$((signals + 1))
+  if [ "$1" != USR1 ]; then return; fi
+  if [ -n "$step" ]; then kill -s "$1" "$step"; else early=$1; fi
+}
+trap 'note USR1' USR1
+trap 'note TERM' TERM
+trap 'note INT' INT
+
+/opt/env/bin/python -m drawbar.launch.restarts "$drawbar_run" "$drawbar_job" || exit
+
+# The first node of this job, as Slurm reaches it; it chooses the address and a free port.
+head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+address=$(scontrol show node "$head" --oneliner | sed -n 's/.* NodeAddr=\([^ ]*\) .*/\1/p')
+meeting=$(srun --overlap --nodes=1 --ntasks=1 --nodelist="$head" \
+  /opt/env/bin/python -m drawbar.launch.head "${address:-$head}" "$SLURM_JOB_ID") || exit
+
+srun --overlap --nodes=1 --ntasks=1 --ntasks-per-node=1 \
+  --kill-on-bad-exit=0 --wait=60 \
+  /opt/env/bin/python -m drawbar.launch.node "$meeting" \
+  "${drawbar_command[@]}" &
+step=$!
+if [ -n "$early" ]; then kill -s "$early" "$step"; fi
+
+# `wait` also ends when a signal comes: the exit code is that of a wait during which none came.
+seen=-1
+while [ "$signals" != "$seen" ]; do
+  seen=$signals
+  wait "$step"
+  code=$?
+done
+
+# USR1 before a rank could save: nothing is lost but time.
+case "$told:$code" in
+  :75 | USR1:75 | USR1:138)
+    echo "drawbar: job $drawbar_job was interrupted (exit code $code) and goes back into the queue"
+    scontrol requeue "$drawbar_job" && trap - EXIT
+    ;;
+esac
+exit "$code"
