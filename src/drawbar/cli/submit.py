@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from drawbar.errors import ExitCode
+
 if TYPE_CHECKING:
     from drawbar.config.cluster import ClusterSection
     from drawbar.config.schema import RunConfig
@@ -19,6 +21,7 @@ Examples:
   drawbar submit config.yaml --to slurm --nodes 2 cluster.gpus_per_node=8 cluster.time=12:00:00
   drawbar submit config.yaml --to slurm --dry-run                 read the script first
   drawbar submit config.yaml --to slurm --cluster NAME optim.lr=1e-4
+  drawbar submit config.yaml --hosts gpu1:8,gpu2:8                 over ssh; or --hostfile FILE
 
 \b
 What the cluster needs to know is in the section cluster of CONFIG, or in a profile that all your runs share:
@@ -27,7 +30,9 @@ The same command again goes on where the run stopped.
 """
 )
 @click.argument("arguments", nargs=-1, metavar="[CONFIG] [KEY=VALUE]...")
-@click.option("--to", "launcher", type=click.Choice(["slurm"]), required=True, help="The scheduler that runs the job.")
+@click.option("--to", "launcher", type=click.Choice(["slurm", "ssh"]), help="What runs the job: a scheduler, or ssh.")
+@click.option("--hosts", metavar="A:4,B:4", help="Machines to run on over ssh, each with its processes.")
+@click.option("--hostfile", metavar="FILE", help="The same from a file with lines such as `gpu1 slots=4`.")
 @click.option("--cluster", metavar="NAME", help="Take the profile NAME for what the section cluster leaves open.")
 @click.option("--nodes", type=click.IntRange(min=1), help="Machines to run on; short for cluster.nodes=N.")
 @click.option("--dry-run", is_flag=True, help="Print what would be submitted, and submit nothing.")
@@ -35,16 +40,24 @@ The same command again goes on where the run stopped.
 def submit(
     task: "type[Task] | None",
     arguments: tuple[str, ...],
-    launcher: str,
+    launcher: str | None,
+    hosts: str | None,
+    hostfile: str | None,
     cluster: str | None,
     nodes: int | None,
     dry_run: bool,
-) -> None:
+) -> int:
     """Run `drawbar train` on the nodes of a cluster.
 
     Settings are checked here, before the job waits in a queue. An interrupted job saves, goes back into the queue, and
-    goes on from where it was.
+    goes on from where it was. Over ssh, this command stays until the run is over, and ends with its exit code.
     """
+    if hosts is not None or hostfile is not None or launcher == "ssh":
+        from drawbar.cli.submit_ssh import submit_ssh
+
+        return submit_ssh(task, arguments, launcher, hosts, hostfile, cluster, nodes, dry_run)
+    if launcher is None:
+        raise click.UsageError("say where to run it: --to slurm, --to ssh, --hosts or --hostfile")
     from drawbar.cli.arguments import load
     from drawbar.config.cluster import ClusterSection
     from drawbar.config.cluster_rules import SUBMIT_RULES
@@ -63,10 +76,11 @@ def submit(
     script = render(job, section)
     if dry_run:
         click.echo(script, nl=False)
-        return
+        return ExitCode.DONE
     number = to_slurm(job, script)
     click.echo(f"job {number}: run {job.name} on {job.nodes} × {job.processes} processes")
     click.echo(f"log: {log_path(job, number)}")
+    return ExitCode.DONE
 
 
 def make_job(
@@ -76,14 +90,19 @@ def make_job(
     from drawbar.launch.job import Job
 
     processes = config.launch.nproc if config.launch.nproc != "auto" else cluster.gpus_per_node or 1
-    program = ("-m", "drawbar") if task is None else (str(Path(sys.argv[0]).absolute()),)
     settings = (*arguments, f"launch.nproc={processes}")
     words = ("--", *settings) if settings[0].startswith("-") else settings
     return Job(
         name=config.run.name,
-        argv=(cluster.python or sys.executable, *program, "train", *words),
+        argv=(*train_command(cluster, task), *words),
         workdir=Path.cwd(),
         run_dir=config.run_dir.absolute(),
         nodes=cluster.nodes,
         processes=processes,
     )
+
+
+def train_command(cluster: "ClusterSection", task: "type[Task] | None") -> tuple[str, ...]:
+    """``drawbar train`` on the nodes."""
+    program = ("-m", "drawbar") if task is None else (str(Path(sys.argv[0]).absolute()),)
+    return (cluster.python or sys.executable, *program, "train")
