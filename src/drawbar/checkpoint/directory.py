@@ -3,7 +3,7 @@
 import logging
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -119,12 +119,20 @@ class CheckpointDirectory:
             UserError: the disk is full, a quota or limit is reached, or the folder is not writable. The
                 checkpoints written before are untouched.
         """
-        final = self.path / step_name(snapshot.step)
+        self.place(step_name(snapshot.step), lambda folder: write_files(folder, snapshot))
+
+    def place(self, name: str, fill: Callable[[Path], None]) -> None:
+        """Make the checkpoint ``name`` of what ``fill`` writes into a new folder. It appears when ``fill`` is done.
+
+        Raises:
+            UserError: as ``write`` does.
+        """
+        final = self.path / name
         tmp = _beside(final, TMP)
-        with self._explained(final.name, tmp):
+        with self._explained(name, tmp):
             self.path.mkdir(parents=True, exist_ok=True)
             _remove(tmp)
-            write_files(tmp, snapshot)
+            fill(tmp)
             replaced = _make_way(final)
             tmp.rename(final)
             sync(self.path)

@@ -24,7 +24,8 @@ Examples:
 
 \b
 The same command again goes on where the run stopped.
-Exit codes: 0 done, 1 failed, 2 the request is wrong, 75 saved after SIGTERM, 130 saved after Ctrl-C.
+Exit codes: 0 done, 1 failed, 2 the request is wrong, 75 saved after SIGTERM, 130 saved after Ctrl-C
+(or left before there was anything to save).
 """
 )
 @click.argument("arguments", nargs=-1, metavar="[CONFIG] [KEY=VALUE]...")
@@ -38,6 +39,14 @@ Exit codes: 0 done, 1 failed, 2 the request is wrong, 75 saved after SIGTERM, 13
 @click.pass_obj
 def train(task: "type[Task] | None", arguments: tuple[str, ...], resume: str, fork: str | None) -> int:
     """Train the run that CONFIG (a YAML file) describes, with some settings changed."""
+    from drawbar.runtime.interrupt import leaving_when_told
+
+    with leaving_when_told():
+        return start(task, arguments, resume, fork)
+
+
+def start(task: "type[Task] | None", arguments: tuple[str, ...], resume: str, fork: str | None) -> int:
+    """Train here, or start the processes that do, and wait for them; the exit code of the run."""
     from drawbar.cli.arguments import load
     from drawbar.config.deepspeed_json import check_deepspeed
     from drawbar.config.rules import RULES, TRAIN_RULES, check_rules, check_world

@@ -26,12 +26,12 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from drawbar.errors import ExitCode, UserError
 from drawbar.launch.meeting import Meeting
+from drawbar.runtime.interrupt import INTERRUPT, REQUEUE, code_of, farewell, handle
 from drawbar.runtime.watchdog import LAUNCHER
 
 STATUS_FILE = "DRAWBAR_STATUS_FILE"
 """Environment variable: where a node's first rank leaves its exit code for the launcher."""
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _SAVE_SECONDS = 600
 """How long ranks may take to save after a signal, before they are killed."""
 
@@ -76,7 +76,10 @@ def run_processes(arguments: list[str], nproc: int, meeting: Meeting | None = No
         except RendezvousError as error:
             raise _nobody_came(place, timeout) from error
         except SignalException as error:
-            return int(status.read_text()) if status.exists() else 128 + int(error.sigval)
+            if status.exists():
+                return int(status.read_text())
+            print(farewell(error.sigval), file=sys.stderr)
+            return code_of(error.sigval)
     return ExitCode.DONE
 
 
@@ -96,16 +99,14 @@ def _handle_signals(folder: str) -> None:
     """
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        for handled in _SIGNALS:
-            signal.signal(handled, leave)
+        handle(leave_at_once, *REQUEUE, *INTERRUPT)
         raise SignalException(f"received signal {number}", sigval=signal.Signals(number))
 
-    def leave(number: int, frame: FrameType | None) -> None:
+    def leave_at_once(number: int, frame: FrameType | None) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         os._exit(128 + number)
 
-    for handled in _SIGNALS:
-        signal.signal(handled, pass_on)
+    handle(pass_on, *REQUEUE, *INTERRUPT)
 
 
 def _explain(failures: dict[int, ProcessFailure]) -> int:
@@ -133,10 +134,11 @@ def _explain(failures: dict[int, ProcessFailure]) -> int:
 
 
 def _time_of(failure: ProcessFailure) -> float:
-    """When it failed, in seconds. One without a record was killed: by the launcher itself, where by SIGTERM."""
+    """When it failed, in seconds. One without a record was killed, or told to leave: by the launcher itself, where
+    another one failed."""
     message = failure.error_file_data.get("message")
     if not isinstance(message, dict):
-        return math.inf if failure.exitcode == -signal.SIGTERM else failure.timestamp
+        return math.inf if failure.exitcode in (-signal.SIGTERM, *_QUIET_CODES) else failure.timestamp
     return float(message["extraInfo"].get("exact_time", failure.timestamp))
 
 

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -21,6 +22,9 @@ from drawbar.runtime.mesh import Layout
 from drawbar.runtime.watchdog import Address, Watchdog
 
 T = TypeVar("T")
+
+_FILE_CHUNK = 2**26
+"""Bytes of a file that are sent at once."""
 
 
 class World:
@@ -195,6 +199,29 @@ class World:
                 found[name] = torch.empty(shape, dtype=dtype)
                 dist.recv(found[name], src=rank, group=self._control)
         return found
+
+    def send_file(self, path: Path, source: int, target: int) -> None:
+        """Copy a file from the disk of rank ``source`` to that of ``target``, to the same path. Only they need call it.
+
+        The folder must be there; what the file held before is lost.
+        """
+        if self.rank == source:
+            size = path.stat().st_size
+            dist.send(torch.tensor(size), dst=target, group=self._control)
+            with path.open("rb") as file:
+                for _ in range(0, size, _FILE_CHUNK):
+                    chunk = torch.frombuffer(bytearray(file.read(_FILE_CHUNK)), dtype=torch.uint8)
+                    dist.send(chunk, dst=target, group=self._control)
+        elif self.rank == target:
+            left = torch.tensor(0)
+            dist.recv(left, src=source, group=self._control)
+            with path.open("wb") as file:
+                for begin in range(0, int(left), _FILE_CHUNK):
+                    chunk = torch.empty(min(_FILE_CHUNK, int(left) - begin), dtype=torch.uint8)
+                    dist.recv(chunk, src=source, group=self._control)
+                    file.write(memoryview(chunk.numpy()))
+                file.flush()
+                os.fsync(file.fileno())
 
     def from_first(self, make: Callable[[], T]) -> T:
         """What ``make`` returns on rank 0, sent to every process. It runs on rank 0 alone."""

@@ -9,25 +9,26 @@ from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.checkpoint.format import Snapshot, decode_state, encode_state
 from drawbar.checkpoint.load import read
 from drawbar.checkpoint.writer import AsyncWriter
-from drawbar.config.schema import CheckpointSection
+from drawbar.config.schema import RunConfig
 from drawbar.data.loader import Loader
 from drawbar.engines.engine import Engine, EngineState
 from drawbar.errors import UserError
 from drawbar.runtime.dist import World
 from drawbar.runtime.log import logger
 from drawbar.runtime.seed import rng_state, seed_everything, set_rng_state
+from drawbar.train.disks import Disks, note_save
 from drawbar.train.step import Progress
 
 
 class Saver:
     """Saves on rank 0 in a background thread; training waits only for a copy to host memory."""
 
-    def __init__(
-        self, config: CheckpointSection, folder: Path, metric: str, engine: Engine, loader: Loader, world: World
-    ) -> None:
-        self._config = config
-        self._directory = CheckpointDirectory(folder)
-        self._metric = metric
+    def __init__(self, config: RunConfig, engine: Engine, loader: Loader, world: World, disks: Disks) -> None:
+        self._config = config.checkpoint
+        self._run_dir = config.run_dir
+        self._directory = CheckpointDirectory(config.run_dir / "checkpoints")
+        self._metric = config.eval.metric
+        self._disks = disks
         self._engine = engine
         self._loader = loader
         self._world = world
@@ -41,6 +42,7 @@ class Saver:
         generators = self._world.gather(rng_state(self._world.device))
         self.saved_step = progress.step
         if generators is None:
+            note_save(self._run_dir, progress.step, self._disks)
             return
         values = {
             "progress": progress.state(),

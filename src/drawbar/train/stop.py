@@ -3,12 +3,15 @@
 import os
 import signal
 import threading
+import time
 from enum import IntEnum
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 from drawbar.errors import ExitCode
 from drawbar.runtime.dist import World
+from drawbar.runtime.env import has_launcher
+from drawbar.runtime.interrupt import INTERRUPT, REQUEUE, handle, leave
 from drawbar.runtime.log import logger
 
 
@@ -21,19 +24,20 @@ class Reason(IntEnum):
     REQUEUE = 2
     """The scheduler wants the machine back (SIGTERM, SIGUSR1)."""
     INTERRUPTED = 3
-    """Ctrl-C (SIGINT)."""
+    """Ctrl-C (SIGINT), or the terminal was closed (SIGHUP)."""
 
 
 _EXIT_CODES = {Reason.REQUEUE: ExitCode.REQUEUE, Reason.INTERRUPTED: ExitCode.INTERRUPTED}
-_SIGNALS = {
-    signal.SIGTERM: Reason.REQUEUE,
-    signal.SIGUSR1: Reason.REQUEUE,
-    signal.SIGINT: Reason.INTERRUPTED,
-}
+_REASONS = dict.fromkeys(REQUEUE, Reason.REQUEUE) | dict.fromkeys(INTERRUPT, Reason.INTERRUPTED)
+_ECHO_SECONDS = 3.0
+"""A scheduler tells launcher and ranks, and the launcher tells the ranks: signals that close together are one."""
 
 
 class Stop:
-    """While it is entered, a first signal asks for a stop after this step; a second one ends the process at once."""
+    """While it is entered, a first signal asks for a stop after this step; a second one ends the process at once.
+
+    Until :meth:`begin`, when there is nothing to save, so does the first.
+    """
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -41,6 +45,8 @@ class Stop:
         self.reason = Reason.NONE
         """What all ranks agreed on."""
         self._before: dict[signal.Signals, Any] = {}
+        self._told: float | None = None
+        """When the first signal came."""
 
     @property
     def exit_code(self) -> ExitCode:
@@ -56,18 +62,27 @@ class Stop:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # elsewhere Python refuses signal handlers
-            for number in _SIGNALS:
-                self._before[number] = signal.signal(number, self._on_signal)
+            self._before = handle(leave, *_REASONS)
         return self
+
+    def begin(self) -> None:
+        """The first step begins."""
+        if self._before:
+            handle(self._on_signal, *_REASONS)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        received = signal.Signals(number)
-        signal.signal(received, signal.SIG_DFL)
-        if self._world.lost_a_rank():  # not the scheduler's: the launcher ends what is left of a failed run
+        received, now = signal.Signals(number), time.monotonic()
+        is_first = self._told is None
+        is_echo = self._told is not None and has_launcher() and now - self._told < _ECHO_SECONDS
+        # where a rank is gone, it is not the scheduler's: the launcher ends what is left of a failed run
+        if self._world.lost_a_rank() or not (is_first or is_echo):
+            signal.signal(received, signal.SIG_DFL)
             os.kill(os.getpid(), received)
-        self.request(_SIGNALS[received])
-        logger.warning("%s: saving at the end of this step; a second one leaves at once", received.name)
+        if is_first:
+            self._told = now
+            self.request(_REASONS[received])
+            logger.warning("%s: saving at the end of this step; a second one leaves at once", received.name)

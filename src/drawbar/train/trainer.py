@@ -27,6 +27,7 @@ from drawbar.tracking.meters import Throughput
 from drawbar.tracking.trackers import Tracker, make_trackers
 from drawbar.train.check import check_evaluation, check_task
 from drawbar.train.data import eval_micro_batch, load_data, varied_by
+from drawbar.train.disks import Disks, find_start_everywhere, look_at_disks
 from drawbar.train.hooks import EvalHook, Hook, LogHook, ProfileHook, SaveHook, out_of_patience
 from drawbar.train.rundir import Start, find_start, lock_run_dir, renamed, write_config
 from drawbar.train.saver import Saver, restore
@@ -91,8 +92,9 @@ class Trainer:
                 self._lock.close()
 
     def _fit(self, world: World, stop: Stop, console: Console) -> Outcome:
-        start = world.from_first(self._find_start)
         config = self.config
+        disks = look_at_disks(Path(config.run.dir), world)
+        start = find_start_everywhere(self._find_start, config.run_dir, disks, world)
         if config.run.deterministic:
             use_deterministic_kernels()
         seed_everything(config.run.seed)
@@ -111,8 +113,8 @@ class Trainer:
         progress = Progress()
         if start.checkpoint is not None:
             progress = restore(start.checkpoint, start.forked, config.run.seed, engine, loader, world)
-        self._open(task, engine, world)
-        run = _Run(config, world, stop, console, task, engine, loader, validation, progress)
+        self._open(task, engine, world, disks)
+        run = _Run(config, world, disks, stop, console, task, engine, loader, validation, progress)
         run.train(total_steps)
         engine.close()
         return Outcome(stop.exit_code, config.run_dir, progress)
@@ -123,7 +125,7 @@ class Trainer:
             self._lock = lock_run_dir(self.config.run_dir)  # first: another process may be writing a checkpoint
         return find_start(self.source, self.resume, self.fork)
 
-    def _open(self, task: Task, engine: Engine, world: World) -> None:
+    def _open(self, task: Task, engine: Engine, world: World, disks: Disks) -> None:
         """Only now, with everything ready to train, does the run directory come into being, or change."""
         folder = self.config.run_dir
         checkpoints = CheckpointDirectory(folder / "checkpoints")
@@ -131,6 +133,7 @@ class Trainer:
         if world.first:
             saved = len(checkpoints.steps())
             check_space(folder, required_bytes(engine.checkpoint_bytes, self.config.checkpoint.keep, saved))
+        if disks.keeper:
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = self._lock or lock_run_dir(folder)
             write_config(self.config)  # first: from here on the same command goes on with what it finds
@@ -146,6 +149,7 @@ class _Run:
 
     config: RunConfig
     world: World
+    disks: Disks
     stop: Stop
     console: Console
     task: Task
@@ -165,8 +169,7 @@ class _Run:
         if self.world.first:
             resume_step = self.progress.step or None  # without a checkpoint, step 0 is evaluated anew, too
             self.trackers = make_trackers(self.config.run_dir, self.config.tracking, resume_step)
-        folder = self.config.run_dir / "checkpoints"
-        saver = Saver(self.config.checkpoint, folder, self.config.eval.metric, self.engine, self.loader, self.world)
+        saver = Saver(self.config, self.engine, self.loader, self.world, self.disks)
         with closing(saver):  # a save that has begun is finished, even where a step fails
             self._loop(self._make_hooks(saver), total_steps)
         for tracker in self.trackers:
@@ -184,6 +187,7 @@ class _Run:
     def _loop(self, hooks: list[Hook], total_steps: int) -> None:
         """The loop, the same for every strategy."""
         self.console.start(total_steps, self.progress.step)
+        self.stop.begin()
         info = None
         for step, micro_batches in self.loader.steps(self.progress.step, total_steps):
             result = self.engine.train_step(micro_batches)  # forward, backward, reduce, clip, update

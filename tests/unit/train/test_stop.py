@@ -11,6 +11,7 @@ from drawbar.errors import ExitCode
 from drawbar.runtime.dist import World
 from drawbar.runtime.env import Place
 from drawbar.train.stop import Reason, Stop
+from harness import run_ranks
 
 
 @pytest.fixture
@@ -24,17 +25,48 @@ def stop() -> Stop:
         (signal.SIGTERM, Reason.REQUEUE, 75),
         (signal.SIGUSR1, Reason.REQUEUE, 75),
         (signal.SIGINT, Reason.INTERRUPTED, 130),
+        (signal.SIGHUP, Reason.INTERRUPTED, 130),
     ],
 )
 def test_a_signal_asks_for_a_stop(stop: Stop, number: signal.Signals, reason: Reason, code: int) -> None:
     before = signal.getsignal(number)
     with stop:
+        stop.begin()
         assert not stop.agreed()
         os.kill(os.getpid(), number)
         assert stop.agreed()
         assert (stop.reason, stop.exit_code) == (reason, code)
-        assert signal.getsignal(number) == signal.SIG_DFL  # a second one ends the process
     assert signal.getsignal(number) == before
+
+
+def test_nohup_is_heeded(stop: Stop) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop:
+            stop.begin()
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.agreed()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("launcher", [True, False])
+def test_a_second_signal_ends_the_process(launcher: bool) -> None:
+    """Unless a launcher passes on what it was told, too."""
+    run_ranks(be_told_twice, 1, launcher, env={"TORCHELASTIC_RUN_ID": "1"} if launcher else {})
+
+
+def be_told_twice(launcher: bool) -> None:
+    child = os.fork()
+    if child == 0:
+        with Stop(World(Place(), torch.device("cpu"), timeout=60)) as stop:
+            stop.begin()
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(stop.agreed())
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == (1 if launcher else -signal.SIGTERM)
 
 
 def test_the_most_pressing_reason_wins(stop: Stop) -> None:

@@ -1,0 +1,205 @@
+"""A signal to one process or to all of them, in any phase: one save that all ranks agree on, and the run goes on."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import chdir, contextmanager
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import drawbar
+from conftest import make_project
+from drawbar.checkpoint.directory import CheckpointDirectory
+from drawbar.runtime.env import Place
+from harness import run_cli, run_ranks, start_cli
+from runs import losses, scores, weights
+
+CONFIG = """\
+task:
+  model: llama
+  from_scratch: {hidden_size: 16, intermediate_size: 32, num_hidden_layers: 2, num_attention_heads: 2,
+                 max_position_embeddings: 64, attention_dropout: 0.1}
+  tokenizer: {train: byte_bpe, vocab_size: 290}
+  prompt_column: text
+  completion_column: text
+  generation: {max_new_tokens: 4}
+data: {train: data.jsonl, validation: data.jsonl, sequence_length: 32}
+train: {global_batch: 8, micro_batch: 4, steps: 6}
+device: cpu
+eval: {every: 2}
+checkpoint: {every: 3}
+tracking: {log_every: 1, tensorboard: false}
+"""
+PHASES = ("step", "evaluation", "generation", "save")
+WHO: dict[str, tuple[int, int]] = {"one": (0, 1), "all": (1, 1), "all, and again by their launcher": (2, 2)}
+"""How often the first rank is told, and the others (who are told nothing where one is)."""
+
+
+class Told(drawbar.CausalLM):
+    """causal_lm that is told to stop in a phase of its third or fourth step."""
+
+    phase = ""
+    signals = 0
+    forwards = 0
+
+    def forward(self, model: Any, batch: Any) -> Any:
+        Told.forwards += model.training
+        if Told.forwards == 3:
+            tell("step" if model.training else "")
+        if Told.forwards >= 3 and not model.training:
+            tell("evaluation")
+        return super().forward(model, batch)
+
+    def predict(self, model: Any, batch: Any) -> Any:
+        if Told.forwards >= 3:
+            tell("generation")
+        return super().predict(model, batch)
+
+
+def tell(phase: str) -> None:
+    """Once, and twice where the launcher passes it on."""
+    if Told.phase == phase:
+        for _ in range(Told.signals):
+            os.kill(os.getpid(), signal.SIGTERM)
+        Told.signals = 0
+
+
+@contextmanager
+def telling_writer() -> Iterator[None]:
+    write = CheckpointDirectory.write
+
+    def told(self: CheckpointDirectory, snapshot: Any) -> Any:
+        tell("save")
+        return write(self, snapshot)
+
+    CheckpointDirectory.write = told  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        CheckpointDirectory.write = write  # type: ignore[method-assign]
+
+
+def train_all(folder: str) -> dict[str, int]:
+    """Every phase, told to one rank or to all: stopped, and gone on with; the exit code of each first part."""
+    rank = Place.from_environment().rank
+    codes = {}
+
+    def fit(name: str) -> int:
+        Told.forwards = 0
+        settings = [f"run.name={name}", "parallel.strategy=ddp"]
+        loaded = drawbar.load_config("config.yaml", settings, Told.Config)
+        return drawbar.Trainer(loaded.config, Told).fit().exit_code
+
+    with chdir(folder), telling_writer():
+        torch.set_num_threads(1)
+        assert fit("whole") == 0
+        for phase in PHASES:
+            for who, (first, others) in WHO.items():
+                name = f"{phase}-{len(codes)}"
+                Told.phase, Told.signals = phase, (first or 1) if rank == 0 else others * (who != "one")
+                codes[name] = fit(name)
+                Told.phase = ""
+                assert fit(name) == 0
+    return codes
+
+
+def test_in_any_phase_to_one_rank_or_to_all(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    (tmp_path / "data.jsonl").write_text("".join(f'{{"text": "{"pull " * (1 + n % 5)}{n}"}}\n' for n in range(24)))
+    first, second = run_ranks(train_all, 2, str(tmp_path), env={"TORCHELASTIC_RUN_ID": "1"})
+    assert first == second
+    assert set(first.values()) == {75}
+    assert len(first) == len(PHASES) * len(WHO)
+    whole = tmp_path / "runs" / "whole"
+    final = weights(whole, 6)
+    for name in first:
+        run = tmp_path / "runs" / name
+        log = (run / "logs" / "rank-0000.log").read_text()
+        assert log.count("saving at the end of this step") == 1, name
+        assert log.count("resumed from") == 1, name
+        assert (losses(run), scores(run)) == (losses(whole), scores(whole)), name
+        assert all(torch.equal(tensor, final[key]) for key, tensor in weights(run, 6).items()), name
+
+
+SLOW_START = """
+import os, time
+import drawbar
+
+
+class Slow(drawbar.CausalLM):
+    def encode(self, record, train):
+        if os.path.exists("slow"):
+            open(f"started-{os.environ.get('RANK', 'alone')}", "w").close()
+            time.sleep(60)
+        return super().encode(record, train)
+"""
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> Path:
+    project = make_project(tmp_path)
+    (project / "slow_start.py").write_text(SLOW_START)
+    (project / "slow").touch()
+    return project
+
+
+def start_slowly(project: Path, *settings: str, rank: str) -> BaseProcess:
+    """A run that is encoding its data."""
+    output = project / "output"
+    output.mkdir()
+    process = start_cli("train", "config.yaml", "task.type=slow_start:Slow", *settings, cwd=project, output=output)
+    end = time.monotonic() + 60
+    while not (project / f"started-{rank}").exists():
+        assert time.monotonic() < end
+        assert process.is_alive(), (output / "0.err").read_text()
+        time.sleep(0.02)
+    return process
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130), (signal.SIGHUP, 130)]
+)
+def test_before_the_first_step_a_process_leaves_at_once(slow: Path, number: signal.Signals, code: int) -> None:
+    process = start_slowly(slow, rank="alone")
+    assert process.pid is not None
+    os.kill(process.pid, number)
+    process.join(10)
+    err = (slow / "output" / "0.err").read_text()
+    assert process.exitcode == code, err
+    assert f"{number.name} came when there was nothing to save" in err
+    assert not (slow / "runs" / "tiny").exists()
+
+
+@pytest.mark.parametrize("everybody", [True, False])
+def test_before_the_first_step_a_run_leaves_at_once(slow: Path, everybody: bool) -> None:
+    process = start_slowly(slow, "launch.nproc=2", rank="0")
+    assert process.pid is not None
+    family = [process.pid, *descendants(process.pid)]
+    for pid in family if everybody else family[:1]:
+        os.kill(pid, signal.SIGTERM)
+    process.join(20)
+    err = (slow / "output" / "0.err").read_text()
+    assert process.exitcode == 75, err
+    assert "Traceback" not in err
+    end = time.monotonic() + 3
+    while any(Path(f"/proc/{pid}").exists() for pid in family[1:]):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    if everybody:
+        return
+    (slow / "slow").unlink()
+    done = run_cli("train", "config.yaml", "task.type=slow_start:Slow", cwd=slow)
+    assert done.code == 0, done.err
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes that a process has started, and theirs."""
+    done = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False)
+    children = [int(word) for word in done.stdout.split() if Path(f"/proc/{word}").exists()]
+    return [found for child in children for found in (child, *descendants(child))]
