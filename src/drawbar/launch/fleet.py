@@ -13,13 +13,12 @@ from typing import Any
 
 from drawbar.errors import ExitCode, UserError
 from drawbar.launch import members, pdsh
-from drawbar.launch.members import Member
+from drawbar.launch.members import SSH_FAILED, Member
 from drawbar.launch.order import HEARTBEAT_SECONDS
 from drawbar.launch.remote import GRACE
 from drawbar.launch.ssh import Start
 
 _QUIET = (ExitCode.DONE, ExitCode.REQUEUE, ExitCode.INTERRUPTED)
-_SSH_FAILED = 255
 _PASSED_ON = {
     signal.SIGINT: signal.SIGINT,
     signal.SIGTERM: signal.SIGTERM,
@@ -151,7 +150,7 @@ class _Fleet:
         return next((code for code in reversed(_QUIET) if code in codes), ExitCode.DONE)
 
     def _one_failed(self, member: Member, code: int) -> int:
-        if code == _SSH_FAILED or code < 0:
+        if code == SSH_FAILED or code < 0:
             raise _lost(member)
         if len(self._members) > 1:
             print(f"drawbar: {member.name} ended with exit code {code}, and the others with it", file=sys.stderr)
@@ -182,9 +181,9 @@ def _no_start(failed: Sequence[Member]) -> UserError:
     lines, unreachable = [], False
     for member in failed:
         code = member.ended.result()
-        unreachable |= code == _SSH_FAILED
+        unreachable |= code == SSH_FAILED
         said = [text for line in member.held if (text := line.decode(errors="replace").strip())]
-        kind = "ssh cannot reach it" if code == _SSH_FAILED else f"drawbar does not start there, exit code {code}"
+        kind = "ssh cannot reach it" if code == SSH_FAILED else f"drawbar does not start there, exit code {code}"
         lines.append(f"host {member.name}: {kind}: {said[-1] if said else 'it does not say why'}")
     name = failed[0].name
     return UserError(

@@ -12,6 +12,8 @@ from typing import Any
 from drawbar.launch.order import ANSWER, order_line, say
 from drawbar.launch.ssh import Start
 
+SSH_FAILED = 255
+"""ssh's exit code where the connection is not made, or ends."""
 _LONGEST_LINE = 2**16
 
 
@@ -71,7 +73,8 @@ class Member:
 
     def hang_up(self) -> None:
         """Say no more: the host ends what runs there."""
-        self._connection.stdin.close()
+        if not self._connection.stdin.is_closing():
+            self._connection.stdin.write_eof()
 
     def kill(self) -> None:
         """End the connection at once; the host notices."""
@@ -85,6 +88,8 @@ class Member:
                 await self._write(1, text)
             if mark:
                 await self._hear(json.loads(answer))
+        if not self._exit.done():
+            self._exit.set_result(SSH_FAILED)  # where it should have come before the end
 
     async def _hear(self, words: dict[str, Any]) -> None:
         expected: dict[str, asyncio.Future[Any]]
