@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, settings
 if TYPE_CHECKING:
     from runs import Fit
     from slurm_cluster import SlurmCluster
+    from sshd import Sshd
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `import harness`, in the processes it starts too
 
@@ -78,6 +79,18 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[SlurmCluster]":
     cluster = start_cluster(tmp_path_factory.mktemp("slurm"))
     yield cluster
     stop_cluster(cluster)
+
+
+@pytest.fixture(scope="session")
+def sshd(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Sshd]":
+    """A real sshd with two names: see :mod:`sshd`."""
+    from sshd import missing_programs, start_sshd, stop_sshd
+
+    if missing := missing_programs():
+        pytest.skip(f"no {', '.join(missing)} here: apt-get install openssh-server openssh-client")
+    server = start_sshd(tmp_path_factory.mktemp("sshd"))
+    yield server
+    stop_sshd(server)
 
 
 def make_project(folder: Path) -> Path:

@@ -185,12 +185,11 @@ def make_job(config: RunConfig, cluster: ClusterSection, request: Request) -> Jo
     container = make_container(config, cluster, Path.cwd())
     python = cluster.python or (PYTHON if container else sys.executable)
     processes = config.launch.nproc if config.launch.nproc != "auto" else cluster.gpus_per_node or 1
-    program = ("-m", "drawbar") if request.program is None else (request.program,)
     settings = (*request.arguments, f"launch.nproc={processes}")
     words = ("--", *settings) if settings[0].startswith("-") else settings
     return Job(
         name=config.run.name,
-        argv=(python, *program, "train", *words),
+        argv=(*train_command(python, request.program), *words),
         workdir=Path.cwd(),
         run_dir=config.run_dir.absolute(),
         nodes=cluster.nodes,
@@ -198,3 +197,8 @@ def make_job(config: RunConfig, cluster: ClusterSection, request: Request) -> Jo
         environment=VARIABLES if container else {},
         container=container,
     )
+
+
+def train_command(python: str, program: str | None) -> tuple[str, ...]:
+    """``drawbar train``, or what a user's own script makes of it."""
+    return (python, *(("-m", "drawbar") if program is None else (program,)), "train")

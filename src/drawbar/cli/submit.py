@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from drawbar.errors import ExitCode
+
 if TYPE_CHECKING:
     from drawbar.cli.sending import Sending
     from drawbar.launch.records import Record
@@ -21,6 +23,7 @@ Examples:
   drawbar submit config.yaml --to slurm --cluster NAME optim.lr=1e-4
   drawbar submit config.yaml --to slurm --image drawbar.sif       in a container on each node
   drawbar submit config.yaml --to slurm --sweep optim.lr=1e-4,3e-4 --at-once 4
+  drawbar submit config.yaml --hosts gpu1:8,gpu2:8                 over ssh; or --hostfile FILE
 
 \b
 What the cluster needs to know is in the section cluster of CONFIG, or in a profile that all your runs share:
@@ -31,7 +34,9 @@ A sweep is one job, in which each combination of values is a run of its own name
 """
 )
 @click.argument("arguments", nargs=-1, metavar="[CONFIG] [KEY=VALUE]...")
-@click.option("--to", "launcher", type=click.Choice(["slurm"]), required=True, help="The scheduler that runs the job.")
+@click.option("--to", "launcher", type=click.Choice(["slurm", "ssh"]), help="What runs the job: a scheduler, or ssh.")
+@click.option("--hosts", metavar="A:4,B:4", help="Machines to run on over ssh, each with its processes.")
+@click.option("--hostfile", metavar="FILE", help="The same from a file with lines such as `gpu1 slots=4`.")
 @click.option("--cluster", metavar="NAME", help="Take the profile NAME for what the section cluster leaves open.")
 @click.option("--nodes", type=click.IntRange(min=1), help="Machines to run on; short for cluster.nodes=N.")
 @click.option("--image", metavar="IMAGE", help="Run in this container; short for cluster.image=IMAGE.")
@@ -44,21 +49,32 @@ A sweep is one job, in which each combination of values is a run of its own name
 def submit(
     task: "type[Task] | None",
     arguments: tuple[str, ...],
-    launcher: str,
+    launcher: str | None,
+    hosts: str | None,
+    hostfile: str | None,
     cluster: str | None,
     nodes: int | None,
     image: str | None,
     sweep: tuple[str, ...],
     at_once: int | None,
     dry_run: bool,
-) -> None:
+) -> int:
     """Run `drawbar train` on the nodes of a cluster.
 
     Settings are checked here, before the job waits in a queue. An interrupted job saves, goes back into the queue, and
-    goes on from where it was.
+    goes on from where it was. Over ssh, this command stays until the run is over, and ends with its exit code.
     """
     from drawbar.cli.sending import Request, name_elements, plan, plan_sweep
     from drawbar.launch.sweep import combine
+
+    if hosts is not None or hostfile is not None or launcher == "ssh":
+        from drawbar.cli.submit_ssh import submit_ssh
+
+        if sweep or at_once or image:
+            raise click.UsageError("--sweep, --at-once and --image are for --to slurm")
+        return submit_ssh(task, arguments, launcher, hosts, hostfile, cluster, nodes, dry_run)
+    if launcher is None:
+        raise click.UsageError("say where to run it: --to slurm, --to ssh, --hosts or --hostfile")
 
     if at_once is not None and not sweep:
         raise click.UsageError("--at-once is for a --sweep: it says how many of its runs may run at the same time")
@@ -69,6 +85,7 @@ def submit(
         send(plan_sweep(request, *name_elements(request, combine(sweep)), at_once), dry_run)
     else:
         send(plan(request), dry_run)
+    return ExitCode.DONE
 
 
 def send(sending: "Sending", dry_run: bool) -> None:

@@ -7,11 +7,12 @@ command line overrule it.
 import os
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
 from drawbar.config.container import BindText, ImageText, RuntimeOrAuto
+from drawbar.config.hosts import check_hosts, parse_host
 from drawbar.config.section import Count, PathText, Section, Text
 from drawbar.config.source import Origin, Settings, read_file
 from drawbar.errors import UserError, nearest
@@ -28,6 +29,16 @@ OWN_OPTIONS = {
     "signal", "test-only", "time", "wait", "wrap",
 }  # fmt: skip
 """Options of sbatch that drawbar writes itself, or that its jobs cannot do with."""
+OWN_SSH_OPTIONS = {
+    "batchmode", "clearallforwardings", "controlmaster", "forkafterauthentication", "host", "localcommand", "match",
+    "permitlocalcommand", "remotecommand", "requesttty", "sessiontype", "stdinnull",
+}  # fmt: skip
+"""Options of ssh, in small letters, without which a launch would hang or leave something behind."""
+FORWARDED = [
+    "HF_*", "HUGGING_FACE_*", "TRANSFORMERS_*", "TOKENIZERS_*", "WANDB_*", "NCCL_*", "GLOO_*", "TORCH_*", "PYTORCH_*",
+    "OMP_*", "MKL_*", "CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG",
+]  # fmt: skip
+"""Not CUDA_VISIBLE_DEVICES: the GPUs of one machine are not those of another."""
 
 
 def _variables(values: dict[str, str]) -> dict[str, str]:
@@ -52,6 +63,22 @@ def _sbatch_options(values: dict[str, str | int | bool]) -> dict[str, str | int 
             raise ValueError(f"drawbar writes the option {name} itself; use the settings of cluster, or leave it out")
         if isinstance(value, str) and not re.fullmatch(r"[A-Za-z0-9_./:,=@+&|*\[\]()<>-]+", value):
             raise ValueError(f"the value of {name} has characters that no option of sbatch needs: {value!r}")
+    return values
+
+
+def _hosts(values: list[str]) -> list[str]:
+    check_hosts(parse_host(value) for value in values)
+    return values
+
+
+def _ssh_options(values: dict[str, str | int]) -> dict[str, str | int]:
+    for name, value in values.items():
+        if not re.fullmatch(r"[A-Za-z][A-Za-z0-9]*", name):
+            raise ValueError(f"{name!r} is no option of ssh; write it as in ssh's configuration, such as Port: 2222")
+        if name.lower() in OWN_SSH_OPTIONS:
+            raise ValueError(f"a launch cannot do with another {name} than its own; leave it out")
+        if isinstance(value, str) and (not value or not value.isprintable()):
+            raise ValueError(f"expected a line of text as the value of {name}, got {value!r}")
     return values
 
 
@@ -108,6 +135,21 @@ class ClusterSection(Section):
     """Another folder to be your home inside of the container (Apptainer and Singularity)."""
     options: Annotated[dict[str, str | int | bool], AfterValidator(_sbatch_options)] = {}
     """More options of sbatch, without dashes, such as `{qos: high, mem: 0, exclusive: true}`."""
+
+    hosts: Annotated[list[Text], AfterValidator(_hosts)] = []
+    """For `--to ssh`: the machines to run on, each with its processes, such as `[gpu1:8, gpu2:8]`. `--hosts` and
+    `--hostfile` overrule it."""
+    ssh_program: Literal["ssh", "pdsh"] = "ssh"
+    """What starts the hosts: `ssh` alone, or `pdsh`, which starts the same ssh for each of them."""
+    ssh_config: PathText | None = None
+    """ssh's configuration file, where it is not your own `~/.ssh/config`."""
+    ssh_options: Annotated[dict[str, str | int], AfterValidator(_ssh_options)] = {}
+    """More options of ssh as in its configuration, such as `{Port: 2222, User: me, ConnectTimeout: 30}`."""
+    forward: list[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*\*?$")]] = FORWARDED
+    """For `--to ssh`: which of your own environment variables the hosts get, by name, or by beginning, as in `HF_*`.
+    They travel over the connection, in no file and no command line, so secrets may be among them."""
+    workdir: PathText | None = None
+    """For `--to ssh`: the folder to run in on each host, made where there is none. Default: the same path as here."""
 
     @property
     def seconds(self) -> int | None:

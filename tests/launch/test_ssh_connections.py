@@ -1,0 +1,165 @@
+"""What is left of a launch over ssh, however it ends: with a program whose processes end only when they are killed."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import drawbar
+from sshd import Sshd, children, processes, wait_until
+
+SOURCE = Path(drawbar.__file__).parents[1]
+LAUNCHER = """\
+import os, sys
+from dataclasses import replace
+from pathlib import Path
+from drawbar.config.cluster import ClusterSection
+from drawbar.config.hosts import parse_hosts
+from drawbar.errors import UserError
+from drawbar.launch.fleet import run
+from drawbar.launch.job import Job
+from drawbar.launch.ssh import render
+
+_, config, mark, program, patience, *words = sys.argv
+cluster = ClusterSection(ssh_config=config, environment={"MARK": mark, "PYTHONPATH": os.environ["PYTHONPATH"]})
+job = Job("job", (sys.executable, *words), Path.cwd(), Path.cwd())
+starts = render(job, cluster, parse_hosts("alpha,beta"), "")
+try:
+    sys.exit(run([replace(s, order=replace(s.order, patience=float(patience))) for s in starts], program, 60))
+except UserError as error:
+    sys.exit(print(f"error: {error}", file=sys.stderr) or error.exit_code)
+"""
+PROGRAM = """\
+import json, os, signal, subprocess, sys, time
+from pathlib import Path
+
+node = json.loads(os.environ["DRAWBAR_MEETING"])["node"]
+if "stubborn" in sys.argv:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+forever = [sys.executable, "-c", "import time; time.sleep(600)"]
+subprocess.Popen(forever, start_new_session=True)
+if os.fork() == 0:  # a daemon, as it is in the books: another session, and no parent
+    os.setsid()
+    if os.fork() == 0:
+        os.execv(forever[0], forever)
+    os._exit(0)
+print("ready", flush=True)
+Path(f"ready-{node}").touch()
+while not (node == 1 and Path("go").exists()):
+    time.sleep(0.1)
+sys.exit(3)
+"""
+
+
+class Launch:
+    """A launch on ``alpha`` and ``beta``, which is running."""
+
+    def __init__(self, sshd: Sshd, folder: Path, program: str, patience: float, *words: str) -> None:
+        if shutil.which(program) is None:
+            pytest.skip(f"no {program} here: apt-get install {program}")
+        self.folder, self.mark = folder, f"mark-{os.getpid()}-{time.monotonic_ns()}"
+        (folder / "program.py").write_text(PROGRAM)
+        arguments = (str(sshd.config), self.mark, program, str(patience), "program.py", *words)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", LAUNCHER, *arguments],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(SOURCE), "MARK": self.mark},
+            stdout=(folder / "out").open("wb"),
+            stderr=(folder / "err").open("wb"),
+        )
+        wait_until(self.ready, self.output)
+
+    def ready(self) -> bool:
+        assert self.process.poll() is None, self.output()
+        return all((self.folder / f"ready-{node}").exists() for node in (0, 1))
+
+    def output(self) -> str:
+        return (self.folder / "out").read_text() + (self.folder / "err").read_text()
+
+    def left(self) -> dict[int, str]:
+        """What runs: the launcher, and all that has the variable that the launcher and its job have."""
+        return processes(self.mark)
+
+    def code(self) -> int:
+        return self.process.wait(60)
+
+
+@contextmanager
+def launch(
+    sshd: Sshd, folder: Path, program: str = "ssh", patience: float = 60, words: tuple[str, ...] = ()
+) -> Iterator[Launch]:
+    launched = Launch(sshd, folder, program, patience, *words)
+    try:
+        # of each host: shell or remote program, the command, two that hide; and the launcher with an ssh for each
+        assert len(launched.left()) >= 2 * 4 + 3, launched.left()
+        yield launched
+        wait_until(lambda: not launched.left(), launched.left, 10)
+    finally:
+        launched.process.kill()
+        launched.process.wait()
+        for pid in launched.left():
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("program", ["ssh", "pdsh"])
+def test_a_launcher_that_is_killed_leaves_nothing(sshd: Sshd, tmp_path: Path, program: str) -> None:
+    with launch(sshd, tmp_path, program) as launched:
+        launched.process.kill()
+
+
+@pytest.mark.parametrize("program", ["ssh", "pdsh"])
+def test_a_host_that_fails_ends_all_with_its_code(sshd: Sshd, tmp_path: Path, program: str) -> None:
+    with launch(sshd, tmp_path, program) as launched:
+        (tmp_path / "go").touch()
+        assert launched.code() == 3, launched.output()
+    assert "drawbar: beta ended with exit code 3" in launched.output()
+    assert sorted(line for line in launched.output().splitlines() if "ready" in line) == ["alpha: ready", "beta: ready"]
+
+
+def test_a_lost_connection_ends_all(sshd: Sshd, tmp_path: Path) -> None:
+    with launch(sshd, tmp_path) as launched:
+        os.kill(sshd.sessions()[0], signal.SIGKILL)
+        assert launched.code() == 1
+    assert "error: lost the host" in launched.output()
+    assert "fix:" in launched.output()
+
+
+def test_a_launcher_that_says_nothing_counts_as_gone(sshd: Sshd, tmp_path: Path) -> None:
+    with launch(sshd, tmp_path, patience=2) as launched:
+        launched.process.send_signal(signal.SIGSTOP)
+        wait_until(lambda: not children_of_sessions(sshd), lambda: children_of_sessions(sshd))
+        launched.process.kill()
+
+
+def children_of_sessions(sshd: Sshd) -> list[int]:
+    """What sshd runs for its clients, without its own helpers."""
+    below = [child for session in sshd.sessions() for child in children(session)]
+    return [child for pid in below for child in [pid, *children(pid)] if "sshd" not in name(child)]
+
+
+def name(pid: int) -> str:
+    return Path(f"/proc/{pid}/comm").read_text()
+
+
+@pytest.mark.parametrize("program", ["ssh", "pdsh"])
+def test_signals(sshd: Sshd, tmp_path: Path, program: str) -> None:
+    """The first is for the command, which does not heed it here; the second ends everything."""
+    with launch(sshd, tmp_path, program, words=("stubborn",)) as launched:
+        launched.process.send_signal(signal.SIGTERM)
+        time.sleep(1)
+        assert len(launched.left()) >= 2 * 4 + 3, launched.output()
+        launched.process.send_signal(signal.SIGTERM)
+        assert launched.code() == 128 + signal.SIGTERM, launched.output()
+
+
+def test_a_signal_before_the_command_could_listen_loses_nothing(sshd: Sshd, tmp_path: Path) -> None:
+    with launch(sshd, tmp_path) as launched:
+        launched.process.send_signal(signal.SIGUSR1)
+        assert launched.code() == 75, launched.output()
