@@ -5,7 +5,6 @@ a function on several ranks of a real gloo group. Both end after a timeout, and 
 fails.
 """
 
-import gc
 import multiprocessing
 import os
 import runpy
@@ -36,7 +35,6 @@ _context.set_forkserver_preload(
      "drawbar.train.prepare", "drawbar.train.export", "transformers.models.bert.modeling_bert",
      "transformers.models.t5.modeling_t5", *_LIBRARIES, "harness"]
 )  # fmt: skip
-gc.freeze()  # the server imports this module last: its children's collections then leave alone what they all share
 
 
 @dataclass(frozen=True)
