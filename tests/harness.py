@@ -46,12 +46,12 @@ class Finished:
     err: str
 
 
-def run_cli(*arguments: str, cwd: Path, env: dict[str, str] | None = None, timeout: float = 120) -> Finished:
+def run_cli(*arguments: str, cwd: Path, env: dict[str, str] | None = None, timeout: float = 240) -> Finished:
     """``drawbar ARGUMENTS`` in ``cwd``."""
     return _run(_cli, arguments, cwd, env, timeout)
 
 
-def run_script(script: Path, *arguments: str, cwd: Path, timeout: float = 120) -> Finished:
+def run_script(script: Path, *arguments: str, cwd: Path, timeout: float = 240) -> Finished:
     """``python SCRIPT ARGUMENTS`` in ``cwd``."""
     return _run(_script, (str(script), *arguments), cwd, None, timeout)
 
@@ -113,7 +113,7 @@ def run_ranks(
     function: Callable[..., Any],
     world_size: int,
     *arguments: Any,
-    timeout: float = 120,
+    timeout: float = 240,
     env: dict[str, str] | None = None,
 ) -> list[Any]:
     """``function(*arguments)`` on every rank at once; what each returned, in rank order.

@@ -16,7 +16,7 @@ from harness import Finished
 from messages import check_one_message
 from runs import Fit, largest_difference, losses
 
-SECONDS = 120
+SECONDS = 300
 TASK = '''
 import os, signal
 import drawbar

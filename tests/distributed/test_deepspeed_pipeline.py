@@ -97,11 +97,11 @@ def check_equal(results: list[Result | str], cases: Cases) -> None:
 
 
 def test_stages_compute_what_one_process_computes(folder: Path) -> None:
-    check_equal(run_ranks(compare, 2, str(folder), TWO, timeout=200)[0], TWO)
+    check_equal(run_ranks(compare, 2, str(folder), TWO, timeout=400)[0], TWO)
 
 
 def test_so_do_stages_whose_layers_are_cut(folder: Path) -> None:
-    *results, refused = run_ranks(compare, 4, str(folder), FOUR, timeout=200)[0]
+    *results, refused = run_ranks(compare, 4, str(folder), FOUR, timeout=400)[0]
     check_equal(results, FOUR[:-1])
     assert "c_attn" in refused
     assert "parallel.strategy=ddp with parallel.tensor=2" in refused

@@ -47,7 +47,7 @@ def test_two_processes_started_by_drawbar(reference: Path, micro_batch: str) -> 
 def test_two_processes_started_by_torchrun(reference: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command = [*torchrun, "-m", "drawbar", "train", "config.yaml", STEPS, "run.name=torchrun", "train.micro_batch=2"]
-    done = subprocess.run(command, cwd=reference, capture_output=True, text=True, timeout=120, env=dict(os.environ))
+    done = subprocess.run(command, cwd=reference, capture_output=True, text=True, timeout=240, env=dict(os.environ))
     assert done.returncode == 0, done.stderr
     check(reference, "torchrun")
 

@@ -100,8 +100,8 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     fit_in(folder)
     with chdir(folder):
         evaluate_run(drawbar.load_config("config.yaml", []).config, None, "validation", "latest")
-    run_ranks(train_all, 2, str(folder), TWO, timeout=250)
-    run_ranks(train_all, 4, str(folder), FOUR, timeout=250)
+    run_ranks(train_all, 2, str(folder), TWO, timeout=500)
+    run_ranks(train_all, 4, str(folder), FOUR, timeout=500)
     return folder / "runs"
 
 

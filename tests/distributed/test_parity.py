@@ -67,7 +67,7 @@ def compare_tied_and_untied(folder: str, names: list[str]) -> list[Result]:
 
 @pytest.mark.parametrize("ranks", CASES)
 def test_every_strategy_is_equal(ranks: int, project: Path) -> None:
-    results = run_ranks(compare_tied_and_untied, ranks, str(project), CASES[ranks], timeout=280)[0]
+    results = run_ranks(compare_tied_and_untied, ranks, str(project), CASES[ranks], timeout=500)[0]
     assert sorted(result.name for result in results) == sorted(CASES[ranks] * 2)
     for result in results:
         assert result.verdict == "equal", result

@@ -148,7 +148,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Result]]
     fit_in(folder, "run.name=base")
     with chdir(folder):
         export_run(drawbar.load_config("config.yaml", ["run.name=base"]).config, None, Path("folder"), "latest", False)
-    return run_ranks(compare_all, 2, str(folder), timeout=280)[0]
+    return run_ranks(compare_all, 2, str(folder), timeout=500)[0]
 
 
 @pytest.mark.parametrize("job", JOBS)

@@ -73,6 +73,6 @@ def run_command(words: list[str], folder: Path) -> Finished:
             modules = {"torchrun": "torch.distributed.run", "deepspeed": "deepspeed.launcher.runner"}
             argv = [sys.executable, "-m", modules[words[0]], *words[1:]]
             env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-            done = subprocess.run(argv, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
+            done = subprocess.run(argv, cwd=folder, env=env, capture_output=True, text=True, timeout=240)
             return Finished(done.returncode, done.stdout, done.stderr)
     raise AssertionError(f"a page runs drawbar, python, torchrun or deepspeed, not {words[0]}")

@@ -83,7 +83,7 @@ def start_torchrun(arguments: list[str], folder: Path, env: dict[str, str]) -> "
 
 
 def finish(process: "subprocess.Popen[str]") -> Finished:
-    out, err = process.communicate(timeout=200)
+    out, err = process.communicate(timeout=400)
     return Finished(process.returncode, out, err)
 
 

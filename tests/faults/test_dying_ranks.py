@@ -160,7 +160,7 @@ def test_torchrun_names_the_rank_that_raised(doomed: Path) -> None:
         cwd=doomed,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         env={**os.environ, "FATE": "raises beside a long step"},
     )
     assert done.returncode == 1

@@ -105,7 +105,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=200,
+        timeout=400,
     )
     assert result.returncode == 0, result.stdout + result.stderr
     return {name: Seen(**facts) for name, facts in json.loads(result.stdout.splitlines()[-1]).items()}

@@ -40,6 +40,7 @@ def evaluate(
 ) -> int:
     """Evaluate a checkpoint of RUN (a run directory), every sample exactly once."""
     from drawbar.cli.arguments import load_run
+    from drawbar.cli.imports import quick_imports
     from drawbar.cli.train import count_processes, own_command
     from drawbar.config.rules import RULES, check_rules
 
@@ -51,7 +52,8 @@ def evaluate(
 
         return run_processes(own_command(task), processes)
 
-    from drawbar.train.inference import evaluate_run
+    with quick_imports():
+        from drawbar.train.inference import evaluate_run
 
     evaluate_run(loaded.config, task, split, checkpoint)
     return 0

@@ -67,9 +67,12 @@ def generate(
 ) -> int:
     """Print what the model of RUN goes on with after each prompt (by default: the beginning of a document)."""
     from drawbar.cli.arguments import load_run
-    from drawbar.evaluation.generate import Sampling
-    from drawbar.train.inference import generate_from_run
-    from drawbar.train.output import check_output, write_lines
+    from drawbar.cli.imports import quick_imports
+
+    with quick_imports():
+        from drawbar.evaluation.generate import Sampling
+        from drawbar.train.inference import generate_from_run
+        from drawbar.train.output import check_output, write_lines
 
     loaded = load_run(run, ("launch.nproc=1",), task)
     if output is not None:

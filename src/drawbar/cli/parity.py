@@ -65,6 +65,7 @@ def parity(
     differs, names the first module that does.
     """
     from drawbar.cli.arguments import load
+    from drawbar.cli.imports import quick_imports
     from drawbar.config.rules import RULES, TRAIN_RULES, check_rules
 
     loaded = load(arguments, task)
@@ -72,10 +73,11 @@ def parity(
     started = "RANK" in os.environ or "WORLD_SIZE" in os.environ
     count = int(os.environ.get("WORLD_SIZE", "1")) if started else ranks or _usual_ranks(loaded.config)
 
-    from drawbar.tools.cases import default_cases, parse_cases
-    from drawbar.tools.folder import Folder
-    from drawbar.tools.parity import Request
-    from drawbar.tools.result import Report
+    with quick_imports():
+        from drawbar.tools.cases import default_cases, parse_cases
+        from drawbar.tools.folder import Folder
+        from drawbar.tools.parity import Request
+        from drawbar.tools.result import Report
 
     if strategies is None:
         request = Request(default_cases(loaded.config, count, precision), precision, asked_for=False)

@@ -47,6 +47,7 @@ def predict(
 ) -> int:
     """Predict for records without labels, by the model of RUN (a run directory)."""
     from drawbar.cli.arguments import load_run
+    from drawbar.cli.imports import quick_imports
     from drawbar.cli.train import count_processes, own_command
     from drawbar.config.rules import RULES, check_rules
     from drawbar.train.output import check_output
@@ -61,7 +62,8 @@ def predict(
 
         return run_processes(own_command(task), processes)
 
-    from drawbar.train.inference import predict_from_run
+    with quick_imports():
+        from drawbar.train.inference import predict_from_run
 
     predict_from_run(loaded.config, task, output, checkpoint)
     return 0

@@ -48,6 +48,7 @@ def train(task: "type[Task] | None", arguments: tuple[str, ...], resume: str, fo
 def start(task: "type[Task] | None", arguments: tuple[str, ...], resume: str, fork: str | None) -> int:
     """Train here, or start the processes that do, and wait for them; the exit code of the run."""
     from drawbar.cli.arguments import load
+    from drawbar.cli.imports import quick_imports
     from drawbar.config.deepspeed_json import check_deepspeed
     from drawbar.config.rules import RULES, TRAIN_RULES, check_rules, check_world
     from drawbar.launch.meeting import Meeting
@@ -66,8 +67,9 @@ def start(task: "type[Task] | None", arguments: tuple[str, ...], resume: str, fo
         check_deepspeed(loaded, total)
         return run_processes(own_command(task), processes, meeting, loaded.config.launch.timeout)
 
-    from drawbar.runtime.env import Place
-    from drawbar.train.trainer import Trainer
+    with quick_imports():
+        from drawbar.runtime.env import Place
+        from drawbar.train.trainer import Trainer
 
     check_deepspeed(loaded, Place.from_environment().world_size)
     return Trainer(loaded.config, task, resume=resume, fork=fork).fit().exit_code

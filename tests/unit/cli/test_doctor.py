@@ -67,7 +67,7 @@ def test_a_hub_that_cannot_be_reached(project: Path) -> None:
     wrong = ["task.model=no-such-model", "task.from_scratch=null", "task.tokenizer=null"]
     command = [sys.executable, "-m", "drawbar", "doctor", "config.yaml", *wrong, "--json"]
     env = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(project / "hub"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=project, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=project, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 1, done.stderr
     assert "the hub does not answer" in read(done.stdout)["no-such-model"]["what"]
 

@@ -65,7 +65,7 @@ def elsewhere(script: str, *unshare: str) -> list[Finding]:
 def alone(script: str, *prefix: str) -> list[Finding]:
     """What a script ``show``s in a process of its own."""
     command = [*prefix, sys.executable, "-c", SHOW + script]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stderr
     shown = json.loads(done.stdout)
     doctor_sites.seen.update((module, line) for module, line in shown["sites"])
