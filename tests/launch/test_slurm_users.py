@@ -90,6 +90,15 @@ def test_a_job_that_waits(slurm: SlurmCluster, project: Path) -> None:
     assert user.do("resume", number, "--dry-run") == kept
     assert "#SBATCH --time=9\n" in user.do("resume", "tiny", "cluster.time=9", "--dry-run")
 
+    number = user.submit("cluster.options={hold: true}", "--sweep", "optim.lr=1e-2,1e-3", "run.name=wide")
+    assert user.do("cancel", "wide") == "".join(f"job {number}_{n}: cancelled; nothing was saved\n" for n in range(2))
+    kept = (project / "runs" / "wide" / "launch" / f"job-{number}.sh").read_text()
+    assert user.do("resume", number, "--dry-run") == kept
+    single = user.do("resume", "wide-lr1e-3", "--dry-run")
+    assert "#SBATCH --array=0-0\n" in single
+    assert "runs/wide-lr1e-3\n" in single
+    assert "runs/wide-lr1e-2\n" not in single
+
 
 def test_cancelled_and_resumed(slurm: SlurmCluster, project: Path) -> None:
     user = User(slurm, project)
@@ -166,6 +175,7 @@ def test_a_sweep(slurm: SlurmCluster, tmp_path: Path) -> None:
     assert user.do("jobs").count(f"{number}_") == 2
     assert len(user.do("status", number, "--json").splitlines()) == 2
     assert "80 steps made" in user.do("logs", f"{number}_0")
+    assert "resumed from" in user.do("logs", runs[1], "--rank", "0")
     check_one_message(user.call("resume", number).err, f"{number} is complete")
 
 

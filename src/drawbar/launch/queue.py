@@ -5,7 +5,7 @@ the names of their jobs, cannot shift a column.
 """
 
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from drawbar.errors import ExitCode, UserError
@@ -95,14 +95,17 @@ def lost_nodes(nodes: str) -> list[str]:
     return sorted({name for name, state, *_ in rows if state.startswith("down") or state.endswith("*")})
 
 
-def cancel(number: str, *options: str) -> None:
-    """``scancel``. That a job has ended meanwhile is no error.
+def cancel(numbers: Collection[str], *options: str) -> None:
+    """``scancel``, of none or several. That a job has ended meanwhile is no error.
 
     Raises:
         UserError: Slurm refuses.
     """
-    done = run("scancel", *options, number)
-    if done.returncode and "already completing or completed" not in done.stderr.lower():
+    if not numbers:
+        return
+    done = run("scancel", *options, *numbers)
+    trouble = [line for line in done.stderr.splitlines() if "already completing or completed" not in line.lower()]
+    if done.returncode and trouble:
         _check(done)
 
 
