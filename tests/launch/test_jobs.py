@@ -267,6 +267,10 @@ def test_what_the_files_know_needs_no_slurm(tmp_path: Path) -> None:
         assert refused.code == 2
         check_one_message(refused.err, says)
 
+    keep([replace(record("9", tmp_path / "runs" / "own"), program="/me/my task.py")])
+    end(record("9", tmp_path / "runs" / "own"), 1)
+    check_one_message(call("resume", "own", cwd=tmp_path).err, "was submitted by /me/my task.py", "resume own")
+
     done.end_file.unlink()
     for command in (["jobs"], ["status", "8"], ["cancel", "8"], ["logs", "8", "-f"], ["resume", "8"]):
         asked = call(*command, cwd=tmp_path)
