@@ -16,7 +16,7 @@ from drawbar.errors import UserError
 from drawbar.launch.allocation import Allocation
 from drawbar.launch.follow import Follower
 from drawbar.launch.progress import Best, read_progress
-from drawbar.launch.queue import COLUMNS, Entry, parse
+from drawbar.launch.queue import COLUMNS, Entry, expand, parse
 from drawbar.launch.records import End, Record, find, keep, read, run_file, user_file
 from drawbar.launch.standing import judge
 from harness import Finished, run_cli
@@ -102,6 +102,20 @@ def test_nobodys_words_shift_a_column(word: str) -> None:
     assert found == entry("7_1", status=256, restarts=2, name=word.strip())
     assert (found.exit_code, found.is_active) == (1, True)
     assert parse(line(exit_code="9", State="CANCELLED")).exit_code == 137
+
+
+@pytest.mark.parametrize(
+    ("number", "elements"),
+    [
+        ("7", ["7"]),
+        ("7_3", ["7_3"]),
+        ("7_[3]", ["7_3"]),
+        ("7_[0-2,5]", ["7_0", "7_1", "7_2", "7_5"]),
+        ("7_[0-6:3,9-10%2]", ["7_0", "7_3", "7_6", "7_9", "7_10"]),
+    ],
+)
+def test_elements_that_slurm_lists_together(number: str, elements: list[str]) -> None:
+    assert expand(number) == elements
 
 
 @pytest.mark.parametrize(
@@ -252,6 +266,10 @@ def test_what_the_files_know_needs_no_slurm(tmp_path: Path) -> None:
         refused = call(command, "8", cwd=tmp_path)
         assert refused.code == 2
         check_one_message(refused.err, says)
+
+    keep([replace(record("9", tmp_path / "runs" / "own"), program="/me/my task.py")])
+    end(record("9", tmp_path / "runs" / "own"), 1)
+    check_one_message(call("resume", "own", cwd=tmp_path).err, "was submitted by /me/my task.py", "resume own")
 
     done.end_file.unlink()
     for command in (["jobs"], ["status", "8"], ["cancel", "8"], ["logs", "8", "-f"], ["resume", "8"]):

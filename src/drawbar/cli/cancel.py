@@ -44,18 +44,15 @@ def cancel(what: str, grace: int) -> None:
             remedy="`drawbar jobs` lists what waits and runs; `drawbar resume` starts a run again",
         )
     running = [standing.record for standing in active if standing.state == "RUNNING"]
-    for standing in active:
-        if standing.record not in running:
-            to_slurm(standing.record.number)
-    for record in running:
-        # the script first: it must know, when the ranks have saved, that they are not to go on; Slurm itself would
-        # grant them no more than its KillWait
-        to_slurm(record.number, "--batch", "--signal=TERM")
-        to_slurm(record.number, "--signal=TERM")
+    to_slurm([standing.record.number for standing in active if standing.record not in running])
+    # the script first: it must know, when the ranks have saved, that they are not to go on; Slurm itself would grant
+    # them no more than its KillWait
+    to_slurm([record.number for record in running], "--batch", "--signal=TERM")
+    to_slurm([record.number for record in running], "--signal=TERM")
     left = _wait(running, grace)
     for record in left:
-        click.echo(f"job {record.number}: not saved within {grace}s; it is ended now", err=True)
-        to_slurm(record.number)
+        click.echo(f"job {record.number}: has not ended within {grace}s; Slurm ends it now", err=True)
+    to_slurm([record.number for record in left])
     _wait(left, 60)
     for standing in stand(standing.record for standing in active):
         click.echo(_tell(standing))

@@ -10,7 +10,7 @@ import click
     epilog="""\b
 Examples:
   drawbar jobs                 what waits, what runs, and what ended since yesterday
-  drawbar jobs --all | less
+  drawbar jobs --all           and all before them
 
 \b
 The list is kept in ~/.local/state/drawbar/jobs.jsonl, and in the folder launch/ of each run.

@@ -1,6 +1,7 @@
 """``drawbar resume``."""
 
 import os
+import shlex
 from typing import TYPE_CHECKING
 
 import click
@@ -37,11 +38,12 @@ def resume(task: "type[Task] | None", what: str, settings: tuple[str, ...], dry_
     wanted = _check(what, stand(find(what)))
     first = wanted[0].record
     program = own_program(task)
+    caller = ["python", first.program] if first.program else ["drawbar"]
     if first.program != program:
         raise UserError(
             f"{what} was submitted by {first.program or 'drawbar'}",
             where="its record",
-            remedy=f"call `{f'python {first.program}' if first.program else 'drawbar'} resume {what}`",
+            remedy=f"call `{shlex.join(caller)} resume {what}`",
         )
     try:
         os.chdir(first.workdir)

@@ -75,6 +75,8 @@ class Sending:
         self.job.folder.mkdir(parents=True, exist_ok=True)
         file = self._script_file(str(self.job.allocation))
         file.write_text(self.script(), encoding="utf-8", errors="surrogateescape")
+        where = f"in the allocation {self.job.allocation}, on {self.job.nodes} × {self.job.processes} processes"
+        click.echo(f"run {self.job.name} starts {where}; for a job of its own, unset SLURM_JOB_ID", err=True)
         sys.stdout.flush()
         os.execvp("bash", ["bash", str(file)])
 

@@ -51,18 +51,19 @@ def start(task: "type[Task] | None", arguments: tuple[str, ...], resume: str, fo
     from drawbar.cli.imports import quick_imports
     from drawbar.config.deepspeed_json import check_deepspeed
     from drawbar.config.rules import RULES, TRAIN_RULES, check_rules, check_world
+    from drawbar.launch.alone import check_alone
     from drawbar.launch.meeting import Meeting
 
+    meeting = Meeting.take()
+    if meeting is None:
+        check_alone()
     loaded = load(arguments, task)
     check_rules(loaded, RULES + TRAIN_RULES)
-    processes, meeting = count_processes(loaded.config), Meeting.take()
+    processes = count_processes(loaded.config)
     total = processes * (meeting.nodes if meeting else 1)
     if total > 1:
         from drawbar.runtime.agent import run_processes
-        from drawbar.runtime.env import check_alone
 
-        if meeting is None:
-            check_alone()
         check_world(loaded.config, total)
         check_deepspeed(loaded, total)
         return run_processes(own_command(task), processes, meeting, loaded.config.launch.timeout)

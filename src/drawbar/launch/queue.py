@@ -4,14 +4,16 @@
 the names of their jobs, cannot shift a column.
 """
 
+import os
+import re
 import subprocess
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
 
 from drawbar.errors import ExitCode, UserError
 
 COLUMNS = {
-    "JobArrayID": 64,
+    "JobArrayID": 1024,
     "State": 24,
     "exit_code": 12,
     "RestartCnt": 12,
@@ -75,7 +77,7 @@ def ask(numbers: Iterable[str]) -> dict[str, Entry]:
         return {}
     _check(done)
     entries = (parse(line) for line in done.stdout.splitlines() if line.strip())
-    return {entry.number: entry for entry in entries}
+    return {number: replace(entry, number=number) for entry in entries for number in expand(entry.number)}
 
 
 def parse(line: str) -> Entry:
@@ -88,6 +90,17 @@ def parse(line: str) -> Entry:
     return Entry(number, state, int(status), int(restarts), start, used, limit, reason, nodes, name)
 
 
+def expand(number: str) -> list[str]:
+    """``7_[0-2,5]`` → ``7_0``, ``7_1``, ``7_2``, ``7_5``: elements that ``squeue --array`` may list together."""
+    array, bracket, tasks = number.partition("_[")
+    if not bracket:
+        return [number]
+    found = []
+    for first, last, step in re.findall(r"([0-9]+)(?:-([0-9]+))?(?::([0-9]+))?", tasks.partition("%")[0]):
+        found += [f"{array}_{task}" for task in range(int(first), int(last or first) + 1, int(step or 1))]
+    return found
+
+
 def lost_nodes(nodes: str) -> list[str]:
     """Which of the nodes of a job do not answer."""
     done = run("sinfo", "--noheader", "--Node", f"--nodes={nodes}", "--format=%N %T")
@@ -95,14 +108,17 @@ def lost_nodes(nodes: str) -> list[str]:
     return sorted({name for name, state, *_ in rows if state.startswith("down") or state.endswith("*")})
 
 
-def cancel(number: str, *options: str) -> None:
-    """``scancel``. That a job has ended meanwhile is no error.
+def cancel(numbers: Collection[str], *options: str) -> None:
+    """``scancel``, of none or several. That a job has ended meanwhile is no error.
 
     Raises:
         UserError: Slurm refuses.
     """
-    done = run("scancel", *options, number)
-    if done.returncode and "already completing or completed" not in done.stderr.lower():
+    if not numbers:
+        return
+    done = run("scancel", *options, *numbers)
+    trouble = [line for line in done.stderr.splitlines() if "already completing or completed" not in line.lower()]
+    if done.returncode and trouble:
         _check(done)
 
 
@@ -114,7 +130,13 @@ def run(*command: str) -> "subprocess.CompletedProcess[str]":
     """
     try:
         return subprocess.run(
-            command, capture_output=True, encoding="utf-8", errors="replace", check=False, timeout=_SECONDS
+            command,
+            env={**os.environ, "SLURM_BITSTR_LEN": "0"},  # or squeue would cut long lists of elements short
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            check=False,
+            timeout=_SECONDS,
         )
     except FileNotFoundError as error:
         raise UserError(

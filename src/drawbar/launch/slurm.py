@@ -57,6 +57,7 @@ address=$(scontrol show node "$head" --oneliner | sed -n 's/.* NodeAddr=\\([^ ]*
 meeting=$(srun --overlap --nodes=1 --ntasks=1 --nodelist="$head" \\
   {python} -m drawbar.launch.head "${{address:-$head}}" "$SLURM_JOB_ID"{interface}) || exit
 
+if [ "$told" = TERM ] || [ "$told" = INT ]; then exit {terminated}; fi
 srun --overlap --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 {cpus}\\
   --kill-on-bad-exit=0 --wait={grace} {at_terminal}\\
   {python} -m drawbar.launch.node "$meeting" \\
@@ -111,6 +112,7 @@ def render(job: Job, cluster: ClusterSection) -> str:
     parts += [*cluster.setup, *(job.container.script() if job.container else []), ""]
     body = _BODY.format(
         requeue=int(ExitCode.REQUEUE),
+        terminated=128 + signal.SIGTERM,
         python=python,
         restarts=_RESTARTS.format(alone=alone, python=python) if job.allocation is None else "",
         nodes=job.nodes,

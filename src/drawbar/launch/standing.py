@@ -68,7 +68,8 @@ def stand(records: Iterable[Record]) -> list[Standing]:
         entries = {}
     found = []
     for record in wanted:
-        entry = entries.get(record.number)
+        # elements that were cancelled one by one before they began are shown under the array's number alone
+        entry = entries.get(record.number) or entries.get(record.array)
         if entry is not None and entry.name != record.job_name:
             entry = None  # another cluster, or the numbers have begun again
         found.append(judge(record, entry, ends[record]))

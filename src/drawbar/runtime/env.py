@@ -1,20 +1,15 @@
 """Rank and host facts, read from the environment once."""
 
 import os
-import shlex
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from drawbar.errors import UserError
+from drawbar.launch.alone import check_alone
 
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-_MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
-"""What an MPI launcher sets. Not PMI_SIZE: Slurm's srun sets it, too."""
-_TASKS = "SLURM_STEP_NUM_TASKS"
-"""What srun sets in its tasks, and Slurm in no batch script. Not SLURM_NTASKS, which is that of the whole job."""
 _STAYING_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "CROSS_SIZE")
 """What torch's and DeepSpeed's launchers set."""
 
@@ -68,30 +63,6 @@ class Place:
                 remedy="number the processes from 0 to WORLD_SIZE - 1; torchrun and launch.nproc=N do",
             )
         return place
-
-
-def check_alone(environ: Mapping[str, str] = os.environ) -> None:
-    """See that this process, which has no place among others, was started once.
-
-    Raises:
-        UserError: MPI or srun started several, which would not find one another.
-    """
-    for name in _MPI_SIZES:
-        if environ.get(name, "1") != "1":
-            raise UserError(
-                f"MPI started {environ[name]} processes, but RANK and WORLD_SIZE are not set",
-                where=f"the environment: {name}={environ[name]}",
-                remedy="start them with torchrun, or with the deepspeed launcher without --launcher",
-            )
-    tasks = environ.get(_TASKS, "1")
-    if tasks != "1":
-        config = next((word for word in sys.argv[2:] if "=" not in word and not word.startswith("-")), "CONFIG")
-        raise UserError(
-            f"srun started {tasks} tasks, of which each would be a run of its own",
-            where=f"the environment: {_TASKS}={tasks}",
-            remedy=f"`drawbar submit {shlex.quote(config)} --to slurm` starts and connects the processes, inside an "
-            "allocation, too; or start one task (srun --nodes=1 --ntasks=1) with launch.nproc=N",
-        )
 
 
 def has_launcher(environ: Mapping[str, str] = os.environ) -> bool:

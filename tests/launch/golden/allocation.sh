@@ -32,6 +32,7 @@ address=$(scontrol show node "$head" --oneliner | sed -n 's/.* NodeAddr=\([^ ]*\
 meeting=$(srun --overlap --nodes=1 --ntasks=1 --nodelist="$head" \
   /opt/env/bin/python -m drawbar.launch.head "${address:-$head}" "$SLURM_JOB_ID") || exit
 
+if [ "$told" = TERM ] || [ "$told" = INT ]; then exit 143; fi
 srun --overlap --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=4 \
   --kill-on-bad-exit=0 --wait=60 --disable-status \
   /opt/env/bin/python -m drawbar.launch.node "$meeting" \

@@ -63,6 +63,7 @@ address=$(scontrol show node "$head" --oneliner | sed -n 's/.* NodeAddr=\([^ ]*\
 meeting=$(srun --overlap --nodes=1 --ntasks=1 --nodelist="$head" \
   /opt/env/bin/python -m drawbar.launch.head "${address:-$head}" "$SLURM_JOB_ID") || exit
 
+if [ "$told" = TERM ] || [ "$told" = INT ]; then exit 143; fi
 srun --overlap --nodes=1 --ntasks=1 --ntasks-per-node=1 \
   --kill-on-bad-exit=0 --wait=60 \
   /opt/env/bin/python -m drawbar.launch.node "$meeting" \

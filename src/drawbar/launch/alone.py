@@ -1,0 +1,39 @@
+"""Whether a process that has no place among others really is the only one of its run."""
+
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+
+from drawbar.errors import UserError
+
+_MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+"""What an MPI launcher sets. Not PMI_SIZE: Slurm's srun sets it, too."""
+_TASKS = "SLURM_STEP_NUM_TASKS"
+"""What srun sets in its tasks, and Slurm in no batch script. Not SLURM_NTASKS, which is that of the whole job."""
+
+
+def check_alone(environ: Mapping[str, str] = os.environ) -> None:
+    """See that this process was started once. Those that torchrun or drawbar started need not ask.
+
+    Raises:
+        UserError: MPI or srun started several, and each would train alone.
+    """
+    if "RANK" in environ or "WORLD_SIZE" in environ:
+        return
+    for name in _MPI_SIZES:
+        if environ.get(name, "1") != "1":
+            raise UserError(
+                f"MPI started {environ[name]} processes, but RANK and WORLD_SIZE are not set",
+                where=f"the environment: {name}={environ[name]}",
+                remedy="start them with torchrun, or with the deepspeed launcher without --launcher",
+            )
+    tasks = environ.get(_TASKS, "1")
+    if tasks != "1":
+        config = next((word for word in sys.argv[2:] if "=" not in word and not word.startswith("-")), "CONFIG")
+        raise UserError(
+            f"srun started {tasks} tasks, of which each would be a run of its own",
+            where=f"the environment: {_TASKS}={tasks}",
+            remedy=f"`drawbar submit {shlex.quote(config)} --to slurm` starts and connects the processes, inside an "
+            "allocation, too; or start one task (srun --nodes=1 --ntasks=1) with launch.nproc=N",
+        )
