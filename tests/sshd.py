@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-ALIASES = ("alpha", "beta")
+ALIASES = ("gpu1", "gpu2")
 _PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 _PRIVILEGE_SEPARATION = Path("/run/sshd")
 """Debian makes it when the machine's own sshd starts; sshd wants it where it runs as root."""
@@ -32,6 +32,8 @@ PermitRootLogin yes
 MaxStartups 100
 """
 CLIENT = """\
+Host changed
+  UserKnownHostsFile {folder}/changed_hosts
 Host {names} stranger changed
   HostName 127.0.0.1
   Port {port}
@@ -42,8 +44,6 @@ Host {names} changed
   IdentityFile {folder}/user_key
 Host stranger
   IdentityFile {folder}/other_key
-Host changed
-  UserKnownHostsFile {folder}/changed_hosts
 Host nobody
   HostName 127.0.0.1
   Port {unused}
@@ -56,7 +56,7 @@ def missing_programs() -> list[str]:
 
 @dataclass
 class Sshd:
-    """The hosts ``alpha`` and ``beta``; ``stranger`` has a wrong key, ``nobody`` does not listen, and the key of
+    """The hosts ``gpu1`` and ``gpu2``; ``stranger`` has a wrong key, ``nobody`` does not listen, and the key of
     ``changed`` is another than ssh knows."""
 
     folder: Path
