@@ -99,9 +99,7 @@ def test_a_node_without_a_way() -> None:
 
 
 def test_nothing_on_a_node_imports_torch() -> None:
-    script = (
-        "import sys, drawbar.launch.head, drawbar.launch.node, drawbar.launch.restarts; print('torch' in sys.modules)"
-    )
+    script = "import sys, drawbar.launch.head, drawbar.launch.node, drawbar.launch.restarts, drawbar.launch.remote; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
 

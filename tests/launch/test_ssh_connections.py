@@ -88,8 +88,8 @@ class Launch:
         return processes(self.mark)
 
     def complete(self) -> bool:
-        """On each host drawbar's own program, the command, and the two that hide; here the launcher, and two ssh."""
-        return len(self.left()) >= 2 * 4 + 3
+        """On each host drawbar's own two, the command, and the two that hide; here the launcher, and two ssh."""
+        return len(self.left()) >= 2 * 5 + 3
 
     def code(self) -> int:
         return self.process.wait(60)
@@ -103,7 +103,7 @@ def launch(
     try:
         wait_until(launched.complete, launched.left)  # one that is becoming another program has no environment
         yield launched
-        wait_until(lambda: not launched.left(), launched.left, 10)
+        wait_until(lambda: not launched.left(), launched.left)
     finally:
         launched.process.kill()
         launched.process.wait()
@@ -132,6 +132,18 @@ def test_a_lost_connection_ends_all(sshd: Sshd, tmp_path: Path) -> None:
         assert launched.code() == 1
     assert "error: lost the host" in launched.output()
     assert "fix:" in launched.output()
+
+
+@pytest.mark.parametrize("which", ["keeper", "worker"])
+def test_what_drawbar_runs_on_a_host_is_killed(sshd: Sshd, tmp_path: Path, which: str) -> None:
+    with launch(sshd, tmp_path) as launched:
+        own = {pid for pid, line in launched.left().items() if "drawbar.launch.remote" in line}
+        assert len(own) == 4
+        keeper = next(pid for pid in own if own & set(children(pid)))
+        worker = next(pid for pid in children(keeper) if pid in own)
+        os.kill(keeper if which == "keeper" else worker, signal.SIGKILL)
+        assert launched.code() == 1, launched.output()
+    assert "error: lost the host gpu" in launched.output()
 
 
 def test_a_launcher_that_says_nothing_counts_as_gone(sshd: Sshd, tmp_path: Path) -> None:

@@ -120,6 +120,16 @@ def test_pdsh_cannot_have_several_users() -> None:
         pdsh_command(render(JOB, ClusterSection(), parse_hosts("a,me@b"), CONFIG), "/tmp/socket")
 
 
+def test_code_does_not_travel(sshd: Sshd, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    source = str(Path(drawbar.__file__).parents[1])
+    cluster = ClusterSection(ssh_config=str(sshd.config), environment={"PYTHONPATH": source})
+    job = Job("job", (sys.executable, "/no/such/my_task.py", "train"), tmp_path, tmp_path)
+    assert run(render(job, cluster, [Host("gpu1")], CONFIG), "ssh", 60) == 2
+    check_one_message(
+        capfd.readouterr().err.replace("gpu1: ", ""), "this host has no file /no/such/my_task.py", "copy your program"
+    )
+
+
 PROGRAM = "import json, os, sys; json.dump([sys.argv[1:-1], dict(os.environ), os.getcwd()], open(sys.argv[1], 'w'))"
 
 
