@@ -8,7 +8,6 @@ Both nodes are this machine: they have one host name and address, and ports of t
 import getpass
 import os
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
@@ -17,6 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
+
+from programs import search_path
 
 T = TypeVar("T")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel", "sinfo")
@@ -60,11 +61,6 @@ MinJobAge=300
 """
 NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={cpus} RealMemory=1000 State=UNKNOWN\n"
 PARTITIONS = "PartitionName=main Nodes={nodes} Default=YES MaxTime=1:00:00 State=UP OverSubscribe=NO\n"
-
-
-def missing_programs() -> list[str]:
-    """What of Slurm and munge is not installed."""
-    return [name for name in PROGRAMS if shutil.which(name, path=_path()) is None]
 
 
 @dataclass
@@ -117,7 +113,7 @@ def start_cluster(folder: Path) -> SlurmCluster:
     for name, port in zip(NODES, ports, strict=True):
         text += NODE.format(name=name, host=host, port=port, cpus=CPUS)
     conf.write_text(text + PARTITIONS.format(nodes=",".join(NODES)))
-    cluster = SlurmCluster(folder, {"SLURM_CONF": str(conf), "PATH": _path()})
+    cluster = SlurmCluster(folder, {"SLURM_CONF": str(conf), "PATH": search_path()})
     try:
         _start_munge(cluster)
         _start(cluster, "slurmctld", "-D", "-c", "-f", str(conf))
@@ -199,8 +195,3 @@ def _free_ports(count: int) -> list[int]:
     for server in servers:
         server.close()
     return ports
-
-
-def _path() -> str:
-    """Debian puts daemons where an ordinary user's PATH does not look."""
-    return os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])

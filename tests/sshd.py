@@ -13,8 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from programs import search_path
+
 ALIASES = ("gpu1", "gpu2")
-_PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 _PRIVILEGE_SEPARATION = Path("/run/sshd")
 """Debian makes it when the machine's own sshd starts; sshd wants it where it runs as root."""
 
@@ -48,10 +49,7 @@ Host nobody
   HostName 127.0.0.1
   Port {unused}
 """
-
-
-def missing_programs() -> list[str]:
-    return [name for name in ("sshd", "ssh", "ssh-keygen") if shutil.which(name, path=_PATH) is None]
+PROGRAMS = ("sshd", "ssh", "ssh-keygen")
 
 
 @dataclass
@@ -83,7 +81,7 @@ def start_sshd(folder: Path) -> Sshd:
         (folder / name).write_text(f"[127.0.0.1]:{port} {kind} {text}\n")
     if os.geteuid() == 0:
         _PRIVILEGE_SEPARATION.mkdir(mode=0o755, exist_ok=True)
-    program = shutil.which("sshd", path=_PATH)
+    program = shutil.which("sshd", path=search_path())
     assert program is not None
     with (folder / "log").open("wb") as log:
         daemon = subprocess.Popen(

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from drawbar.config.cluster import ClusterSection
 from drawbar.config.load import load_config
 from drawbar.errors import UserError
+from drawbar.launch.container import VARIABLES, make_container
 from drawbar.launch.job import Job
 from drawbar.launch.slurm import render
 
@@ -23,6 +25,20 @@ JOB = Job(
     workdir=Path("/home/me/project"),
     run_dir=Path("/home/me/project/runs/wikitext-gpt2"),
 )
+
+
+def in_container(*settings: str, environ: Mapping[str, str]) -> tuple[Job, ClusterSection]:
+    """The job on two nodes with eight GPUs each, in a container."""
+    given = ["cluster.nodes=2", "cluster.gpus_per_node=8", *(f"cluster.{setting}" for setting in settings)]
+    config = load_config(None, [*given, "run.dir=/scratch/runs"]).config
+    assert config.cluster is not None
+    container = make_container(config, config.cluster, JOB.workdir, environ)
+    argv = ("python3", "-m", "drawbar", "train", "config.yaml", "launch.nproc=8")
+    run_dir = Path("/scratch/runs", JOB.name)
+    job = replace(JOB, argv=argv, run_dir=run_dir, nodes=2, processes=8, container=container, environment=VARIABLES)
+    return job, config.cluster
+
+
 SCRIPTS = {
     "plain": (JOB, ClusterSection()),
     "two_nodes": (
@@ -42,6 +58,21 @@ SCRIPTS = {
             interface="ib0",
             options={"qos": "high", "exclusive": True, "mem": 0},
         ),
+    ),
+    "apptainer": in_container(
+        "image=/images/my drawbar.sif",
+        "binds=[/datasets:/datasets:ro, /scratch/me]",
+        "home=/scratch/home",
+        "modules=[apptainer]",
+        "environment={NCCL_DEBUG: WARN}",
+        environ={"HF_HOME": "/scratch/me/hub"},
+    ),
+    "singularity": in_container("image=docker://me/drawbar:1", "container=singularity", "python=python", environ={}),
+    "pyxis": in_container(
+        "image=nvcr.io#nvidia/pytorch:25.09-py3",
+        "binds=[/datasets:/data:ro]",
+        "environment={NCCL_DEBUG: WARN}",
+        environ={"HF_HOME": "/home/me/project/hub"},
     ),
     "no_requeue": (JOB, ClusterSection(requeue=False, time=90)),
 }

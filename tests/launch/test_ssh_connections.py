@@ -1,7 +1,6 @@
 """What is left of a launch over ssh, however it ends: with a program whose processes end only when they are killed."""
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import drawbar
+from programs import need_programs
 from sshd import Sshd, children, processes, wait_until
 
 SOURCE = Path(drawbar.__file__).parents[1]
@@ -62,8 +62,7 @@ class Launch:
     """A launch on ``gpu1`` and ``gpu2``, which is running."""
 
     def __init__(self, sshd: Sshd, folder: Path, program: str, patience: float, *words: str) -> None:
-        if shutil.which(program) is None:
-            pytest.skip(f"no {program} here: apt-get install {program}")
+        need_programs(program)
         self.folder, self.mark = folder, f"mark-{os.getpid()}-{time.monotonic_ns()}"
         (folder / "program.py").write_text(PROGRAM)
         arguments = (str(sshd.config), self.mark, program, str(patience), "program.py", *words)

@@ -1,7 +1,6 @@
 """What ``drawbar submit --to ssh`` would run, as text; and words that a shell could take for something else."""
 
 import json
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,8 +10,11 @@ import pytest
 from test_render import GOLDEN, HOSTILE
 
 import drawbar
+from apptainer_stand_in import calls, install, make_image
+from drawbar.cli.submit_ssh import make_job
 from drawbar.config.cluster import FORWARDED, ClusterSection
 from drawbar.config.hosts import Host, parse_hosts
+from drawbar.config.load import load_config
 from drawbar.errors import UserError
 from drawbar.launch.fleet import run
 from drawbar.launch.job import Job
@@ -22,6 +24,7 @@ from drawbar.launch.remote import address_for
 from drawbar.launch.ssh import describe, forwarded, render
 from harness import run_cli
 from messages import check_one_message
+from programs import need_programs
 from sshd import Sshd
 
 CONFIG = "run:\n  name: wikitext-gpt2\n\ntrain:\n  steps: 100\n"
@@ -58,8 +61,7 @@ def test_golden_texts(name: str) -> None:
 def test_texts_are_good_bash(name: str) -> None:
     done = subprocess.run(["bash", "-n"], input=text(name), capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    if shutil.which("shellcheck") is None:
-        pytest.skip("no shellcheck here: apt-get install shellcheck")
+    need_programs("shellcheck")
     command = ["shellcheck", "--shell=bash", "--exclude=SC1090,SC1091", "-"]
     done = subprocess.run(command, input=text(name), capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "")
@@ -130,14 +132,38 @@ def test_code_does_not_travel(sshd: Sshd, tmp_path: Path, capfd: pytest.CaptureF
     )
 
 
+def test_a_container_on_a_host(sshd: Sshd, tmp_path: Path) -> None:
+    """drawbar's own program on the host runs inside, too; with a program that stands for Apptainer."""
+    image = make_image(tmp_path / "it's $(touch planted).sif")
+    settings = {
+        "image": str(image),
+        "ssh_config": str(sshd.config),
+        "environment": {"PYTHONPATH": str(Path(drawbar.__file__).parents[1])},
+        "setup": [f"export PATH={install(tmp_path / 'bin')}:$PATH"],
+        "workdir": str(tmp_path),
+    }
+    config = load_config(None, [f"cluster.{key}={json.dumps(value)}" for key, value in settings.items()]).config
+    assert config.cluster is not None
+    job = make_job(config, config.cluster, None)
+    assert job.argv == ("python3", "-m", "drawbar", "train")
+    show = "import os; open('found', 'w').write(os.environ['IMAGE'])"
+    starts = render(replace(job, argv=("python3", "-c", show)), config.cluster, [Host("gpu1")], "")
+    assert run(starts, "ssh", 60) == 0
+    assert (tmp_path / "found").read_text() == image.name
+    assert [call["command"][:4] for call in calls(image)] == [["python3", "-P", "-m", "drawbar.launch.remote"]]
+    pyxis = load_config(None, ["cluster.image=registry#image"]).config
+    assert pyxis.cluster is not None
+    with pytest.raises(UserError, match="pyxis is a part of Slurm"):
+        make_job(pyxis, pyxis.cluster, None)
+
+
 PROGRAM = "import json, os, sys; json.dump([sys.argv[1:-1], dict(os.environ), os.getcwd()], open(sys.argv[1], 'w'))"
 
 
 @pytest.mark.parametrize("program", ["ssh", "pdsh"])
 def test_hostile_words_arrive_as_they_are(sshd: Sshd, tmp_path: Path, program: str) -> None:
     """Through a real ssh and a real shell there: as arguments, values of the environment, names of folders."""
-    if shutil.which(program) is None:
-        pytest.skip(f"no {program} here: apt-get install {program}")
+    need_programs(program)
     python = tmp_path / "it's $(touch planted) python"
     python.symlink_to(sys.executable)
     workdir = tmp_path / "$(touch planted)'\" x" / "`touch planted`"

@@ -19,6 +19,9 @@ BROKEN = {
     "one process on several nodes": ["parallel.strategy=single", "cluster.nodes=2"],
     "a cluster of Macs": ["device=mps", "cluster.nodes=2"],
     "time limit": ["cluster.time=1", "cluster.signal_seconds=60"],
+    "settings of a container": ["cluster.binds=[/data]"],
+    "home with pyxis": ["cluster.image=x.sqsh", "cluster.home=/scratch/me"],
+    "variables of a container's own": ["cluster.image=x.sif", "cluster.environment={PATH: /bin}"],
 }
 
 

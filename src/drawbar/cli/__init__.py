@@ -38,6 +38,7 @@ Examples:
   drawbar train config.yaml                          train, or go on with a run that was cut short
   drawbar train config.yaml launch.nproc=2           the same run on two processes
   drawbar submit config.yaml --to slurm --nodes 2    the same run on two nodes of a cluster
+  drawbar submit config.yaml --hosts gpu1:8,gpu2:8   the same run on two machines, over ssh
   drawbar eval runs/demo --checkpoint best           scores of the best checkpoint
   drawbar predict runs/demo --input new.tsv --output out.jsonl
   drawbar generate runs/demo --prompt "def main("    text from the model

@@ -1,5 +1,6 @@
 """``drawbar submit``."""
 
+import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from drawbar.errors import ExitCode
 if TYPE_CHECKING:
     from drawbar.config.cluster import ClusterSection
     from drawbar.config.schema import RunConfig
+    from drawbar.launch.container import Container
     from drawbar.launch.job import Job
     from drawbar.tasks.task import Task
 
@@ -21,6 +23,7 @@ Examples:
   drawbar submit config.yaml --to slurm --nodes 2 cluster.gpus_per_node=8 cluster.time=12:00:00
   drawbar submit config.yaml --to slurm --dry-run                 read the script first
   drawbar submit config.yaml --to slurm --cluster NAME optim.lr=1e-4
+  drawbar submit config.yaml --to slurm --image drawbar.sif       in a container on each node
   drawbar submit config.yaml --hosts gpu1:8,gpu2:8                 over ssh; or --hostfile FILE
 
 \b
@@ -35,6 +38,7 @@ The same command again goes on where the run stopped.
 @click.option("--hostfile", metavar="FILE", help="The same from a file with lines such as `gpu1 slots=4`.")
 @click.option("--cluster", metavar="NAME", help="Take the profile NAME for what the section cluster leaves open.")
 @click.option("--nodes", type=click.IntRange(min=1), help="Machines to run on; short for cluster.nodes=N.")
+@click.option("--image", metavar="IMAGE", help="Run in this container; short for cluster.image=IMAGE.")
 @click.option("--dry-run", is_flag=True, help="Print what would be submitted, and submit nothing.")
 @click.pass_obj
 def submit(
@@ -45,6 +49,7 @@ def submit(
     hostfile: str | None,
     cluster: str | None,
     nodes: int | None,
+    image: str | None,
     dry_run: bool,
 ) -> int:
     """Run `drawbar train` on the nodes of a cluster.
@@ -55,7 +60,8 @@ def submit(
     if hosts is not None or hostfile is not None or launcher == "ssh":
         from drawbar.cli.submit_ssh import submit_ssh
 
-        return submit_ssh(task, arguments, launcher, hosts, hostfile, cluster, nodes, dry_run)
+        inside = () if image is None else (f"cluster.image={json.dumps(image)}",)
+        return submit_ssh(task, (*arguments, *inside), launcher, hosts, hostfile, cluster, nodes, dry_run)
     if launcher is None:
         raise click.UsageError("say where to run it: --to slurm, --to ssh, --hosts or --hostfile")
     from drawbar.cli.arguments import load
@@ -63,10 +69,12 @@ def submit(
     from drawbar.config.cluster_rules import SUBMIT_RULES
     from drawbar.config.deepspeed_json import check_deepspeed
     from drawbar.config.rules import RULES, TRAIN_RULES, check_rules, check_world
+    from drawbar.launch.container import check_image
     from drawbar.launch.slurm import log_path, render
     from drawbar.launch.slurm import submit as to_slurm
 
     settings = arguments if nodes is None else (*arguments, f"cluster.nodes={nodes}")
+    settings = settings if image is None else (*settings, f"cluster.image={json.dumps(image)}")
     loaded = load(settings, task, cluster)
     check_rules(loaded, RULES + TRAIN_RULES + SUBMIT_RULES)
     section = loaded.config.cluster or ClusterSection()
@@ -77,6 +85,8 @@ def submit(
     if dry_run:
         click.echo(script, nl=False)
         return ExitCode.DONE
+    if job.container is not None:
+        check_image(job.container)
     number = to_slurm(job, script)
     click.echo(f"job {number}: run {job.name} on {job.nodes} × {job.processes} processes")
     click.echo(f"log: {log_path(job, number)}")
@@ -87,22 +97,31 @@ def make_job(
     config: "RunConfig", cluster: "ClusterSection", task: "type[Task] | None", arguments: tuple[str, ...]
 ) -> "Job":
     """What ``drawbar train ARGUMENTS`` is on the nodes."""
+    from drawbar.launch.container import VARIABLES, make_container
     from drawbar.launch.job import Job
 
+    container = make_container(config, cluster, Path.cwd())
     processes = config.launch.nproc if config.launch.nproc != "auto" else cluster.gpus_per_node or 1
     settings = (*arguments, f"launch.nproc={processes}")
     words = ("--", *settings) if settings[0].startswith("-") else settings
     return Job(
         name=config.run.name,
-        argv=(*train_command(cluster, task), *words),
+        argv=(*train_command(cluster, task, container), *words),
         workdir=Path.cwd(),
         run_dir=config.run_dir.absolute(),
         nodes=cluster.nodes,
         processes=processes,
+        environment=VARIABLES if container else {},
+        container=container,
     )
 
 
-def train_command(cluster: "ClusterSection", task: "type[Task] | None") -> tuple[str, ...]:
+def train_command(
+    cluster: "ClusterSection", task: "type[Task] | None", container: "Container | None"
+) -> tuple[str, ...]:
     """``drawbar train`` on the nodes."""
+    from drawbar.launch.container import PYTHON
+
+    python = cluster.python or (PYTHON if container else sys.executable)
     program = ("-m", "drawbar") if task is None else (str(Path(sys.argv[0]).absolute()),)
-    return (cluster.python or sys.executable, *program, "train")
+    return (python, *program, "train")

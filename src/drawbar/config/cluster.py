@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
+from drawbar.config.container import BindText, ImageText, RuntimeOrAuto
 from drawbar.config.hosts import check_hosts, parse_host
 from drawbar.config.section import Count, PathText, Section, Text
 from drawbar.config.source import Origin, Settings, read_file
@@ -116,10 +117,22 @@ class ClusterSection(Section):
     """Shell commands to run on the first node before all else, such as `source ~/venv/bin/activate`; what they export
     reaches every node."""
     python: PathText | None = None
-    """Python to run on the nodes, a path or a command that `setup` provides. Default: the one that submits."""
+    """Python to run on the nodes, a path or a command that `setup` provides. Default: the one that submits; in a
+    container, `python3`."""
     interface: Name | None = None
     """Network interface that the nodes talk over. Default: InfiniBand where the first node has it, else the one that
     leads to the first node."""
+    image: ImageText | None = None
+    """Container that the job runs in: a `.sif` file, a sandbox folder, `docker://NAME`, or for pyxis a `.sqsh` file or
+    `REGISTRY#NAME`."""
+    container: RuntimeOrAuto = "auto"
+    """What runs the image. `auto`: pyxis for `.sqsh` files and names with `#`, else Apptainer, or Singularity where a
+    node has no Apptainer."""
+    binds: list[BindText] = []
+    """Folders that the container is to see: `/folder`, or `/outside:/inside`, or `/outside:/inside:ro`. It sees the
+    current folder, `run.dir`, `data.cache`, `HF_HOME` and your home anyway."""
+    home: PathText | None = None
+    """Another folder to be your home inside of the container (Apptainer and Singularity)."""
     options: Annotated[dict[str, str | int | bool], AfterValidator(_sbatch_options)] = {}
     """More options of sbatch, without dashes, such as `{qos: high, mem: 0, exclusive: true}`."""
 

@@ -2,6 +2,7 @@
 on a laptop, with ``device=cpu``."""
 
 from drawbar.config.cluster import ClusterSection
+from drawbar.config.container import choose_runtime, lost_variables
 from drawbar.config.rule import Rule
 from drawbar.config.schema import RunConfig
 
@@ -13,6 +14,15 @@ def _cluster(config: RunConfig) -> ClusterSection:
 def _too_many_processes(config: RunConfig) -> bool:
     gpus, nproc = _cluster(config).gpus_per_node, config.launch.nproc
     return gpus is not None and nproc != "auto" and nproc > gpus and config.device != "cpu"
+
+
+def _has_container_settings(cluster: ClusterSection) -> bool:
+    return bool(cluster.container != "auto" or cluster.binds or cluster.home)
+
+
+def _runtime(config: RunConfig) -> str | None:
+    cluster = _cluster(config)
+    return None if cluster.image is None else choose_runtime(cluster.image, cluster.container)
 
 
 SUBMIT_RULES: tuple[Rule, ...] = (
@@ -50,6 +60,27 @@ SUBMIT_RULES: tuple[Rule, ...] = (
         lambda c: (_cluster(c).seconds or 10**9) <= _cluster(c).signal_seconds,
         "the run would be told to save before it has begun",
         "set a longer cluster.time, or a smaller cluster.signal_seconds",
+    ),
+    Rule(
+        "settings of a container",
+        ("cluster.image", "cluster.container", "cluster.binds", "cluster.home"),
+        lambda c: _cluster(c).image is None and _has_container_settings(_cluster(c)),
+        "there is no image, so nothing reads them",
+        "set cluster.image, or remove the others",
+    ),
+    Rule(
+        "home with pyxis",
+        ("cluster.home", "cluster.image", "cluster.container"),
+        lambda c: _cluster(c).home is not None and _runtime(c) == "pyxis",
+        "pyxis can only take your own home into the container",
+        "remove cluster.home, and bind the folder that you need with cluster.binds",
+    ),
+    Rule(
+        "variables of a container's own",
+        ("cluster.image", "cluster.environment"),
+        lambda c: _cluster(c).image is not None and bool(lost_variables(_cluster(c).environment)),
+        "a container has a PATH, a LD_LIBRARY_PATH and a HOME of its own, and these would not arrive",
+        "set them in the image; the Python inside is cluster.python, and the home cluster.home",
     ),
 )
 """What submitting needs besides ``RULES`` and ``TRAIN_RULES``."""

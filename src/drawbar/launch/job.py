@@ -3,6 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # what runs on the nodes reads FOLDER alone, and should not wait for the configuration's modules
+    from drawbar.launch.container import Container
 
 FOLDER = "launch"
 """Inside a run directory: what the launchers write."""
@@ -22,6 +26,8 @@ class Job:
     processes: int = 1
     """On each node."""
     environment: Mapping[str, str] = field(default_factory=dict)
+    container: "Container | None" = None
+    """Where ``argv`` runs, and drawbar's own parts; None: on the node itself."""
 
     @property
     def python(self) -> str:

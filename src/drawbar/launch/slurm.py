@@ -32,7 +32,7 @@ note() {{
 trap 'note USR1' USR1
 trap 'note TERM' TERM
 
-{python} -m drawbar.launch.restarts {run_dir} "$SLURM_JOB_ID" || exit
+{alone}{python} -m drawbar.launch.restarts {run_dir} "$SLURM_JOB_ID" || exit
 
 # The first node of this job, as Slurm reaches it; it chooses the address and a free port.
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
@@ -78,18 +78,23 @@ def render(job: Job, cluster: ClusterSection) -> str:
     Raises:
         UserError: a name or a path that sbatch would read as something else.
     """
-    python = shlex.quote(job.python)
+    python, alone = shlex.quote(job.python), ""
+    if job.container is not None:
+        python = f'"${{container[@]}}" {python}'
+        if job.container.runtime == "pyxis":  # only srun knows it
+            alone = "srun --overlap --nodes=1 --ntasks=1 "
     shell = "#!/bin/bash -l" if cluster.modules else "#!/bin/bash"  # a login shell knows the command module
     parts = [shell, f"# Run {job.name} on {_count(job.nodes, 'node')}; made by drawbar submit."]
     parts += [f"#SBATCH {option}" for option in _options(job, cluster)]
     parts.append("")
     parts += [f"module load {shlex.quote(module)} || exit" for module in cluster.modules]
-    variables = {**cluster.environment, **job.environment}
+    variables = {**job.environment, **cluster.environment}
     parts += [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
-    parts += [*cluster.setup, ""]
+    parts += [*cluster.setup, *(job.container.script() if job.container else []), ""]
     body = _BODY.format(
         requeue=int(ExitCode.REQUEUE),
         python=python,
+        alone=alone,
         run_dir=shlex.quote(str(job.run_dir)),
         nodes=job.nodes,
         # since 22.05, srun does not take it over from the job

@@ -26,7 +26,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from drawbar.errors import ExitCode, UserError
 from drawbar.launch.meeting import Meeting
-from drawbar.runtime.interrupt import INTERRUPT, REQUEUE, code_of, farewell, handle
+from drawbar.runtime.interrupt import ECHO_SECONDS, INTERRUPT, REQUEUE, code_of, farewell, handle
 from drawbar.runtime.watchdog import LAUNCHER
 
 STATUS_FILE = "DRAWBAR_STATUS_FILE"
@@ -97,12 +97,17 @@ def _handle_signals(folder: str) -> None:
 
     torch's own handlers would wait for the ranks again.
     """
+    told = -math.inf
 
     def pass_on(number: int, frame: FrameType | None) -> None:
+        nonlocal told
+        told = time.monotonic()
         handle(leave_at_once, *REQUEUE, *INTERRUPT)
         raise SignalException(f"received signal {number}", sigval=signal.Signals(number))
 
     def leave_at_once(number: int, frame: FrameType | None) -> None:
+        if number in REQUEUE and time.monotonic() - told < ECHO_SECONDS:
+            return
         shutil.rmtree(folder, ignore_errors=True)
         os._exit(128 + number)
 

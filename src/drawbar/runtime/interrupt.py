@@ -17,6 +17,9 @@ REQUEUE = (signal.SIGTERM, signal.SIGUSR1)
 """What a scheduler sends that wants the machine back."""
 INTERRUPT = (signal.SIGINT, signal.SIGHUP)
 """Ctrl-C, and the end of the terminal."""
+ECHO_SECONDS = 2.0
+"""Signals that come so close together are one: a scheduler tells launcher and ranks, and the launcher tells the ranks;
+or it tells Apptainer and the launcher inside, and Apptainer, without a terminal, hands on what it was told."""
 
 
 def handle(handler: Handler, *numbers: signal.Signals) -> dict[signal.Signals, Any]:

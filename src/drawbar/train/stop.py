@@ -11,7 +11,7 @@ from typing import Any, Self
 from drawbar.errors import ExitCode
 from drawbar.runtime.dist import World
 from drawbar.runtime.env import has_launcher
-from drawbar.runtime.interrupt import INTERRUPT, REQUEUE, handle, leave
+from drawbar.runtime.interrupt import ECHO_SECONDS, INTERRUPT, REQUEUE, handle, leave
 from drawbar.runtime.log import logger
 
 
@@ -29,8 +29,6 @@ class Reason(IntEnum):
 
 _EXIT_CODES = {Reason.REQUEUE: ExitCode.REQUEUE, Reason.INTERRUPTED: ExitCode.INTERRUPTED}
 _REASONS = dict.fromkeys(REQUEUE, Reason.REQUEUE) | dict.fromkeys(INTERRUPT, Reason.INTERRUPTED)
-_ECHO_SECONDS = 3.0
-"""A scheduler tells launcher and ranks, and the launcher tells the ranks: signals that close together are one."""
 
 
 class Stop:
@@ -77,7 +75,8 @@ class Stop:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         received, now = signal.Signals(number), time.monotonic()
         is_first = self._told is None
-        is_echo = self._told is not None and has_launcher() and now - self._told < _ECHO_SECONDS
+        may_echo = has_launcher() or received in REQUEUE  # a person who presses Ctrl-C twice means it
+        is_echo = may_echo and self._told is not None and now - self._told < ECHO_SECONDS
         # where a rank is gone, it is not the scheduler's: the launcher ends what is left of a failed run
         if self._world.lost_a_rank() or not (is_first or is_echo):
             signal.signal(received, signal.SIG_DFL)

@@ -14,6 +14,9 @@ from typing import Any
 
 import pytest
 
+import doctor_sites
+import drawbar
+from drawbar.tools.doctor import examine
 from drawbar.tools.doctor.environment import check_hub, check_launcher, check_slurm_gpus
 from drawbar.tools.doctor.finding import Finding, Fix, Level
 from drawbar.tools.doctor.host import check_compiler, check_host, collect_compiler, collect_host
@@ -24,11 +27,14 @@ from drawbar.tools.doctor.storage import GIB, _kind, check_folder, collect_folde
 HAS_NAMESPACES = subprocess.run(["unshare", "-rmnu", "true"], capture_output=True).returncode == 0
 namespaces = pytest.mark.skipif(not HAS_NAMESPACES, reason="this machine lets nobody have namespaces of their own")
 ENV = {"PATH": os.environ["PATH"]}
-SHOW = """
+SHOW = f"""
 import json, os, sys, tempfile
+sys.path.insert(0, {str(Path(doctor_sites.__file__).parent)!r})
+import doctor_sites
 from dataclasses import asdict
 def show(findings):
-    print(json.dumps([asdict(finding) for finding in findings]))
+    found = [asdict(finding) for finding in findings]
+    print(json.dumps({{"found": found, "sites": list(doctor_sites.seen)}}))
 """
 
 
@@ -61,7 +67,9 @@ def alone(script: str, *prefix: str) -> list[Finding]:
     command = [*prefix, sys.executable, "-c", SHOW + script]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
-    return [read(found) for found in json.loads(done.stdout)]
+    shown = json.loads(done.stdout)
+    doctor_sites.seen.update((module, line) for module, line in shown["sites"])
+    return [read(found) for found in shown["found"]]
 
 
 @pytest.fixture
@@ -414,10 +422,16 @@ SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": 
     [
         ({**RANKS, "WORLD_SIZE": "3"}, "WORLD_SIZE", Level.PROBLEM, "no multiple of LOCAL_WORLD_SIZE=2"),
         ({**RANKS, **SLURM, "WORLD_SIZE": "2"}, "WORLD_SIZE", Level.WARNING, "Slurm gave 2 nodes"),
+        ({**RANKS, **SLURM, "WORLD_SIZE": "2"}, "WORLD_SIZE", Level.WARNING, "drawbar submit config.yaml --to slurm"),
         ({**RANKS, "LOCAL_RANK": "2"}, "LOCAL_RANK", Level.PROBLEM, "not below LOCAL_WORLD_SIZE=2"),
         ({**RANKS, "MASTER_PORT": "http"}, "MASTER_PORT", Level.PROBLEM, "export MASTER_PORT=29500"),
         ({**RANKS, "MASTER_PORT": "99999"}, "MASTER_PORT", Level.PROBLEM, "99999 is no port"),
-        ({**SLURM, "SLURM_STEP_NUM_TASKS": "8"}, "srun", Level.PROBLEM, "srun --ntasks-per-node=1 torchrun"),
+        (
+            {**SLURM, "SLURM_STEP_NUM_TASKS": "8"},
+            "srun",
+            Level.PROBLEM,
+            "drawbar submit config.yaml --to slurm --nodes 2",
+        ),
     ],
 )
 def test_launchers_that_contradict_themselves(environ: dict[str, str], name: str, level: Level, says: str) -> None:
@@ -463,3 +477,41 @@ def test_nothing_secret_is_shown() -> None:
 def test_trouble_without_a_way_out_is_refused() -> None:
     with pytest.raises(ValueError, match="no fix"):
         Finding("Machine", "CPU", Level.PROBLEM, "it is gone")
+
+
+# The configuration
+
+
+@pytest.mark.parametrize(
+    ("settings", "processes", "name", "says"),
+    [
+        (["train.micro_batch=3"], 1, "settings", "train.micro_batch"),
+        (["parallel.tensor=2"], 3, "batch and mesh", "3 processes"),
+        (["deepspeed.config=ds.json"], 1, "DeepSpeed", "train_batch_size"),
+    ],
+)
+def test_settings_that_a_run_would_refuse(
+    settings: list[str], processes: int, name: str, says: str, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(project)
+    (project / "ds.json").write_text('{"train_batch_size": 6}')
+    loaded = drawbar.load_config(project / "config.yaml", settings)
+    findings = list(examine._configuration(loaded, "cpu", processes))
+    trouble(find(findings, name), Level.PROBLEM, says)
+    assert find(findings, "strategy").level is Level.OK
+
+
+def test_a_model_that_cannot_be_of_the_hub_and_a_rank_that_is_none(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {**RANKS, "RANK": "x", "MASTER_ADDR": "localhost", "OMP_NUM_THREADS": "1"}.items():
+        monkeypatch.setenv(name, value)
+    loaded = drawbar.load_config(project / "config.yaml", ["task.model=a/b/c", "task.from_scratch=null"])
+    report = examine.examine(loaded, True, lambda gpus: 1)
+    trouble(find(report.findings, "a/b/c"), Level.PROBLEM, "cannot be a name on the Hugging Face Hub", "check the path")
+    trouble(find(report.findings, "ranks"), Level.PROBLEM, "RANK, WORLD_SIZE and LOCAL_RANK must be whole numbers")
+
+
+@namespaces
+def test_every_trouble_is_caused_here(request: pytest.FixtureRequest) -> None:
+    doctor_sites.check_all_were_caused(request, "host", "libraries", "network", "storage", "environment", "examine")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import doctor_sites
 from drawbar.tools.doctor.ask import ask, check_device, check_meeting, driver_version
 from drawbar.tools.doctor.finding import Finding, Level
 
@@ -110,3 +111,7 @@ def test_two_processes_that_cannot_meet() -> None:
     assert "Unable to find address for: ib7" in found.what
     assert "enforce fail" not in found.what
     assert "GLOO_SOCKET_IFNAME" in str(found.fix)
+
+
+def test_every_trouble_is_caused_here(request: pytest.FixtureRequest) -> None:
+    doctor_sites.check_all_were_caused(request, "ask")

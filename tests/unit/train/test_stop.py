@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import time
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from drawbar.errors import ExitCode
 from drawbar.runtime.dist import World
 from drawbar.runtime.env import Place
+from drawbar.runtime.interrupt import ECHO_SECONDS
 from drawbar.train.stop import Reason, Stop
 from harness import run_ranks
 
@@ -51,22 +53,24 @@ def test_nohup_is_heeded(stop: Stop) -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-@pytest.mark.parametrize("launcher", [True, False])
-def test_a_second_signal_ends_the_process(launcher: bool) -> None:
-    """Unless a launcher passes on what it was told, too."""
-    run_ranks(be_told_twice, 1, launcher, env={"TORCHELASTIC_RUN_ID": "1"} if launcher else {})
+@pytest.mark.parametrize(("number", "launcher"), [("SIGTERM", False), ("SIGINT", True), ("SIGINT", False)])
+def test_a_second_signal_ends_the_process(number: str, launcher: bool) -> None:
+    """Unless it is the same one: schedulers and launchers pass on what others were told, too."""
+    run_ranks(be_told_twice, 1, number, launcher, env={"TORCHELASTIC_RUN_ID": "1"} if launcher else {})
 
 
-def be_told_twice(launcher: bool) -> None:
-    child = os.fork()
-    if child == 0:
-        with Stop(World(Place(), torch.device("cpu"), timeout=60)) as stop:
-            stop.begin()
-            for _ in range(2):
-                os.kill(os.getpid(), signal.SIGTERM)
-            os._exit(stop.agreed())
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == (1 if launcher else -signal.SIGTERM)
+def be_told_twice(name: str, launcher: bool) -> None:
+    for patience, is_echo in ((0.0, launcher or name == "SIGTERM"), (ECHO_SECONDS, False)):
+        child = os.fork()
+        if child == 0:
+            with Stop(World(Place(), torch.device("cpu"), timeout=60)) as stop:
+                stop.begin()
+                os.kill(os.getpid(), signal.Signals[name])
+                time.sleep(patience)
+                os.kill(os.getpid(), signal.Signals[name])
+                os._exit(stop.agreed())
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == (1 if is_echo else -signal.Signals[name])
 
 
 def test_the_most_pressing_reason_wins(stop: Stop) -> None:

@@ -53,7 +53,7 @@ def _torchrun(environ: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding(LAUNCH, "WORLD_SIZE", Level.PROBLEM, what, "machines have equally many processes", fix)
     elif world and local and nodes and world != nodes * local:
         what = f"WORLD_SIZE={world}, but Slurm gave {nodes} nodes, and {local} processes are on this one"
-        yield Finding(LAUNCH, "WORLD_SIZE", Level.WARNING, what, "some nodes would be left out", fix)
+        yield Finding(LAUNCH, "WORLD_SIZE", Level.WARNING, what, "some nodes would be left out", _submit(nodes))
     if local_rank is not None and local and local_rank >= local:
         what = f"LOCAL_RANK={local_rank} is not below LOCAL_WORLD_SIZE={local}"
         yield Finding(LAUNCH, "LOCAL_RANK", Level.PROBLEM, what, fix=fix)
@@ -71,12 +71,14 @@ def _slurm(environ: Mapping[str, str]) -> Iterator[Finding]:
     tasks = _number(environ, "SLURM_STEP_NUM_TASKS") or 1
     if tasks > 1 and "RANK" not in environ:
         what = f"srun started {tasks} tasks, and none of them has a RANK"
-        fix = Fix(
-            "srun --ntasks-per-node=1 torchrun --nnodes $SLURM_JOB_NUM_NODES --nproc-per-node gpu --rdzv-backend c10d "
-            "--rdzv-endpoint $(scontrol show hostnames | head -n1):29500 -m drawbar train config.yaml",
-            "one task a node, and torchrun in it",
-        )
+        fix = _submit(_number(environ, "SLURM_JOB_NUM_NODES") or 1)
         yield Finding(LAUNCH, "srun", Level.PROBLEM, what, "each would train the whole run alone", fix)
+
+
+def _submit(nodes: int) -> Fix:
+    """What starts a run on all nodes of a job as it should be."""
+    command = f"drawbar submit config.yaml --to slurm --nodes {nodes}"
+    return Fix(command, "a job with one task a node, which starts that node's processes")
 
 
 def check_slurm_gpus(environ: Mapping[str, str], gpus: int) -> Iterator[Finding]:
