@@ -84,10 +84,10 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[SlurmCluster]":
 @pytest.fixture(scope="session")
 def sshd(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Sshd]":
     """A real sshd with two names: see :mod:`sshd`."""
-    from sshd import missing_programs, start_sshd, stop_sshd
+    from programs import need_programs
+    from sshd import PROGRAMS, start_sshd, stop_sshd
 
-    if missing := missing_programs():
-        pytest.skip(f"no {', '.join(missing)} here: apt-get install openssh-server openssh-client")
+    need_programs(*PROGRAMS)
     server = start_sshd(tmp_path_factory.mktemp("sshd"))
     yield server
     stop_sshd(server)

@@ -13,8 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-ALIASES = ("alpha", "beta")
-_PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
+from programs import search_path
+
+ALIASES = ("gpu1", "gpu2")
 _PRIVILEGE_SEPARATION = Path("/run/sshd")
 """Debian makes it when the machine's own sshd starts; sshd wants it where it runs as root."""
 
@@ -32,6 +33,8 @@ PermitRootLogin yes
 MaxStartups 100
 """
 CLIENT = """\
+Host changed
+  UserKnownHostsFile {folder}/changed_hosts
 Host {names} stranger changed
   HostName 127.0.0.1
   Port {port}
@@ -42,21 +45,16 @@ Host {names} changed
   IdentityFile {folder}/user_key
 Host stranger
   IdentityFile {folder}/other_key
-Host changed
-  UserKnownHostsFile {folder}/changed_hosts
 Host nobody
   HostName 127.0.0.1
   Port {unused}
 """
-
-
-def missing_programs() -> list[str]:
-    return [name for name in ("sshd", "ssh", "ssh-keygen") if shutil.which(name, path=_PATH) is None]
+PROGRAMS = ("sshd", "ssh", "ssh-keygen")
 
 
 @dataclass
 class Sshd:
-    """The hosts ``alpha`` and ``beta``; ``stranger`` has a wrong key, ``nobody`` does not listen, and the key of
+    """The hosts ``gpu1`` and ``gpu2``; ``stranger`` has a wrong key, ``nobody`` does not listen, and the key of
     ``changed`` is another than ssh knows."""
 
     folder: Path
@@ -83,7 +81,7 @@ def start_sshd(folder: Path) -> Sshd:
         (folder / name).write_text(f"[127.0.0.1]:{port} {kind} {text}\n")
     if os.geteuid() == 0:
         _PRIVILEGE_SEPARATION.mkdir(mode=0o755, exist_ok=True)
-    program = shutil.which("sshd", path=_PATH)
+    program = shutil.which("sshd", path=search_path())
     assert program is not None
     with (folder / "log").open("wb") as log:
         daemon = subprocess.Popen(

@@ -1,7 +1,6 @@
 """What is left of a launch over ssh, however it ends: with a program whose processes end only when they are killed."""
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import drawbar
+from programs import need_programs
 from sshd import Sshd, children, processes, wait_until
 
 SOURCE = Path(drawbar.__file__).parents[1]
@@ -30,7 +30,7 @@ from drawbar.launch.ssh import render
 _, config, mark, program, patience, *words = sys.argv
 cluster = ClusterSection(ssh_config=config, environment={"MARK": mark, "PYTHONPATH": os.environ["PYTHONPATH"]})
 job = Job("job", (sys.executable, *words), Path.cwd(), Path.cwd())
-starts = render(job, cluster, parse_hosts("alpha,beta"), "")
+starts = render(job, cluster, parse_hosts("gpu1,gpu2"), "")
 try:
     sys.exit(run([replace(s, order=replace(s.order, patience=float(patience))) for s in starts], program, 60))
 except UserError as error:
@@ -59,11 +59,10 @@ sys.exit(3)
 
 
 class Launch:
-    """A launch on ``alpha`` and ``beta``, which is running."""
+    """A launch on ``gpu1`` and ``gpu2``, which is running."""
 
     def __init__(self, sshd: Sshd, folder: Path, program: str, patience: float, *words: str) -> None:
-        if shutil.which(program) is None:
-            pytest.skip(f"no {program} here: apt-get install {program}")
+        need_programs(program)
         self.folder, self.mark = folder, f"mark-{os.getpid()}-{time.monotonic_ns()}"
         (folder / "program.py").write_text(PROGRAM)
         arguments = (str(sshd.config), self.mark, program, str(patience), "program.py", *words)
@@ -87,6 +86,10 @@ class Launch:
         """What runs: the launcher, and all that has the variable that the launcher and its job have."""
         return processes(self.mark)
 
+    def complete(self) -> bool:
+        """On each host drawbar's own two, the command, and the two that hide; here the launcher, and two ssh."""
+        return len(self.left()) >= 2 * 5 + 3
+
     def code(self) -> int:
         return self.process.wait(60)
 
@@ -97,10 +100,9 @@ def launch(
 ) -> Iterator[Launch]:
     launched = Launch(sshd, folder, program, patience, *words)
     try:
-        # of each host: shell or remote program, the command, two that hide; and the launcher with an ssh for each
-        assert len(launched.left()) >= 2 * 4 + 3, launched.left()
+        wait_until(launched.complete, launched.left)  # one that is becoming another program has no environment
         yield launched
-        wait_until(lambda: not launched.left(), launched.left, 10)
+        wait_until(lambda: not launched.left(), launched.left)
     finally:
         launched.process.kill()
         launched.process.wait()
@@ -119,8 +121,8 @@ def test_a_host_that_fails_ends_all_with_its_code(sshd: Sshd, tmp_path: Path, pr
     with launch(sshd, tmp_path, program) as launched:
         (tmp_path / "go").touch()
         assert launched.code() == 3, launched.output()
-    assert "drawbar: beta ended with exit code 3" in launched.output()
-    assert sorted(line for line in launched.output().splitlines() if "ready" in line) == ["alpha: ready", "beta: ready"]
+    assert "drawbar: gpu2 ended with exit code 3" in launched.output()
+    assert sorted(line for line in launched.output().splitlines() if "ready" in line) == ["gpu1: ready", "gpu2: ready"]
 
 
 def test_a_lost_connection_ends_all(sshd: Sshd, tmp_path: Path) -> None:
@@ -129,6 +131,18 @@ def test_a_lost_connection_ends_all(sshd: Sshd, tmp_path: Path) -> None:
         assert launched.code() == 1
     assert "error: lost the host" in launched.output()
     assert "fix:" in launched.output()
+
+
+@pytest.mark.parametrize("which", ["keeper", "worker"])
+def test_what_drawbar_runs_on_a_host_is_killed(sshd: Sshd, tmp_path: Path, which: str) -> None:
+    with launch(sshd, tmp_path) as launched:
+        own = {pid for pid, line in launched.left().items() if "drawbar.launch.remote" in line}
+        assert len(own) == 4
+        keeper = next(pid for pid in own if own & set(children(pid)))
+        worker = next(pid for pid in children(keeper) if pid in own)
+        os.kill(keeper if which == "keeper" else worker, signal.SIGKILL)
+        assert launched.code() == 1, launched.output()
+    assert "error: lost the host gpu" in launched.output()
 
 
 def test_a_launcher_that_says_nothing_counts_as_gone(sshd: Sshd, tmp_path: Path) -> None:
@@ -154,7 +168,7 @@ def test_signals(sshd: Sshd, tmp_path: Path, program: str) -> None:
     with launch(sshd, tmp_path, program, words=("stubborn",)) as launched:
         launched.process.send_signal(signal.SIGTERM)
         time.sleep(1)
-        assert len(launched.left()) >= 2 * 4 + 3, launched.output()
+        assert launched.complete(), launched.output()
         launched.process.send_signal(signal.SIGTERM)
         assert launched.code() == 128 + signal.SIGTERM, launched.output()
 

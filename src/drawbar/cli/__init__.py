@@ -43,6 +43,7 @@ Examples:
   drawbar train config.yaml                          train, or go on with a run that was cut short
   drawbar train config.yaml launch.nproc=2           the same run on two processes
   drawbar submit config.yaml --to slurm --nodes 2    the same run on two nodes of a cluster
+  drawbar submit config.yaml --hosts gpu1:8,gpu2:8   the same run on two machines, over ssh
   drawbar jobs                                       your jobs, and how far their runs are
   drawbar logs runs/demo -f                          the log of a job, until it ends
   drawbar eval runs/demo --checkpoint best           scores of the best checkpoint

@@ -19,7 +19,7 @@ from drawbar.config.rules import RULES, TRAIN_RULES, check_rules, check_world
 from drawbar.config.schema import RunConfig
 from drawbar.errors import UserError
 from drawbar.launch.allocation import Allocation
-from drawbar.launch.container import PYTHON, VARIABLES, check_image, make_container
+from drawbar.launch.container import PYTHON, VARIABLES, Container, check_image, make_container
 from drawbar.launch.job import Job
 from drawbar.launch.records import Record, keep
 from drawbar.launch.slurm import log_path, render
@@ -185,13 +185,12 @@ def _plan_element(request: Request, settings: tuple[str, ...]) -> Sending:
 def make_job(config: RunConfig, cluster: ClusterSection, request: Request) -> Job:
     """What ``drawbar train ARGUMENTS`` is on the nodes."""
     container = make_container(config, cluster, Path.cwd())
-    python = cluster.python or (PYTHON if container else sys.executable)
     processes = config.launch.nproc if config.launch.nproc != "auto" else cluster.gpus_per_node or 1
     settings = (*request.arguments, f"launch.nproc={processes}")
     words = ("--", *settings) if settings[0].startswith("-") else settings
     return Job(
         name=config.run.name,
-        argv=(*train_command(python, request.program), *words),
+        argv=(*train_command(cluster, container, request.program), *words),
         workdir=Path.cwd(),
         run_dir=config.run_dir.absolute(),
         nodes=cluster.nodes,
@@ -201,6 +200,7 @@ def make_job(config: RunConfig, cluster: ClusterSection, request: Request) -> Jo
     )
 
 
-def train_command(python: str, program: str | None) -> tuple[str, ...]:
-    """``drawbar train``, or what a user's own script makes of it."""
+def train_command(cluster: ClusterSection, container: Container | None, program: str | None) -> tuple[str, ...]:
+    """``drawbar train`` on the nodes, or what a user's own script makes of it."""
+    python = cluster.python or (PYTHON if container else sys.executable)
     return (python, *(("-m", "drawbar") if program is None else (program,)), "train")

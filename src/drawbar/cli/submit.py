@@ -67,19 +67,19 @@ def submit(
     from drawbar.cli.sending import Request, name_elements, plan, plan_sweep
     from drawbar.launch.sweep import combine
 
+    settings = arguments if image is None else (*arguments, f"cluster.image={json.dumps(image)}")
     if hosts is not None or hostfile is not None or launcher == "ssh":
         from drawbar.cli.submit_ssh import submit_ssh
 
-        if sweep or at_once or image:
-            raise click.UsageError("--sweep, --at-once and --image are for --to slurm")
-        return submit_ssh(task, arguments, launcher, hosts, hostfile, cluster, nodes, dry_run)
+        if sweep or at_once:
+            raise click.UsageError("--sweep and --at-once are for --to slurm")
+        return submit_ssh(task, settings, launcher, hosts, hostfile, cluster, nodes, dry_run)
     if launcher is None:
         raise click.UsageError("say where to run it: --to slurm, --to ssh, --hosts or --hostfile")
 
     if at_once is not None and not sweep:
         raise click.UsageError("--at-once is for a --sweep: it says how many of its runs may run at the same time")
-    settings = arguments if nodes is None else (*arguments, f"cluster.nodes={nodes}")
-    settings = settings if image is None else (*settings, f"cluster.image={json.dumps(image)}")
+    settings = settings if nodes is None else (*settings, f"cluster.nodes={nodes}")
     request = Request(settings, task, cluster, own_program(task))
     if sweep:
         send(plan_sweep(request, *name_elements(request, combine(sweep)), at_once), dry_run)

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +19,7 @@ from drawbar.config.load import dump_yaml
 from drawbar.config.rules import RULES, TRAIN_RULES, check_rules, check_world
 from drawbar.config.schema import RunConfig
 from drawbar.errors import ExitCode, UserError
+from drawbar.launch.container import VARIABLES, make_container
 from drawbar.launch.fleet import run
 from drawbar.launch.job import Job
 from drawbar.launch.pdsh import pdsh_command
@@ -52,12 +52,6 @@ def submit_ssh(
     check_world(loaded.config, len(machines) * processes)
     check_deepspeed(loaded, len(machines) * processes)
     section = loaded.config.cluster or ClusterSection()
-    if section.image is not None:
-        raise UserError(
-            "a job over ssh runs on the hosts themselves, in no container",
-            where="cluster.image",
-            remedy="set cluster.image=null, and cluster.python to a Python of the hosts; --to slurm knows containers",
-        )
     job = make_job(loaded.config, section, task)
     starts = render(job, section, machines, dump_yaml(loaded.config))
     if dry_run:
@@ -118,13 +112,27 @@ def count_processes(config: RunConfig, hosts: list[Host]) -> int:
 
 
 def make_job(config: RunConfig, cluster: ClusterSection, task: "type[Task] | None") -> Job:
-    """``drawbar train`` on the hosts; the path of the configuration comes behind it there."""
+    """``drawbar train`` on the hosts; the path of the configuration comes behind it there.
+
+    Raises:
+        UserError: the container is one that only Slurm can start.
+    """
+    workdir = Path(cluster.workdir).absolute() if cluster.workdir else Path.cwd()
+    container = make_container(config, cluster, workdir)
+    if container is not None and container.runtime == "pyxis":
+        raise UserError(
+            "pyxis is a part of Slurm, and cannot start a container over ssh",
+            where="cluster.image, cluster.container",
+            remedy="make a .sif file of the image for Apptainer, or submit with --to slurm",
+        )
+    variables = forwarded(cluster.forward, os.environ, cluster.environment)
     return Job(
         name=config.run.name,
-        argv=train_command(cluster.python or sys.executable, own_program(task)),
-        workdir=Path(cluster.workdir).absolute() if cluster.workdir else Path.cwd(),
+        argv=train_command(cluster, container, own_program(task)),
+        workdir=workdir,
         run_dir=config.run_dir.absolute(),
         nodes=cluster.nodes,
         processes=config.launch.nproc if config.launch.nproc != "auto" else 1,
-        environment=forwarded(cluster.forward, os.environ, cluster.environment),
+        environment={**variables, **VARIABLES} if container else variables,
+        container=container,
     )

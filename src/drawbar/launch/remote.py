@@ -31,6 +31,8 @@ from drawbar.launch.tree import adopt_orphans, die_with_parent, end_tree
 
 GRACE = 5.0
 """Seconds that the command has to end by itself before it is killed."""
+LOST = 255
+"""The exit code where the worker was killed; that of ssh itself where a connection was lost."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -43,10 +45,11 @@ class _Ended(Exception):
 
 
 class Wire:
-    """The lines from the launcher."""
+    """The lines from the launcher; they end with the process ``keeper``, too."""
 
-    def __init__(self, descriptor: int = 0) -> None:
+    def __init__(self, keeper: int, descriptor: int = 0) -> None:
         self._descriptor = descriptor
+        self._keeper = keeper
         self._rest = b""
         self._waiting: list[dict[str, Any]] = []
         self._heard = time.monotonic()
@@ -63,6 +66,7 @@ class Wire:
             self._heard, self.closed = time.monotonic(), not text
             *lines, self._rest = (self._rest + text).split(b"\n")
             self._waiting += [json.loads(line) for line in lines]
+        self.closed |= os.getppid() != self._keeper  # nobody would find what this process leaves
         found, self._waiting = self._waiting, []
         return found
 
@@ -84,8 +88,24 @@ class Wire:
 
 
 def main() -> int:
+    """Two processes, of which either ends everything when the other is killed: one works, and its parent waits."""
     adopt_orphans()
-    wire = Wire()
+    keeper = os.getpid()
+    worker = os.fork()
+    if not worker:
+        adopt_orphans()
+        return work(keeper)
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # they are for the worker
+    _, status = os.waitpid(worker, 0)
+    end_tree()
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else LOST
+
+
+def work(keeper: int) -> int:
+    """Do what the launcher orders. ``keeper`` is the parent, and its end means an end."""
+    wire = Wire(keeper=keeper)
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         wire.put(signal=number)

@@ -77,7 +77,10 @@ def _script(job: Job, cluster: ClusterSection) -> bytes:
     before = [*(f"module load {shlex.quote(module)} || exit" for module in cluster.modules), *cluster.setup]
     if before:  # none of them may read what follows
         lines += ["{", *before, "} < /dev/null"]
-    lines.append(f"exec {shlex.quote(job.python)} -P -m drawbar.launch.remote")
+    if job.container is not None:
+        lines += job.container.script()
+    inside = "" if job.container is None else '"${container[@]}" '
+    lines.append(f"exec {inside}{shlex.quote(job.python)} -P -m drawbar.launch.remote")
     return "\n".join([*lines, ""]).encode(errors="surrogateescape")
 
 

@@ -1,0 +1,15 @@
+# Run wikitext-gpt2 on 1 host; made by drawbar submit.
+# These start at the same time, and each ends with its connection:
+ssh -T -o BatchMode=yes -o ControlMaster=no -o RemoteCommand=none -o ClearAllForwardings=yes -o ConnectTimeout=10 -o ServerAliveInterval=3 -o ServerAliveCountMax=3 -o AddressFamily=inet -- gpu1 'exec bash'
+
+# The bash of each host reads, over the connection:
+exec /opt/env/bin/python -P -m drawbar.launch.remote
+
+# What it becomes reads one line more, in which config is the text below, and node its own number: gpu1 is node 0.
+# {"order": {"job": "drawbar-\u2026", "node": 0, "nodes": 1, "argv": ["/opt/env/bin/python", "-m", "drawbar", "train"], "config": "", "workdir": "/home/me/project", "environment": {"HF_TOKEN": "***", "NCCL_DEBUG": "***"}, "interface": null, "script": null, "patience": 60}}
+#
+# run:
+#   name: wikitext-gpt2
+#
+# train:
+#   steps: 100
