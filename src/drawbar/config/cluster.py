@@ -79,6 +79,9 @@ class ClusterSection(Section):
     requeue: bool = True
     """Put the job back into the queue when it was interrupted: it goes on from its last checkpoint. A job that is
     restarted three times without a new checkpoint stops."""
+    exclude_bad_nodes: bool = False
+    """Where a job finds that a node does not answer, is lost or does not work, put it back into the queue without that
+    node. It counts as a restart."""
     signal_seconds: Count = 120
     """So many seconds before the time limit the run saves and ends, or is requeued."""
     modules: list[Module] = []

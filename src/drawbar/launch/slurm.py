@@ -15,8 +15,9 @@ from drawbar.errors import ExitCode, UserError
 from drawbar.launch.job import Job
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
-_GRACE = 60
-"""Seconds that the other nodes have to end by themselves after the first has."""
+_GRACE = 120
+"""Seconds that the other nodes have to end by themselves after the first has: longer than they wait for a node that
+does not answer, whose program may be the first to end."""
 
 _BODY = """
 # USR1 comes before the time limit, to this script alone: it goes on to the ranks, which save and end with {requeue}.
@@ -65,6 +66,13 @@ case "$told:$code" in
 esac
 exit "$code"
 """
+_REPLACE = """
+# Named in launch/bad-nodes.json: nodes that did not answer, were lost, or do not work.
+if [ "$code" = {failed} ] && [ -z "$told" ] \\
+  && {python} -m drawbar.launch.replace {run_dir} "$SLURM_JOB_ID"{exclude}; then
+  exit "$code"
+fi
+"""
 _REQUEUE = """\
 echo "drawbar: job $SLURM_JOB_ID was interrupted (exit code $code) and goes back into the queue"
     scontrol requeue "$SLURM_JOB_ID\""""
@@ -100,7 +108,19 @@ def render(job: Job, cluster: ClusterSection) -> str:
     )
     then = _REQUEUE if cluster.requeue else _NO_REQUEUE
     end = _END.format(requeue=int(ExitCode.REQUEUE), killed=128 + signal.SIGUSR1, then=then)
-    return "\n".join(parts) + body + end
+    return "\n".join(parts) + body + _replace(job, cluster) + end
+
+
+def _replace(job: Job, cluster: ClusterSection) -> str:
+    """What a failed job does about bad nodes."""
+    if job.nodes == 1 or not cluster.requeue:
+        return ""
+    return _REPLACE.format(
+        failed=int(ExitCode.FAILED),
+        python=shlex.quote(job.python),
+        run_dir=shlex.quote(str(job.run_dir)),
+        exclude=" exclude" if cluster.exclude_bad_nodes else "",
+    )
 
 
 def log_path(job: Job, number: str = "%j") -> Path:
