@@ -86,4 +86,5 @@ def make_job(
         run_dir=config.run_dir.absolute(),
         nodes=cluster.nodes,
         processes=processes,
+        grace=max(Job.grace, config.launch.roll_call_seconds + 30),
     )

@@ -22,6 +22,9 @@ class Job:
     processes: int = 1
     """On each node."""
     environment: Mapping[str, str] = field(default_factory=dict)
+    grace: int = 60
+    """Seconds that the other nodes have to end by themselves after the first has: longer than they wait for one whose
+    program ended before it could answer."""
 
     @property
     def python(self) -> str:

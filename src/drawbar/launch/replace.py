@@ -1,14 +1,15 @@
-"""Runs at the end of a failed Slurm job: where the job has named bad nodes, it goes back into the queue.
+"""Runs at the end of a failed Slurm job: what becomes of it where it has named bad nodes.
 
-    python -m drawbar.launch.replace RUN_DIRECTORY JOB [exclude]
+    python -m drawbar.launch.replace RUN_DIRECTORY JOB exclude|requeue|end
 
-With ``exclude`` it goes back without those nodes; otherwise only where a node was lost, as Slurm itself would do when
-it finds out. Exit code 0: it is in the queue again. 1: it has ended.
+``exclude``: it goes back into the queue, to run without them. ``requeue``: it goes back where a node was lost, as Slurm
+itself would do when it finds out. Exit code 0: this was dealt with. 1: it has named none.
 """
 
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from drawbar.launch.bad_nodes import LOST, attempt, bad_nodes
@@ -17,51 +18,54 @@ from drawbar.launch.partitions import ask, facts, read_nodes
 
 
 def main(arguments: list[str]) -> int:
-    run_dir, job, *exclude = Path(arguments[0]), arguments[1], *arguments[2:]
-    now = bad_nodes(run_dir, job_name(job), attempt())
-    if not now:
+    run_dir, job, then = Path(arguments[0]), arguments[1], arguments[2]
+    reasons = bad_nodes(run_dir, job_name(job), attempt())
+    if not reasons:
         return 1
-    if not exclude:
-        if not any(LOST in reason for reason in now.values()):
-            return 1
-        scontrol("requeue", job)
-        print(f"drawbar: job {job} goes back into the queue: {', '.join(now.values())}", flush=True)
-        return 0
+    try:
+        if then == "exclude":
+            _exclude(job, bad_nodes(run_dir, job_name(job)))
+        elif then == "requeue" and any(LOST in reason for reason in reasons.values()):
+            print(f"drawbar: job {job} goes back into the queue: {'; '.join(reasons.values())}", flush=True)
+            _scontrol("requeue", job)
+    except subprocess.CalledProcessError as error:
+        print(f"error: job {job} could not go back into the queue: {error}", file=sys.stderr)
+        print(f"  fix:   submit it again; if it is held, `scontrol release {job}`", file=sys.stderr)
+    return 0
+
+
+def _exclude(job: str, bad: Iterable[str]) -> None:
+    """Back into the queue, unless too few nodes are left."""
     described = facts(ask("scontrol", "show", "--oneliner", "job", job) or "")
-    excluded = _excluded(set(bad_nodes(run_dir, job_name(job))), described.get("ExcNodeList", ""))
+    avoided = described.get("ExcNodeList", "(null)")
+    excluded = ",".join([*sorted(bad), *([] if avoided == "(null)" else [avoided])])
     left = _nodes_left(described.get("Partition", ""), excluded)
-    if len(left) < int(described["NumNodes"].partition("-")[0]):
-        print(f"error: without {excluded} the job has {len(left)} nodes left, which is too few", file=sys.stderr)
-        print("  fix:   mend those nodes, or submit with fewer (--nodes)", file=sys.stderr)
-        return 1
+    if left < int(described.get("NumNodes", "1").partition("-")[0]):
+        print(f"error: without {excluded} there are {left} nodes, too few for job {job}; it ends here", file=sys.stderr)
+        print("  fix:   mend those nodes, or submit for fewer (--nodes)", file=sys.stderr)
+        return
     print(f"drawbar: job {job} goes back into the queue, without {excluded}", flush=True)
     _requeue_without(job, excluded)
-    return 0
 
 
 def _requeue_without(job: str, nodes: str) -> None:
     """Slurm lets nobody change which nodes a job avoids while it runs: so it is held in between."""
-    scontrol("requeuehold", job)
+    _scontrol("requeuehold", job)
     try:
-        scontrol("update", f"JobId={job}", f"ExcNodeList={nodes}")
+        _scontrol("update", f"JobId={job}", f"ExcNodeList={nodes}")
     finally:
-        scontrol("release", job)
+        _scontrol("release", job)
 
 
-def scontrol(*arguments: str) -> None:
+def _scontrol(*arguments: str) -> None:
     """Raises CalledProcessError where Slurm refuses."""
     subprocess.run(["scontrol", *arguments], check=True)
 
 
-def _excluded(bad: set[str], avoided: str) -> str:
-    """Every node that the job has named, and those that it avoids already."""
-    return ",".join([*sorted(bad), *([avoided] if avoided not in ("", "(null)") else [])])
-
-
-def _nodes_left(partitions: str, excluded: str) -> set[str]:
-    """Nodes of the job's partitions that it could still use."""
+def _nodes_left(partitions: str, excluded: str) -> int:
+    """How many nodes of the job's partitions it could still use."""
     members = {node.name for name in partitions.split(",") for node in read_nodes(name) or ()}
-    return members - set((ask("scontrol", "show", "hostnames", excluded) or "").split())
+    return len(members - set((ask("scontrol", "show", "hostnames", excluded) or "").split()))
 
 
 if __name__ == "__main__":

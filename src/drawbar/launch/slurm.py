@@ -15,9 +15,6 @@ from drawbar.errors import ExitCode, UserError
 from drawbar.launch.job import Job
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
-_GRACE = 120
-"""Seconds that the other nodes have to end by themselves after the first has: longer than they wait for a node that
-does not answer, whose program may be the first to end."""
 
 _BODY = """
 # USR1 comes before the time limit, to this script alone: it goes on to the ranks, which save and end with {requeue}.
@@ -67,10 +64,9 @@ esac
 exit "$code"
 """
 _REPLACE = """
-# Named in launch/bad-nodes.json: nodes that did not answer, were lost, or do not work.
-if [ "$code" = {failed} ] && [ -z "$told" ] \\
-  && {python} -m drawbar.launch.replace {run_dir} "$SLURM_JOB_ID"{exclude}; then
-  exit "$code"
+# Nodes that did not answer, were lost, or do not work are named in launch/bad-nodes.json.
+if [ "$code" != 0 ] && [ -z "$told" ]; then
+  {python} -m drawbar.launch.replace {run_dir} "$SLURM_JOB_ID" {then} && exit {failed}
 fi
 """
 _REQUEUE = """\
@@ -102,7 +98,7 @@ def render(job: Job, cluster: ClusterSection) -> str:
         nodes=job.nodes,
         # since 22.05, srun does not take it over from the job
         cpus=f"--cpus-per-task={cluster.cpus_per_task} " if cluster.cpus_per_task else "",
-        grace=_GRACE,
+        grace=job.grace,
         interface=f" {shlex.quote(cluster.interface)}" if cluster.interface else "",
         command=shlex.join(job.argv),
     )
@@ -113,13 +109,13 @@ def render(job: Job, cluster: ClusterSection) -> str:
 
 def _replace(job: Job, cluster: ClusterSection) -> str:
     """What a failed job does about bad nodes."""
-    if job.nodes == 1 or not cluster.requeue:
+    if job.nodes == 1:
         return ""
     return _REPLACE.format(
         failed=int(ExitCode.FAILED),
         python=shlex.quote(job.python),
         run_dir=shlex.quote(str(job.run_dir)),
-        exclude=" exclude" if cluster.exclude_bad_nodes else "",
+        then=("exclude" if cluster.exclude_bad_nodes else "requeue") if cluster.requeue else "end",
     )
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from drawbar.errors import ExitCode, UserError
-from drawbar.runtime.env import Place, has_launcher
+from drawbar.runtime.env import Place, has_launcher, node_name
 from drawbar.runtime.mesh import Layout
 from drawbar.runtime.watchdog import Address, Watchdog
 
@@ -39,7 +39,10 @@ class World:
         self.layout = layout or Layout(dp_replicate=place.world_size)
         self.data = DataRanks(self)
         self.timeout = timedelta(seconds=timeout)
+        self.nodes: tuple[str, ...] = (node_name(),)
+        """The name of each rank's node."""
         self._control: dist.ProcessGroup | None = None
+        self._store: dist.Store = dist.HashStore()
         self._watchdog = Watchdog()
 
     @property
@@ -54,6 +57,11 @@ class World:
     def first(self) -> bool:
         return self.place.first
 
+    @property
+    def store(self) -> dist.Store:
+        """Where the ranks met; for what must work even where collectives do not."""
+        return self._store
+
     def __enter__(self) -> Self:
         if self.size == 1:
             return self
@@ -65,22 +73,24 @@ class World:
         deadline.daemon = True
         deadline.start()
         try:
+            self._store = _own_store(self.timeout)
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if on_cuda else "gloo",  # gloo for what is offloaded to the host
-                store=_own_store(self.timeout),
+                store=self._store,
                 rank=self.rank,
                 world_size=self.size,
                 timeout=self.timeout,
                 device_id=self.device if on_cuda else None,
             )
             self._control = dist.new_group(backend="gloo", timeout=self.timeout)
-            ranks: list[Address] = [self._watchdog.address] * self.size
-            dist.all_gather_object(ranks, self._watchdog.address, group=self._control)
+            ranks: list[tuple[Address, str]] = [(self._watchdog.address, node_name())] * self.size
+            dist.all_gather_object(ranks, ranks[0], group=self._control)
         except (dist.DistError, RuntimeError, ValueError) as error:
             raise self._not_met(str(error)) from error
         finally:
             deadline.cancel()
-        self._watchdog.meet(ranks)
+        self._watchdog.meet(address for address, _ in ranks)
+        self.nodes = tuple(name for _, name in ranks)
         return self
 
     def join_alone(self) -> None:

@@ -1,6 +1,7 @@
 """Rank and host facts, read from the environment once."""
 
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -11,6 +12,8 @@ from drawbar.errors import UserError
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 """What an MPI launcher sets. Not PMI_SIZE: Slurm's srun sets it, too, for runs that need nothing of one another."""
+NODE = "DRAWBAR_NODE"
+"""Environment variable: what the launcher calls this node."""
 _STAYING_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "CROSS_SIZE")
 """What torch's and DeepSpeed's launchers set."""
 
@@ -74,6 +77,11 @@ def _check_alone(environ: Mapping[str, str]) -> None:
                 where=f"the environment: {name}={environ[name]}",
                 remedy="start them with torchrun, or with the deepspeed launcher without --launcher",
             )
+
+
+def node_name(environ: Mapping[str, str] = os.environ) -> str:
+    """What messages call this node. Slurm's name may differ from the host's."""
+    return environ.get(NODE) or environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def has_launcher(environ: Mapping[str, str] = os.environ) -> bool:

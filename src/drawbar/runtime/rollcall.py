@@ -7,6 +7,7 @@ gives signs of life, so that a node which is lost in mid-run is named, and nobod
 
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -24,10 +25,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from drawbar.errors import ExitCode, UserError
 from drawbar.launch.bad_nodes import LOST, attempt, bad_nodes, record_bad_nodes
 from drawbar.launch.meeting import Meeting
+from drawbar.runtime.env import NODE
 from drawbar.runtime.nodefacts import NodeFacts, Verdict, collect_facts, judge, judge_clocks
 
-NODE = "DRAWBAR_NODE"
-"""Environment variable: the name of this node, for its ranks."""
 LOST_SECONDS = 60
 """Without a sign of life, after which a node is lost and the others end."""
 _POLL, _BEAT = 0.05, 1.0
@@ -35,8 +35,8 @@ _FAREWELL = 5.0
 """Seconds that the first node stays to be heard, where it has bad news."""
 _SUSPICION = 5
 """Seconds without a sign of life, where a rank has lost its connection to another."""
-_ATTEMPT = 3
-"""Seconds for one try to connect."""
+_ATTEMPT = 5
+"""Seconds for one try to connect, and for an answer of the store."""
 
 
 @dataclass(frozen=True)
@@ -97,17 +97,16 @@ class RollCall:
         deadline = threading.Timer(self.seconds + 2 * _ATTEMPT, give_up)
         deadline.daemon = True
         deadline.start()
-        end = time.monotonic() + self.seconds
         try:
-            while True:
-                try:
-                    return _connect_once(meeting, _ATTEMPT)  # a short one: Python heeds no signal meanwhile
-                except (dist.DistError, RuntimeError) as error:
-                    if time.monotonic() > end:
-                        self._blame_head(meeting)
-                        raise gone from error
+            if _wait(lambda: _is_open(meeting), self.seconds):
+                return _connect_once(meeting)
+        except (dist.DistError, RuntimeError) as error:
+            self._blame_head(meeting)
+            raise gone from error
         finally:
             deadline.cancel()
+        self._blame_head(meeting)
+        raise gone
 
     def _listen_at(self, meeting: Meeting) -> dist.TCPStore:
         host, _, port = meeting.endpoint.rpartition(":")
@@ -211,14 +210,14 @@ class Attendance:
             time.sleep(_BEAT)
             beats += 1
             try:
-                # of its own: a call of the main thread may take long
-                store = store or _connect_once(self._meeting, _ATTEMPT)
+                if store is None:
+                    store = _reconnect(self._meeting)  # of its own: a call of the main thread may take long
                 store.set(f"beat/{self._meeting.node}", str(beats))
                 now = {node: _sign(store, node, beats) for node in self._silent}
                 silent = {node for node in now if now[node] == seen.get(node)}
                 seen = now
             except (dist.DistError, RuntimeError):
-                silent = {0}  # of the others nothing is known
+                store, silent = None, {0}  # of the others nothing is known
             for node in self._silent:
                 self._silent[node] = self._silent[node] + 1 if node in silent else 0
         self._tell(lost)
@@ -249,9 +248,25 @@ def _lost_peer(failure: ProcessFailure) -> bool:
     return isinstance(message, dict) and bool(message["extraInfo"].get("lost_peer"))
 
 
-def _connect_once(meeting: Meeting, seconds: float) -> dist.TCPStore:
+def _is_open(meeting: Meeting) -> bool:
+    """Whether somebody listens there. torch could wait for it, too, but would fill the log, and heed no signal."""
     host, _, port = meeting.endpoint.rpartition(":")
-    return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds))
+    try:
+        with socket.create_connection((host, int(port)), timeout=_ATTEMPT):
+            return True
+    except OSError:
+        return False
+
+
+def _reconnect(meeting: Meeting) -> dist.TCPStore:
+    if not _is_open(meeting):
+        raise dist.DistNetworkError(f"nobody listens at {meeting.endpoint}")
+    return _connect_once(meeting)
+
+
+def _connect_once(meeting: Meeting) -> dist.TCPStore:
+    host, _, port = meeting.endpoint.rpartition(":")
+    return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_ATTEMPT))
 
 
 def _record(run_dir: Path, meeting: Meeting, reasons: Mapping[str, str]) -> None:
