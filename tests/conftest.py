@@ -72,6 +72,18 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[SlurmCluster]":
     stop_cluster(cluster)
 
 
+@pytest.fixture(scope="module")
+def frail_slurm(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[SlurmCluster]":
+    """Another one, of three nodes, for tests that kill them."""
+    from slurm_cluster import missing_programs, start_cluster, stop_cluster
+
+    if missing := missing_programs():
+        pytest.skip(f"no {', '.join(missing)} here: apt-get install slurm-wlm munge")
+    cluster = start_cluster(tmp_path_factory.mktemp("frail"), nodes=("n1", "n2", "n3"), patience=15)
+    yield cluster
+    stop_cluster(cluster)
+
+
 def make_project(folder: Path) -> Path:
     """A folder with a tiny configuration (a two-layer Llama) and its data: trains a step in milliseconds."""
     write_text(folder / "train.txt", 90, seed=1)
