@@ -20,17 +20,20 @@ from slurm_cluster import SlurmCluster, kill_node, processes, start_node, wait_u
 
 pytestmark = pytest.mark.timeout(600)  # the machine may be busy
 SECONDS = 300
-STEPS = 150
+STEPS = 60
 PACED = '''
 import os, time
 import drawbar
 
 class Paced(drawbar.CausalLM):
-    """causal_lm that takes a second for a step, until there is a file `fast`."""
+    """causal_lm that takes its time after some steps, until there is a file `fast`."""
+
+    calls = 0
 
     def forward(self, model, batch):
-        if model.training and os.environ.get("PACED") and not os.path.exists("fast"):
-            time.sleep(0.5)  # there are two micro-batches
+        self.calls += model.training
+        if self.calls > 10 and os.environ.get("PACED") and not os.path.exists("fast"):
+            time.sleep(3)
         return super().forward(model, batch)
 '''
 BROKEN_PYTHON = f"""\
@@ -148,6 +151,21 @@ def test_a_requeued_job_goes_on_exactly(jobs: dict[str, Submitted], uninterrupte
     check_exact(job, uninterrupted)
 
 
+def test_a_job_goes_on_after_its_time_limit(jobs: dict[str, Submitted], uninterrupted: Path) -> None:
+    """Slurm sends the signal up to half a minute early, and knows no limits below a minute; so the limit comes when
+    the job is well under way."""
+    job = jobs["limit"]
+    wait_until(lambda: job.steps > 6, "the job to train", SECONDS)
+    minutes = (parse_time(job.facts["RunTime"]) + 60) // 60 + 1
+    job.slurm.run("scontrol", "update", f"JobId={job.number}", f"TimeLimit={minutes}")
+    job.wait_for_log("goes back into the queue")
+    job.slurm.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=30")
+    (job.project / "fast").touch()
+    check_exact(job, uninterrupted)
+    assert job.log.count("SIGUSR1: saving at the end of this step") == job.log.count("saved at step") == 1
+    assert job.facts["Restarts"] == "1"
+
+
 def test_a_node_that_does_not_start_is_avoided(jobs: dict[str, Submitted]) -> None:
     job = jobs["avoids"]
     facts = job.end()
@@ -156,7 +174,7 @@ def test_a_node_that_does_not_start_is_avoided(jobs: dict[str, Submitted]) -> No
     assert f"job {job.number} goes back into the queue, without n2" in job.log
     assert job.bad_nodes == [{"n2": "node n2 did not answer within 20 s"}]
     assert "the 2 nodes have answered: n1, n3" in job.log
-    assert "a sum over 2 nodes is right (cpu): n1 " in job.log
+    assert "a sum over 2 nodes is right (cpu): " in job.log
 
 
 def test_a_node_that_is_lost_is_named(jobs: dict[str, Submitted]) -> None:
@@ -171,21 +189,6 @@ def test_a_node_that_is_lost_is_named(jobs: dict[str, Submitted]) -> None:
     start_node(job.slurm, "n3")
     job.wait_for_log("resumed from runs/tiny")
     job.slurm.run("scancel", job.number)
-
-
-def test_a_job_goes_on_after_its_time_limit(jobs: dict[str, Submitted], uninterrupted: Path) -> None:
-    """Slurm sends the signal up to half a minute early, and knows no limits below a minute; so the limit comes when
-    the job is well under way."""
-    job = jobs["limit"]
-    wait_until(lambda: job.steps > 6, "the job to train", SECONDS)
-    minutes = (parse_time(job.facts["RunTime"]) + 60) // 60 + 1
-    job.slurm.run("scontrol", "update", f"JobId={job.number}", f"TimeLimit={minutes}")
-    job.wait_for_log("goes back into the queue")
-    job.slurm.run("scontrol", "update", f"JobId={job.number}", "TimeLimit=30")
-    (job.project / "fast").touch()
-    check_exact(job, uninterrupted)
-    assert job.log.count("SIGUSR1: saving at the end of this step") == job.log.count("saved at step") == 1
-    assert job.facts["Restarts"] == "1"
 
 
 def test_a_crash_loop_ends(jobs: dict[str, Submitted]) -> None:

@@ -56,7 +56,7 @@ def check_data(config: "RunConfig") -> list[str]:
     if cached:
         notes.append(
             f"{config.cache_dir} has encoded data ({', '.join(cached)}); where they are of other settings, the job "
-            "encodes them anew"
+            "encodes its own first"
         )
     if missing:
         notes.append(f"the job will encode its data first ({', '.join(missing)}); `drawbar prepare` does it here")

@@ -46,6 +46,7 @@ def submit(
     goes on from where it was.
     """
     from drawbar.cli.arguments import load
+    from drawbar.cli.preflight import check_before_queue
     from drawbar.config.cluster import ClusterSection
     from drawbar.config.cluster_rules import SUBMIT_RULES
     from drawbar.config.deepspeed_json import check_deepspeed
@@ -61,6 +62,8 @@ def submit(
     check_world(loaded.config, job.nodes * job.processes)
     check_deepspeed(loaded, job.nodes * job.processes)
     script = render(job, section)
+    for note in check_before_queue(loaded.config, section, job, task, launcher):
+        click.echo(f"note: {note}", err=True)
     if dry_run:
         click.echo(script, nl=False)
         return

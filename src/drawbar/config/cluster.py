@@ -76,6 +76,9 @@ class ClusterSection(Section):
     """Account that pays."""
     time: TimeLimit | Count | None = None
     """Time limit as Slurm writes it, such as `12:00:00` or `2-00`; a whole number is minutes."""
+    preflight: bool = True
+    """Before submitting, see whether the data are there, the run's folder can be written, and the partition could run
+    the job. Switch it off where the machine that submits sees other disks than the nodes."""
     requeue: bool = True
     """Put the job back into the queue when it was interrupted: it goes on from its last checkpoint. A job that is
     restarted three times without a new checkpoint stops."""
