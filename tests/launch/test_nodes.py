@@ -72,7 +72,7 @@ def test_a_meeting_is_taken_once() -> None:
 
 def run_node(endpoint: str) -> "subprocess.CompletedProcess[str]":
     slurm = {"SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1", "SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n2",
-             "SLURM_STEP_NODELIST": "n[1-2]"}  # fmt: skip
+             "DRAWBAR_NODES": "n1\nn2"}  # fmt: skip
     show = [sys.executable, "-c", f"import os; print(os.environ[{VARIABLE!r}])"]
     return subprocess.run(
         [sys.executable, "-m", "drawbar.launch.node", endpoint, *show],

@@ -11,6 +11,7 @@ import pytest
 from conftest import make_project
 from drawbar.config.cluster import ClusterSection
 from drawbar.errors import UserError
+from drawbar.launch.bad_nodes import record_bad_nodes
 from drawbar.launch.job import Job
 from drawbar.launch.partitions import (
     Partition,
@@ -166,7 +167,7 @@ def test_what_the_real_slurm_says(slurm: SlurmCluster, monkeypatch: pytest.Monke
 )
 def test_the_real_slurm_could_never_run_it(slurm: SlurmCluster, project: Path, setting: str, says: list[str]) -> None:
     for dry in ([], ["--dry-run"]):
-        done = submit(project, setting, "device=auto", *dry, env=slurm.environment)
+        done = submit(project, setting, "device=auto", "train.micro_batch=1", *dry, env=slurm.environment)
         assert done.code == 2, done.out
         assert done.out == ""
         check_one_message(done.err, *says)
@@ -177,7 +178,6 @@ def test_too_few_nodes_are_left(
     slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A job of two nodes cannot avoid one of two."""
-    from drawbar.launch.bad_nodes import record_bad_nodes
 
     project = make_project(tmp_path)
     for name, value in slurm.environment.items():

@@ -5,7 +5,6 @@ srun … python -m drawbar.launch.node ADDRESS:PORT COMMAND [ARGUMENT]...
 
 import os
 import socket
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +14,8 @@ from drawbar.launch.meeting import Meeting, job_name
 from drawbar.launch.network import address_of_host_name, address_towards, interfaces
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+NODES = "DRAWBAR_NODES"
+"""Environment variable: the names of all nodes, in Slurm's order. The script asks for them once: not every node can."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +60,6 @@ def describe(way: Way, meeting: Meeting, environ: Mapping[str, str]) -> str:
     )
 
 
-def node_names(nodes: str) -> tuple[str, ...]:
-    """``n[1-2]`` → ``n1``, ``n2``. Raises OSError or CalledProcessError without Slurm's own program for it."""
-    done = subprocess.run(["scontrol", "show", "hostnames", nodes], check=True, capture_output=True, text=True)
-    return tuple(done.stdout.split())
-
-
 def main(arguments: list[str]) -> NoReturn:
     endpoint, *command = arguments
     nodes, node = int(os.environ["SLURM_STEP_NUM_NODES"]), int(os.environ["SLURM_NODEID"])
@@ -76,8 +71,9 @@ def main(arguments: list[str]) -> NoReturn:
         print(f"error: node {host} has no way to the first node, {head}: {error}", file=sys.stderr)
         print("  fix:   set cluster.interface to a network that all nodes are on", file=sys.stderr)
         sys.exit(1)
-    job, names = job_name(os.environ["SLURM_JOB_ID"]), node_names(os.environ["SLURM_STEP_NODELIST"])
-    meeting = Meeting(job, endpoint, nodes, node, way.address, names)
+    names = tuple(os.environ.get(NODES, "").split())
+    job = job_name(os.environ["SLURM_JOB_ID"])
+    meeting = Meeting(job, endpoint, nodes, node, way.address, names if len(names) == nodes else ())
     print(describe(way, meeting, os.environ), flush=True)
     os.environ.update(way.variables)
     if nodes > 1:

@@ -197,8 +197,8 @@ class Attendance:
 
     def _name_lost(self) -> None:
         """Say which node is lost, where a rank has lost its connection to another and a node falls silent."""
-        time.sleep(3 * _BEAT)
-        _wait(lambda: self._lost(_SUSPICION) or not self._lost(3), 2 * _SUSPICION * _BEAT)
+        time.sleep(4 * _BEAT)
+        _wait(lambda: self._lost(_SUSPICION) or not self._lost(2), 2 * _SUSPICION * _BEAT)
         self._tell(self._lost(_SUSPICION))
 
     def _watch(self) -> None:

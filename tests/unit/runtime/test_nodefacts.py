@@ -25,8 +25,8 @@ def test_nodes_that_are_alike() -> None:
 @pytest.mark.parametrize(
     ("values", "says", "is_error", "is_bad"),
     [
-        ({"versions": {**VERSIONS, "torch": "2.12.1"}}, "torch is not the same on all nodes: 2.13.0 on n1, n3; 2.12.1 on n2",
-         True, False),
+        ({"versions": {**VERSIONS, "torch": "2.12.1"}},
+         "torch is not the same on all nodes: 2.13.0 on n1, n3; 2.12.1 on n2", True, False),
         ({"versions": {**VERSIONS, "drawbar": "0.2.0"}}, "drawbar is not the same", True, False),
         ({"versions": {**VERSIONS, "Python": "3.12.1"}}, "Python is not the same", False, False),
         ({"driver": "535.1"}, "the NVIDIA driver is not the same on all nodes: 550.54 on n1, n3; 535.1 on n2",
