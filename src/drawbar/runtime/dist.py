@@ -74,6 +74,7 @@ class World:
         deadline.start()
         try:
             self._store = _own_store(self.timeout)
+            self._store.set(f"came/{self.rank}", node_name())
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if on_cuda else "gloo",  # gloo for what is offloaded to the host
                 store=self._store,
@@ -86,7 +87,7 @@ class World:
             ranks: list[tuple[Address, str]] = [(self._watchdog.address, node_name())] * self.size
             dist.all_gather_object(ranks, ranks[0], group=self._control)
         except (dist.DistError, RuntimeError, ValueError) as error:
-            raise self._not_met(str(error)) from error
+            raise self._not_met(f"{self._absent()}{error}") from error
         finally:
             deadline.cancel()
         self._watchdog.meet(address for address, _ in ranks)
@@ -102,6 +103,16 @@ class World:
     def _give_up(self) -> None:
         print(f"error: {self._not_met('nobody answers at MASTER_ADDR and MASTER_PORT')}", file=sys.stderr, flush=True)
         os._exit(ExitCode.FAILED)
+
+    def _absent(self) -> str:
+        """``ranks 2, 3 did not come: ``; empty where all came, or nobody can tell."""
+        try:
+            absent = [rank for rank in range(self.size) if not self._store.check([f"came/{rank}"])]
+        except (dist.DistError, RuntimeError):
+            return ""
+        if not absent or self.rank in absent:
+            return ""
+        return f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))} did not come: "
 
     def _not_met(self, reason: str) -> UserError:
         return UserError(
