@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
@@ -31,8 +32,11 @@ CASES = (
     "another clock",
     "n3 lost",
     "n3 left",
+    "n1 lost",
 )
 NAMES = ("n1", "n2", "n3")
+_attendances: list[rollcall.Attendance] = []
+"""A node's store lives as long as its process, where there is one case alone."""
 
 
 def take_part(ports: list[int], folder: str) -> dict[str, dict[str, Any]]:
@@ -60,6 +64,7 @@ def _case(case: str, node: int, port: int, run_dir: Path) -> dict[str, Any]:
                 begin = time.monotonic()
                 call = RollCall(config, "cpu", 2, run_dir, seconds=3 if "absent" in case else 60)
                 attendance = call.hold(meeting)
+                _attendances.append(attendance)
                 _train(case, node, attendance)
         except UserError as caught:
             error, code, seconds = str(caught), int(caught.exit_code), time.monotonic() - begin
@@ -72,13 +77,18 @@ def _case(case: str, node: int, port: int, run_dir: Path) -> dict[str, Any]:
 
 def _train(case: str, node: int, attendance: rollcall.Attendance) -> None:
     """As long as the others look who is lost."""
-    if case == "n3 lost" and node == 2:
-        time.sleep(2)
+    if case.endswith("lost") and case.startswith(NAMES[node]):
+        time.sleep(1)
         return
     with attendance:
         if case == "n3 left" and node == 2:
             return
-        if case in ("n3 lost", "n3 left"):
+        if case == "n3 lost" and node == 1:  # it is told by the first one, and ends
+            ended = threading.Event()
+            rollcall.os._exit = lambda code: ended.set() or sys.exit()  # type: ignore[assignment]
+            assert ended.wait(60)
+            return
+        if case.endswith(("lost", "left")):
             attendance._name_lost()
 
 
@@ -117,9 +127,11 @@ def test_the_nodes_look_at_one_another(tmp_path: Path) -> None:
     assert warning.startswith("warning: the clock of n2 is ")
     assert warning.endswith(" s ahead of that of n1\n")
 
+    for case, node, lost in (("n3 lost", 0, "n3"), ("n1 lost", 1, "n1"), ("n1 lost", 2, "n1")):
+        assert f"error: node {lost} is lost: it has given no sign of life for" in found[node][case]["err"]
+        assert list(found[node][case]["bad"]) == [lost]
+    assert "error: node n3 is lost: it has given no sign of life for" in found[1]["n3 lost"]["err"]
     for node in (0, 1):
-        assert "error: node n3 is lost: it has given no sign of life for" in found[node]["n3 lost"]["err"]
-        assert list(found[node]["n3 lost"]["bad"]) == ["n3"]
         assert (found[node]["n3 left"]["err"], found[node]["n3 left"]["bad"]) == ("", {})
 
 

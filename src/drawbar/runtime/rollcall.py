@@ -170,7 +170,8 @@ class RollCall:
 
 
 class Attendance:
-    """Signs of life of all nodes, from the roll call until this launcher ends. A context manager.
+    """Signs of life, from the roll call until this launcher ends: the first node looks after all others, and they look
+    after it. A context manager.
 
     Args:
         store: on the first node it is the server, which torch's launcher shares: it must live as long.
@@ -181,47 +182,74 @@ class Attendance:
         self._store = store
         self._meeting = meeting
         self._run_dir = run_dir
-        others = [node for node in range(meeting.nodes) if node != meeting.node]
+        watched = range(1, meeting.nodes) if meeting.node == 0 else [0]
         # Counted in beats of this node, and not timed: in a job that was suspended nobody was silent
-        self._silent = dict.fromkeys(others, 0)
+        self._silent = dict.fromkeys(watched, 0)
+        self._last = dict.fromkeys(watched, b"")
+        self._left: set[int] = set()
+        self._beats = 0
+        self._over = threading.Event()
 
     def __enter__(self) -> Self:
         threading.Thread(target=self._watch, name="signs of life", daemon=True).start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        failed = isinstance(error, ChildFailedError)
         if isinstance(error, ChildFailedError) and any(map(_lost_peer, error.failures.values())):
             self._name_lost()
+        self._over.set()
+        self._leave(linger=failed)
+
+    def _leave(self, linger: bool) -> None:
+        """Tell the others that this node is not lost. The first one takes the store with it, so it may linger."""
         with suppress(dist.DistError, RuntimeError):  # without the first node nobody can be told
             self._store.set(f"left/{self._meeting.node}", "")
+        if linger and self._meeting.node == 0:
+            time.sleep(3 * _BEAT)
 
     def _name_lost(self) -> None:
         """Say which node is lost, where a rank has lost its connection to another and a node falls silent."""
-        time.sleep(4 * _BEAT)
-        _wait(lambda: self._lost(_SUSPICION) or not self._lost(2), 2 * _SUSPICION * _BEAT)
+        enough = self._beats + 4  # of the watching thread, which may be slow on a busy machine
+        _wait(lambda: self._beats >= enough, LOST_SECONDS)
+        _wait(lambda: self._lost(_SUSPICION) or not self._lost(2), LOST_SECONDS)
         self._tell(self._lost(_SUSPICION))
 
     def _watch(self) -> None:
         """Every beat, say that this node is there, and look who else is."""
         store: dist.Store | None = None
-        seen: dict[int, str] = {}
-        beats = 0
-        while not (lost := self._lost(LOST_SECONDS)):
-            time.sleep(_BEAT)
-            beats += 1
+        while not self._over.wait(_BEAT):
             try:
                 if store is None:
                     store = _reconnect(self._meeting)  # of its own: a call of the main thread may take long
-                store.set(f"beat/{self._meeting.node}", str(beats))
-                now = {node: _sign(store, node, beats) for node in self._silent}
-                silent = {node for node in now if now[node] == seen.get(node)}
-                seen = now
+                store.set(f"beat/{self._meeting.node}", str(self._beats))
+                silent = {node for node in self._silent if not self._is_there(store, node)}
+                self._heed_the_first(store)
             except (dist.DistError, RuntimeError):
-                store, silent = None, {0}  # of the others nothing is known
+                store, silent = None, {0} - self._left
             for node in self._silent:
                 self._silent[node] = self._silent[node] + 1 if node in silent else 0
-        self._tell(lost)
-        os._exit(ExitCode.FAILED)  # the ranks' own watchdogs end them
+            self._beats += 1
+            if lost := self._lost(LOST_SECONDS):
+                self._tell(lost)
+                self._leave(linger=True)
+                os._exit(ExitCode.FAILED)  # the ranks' own watchdogs end them
+
+    def _is_there(self, store: dist.Store, node: int) -> bool:
+        """Whether a node has given a sign since the last look, or has left in good order."""
+        if store.check([f"left/{node}"]):
+            self._left.add(node)
+        if node in self._left:
+            return True
+        before = self._last[node]
+        self._last[node] = store.get(f"beat/{node}") if store.check([f"beat/{node}"]) else b""
+        return self._last[node] != before
+
+    def _heed_the_first(self, store: dist.Store) -> None:
+        """End, where the first node has found one that is lost: the ranks here may wait for it for long."""
+        if self._meeting.node != 0 and store.check(["lost"]):
+            print(f"error: {store.get('lost').decode()}", file=sys.stderr, flush=True)
+            os._exit(ExitCode.FAILED)
 
     def _lost(self, beats: int) -> list[int]:
         return [node for node, silent in self._silent.items() if silent >= beats]
@@ -232,15 +260,11 @@ class Attendance:
             name, seconds = self._meeting.name(node), self._silent[node] * _BEAT
             reasons[name] = f"node {name} {LOST}: it has given no sign of life for {seconds:.0f} s"
             print(f"error: {reasons[name]}", file=sys.stderr, flush=True)
-        if reasons:
-            _record(self._run_dir, self._meeting, reasons)
-
-
-def _sign(store: dist.Store, node: int, beats: int) -> str:
-    """Something new for as long as a node is there, or where it has left in good order."""
-    if store.check([f"left/{node}"]):
-        return f"left before {beats}"
-    return store.get(f"beat/{node}").decode() if store.check([f"beat/{node}"]) else ""
+        if not reasons:
+            return
+        _record(self._run_dir, self._meeting, reasons)
+        if self._meeting.node == 0:
+            self._store.set("lost", "; ".join(reasons.values()))
 
 
 def _lost_peer(failure: ProcessFailure) -> bool:
