@@ -93,6 +93,18 @@ def sshd(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Sshd]":
     stop_sshd(server)
 
 
+@pytest.fixture(scope="module")
+def frail_slurm(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[SlurmCluster]":
+    """Another one, of three nodes, for tests that kill them."""
+    from programs import need_programs
+    from slurm_cluster import PROGRAMS, start_cluster, stop_cluster
+
+    need_programs(*PROGRAMS)
+    cluster = start_cluster(tmp_path_factory.mktemp("frail"), nodes=("n1", "n2", "n3"), patience=15)
+    yield cluster
+    stop_cluster(cluster)
+
+
 def make_project(folder: Path) -> Path:
     """A folder with a tiny configuration (a two-layer Llama) and its data: trains a step in milliseconds."""
     write_text(folder / "train.txt", 90, seed=1)

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -55,7 +56,7 @@ MpiDefault=none
 ReturnToService=2
 SlurmdParameters=config_overrides
 MessageTimeout=20
-SlurmdTimeout=30
+SlurmdTimeout={patience}
 KillWait=10
 MinJobAge=300
 """
@@ -102,24 +103,28 @@ def wait_until(ready: Callable[[], T | None], what: str, seconds: float = SECOND
     return found
 
 
-def start_cluster(folder: Path) -> SlurmCluster:
-    """Start munge, the controller and both nodes, and wait until a job could start."""
-    for name in ("munge", "state", *(f"spool-{node}" for node in NODES)):
+def start_cluster(folder: Path, nodes: Sequence[str] = NODES, patience: int = 30) -> SlurmCluster:
+    """Start munge, the controller and the nodes, and wait until a job could start.
+
+    Args:
+        patience: seconds after which the controller takes a silent node for lost.
+    """
+    for name in ("munge", "state", *(f"spool-{node}" for node in nodes)):
         (folder / name).mkdir(mode=0o700, parents=True)
     conf = folder / "slurm.conf"
-    control, *ports = _free_ports(1 + len(NODES))
-    text = CONF.format(folder=folder, user=getpass.getuser(), control_port=control)
+    control, *ports = _free_ports(1 + len(nodes))
+    text = CONF.format(folder=folder, user=getpass.getuser(), control_port=control, patience=patience)
     host = socket.gethostname().split(".")[0]
-    for name, port in zip(NODES, ports, strict=True):
+    for name, port in zip(nodes, ports, strict=True):
         text += NODE.format(name=name, host=host, port=port, cpus=CPUS)
-    conf.write_text(text + PARTITIONS.format(nodes=",".join(NODES)))
+    conf.write_text(text + PARTITIONS.format(nodes=",".join(nodes)))
     cluster = SlurmCluster(folder, {"SLURM_CONF": str(conf), "PATH": search_path()})
     try:
         _start_munge(cluster)
         _start(cluster, "slurmctld", "-D", "-c", "-f", str(conf))
-        for name in NODES:
+        for name in nodes:
             start_node(cluster, name)
-        wait_until(lambda: _idle_nodes(cluster) == len(NODES), f"idle nodes; logs in {folder}")
+        wait_until(lambda: _idle_nodes(cluster) == len(nodes), f"idle nodes; logs in {folder}")
     except BaseException:
         stop_cluster(cluster)
         raise
@@ -129,6 +134,44 @@ def start_cluster(folder: Path) -> SlurmCluster:
 def start_node(cluster: SlurmCluster, name: str) -> None:
     """Start the daemon of one node."""
     _start(cluster, "slurmd", "-D", "-N", name, "-f", cluster.environment["SLURM_CONF"], known_as=name)
+
+
+def kill_node(cluster: SlurmCluster, name: str) -> None:
+    """SIGKILL for all that runs on a node, as if its power was cut; but for the network, which is closed in order."""
+    steps = {_parent(process) for process in processes(cluster, node=name)} - {os.getpid()}
+    daemon = cluster.daemons[name]
+    daemon.kill()
+    daemon.wait()
+    for process in [*filter(_is_step_daemon, steps), *processes(cluster, node=name)]:
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+
+
+def processes(cluster: SlurmCluster, *, node: str | None = None, job: str | None = None) -> list[int]:
+    """The processes that jobs have on the cluster, on one node or of one job alone."""
+    wanted = {f"SLURM_CONF={cluster.environment['SLURM_CONF']}"}
+    wanted |= {f"SLURMD_NODENAME={node}"} if node else set()
+    wanted |= {f"SLURM_JOB_ID={job}"} if job else set()
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if wanted <= set(path.read_bytes().decode(errors="replace").split("\0")):
+                found.append(int(path.parent.name))
+    return found
+
+
+def _parent(process: int) -> int:
+    try:
+        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return os.getpid()
+
+
+def _is_step_daemon(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/cmdline").read_text().startswith("slurmstepd")
+    except OSError:
+        return False
 
 
 def stop_cluster(cluster: SlurmCluster) -> None:

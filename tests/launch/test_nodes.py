@@ -1,6 +1,5 @@
 """What runs on the nodes before the ranks: the way to the first node, a port for the job, the end of a crash loop."""
 
-import json
 import os
 import socket
 import subprocess
@@ -72,7 +71,8 @@ def test_a_meeting_is_taken_once() -> None:
 
 
 def run_node(endpoint: str) -> "subprocess.CompletedProcess[str]":
-    slurm = {"SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1", "SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n2"}
+    slurm = {"SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1", "SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n2",
+             "DRAWBAR_NODES": "n1\nn2"}  # fmt: skip
     show = [sys.executable, "-c", f"import os; print(os.environ[{VARIABLE!r}])"]
     return subprocess.run(
         [sys.executable, "-m", "drawbar.launch.node", endpoint, *show],
@@ -88,7 +88,9 @@ def test_a_node_becomes_its_command() -> None:
     assert done.returncode == 0, done.stderr
     said, announced = done.stdout.splitlines()
     assert said.startswith("drawbar: node 2 of 2, n2: meets the others at 127.0.0.1:20000 over lo (127.0.0.1)")
-    assert Meeting(**json.loads(announced)) == Meeting("drawbar-7", "127.0.0.1:20000", 2, 1, "127.0.0.1")
+    assert Meeting.take({VARIABLE: announced}) == Meeting(
+        "drawbar-7", "127.0.0.1:20000", 2, 1, "127.0.0.1", ("n1", "n2")
+    )
 
 
 def test_a_node_without_a_way() -> None:

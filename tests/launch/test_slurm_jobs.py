@@ -74,9 +74,10 @@ def test_an_interrupted_job_goes_on_and_a_cancelled_one_does_not(slurm: SlurmClu
 
 def test_what_slurm_refuses_is_told_and_leaves_nothing(slurm: SlurmCluster, project: Path) -> None:
     environ = {**ENVIRONMENT, **slurm.environment}
-    done = run_cli("submit", "config.yaml", "--to", "slurm", "cluster.partition=gpu", cwd=project, env=environ)
+    setting = "cluster.options={constraint: fast}"
+    done = run_cli("submit", "config.yaml", "--to", "slurm", setting, cwd=project, env=environ)
     assert done.code == 2, done.out
-    check_one_message(done.err, "Slurm refuses the job", "invalid partition specified: gpu", "sinfo")
+    check_one_message(done.err, "Slurm refuses the job", "Invalid feature specification", "sinfo")
     assert not (project / "runs").exists()
 
 

@@ -20,6 +20,7 @@ BROKEN = {
     "a cluster of Macs": ["device=mps", "cluster.nodes=2"],
     "time limit": ["cluster.time=1", "cluster.signal_seconds=60"],
     "settings of a container": ["cluster.binds=[/data]"],
+    "bad nodes and containers": ["cluster.image=x.sif", "cluster.exclude_bad_nodes=true"],
     "home with pyxis": ["cluster.image=x.sqsh", "cluster.home=/scratch/me"],
     "variables of a container's own": ["cluster.image=x.sif", "cluster.environment={PATH: /bin}"],
 }

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from drawbar.cli.arguments import load
+from drawbar.cli.preflight import check_before_queue
 from drawbar.config.cluster import ClusterSection
 from drawbar.config.cluster_rules import SUBMIT_RULES
 from drawbar.config.compare import check_same
@@ -52,6 +53,8 @@ class Sending:
     cluster: ClusterSection
     elements: tuple[tuple[str, ...], ...] = ()
     """Of a sweep: what each element has of its own, in the order of ``job.elements``."""
+    notes: tuple[str, ...] = ()
+    """What is good to know before it goes."""
 
     def script(self) -> str:
         return render(self.job, self.cluster)
@@ -133,7 +136,9 @@ def plan(request: Request) -> Sending:
     job = make_job(loaded.config, section, request)
     check_world(loaded.config, job.nodes * job.processes)
     check_deepspeed(loaded, job.nodes * job.processes)
-    return Sending(request, replace(job, allocation=allocation.job if allocation else None), section)
+    notes = check_before_queue(loaded.config, section, job, request.task, queued=allocation is None)
+    job = replace(job, allocation=allocation.job if allocation else None)
+    return Sending(request, job, section, notes=tuple(notes))
 
 
 def name_elements(request: Request, elements: Sequence[tuple[str, ...]]) -> tuple[str, list[tuple[str, ...]]]:
@@ -170,7 +175,8 @@ def plan_sweep(request: Request, name: str, elements: Sequence[tuple[str, ...]],
         elements=jobs,
         at_once=at_once,
     )
-    return Sending(request, whole, sendings[0].cluster, tuple(elements))
+    notes = dict.fromkeys(note for sending in sendings for note in sending.notes)
+    return Sending(request, whole, sendings[0].cluster, tuple(elements), tuple(notes))
 
 
 def _plan_element(request: Request, settings: tuple[str, ...]) -> Sending:
@@ -197,6 +203,7 @@ def make_job(config: RunConfig, cluster: ClusterSection, request: Request) -> Jo
         processes=processes,
         environment=VARIABLES if container else {},
         container=container,
+        grace=max(Job.grace, config.launch.roll_call_seconds + 30),
     )
 
 

@@ -90,6 +90,8 @@ def submit(
 
 def send(sending: "Sending", dry_run: bool) -> None:
     """Show it, run it in the allocation that this process is in, or submit it."""
+    for note in sending.notes:
+        click.echo(f"note: {note}", err=True)
     if dry_run:
         click.echo(sending.script(), nl=False)
     elif sending.job.allocation is not None:

@@ -63,10 +63,14 @@ def start(task: "type[Task] | None", arguments: tuple[str, ...], resume: str, fo
     total = processes * (meeting.nodes if meeting else 1)
     if total > 1:
         from drawbar.runtime.agent import run_processes
+        from drawbar.runtime.rollcall import RollCall
 
-        check_world(loaded.config, total)
+        config = loaded.config
+        check_world(config, total)
         check_deepspeed(loaded, total)
-        return run_processes(own_command(task), processes, meeting, loaded.config.launch.timeout)
+        patience = config.launch.roll_call_seconds
+        roll_call = RollCall(config.model_dump_json(), config.device, processes, config.run_dir, patience)
+        return run_processes(own_command(task), processes, meeting, config.launch.timeout, roll_call)
 
     with quick_imports():
         from drawbar.runtime.env import Place

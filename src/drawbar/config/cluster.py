@@ -104,9 +104,15 @@ class ClusterSection(Section):
     """Account that pays."""
     time: TimeLimit | Count | None = None
     """Time limit as Slurm writes it, such as `12:00:00` or `2-00`; a whole number is minutes."""
+    preflight: bool = True
+    """Before submitting, see whether the data are there, the run's folder can be written, and the partition could run
+    the job. Switch it off where the machine that submits sees other disks than the nodes."""
     requeue: bool = True
     """Put the job back into the queue when it was interrupted: it goes on from its last checkpoint. A job that is
     restarted three times without a new checkpoint stops."""
+    exclude_bad_nodes: bool = False
+    """Where a job finds that a node does not answer, is lost or does not work, put it back into the queue without that
+    node. It counts as a restart."""
     signal_seconds: Count = 120
     """So many seconds before the time limit the run saves and ends, or is requeued."""
     modules: list[Module] = []

@@ -177,6 +177,9 @@ class LaunchSection(Section):
     """Processes to start on this machine; `auto`: one for each GPU, or one. `torchrun` overrules it."""
     timeout: Annotated[int, Field(ge=10)] = 600
     """Seconds that a process waits for the others before it gives up and says whom it waited for."""
+    roll_call_seconds: Annotated[int, Field(ge=5)] = 60
+    """Seconds that the nodes of a job wait for one another before training. Then those that did not answer are named,
+    and the run ends."""
 
 
 class RunConfig(Section):

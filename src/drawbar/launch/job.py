@@ -34,6 +34,9 @@ class Job:
     """So many elements run at the same time, at most."""
     allocation: str | None = None
     """The number of the allocation that it runs in, at a terminal; None where it waits in a queue."""
+    grace: int = 60
+    """Seconds that the other nodes have to end by themselves after the first has: longer than they wait for one whose
+    program ended before it could answer."""
 
     @property
     def python(self) -> str:

@@ -9,6 +9,11 @@ VARIABLE = "DRAWBAR_MEETING"
 """Environment variable: the meeting that ``drawbar train`` takes part in, as JSON."""
 
 
+def job_name(number: str) -> str:
+    """What all of drawbar calls a scheduler's job of this number."""
+    return f"drawbar-{number}"
+
+
 @dataclass(frozen=True)
 class Meeting:
     """One node's part in a job of several."""
@@ -22,6 +27,12 @@ class Meeting:
     """Number of this node; the first, 0, keeps the store that they meet at."""
     address: str
     """Of this node, as the others reach it."""
+    names: tuple[str, ...] = ()
+    """Of all nodes, in their order, as the launcher calls them."""
+
+    def name(self, node: int) -> str:
+        """What messages call a node."""
+        return self.names[node] if self.names else f"{node + 1} of {self.nodes}"
 
     def announce(self, environ: MutableMapping[str, str] = os.environ) -> None:
         """Leave it for the program that this process becomes."""
@@ -31,4 +42,7 @@ class Meeting:
     def take(environ: MutableMapping[str, str] = os.environ) -> "Meeting | None":
         """The meeting that was announced. It is for one launcher alone: the ranks that it starts do not find it."""
         text = environ.pop(VARIABLE, None)
-        return None if text is None else Meeting(**json.loads(text))
+        if text is None:
+            return None
+        values = json.loads(text)
+        return Meeting(**{**values, "names": tuple(values["names"])})

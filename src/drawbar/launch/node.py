@@ -10,10 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
-from drawbar.launch.meeting import Meeting
+from drawbar.launch.meeting import Meeting, job_name
 from drawbar.launch.network import address_of_host_name, address_towards, interfaces
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+NODES = "DRAWBAR_NODES"
+"""Environment variable: the names of all nodes, in Slurm's order. The script asks for them once: not every node can."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,9 @@ def main(arguments: list[str]) -> NoReturn:
         print(f"error: node {host} has no way to the first node, {head}: {error}", file=sys.stderr)
         print("  fix:   set cluster.interface to a network that all nodes are on", file=sys.stderr)
         sys.exit(1)
-    meeting = Meeting(f"drawbar-{os.environ['SLURM_JOB_ID']}", endpoint, nodes, node, way.address)
+    names = tuple(os.environ.get(NODES, "").split())
+    job = job_name(os.environ["SLURM_JOB_ID"])
+    meeting = Meeting(job, endpoint, nodes, node, way.address, names if len(names) == nodes else ())
     print(describe(way, meeting, os.environ), flush=True)
     os.environ.update(way.variables)
     if nodes > 1:

@@ -21,7 +21,8 @@ class Order:
     job: str
     """The same on all hosts, and another one for each launch."""
     node: int
-    nodes: int
+    names: tuple[str, ...]
+    """Of all hosts, in their order."""
     argv: tuple[str, ...]
     """The command; the path of the configuration comes behind it."""
     config: str
@@ -35,13 +36,17 @@ class Order:
     patience: float = 60
     """Seconds without a word from the launcher after which it counts as gone."""
 
+    @property
+    def nodes(self) -> int:
+        return len(self.names)
+
 
 def order_line(order: Order) -> bytes:
     return say(order=asdict(order))
 
 
 def read_order(values: Mapping[str, Any]) -> Order:
-    return Order(**{**values, "argv": tuple(values["argv"])})
+    return Order(**{**values, "argv": tuple(values["argv"]), "names": tuple(values["names"])})
 
 
 def say(**words: Any) -> bytes:

@@ -183,7 +183,7 @@ def _run(order: Order, endpoint: str, wire: Wire) -> int:
         except OSError as error:
             fix = "set cluster.interface to a network that all hosts are on"
             raise _fail(f"no way to the first host, {head}: {error}", fix, ExitCode.FAILED) from error
-        meeting = Meeting(order.job, endpoint, order.nodes, order.node, way.address)
+        meeting = Meeting(order.job, endpoint, order.nodes, order.node, way.address, order.names)
         _write(1, f"{describe(way, meeting, environ)}\n".encode())
         environ.update(way.variables)
         meeting.announce(environ)

@@ -16,8 +16,6 @@ from drawbar.launch.allocation import OWN_JOB
 from drawbar.launch.job import Job
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
-_GRACE = 60
-"""Seconds that the other nodes have to end by themselves after the first has."""
 
 _BEGIN = """
 export {own_job}="$SLURM_JOB_ID"
@@ -52,7 +50,9 @@ trap 'note TERM' TERM
 trap 'note INT' INT
 
 {restarts}# The first node of this job, as Slurm reaches it; it chooses the address and a free port.
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+DRAWBAR_NODES=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+export DRAWBAR_NODES
+head=${{DRAWBAR_NODES%%$'\\n'*}}
 address=$(scontrol show node "$head" --oneliner | sed -n 's/.* NodeAddr=\\([^ ]*\\) .*/\\1/p')
 meeting=$(srun --overlap --nodes=1 --ntasks=1 --nodelist="$head" \\
   {python} -m drawbar.launch.head "${{address:-$head}}" "$SLURM_JOB_ID"{interface}) || exit
@@ -82,6 +82,13 @@ case "$told:$code" in
     ;;
 esac
 exit "$code"
+"""
+_REPLACE = """
+# Nodes that did not answer, were lost, or do not work are named in launch/bad-nodes.json.
+if [ "$code" != 0 ] && [ -z "$told" ] && {python} -m drawbar.launch.replace "$drawbar_run" "$drawbar_job" {then}; then
+  trap - EXIT
+  exit "$code"
+fi
 """
 _REQUEUE = """\
 echo "drawbar: job $drawbar_job was interrupted (exit code $code) and goes back into the queue"
@@ -118,7 +125,7 @@ def render(job: Job, cluster: ClusterSection) -> str:
         nodes=job.nodes,
         # since 22.05, srun does not take it over from the job
         cpus=f"--cpus-per-task={cluster.cpus_per_task} " if cluster.cpus_per_task else "",
-        grace=_GRACE,
+        grace=job.grace,
         interface=f" {shlex.quote(cluster.interface)}" if cluster.interface else "",
         # Ctrl-C goes on to the ranks at once, and not to srun, which would only say how it is
         at_terminal="" if job.allocation is None else "--disable-status ",
@@ -126,7 +133,15 @@ def render(job: Job, cluster: ClusterSection) -> str:
     )
     then = _REQUEUE if cluster.requeue else _NO_REQUEUE
     end = _END.format(requeue=int(ExitCode.REQUEUE), killed=128 + signal.SIGUSR1, then=then)
-    return "\n".join(parts) + body + end
+    return "\n".join(parts) + body + _replace(job, cluster) + end
+
+
+def _replace(job: Job, cluster: ClusterSection) -> str:
+    """What a failed job does about bad nodes. In a container are no commands of Slurm."""
+    if job.nodes == 1 or not cluster.requeue or job.allocation is not None or job.container is not None:
+        return ""
+    then = "exclude" if cluster.exclude_bad_nodes else "requeue"
+    return _REPLACE.format(python=shlex.quote(job.python), then=then)
 
 
 def _begin(job: Job) -> str:

@@ -47,7 +47,7 @@ def render(job: Job, cluster: ClusterSection, hosts: Sequence[Host], config: str
     order = Order(
         job=f"drawbar-{secrets.token_hex(8)}",
         node=0,
-        nodes=len(hosts),
+        names=tuple(host.name for host in hosts),
         argv=job.argv,
         config=config,
         workdir=str(job.workdir),

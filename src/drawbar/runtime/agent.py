@@ -27,6 +27,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from drawbar.errors import ExitCode, UserError
 from drawbar.launch.meeting import Meeting
 from drawbar.runtime.interrupt import ECHO_SECONDS, INTERRUPT, REQUEUE, code_of, farewell, handle
+from drawbar.runtime.rollcall import RollCall
 from drawbar.runtime.watchdog import LAUNCHER
 
 STATUS_FILE = "DRAWBAR_STATUS_FILE"
@@ -38,11 +39,17 @@ _SAVE_SECONDS = 600
 _QUIET_CODES = (ExitCode.REQUEUE, ExitCode.INTERRUPTED)
 
 
-def run_processes(arguments: list[str], nproc: int, meeting: Meeting | None = None, timeout: float = 600) -> int:
+def run_processes(
+    arguments: list[str],
+    nproc: int,
+    meeting: Meeting | None = None,
+    timeout: float = 600,
+    roll_call: RollCall | None = None,
+) -> int:
     """Run ``python ARGUMENTS`` as ``nproc`` ranks on this machine and return the exit code of the run.
 
     Without a ``meeting`` the rendezvous listens on a port that the operating system chooses, so two runs never meet.
-    With one, every node calls this, and waits ``timeout`` seconds for the others.
+    With one, every node calls this, holds the ``roll_call``, and waits ``timeout`` seconds for the others.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc)))
@@ -70,7 +77,8 @@ def run_processes(arguments: list[str], nproc: int, meeting: Meeting | None = No
             shutdown_timeout=_SAVE_SECONDS,
         )
         try:
-            elastic_launch(config, sys.executable)("-u", *arguments)
+            with contextlib.nullcontext() if meeting is None or roll_call is None else roll_call.hold(meeting):
+                elastic_launch(config, sys.executable)("-u", *arguments)
         except ChildFailedError as error:
             return _explain(error.failures)
         except RendezvousError as error:
@@ -149,7 +157,7 @@ def _time_of(failure: ProcessFailure) -> float:
 
 def report_failure(error: BaseException) -> bool:
     """Leave the error where the elastic launcher looks for it; False where there is no such launcher."""
-    if _lost_a_peer(error):
+    if lost_peer := _lost_a_peer(error):
         time.sleep(2)  # let the launcher see first the rank that it was lost by: it ends this one, too
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
@@ -161,6 +169,7 @@ def report_failure(error: BaseException) -> bool:
         "timestamp": str(int(now)),
         "exact_time": now,
         "user_error": user_error,
+        "lost_peer": lost_peer,
     }
     message = str(error) if user_error else f"{type(error).__name__}: {error}"
     Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}), encoding="utf-8")

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from drawbar.errors import ExitCode, UserError
-from drawbar.runtime.env import Place, has_launcher
+from drawbar.runtime.env import Place, has_launcher, node_name
 from drawbar.runtime.mesh import Layout
 from drawbar.runtime.watchdog import Address, Watchdog
 
@@ -43,7 +43,10 @@ class World:
         self.layout = layout or Layout(dp_replicate=place.world_size)
         self.data = DataRanks(self)
         self.timeout = timedelta(seconds=timeout)
+        self.nodes: tuple[str, ...] = (node_name(),)
+        """The name of each rank's node."""
         self._control: dist.ProcessGroup | None = None
+        self._store: dist.Store = dist.HashStore()
         self._watchdog = Watchdog()
 
     @property
@@ -58,6 +61,11 @@ class World:
     def first(self) -> bool:
         return self.place.first
 
+    @property
+    def store(self) -> dist.Store:
+        """Where the ranks met; for what must work even where collectives do not."""
+        return self._store
+
     def __enter__(self) -> Self:
         if self.size == 1:
             return self
@@ -69,22 +77,25 @@ class World:
         deadline.daemon = True
         deadline.start()
         try:
+            self._store = _own_store(self.timeout)
+            self._store.set(f"came/{self.rank}", node_name())
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if on_cuda else "gloo",  # gloo for what is offloaded to the host
-                store=_own_store(self.timeout),
+                store=self._store,
                 rank=self.rank,
                 world_size=self.size,
                 timeout=self.timeout,
                 device_id=self.device if on_cuda else None,
             )
             self._control = dist.new_group(backend="gloo", timeout=self.timeout)
-            ranks: list[Address] = [self._watchdog.address] * self.size
-            dist.all_gather_object(ranks, self._watchdog.address, group=self._control)
+            ranks: list[tuple[Address, str]] = [(self._watchdog.address, node_name())] * self.size
+            dist.all_gather_object(ranks, ranks[0], group=self._control)
         except (dist.DistError, RuntimeError, ValueError) as error:
-            raise self._not_met(str(error)) from error
+            raise self._not_met(f"{self._absent()}{error}") from error
         finally:
             deadline.cancel()
-        self._watchdog.meet(ranks)
+        self._watchdog.meet(address for address, _ in ranks)
+        self.nodes = tuple(name for _, name in ranks)
         return self
 
     def join_alone(self) -> None:
@@ -96,6 +107,16 @@ class World:
     def _give_up(self) -> None:
         print(f"error: {self._not_met('nobody answers at MASTER_ADDR and MASTER_PORT')}", file=sys.stderr, flush=True)
         os._exit(ExitCode.FAILED)
+
+    def _absent(self) -> str:
+        """``ranks 2, 3 did not come: ``; empty where all came, or nobody can tell."""
+        try:
+            absent = [rank for rank in range(self.size) if not self._store.check([f"came/{rank}"])]
+        except (dist.DistError, RuntimeError):
+            return ""
+        if not absent or self.rank in absent:
+            return ""
+        return f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))} did not come: "
 
     def _not_met(self, reason: str) -> UserError:
         return UserError(

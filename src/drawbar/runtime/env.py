@@ -1,6 +1,7 @@
 """Rank and host facts, read from the environment once."""
 
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -10,6 +11,8 @@ from drawbar.errors import UserError
 from drawbar.launch.alone import check_alone
 
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+NODE = "DRAWBAR_NODE"
+"""Environment variable: what the launcher calls this node."""
 _STAYING_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "CROSS_SIZE")
 """What torch's and DeepSpeed's launchers set."""
 
@@ -63,6 +66,11 @@ class Place:
                 remedy="number the processes from 0 to WORLD_SIZE - 1; torchrun and launch.nproc=N do",
             )
         return place
+
+
+def node_name(environ: Mapping[str, str] = os.environ) -> str:
+    """What messages call this node. Slurm's name may differ from the host's."""
+    return environ.get(NODE) or environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def has_launcher(environ: Mapping[str, str] = os.environ) -> bool:

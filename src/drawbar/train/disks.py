@@ -6,7 +6,6 @@ missing the next time, the run says so instead of beginning anew.
 """
 
 import json
-import platform
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from drawbar.checkpoint.load import read_state
 from drawbar.checkpoint.save import sync
 from drawbar.errors import ExitCode, UserError
 from drawbar.runtime.dist import World
+from drawbar.runtime.env import node_name
 from drawbar.runtime.files import write_whole
 from drawbar.runtime.log import logger
 from drawbar.train.rundir import Start
@@ -70,7 +70,7 @@ def look_at_disks(folder: Path, world: World) -> Disks:
     if world.first:
         probe.unlink()
     keeper = world.first or (world.place.local_rank == 0 and not seen)
-    return Disks(shared, keeper, world.from_first(platform.node))
+    return Disks(shared, keeper, world.nodes[0])
 
 
 def find_start_everywhere(find: Callable[[], Start], run_dir: Path, disks: Disks, world: World) -> Start:
@@ -105,14 +105,12 @@ def _offer(start: Start, run_dir: Path) -> _Offer:
         note = json.loads((run_dir / NOTE_FILE).read_text())
         noted = (note["step"], note["host"])
     if start.checkpoint is None:
-        return _Offer(platform.node(), start, -1, b"", (), noted)
+        return _Offer(node_name(), start, -1, b"", (), noted)
     origin = start.checkpoint.parent.parent
     files = [path for pattern in _RUN_FILES for path in sorted(origin.glob(pattern)) if path.is_file()]
     files += sorted(start.checkpoint.iterdir())
     manifest = (start.checkpoint / MANIFEST_FILE).read_bytes()
-    return _Offer(
-        platform.node(), start, read_state(start.checkpoint)["progress"]["step"], manifest, tuple(files), noted
-    )
+    return _Offer(node_name(), start, read_state(start.checkpoint)["progress"]["step"], manifest, tuple(files), noted)
 
 
 def _choose(offers: list[_Offer | None], run_dir: Path) -> tuple[int, list[int]]:

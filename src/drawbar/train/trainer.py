@@ -16,6 +16,7 @@ from drawbar.errors import ExitCode
 from drawbar.evaluation.evaluate import Evaluation, Split, evaluate
 from drawbar.runtime.dist import World
 from drawbar.runtime.env import Place, choose_device
+from drawbar.runtime.links import check_links
 from drawbar.runtime.log import open_log_file, start_logging
 from drawbar.runtime.mesh import Layout
 from drawbar.runtime.seed import rng_state, seed_everything, set_rng_state, use_deterministic_kernels
@@ -85,6 +86,7 @@ class Trainer:
                 World(place, device, self.config.launch.timeout, layout) as world,
                 Stop(world) as stop,
             ):
+                check_links(world, self.config.run_dir)
                 return self._fit(world, stop, console)
         finally:
             console.stop()

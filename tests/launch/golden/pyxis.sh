@@ -53,7 +53,9 @@ trap 'note INT' INT
 srun --overlap --nodes=1 --ntasks=1 "${container[@]}" python3 -m drawbar.launch.restarts "$drawbar_run" "$drawbar_job" || exit
 
 # The first node of this job, as Slurm reaches it; it chooses the address and a free port.
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+DRAWBAR_NODES=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+export DRAWBAR_NODES
+head=${DRAWBAR_NODES%%$'\n'*}
 address=$(scontrol show node "$head" --oneliner | sed -n 's/.* NodeAddr=\([^ ]*\) .*/\1/p')
 meeting=$(srun --overlap --nodes=1 --ntasks=1 --nodelist="$head" \
   "${container[@]}" python3 -m drawbar.launch.head "${address:-$head}" "$SLURM_JOB_ID") || exit

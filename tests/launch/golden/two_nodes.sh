@@ -55,7 +55,9 @@ trap 'note INT' INT
 python -m drawbar.launch.restarts "$drawbar_run" "$drawbar_job" || exit
 
 # The first node of this job, as Slurm reaches it; it chooses the address and a free port.
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+DRAWBAR_NODES=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+export DRAWBAR_NODES
+head=${DRAWBAR_NODES%%$'\n'*}
 address=$(scontrol show node "$head" --oneliner | sed -n 's/.* NodeAddr=\([^ ]*\) .*/\1/p')
 meeting=$(srun --overlap --nodes=1 --ntasks=1 --nodelist="$head" \
   python -m drawbar.launch.head "${address:-$head}" "$SLURM_JOB_ID" ib0) || exit
@@ -75,6 +77,12 @@ while [ "$signals" != "$seen" ]; do
   wait "$step"
   code=$?
 done
+
+# Nodes that did not answer, were lost, or do not work are named in launch/bad-nodes.json.
+if [ "$code" != 0 ] && [ -z "$told" ] && python -m drawbar.launch.replace "$drawbar_run" "$drawbar_job" requeue; then
+  trap - EXIT
+  exit "$code"
+fi
 
 # USR1 before a rank could save: nothing is lost but time.
 case "$told:$code" in

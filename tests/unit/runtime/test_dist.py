@@ -1,5 +1,6 @@
 """The world: collectives on several ranks, none on one, and who is missing when somebody is."""
 
+import os
 import re
 import time
 from datetime import timedelta
@@ -109,6 +110,17 @@ def join_alone() -> tuple[str, int] | None:
     except UserError as error:
         return str(error), error.exit_code
     return None
+
+
+def come_or_stay_away() -> tuple[str, int] | None:
+    return None if os.environ["RANK"] == "1" else join_alone()
+
+
+def test_the_rank_that_does_not_come_is_named() -> None:
+    told, nothing, _ = run_ranks(come_or_stay_away, 3)
+    assert nothing is None
+    assert told is not None
+    assert "rank 0 could not meet the other 2 processes: rank 1 did not come" in told[0]
 
 
 def test_a_world_that_never_gets_together() -> None:

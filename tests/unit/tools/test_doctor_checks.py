@@ -16,13 +16,14 @@ import pytest
 
 import doctor_sites
 import drawbar
+from drawbar.launch.storage import GIB, _kind, collect_folder
 from drawbar.tools.doctor import examine
 from drawbar.tools.doctor.environment import check_hub, check_launcher, check_slurm_gpus
 from drawbar.tools.doctor.finding import Finding, Fix, Level
 from drawbar.tools.doctor.host import check_compiler, check_host, collect_compiler, collect_host
 from drawbar.tools.doctor.libraries import check_libraries, collect_libraries
 from drawbar.tools.doctor.network import check_network, choose_interface, collect_network, first_host
-from drawbar.tools.doctor.storage import GIB, _kind, check_folder, collect_folder
+from drawbar.tools.doctor.storage import check_folder
 
 HAS_NAMESPACES = subprocess.run(["unshare", "-rmnu", "true"], capture_output=True).returncode == 0
 namespaces = pytest.mark.skipif(not HAS_NAMESPACES, reason="this machine lets nobody have namespaces of their own")
@@ -336,6 +337,7 @@ def test_a_folder_that_can_be_written(tmp_path: Path) -> None:
 )
 def test_disks_that_are_full_or_read_only(option: str, what: str, fix: str, tmp_path: Path) -> None:
     script = f"""
+from drawbar.launch.storage import *
 from drawbar.tools.doctor.storage import *
 os.system("mount -t tmpfs -o {option} none {tmp_path}")
 show(check_folder(collect_folder("run.dir", {str(tmp_path / "runs")!r}, "set run.dir=OTHER"), 1))
@@ -347,6 +349,7 @@ show(check_folder(collect_folder("run.dir", {str(tmp_path / "runs")!r}, "set run
 def test_files_that_are_limited_in_size(tmp_path: Path) -> None:
     script = f"""
 import resource
+from drawbar.launch.storage import *
 from drawbar.tools.doctor.storage import *
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 show(check_folder(collect_folder("run.dir", {str(tmp_path)!r}, "set run.dir=OTHER"), 1))
@@ -381,6 +384,7 @@ def test_a_file_where_a_folder_should_be(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
 def test_a_folder_of_somebody_else(tmp_path: Path) -> None:
     script = """
+from drawbar.launch.storage import *
 from drawbar.tools.doctor.storage import *
 os.setresuid(65534, 65534, 65534)
 show(check_folder(collect_folder("run.dir", "/etc/runs", "set run.dir=OTHER"), 1))

@@ -14,6 +14,7 @@ from drawbar.config.load import LoadedConfig
 from drawbar.config.rules import RULES, TRAIN_RULES, check_rules, check_world
 from drawbar.config.schema import RunConfig
 from drawbar.errors import UserError
+from drawbar.launch.storage import GIB, collect_folder
 from drawbar.runtime.hub import hub_answers
 from drawbar.tools.doctor.ask import Question, ask, check_device, check_meeting, driver_version
 from drawbar.tools.doctor.environment import LAUNCH, check_hub, check_launcher, check_slurm_gpus, is_offline
@@ -21,7 +22,7 @@ from drawbar.tools.doctor.finding import Finding, Fix, Level, Report, problem_of
 from drawbar.tools.doctor.host import check_compiler, check_host, collect_compiler, collect_host
 from drawbar.tools.doctor.libraries import check_libraries, collect_libraries
 from drawbar.tools.doctor.network import check_network, collect_network, has_other_hosts, is_this_host
-from drawbar.tools.doctor.storage import GIB, check_folder, collect_folder
+from drawbar.tools.doctor.storage import check_folder
 
 CONFIG = "Configuration"
 

@@ -1,0 +1,66 @@
+"""What ``drawbar submit`` looks at before the job waits in a queue, besides the configuration."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from drawbar.config.cluster import ClusterSection
+    from drawbar.config.schema import RunConfig
+    from drawbar.launch.job import Job
+    from drawbar.tasks.task import Task
+
+
+def check_before_queue(
+    config: "RunConfig", cluster: "ClusterSection", job: "Job", task: "type[Task] | None", queued: bool
+) -> list[str]:
+    """What is good to know of a job that may run.
+
+    Args:
+        queued: whether Slurm has yet to find nodes for it.
+
+    Raises:
+        UserError: its data are not there, its folder takes nothing, or the scheduler could never run it.
+    """
+    from drawbar.launch.preflight import check_room, check_slurm
+
+    if not cluster.preflight:
+        return []
+    notes = check_data(config) if _reads_files(config, task) else []
+    check_room(job.run_dir)
+    return notes + (check_slurm(job, cluster) if queued else [])
+
+
+def _reads_files(config: "RunConfig", task: "type[Task] | None") -> bool:
+    """Whether the settings ``data`` name the records: a task of the user's may find its own."""
+    if task is None and ":" not in config.task.type:
+        return True
+    from drawbar.tasks.registry import task_class  # the user's module has imported torch by now
+    from drawbar.tasks.task import Task
+
+    return (task or task_class(config.task.type)).records is Task.records
+
+
+def check_data(config: "RunConfig") -> list[str]:
+    """Find the files of the data, and see whether there are encoded ones.
+
+    Raises:
+        UserError: a file is missing, empty or of an unknown kind.
+    """
+    from drawbar.data.sources import open_records
+
+    data = config.data
+    names = ["train", *(["validation"] if data.validation or data.validation_share else [])]
+    for name in names:
+        open_records(data, name)
+    if data.streaming:
+        names.remove("train")
+    cached = [name for name in names if any(config.cache_dir.glob(f"{name}-*/meta.json"))]
+    missing = [name for name in names if name not in cached]
+    notes = []
+    if cached:
+        notes.append(
+            f"{config.cache_dir} has encoded data ({', '.join(cached)}); where they are of other settings, the job "
+            "encodes its own first"
+        )
+    if missing:
+        notes.append(f"the job will encode its data first ({', '.join(missing)}); `drawbar prepare` does it here")
+    return notes

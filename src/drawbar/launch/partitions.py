@@ -1,0 +1,121 @@
+"""What Slurm says of its partitions and nodes, without accounting: ``scontrol`` and ``sinfo`` are everywhere."""
+
+import re
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_PATIENCE = 20
+"""Seconds; Slurm's own commands wait for a controller that is down for minutes."""
+_AWAY = ("down", "drain", "fail", "maint", "no_respond", "unk", "future", "planned_maint")
+
+
+@dataclass(frozen=True)
+class Partition:
+    name: str
+    is_default: bool
+    state: str
+    """``UP``, or why no job starts: ``DOWN``, ``DRAIN`` (takes no new ones), ``INACTIVE``."""
+    longest: int | None
+    """Seconds that a job may have; None for no limit."""
+    most_nodes: int | None
+    most_cpus: int | None
+    """On each node."""
+    accounts: tuple[str, ...] | None
+    """Who may use it; None for all."""
+    refused_accounts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class SlurmNode:
+    name: str
+    cpus: int
+    gpus: int
+    state: str
+
+    @property
+    def is_away(self) -> bool:
+        """Whether no job can start there now, whoever has ended."""
+        return self.state.endswith("*") or self.state.lower().startswith(_AWAY)
+
+
+def read_partitions() -> list[Partition] | None:
+    """All partitions; None where no Slurm answers."""
+    text = ask("scontrol", "show", "partition", "--oneliner")
+    return None if text is None else [_partition(line) for line in text.splitlines() if line.strip()]
+
+
+def read_nodes(partition: str) -> list[SlurmNode] | None:
+    """The nodes of a partition; None where no Slurm answers."""
+    text = ask("sinfo", "--noheader", "--Node", f"--partition={partition}", "--format=%N|%c|%G|%T")
+    return None if text is None else [_node(line) for line in text.splitlines() if line.strip()]
+
+
+def ask(*command: str) -> str | None:
+    """What one of Slurm's commands prints; None where it is not there, fails, or does not answer in time."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout
+
+
+def facts(line: str) -> dict[str, str]:
+    """``Name=value …``, as ``--oneliner`` prints it: a value goes to the next word that has a ``=``."""
+    return {name: value.strip() for name, value in re.findall(r"(\S+?)=(.*?)(?=\s+\S+?=|\s*$)", line)}
+
+
+def _partition(line: str) -> Partition:
+    said = facts(line)
+    accounts = said.get("AllowAccounts", "ALL")
+    return Partition(
+        name=said["PartitionName"],
+        is_default=said.get("Default") == "YES",
+        state=said.get("State", "UP"),
+        longest=parse_time(said.get("MaxTime", "UNLIMITED")),
+        most_nodes=_number(said.get("MaxNodes", "UNLIMITED")),
+        most_cpus=_number(said.get("MaxCPUsPerNode", "UNLIMITED")),
+        accounts=None if accounts.upper() == "ALL" else tuple(accounts.split(",")),
+        refused_accounts=tuple(filter(None, said.get("DenyAccounts", "").split(","))),
+    )
+
+
+def _node(line: str) -> SlurmNode:
+    name, cpus, resources, state = line.split("|")
+    return SlurmNode(name, int(cpus.rstrip("+")), count_gpus(resources), state)
+
+
+def count_gpus(resources: str) -> int:
+    """``gpu:a100:4(S:0-1),gpu:2,nvme:1`` → 6"""
+    found = re.findall(r"(?:^|,)gpu(?::[^:,()]+)?:(\d+)", re.sub(r"\([^)]*\)", "", resources))
+    return sum(int(count) for count in found)
+
+
+def parse_time(text: str) -> int | None:
+    """``2-12:00:00``, ``1:00:00`` or ``90`` (minutes) in seconds; None for ``UNLIMITED`` and the like."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    if match is None:
+        return None
+    days, *clock = match.groups()
+    parts = [int(part) for part in clock if part is not None]
+    if days is not None:
+        parts += [0] * (3 - len(parts))
+    elif len(parts) < 3:  # minutes, minutes:seconds
+        parts = [0, *parts, *[0] * (2 - len(parts))]
+    return ((int(days or 0) * 24 + parts[0]) * 60 + parts[1]) * 60 + parts[2]
+
+
+def write_time(seconds: int) -> str:
+    """``2-12:00:00``, as Slurm writes it."""
+    days, rest = divmod(seconds, 86400)
+    return f"{f'{days}-' if days else ''}{rest // 3600:02}:{rest // 60 % 60:02}:{rest % 60:02}"
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isdecimal() else None
+
+
+def accounts_of_user(user: str) -> Sequence[str]:
+    """Where jobs of this user can be booked; empty where Slurm keeps no accounts, or does not tell."""
+    text = ask("sacctmgr", "--noheader", "--parsable2", "show", "assoc", f"user={user}", "format=account")
+    return sorted(set((text or "").split()))

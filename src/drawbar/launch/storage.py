@@ -1,0 +1,90 @@
+"""The folders that a run writes to: what they are, and whether they can be written."""
+
+import errno
+import fcntl
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+MIB, GIB = 2**20, 2**30
+NETWORK = {
+    "9p", "afs", "beegfs", "ceph", "cifs", "fuse.ceph", "fuse.glusterfs", "fuse.juicefs", "fuse.s3fs", "fuse.sshfs",
+    "glusterfs", "gpfs", "lustre", "nfs", "nfs4", "panfs", "pvfs2", "smb3", "smbfs", "virtiofs", "wekafs",
+}  # fmt: skip
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+
+
+@dataclass(frozen=True)
+class Folder:
+    """Facts about a folder, or where it does not exist about the one that it would be made in."""
+
+    purpose: str
+    """``run.dir``"""
+    path: str
+    change: str
+    """What makes a run use another one."""
+    place: str
+    """The folder itself, or where it does not exist the nearest that does."""
+    kind: str
+    """Of the file system: ``ext4``; empty where that is not known."""
+    free: int
+    """Bytes."""
+    error: str
+    """Why it cannot be written; empty where it can."""
+    is_full: bool
+    locks: bool
+    """Whether flock works."""
+
+    @property
+    def is_on_network(self) -> bool:
+        return self.kind in NETWORK
+
+
+def collect_folder(purpose: str, path: str | Path, change: str) -> Folder:
+    """Writes 1 MiB, and removes it: permissions alone tell little of quotas, read-only mounts and root."""
+    wanted = Path(path).expanduser().absolute()
+    place = wanted
+    while not os.path.lexists(place) and place != place.parent:
+        place = place.parent
+    error, is_full, locks = "", False, False
+    try:
+        if not place.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, f"{place} is not a folder")
+        with tempfile.TemporaryFile(dir=place) as file:
+            locks = _lock(file.fileno())
+            file.write(bytes(MIB))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as trouble:
+        error, is_full = trouble.strerror or str(trouble), trouble.errno in _FULL
+    try:
+        free = shutil.disk_usage(place).free
+    except OSError:
+        free = 0
+    return Folder(purpose, str(wanted), change, str(place), _kind(place), free, error, is_full, locks)
+
+
+def _lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _kind(path: Path, mounts: str = "/proc/self/mountinfo") -> str:
+    """The type of the file system that holds ``path``: of the last mount with the longest matching mount point."""
+    try:
+        lines = Path(mounts).read_text().splitlines()
+        real = path.resolve()
+    except OSError:
+        return ""
+    longest, kind = -1, ""
+    for line in lines:
+        before, _, after = line.partition(" - ")
+        point = Path(before.split()[4].replace("\\040", " "))
+        if len(point.parts) >= longest and real.is_relative_to(point):
+            longest, kind = len(point.parts), after.split()[0]
+    return kind
