@@ -59,6 +59,7 @@ MessageTimeout=20
 SlurmdTimeout={patience}
 KillWait=10
 MinJobAge=300
+FirstJobId={first_job}
 """
 NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={cpus} RealMemory=1000 State=UNKNOWN\n"
 PARTITIONS = "PartitionName=main Nodes={nodes} Default=YES MaxTime=1:00:00 State=UP OverSubscribe=NO\n"
@@ -113,7 +114,9 @@ def start_cluster(folder: Path, nodes: Sequence[str] = NODES, patience: int = 30
         (folder / name).mkdir(mode=0o700, parents=True)
     conf = folder / "slurm.conf"
     control, *ports = _free_ports(1 + len(nodes))
-    text = CONF.format(folder=folder, user=getpass.getuser(), control_port=control, patience=patience)
+    first_job = 1000 + secrets.randbelow(10**6)  # jobs of several clusters on this machine look at different ports
+    settings = {"user": getpass.getuser(), "control_port": control, "patience": patience, "first_job": first_job}
+    text = CONF.format(folder=folder, **settings)
     host = socket.gethostname().split(".")[0]
     for name, port in zip(nodes, ports, strict=True):
         text += NODE.format(name=name, host=host, port=port, cpus=CPUS)

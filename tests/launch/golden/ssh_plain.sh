@@ -6,7 +6,7 @@ ssh -T -o BatchMode=yes -o ControlMaster=no -o RemoteCommand=none -o ClearAllFor
 exec /opt/env/bin/python -P -m drawbar.launch.remote
 
 # What it becomes reads one line more, in which config is the text below, and node its own number: gpu1 is node 0.
-# {"order": {"job": "drawbar-\u2026", "node": 0, "nodes": 1, "argv": ["/opt/env/bin/python", "-m", "drawbar", "train"], "config": "", "workdir": "/home/me/project", "environment": {"HF_TOKEN": "***", "NCCL_DEBUG": "***"}, "interface": null, "script": null, "patience": 60}}
+# {"order": {"job": "drawbar-\u2026", "node": 0, "names": ["gpu1"], "argv": ["/opt/env/bin/python", "-m", "drawbar", "train"], "config": "", "workdir": "/home/me/project", "environment": {"HF_TOKEN": "***", "NCCL_DEBUG": "***"}, "interface": null, "script": null, "patience": 60}}
 #
 # run:
 #   name: wikitext-gpt2
