@@ -24,6 +24,7 @@ from drawbar.launch.partitions import (
     write_time,
 )
 from drawbar.launch.preflight import check_room, find_obstacles, fitting_nodes
+from drawbar.launch.replace import ENDS, NONE
 from drawbar.launch.replace import main as replace
 from harness import Finished, run_cli
 from messages import check_one_message
@@ -186,11 +187,11 @@ def test_too_few_nodes_are_left(
     job = slurm.run(*command, cwd=project).strip()
     run_dir = tmp_path / "runs" / "tiny"
     monkeypatch.setenv("SLURM_JOB_ID", job)
-    assert replace([str(run_dir), job, "exclude"]) == 1  # it has named none
+    assert replace([str(run_dir), job, "exclude"]) == NONE  # it has named none
     record_bad_nodes(run_dir, f"drawbar-{job}", {"n2": "node n2 did not answer within 60 s"})
-    assert replace([str(run_dir), job, "requeue"]) == 1  # n2 is not lost
+    assert replace([str(run_dir), job, "requeue"]) == ENDS  # n2 is not lost
     assert capsys.readouterr().out == ""
-    assert replace([str(run_dir), job, "exclude"]) == 1
+    assert replace([str(run_dir), job, "exclude"]) == ENDS
     assert re.search(r"without n2 there are 1 nodes, too few for job \d+; it ends here", capsys.readouterr().err)
     assert slurm.facts(job)["ExcNodeList"] == "(null)"
     slurm.run("scancel", job)

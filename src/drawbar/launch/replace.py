@@ -3,7 +3,7 @@
     python -m drawbar.launch.replace RUN_DIRECTORY JOB exclude|requeue
 
 ``exclude``: it goes back into the queue, to run without them. ``requeue``: it goes back where a node was lost, as Slurm
-itself would do when it finds out. Exit code 0: it went back. 1: it did not.
+itself would do when it finds out. Exit code 0: it went back. 3: it ends because of them. 1: it has named none.
 """
 
 import os
@@ -17,6 +17,8 @@ from drawbar.launch.bad_nodes import LOST, attempt, bad_nodes
 from drawbar.launch.meeting import job_name
 from drawbar.launch.partitions import ask, facts, read_nodes
 
+BACK, ENDS, NONE = 0, 3, 1
+
 
 def main(arguments: list[str]) -> int:
     run_dir, job, then = Path(arguments[0]), arguments[1], arguments[2]
@@ -28,11 +30,11 @@ def main(arguments: list[str]) -> int:
         if any(LOST in reason for reason in reasons.values()):
             print(f"drawbar: job {job} goes back into the queue: {'; '.join(reasons.values())}", flush=True)
             _scontrol("requeue", job)
-            return 0
+            return BACK
     except subprocess.CalledProcessError as error:
         print(f"error: job {job} could not go back into the queue: {error}", file=sys.stderr)
         print(f"  fix:   submit it again; if it is held, `scontrol release {job}`", file=sys.stderr)
-    return 1
+    return ENDS if reasons else NONE
 
 
 def _exclude(job: str, bad: Iterable[str]) -> int:
@@ -44,10 +46,10 @@ def _exclude(job: str, bad: Iterable[str]) -> int:
     if left < int(described.get("NumNodes", "1").partition("-")[0]):
         print(f"error: without {excluded} there are {left} nodes, too few for job {job}; it ends here", file=sys.stderr)
         print("  fix:   mend those nodes, or submit for fewer (--nodes)", file=sys.stderr)
-        return 1
+        return ENDS
     print(f"drawbar: job {job} goes back into the queue, without {excluded}", flush=True)
     _requeue_without(job, excluded)
-    return 0
+    return BACK
 
 
 def _requeue_without(job: str, nodes: str) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from drawbar.config.cluster import ClusterSection
 from drawbar.errors import ExitCode, UserError
+from drawbar.launch import replace
 from drawbar.launch.allocation import OWN_JOB
 from drawbar.launch.job import Job
 
@@ -85,9 +86,12 @@ exit "$code"
 """
 _REPLACE = """
 # Nodes that did not answer, were lost, or do not work are named in launch/bad-nodes.json.
-if [ "$code" != 0 ] && [ -z "$told" ] && {python} -m drawbar.launch.replace "$drawbar_run" "$drawbar_job" {then}; then
-  trap - EXIT
-  exit "$code"
+if [ "$code" != 0 ] && [ -z "$told" ]; then
+  {python} -m drawbar.launch.replace "$drawbar_run" "$drawbar_job" {then}
+  case $? in
+    {back}) trap - EXIT ;;
+    {ends}) code={failed} ;;
+  esac
 fi
 """
 _REQUEUE = """\
@@ -141,7 +145,8 @@ def _replace(job: Job, cluster: ClusterSection) -> str:
     if job.nodes == 1 or not cluster.requeue or job.allocation is not None or job.container is not None:
         return ""
     then = "exclude" if cluster.exclude_bad_nodes else "requeue"
-    return _REPLACE.format(python=shlex.quote(job.python), then=then)
+    python, failed = shlex.quote(job.python), int(ExitCode.FAILED)
+    return _REPLACE.format(python=python, then=then, back=replace.BACK, ends=replace.ENDS, failed=failed)
 
 
 def _begin(job: Job) -> str:

@@ -79,9 +79,12 @@ while [ "$signals" != "$seen" ]; do
 done
 
 # Nodes that did not answer, were lost, or do not work are named in launch/bad-nodes.json.
-if [ "$code" != 0 ] && [ -z "$told" ] && python -m drawbar.launch.replace "$drawbar_run" "$drawbar_job" requeue; then
-  trap - EXIT
-  exit "$code"
+if [ "$code" != 0 ] && [ -z "$told" ]; then
+  python -m drawbar.launch.replace "$drawbar_run" "$drawbar_job" requeue
+  case $? in
+    0) trap - EXIT ;;
+    3) code=1 ;;
+  esac
 fi
 
 # USR1 before a rank could save: nothing is lost but time.
