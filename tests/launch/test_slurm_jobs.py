@@ -2,7 +2,11 @@
 
 import re
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
+
+import pytest
 
 from conftest import make_project
 from harness import run_cli
@@ -12,6 +16,8 @@ from slurm_cluster import SlurmCluster, wait_until
 
 LAUNCH = (sys.executable, "-m", "drawbar", "submit", "config.yaml", "--to", "slurm")
 ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
+CANARY = "canary-5d02e8"
+"""A secret, which only the environment of processes may hold."""
 
 
 def submit(slurm: SlurmCluster, project: Path, *arguments: str) -> tuple[str, Path]:
@@ -22,15 +28,27 @@ def submit(slurm: SlurmCluster, project: Path, *arguments: str) -> tuple[str, Pa
     return found[1], Path(found[2])
 
 
-def test_two_nodes_train_as_one_process(slurm: SlurmCluster, tmp_path: Path) -> None:
-    """In a folder whose name a shell, or sbatch, could mistake for something else."""
+def test_two_nodes_train_as_one_process(slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder whose name a shell, or sbatch, could mistake for something else; and with a secret."""
+    monkeypatch.setenv("HF_TOKEN", CANARY)
     folder = tmp_path / "it's $(touch planted) %j; #1"
     folder.mkdir()
     project = make_project(folder)
     job, log = submit(slurm, project, "parallel.strategy=ddp", "--nodes", "2")
-    facts = slurm.wait_for(job, "COMPLETED", "FAILED", seconds=100)
+    seen, told = set(), set()
+    while (facts := slurm.facts(job))["JobState"] not in ("COMPLETED", "FAILED"):
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has ended
+                command = (process / "cmdline").read_bytes()
+                seen |= {command} if CANARY.encode() in command else set()
+                told |= {process} if f"HF_TOKEN={CANARY}".encode() in (process / "environ").read_bytes() else set()
+        time.sleep(0.1)
     text = log.read_text()
     assert facts["JobState"] == "COMPLETED", text
+    assert seen == set()
+    assert len(told) >= 4  # on each node a launcher and a rank
+    kept = [path for path in tmp_path.rglob("*") if path.is_file() and CANARY.encode() in path.read_bytes()]
+    assert kept == []
     assert (facts["NumNodes"], facts["JobName"]) == ("2", "tiny")
     for node, name in enumerate(("n1", "n2"), start=1):
         assert re.search(rf"node {node} of 2, {name}: meets the others at 127.0.0.1:\d+ over lo", text), text

@@ -35,7 +35,8 @@ module load cuda/12.4 || exit
 module load python/3.11 || exit
 export HF_HOME='/scratch/my cache'
 export NCCL_DEBUG=WARN
-source ~/venv/bin/activate
+eval "$(conda shell.bash hook)"
+conda activate drawbar
 
 # USR1 comes before the time limit, to this script alone: it goes on to the ranks, which save and end with 75.
 # TERM comes from scancel or the scheduler, which tells the ranks itself, and decides whether the job goes on.
