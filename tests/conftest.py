@@ -41,10 +41,6 @@ def write_text(path: Path, lines: int, seed: int = 0) -> Path:
     return path
 
 
-GROUPS = {"distributed": "computes", "examples": "computes", "launch": "waits"}
-"""Folders of tests, and which worker has them."""
-
-
 @pytest.fixture(scope="session", autouse=True)
 def _state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The list of submitted jobs is not that of whoever runs the tests."""
@@ -109,15 +105,18 @@ def frail_slurm(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[SlurmClus
     stop_cluster(cluster)
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Of two workers, one computes on all cores while the other mostly waits; other files go to whoever is free."""
-    path = item.path.relative_to(Path(__file__).parent)
-    item.add_marker(pytest.mark.xdist_group(GROUPS.get(path.parts[0], str(path))))
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The two that take longest come first."""
-    items.sort(key=lambda item: item.path.relative_to(Path(__file__).parent).parts[0] not in GROUPS)
+    """Of two workers, one computes on all cores while the other mostly waits; the rest goes to whoever is free."""
+    groups = {"distributed": "computes", "examples": "computes", "launch": "waits"}
+    order = {"computes": 0, "waits": 1}
+
+    def group(item: pytest.Item) -> str:
+        path = item.path.relative_to(Path(__file__).parent)
+        return groups.get(path.parts[0], str(path))
+
+    items.sort(key=lambda item: order.get(group(item), 2))
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(group(item)))
 
 
 def make_project(folder: Path) -> Path:
