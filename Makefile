@@ -8,10 +8,10 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 demo: .venv/installed
 	$(BIN)/python examples/python_stdlib/demo.py
 
-# compiled first: tests start some hundred processes. Two workers: tests/conftest.py says which has what
+# compiled first: tests start some hundred processes. Two files of tests at once, since one is mostly on one core
 test: lint
 	$(BIN)/python -m compileall -q src
-	$(BIN)/pytest -q --numprocesses 2 --dist loadgroup --no-loadscope-reorder
+	$(BIN)/pytest -q --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 lint: .venv/installed
 	$(BIN)/ruff check .

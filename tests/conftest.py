@@ -105,20 +105,6 @@ def frail_slurm(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[SlurmClus
     stop_cluster(cluster)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of two workers, one computes on all cores while the other mostly waits; the rest goes to whoever is free."""
-    groups = {"distributed": "computes", "examples": "computes", "launch": "waits"}
-    order = {"computes": 0, "waits": 1}
-
-    def group(item: pytest.Item) -> str:
-        path = item.path.relative_to(Path(__file__).parent)
-        return groups.get(path.parts[0], str(path))
-
-    items.sort(key=lambda item: order.get(group(item), 2))
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(group(item)))
-
-
 def make_project(folder: Path) -> Path:
     """A folder with a tiny configuration (a two-layer Llama) and its data: trains a step in milliseconds."""
     write_text(folder / "train.txt", 90, seed=1)
