@@ -18,10 +18,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 _LIBRARIES = ["deepspeed"]
 if torch.cuda.is_available():
@@ -73,6 +75,15 @@ def start_cli(*arguments: str, cwd: Path, output: Path, env: dict[str, str] | No
     process = _context.Process(target=_cli, args=(list(arguments), str(cwd), env or {}, str(output)))
     process.start()
     return process
+
+
+def wait_until(ready: Callable[[], T | None], what: str | Callable[[], object], seconds: float = 60) -> T:
+    """The first value that is not None or False. Raises AssertionError after ``seconds``, with ``what`` it then is."""
+    end = time.monotonic() + seconds
+    while not (found := ready()):
+        assert time.monotonic() < end, f"waited {seconds:.0f}s in vain for {what() if callable(what) else what}"
+        time.sleep(0.05)
+    return found
 
 
 def kill_when_logged(project: Path, command: tuple[str, ...], step: int) -> None:

@@ -11,16 +11,14 @@ import secrets
 import signal
 import socket
 import subprocess
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
 
+from harness import wait_until
 from programs import search_path
 
-T = TypeVar("T")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel", "sinfo")
 NODES = ("n1", "n2")
 CPUS = 8
@@ -88,20 +86,13 @@ class SlurmCluster:
 
     def wait_for(self, job: str, *states: str, seconds: float = SECONDS) -> dict[str, str]:
         """Wait for a job to come into one of ``states``; the facts of it then."""
-        return wait_until(lambda: self._in_state(job, states), f"job {job} in {states}: {self.facts(job)}", seconds)
+        return wait_until(
+            lambda: self._in_state(job, states), lambda: f"job {job} in {states}: {self.facts(job)}", seconds
+        )
 
     def _in_state(self, job: str, states: Sequence[str]) -> dict[str, str] | None:
         facts = self.facts(job)
         return facts if facts["JobState"] in states else None
-
-
-def wait_until(ready: Callable[[], T | None], what: str, seconds: float = SECONDS) -> T:
-    """The first value that is not None or False. Raises AssertionError after ``seconds``."""
-    end = time.monotonic() + seconds
-    while not (found := ready()):
-        assert time.monotonic() < end, f"waited {seconds:.0f}s in vain for {what}"
-        time.sleep(0.05)
-    return found
 
 
 def start_cluster(folder: Path, nodes: Sequence[str] = NODES, patience: int = 30) -> SlurmCluster:

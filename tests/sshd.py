@@ -8,11 +8,10 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness import wait_until
 from programs import search_path
 
 ALIASES = ("gpu1", "gpu2")
@@ -114,14 +113,6 @@ def processes(word: str) -> dict[int, str]:
         if any(word.encode() in text for text in texts) and int(path.name) != os.getpid():
             found[int(path.name)] = texts[0].replace(b"\0", b" ").decode(errors="replace")
     return found
-
-
-def wait_until(ready: Callable[[], object], what: Callable[[], object], seconds: float = 60) -> None:
-    """Raises AssertionError after ``seconds``."""
-    end = time.monotonic() + seconds
-    while not ready():
-        assert time.monotonic() < end, f"waited {seconds:.0f}s in vain: {what()}"
-        time.sleep(0.05)
 
 
 def _listens(port: int) -> bool:

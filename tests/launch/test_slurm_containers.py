@@ -9,8 +9,9 @@ from test_slurm_jobs import steps, submit
 
 from apptainer_stand_in import calls, install, make_image
 from conftest import make_project
+from harness import wait_until
 from runs import fit_in, largest_difference, losses
-from slurm_cluster import SlurmCluster, wait_until
+from slurm_cluster import SlurmCluster
 
 
 def test_an_interrupted_job_in_a_container_goes_on(

@@ -14,9 +14,9 @@ import torch
 
 from conftest import make_project
 from drawbar.launch.partitions import parse_time
-from harness import run_cli
+from harness import run_cli, wait_until
 from runs import losses, weights
-from slurm_cluster import SlurmCluster, kill_node, processes, start_node, wait_until
+from slurm_cluster import SlurmCluster, kill_node, processes, start_node
 
 pytestmark = pytest.mark.timeout(600)  # the machine may be busy
 SECONDS = 300

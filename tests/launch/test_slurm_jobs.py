@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from conftest import make_project
-from harness import run_cli
+from harness import run_cli, wait_until
 from messages import check_one_message
 from runs import fit_in, largest_difference, losses
-from slurm_cluster import SlurmCluster, wait_until
+from slurm_cluster import SlurmCluster
 
 LAUNCH = (sys.executable, "-m", "drawbar", "submit", "config.yaml", "--to", "slurm")
 ENVIRONMENT = {"OMP_NUM_THREADS": "1"}

@@ -10,10 +10,10 @@ import threading
 from pathlib import Path
 
 from conftest import make_project
-from harness import Finished, run_cli
+from harness import Finished, run_cli, wait_until
 from messages import check_one_message
 from runs import fit_in, largest_difference, losses
-from slurm_cluster import SlurmCluster, wait_until
+from slurm_cluster import SlurmCluster
 
 DRAWBAR = (sys.executable, "-m", "drawbar")
 FAR = ("train.steps=100000", "eval.every=null", "checkpoint.every=50000")

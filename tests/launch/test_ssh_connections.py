@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 import drawbar
+from harness import wait_until
 from programs import need_programs
-from sshd import Sshd, children, processes, wait_until
+from sshd import Sshd, children, processes
 
 SOURCE = Path(drawbar.__file__).parents[1]
 LAUNCHER = """\

@@ -13,10 +13,10 @@ import pytest
 
 import drawbar
 from conftest import make_project
-from harness import run_cli, start_cli
+from harness import run_cli, start_cli, wait_until
 from messages import check_one_message
 from runs import fit_in, largest_difference, losses
-from sshd import Sshd, processes, wait_until
+from sshd import Sshd, processes
 
 SOURCE = Path(drawbar.__file__).parents[1]
 CANARY = "canary-7f3a91"

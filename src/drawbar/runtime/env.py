@@ -30,6 +30,11 @@ class Place:
     def first(self) -> bool:
         return self.rank == 0
 
+    @property
+    def spans_nodes(self) -> bool:
+        """Whether there are ranks on other machines, too."""
+        return self.world_size > self.local_world_size
+
     @staticmethod
     def from_environment(environ: Mapping[str, str] = os.environ) -> "Place":
         """The place that torchrun or DeepSpeed's launcher gave this process; one process alone where nothing did.

@@ -27,7 +27,7 @@ def check_links(world: World, run_dir: Path, seconds: float = SECONDS) -> None:
     Raises:
         UserError: with exit code 1: the sum is wrong, or did not come within ``seconds``; it names the nodes at fault.
     """
-    if world.size == world.place.local_world_size:
+    if not world.place.spans_nodes:
         return
     world.store.set(f"links/{world.rank}", "")
     found: list[tuple[list[int], float]] = []

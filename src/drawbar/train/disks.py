@@ -15,6 +15,7 @@ from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.checkpoint.format import MANIFEST_FILE
 from drawbar.checkpoint.load import read_state
 from drawbar.checkpoint.save import sync
+from drawbar.checkpoint.space import check_writable
 from drawbar.errors import ExitCode, UserError
 from drawbar.runtime.dist import World
 from drawbar.runtime.env import node_name
@@ -58,11 +59,11 @@ class _Offer:
 
 def look_at_disks(folder: Path, world: World) -> Disks:
     """Whether all nodes see the same ``folder``: rank 0 writes there, and the others look."""
-    if world.place.world_size == world.place.local_world_size:
+    if not world.place.spans_nodes:
         return Disks(shared=True, keeper=world.first)
     probe = folder / world.from_first(lambda: f".{uuid.uuid4()}")
     if world.first:
-        folder.mkdir(parents=True, exist_ok=True)
+        check_writable(folder)  # before a bare error of touch(), and it makes the folder
         probe.touch()
     world.barrier("looking for a shared disk")
     seen = probe.exists()
@@ -85,8 +86,7 @@ def find_start_everywhere(find: Callable[[], Start], run_dir: Path, disks: Disks
     if disks.shared:
         return world.from_first(find)
     offers = world.gather(_offer(find(), run_dir) if disks.keeper else None)
-    source, lacking = world.from_first(lambda: _choose(offers or [], run_dir))
-    best = world.from_first(lambda: (offers or [])[source])
+    source, best, lacking = world.from_first(lambda: _choose(offers or [], run_dir))
     for target in lacking:
         logger.info("the node of rank %d lacks %s, and gets it from rank %d's", target, best.start.checkpoint, source)
         _copy(best, run_dir, source, target, world)
@@ -113,8 +113,8 @@ def _offer(start: Start, run_dir: Path) -> _Offer:
     return _Offer(node_name(), start, read_state(start.checkpoint)["progress"]["step"], manifest, tuple(files), noted)
 
 
-def _choose(offers: list[_Offer | None], run_dir: Path) -> tuple[int, list[int]]:
-    """Which rank's offer counts, and the ranks whose disks lack it."""
+def _choose(offers: list[_Offer | None], run_dir: Path) -> tuple[int, _Offer, list[int]]:
+    """Which rank's offer counts, the offer, and the ranks whose disks lack it."""
     keepers = {rank: offer for rank, offer in enumerate(offers) if offer is not None}
     source = max(keepers, key=lambda rank: (keepers[rank].step, -rank))
     best = keepers[source]
@@ -132,7 +132,7 @@ def _choose(offers: list[_Offer | None], run_dir: Path) -> tuple[int, list[int]]
     if is_missing:
         logger.warning("%s may have step %d, but is not in this job: going on from %d", host, noted, best.step)
     lacking = [rank for rank, offer in keepers.items() if offer.manifest != best.manifest]
-    return source, lacking
+    return source, best, lacking
 
 
 def _copy(best: _Offer, run_dir: Path, source: int, target: int, world: World) -> None:
