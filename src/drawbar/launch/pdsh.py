@@ -38,7 +38,8 @@ def pdsh_command(starts: Sequence[Start], socket: str) -> tuple[str, ...]:
                 remedy="write `User` below `Host` in your ssh configuration, or set cluster.ssh_program=ssh",
             )
     *options, _, shell = starts[0].command
-    words = [sys.executable, "-m", "drawbar.launch.relay", socket]
+    # through env: pdsh tells a program its name without its folder, by which Python would look for itself along PATH
+    words = ["env", sys.executable, "-m", "drawbar.launch.relay", socket]
     relay = [*(word.replace("%", "%%") for word in words), "%h"]
     ssh = [*(word.replace("%", "%%") for word in options), "%h", shell]
     return ("pdsh", "-R", "exec", "-f", str(len(names)), "-S", "-w", ",".join(names), *relay, *ssh)
