@@ -1,4 +1,4 @@
-"""Two nodes that share no disk: a run goes on whichever comes first, and says so where a checkpoint is missing."""
+"""Nodes that share no disk: each has every checkpoint, so any of them may come first, or be lost."""
 
 import os
 import shutil
@@ -11,10 +11,10 @@ import torch
 
 import drawbar
 from conftest import make_project
-from drawbar.errors import UserError
+from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.runtime.env import Place
 from harness import run_ranks
-from runs import fit_in, largest_difference, losses, metrics, weights
+from runs import fit_in, largest_difference, losses, scores, weights
 
 APART = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
@@ -41,61 +41,81 @@ def fit(folder: Path, node: int, stop_at: int | None = None) -> int:
         return drawbar.Trainer(loaded.config, Stopped).fit().exit_code
 
 
-def train_here_and_there(folder: str) -> list[int]:
+def in_turn(folder: str, *turns: tuple[tuple[int, int], int | None]) -> list[int]:
+    """What each turn ended with: the nodes of the two ranks, and the step in which the first one is told to stop."""
     torch.set_num_threads(1)
     rank = Place.from_environment().rank
     codes = []
-    for first, stop_at in ((0, 5), (1, 2), (1, 1), (0, None)):
-        node = rank ^ first
-        os.environ["DRAWBAR_NODE"] = f"n{node}"
-        codes.append(fit(Path(folder), node, stop_at))
+    for nodes, stop_at in turns:
+        os.environ["DRAWBAR_NODE"] = f"n{nodes[rank]}"
+        codes.append(fit(Path(folder), nodes[rank], stop_at if rank == 0 else None))
     return codes
 
 
-def test_the_first_node_changes(tmp_path: Path) -> None:
-    for node in range(2):
-        (tmp_path / f"node-{node}").mkdir()
-        make_project(tmp_path / f"node-{node}")
-    assert run_ranks(train_here_and_there, 2, str(tmp_path), env=APART) == [[75, 75, 75, 0]] * 2
-    run = tmp_path / "node-0" / "runs" / "tiny"
+def test_any_node_may_come_first_or_be_lost(tmp_path: Path) -> None:
     alone = make_project(tmp_path)
     fit_in(alone)
     whole = alone / "runs" / "tiny"
-    assert [line["step"] for line in metrics(run)] == [line["step"] for line in metrics(whole)]
-    assert largest_difference(losses(whole), losses(run)) < 1e-5
-    for name, tensor in weights(whole, 12).items():
-        torch.testing.assert_close(weights(run, 12)[name], tensor, atol=1e-5, rtol=1e-4)
+    nodes = [tmp_path / f"node-{node}" for node in range(3)]
+    for node in nodes:
+        node.mkdir()
+        make_project(node)
+    runs = [node / "runs" / "tiny" for node in nodes]
+    turns = ((0, 1), 5), ((1, 0), 2), ((1, 0), 1)
+    assert run_ranks(in_turn, 2, str(tmp_path), *turns, env=APART) == [[75, 75, 75]] * 2
+    steps = list(range(1, 13))
+    assert list(losses(runs[1])) == steps[:8]
+    assert list(losses(runs[0])) == steps[:7]  # of the last turn, as it began
+    assert manifests(runs[0]) == manifests(runs[1])
+    log = (runs[0] / "logs" / "rank-0000.log").read_text()
+    assert log.count("none has a checkpoint of this run: it begins anew") == 1
+    assert "lacks" not in log
 
-    other = tmp_path / "node-1" / "runs" / "tiny"
-    log = (other / "logs" / "rank-0000.log").read_text()
-    assert "the node of rank 0 lacks runs/tiny/checkpoints/step-00000005, and gets it from rank 1's" in log
-    assert (other / "saved-by.json").read_text() == '{"step": 12, "host": "n0"}'
-    assert not (other / "checkpoints" / "step-00000012").exists()
+    shutil.rmtree(nodes[1])  # a new one takes its place
+    assert run_ranks(in_turn, 2, str(tmp_path), ((2, 0), None), env=APART) == [[0], [0]]
+    found = losses(runs[2])
+    assert list(found) == [step for step in steps if step != 8]
+    assert largest_difference({step: losses(whole)[step] for step in found}, found) < 1e-5
+    assert scores(runs[2]).keys() == scores(whole).keys()
+    log = (runs[2] / "logs" / "rank-0000.log").read_text()
+    assert "the disk of rank 0 lacks runs/tiny/checkpoints/step-00000008, and gets it from rank 1" in log
+    for run in (runs[0], runs[2]):
+        for name, tensor in weights(whole, 12).items():
+            torch.testing.assert_close(weights(run, 12)[name], tensor, atol=1e-5, rtol=1e-4)
+        assert CheckpointDirectory(run / "checkpoints").best() is not None
+    assert manifests(runs[0]) == manifests(runs[2])
 
-    shutil.rmtree(tmp_path / "node-0" / "runs")  # a new node: the third
-    (code, said), _ = run_ranks(go_on_without_the_first, 2, str(tmp_path), env=APART)
-    assert code == 0
-    assert (
-        "n0 may have step 12, but is not in this job: going on from 8" in (run / "logs" / "rank-0000.log").read_text()
-    )
-    assert losses(run) == losses(other) | losses(run)
-    assert "no node of this job has a checkpoint of runs/tiny: n0 has them, up to step 12" in said
+
+STRATEGIES = [
+    ["strategy=zero1"],
+    ["strategy=fsdp"],
+    ["tensor=2"],
+    ["pipeline=2"],
+    ["strategy=deepspeed", "zero_stage=1", "pipeline=2"],
+    ["strategy=deepspeed", "zero_stage=3"],
+]
 
 
-def go_on_without_the_first(folder: str) -> tuple[int, str]:
-    """From what the second node has; and where that has none, either."""
+def save_with_all(folder: str) -> None:
     rank = Place.from_environment().rank
-    node = Path(folder) / f"node-{rank}"
-    os.environ["DRAWBAR_NODE"] = f"n{2 - rank}"
-    shutil.copytree(node, kept := node.with_name(f"kept-{rank}"))
-    code = fit(Path(folder), rank)
-    if rank == 0:
-        shutil.rmtree(kept / "runs", ignore_errors=True)
-    else:
-        shutil.rmtree(kept / "runs" / "tiny" / "checkpoints")
-    kept.rename(kept.with_name(f"node-{rank + 2}"))
-    try:
-        fit(Path(folder), rank + 2)
-    except (UserError, RuntimeError) as error:  # the second rank loses the first
-        return code, str(error)
-    return code, ""
+    os.environ["DRAWBAR_NODE"] = f"n{rank}"
+    for number, settings in enumerate(STRATEGIES):
+        parallel = [f"parallel.{setting}" for setting in settings]
+        fit_in(Path(folder) / f"node-{rank}", *parallel, f"run.name=run-{number}", "train.steps=3")
+
+
+def test_every_disk_gets_whole_checkpoints(tmp_path: Path) -> None:
+    """Of every strategy; what rank 0 writes is compared with one process elsewhere."""
+    for node in range(2):
+        (tmp_path / f"node-{node}").mkdir()
+        make_project(tmp_path / f"node-{node}")
+    run_ranks(save_with_all, 2, str(tmp_path), env=APART)
+    for number, settings in enumerate(STRATEGIES):
+        first, second = (manifests(tmp_path / f"node-{node}" / "runs" / f"run-{number}") for node in range(2))
+        assert list(first) == ["step-00000003"], settings
+        assert first == second, settings
+
+
+def manifests(run: Path) -> dict[str, str]:
+    """The checkpoints of a run, with their checksums."""
+    return {path.parent.name: path.read_text() for path in (run / "checkpoints").glob("*/manifest.json")}

@@ -100,6 +100,19 @@ def _save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     with rust_errors(path):
         # "format" is what transformers looks for; it lets from_pretrained read the file as it is
         save_file(stored, path, metadata={"format": "pt", "aliases": json.dumps(aliases)})
+    _sort_metadata(path)
+
+
+def _sort_metadata(path: Path) -> None:
+    """Give equal tensors equal files: safetensors writes the metadata in an order that every process chooses anew."""
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        if len(text) <= size:  # the rest is spaces, which align the tensors
+            file.seek(8)
+            file.write(text.ljust(size))
 
 
 def sync(path: Path) -> None:

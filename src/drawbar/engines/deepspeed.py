@@ -1,7 +1,7 @@
 """DeepSpeed's engine behind the same seam: ZeRO stages 0 to 3, offloading, and its tensor parallelism (AutoTP)."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -146,13 +146,13 @@ class DeepSpeedEngine(NativeEngine):
     def _trained(self) -> Iterator[tuple[nn.Parameter, str]]:
         return ((parameter, name) for parameter, name in self._names().items() if parameter.requires_grad)
 
-    def _optimizer_copies(self) -> dict[str, torch.Tensor]:
+    def _optimizer_copies(self, writers: Sequence[int]) -> dict[str, torch.Tensor]:
         copies = {}
         for parameter, name in self._trained():
             for key in self.masters.keys:
                 tensor = self.masters.state(parameter, key)
                 tensor = tensor if key == STEP else gathered(parameter, tensor)
-                if self._leads:
+                if self._leads(writers):
                     copies[f"{name}/{key}"] = tensor.to("cpu", copy=True)
         return copies
 
@@ -162,7 +162,7 @@ class DeepSpeedEngine(NativeEngine):
             gradient = self.masters.gradient(parameter)
             if gradient is not None:
                 whole = gathered(parameter, gradient.float())
-                if self._leads:
+                if self._leads((0,)):
                     found[name] = whole.to("cpu", copy=True) / self._loss_scale()
         return found
 

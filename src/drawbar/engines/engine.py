@@ -5,7 +5,7 @@ model, the optimizer and the loss contract: gradients are those of ``sum(loss) /
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,9 +78,9 @@ class Engine(ABC):
         """Token ids (B, L): the inputs and what the model goes on with, by transformers' ``generate(**options)``."""
 
     @abstractmethod
-    def state(self) -> EngineState:
-        """The full state, in host memory on rank 0, sharing nothing with the live one; no tensors on other ranks.
-        Every rank calls it."""
+    def state(self, writers: Sequence[int] = (0,)) -> EngineState:
+        """The full state, in host memory on the ranks ``writers``, rank 0 among them, sharing nothing with the live
+        one; no tensors on other ranks. Every rank calls it."""
 
     @abstractmethod
     def gradients(self) -> dict[str, torch.Tensor]:

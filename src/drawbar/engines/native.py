@@ -1,6 +1,6 @@
 """One model on every rank, whole or in parts: torch alone, in the order that a step is written on paper."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -233,28 +233,27 @@ class NativeEngine(Engine):
             "scaler": self.scaler.state_dict(),
         }
 
-    @property
-    def _leads(self) -> bool:
-        """Whether this rank keeps copies of the whole tensors that it takes part in making."""
-        return self.world.first
+    def _leads(self, writers: Sequence[int]) -> bool:
+        """Whether this rank keeps copies of the whole tensors that it takes part in making for ``writers``."""
+        return self.world.rank in writers
 
-    def state(self) -> EngineState:
-        optimizer = self._optimizer_copies()
-        return EngineState(model=self._model_copies(), optimizer=optimizer, values=self._values())
+    def state(self, writers: Sequence[int] = (0,)) -> EngineState:
+        optimizer = self._optimizer_copies(writers)
+        return EngineState(model=self._model_copies(writers), optimizer=optimizer, values=self._values())
 
-    def _model_copies(self) -> dict[str, torch.Tensor]:
-        return host_copies(self._saved(self.module), self._leads, self._whole)
+    def _model_copies(self, writers: Sequence[int]) -> dict[str, torch.Tensor]:
+        return host_copies(self._saved(self.module), self._leads(writers), self._whole)
 
-    def _optimizer_copies(self) -> dict[str, torch.Tensor]:
+    def _optimizer_copies(self, writers: Sequence[int]) -> dict[str, torch.Tensor]:
         optimizer = optimizer_state(self._names(), [own_part(optimizer) for optimizer in self.optimizers])
         if self.config.parallel.strategy == "zero1":
-            return self.world.collect(host_copies(optimizer))
-        return host_copies(optimizer, self._leads, lambda name, t: self._whole(name.rpartition("/")[0], t))
+            return self.world.collect(host_copies(optimizer), writers)
+        return host_copies(optimizer, self._leads(writers), lambda name, t: self._whole(name.rpartition("/")[0], t))
 
     def gradients(self) -> dict[str, torch.Tensor]:
         live = {name: parameter.grad for name, parameter in self.module.named_parameters()}
         present = {name: gradient for name, gradient in live.items() if gradient is not None}
-        return host_copies(present, self._leads, lambda name, t: self._whole(name, t) / self.scaler.scale)
+        return host_copies(present, self._leads((0,)), lambda name, t: self._whole(name, t) / self.scaler.scale)
 
     def comparable(self) -> dict[str, nn.Parameter]:
         """What this rank trains, by name: other ranks that hold the same part of it must hold the same values."""

@@ -1,6 +1,6 @@
 """A model in stages, on ranks that pass hidden states on to one another: pipeline parallelism."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -171,23 +171,22 @@ class PipelineEngine(NativeEngine):
         self.module.eval()
         self.relay.model.eval()
 
-    @property
-    def _leads(self) -> bool:
-        """Whether this rank speaks for its stage."""
+    def _leads(self, writers: Sequence[int]) -> bool:
+        """Whether this rank speaks for its stage: the writers get what these collect."""
         at = self.world.layout.coordinates(self.world.rank)
         return all(number == 0 for axis, number in at.items() if axis != "pp")
 
-    def _model_copies(self) -> dict[str, torch.Tensor]:
-        found = self.world.collect(super()._model_copies())
+    def _model_copies(self, writers: Sequence[int]) -> dict[str, torch.Tensor]:
+        found = self.world.collect(super()._model_copies(writers), writers)
         model = {}
-        if self.world.first:
+        if self.world.rank in writers:
             first: dict[int, str] = {}  # a tied weight has two names, and one of them was collected
             for name, tensor in self._saved(self.structure).items():
                 model[name] = found[first.setdefault(id(tensor), name)]
         return model
 
-    def _optimizer_copies(self) -> dict[str, torch.Tensor]:
-        return self.world.collect(super()._optimizer_copies())
+    def _optimizer_copies(self, writers: Sequence[int]) -> dict[str, torch.Tensor]:
+        return self.world.collect(super()._optimizer_copies(writers), writers)
 
     def gradients(self) -> dict[str, torch.Tensor]:
         return self.world.collect(super().gradients())

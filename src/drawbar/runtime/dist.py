@@ -7,7 +7,7 @@ go over gloo on the host, so that they never wait for the GPU.
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -193,13 +193,29 @@ class World:
         dist.gather_object(value, values, dst=0, group=self._control)
         return values
 
-    def collect(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Every process's host tensors, on rank 0, which gets them one after another; nothing elsewhere.
+    def collect(self, tensors: dict[str, torch.Tensor], targets: Sequence[int] = (0,)) -> dict[str, torch.Tensor]:
+        """Every process's host tensors, on the ranks ``targets``, rank 0 among them, which gets them one after another
+        and hands them on; nothing elsewhere.
 
         Where several have a name, that of the lowest rank counts.
         """
         if self.size == 1:
             return tensors
+        found = self._collect(tensors)
+        others = [rank for rank in targets if rank != 0]
+        if not others:
+            return found
+        listed = self.from_first(lambda: [(name, tensor.shape, tensor.dtype) for name, tensor in found.items()])
+        if self.rank in others:
+            found = {name: torch.empty(shape, dtype=dtype) for name, shape, dtype in listed}
+        for tensor in found.values():  # empty on a rank that takes no part
+            for target in others if self.first else ():
+                dist.send(tensor.contiguous(), dst=target, group=self._control)
+            if not self.first:
+                dist.recv(tensor, src=0, group=self._control)
+        return found
+
+    def _collect(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         listed = self.gather([(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()])
         wanted: list[list[str]] = [[] for _ in range(self.size)]
         if listed is not None:

@@ -16,16 +16,16 @@ from drawbar.errors import UserError
 from drawbar.runtime.dist import World
 from drawbar.runtime.log import logger
 from drawbar.runtime.seed import rng_state, seed_everything, set_rng_state
-from drawbar.train.disks import Disks, note_save
+from drawbar.train.disks import Disks
 from drawbar.train.step import Progress
 
 
 class Saver:
-    """Saves on rank 0 in a background thread; training waits only for a copy to host memory."""
+    """Saves in a background thread of rank 0, and of one rank for each other disk; training waits only for a copy to
+    host memory."""
 
     def __init__(self, config: RunConfig, engine: Engine, loader: Loader, world: World, disks: Disks) -> None:
         self._config = config.checkpoint
-        self._run_dir = config.run_dir
         self._directory = CheckpointDirectory(config.run_dir / "checkpoints")
         self._metric = config.eval.metric
         self._disks = disks
@@ -38,11 +38,10 @@ class Saver:
     def save(self, progress: Progress) -> None:
         """Save this step. Every rank must call it."""
         self._writer.wait()  # never two copies in host memory
-        state = self._engine.state()
-        generators = self._world.gather(rng_state(self._world.device))
+        state = self._engine.state(self._disks.writers)
+        generators = self._generators()
         self.saved_step = progress.step
-        if generators is None:
-            note_save(self._run_dir, progress.step, self._disks)
+        if not self._disks.keeper:
             return
         values = {
             "progress": progress.state(),
@@ -55,6 +54,11 @@ class Saver:
         snapshot = Snapshot(progress.step, state.model, state.optimizer, rng, plain)
         best = (progress.best_step, progress.best_score)
         self._writer.submit(lambda: self._write(snapshot, *best))
+
+    def _generators(self) -> list[dict[str, torch.Tensor]]:
+        """Every rank's; on the ranks that write."""
+        found = self._world.gather(rng_state(self._world.device)) or []
+        return found if self._disks.shared else self._world.from_first(lambda: found)
 
     def _write(self, snapshot: Snapshot, best_step: int | None, best_score: float | None) -> None:
         self._directory.write(snapshot)

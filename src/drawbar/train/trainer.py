@@ -96,7 +96,7 @@ class Trainer:
     def _fit(self, world: World, stop: Stop, console: Console) -> Outcome:
         config = self.config
         disks = look_at_disks(Path(config.run.dir), world)
-        start = find_start_everywhere(self._find_start, config.run_dir, disks, world)
+        start = find_start_everywhere(self._find_start, disks, world)
         if config.run.deterministic:
             use_deterministic_kernels()
         seed_everything(config.run.seed)
@@ -132,10 +132,9 @@ class Trainer:
         folder = self.config.run_dir
         checkpoints = CheckpointDirectory(folder / "checkpoints")
         world.barrier("restoring the checkpoint")  # cleaning up may rename it
-        if world.first:
+        if disks.keeper:
             saved = len(checkpoints.steps())
             check_space(folder, required_bytes(engine.checkpoint_bytes, self.config.checkpoint.keep, saved))
-        if disks.keeper:
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = self._lock or lock_run_dir(folder)
             write_config(self.config)  # first: from here on the same command goes on with what it finds

@@ -29,6 +29,14 @@ def written(path, snapshot):
     return directory.resolve(str(snapshot.step))
 
 
+def test_equal_states_make_equal_files(tmp_path):
+    tied = torch.arange(6.0).view(2, 3)
+    state = {'ä \x07 "b"': tied, "a": tied, "c": torch.ones(2, dtype=torch.bfloat16)}
+    files = [written(tmp_path / str(attempt), snapshot_of(state)) / "model.safetensors" for attempt in range(10)]
+    assert len({path.read_bytes() for path in files}) == 1
+    assert_same(dict(read(files[0].parent).model), state)
+
+
 def assert_same(found, expected):
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
