@@ -1,5 +1,6 @@
 """Fixtures that every test may use."""
 
+import gc
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -39,6 +40,11 @@ def write_text(path: Path, lines: int, seed: int = 0) -> Path:
         rows.append(" ".join(words))
     path.write_text("\n".join(rows) + "\n", encoding="utf-8")
     return path
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays to the end: no garbage collection need look at it."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -5,6 +5,7 @@ a function on several ranks of a real gloo group. Both end after a timeout, and 
 fails.
 """
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -25,7 +26,7 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 
-_LIBRARIES = ["deepspeed"]
+_LIBRARIES = ["deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer"]
 if torch.cuda.is_available():
     _LIBRARIES = []  # it looks for GPUs when it is imported, which a server that forks must not
 else:
@@ -192,6 +193,7 @@ def _rank(
 
 
 def _enter(number: int, folder: str, env: dict[str, str]) -> None:
+    gc.freeze()  # what is imported already, which makes most of the work of a collection
     os.setpgid(0, 0)
     os.environ.update({"OMP_NUM_THREADS": "1", **env})  # tiny tensors: threads would only wait for one another
     import torch
