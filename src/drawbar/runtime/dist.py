@@ -206,13 +206,14 @@ class World:
         if not others:
             return found
         listed = self.from_first(lambda: [(name, tensor.shape, tensor.dtype) for name, tensor in found.items()])
-        if self.rank in others:
-            found = {name: torch.empty(shape, dtype=dtype) for name, shape, dtype in listed}
-        for tensor in found.values():  # empty on a rank that takes no part
-            for target in others if self.first else ():
-                dist.send(tensor.contiguous(), dst=target, group=self._control)
-            if not self.first:
-                dist.recv(tensor, src=0, group=self._control)
+        if self.first:
+            for target in others:
+                for tensor in found.values():
+                    dist.send(tensor.contiguous(), dst=target, group=self._control)
+        elif self.rank in others:
+            for name, shape, dtype in listed:
+                found[name] = torch.empty(shape, dtype=dtype)
+                dist.recv(found[name], src=0, group=self._control)
         return found
 
     def _collect(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

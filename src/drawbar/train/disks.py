@@ -52,8 +52,8 @@ class _Offer:
     """The others of the run."""
 
     @property
-    def rank(self) -> tuple[int, int]:
-        """What makes one better than another. Only the disk of rank 0 has all metrics."""
+    def worth(self) -> tuple[int, int]:
+        """The larger, the better. Of equal checkpoints, the one of rank 0's disk has all metrics with it."""
         return self.step, max((file.size for path, file in self.files.items() if path.name == _METRICS), default=0)
 
 
@@ -91,7 +91,7 @@ def find_start_everywhere(find: Callable[[], Start], disks: Disks, world: World)
         return world.from_first(find)
     gathered = world.gather(_offer(find()) if disks.keeper else None) or []
     offers = {rank: offer for rank, offer in enumerate(gathered) if offer is not None}
-    source, offers = world.from_first(lambda: (max(offers, key=lambda rank: (offers[rank].rank, -rank)), offers))
+    source, offers = world.from_first(lambda: (max(offers, key=lambda rank: (offers[rank].worth, -rank)), offers))
     best = offers[source]
     if best.start.checkpoint is None:
         logger.info("each node has a disk of its own, and none has a checkpoint of this run: it begins anew")
