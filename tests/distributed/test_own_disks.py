@@ -12,9 +12,12 @@ import torch
 import drawbar
 from conftest import make_project
 from drawbar.checkpoint.directory import CheckpointDirectory
+from drawbar.runtime.dist import World
 from drawbar.runtime.env import Place
+from drawbar.train.disks import Disks, look_at_disks
 from harness import run_ranks
 from runs import fit_in, largest_difference, losses, scores, weights
+from tiny import CPU
 
 APART = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
@@ -114,6 +117,19 @@ def test_every_disk_gets_whole_checkpoints(tmp_path: Path) -> None:
         first, second = (manifests(tmp_path / f"node-{node}" / "runs" / f"run-{number}") for node in range(2))
         assert list(first) == ["step-00000003"], settings
         assert first == second, settings
+
+
+def look_at(folder: str) -> Disks:
+    place = Place.from_environment()
+    with World(place, CPU, 60) as world:
+        return look_at_disks(Path(folder) / f"disk-{place.rank // 2}", world)
+
+
+def test_some_nodes_share_a_disk(tmp_path: Path) -> None:
+    """One rank writes for each disk, and nothing is left of how that was found out."""
+    found = run_ranks(look_at, 4, str(tmp_path), env=APART)
+    assert found == [Disks((0, 2), keeper) for keeper in (True, False, True, False)]
+    assert [list(disk.iterdir()) for disk in sorted(tmp_path.iterdir())] == [[], []]
 
 
 def manifests(run: Path) -> dict[str, str]:
