@@ -24,6 +24,7 @@ from drawbar.checkpoint.format import (
     encode_state,
 )
 from drawbar.checkpoint.space import rust_errors
+from drawbar.runtime.tensors import read_header
 
 
 def host_copies(
@@ -106,13 +107,12 @@ def _save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 def _sort_metadata(path: Path) -> None:
     """Give equal tensors equal files: safetensors writes the metadata in an order that every process chooses anew."""
     with path.open("r+b") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
+        header, begin = read_header(file.fileno(), path)
         header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        if len(text) <= size:  # the rest is spaces, which align the tensors
+        if 8 + len(text) <= begin:  # the rest is spaces, which align the tensors
             file.seek(8)
-            file.write(text.ljust(size))
+            file.write(text.ljust(begin - 8))
 
 
 def sync(path: Path) -> None:

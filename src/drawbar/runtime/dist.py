@@ -23,6 +23,9 @@ from drawbar.runtime.watchdog import Address, Watchdog
 
 T = TypeVar("T")
 
+_Item = tuple[str, torch.Size, torch.dtype]
+"""A tensor that is sent: its name, shape and type."""
+
 _FILE_CHUNK = 2**26
 """Bytes of a file that are sent at once."""
 
@@ -88,8 +91,7 @@ class World:
                 device_id=self.device if on_cuda else None,
             )
             self._control = dist.new_group(backend="gloo", timeout=self.timeout)
-            ranks: list[tuple[Address, str]] = [(self._watchdog.address, node_name())] * self.size
-            dist.all_gather_object(ranks, ranks[0], group=self._control)
+            ranks: list[tuple[Address, str]] = self.share((self._watchdog.address, node_name()))
         except (dist.DistError, RuntimeError, ValueError) as error:
             raise self._not_met(f"{self._absent()}{error}") from error
         finally:
@@ -193,6 +195,13 @@ class World:
         dist.gather_object(value, values, dst=0, group=self._control)
         return values
 
+    def share(self, value: T) -> list[T]:
+        """Every process's value, in rank order, on every process."""
+        values = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value, group=self._control)
+        return values
+
     def collect(self, tensors: dict[str, torch.Tensor], targets: Sequence[int] = (0,)) -> dict[str, torch.Tensor]:
         """Every process's host tensors, on the ranks ``targets``, rank 0 among them, which gets them one after another
         and hands them on; nothing elsewhere.
@@ -205,37 +214,39 @@ class World:
         others = [rank for rank in targets if rank != 0]
         if not others:
             return found
-        listed = self.from_first(lambda: [(name, tensor.shape, tensor.dtype) for name, tensor in found.items()])
+        listed = self.from_first(lambda: _listed(found))
         if self.first:
             for target in others:
-                for tensor in found.values():
-                    dist.send(tensor.contiguous(), dst=target, group=self._control)
+                self._send(found, listed, target)
         elif self.rank in others:
-            for name, shape, dtype in listed:
-                found[name] = torch.empty(shape, dtype=dtype)
-                dist.recv(found[name], src=0, group=self._control)
+            found = self._receive(listed, 0)
         return found
 
     def _collect(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        listed = self.gather([(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()])
-        wanted: list[list[str]] = [[] for _ in range(self.size)]
-        if listed is not None:
-            seen: set[str] = set()
-            for rank, items in enumerate(listed):
-                wanted[rank] = [name for name, *_ in items if name not in seen]
-                seen |= set(wanted[rank])
+        listed = self.gather(_listed(tensors))
+        wanted: list[list[_Item]] = []
+        seen: set[str] = set()
+        for items in listed or []:
+            wanted.append([item for item in items if item[0] not in seen])
+            seen |= {name for name, *_ in items}
         wanted = self.from_first(lambda: wanted)
-        if listed is None:
-            for name in wanted[self.rank]:
-                dist.send(tensors[name].contiguous(), dst=0, group=self._control)
+        if not self.first:
+            self._send(tensors, wanted[self.rank], 0)
             return {}
         found = dict(tensors)
         for rank in range(1, self.size):
-            shapes = {name: (shape, dtype) for name, shape, dtype in listed[rank]}
-            for name in wanted[rank]:
-                shape, dtype = shapes[name]
-                found[name] = torch.empty(shape, dtype=dtype)
-                dist.recv(found[name], src=rank, group=self._control)
+            found |= self._receive(wanted[rank], rank)
+        return found
+
+    def _send(self, tensors: dict[str, torch.Tensor], items: list[_Item], target: int) -> None:
+        for name, *_ in items:
+            dist.send(tensors[name].contiguous(), dst=target, group=self._control)
+
+    def _receive(self, items: list[_Item], source: int) -> dict[str, torch.Tensor]:
+        found = {}
+        for name, shape, dtype in items:
+            found[name] = torch.empty(shape, dtype=dtype)
+            dist.recv(found[name], src=source, group=self._control)
         return found
 
     def send_file(self, path: Path, source: int, target: int) -> None:
@@ -297,6 +308,10 @@ class DataRanks:
         """Every data-parallel rank's value, in order, on global rank 0; None elsewhere."""
         gathered = self._world.gather((self.speaks, value if self.speaks else None))
         return None if gathered is None else [value for speaks, value in gathered if speaks]
+
+
+def _listed(tensors: dict[str, torch.Tensor]) -> list[_Item]:
+    return [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
 
 
 _stores: list[dist.Store] = []

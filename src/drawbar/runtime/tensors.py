@@ -80,7 +80,7 @@ class TensorFiles(Mapping[str, Tensor]):
         for path in paths:
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             weakref.finalize(self, os.close, file)
-            header, begin = _read_header(file, path)
+            header, begin = read_header(file, path)
             self.metadata |= header.pop("__metadata__", {})
             self._stored |= {name: _located(entry, file, path, begin) for name, entry in header.items()}
 
@@ -138,7 +138,7 @@ def shape_of(tensors: Mapping[str, Tensor], name: str) -> torch.Size:
     return tensors.shape(name) if isinstance(tensors, TensorFiles) else tensors[name].shape
 
 
-def _read_header(file: int, path: Path) -> tuple[dict[str, Any], int]:
+def read_header(file: int, path: Path) -> tuple[dict[str, Any], int]:
     """What the file says of its tensors, and where their bytes begin: a length in 8 bytes, JSON, then the tensors."""
     size = os.fstat(file).st_size
     length = int.from_bytes(os.pread(file, 8, 0), "little")

@@ -66,16 +66,15 @@ def look_at_disks(folder: Path, world: World) -> Disks:
     if not world.place.spans_nodes:
         return Disks((0,), world.first)
     leads = world.place.local_rank == 0
-    ranks = world.gather(leads)
-    tag, leaders = world.from_first(lambda: (uuid.uuid4(), [rank for rank, found in enumerate(ranks or []) if found]))
+    leaders = [rank for rank, found in enumerate(world.share(leads)) if found]
+    tag = world.from_first(uuid.uuid4)
     own = folder / f".{tag}-{world.rank}"
     if leads:
         check_writable(folder)  # before a bare error of touch(), and it makes the folder
         own.touch()
     world.barrier("looking for a shared disk")
     keeper = leads and not any((folder / f".{tag}-{rank}").exists() for rank in leaders if rank < world.rank)
-    keepers = world.gather(keeper)
-    writers = world.from_first(lambda: tuple(rank for rank, keeps in enumerate(keepers or []) if keeps))
+    writers = tuple(rank for rank, keeps in enumerate(world.share(keeper)) if keeps)
     if leads:
         own.unlink()  # everybody has looked
     return Disks(writers, keeper)
@@ -89,9 +88,9 @@ def find_start_everywhere(find: Callable[[], Start], disks: Disks, world: World)
     """
     if disks.shared:
         return world.from_first(find)
-    gathered = world.gather(_offer(find()) if disks.keeper else None) or []
-    offers = {rank: offer for rank, offer in enumerate(gathered) if offer is not None}
-    source, offers = world.from_first(lambda: (max(offers, key=lambda rank: (offers[rank].worth, -rank)), offers))
+    shared = world.share(_offer(find()) if disks.keeper else None)
+    offers = {rank: offer for rank, offer in enumerate(shared) if offer is not None}
+    source = max(offers, key=lambda rank: (offers[rank].worth, -rank))
     best = offers[source]
     if best.start.checkpoint is None:
         logger.info("each node has a disk of its own, and none has a checkpoint of this run: it begins anew")
@@ -107,14 +106,16 @@ def _offer(start: Start) -> _Offer:
     if start.checkpoint is None:
         return _Offer(start, -1, {}, {})
     directory = CheckpointDirectory(start.checkpoint.parent)
+    step = read_state(start.checkpoint)["progress"]["step"]
+    record = directory.best_record()
+    best = directory.best() if record is not None and record.step != step else None  # the newest one is verified
     checkpoints = {}
-    for folder in (start.checkpoint, directory.best()):
+    for folder in (start.checkpoint, best):
         if folder is not None:
             names = sorted(path.name for path in folder.iterdir())
             checkpoints[folder] = ((folder / MANIFEST_FILE).read_bytes(), names)
     origin = directory.path.parent
     files = [path for pattern in _RUN_FILES for path in sorted(origin.glob(pattern)) if path.is_file()]
-    step = read_state(start.checkpoint)["progress"]["step"]
     return _Offer(start, step, checkpoints, {path: describe(path) for path in files})
 
 

@@ -39,9 +39,10 @@ class Saver:
         """Save this step. Every rank must call it."""
         self._writer.wait()  # never two copies in host memory
         state = self._engine.state(self._disks.writers)
-        generators = self._generators()
+        own = rng_state(self._world.device)
+        generators = self._world.gather(own) if self._disks.shared else self._world.share(own)
         self.saved_step = progress.step
-        if not self._disks.keeper:
+        if generators is None or not self._disks.keeper:
             return
         values = {
             "progress": progress.state(),
@@ -54,11 +55,6 @@ class Saver:
         snapshot = Snapshot(progress.step, state.model, state.optimizer, rng, plain)
         best = (progress.best_step, progress.best_score)
         self._writer.submit(lambda: self._write(snapshot, *best))
-
-    def _generators(self) -> list[dict[str, torch.Tensor]]:
-        """Every rank's; on the ranks that write."""
-        found = self._world.gather(rng_state(self._world.device)) or []
-        return found if self._disks.shared else self._world.from_first(lambda: found)
 
     def _write(self, snapshot: Snapshot, best_step: int | None, best_score: float | None) -> None:
         self._directory.write(snapshot)
