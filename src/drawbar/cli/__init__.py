@@ -1,11 +1,12 @@
 """The command line. Commands import what they need when they run, so that every ``--help`` answers at once."""
 
+import atexit
 import os
 import signal
 import sys
 import time
 import traceback
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
@@ -81,10 +82,9 @@ def main(task: "type[Task]") -> None:
 def run(task: "type[Task] | None" = None) -> None:
     """Run the command line and end the process with its exit code."""
     code = _invoke(task)
-    sys.stdout.flush()
-    sys.stderr.flush()
     if _is_one_of_several():
         _leave_rank(code)
+    _flush()
     sys.exit(code)
 
 
@@ -92,12 +92,21 @@ def _is_one_of_several() -> bool:
     return os.environ.get("WORLD_SIZE", "1") != "1"  # it may not be a number: that error comes through here, too
 
 
-def _leave_rank(code: int) -> None:
+def _leave_rank(code: int) -> NoReturn:
+    """End a rank whose interpreter is not taken down: the threads of a process group that need it then would abort the
+    process (pytorch/pytorch#190489), or, where the peers are gone, wait for them for ever."""
     from drawbar.runtime.agent import report_status
 
     report_status(code)
-    if code != ExitCode.DONE:
-        os._exit(code)  # a process group whose peers are gone may never finish its own clean-up
+    if code == ExitCode.DONE:
+        atexit._run_exitfuncs()
+    _flush()
+    os._exit(code)
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
 
 
 def _invoke(task: "type[Task] | None") -> int:

@@ -134,6 +134,7 @@ class World:
         if kind is None and dist.is_initialized():
             self.barrier("the end of the run")
             self._watchdog.stop()
+            _left.append(dist.group.WORLD)
             dist.destroy_process_group()
 
     def lost_a_rank(self) -> bool:
@@ -313,6 +314,11 @@ class DataRanks:
 def _listed(tensors: dict[str, torch.Tensor]) -> list[_Item]:
     return [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
 
+
+_left: list[dist.ProcessGroup | None] = []
+"""The process groups of the worlds that were left, kept so that a DDP replica is never the last to hold one. Whoever is
+last waits for the group's threads, and such a thread may need the interpreter, to drop the work it has just finished.
+Python frees the interpreter while it waits, a replica does not: both would wait for ever (torch 2.13, busy machine)."""
 
 _stores: list[dist.Store] = []
 """Where the processes meet, and as many parts of it as worlds were joined."""

@@ -6,7 +6,6 @@ from typing import Any
 import peft
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import (
@@ -26,6 +25,8 @@ from transformers import (
 from drawbar.config.schema import LoraSection
 from drawbar.errors import UserError
 from drawbar.models.lora import add_adapters, merged, save_adapter, trained_state
+from drawbar.runtime.dist import World
+from drawbar.runtime.env import Place
 
 torch.set_num_threads(1)  # tiny tensors: threads would only wait for one another
 TOKENS = torch.tensor([[5, 6, 7, 8, 9, 1], [9, 3, 7, 4, 2, 1]])
@@ -381,9 +382,9 @@ def test_an_adapter_on_an_embedding_and_on_a_convolution() -> None:
     assert_close(merged(model)(TOKENS).detach(), wanted)
 
 
-def test_ddp_accepts_the_model(tmp_path: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
+def test_ddp_accepts_the_model() -> None:
+    with World(Place(), torch.device("cpu"), timeout=60) as world:
+        world.join_alone()
         alone, replicated = adapted("bert"), DistributedDataParallel(adapted("bert"))
         optimizer = torch.optim.AdamW([p for p in replicated.parameters() if p.requires_grad], lr=0.02)
         replicated.train()
@@ -392,8 +393,6 @@ def test_ddp_accepts_the_model(tmp_path: Path) -> None:
             optimizer.step()
             optimizer.zero_grad()
         assert_close(logits(replicated.module), logits(train(alone)))
-    finally:
-        dist.destroy_process_group()
 
 
 def test_an_unknown_module_name_is_answered_with_the_linear_ones() -> None:

@@ -1,12 +1,10 @@
 """A model on packed rows computes what it computes on each sample alone: logits, gradients, and nothing across."""
 
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from drawbar.data.tokenizer import train_byte_bpe
@@ -14,6 +12,8 @@ from drawbar.errors import UserError
 from drawbar.models.heads import HEADS, Head
 from drawbar.models.huggingface import build_from_scratch
 from drawbar.models.packed import DECODERS, ENCODER_DECODERS, ENCODERS, allow_packing, count_positions
+from drawbar.runtime.dist import World
+from drawbar.runtime.env import Place
 
 torch.set_num_threads(1)  # tiny tensors
 
@@ -285,19 +285,17 @@ def test_a_forward_that_fails_leaves_the_model_usable() -> None:
     assert torch.equal(torch.stack(found), torch.stack(expected))
 
 
-def test_hooks_work_inside_ddp(tmp_path: Path) -> None:
+def test_hooks_work_inside_ddp() -> None:
     model = build("bert", "sequence_classification")
     allow_packing(model, per_sample=True)
     samples = random_samples(ROWS)
     expected = packed_logits(model, "sequence_classification", samples, [])
     expected_gradient = gradient(model, expected)
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
+    with World(Place(), torch.device("cpu"), timeout=60) as world:
+        world.join_alone()
         found = packed_logits(nn.parallel.DistributedDataParallel(model), "sequence_classification", samples, [])
         assert torch.equal(torch.stack(found), torch.stack(expected))
         assert torch.equal(gradient(model, found), expected_gradient)
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(

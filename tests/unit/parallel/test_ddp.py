@@ -1,6 +1,10 @@
 """Replication: gradients are averaged over ranks after the last micro-batch, and only then."""
 
+import gc
+import weakref
+
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from drawbar.parallel.ddp import accumulate, replicate
@@ -27,6 +31,22 @@ def gradients_after_each_backward() -> list[float]:
 
 def test_gradients_are_averaged_after_the_last_micro_batch() -> None:
     assert run_ranks(gradients_after_each_backward, 2) == [[1.0, 2.0, 6.0], [3.0, 6.0, 6.0]]
+
+
+def outlived() -> bool:
+    """Whether the process group is still there when the last replica is gone, which must not be the one to free it."""
+    with World(Place.from_environment(), CPU, timeout=60) as world:
+        replica = replicate(nn.Linear(1, 1), CPU)
+        replica(torch.ones(1, 1)).sum().backward()
+        group = weakref.ref(dist.group.WORLD)
+        assert world.size == 2
+    del replica
+    gc.collect()
+    return group() is not None
+
+
+def test_a_replica_is_not_the_last_to_hold_the_process_group() -> None:
+    assert run_ranks(outlived, 2) == [True, True]
 
 
 def test_one_process_has_nothing_to_wait_for() -> None:
