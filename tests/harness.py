@@ -24,6 +24,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from forked import fork_ranks
+
 T = TypeVar("T")
 
 _LIBRARIES = ["deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer"]
@@ -107,6 +109,7 @@ def kill_when_logged(project: Path, command: tuple[str, ...], step: int) -> None
 def _cli(arguments: list[str], cwd: str, env: dict[str, str], output: str) -> None:
     _enter(0, output, env)
     os.chdir(cwd)
+    fork_ranks()
     sys.argv = ["drawbar", *arguments]
     from drawbar.cli import run
 
@@ -116,6 +119,7 @@ def _cli(arguments: list[str], cwd: str, env: dict[str, str], output: str) -> No
 def _script(arguments: list[str], cwd: str, env: dict[str, str], output: str) -> None:
     _enter(0, output, env)
     os.chdir(cwd)
+    fork_ranks()
     sys.argv = arguments
     sys.path.insert(0, str(Path(arguments[0]).parent))
     runpy.run_path(arguments[0], run_name="__main__")

@@ -1,0 +1,86 @@
+"""Ranks that torch's elastic launcher forks off its own process, where torch and transformers are imported already: a
+new interpreter needs 4 s of CPU time for that. Else they are as new ones: a session of their own, the environment that
+they are given, signals at their defaults, nothing open but the standard streams.
+
+Ranks that torchrun, DeepSpeed, Slurm and ssh start in tests are new interpreters.
+"""
+
+import atexit
+import gc
+import logging
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+
+def fork_ranks() -> None:
+    """From now on, in this process."""
+    subprocess_handler.Popen = _Forked
+
+
+class _Forked(subprocess.Popen[bytes]):
+    """``python -u -m drawbar ARGUMENTS`` or ``python -u SCRIPT ARGUMENTS``."""
+
+    def _execute_child(self, args: Any, *others: Any) -> None:
+        _, _, _, _, _, environment, *_ = others
+        assert args[:2] == (sys.executable, "-u"), args
+        if "PYTHONPATH" in environment:  # it may hold what only a new interpreter looks for
+            super()._execute_child(args, *others)  # type: ignore[misc]
+            return
+        self._child_created = True
+        self.pid = os.fork()
+        if self.pid == 0:
+            _be_a_rank(list(args[2:]), environment)
+
+
+def _be_a_rank(command: list[str], environment: dict[str, str]) -> None:
+    code = 1
+    try:
+        _become_new(environment)
+        _run(command)
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException:  # noqa: BLE001 - as the interpreter does
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _become_new(environment: dict[str, str]) -> None:
+    gc.freeze()  # what the launcher holds stays: it would close its files again, when their numbers are others'
+    os.setsid()
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(environment)
+    atexit._clear()  # the launcher's temporary folders are not a rank's to remove
+    logging.disable(logging.NOTSET)
+    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    for name, module in list(sys.modules.items()):
+        if Path(getattr(module, "__file__", None) or "/").parent == Path.cwd():
+            del sys.modules[name]  # the user's own: it may have looked at the launcher's environment
+
+
+def _run(command: list[str]) -> None:
+    if command[:2] == ["-m", "drawbar"]:
+        sys.argv = ["drawbar", *command[2:]]
+        from drawbar.cli import run
+
+        run()
+    sys.argv = command
+    sys.path.insert(0, str(Path(command[0]).parent))
+    runpy.run_path(command[0], run_name="__main__")
