@@ -22,8 +22,9 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import subproc
 
 
 def fork_ranks() -> None:
-    """From now on, in this process."""
-    subprocess_handler.Popen = _Forked
+    """From now on, in this process; not where there are GPUs, since a process that has looked at one cannot fork."""
+    if not torch.cuda.is_available():
+        subprocess_handler.Popen = _Forked
 
 
 class _Forked(subprocess.Popen[bytes]):

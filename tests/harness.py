@@ -28,6 +28,7 @@ from forked import fork_ranks
 
 T = TypeVar("T")
 
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # torch must not touch the GPUs to find them: it is to fork
 _LIBRARIES = ["deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer"]
 if torch.cuda.is_available():
     _LIBRARIES = []  # it looks for GPUs when it is imported, which a server that forks must not
