@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
+DRAWBAR = ["-m", "drawbar"]
+
 
 def fork_ranks() -> None:
     """From now on, in this process; not where there are GPUs, since a process that has looked at one cannot fork."""
@@ -27,8 +29,21 @@ def fork_ranks() -> None:
         subprocess_handler.Popen = _Forked
 
 
+def run_python(command: list[str]) -> None:
+    """What ``python COMMAND`` does, for ``-m drawbar ARGUMENTS`` and for ``SCRIPT ARGUMENTS``."""
+    if command[:2] == DRAWBAR:
+        sys.argv = command[1:]
+        from drawbar.cli import run
+
+        run()
+    else:
+        sys.argv = command
+        sys.path.insert(0, str(Path(command[0]).parent))
+        runpy.run_path(command[0], run_name="__main__")
+
+
 class _Forked(subprocess.Popen[bytes]):
-    """``python -u -m drawbar ARGUMENTS`` or ``python -u SCRIPT ARGUMENTS``."""
+    """``python -u COMMAND``."""
 
     def _execute_child(self, args: Any, *others: Any) -> None:
         _, _, _, _, _, environment, *_ = others
@@ -46,7 +61,7 @@ def _be_a_rank(command: list[str], environment: dict[str, str]) -> None:
     code = 1
     try:
         _become_new(environment)
-        _run(command)
+        run_python(command)
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
@@ -71,17 +86,7 @@ def _become_new(environment: dict[str, str]) -> None:
     atexit._clear()  # the launcher's temporary folders are not a rank's to remove
     logging.disable(logging.NOTSET)
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    here = os.getcwd()
     for name, module in list(sys.modules.items()):
-        if Path(getattr(module, "__file__", None) or "/").parent == Path.cwd():
+        if os.path.dirname(getattr(module, "__file__", None) or "/") == here:
             del sys.modules[name]  # the user's own: it may have looked at the launcher's environment
-
-
-def _run(command: list[str]) -> None:
-    if command[:2] == ["-m", "drawbar"]:
-        sys.argv = ["drawbar", *command[2:]]
-        from drawbar.cli import run
-
-        run()
-    sys.argv = command
-    sys.path.insert(0, str(Path(command[0]).parent))
-    runpy.run_path(command[0], run_name="__main__")

@@ -8,7 +8,6 @@ fails.
 import gc
 import multiprocessing
 import os
-import runpy
 import signal
 import sys
 import tempfile
@@ -24,7 +23,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from forked import fork_ranks
+from forked import DRAWBAR, fork_ranks, run_python
 
 T = TypeVar("T")
 
@@ -54,19 +53,17 @@ class Finished:
 
 def run_cli(*arguments: str, cwd: Path, env: dict[str, str] | None = None, timeout: float = 240) -> Finished:
     """``drawbar ARGUMENTS`` in ``cwd``."""
-    return _run(_cli, arguments, cwd, env, timeout)
+    return _run([*DRAWBAR, *arguments], cwd, env, timeout)
 
 
 def run_script(script: Path, *arguments: str, cwd: Path, timeout: float = 240) -> Finished:
     """``python SCRIPT ARGUMENTS`` in ``cwd``."""
-    return _run(_script, (str(script), *arguments), cwd, None, timeout)
+    return _run([str(script), *arguments], cwd, None, timeout)
 
 
-def _run(
-    target: Callable[..., None], arguments: tuple[str, ...], cwd: Path, env: dict[str, str] | None, timeout: float
-) -> Finished:
+def _run(command: list[str], cwd: Path, env: dict[str, str] | None, timeout: float) -> Finished:
     with tempfile.TemporaryDirectory() as folder:
-        process = _context.Process(target=target, args=(list(arguments), str(cwd), env or {}, folder))
+        process = _context.Process(target=run_here, args=(command, str(cwd), env or {}, folder))
         process.start()
         _wait([process], timeout, folder=Path(folder))
         code = process.exitcode
@@ -76,7 +73,7 @@ def _run(
 
 def start_cli(*arguments: str, cwd: Path, output: Path, env: dict[str, str] | None = None) -> BaseProcess:
     """The same, still running; its output goes to ``0.out`` and ``0.err`` in ``output``. A process group of its own."""
-    process = _context.Process(target=_cli, args=(list(arguments), str(cwd), env or {}, str(output)))
+    process = _context.Process(target=run_here, args=([*DRAWBAR, *arguments], str(cwd), env or {}, str(output)))
     process.start()
     return process
 
@@ -107,23 +104,12 @@ def kill_when_logged(project: Path, command: tuple[str, ...], step: int) -> None
     process.join()
 
 
-def _cli(arguments: list[str], cwd: str, env: dict[str, str], output: str) -> None:
+def run_here(command: list[str], cwd: str, env: dict[str, str], output: str) -> None:
+    """``python COMMAND`` in this process, which is one of our own."""
     _enter(0, output, env)
     os.chdir(cwd)
     fork_ranks()
-    sys.argv = ["drawbar", *arguments]
-    from drawbar.cli import run
-
-    run()
-
-
-def _script(arguments: list[str], cwd: str, env: dict[str, str], output: str) -> None:
-    _enter(0, output, env)
-    os.chdir(cwd)
-    fork_ranks()
-    sys.argv = arguments
-    sys.path.insert(0, str(Path(arguments[0]).parent))
-    runpy.run_path(arguments[0], run_name="__main__")
+    run_python(command)
 
 
 def run_ranks(

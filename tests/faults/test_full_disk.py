@@ -47,7 +47,7 @@ def start(name):
     pid = os.fork()
     if pid == 0:
         settings = ["train.steps=100", "eval.every=null", f"run.name={run}", *runs[run]]
-        harness._cli(["train", "config.yaml", *settings], str(project), {}, str(project / name))
+        harness.run_here(["-m", "drawbar", "train", "config.yaml", *settings], str(project), {}, str(project / name))
     return pid
 
 def finish(name, pid):
