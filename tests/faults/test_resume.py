@@ -21,12 +21,15 @@ import json, os
 import drawbar
 
 class Ledger(drawbar.CausalLM):
-    """causal_lm that writes down every sample it trains on: one line a micro-batch."""
+    """causal_lm that writes down every sample it trains on, and in which start of the run: one line a micro-batch."""
 
     def forward(self, model, batch):
         if model.training:
-            with open(f"ledger-{os.environ.get('RANK', '0')}.jsonl", "a") as file:
-                file.write(json.dumps({"process": os.getpid(), "ids": batch.ids}) + chr(10))
+            rank = int(os.environ.get("RANK", "0"))
+            with open(f"runs/tiny/logs/rank-{rank:04d}.log") as log:
+                start = log.read().count("strategy:") - 1
+            with open(f"ledger-{rank}.jsonl", "a") as file:
+                file.write(json.dumps({"start": start, "ids": batch.ids}) + chr(10))
         return super().forward(model, batch)
 '''
 SETTINGS = ("task.type=ledger:Ledger", "train.steps=60", "checkpoint.every=7", "train.micro_batch=4")
@@ -78,12 +81,13 @@ def check_ledger(project: Path, run: Path, processes: int) -> None:
             elif "resumed from" in line:
                 starts[-1] = int(line.rsplit(" ", 1)[1])
         lines = [json.loads(line) for line in (project / f"ledger-{rank}.jsonl").read_text().splitlines()]
-        trained = list(dict.fromkeys(line["process"] for line in lines))
         # a process that was killed before its first step leaves a start in the log and no line in the ledger
+        trained = list(dict.fromkeys(line["start"] for line in lines))
         assert len(trained) <= len(starts)
         steps: dict[int, list[int]] = {}
-        for start, process in zip(starts[-len(trained) :], trained, strict=True):
-            own = [line["ids"] for line in lines if line["process"] == process]
+        for number in trained:
+            start = starts[number]
+            own = [line["ids"] for line in lines if line["start"] == number]
             steps = {step: ids for step, ids in steps.items() if step <= start}
             step = start
             while own:
