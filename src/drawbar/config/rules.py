@@ -179,6 +179,13 @@ OPTIMIZATION = (
         "remove optim.momentum; adamw's counterpart is optim.betas",
     ),
     Rule(
+        "muon_precision",
+        ("optim.name", "optim.muon_precision"),
+        lambda c: c.optim.muon_precision != "auto" and c.optim.name != "muon",
+        "only muon reads it",
+        "remove optim.muon_precision; the format of the matrix products is precision",
+    ),
+    Rule(
         "betas and eps",
         ("optim.name", "optim.betas", "optim.eps"),
         lambda c: (

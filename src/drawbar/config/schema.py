@@ -57,6 +57,8 @@ class OptimSection(Section):
     """AdamW's epsilon."""
     momentum: Fraction | None = None
     """Momentum of `sgd` (default 0) and `muon` (default 0.95)."""
+    muon_precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """Number format of `muon`'s iteration. `auto`: bf16 where the hardware is faster at it."""
     schedule: Literal["linear", "cosine", "constant", "polynomial", "inverse_sqrt", "wsd"] = "linear"
     """How the learning rate goes on after the warm-up; `wsd` is warm-up, stable, decay."""
     warmup: Annotated[int, Field(ge=0)] | Fraction = 0
@@ -193,7 +195,8 @@ class RunConfig(Section):
     train: TrainSection = TrainSection()
     optim: OptimSection = OptimSection()
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "auto"
-    """Number format of the matrix products. Weights stay in fp32. `auto`: bf16 where the hardware is faster at it."""
+    """Number format of the matrix products. Weights stay in fp32. `auto`: bf16 where the hardware is faster at it; a
+    resumed run keeps what it began with."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """What to run on. `auto`: CUDA, else Apple's MPS (one process), else the CPU."""
     parallel: ParallelSection = ParallelSection()

@@ -13,7 +13,7 @@ from drawbar.engines.native import NativeEngine
 from drawbar.engines.pipeline import PipelineEngine
 from drawbar.errors import UserError
 from drawbar.parallel.compile import check_compiler
-from drawbar.parallel.precision import choose_precision
+from drawbar.parallel.precision import choose_formats
 from drawbar.runtime.dist import World
 from drawbar.runtime.log import logger
 from drawbar.tasks.pretrained import PretrainedTask
@@ -52,9 +52,9 @@ def choose_engine(task: Task, config: RunConfig, world: World, total_steps: int)
 
 def _as_it_runs(config: RunConfig, world: World) -> RunConfig:
     """The configuration with nothing left to choose: rules may refuse what ``auto`` came to."""
-    found = {"device": world.device.type, "precision": choose_precision(config.precision, world.device)}
     launch = config.launch.model_copy(update={"nproc": world.size})
-    return config.model_copy(update={**found, "launch": launch})
+    formats_chosen = choose_formats(config, world.device)
+    return formats_chosen.model_copy(update={"device": world.device.type, "launch": launch})
 
 
 def _choose_strategy(task: Task, config: RunConfig, world: World) -> tuple[str, str]:

@@ -25,7 +25,7 @@ from drawbar.parallel.context import ContextParallel, check_context
 from drawbar.parallel.ddp import accumulate, replicate
 from drawbar.parallel.fsdp import free_gathered
 from drawbar.parallel.gradients import clip_factor, scale_, settle, squared_norm
-from drawbar.parallel.precision import LossScaler, autocast, choose_precision
+from drawbar.parallel.precision import LossScaler, autocast, choose_formats
 from drawbar.parallel.styles import sharded_logits
 from drawbar.parallel.tensor import Packed
 from drawbar.parallel.weights import check_weights, fill, like, whole
@@ -52,10 +52,10 @@ class NativeEngine(Engine):
 
     def __init__(self, task: Task, config: RunConfig, world: World, total_steps: int) -> None:
         self.task = task
-        self.config = config
+        self.config = choose_formats(config, world.device)
         self.world = world
         self.total_steps = total_steps
-        self.precision = choose_precision(config.precision, world.device)
+        self.precision = self.config.precision
         self.step = 0
         self.packed: dict[str, Packed] = {}
         self.context: ContextParallel | None = None

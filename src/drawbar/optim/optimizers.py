@@ -1,13 +1,15 @@
-"""Optimizers from the configuration. All of them are torch's own."""
+"""Optimizers from the configuration: torch's own, and Muon in a number format that may be chosen."""
 
 from typing import Any
 
+import torch
 from torch import nn
-from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
+from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 from drawbar.config.schema import OptimSection
 from drawbar.errors import UserError
 from drawbar.optim.groups import parameter_groups, split_by_decay, trained_names, undecayed_names
+from drawbar.optim.muon import Muon
 
 FUSED_DEVICES = {"cpu", "cuda", "mps"}
 """Where torch updates all parameters in one kernel."""
@@ -26,7 +28,8 @@ def build_optimizers(model: nn.Module, config: OptimSection) -> list[Optimizer]:
     - ``sgd``: torch adds the decay to the gradient; that is decoupled decay only while momentum is 0.
     - ``adafactor``: ``lr`` is relative to the size of each parameter, at most ``1/sqrt(step)``
       (https://arxiv.org/abs/1804.04235).
-    - ``muon``: for the matrices inside the model, AdamW for everything else.
+    - ``muon``: for the matrices inside the model, AdamW for everything else. Its format ``auto`` is fp32 here: the
+      engine has chosen one for its device.
 
     Raises:
         UserError: nothing to train, or no matrix for Muon.
@@ -64,9 +67,7 @@ def _muon(model: nn.Module, config: OptimSection) -> list[Optimizer]:
         split_by_decay(model, inside, config.weight_decay),
         lr=config.lr,
         momentum=MUON_MOMENTUM if config.momentum is None else config.momentum,
-        # Scales each update by 0.2·sqrt(max(rows, columns)), so that it has the size of AdamW's: then one learning
-        # rate and one weight decay suit both optimizers. Source: https://arxiv.org/abs/2502.16982, section 2.2.
-        adjust_lr_fn="match_rms_adamw",
+        dtype=torch.bfloat16 if config.muon_precision == "bf16" else torch.float32,
     )
     rest = split_by_decay(model, [name for name in names if name not in matrices], config.weight_decay)
     return [muon, _adamw(rest, config)] if rest else [muon]

@@ -4,6 +4,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from drawbar.config.schema import RunConfig
 from drawbar.errors import UserError
 
 
@@ -23,6 +24,13 @@ def choose_precision(wanted: str, device: torch.device) -> str:
     return wanted
 
 
+def choose_formats(config: RunConfig, device: torch.device) -> RunConfig:
+    """The configuration with a number format wherever it says ``auto``. Raises as :func:`choose_precision` does."""
+    muon = choose_precision(config.optim.muon_precision, device)
+    optim = config.optim.model_copy(update={"muon_precision": muon})
+    return config.model_copy(update={"precision": choose_precision(config.precision, device), "optim": optim})
+
+
 def _bf16_is_fast(device: torch.device) -> bool:
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
@@ -30,7 +38,9 @@ def _bf16_is_fast(device: torch.device) -> bool:
         return False
     features = torch.cpu.get_capabilities()
     # x86: AVX512-BF16 or AMX; Arm: the bf16 matrix extension
-    return any(features.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16", "arm_bf16"))
+    has_instructions = any(features.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16", "arm_bf16"))
+    # oneDNN is what uses them; it may be missing from this build of torch, or told not to (ONEDNN_MAX_CPU_ISA)
+    return has_instructions and torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[None]:

@@ -7,12 +7,13 @@ import torch
 
 from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.checkpoint.format import Snapshot, decode_state, encode_state
-from drawbar.checkpoint.load import read
+from drawbar.checkpoint.load import read, read_state
 from drawbar.checkpoint.writer import AsyncWriter
 from drawbar.config.schema import RunConfig
 from drawbar.data.loader import Loader
 from drawbar.engines.engine import Engine, EngineState
 from drawbar.errors import UserError
+from drawbar.parallel.precision import choose_precision
 from drawbar.runtime.dist import World
 from drawbar.runtime.log import logger
 from drawbar.runtime.seed import rng_state, seed_everything, set_rng_state
@@ -26,6 +27,7 @@ class Saver:
 
     def __init__(self, config: RunConfig, engine: Engine, loader: Loader, world: World, disks: Disks) -> None:
         self._config = config.checkpoint
+        self._formats = {"precision": config.precision, "muon_precision": config.optim.muon_precision}
         self._directory = CheckpointDirectory(config.run_dir / "checkpoints")
         self._metric = config.eval.metric
         self._disks = disks
@@ -49,6 +51,7 @@ class Saver:
             "data": self._loader.state(),
             "engine": state.values,
             "world_size": self._world.size,
+            "formats": self._formats,
         }
         rng = {f"rank-{rank:04d}/{name}": part[name] for rank, part in enumerate(generators) for name in part}
         plain = decode_state(encode_state(values))  # a copy; what JSON cannot hold fails here, not in the thread
@@ -71,6 +74,29 @@ class Saver:
     def close(self) -> None:
         """The same, and end the background thread."""
         self._writer.close()
+
+
+def formats_as_begun(config: RunConfig, checkpoint: Path, device: torch.device) -> RunConfig:
+    """The configuration with the run's own number formats in place of ``auto``: on other hardware, too, a resumed run
+    is the same run.
+
+    Raises:
+        UserError: the checkpoint is damaged.
+    """
+    before = read_state(checkpoint).get("formats", {"muon_precision": "bf16"})  # Muon had no other, once
+    muon = config.optim.muon_precision
+    begun = config.model_copy(
+        update={
+            "precision": before.get("precision", "auto") if config.precision == "auto" else config.precision,
+            "optim": config.optim.model_copy(
+                update={"muon_precision": before["muon_precision"]} if muon == "auto" else {}
+            ),
+        }
+    )
+    fastest = choose_precision(config.precision, device)
+    if begun.precision not in ("auto", fastest):
+        logger.warning("precision: %s, as the run began; here %s would be faster", begun.precision, fastest)
+    return begun
 
 
 def restore(checkpoint: Path, forked: bool, seed: int, engine: Engine, loader: Loader, world: World) -> Progress:

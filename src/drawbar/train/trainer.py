@@ -14,6 +14,7 @@ from drawbar.engines.choose import choose_engine
 from drawbar.engines.engine import Engine
 from drawbar.errors import ExitCode
 from drawbar.evaluation.evaluate import Evaluation, Split, evaluate
+from drawbar.parallel.precision import choose_formats
 from drawbar.runtime.dist import World
 from drawbar.runtime.env import Place, choose_device
 from drawbar.runtime.links import check_links
@@ -31,7 +32,7 @@ from drawbar.train.data import eval_micro_batch, load_data, varied_by
 from drawbar.train.disks import Disks, find_start_everywhere, look_at_disks
 from drawbar.train.hooks import EvalHook, Hook, LogHook, ProfileHook, SaveHook, out_of_patience
 from drawbar.train.rundir import Start, find_start, lock_run_dir, renamed, write_config
-from drawbar.train.saver import Saver, restore
+from drawbar.train.saver import Saver, formats_as_begun, restore
 from drawbar.train.setup import build_task, count_steps, save_task
 from drawbar.train.step import Progress, StepInfo
 from drawbar.train.stop import Stop
@@ -101,6 +102,9 @@ class Trainer:
             use_deterministic_kernels()
         seed_everything(config.run.seed)
 
+        if start.checkpoint is not None and not start.forked:
+            config = formats_as_begun(config, start.checkpoint, world.device)
+        config = choose_formats(config, world.device)
         origin = config.run_dir if start.checkpoint is None else start.checkpoint.resolve().parent.parent
         task = build_task(self.task_type, config, world, origin)
         loader, validation = load_data(task, config, world, console)

@@ -107,6 +107,7 @@ BREAKING = {
     "adapters and new embeddings": [["lora={rank: 2}", "task.resize_embeddings=true"]],
     "evaluation without data": [["eval.every=5"], ["eval.at_start=true"], ["eval.every=1", "eval.patience=2"]],
     "patience": [["data.validation=b.txt", "eval.patience=2"]],
+    "muon_precision": [["optim.muon_precision=fp32"], ["optim.name=sgd", "optim.muon_precision=bf16"]],
     "warm-up": [["optim.warmup=100"], ["optim.schedule=wsd", "optim.warmup=200"]],
     "warm-up and decay": [
         ["optim.schedule=wsd", "optim.warmup=0.5", "optim.decay=0.6"],

@@ -6,10 +6,12 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from drawbar.config.schema import OptimSection
 from drawbar.errors import UserError
+from drawbar.optim.muon import Muon
 from drawbar.optim.optimizers import build_optimizers
 
 NAMES = ["adamw", "sgd", "adafactor", "muon"]
@@ -96,7 +98,7 @@ def test_sgd_is_plain_descent_with_decay_and_momentum() -> None:
 
 def test_muon_takes_the_matrices_inside_and_adamw_the_rest() -> None:
     muon, adamw = build_optimizers(tiny_llama(tied=False), OptimSection(name="muon"))
-    assert isinstance(muon, torch.optim.Muon)
+    assert isinstance(muon, Muon)
     assert isinstance(adamw, torch.optim.AdamW)
     assert all(".self_attn." in name or ".mlp." in name for name in names_of(muon))
     assert len(names_of(muon)) == 7
@@ -125,6 +127,45 @@ def test_muon_moves_a_matrix_about_as_far_as_adamw_would() -> None:
     root_mean_square = (model.weight - start).square().mean().sqrt().item()
     # AdamW's updates have a root mean square of 0.2 to 0.4 learning rates (arXiv 2502.16982, section 2.2)
     assert math.isclose(root_mean_square, 0.2 * 0.01, rel_tol=0.25)
+
+
+@pytest.mark.parametrize("shape", [(5, 9), (9, 5), (6, 6)])
+def test_muon_in_bf16_is_torchs_muon(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    ours = nn.Linear(*shape, bias=False)
+    theirs = copy.deepcopy(ours)
+    config = OptimSection(name="muon", lr=0.01, weight_decay=0.1, muon_precision="bf16")
+    (muon,) = build_optimizers(ours, config)
+    reference = torch.optim.Muon(theirs.parameters(), lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    for _ in range(3):
+        theirs.weight.grad = torch.randn_like(theirs.weight)
+        ours.weight.grad = theirs.weight.grad.clone()
+        muon.step()
+        reference.step()
+        assert torch.equal(ours.weight, theirs.weight)
+
+
+@pytest.mark.parametrize(("setting", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32)])
+def test_muon_multiplies_in_the_format_that_it_is_told(setting: str, dtype: torch.dtype) -> None:
+    model = nn.Linear(4, 3, bias=False)
+    (muon,) = build_optimizers(model, OptimSection(name="muon", muon_precision=setting))
+    model.weight.grad = torch.randn_like(model.weight)
+    with RecordProducts() as products:
+        muon.step()
+    assert products.dtypes == {dtype}
+
+
+class RecordProducts(TorchDispatchMode):
+    """The dtypes of all matrix products inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            self.dtypes.update(argument.dtype for argument in args)
+        return function(*args, **(kwargs or {}))
 
 
 def test_muon_without_a_matrix_is_a_user_error() -> None:

@@ -1,5 +1,10 @@
 """Number formats: what each setting means on each kind of hardware."""
 
+import os
+import platform
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -22,7 +27,10 @@ CPU, CUDA, MPS = (torch.device(name) for name in ("cpu", "cuda", "mps"))
 )
 def test_auto_asks_the_processor(features: dict[str, bool], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
     assert choose_precision("auto", CPU) == expected
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    assert choose_precision("auto", CPU) == "fp32"  # the libraries may not use them
 
 
 def test_the_processor_answers() -> None:
@@ -46,6 +54,17 @@ def test_auto_asks_the_gpu(supported: bool, expected: str, monkeypatch: pytest.M
 
 def test_auto_on_mps_is_fp32() -> None:
     assert choose_precision("auto", MPS) == "fp32"
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the variables are those of x86 libraries")
+def test_auto_is_fp32_where_libraries_are_told_that_the_processor_has_avx2_alone() -> None:
+    program = (
+        "import torch; from drawbar.parallel.precision import choose_formats as choose; from drawbar import RunConfig;"
+        "chosen = choose(RunConfig(), torch.device('cpu')); print(chosen.precision, chosen.optim.muon_precision)"
+    )
+    avx2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+    found = subprocess.run([sys.executable, "-c", program], env=os.environ | avx2, capture_output=True, text=True)
+    assert found.stdout.split() == ["fp32", "fp32"], found.stderr
 
 
 @pytest.mark.parametrize("wanted", ["fp32", "bf16", "fp16"])

@@ -169,3 +169,15 @@ def test_only_one_process_trains_a_run(fit: Fit, run: Path) -> None:
         lock_run_dir(run, patience=0.0)
     held.close()
     lock_run_dir(run, patience=0.0).close()
+
+
+def test_a_resumed_run_keeps_its_number_formats_on_other_hardware(
+    fit: Fit, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = (*ONE_FORWARD, "precision=auto", "optim.name=muon")
+    monkeypatch.setattr("drawbar.parallel.precision._bf16_is_fast", lambda device: False)
+    fit(*settings, "run.name=straight")
+    fit(*settings, task=Interrupted)
+    monkeypatch.setattr("drawbar.parallel.precision._bf16_is_fast", lambda device: True)
+    fit(*settings)
+    assert losses(run) == losses(run.parent / "straight")
