@@ -13,6 +13,7 @@ ASK_SECONDS = 1.0
 
 
 @click.command(
+    short_help="End a job for good, after it has saved.",
     epilog="""\b
 Examples:
   drawbar cancel runs/demo
@@ -21,7 +22,7 @@ Examples:
 
 \b
 RUN|JOB is a run's folder, the name of a run or sweep that was submitted, or the number of a job.
-"""
+""",
 )
 @click.argument("what", metavar="RUN|JOB")
 @click.option(

@@ -10,12 +10,13 @@ if TYPE_CHECKING:
 
 
 @click.group(
+    short_help="Show or explain the settings of a run.",
     epilog="""\b
 Examples:
   drawbar config show config.yaml                    the whole, with every default
   drawbar config explain optim.lr config.yaml        one setting: value, origin, meaning
   drawbar config schema > schema.json                for an editor's completion
-"""
+""",
 )
 def config() -> None:
     """Look at a configuration without running it."""

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 
 @click.command(
+    short_help="Find out what is wrong with this machine.",
     epilog="""\b
 Examples:
   drawbar doctor                                     this machine
@@ -20,7 +21,7 @@ Examples:
 \b
 Levels: ok; note: good to know; warning: slow, or it may fail later; problem: a run fails.
 Exit codes: 0 no problem, 1 a problem, 2 the request is wrong.
-"""
+""",
 )
 @click.argument("arguments", nargs=-1, metavar="[CONFIG] [KEY=VALUE]...")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")

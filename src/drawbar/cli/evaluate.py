@@ -9,6 +9,7 @@ if TYPE_CHECKING:
 
 
 @click.command(
+    short_help="Score a checkpoint on a split of the data.",
     name="eval",
     epilog="""\b
 Examples:

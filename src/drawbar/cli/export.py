@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 
 @click.command(
+    short_help="Write a run's model for transformers to load.",
     epilog="""\b
 Examples:
   drawbar export runs/demo --to demo-model
@@ -19,7 +20,7 @@ Examples:
 
 \b
 Start a new run from the folder by task.model=demo-model, or load it by transformers' from_pretrained.
-"""
+""",
 )
 @click.argument("run")
 @click.option(

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 
 @click.command(
+    short_help="Continue prompts with a run's model.",
     epilog="""\b
 Examples:
   drawbar generate runs/demo --prompt "def main("
@@ -17,7 +18,7 @@ Examples:
   drawbar generate runs/demo --prompt "def " --temperature 0        greedy
   drawbar generate runs/demo --input prompts.txt                    a prompt a line
   drawbar generate runs/demo --input prompts.jsonl --output out.jsonl
-"""
+""",
 )
 @click.argument("run")
 @click.option("--prompt", "prompts", multiple=True, help="Text to go on from; may be given several times.")

@@ -31,6 +31,7 @@ _LISTED = "\n".join(f"  {name:<20}{meaning}" for name, meaning in TEMPLATES.item
 
 
 @click.command(
+    short_help="Write a small project that trains at once.",
     epilog=f"""\b
 Templates:
 {_LISTED}
@@ -40,7 +41,7 @@ Examples:
   drawbar init my-model
   drawbar init reviews --template classification
   drawbar init .
-"""
+""",
 )
 @click.argument("folder", metavar="DIR")
 @click.option(

@@ -7,6 +7,7 @@ import click
 
 
 @click.command(
+    short_help="List submitted jobs and how far their runs are.",
     epilog="""\b
 Examples:
   drawbar jobs                 what waits, what runs, and what ended since yesterday
@@ -14,7 +15,7 @@ Examples:
 
 \b
 The list is kept in ~/.local/state/drawbar/jobs.jsonl, and in the folder launch/ of each run.
-"""
+""",
 )
 @click.option("--all", "show_all", is_flag=True, help="Also the jobs that ended, or were submitted, before yesterday.")
 def jobs(show_all: bool) -> None:

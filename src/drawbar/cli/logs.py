@@ -20,6 +20,7 @@ PATIENCE = 300.0
 
 
 @click.command(
+    short_help="Show the log of a job.",
     epilog="""\b
 Examples:
   drawbar logs runs/demo
@@ -29,7 +30,7 @@ Examples:
 \b
 RUN|JOB is a run's folder, the name of a run or sweep that was submitted, or the number of a job.
 With -f the exit code is that of the job; Ctrl-C ends the looking, and not the job.
-"""
+""",
 )
 @click.argument("what", metavar="RUN|JOB")
 @click.option("-f", "--follow", is_flag=True, help="Show what is added, until the job has ended.")

@@ -19,6 +19,7 @@ FOLDER = "DRAWBAR_PARITY_FOLDER"
 
 
 @click.command(
+    short_help="Compare every strategy with one process.",
     epilog="""\b
 Examples:
   drawbar parity config.yaml
@@ -29,7 +30,7 @@ Examples:
 \b
 The data, batches, optimizer and schedule are those of CONFIG; dropout is off. No run directory is touched.
 Exit codes: 0 all are equal, 1 a strategy diverges, 2 the request is wrong.
-"""
+""",
 )
 @click.argument("arguments", nargs=-1, metavar="[CONFIG] [KEY=VALUE]...")
 @click.option(

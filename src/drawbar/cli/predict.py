@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 
 @click.command(
+    short_help="Predict for records without labels.",
     epilog="""\b
 Examples:
   drawbar predict runs/demo --input reviews.jsonl --output out.jsonl

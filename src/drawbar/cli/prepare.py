@@ -9,6 +9,7 @@ if TYPE_CHECKING:
 
 
 @click.command(
+    short_help="Encode the data before the run.",
     epilog="""\b
 Examples:
   drawbar prepare config.yaml
@@ -17,7 +18,7 @@ Examples:
 
 \b
 A later `drawbar train` with the same settings of data and task finds the encoded data, and begins at once.
-"""
+""",
 )
 @click.argument("arguments", nargs=-1, metavar="[CONFIG] [KEY=VALUE]...")
 @click.pass_obj

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 
 @click.command(
+    short_help="Submit a job again, from its newest checkpoint.",
     epilog="""\b
 Examples:
   drawbar resume runs/demo
@@ -21,7 +22,7 @@ Examples:
 \b
 RUN|JOB is a run's folder, the name of a run or sweep that was submitted, or the number of a job.
 Of a sweep, the runs that are not complete are submitted as a new one.
-"""
+""",
 )
 @click.argument("what", metavar="RUN|JOB")
 @click.argument("settings", nargs=-1, metavar="[KEY=VALUE]...")

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 
 @click.command(
+    short_help="Show the state of a job and its run.",
     epilog="""\b
 Examples:
   drawbar status runs/demo
@@ -22,7 +23,7 @@ Examples:
 
 \b
 RUN|JOB is a run's folder, the name of a run or sweep that was submitted, or the number of a job.
-"""
+""",
 )
 @click.argument("what", metavar="RUN|JOB")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line for each run.")

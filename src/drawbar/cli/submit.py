@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 
 @click.command(
+    short_help="Train on a Slurm cluster or on ssh hosts.",
     epilog="""\b
 Examples:
   drawbar submit config.yaml --to slurm --nodes 2 cluster.gpus_per_node=8 cluster.time=12:00:00
@@ -31,7 +32,7 @@ What the cluster needs to know is in the section cluster of CONFIG, or in a prof
 The same command again goes on where the run stopped; so does `drawbar resume`. `drawbar jobs` lists your jobs.
 Inside an allocation (salloc) the run starts in it at once, and this command ends with it.
 A sweep is one job, in which each combination of values is a run of its own name.
-"""
+""",
 )
 @click.argument("arguments", nargs=-1, metavar="[CONFIG] [KEY=VALUE]...")
 @click.option("--to", "launcher", type=click.Choice(["slurm", "ssh"]), help="What runs the job: a scheduler, or ssh.")

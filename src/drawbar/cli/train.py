@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 
 @click.command(
+    short_help="Train a run, or go on with it.",
     epilog="""\b
 Examples:
   drawbar train config.yaml
@@ -26,7 +27,7 @@ Examples:
 The same command again goes on where the run stopped.
 Exit codes: 0 done, 1 failed, 2 the request is wrong, 75 saved after SIGTERM, 130 saved after Ctrl-C
 (or left before there was anything to save).
-"""
+""",
 )
 @click.argument("arguments", nargs=-1, metavar="[CONFIG] [KEY=VALUE]...")
 @click.option(

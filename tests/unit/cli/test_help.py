@@ -91,14 +91,14 @@ def cpu_seconds(command: list[str], folder: Path) -> float:
 @pytest.mark.parametrize("arguments", [["--version"], *HELPS], ids=" ".join)
 def test_answers_at_once(arguments: list[str], tmp_path: Path) -> None:
     command = [sys.executable, "-m", "drawbar", *arguments]
-    assert min(cpu_seconds(command, tmp_path) for _ in range(3)) < CPU_SECONDS
+    assert any(cpu_seconds(command, tmp_path) < CPU_SECONDS for _ in range(3))
 
 
 def test_the_installed_script_is_the_same_program(tmp_path: Path) -> None:
     script = Path(sys.executable).with_name("drawbar")
     done = subprocess.run([script, "--help"], capture_output=True, text=True, check=True)
     assert done.stdout == answer("--help")[0]
-    assert min(cpu_seconds([str(script), "--help"], tmp_path) for _ in range(3)) < CPU_SECONDS
+    assert any(cpu_seconds([str(script), "--help"], tmp_path) < CPU_SECONDS for _ in range(3))
 
 
 @pytest.mark.parametrize("arguments", [["--version"], *HELPS], ids=" ".join)
@@ -107,6 +107,12 @@ def test_answers_without_torch(arguments: list[str]) -> None:
     assert text.startswith("drawbar " if arguments == ["--version"] else "Usage: drawbar ")
     assert "drawbar.cli" in modules
     assert not {"torch", "transformers", "numpy", "pydantic"} & modules
+
+
+def test_the_list_of_commands_cuts_no_description() -> None:
+    listed = answer("--help")[0].partition("Commands:")[2].partition("Examples:")[0].split("\n\n")[0]
+    assert len(listed.strip().splitlines()) == len(group.commands)  # a line each, in 80 columns
+    assert "..." not in listed
 
 
 def test_the_version_is_told_once() -> None:
