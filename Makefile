@@ -1,7 +1,11 @@
-# `make demo` and `make test` need Python >= 3.11, git and make, and nothing else: they make .venv and install into it.
+# `make demo` and `make test` need Python >= 3.11, git and make, and nothing else: they make .venv and install into it,
+# the demo what a user of drawbar needs, the tests what its developers need.
 PYTHON ?= python3
 BIN := .venv/bin
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --no-build-isolation -c constraints.txt
+# uv is several times faster, and does not read pip's configuration: where packages come from a mirror, pip finds it
+install = $(UV) $(1) || $(PIP) --no-build-isolation $(1)
 
 .PHONY: demo test lint bench docs clean
 
@@ -13,28 +17,33 @@ test: lint
 	$(BIN)/python -m compileall -q src
 	$(BIN)/pytest -q --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-lint: .venv/installed
+lint: .venv/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: .venv/installed
+bench: .venv/installed-dev
 	$(BIN)/python benchmarks/training.py
 
-docs: .venv/installed
+docs: .venv/installed-dev
 	$(BIN)/python docs/generate.py
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache build
 
-# torch first, by its exact version: everything else then finds it there and fetches no other build. DeepSpeed's setup
-# looks at it, so pip must not build in isolation; what it has to compile, it compiles when a run needs it
+# torch first, by its exact version: everything else then finds it there and fetches no other build
 .venv/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "drawbar needs Python 3.11 or newer; say which: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(INSTALL) setuptools torch
-	DS_BUILD_OPS=0 $(INSTALL) --no-build-isolation deepspeed
-	$(INSTALL) -e '.[dev]'
+	$(PIP) setuptools torch
+	-$(PIP) uv
+	$(call install,-e .)
+	touch $@
+
+# DeepSpeed's setup looks at torch, so nothing is built in isolation; what it has to compile, it compiles when a run
+# needs it
+.venv/installed-dev: .venv/installed
+	export DS_BUILD_OPS=0; $(call install,-e '.[dev]')
 	touch $@
