@@ -1,6 +1,7 @@
 """Fixtures that every test may use."""
 
 import gc
+import os
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -10,11 +11,14 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
+import drawbar  # noqa: F401 - before torch: it says how torch's threads wait, to all processes of the tests
+
 if TYPE_CHECKING:
     from runs import Fit
     from slurm_cluster import SlurmCluster
     from sshd import Sshd
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors, and two workers: threads would only wait for one another
 sys.path.insert(0, str(Path(__file__).parent))  # for `import harness`, in the processes it starts too
 
 # property tests never fail for being slow: the machine may be busy

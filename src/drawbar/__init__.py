@@ -7,6 +7,8 @@ answers without importing torch.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from drawbar.threads import let_threads_sleep
+
 if TYPE_CHECKING:
     from drawbar.cli import main
     from drawbar.config.load import load_config
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from drawbar.train.trainer import Trainer
 
 __version__ = "0.1.0"
+
+let_threads_sleep()  # here, since torch must not be loaded yet
 
 _HOMES = {
     "Batch": "drawbar.tasks.batch",

@@ -36,7 +36,7 @@ OWN_SSH_OPTIONS = {
 """Options of ssh, in small letters, without which a launch would hang or leave something behind."""
 FORWARDED = [
     "HF_*", "HUGGING_FACE_*", "TRANSFORMERS_*", "TOKENIZERS_*", "WANDB_*", "NCCL_*", "GLOO_*", "TORCH_*", "PYTORCH_*",
-    "OMP_*", "MKL_*", "CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG",
+    "OMP_*", "GOMP_*", "KMP_*", "MKL_*", "CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG",
 ]  # fmt: skip
 """Not CUDA_VISIBLE_DEVICES: the GPUs of one machine are not those of another."""
 

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+import torch
+
 from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.checkpoint.space import check_space, check_writable, explain_full_disk, required_bytes
 from drawbar.config.rules import RULES, TRAIN_RULES, check_rules, check_world
@@ -28,6 +30,7 @@ from drawbar.tracking.console import Console, make_console
 from drawbar.tracking.meters import Throughput
 from drawbar.tracking.trackers import Tracker, make_trackers
 from drawbar.train.check import check_evaluation, check_task
+from drawbar.train.core_wait import CoreWaitHook
 from drawbar.train.data import eval_micro_batch, load_data, varied_by
 from drawbar.train.disks import Disks, find_start_everywhere, look_at_disks
 from drawbar.train.hooks import EvalHook, Hook, LogHook, ProfileHook, SaveHook, out_of_patience
@@ -216,6 +219,8 @@ class _Run:
                 evaluation.run(self.progress)
             hooks.append(evaluation)
         hooks.append(SaveHook(config.checkpoint.every, config.checkpoint.keep_best, saver, self.meter))
+        if world.device.type == "cpu" and torch.get_num_threads() > 1:
+            hooks.append(CoreWaitHook())
         if config.tracking.profile is not None:  # first, so that a trace ends before an evaluation or a save
             hooks.insert(0, ProfileHook(config.tracking.profile, run_dir, world, self.progress.step))
         return hooks

@@ -1,0 +1,69 @@
+"""The threads of torch's CPU kernels: how they wait for one another, and whether they get a core when they need one.
+
+A kernel is cut over OpenMP's threads, and each thread waits for the others at its end. By default libgomp's threads
+spin for milliseconds before they sleep. That is right on a machine of one's own. Beside one busy program, a thread
+spins for another that has no core, and a step takes up to ten times as long.
+"""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import MutableMapping
+from pathlib import Path
+
+SLEEP_SOON = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "10000"}
+"""``passive``: threads that wait sleep (all OpenMP runtimes). But libgomp's spin for about 0.1 ms before they do, as
+waking them costs more than most waits inside a step take; ``benchmarks/busy_neighbour.py`` measures it."""
+_OWN_CHOICES = (*SLEEP_SOON, "KMP_BLOCKTIME", "KMP_LIBRARY")
+
+
+def let_threads_sleep(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Say it to the OpenMP runtime that torch will load, here and in processes that this one starts; not where the user
+    has said something else. It reads its settings when it is loaded: before that or never."""
+    if not any(name in environ for name in _OWN_CHOICES):
+        environ.update(SLEEP_SOON)
+        if "torch" in sys.modules:
+            _spin_less()
+
+
+def _spin_less() -> None:
+    """The same for a libgomp that is loaded already, as in a script that imports torch first. It spins less while it
+    has more threads than there are cores (``gomp_throttled_spin_count_var`` in its source): one more thread pool sees
+    to that, and sleeps until the process ends. Other runtimes spin as before."""
+    made = threading.Event()
+
+    def make_a_pool() -> None:
+        import torch
+
+        torch.ones(2**20).exp_()  # large enough for all threads
+        made.set()
+        threading.Event().wait()
+
+    threading.Thread(target=make_a_pool, name="drawbar-spin-less", daemon=True).start()
+    made.wait()
+
+
+class CoreWait:
+    """How long this process's threads are ready to run and have no core (on Linux; elsewhere never)."""
+
+    def __init__(self) -> None:
+        self._since = time.monotonic()
+        self._before = self._read()
+
+    def share(self) -> float:
+        """Which share of the time since the last call the thread that waited most had to wait for a core, 0 to 1."""
+        now, found = time.monotonic(), self._read()
+        waited = max((found[name] - self._before[name] for name in found if name in self._before), default=0)
+        elapsed, self._since, self._before = now - self._since, now, found
+        return waited / 1e9 / elapsed if elapsed > 0 else 0.0
+
+    def _read(self) -> dict[str, int]:
+        """Nanoseconds on a run queue, by thread (https://docs.kernel.org/scheduler/sched-stats.html)."""
+        found = {}
+        for path in Path("/proc/self/task").glob("*/schedstat"):
+            try:
+                found[path.parent.name] = int(path.read_text().split()[1])
+            except (OSError, IndexError):  # a thread that has ended; a kernel without these numbers
+                continue
+        return found

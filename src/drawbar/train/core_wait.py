@@ -1,0 +1,37 @@
+"""Says so when the threads of a CPU run have to share their cores with other programs."""
+
+import time
+
+import torch
+
+from drawbar.runtime.log import logger
+from drawbar.threads import CoreWait
+from drawbar.train.hooks import Hook
+from drawbar.train.step import StepInfo
+
+SECONDS = 30.0
+"""Of what time the share is taken: a neighbour of a few seconds does not matter."""
+LARGE_SHARE = 0.2
+"""Of the time without a core. A thread of a machine of its own waits for a hundredth of it."""
+
+
+class CoreWaitHook(Hook):
+    """Warns once. For a run on CPUs with several threads: alone, a thread that waits keeps no other from its work."""
+
+    def __init__(self) -> None:
+        self._wait = CoreWait()
+        self._next = time.monotonic() + SECONDS
+
+    def step(self, info: StepInfo) -> None:
+        if time.monotonic() < self._next:
+            return
+        share = self._wait.share()
+        self._next = time.monotonic() + SECONDS
+        if share > LARGE_SHARE:
+            self._next = float("inf")
+            logger.warning(
+                "a thread of this process waited for a core for %.0f%% of the last %.0f s, and its other threads for "
+                "that one: other programs, or other ranks, use the cores of this machine. This process has %d threads; "
+                "fewer may be faster: OMP_NUM_THREADS=%d",
+                100 * share, SECONDS, torch.get_num_threads(), max(1, torch.get_num_threads() // 2),
+            )  # fmt: skip
