@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from against_trainer import GPT2
 from against_trainer import compare as compare_losses
+from busy_neighbour import measure as measure_beside_a_neighbour
 from sst2_accuracy import compare as compare_accuracies
 from training import measure
 
@@ -45,3 +46,9 @@ def test_accuracies_are_compared(tmp_path: Path) -> None:
     results = compare_accuracies(tmp_path, tmp_path / "model", [0], None, tmp_path / "runs")
     assert [result["system"] for result in results] == ["drawbar", "transformers"]
     assert all(0 <= result[split] <= 1 for result in results for split in ("dev", "test"))
+
+
+@pytest.mark.parametrize("name", ["drawbar", "a loop by hand"])
+def test_speed_beside_a_neighbour_is_measured(name: str) -> None:
+    found = measure_beside_a_neighbour(rounds=1, seconds=0.1, names=[name])
+    assert all(len(found[name][where]) == 1 and found[name][where][0] > 0 for where in ("quiet", "busy"))
