@@ -23,6 +23,7 @@ from drawbar.optim.schedules import learning_rate_scale, set_learning_rate
 from drawbar.optim.state import check_optimizer_state, load_optimizer_state, optimizer_state
 from drawbar.parallel.context import ContextParallel, check_context
 from drawbar.parallel.ddp import accumulate, replicate
+from drawbar.parallel.dp import DataParallel
 from drawbar.parallel.fsdp import free_gathered
 from drawbar.parallel.gradients import clip_factor, scale_, settle, squared_norm
 from drawbar.parallel.precision import LossScaler, autocast, choose_formats
@@ -90,7 +91,7 @@ class NativeEngine(Engine):
             return
         self.module = self.structure = module = build_whole(task, config, world.device, self.precision)
         if config.parallel.strategy == "dp":
-            self.model = nn.DataParallel(module)
+            self.model = DataParallel(module, self.precision, world.device)
         else:
             self.model = replicate(module, world.device) if world.size > 1 else module
 
