@@ -142,7 +142,8 @@ def test_two_gpus() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_data_parallel_in_one_process() -> None:
-    wanted, _ = on_one_gpu({"strategy": "single"}, "fp32")
-    found, _ = on_one_gpu({"strategy": "dp"}, "fp32")
-    assert found == pytest.approx(wanted, rel=TOLERANCES["fp32"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_data_parallel_in_one_process(precision: str) -> None:
+    wanted, _ = on_one_gpu({"strategy": "single"}, precision)
+    found, _ = on_one_gpu({"strategy": "dp"}, precision)
+    assert found == pytest.approx(wanted, rel=TOLERANCES[precision])

@@ -15,6 +15,7 @@ from drawbar.config.container import UNSPEAKABLE, choose_runtime
 from drawbar.config.load import load_config
 from drawbar.errors import UserError
 from drawbar.launch.container import VARIABLES, Container, check_image, make_container
+from drawbar.launch.job import config_file
 from drawbar.launch.slurm import render
 from harness import run_cli
 from messages import check_one_message
@@ -167,7 +168,8 @@ def hostile_job(tmp_path: Path, image: str, *argv: str) -> tuple[str, list[str],
     cluster = config.cluster or ClusterSection()
     container = make_container(config, cluster, where, {"HF_HOME": str(where / "$(touch planted)")})
     run_dir = where / "runs" / "x"
-    job = replace(JOB, argv=argv, workdir=where, run_dir=run_dir, container=container, environment=VARIABLES)
+    job = replace(JOB, argv=argv, settings=tuple(HOSTILE), config=HOSTILE[0], workdir=where, run_dir=run_dir)
+    job = replace(job, container=container, environment=VARIABLES)
     return render(job, cluster), binds, {**variables, **VARIABLES}, where
 
 
@@ -175,10 +177,11 @@ def test_hostile_words_arrive_in_a_container(tmp_path: Path) -> None:
     """All the way: bash, srun, apptainer, the node's part of the launcher, and a program in the working folder."""
     image = make_image(tmp_path / "it's $(touch planted).sif")
     show = "import json, os, sys; json.dump([sys.argv[1:], dict(os.environ), os.getcwd()], open('found', 'w'))"
-    script, binds, variables, where = hostile_job(tmp_path, str(image), "python3", "-c", show, *HOSTILE)
+    script, binds, variables, where = hostile_job(tmp_path, str(image), "python3", "-c", show)
     run_bash(script, tmp_path, '"$@"')
-    arguments, environ, folder = json.loads((where / "found").read_text())
+    (config, *arguments), environ, folder = json.loads((where / "found").read_text())
     assert (arguments, folder) == (HOSTILE, str(where))
+    assert Path(config).read_text() == HOSTILE[0]
     assert {name: environ[name] for name in variables} == variables
     assert environ["IMAGE"] == image.name
     modules = []
@@ -194,7 +197,7 @@ def test_hostile_words_arrive_in_a_container(tmp_path: Path) -> None:
 def test_hostile_words_arrive_at_pyxis(tmp_path: Path) -> None:
     found = tmp_path / "found"
     image = "me@registry#it's $(touch planted)"
-    script, binds, variables, where = hostile_job(tmp_path, image, "python3", *HOSTILE)
+    script, binds, variables, where = hostile_job(tmp_path, image, "python3")
     report = f'case "$*" in *launch.head*) echo 127.0.0.1:20000;; esac; printf \'%s\\0\' "$@" > {found}'
     run_bash(script, tmp_path, report)
     words = found.read_bytes().decode().split("\0")[:-1]
@@ -206,7 +209,8 @@ def test_hostile_words_arrive_at_pyxis(tmp_path: Path) -> None:
         "--container-mount-home",
         f"--container-env={','.join(sorted(variables, key=lambda name: name not in VARIABLES))}",
     ]
-    assert words[-len(HOSTILE) - 1 :] == ["python3", *HOSTILE]
+    config = str(config_file(where / "runs" / "x", "7"))
+    assert words[-len(HOSTILE) - 3 :] == [config, "python3", config, *HOSTILE]
 
 
 def test_a_node_without_apptainer(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """What runs on the nodes before the ranks: the way to the first node, a port for the job, the end of a crash loop."""
 
+import base64
 import os
 import socket
 import subprocess
@@ -8,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from drawbar.config.imports import SNAPSHOT
 from drawbar.launch.head import PORTS, choose_address, choose_port, main
 from drawbar.launch.meeting import VARIABLE, Meeting
 from drawbar.launch.network import address_towards, interface_address, interfaces, is_free
-from drawbar.launch.node import find_way
+from drawbar.launch.node import CONFIG, find_way
 from drawbar.launch.restarts import MOST, count_restart, newest_step
 
 
@@ -70,22 +72,26 @@ def test_a_meeting_is_taken_once() -> None:
     assert Meeting.take(environ) is None
 
 
-def run_node(endpoint: str) -> "subprocess.CompletedProcess[str]":
+def run_node(endpoint: str, config: Path, **environ: str) -> "subprocess.CompletedProcess[str]":
     slurm = {"SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1", "SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n2",
-             "DRAWBAR_NODES": "n1\nn2"}  # fmt: skip
+             "DRAWBAR_NODES": "n1\nn2", CONFIG: base64.b64encode(b"a: 1\n").decode()}  # fmt: skip
     show = [sys.executable, "-c", f"import os; print(os.environ[{VARIABLE!r}])"]
     return subprocess.run(
-        [sys.executable, "-m", "drawbar.launch.node", endpoint, *show],
-        env={**os.environ, **slurm},
+        [sys.executable, "-m", "drawbar.launch.node", endpoint, str(config), *show],
+        env={**os.environ, **slurm, **environ},
         capture_output=True,
         text=True,
         check=False,
     )
 
 
-def test_a_node_becomes_its_command() -> None:
-    done = run_node("127.0.0.1:20000")
+def test_a_node_becomes_its_command(tmp_path: Path) -> None:
+    """The configuration that came with the job lies where the command looks for it, also on a disk of its own."""
+    config = tmp_path / "runs" / "x" / "launch" / "config-7.yaml"
+    done = run_node("127.0.0.1:20000", config)
     assert done.returncode == 0, done.stderr
+    assert config.read_text() == "a: 1\n"
+    assert list(config.parent.iterdir()) == [config]
     said, announced = done.stdout.splitlines()
     assert said.startswith("drawbar: node 2 of 2, n2: meets the others at 127.0.0.1:20000 over lo (127.0.0.1)")
     assert Meeting.take({VARIABLE: announced}) == Meeting(
@@ -93,8 +99,17 @@ def test_a_node_becomes_its_command() -> None:
     )
 
 
-def test_a_node_without_a_way() -> None:
-    done = run_node("no-such-host.invalid:20000")
+def test_a_node_without_a_folder_or_the_code(tmp_path: Path) -> None:
+    done = run_node("127.0.0.1:20000", Path("/dev/null/config-7.yaml"))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: node n2 cannot write the configuration of the run")
+    done = run_node("127.0.0.1:20000", tmp_path / "config-7.yaml", **{SNAPSHOT: "/no/such/code"})
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: node n2 has no copy of the code that was submitted: /no/such/code")
+
+
+def test_a_node_without_a_way(tmp_path: Path) -> None:
+    done = run_node("no-such-host.invalid:20000", tmp_path / "config-7.yaml")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("error: node n2 has no way to the first node, no-such-host.invalid")
     assert "fix:" in done.stderr

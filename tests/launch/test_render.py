@@ -1,5 +1,6 @@
 """The text of jobs: golden scripts, and words that a shell or sbatch could take for something else."""
 
+import base64
 import json
 import os
 import shutil
@@ -15,23 +16,26 @@ from drawbar.config.cluster import ClusterSection
 from drawbar.config.load import load_config
 from drawbar.errors import UserError
 from drawbar.launch.container import VARIABLES, make_container
-from drawbar.launch.job import Job
+from drawbar.launch.job import Job, config_file
 from drawbar.launch.slurm import render
 
 GOLDEN = Path(__file__).parent / "golden"
 JOB = Job(
     name="wikitext-gpt2",
-    argv=("/opt/env/bin/python", "-m", "drawbar", "train", "config.yaml", "optim.lr=1e-4", "launch.nproc=1"),
+    argv=("/opt/env/bin/python", "-m", "drawbar", "train"),
     workdir=Path("/home/me/project"),
     run_dir=Path("/home/me/project/runs/wikitext-gpt2"),
+    config="run:\n  name: wikitext-gpt2\noptim:\n  lr: 0.0001\n",
+    settings=("launch.nproc=1",),
 )
+EIGHT = replace(JOB, nodes=2, processes=8, settings=("launch.nproc=8",))
 SWEEP = replace(
     JOB,
     elements=tuple(
         replace(
             JOB,
             name=f"wikitext-gpt2-lr{lr}",
-            argv=(*JOB.argv[:-2], f"optim.lr={lr}", f"run.name=wikitext-gpt2-lr{lr}", "launch.nproc=1"),
+            config=f"run:\n  name: wikitext-gpt2-lr{lr}\noptim:\n  lr: {lr}\n",
             run_dir=JOB.run_dir.with_name(f"wikitext-gpt2-lr{lr}"),
         )
         for lr in ("1e-4", "3e-4", "[1e-3]")
@@ -46,16 +50,25 @@ def in_container(*settings: str, environ: Mapping[str, str]) -> tuple[Job, Clust
     config = load_config(None, [*given, "run.dir=/scratch/runs"]).config
     assert config.cluster is not None
     container = make_container(config, config.cluster, JOB.workdir, environ)
-    argv = ("python3", "-m", "drawbar", "train", "config.yaml", "launch.nproc=8")
-    run_dir = Path("/scratch/runs", JOB.name)
-    job = replace(JOB, argv=argv, run_dir=run_dir, nodes=2, processes=8, container=container, environment=VARIABLES)
+    job = replace(
+        EIGHT,
+        argv=("python3", *JOB.argv[1:]),
+        run_dir=Path("/scratch/runs", JOB.name),
+        container=container,
+        environment=VARIABLES,
+    )
     return job, config.cluster
 
 
 SCRIPTS = {
     "plain": (JOB, ClusterSection()),
     "two_nodes": (
-        replace(JOB, nodes=2, processes=8, argv=("python", *JOB.argv[1:-1], "launch.nproc=8")),
+        replace(
+            EIGHT,
+            argv=("python", *JOB.argv[1:]),
+            version="commit 0123456789ab with changes",
+            snapshot=Path("/home/me/project/runs/wikitext-gpt2/launch/code-abc"),
+        ),
         ClusterSection(
             nodes=2,
             gpus_per_node=8,
@@ -130,7 +143,8 @@ def tools(tmp_path: Path) -> Path:
     folder.mkdir()
     for name, text in {
         "scontrol": 'case "$*" in *hostnames*) echo n1;; *) echo "NodeName=n1 NodeAddr=127.0.0.1 Port=1";; esac',
-        "srun": 'case "$*" in *launch.head*) echo 127.0.0.1:20000;; *) printf "%s\\0" "$@" > "$ARGUMENTS";; esac',
+        "srun": 'case "$*" in *launch.head*) echo 127.0.0.1:20000;; '
+        '*) printf %s "$DRAWBAR_CONFIG" > config; printf "%s\\0" "$@" > "$ARGUMENTS";; esac',
     }.items():
         (folder / name).write_text(f"#!/bin/bash\n{text}\n")
         (folder / name).chmod(0o755)
@@ -144,9 +158,10 @@ def test_hostile_words_arrive_as_they_are(tmp_path: Path, tools: Path, is_sweep:
     where.mkdir()
     python = tmp_path / "it's $(touch planted) python"
     python.symlink_to(sys.executable)
-    job = replace(JOB, argv=(str(python), *HOSTILE), run_dir=where / "$(touch planted)'\" x", workdir=where)
+    run_dir, text = where / "$(touch planted)'\" x", "\n".join(HOSTILE)
+    job = replace(JOB, argv=(str(python),), config=text, settings=tuple(HOSTILE), run_dir=run_dir, workdir=where)
     variables = {f"HOSTILE_{number}": word for number, word in enumerate(HOSTILE)}
-    other = replace(job, argv=(str(python), "--other"), run_dir=where / "other")
+    other = replace(job, settings=("--other",), run_dir=where / "other")
     whole = replace(other, elements=(other, job)) if is_sweep else job
     script = render(whole, ClusterSection(environment=variables, setup=["env --null > environment"]))
     arguments = tmp_path / "arguments"
@@ -163,13 +178,16 @@ def test_hostile_words_arrive_as_they_are(tmp_path: Path, tools: Path, is_sweep:
     }
     done = subprocess.run(["bash"], input=script, cwd=where, env=environ, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    # what srun got: options, python -m drawbar.launch.node MEETING, and the command
-    assert arguments.read_bytes().decode().split("\0")[-len(job.argv) - 1 : -1] == list(job.argv)
+    # what srun got: options, python -m drawbar.launch.node MEETING CONFIG, and the command
+    number = "7_1" if is_sweep else "7"
+    config = str(config_file(job.run_dir, number))
+    command = [config, str(python), config, *HOSTILE]
+    assert arguments.read_bytes().decode().split("\0")[-len(command) - 1 : -1] == command
+    assert base64.b64decode((where / "config").read_bytes()).decode() == text
     found = dict(
         line.split("=", 1) for line in (where / "environment").read_bytes().decode().split("\0") if "=" in line
     )
     assert {name: found[name] for name in variables} == variables
-    number = "7_1" if is_sweep else "7"
     assert (job.run_dir / "launch" / f"restarts-{number}.json").is_file()
     end = json.loads((job.run_dir / "launch" / f"ended-{number}.json").read_text())
     assert (end["code"], end["restarts"]) == (0, 2)

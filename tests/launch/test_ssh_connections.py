@@ -31,7 +31,7 @@ from drawbar.launch.ssh import render
 _, config, mark, program, patience, *words = sys.argv
 cluster = ClusterSection(ssh_config=config, environment={"MARK": mark, "PYTHONPATH": os.environ["PYTHONPATH"]})
 job = Job("job", (sys.executable, *words), Path.cwd(), Path.cwd())
-starts = render(job, cluster, parse_hosts("gpu1,gpu2"), "")
+starts = render(job, cluster, parse_hosts("gpu1,gpu2"))
 try:
     sys.exit(run([replace(s, order=replace(s.order, patience=float(patience))) for s in starts], program, 60))
 except UserError as error:

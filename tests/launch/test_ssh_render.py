@@ -33,6 +33,7 @@ JOB = Job(
     argv=("/opt/env/bin/python", "-m", "drawbar", "train"),
     workdir=Path("/home/me/project"),
     run_dir=Path("/home/me/project/runs/wikitext-gpt2"),
+    config=CONFIG,
     environment={"HF_TOKEN": "hf_canary", "NCCL_DEBUG": "INFO"},
 )
 CLUSTER = ClusterSection(
@@ -48,7 +49,7 @@ TEXTS = {"ssh": (JOB, CLUSTER, "gpu1:8,me@gpu2:8"), "ssh_plain": (JOB, ClusterSe
 
 def text(name: str) -> str:
     job, cluster, hosts = TEXTS[name]
-    starts = render(job, cluster, parse_hosts(hosts), CONFIG)
+    starts = render(job, cluster, parse_hosts(hosts))
     return describe(job.name, starts, [start.command for start in starts])
 
 
@@ -101,7 +102,7 @@ def test_what_is_forwarded() -> None:
 
 
 def test_orders_arrive_as_they_are() -> None:
-    order = render(replace(JOB, workdir=Path("/odd\udcff"), argv=tuple(HOSTILE)), CLUSTER, [Host("a")], CONFIG)[0].order
+    order = render(replace(JOB, workdir=Path("/odd\udcff"), argv=tuple(HOSTILE)), CLUSTER, [Host("a")])[0].order
     assert read_order(json.loads(order_line(order))["order"]) == order
     assert answer(exit=3) == ANSWER + say(exit=3)
 
@@ -114,19 +115,19 @@ def test_the_address_of_the_first_host() -> None:
 
 
 def test_pdsh_cannot_have_several_users() -> None:
-    starts = render(JOB, ClusterSection(ssh_options={"IdentityFile": "%d/key"}), parse_hosts("a,b"), CONFIG)
+    starts = render(JOB, ClusterSection(ssh_options={"IdentityFile": "%d/key"}), parse_hosts("a,b"))
     command = pdsh_command(starts, "/tmp/socket")
     assert "IdentityFile=%%d/key" in command  # for pdsh, % is special
     assert command[-3:] == ("--", "%h", "exec bash")
     with pytest.raises(UserError, match="it knows one user for all hosts"):
-        pdsh_command(render(JOB, ClusterSection(), parse_hosts("a,me@b"), CONFIG), "/tmp/socket")
+        pdsh_command(render(JOB, ClusterSection(), parse_hosts("a,me@b")), "/tmp/socket")
 
 
 def test_code_does_not_travel(sshd: Sshd, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     source = str(Path(drawbar.__file__).parents[1])
     cluster = ClusterSection(ssh_config=str(sshd.config), environment={"PYTHONPATH": source})
     job = Job("job", (sys.executable, "/no/such/my_task.py", "train"), tmp_path, tmp_path)
-    assert run(render(job, cluster, [Host("gpu1")], CONFIG), "ssh", 60) == 2
+    assert run(render(job, cluster, [Host("gpu1")]), "ssh", 60) == 2
     check_one_message(
         capfd.readouterr().err.replace("gpu1: ", ""), "this host has no file /no/such/my_task.py", "copy your program"
     )
@@ -147,7 +148,7 @@ def test_a_container_on_a_host(sshd: Sshd, tmp_path: Path) -> None:
     job = make_job(config, config.cluster, None)
     assert job.argv == ("python3", "-m", "drawbar", "train")
     show = "import os; open('found', 'w').write(os.environ['IMAGE'])"
-    starts = render(replace(job, argv=("python3", "-c", show)), config.cluster, [Host("gpu1")], "")
+    starts = render(replace(job, argv=("python3", "-c", show)), config.cluster, [Host("gpu1")])
     assert run(starts, "ssh", 60) == 0
     assert (tmp_path / "found").read_text() == image.name
     assert [call["command"][:4] for call in calls(image)] == [["python3", "-P", "-m", "drawbar.launch.remote"]]
@@ -176,8 +177,9 @@ def test_hostile_words_arrive_as_they_are(sshd: Sshd, tmp_path: Path, program: s
         environment={**values, "PYTHONPATH": source},
         setup=[f"cat > {tmp_path}/stolen", "export MADE='by setup'"],
     )
-    job = Job("job", (str(python), "-c", PROGRAM, str(found), *HOSTILE), workdir, tmp_path, environment=sent)
-    assert run(render(job, cluster, [Host("gpu1")], "a: $(touch planted)\n"), program, 60) == 0
+    config = "a: $(touch planted)\n"
+    job = Job("job", (str(python), "-c", PROGRAM, str(found), *HOSTILE), workdir, tmp_path, config, environment=sent)
+    assert run(render(job, cluster, [Host("gpu1")]), program, 60) == 0
     arguments, environ, folder = json.loads(found.read_text())
     assert arguments == [str(found), *HOSTILE]
     expected = {**values, **sent, "MADE": "by setup"}

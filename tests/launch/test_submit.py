@@ -88,10 +88,7 @@ def test_a_profile_fills_in_what_is_left_open(project: Path) -> None:
     assert {"--partition=long", "--account=mine", "--nodes=2", "--time=2:00:00"} <= options
     assert "module load c " in done.out
     assert "module load a" not in done.out
-    assert (
-        f"{sys.executable} -m drawbar train cluster.yaml 'cluster.modules=[c]' cluster.nodes=2 launch.nproc=1 &"
-        in done.out
-    )
+    assert f'{sys.executable} -m drawbar train "$drawbar_config" launch.nproc=1 &' in done.out
 
     (profiles / "broken.yaml").write_text("nodes: many\npartion: x\n")
     (profiles / "nested.yaml").write_text("cluster: {nodes: 2}\n")

@@ -73,9 +73,8 @@ def test_a_sweep_is_one_script(project: Path) -> None:
     assert "#SBATCH --array=0-3%3\n" in done.out
     assert "#SBATCH --job-name=wide\n" in done.out
     assert f"#SBATCH --output={project}/runs/wide/launch/slurm-%A_%a.log\n" in done.out
-    assert re.search(
-        r"  3\)\n    drawbar_run=\S+/runs/wide-betas0.9_0.99-nproc2\n    drawbar_command=\(\S+ -m drawbar train "
-        r"config.yaml run.name=wide 'optim.betas=\[0.9, 0.99\]' launch.nproc=2 run.name=wide-betas0.9_0.99-nproc2 "
-        r"launch.nproc=2\)\n",
-        done.out,
-    )
+    last = done.out.partition("\n  3)\n")[2].partition("\n    ;;\n")[0]
+    assert re.match(r"    drawbar_run=\S+/runs/wide-betas0.9_0.99-nproc2\n    drawbar_yaml='run:\n", last)
+    assert "\n  name: wide-betas0.9_0.99-nproc2\n" in last
+    assert "\n  betas: [0.9, 0.99]\n" in last
+    assert last.endswith("\n    drawbar_settings=(launch.nproc=2)")

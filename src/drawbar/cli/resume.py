@@ -2,11 +2,13 @@
 
 import os
 import shlex
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 if TYPE_CHECKING:
+    from drawbar.launch.records import Record
     from drawbar.launch.standing import Standing
     from drawbar.tasks.task import Task
 
@@ -29,10 +31,11 @@ Of a sweep, the runs that are not complete are submitted as a new one.
 @click.option("--dry-run", is_flag=True, help="Print what would be submitted, and submit nothing.")
 @click.pass_obj
 def resume(task: "type[Task] | None", what: str, settings: tuple[str, ...], dry_run: bool) -> None:
-    """Submit a job again: its run goes on from the newest checkpoint."""
+    """Submit a job again, as it was: its run goes on from the newest checkpoint."""
     from drawbar.cli.sending import Request, plan, plan_sweep
     from drawbar.cli.submit import own_program, send
     from drawbar.errors import UserError
+    from drawbar.launch.code import code_version
     from drawbar.launch.records import find
     from drawbar.launch.standing import stand
 
@@ -54,9 +57,27 @@ def resume(task: "type[Task] | None", what: str, settings: tuple[str, ...], dry_
             where=first.workdir,
             remedy="go where the data and the configuration are now, and use `drawbar submit`",
         ) from error
-    request = Request((*first.arguments, *settings), task, first.profile, program)
+    request = Request(
+        (*first.arguments, *settings),
+        task,
+        first.profile,
+        program,
+        version=first.code if first.snapshot else code_version(Path.cwd()),
+        snapshot=first.snapshot,
+        submitted=_submitted(first, settings),
+    )
+    if first.sweep is None:
+        send(plan(request), dry_run)
+        return
     elements = [standing.record.settings for standing in wanted]
-    send(plan(request) if first.sweep is None else plan_sweep(request, first.sweep, elements), dry_run)
+    submitted = [_submitted(standing.record, settings) for standing in wanted]
+    send(plan_sweep(request, first.sweep, elements, submitted=submitted), dry_run)
+
+
+def _submitted(record: "Record", settings: tuple[str, ...]) -> tuple[str, ...] | None:
+    """Its configuration as it was submitted, and what is to change. None where an older drawbar kept none."""
+    file = record.config_file
+    return (str(file), *settings, *record.settings) if file.is_file() else None
 
 
 def _check(what: str, standings: "list[Standing]") -> "list[Standing]":

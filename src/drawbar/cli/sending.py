@@ -16,10 +16,12 @@ from drawbar.config.cluster import ClusterSection
 from drawbar.config.cluster_rules import SUBMIT_RULES
 from drawbar.config.compare import check_same
 from drawbar.config.deepspeed_json import check_deepspeed
+from drawbar.config.load import LoadedConfig, dump_yaml
 from drawbar.config.rules import RULES, TRAIN_RULES, check_rules, check_world
 from drawbar.config.schema import RunConfig
 from drawbar.errors import UserError
 from drawbar.launch.allocation import Allocation
+from drawbar.launch.code import copy_code
 from drawbar.launch.container import PYTHON, VARIABLES, Container, check_image, make_container
 from drawbar.launch.job import Job
 from drawbar.launch.records import Record, keep
@@ -42,6 +44,23 @@ class Request:
     """The cluster profile."""
     program: str | None = None
     """Absolute path of the user's own script, where there is one."""
+    version: str | None = None
+    """Of the user's own code."""
+    snapshot: str | None = None
+    """The copy of that code to run with: its name in the job's folder, or of an earlier job its path."""
+    submitted: tuple[str, ...] | None = None
+    """Of a job that is submitted again, what is read in place of ``arguments``: its configuration, and changes."""
+
+    def load(self) -> LoadedConfig:
+        if self.submitted is not None:
+            return load(self.submitted, self.task)
+        return load(self.arguments, self.task, self.profile)
+
+    def sets(self, key: str, loaded: LoadedConfig) -> bool:
+        """Whether the user gives the setting: the configuration of an earlier job gives them all."""
+        if self.submitted is not None:
+            return any(word.startswith(f"{key}=") for word in self.submitted)
+        return key in loaded.origins
 
 
 @dataclass(frozen=True)
@@ -63,11 +82,15 @@ class Sending:
         """Give it to Slurm and write it down. What cannot be written is only told: the job is submitted."""
         if self.job.container is not None:
             check_image(self.job.container)
+        self._copy_code()
         script = self.script()
         number = to_slurm(self.job, script)
         records = self._records(number)
         try:
             Path(records[0].script).write_text(script, encoding="utf-8", errors="surrogateescape")
+            for record, job in zip(records, self.job.elements or [self.job], strict=True):
+                record.config_file.parent.mkdir(parents=True, exist_ok=True)
+                record.config_file.write_text(job.config, encoding="utf-8")
             keep(records)
         except OSError as error:
             click.echo(f"warning: job {number} is submitted, but cannot be recorded: {error}", err=True)
@@ -76,12 +99,20 @@ class Sending:
     def run_here(self) -> None:
         """Become the script: this process ends with the exit code of the run."""
         self.job.folder.mkdir(parents=True, exist_ok=True)
+        self._copy_code()
         file = self._script_file(str(self.job.allocation))
         file.write_text(self.script(), encoding="utf-8", errors="surrogateescape")
         where = f"in the allocation {self.job.allocation}, on {self.job.nodes} × {self.job.processes} processes"
         click.echo(f"run {self.job.name} starts {where}; for a job of its own, unset SLURM_JOB_ID", err=True)
         sys.stdout.flush()
         os.execvp("bash", ["bash", str(file)])
+
+    def _copy_code(self) -> None:
+        """Before the job can begin. Equal code has one copy."""
+        copy = self.job.snapshot
+        if copy is not None and not copy.exists():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy_code(self.job.workdir, copy)
 
     def _script_file(self, number: str) -> Path:
         return self.job.folder / f"job-{number}.sh"
@@ -101,6 +132,8 @@ class Sending:
             arguments=request.arguments,
             profile=request.profile,
             program=request.program,
+            code=job.version,
+            snapshot=None if job.snapshot is None else str(job.snapshot),
         )
         if not job.elements:
             return [whole]
@@ -125,12 +158,17 @@ def plan(request: Request) -> Sending:
     Raises:
         UserError: the run could not start.
     """
-    loaded = load(request.arguments, request.task, request.profile)
+    sending = _plan_run(request)
+    return replace(sending, job=_with_code(sending.job, request))
+
+
+def _plan_run(request: Request) -> Sending:
+    loaded = request.load()
     check_rules(loaded, RULES + TRAIN_RULES + SUBMIT_RULES)
     section = loaded.config.cluster or ClusterSection()
     allocation = Allocation.here()
     if allocation is not None:
-        section = allocation.fit(section, "cluster.nodes" in loaded.origins, loaded.config.device)
+        section = allocation.fit(section, request.sets("cluster.nodes", loaded), loaded.config.device)
     if (loaded.config.run_dir / "config.yaml").exists():
         check_same(loaded.config.run_dir, loaded.config)
     job = make_job(loaded.config, section, request)
@@ -148,12 +186,19 @@ def name_elements(request: Request, elements: Sequence[tuple[str, ...]]) -> tupl
     return base, [(*settings, f"run.name={name}") for settings, name in zip(elements, names, strict=True)]
 
 
-def plan_sweep(request: Request, name: str, elements: Sequence[tuple[str, ...]], at_once: int | None = None) -> Sending:
+def plan_sweep(
+    request: Request,
+    name: str,
+    elements: Sequence[tuple[str, ...]],
+    at_once: int | None = None,
+    submitted: Sequence[tuple[str, ...] | None] = (),
+) -> Sending:
     """The same for a sweep: one job, an element for each run.
 
     Args:
         elements: the settings of each run, its name among them.
         at_once: so many elements run at the same time, at most.
+        submitted: of each element that is submitted again, see ``Request``.
 
     Raises:
         UserError: one of the runs could not start; it is named.
@@ -165,7 +210,8 @@ def plan_sweep(request: Request, name: str, elements: Sequence[tuple[str, ...]],
             where="--sweep",
             remedy="`exit` the allocation and submit again; or submit the runs here one by one",
         )
-    sendings = [_plan_element(request, settings) for settings in elements]
+    again = submitted or [None] * len(elements)
+    sendings = [_plan_element(replace(request, submitted=one), own) for own, one in zip(elements, again, strict=True)]
     jobs = tuple(sending.job for sending in sendings)
     whole = replace(
         jobs[0],
@@ -176,12 +222,12 @@ def plan_sweep(request: Request, name: str, elements: Sequence[tuple[str, ...]],
         at_once=at_once,
     )
     notes = dict.fromkeys(note for sending in sendings for note in sending.notes)
-    return Sending(request, whole, sendings[0].cluster, tuple(elements), tuple(notes))
+    return Sending(request, _with_code(whole, request), sendings[0].cluster, tuple(elements), tuple(notes))
 
 
 def _plan_element(request: Request, settings: tuple[str, ...]) -> Sending:
     try:
-        return plan(replace(request, arguments=(*request.arguments, *settings)))
+        return _plan_run(replace(request, arguments=(*request.arguments, *settings)))
     except UserError as error:
         raise UserError(
             f"the run with {' '.join(settings)}: {error.what}", where=error.where, remedy=error.remedy
@@ -189,22 +235,46 @@ def _plan_element(request: Request, settings: tuple[str, ...]) -> Sending:
 
 
 def make_job(config: RunConfig, cluster: ClusterSection, request: Request) -> Job:
-    """What ``drawbar train ARGUMENTS`` is on the nodes."""
+    """``drawbar train`` on the nodes, with the configuration as it is now."""
     container = make_container(config, cluster, Path.cwd())
     processes = config.launch.nproc if config.launch.nproc != "auto" else cluster.gpus_per_node or 1
-    settings = (*request.arguments, f"launch.nproc={processes}")
-    words = ("--", *settings) if settings[0].startswith("-") else settings
     return Job(
         name=config.run.name,
-        argv=(*train_command(cluster, container, request.program), *words),
+        argv=train_command(cluster, container, request.program),
+        config=dump_yaml(config),
         workdir=Path.cwd(),
         run_dir=config.run_dir.absolute(),
         nodes=cluster.nodes,
         processes=processes,
+        settings=(f"launch.nproc={processes}",),
         environment=VARIABLES if container else {},
         container=container,
         grace=max(Job.grace, config.launch.roll_call_seconds + 30),
     )
+
+
+def _with_code(job: Job, request: Request) -> Job:
+    """Which code the job is submitted with, and the copy that it uses."""
+    if request.snapshot is None:
+        return replace(job, version=request.version)
+    copy, argv = job.folder / request.snapshot, job.argv
+    if request.snapshot == str(copy) and not copy.is_dir():
+        raise UserError(
+            "the copy of the code that the job was submitted with is gone",
+            where=request.snapshot,
+            remedy="`drawbar submit --snapshot` takes the code as it is now",
+        )
+    if request.program is not None:
+        program = Path(request.program)
+        if not program.is_relative_to(job.workdir):
+            raise UserError(
+                f"{program} is not in the folder that the job is submitted from, and so not in the copy of it",
+                where="--snapshot",
+                remedy=f"submit from {program.parent}, or without --snapshot",
+            )
+        inside = str(copy / program.relative_to(job.workdir))
+        argv = tuple(inside if word == request.program else word for word in argv)
+    return replace(job, argv=argv, version=request.version, snapshot=copy)
 
 
 def train_command(cluster: ClusterSection, container: Container | None, program: str | None) -> tuple[str, ...]:

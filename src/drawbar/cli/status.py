@@ -90,7 +90,11 @@ def _lines(folder: Path, standing: "Standing | None", progress: "Progress") -> l
         is_silent = standing is not None and standing.state == "RUNNING" and progress.is_stale(now)
         lines.append(("written", ago + (": it should have written since; see its log" if is_silent else "")))
     if standing is not None:
-        lines.append(("log", standing.record.log))
+        record = standing.record
+        if record.code is not None or record.snapshot is not None:
+            copy = f"a copy in {record.snapshot}" if record.snapshot else ""
+            lines.append(("code", ", ".join(filter(None, (record.code, copy)))))
+        lines.append(("log", record.log))
     return lines
 
 
@@ -120,4 +124,7 @@ def _job(standing: "Standing", record: "Record") -> dict[str, Any]:
         "log": record.log,
         "script": record.script,
         "settings": list(record.settings),
+        "config": str(record.config_file),
+        "code": record.code,
+        "snapshot": record.snapshot,
     }

@@ -24,6 +24,7 @@ Examples:
   drawbar submit config.yaml --to slurm --cluster NAME optim.lr=1e-4
   drawbar submit config.yaml --to slurm --image drawbar.sif       in a container on each node
   drawbar submit config.yaml --to slurm --sweep optim.lr=1e-4,3e-4 --at-once 4
+  drawbar submit config.yaml --to slurm --snapshot                with a copy of your code as it is now
   drawbar submit config.yaml --hosts gpu1:8,gpu2:8                 over ssh; or --hostfile FILE
 
 \b
@@ -45,6 +46,7 @@ A sweep is one job, in which each combination of values is a run of its own name
     "--sweep", multiple=True, metavar="KEY=VALUE,VALUE", help="A run for each value; several give all combinations."
 )
 @click.option("--at-once", type=click.IntRange(min=1), help="Of a sweep: so many runs at the same time, at most.")
+@click.option("--snapshot", is_flag=True, help="Run with a copy of your code as it is now, as far as git knows it.")
 @click.option("--dry-run", is_flag=True, help="Print what would be submitted, and submit nothing.")
 @click.pass_obj
 def submit(
@@ -58,22 +60,25 @@ def submit(
     image: str | None,
     sweep: tuple[str, ...],
     at_once: int | None,
+    snapshot: bool,
     dry_run: bool,
 ) -> int:
     """Run `drawbar train` on the nodes of a cluster.
 
-    Settings are checked here, before the job waits in a queue. An interrupted job saves, goes back into the queue, and
-    goes on from where it was. Over ssh, this command stays until the run is over, and ends with its exit code.
+    Settings are checked here, before the job waits in a queue, and the job has them as they are now, whatever becomes
+    of CONFIG. An interrupted job saves, goes back into the queue, and goes on from where it was. Over ssh, this command
+    stays until the run is over, and ends with its exit code.
     """
     from drawbar.cli.sending import Request, name_elements, plan, plan_sweep
+    from drawbar.launch.code import code_version, snapshot_name
     from drawbar.launch.sweep import combine
 
     settings = arguments if image is None else (*arguments, f"cluster.image={json.dumps(image)}")
     if hosts is not None or hostfile is not None or launcher == "ssh":
         from drawbar.cli.submit_ssh import submit_ssh
 
-        if sweep or at_once:
-            raise click.UsageError("--sweep and --at-once are for --to slurm")
+        if sweep or at_once or snapshot:
+            raise click.UsageError("--sweep, --at-once and --snapshot are for --to slurm")
         return submit_ssh(task, settings, launcher, hosts, hostfile, cluster, nodes, dry_run)
     if launcher is None:
         raise click.UsageError("say where to run it: --to slurm, --to ssh, --hosts or --hostfile")
@@ -81,7 +86,9 @@ def submit(
     if at_once is not None and not sweep:
         raise click.UsageError("--at-once is for a --sweep: it says how many of its runs may run at the same time")
     settings = settings if nodes is None else (*settings, f"cluster.nodes={nodes}")
-    request = Request(settings, task, cluster, own_program(task))
+    here = Path.cwd()
+    copy = snapshot_name(here) if snapshot else None
+    request = Request(settings, task, cluster, own_program(task), code_version(here), copy)
     if sweep:
         send(plan_sweep(request, *name_elements(request, combine(sweep)), at_once), dry_run)
     else:
@@ -112,9 +119,18 @@ def tell_submitted(records: "list[Record]") -> None:
     size = f"{first.nodes} × {first.processes} processes"
     if first.sweep is None:
         click.echo(f"job {first.number}: run {first.run} on {size}")
+        _tell_code(first)
         click.echo(f"log: {first.log}")
         return
     click.echo(f"job {first.array}: sweep {first.sweep}, {len(records)} runs on {size} each")
     for record in records:
         click.echo(f"  {record.number}: {record.run}")
+    _tell_code(first)
     click.echo(f"logs: {first.log.replace(first.number, f'{first.array}_*')}")
+
+
+def _tell_code(record: "Record") -> None:
+    if record.snapshot is not None:
+        click.echo(f"code: a copy in {record.snapshot}")
+    elif record.code is not None:
+        click.echo(f"code: {record.code}; the job takes what is there when it starts, or with --snapshot a copy")

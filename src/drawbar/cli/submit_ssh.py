@@ -53,7 +53,7 @@ def submit_ssh(
     check_deepspeed(loaded, len(machines) * processes)
     section = loaded.config.cluster or ClusterSection()
     job = make_job(loaded.config, section, task)
-    starts = render(job, section, machines, dump_yaml(loaded.config))
+    starts = render(job, section, machines)
     if dry_run:
         over_pdsh = section.ssh_program == "pdsh"
         commands = [pdsh_command(starts, "SOCKET")] if over_pdsh else [start.command for start in starts]
@@ -112,7 +112,7 @@ def count_processes(config: RunConfig, hosts: list[Host]) -> int:
 
 
 def make_job(config: RunConfig, cluster: ClusterSection, task: "type[Task] | None") -> Job:
-    """``drawbar train`` on the hosts; the path of the configuration comes behind it there.
+    """``drawbar train`` on the hosts.
 
     Raises:
         UserError: the container is one that only Slurm can start.
@@ -129,6 +129,7 @@ def make_job(config: RunConfig, cluster: ClusterSection, task: "type[Task] | Non
     return Job(
         name=config.run.name,
         argv=train_command(cluster, container, own_program(task)),
+        config=dump_yaml(config),
         workdir=workdir,
         run_dir=config.run_dir.absolute(),
         nodes=cluster.nodes,

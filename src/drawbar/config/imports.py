@@ -1,18 +1,22 @@
 """Importing what a user names as ``package.module:name``."""
 
 import importlib
+import os
 import sys
 import traceback
 from pathlib import Path
 from types import ModuleType
 
+SNAPSHOT = "DRAWBAR_SNAPSHOT"
+"""Environment variable: the folder with a copy of the user's code, which comes before the code in the current one."""
+
 
 def import_user_module(name: str) -> ModuleType:
     """A module on the path or in the current folder. Whatever its code raises comes through."""
-    folder = str(Path.cwd())
-    if folder not in sys.path:
-        # As `python -m` does; the installed command `drawbar` does not.
-        sys.path.insert(0, folder)
+    # the current folder as `python -m` does it; the installed command `drawbar` does not
+    for folder in (str(Path.cwd()), os.environ.get(SNAPSHOT)):
+        if folder and folder not in sys.path:
+            sys.path.insert(0, folder)
     return importlib.import_module(name)
 
 

@@ -23,7 +23,8 @@ from drawbar.optim.schedules import learning_rate_scale, set_learning_rate
 from drawbar.optim.state import check_optimizer_state, load_optimizer_state, optimizer_state
 from drawbar.parallel.context import ContextParallel, check_context
 from drawbar.parallel.ddp import accumulate, replicate
-from drawbar.parallel.fsdp import free_gathered
+from drawbar.parallel.dp import DataParallel
+from drawbar.parallel.fsdp import free_gathered, generate_together
 from drawbar.parallel.gradients import clip_factor, scale_, settle, squared_norm
 from drawbar.parallel.precision import LossScaler, autocast, choose_formats
 from drawbar.parallel.styles import sharded_logits
@@ -83,14 +84,13 @@ class NativeEngine(Engine):
             module, self.packed = build_spread(task, config, world, layout, mesh, self.precision)
             if layout.cp > 1:
                 self.context = ContextParallel(module, mesh["cp"], IGNORED_LABEL)
-            if self.is_sharded and hasattr(module, "generate"):
-                # a rank whose texts have ended must go on taking part in the others' forwards
-                module.generate = partial(module.generate, synced_gpus=True)
+            if self.is_sharded:
+                generate_together(module)
             self.module = self.model = self.structure = module
             return
         self.module = self.structure = module = build_whole(task, config, world.device, self.precision)
         if config.parallel.strategy == "dp":
-            self.model = nn.DataParallel(module)
+            self.model = DataParallel(module, self.precision, world.device)
         else:
             self.model = replicate(module, world.device) if world.size > 1 else module
 

@@ -12,26 +12,40 @@ FOLDER = "launch"
 """Inside a run directory: what the launchers write."""
 
 
+def config_file(run_dir: Path, number: str) -> Path:
+    """The configuration of a job, or of an element, as it was submitted."""
+    return run_dir / FOLDER / f"config-{number}.yaml"
+
+
 @dataclass(frozen=True)
 class Job:
     """A command that runs once on each node and starts that node's processes."""
 
     name: str
     argv: tuple[str, ...]
-    """The command, its interpreter first."""
+    """The command, its interpreter first; the path of the configuration comes behind it, and then ``settings``."""
     workdir: Path
     """Absolute, as is ``run_dir``."""
     run_dir: Path
+    config: str = ""
+    """The whole configuration as YAML: what its files say when the job starts is of no matter."""
     nodes: int = 1
     processes: int = 1
     """On each node."""
+    settings: tuple[str, ...] = ()
+    """``KEY=VALUE``, over the configuration."""
     environment: Mapping[str, str] = field(default_factory=dict)
     container: "Container | None" = None
     """Where ``argv`` runs, and drawbar's own parts; None: on the node itself."""
     elements: "tuple[Job, ...]" = ()
-    """The runs of a sweep; this job then says what they all ask for. Each has its name, command and directory."""
+    """The runs of a sweep; this job then says what they all ask for. Each has its name, configuration, settings and
+    directory."""
     at_once: int | None = None
     """So many elements run at the same time, at most."""
+    version: str | None = None
+    """Of the user's own code, where git knows it."""
+    snapshot: Path | None = None
+    """The copy of that code which the job uses."""
     allocation: str | None = None
     """The number of the allocation that it runs in, at a terminal; None where it waits in a queue."""
     grace: int = 60

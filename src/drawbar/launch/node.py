@@ -1,21 +1,28 @@
 """Runs on every node of a Slurm job, once: finds the way to the first node, and becomes the command.
 
-srun … python -m drawbar.launch.node ADDRESS:PORT COMMAND [ARGUMENT]...
+srun … python -m drawbar.launch.node ADDRESS:PORT CONFIG COMMAND [ARGUMENT]...
+
+CONFIG is the file that the configuration is written to, which comes in an environment variable.
 """
 
+import base64
 import os
 import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
+from drawbar.config.imports import SNAPSHOT
 from drawbar.launch.meeting import Meeting, job_name
 from drawbar.launch.network import address_of_host_name, address_towards, interfaces
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 NODES = "DRAWBAR_NODES"
 """Environment variable: the names of all nodes, in Slurm's order. The script asks for them once: not every node can."""
+CONFIG = "DRAWBAR_CONFIG"
+"""Environment variable: the configuration of the run, as YAML in base64."""
 
 
 @dataclass(frozen=True)
@@ -60,17 +67,32 @@ def describe(way: Way, meeting: Meeting, environ: Mapping[str, str]) -> str:
     )
 
 
+def write_config(path: Path, node: int) -> None:
+    """Write the configuration down, whole or not at all. Nodes may do it at the same time, in the same folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f"{path.name}.{node}.tmp")
+    draft.write_bytes(base64.b64decode(os.environ.pop(CONFIG)))
+    os.replace(draft, path)
+
+
 def main(arguments: list[str]) -> NoReturn:
-    endpoint, *command = arguments
+    endpoint, config, *command = arguments
     nodes, node = int(os.environ["SLURM_STEP_NUM_NODES"]), int(os.environ["SLURM_NODEID"])
     head = endpoint.rpartition(":")[0]
+    host = os.environ.get("SLURMD_NODENAME", socket.gethostname())
     try:
         way = find_way(head, os.environ)
     except OSError as error:
-        host = os.environ.get("SLURMD_NODENAME", socket.gethostname())
-        print(f"error: node {host} has no way to the first node, {head}: {error}", file=sys.stderr)
-        print("  fix:   set cluster.interface to a network that all nodes are on", file=sys.stderr)
-        sys.exit(1)
+        fix = "set cluster.interface to a network that all nodes are on"
+        _refuse(f"node {host} has no way to the first node, {head}: {error}", fix)
+    try:
+        write_config(Path(config), node)
+    except OSError as error:
+        _refuse(f"node {host} cannot write the configuration of the run: {error}", "set run.dir to another folder")
+    snapshot = os.environ.get(SNAPSHOT)
+    if snapshot is not None and not Path(snapshot).is_dir():
+        fix = "set run.dir to a folder that all nodes share, or submit without --snapshot"
+        _refuse(f"node {host} has no copy of the code that was submitted: {snapshot}", fix)
     names = tuple(os.environ.get(NODES, "").split())
     job = job_name(os.environ["SLURM_JOB_ID"])
     meeting = Meeting(job, endpoint, nodes, node, way.address, names if len(names) == nodes else ())
@@ -79,6 +101,11 @@ def main(arguments: list[str]) -> NoReturn:
     if nodes > 1:
         meeting.announce()
     os.execvp(command[0], command)
+
+
+def _refuse(what: str, fix: str) -> NoReturn:
+    print(f"error: {what}\n  fix:   {fix}", file=sys.stderr)
+    sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from drawbar.errors import UserError, nearest
-from drawbar.launch.job import FOLDER
+from drawbar.launch.job import FOLDER, config_file
 
 FILE = "jobs.jsonl"
 NUMBER = re.compile(r"[0-9]+(_[0-9]+)?")
@@ -40,6 +40,10 @@ class Record:
     """What ``drawbar submit`` was told: a configuration, and settings."""
     profile: str | None = None
     """The cluster profile."""
+    code: str | None = None
+    """The version of the user's own code, where git knows it."""
+    snapshot: str | None = None
+    """The copy of that code which the job uses."""
     program: str | None = None
     """The user's own script, where it is not drawbar that was called."""
     sweep: str | None = None
@@ -55,6 +59,11 @@ class Record:
     @property
     def job_name(self) -> str:
         return self.sweep or self.run
+
+    @property
+    def config_file(self) -> Path:
+        """The whole configuration that was submitted."""
+        return config_file(Path(self.run_dir), self.number)
 
     @property
     def end_file(self) -> Path:

@@ -11,16 +11,23 @@ import subprocess
 from pathlib import Path
 
 from drawbar.config.cluster import ClusterSection
+from drawbar.config.imports import SNAPSHOT
 from drawbar.errors import ExitCode, UserError
 from drawbar.launch import replace
 from drawbar.launch.allocation import OWN_JOB
 from drawbar.launch.job import Job
+from drawbar.launch.node import CONFIG
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
+_CONFIG = """
+# What is trained is what was submitted. Each node writes it down, since they may have disks of their own; it goes to
+# them in letters and digits alone, which every container hands on as they are.
+drawbar_config="$drawbar_run/launch/config-$drawbar_job.yaml"
+{variable}=$(printf %s "$drawbar_yaml" | base64 --wrap=0)
+export {variable}"""
 _BEGIN = """
 export {own_job}="$SLURM_JOB_ID"
-{which}
 # How the job ended, for when Slurm has forgotten it: whole or absent.
 drawbar_end="$drawbar_run/launch/ended-$drawbar_job.json"
 # shellcheck disable=SC2317  # the trap calls it
@@ -61,8 +68,8 @@ meeting=$(srun --overlap --nodes=1 --ntasks=1 --nodelist="$head" \\
 if [ "$told" = TERM ] || [ "$told" = INT ]; then exit {terminated}; fi
 srun --overlap --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 {cpus}\\
   --kill-on-bad-exit=0 --wait={grace} {at_terminal}\\
-  {python} -m drawbar.launch.node "$meeting" \\
-  {command} &
+  {python} -m drawbar.launch.node "$meeting" "$drawbar_config" \\
+  {command} "$drawbar_config" {settings} &
 step=$!
 if [ -n "$early" ]; then kill -s "$early" "$step"; fi
 
@@ -116,7 +123,8 @@ def render(job: Job, cluster: ClusterSection) -> str:
     what = f"Sweep {job.name}: {len(job.elements)} runs, each" if job.elements else f"Run {job.name}"
     parts = [shell, f"# {what} on {_count(job.nodes, 'node')}; made by drawbar submit."]
     parts += [f"#SBATCH {option}" for option in _options(job, cluster)]
-    parts.append(_begin(job) if job.allocation is None else "")
+    parts += ["", *_which(job), _CONFIG.format(variable=CONFIG), *_code(job)]
+    parts.append(_BEGIN.format(own_job=OWN_JOB, terminated=128 + signal.SIGTERM) if job.allocation is None else "")
     parts += [f"module load {shlex.quote(module)} || exit" for module in cluster.modules]
     variables = {**job.environment, **cluster.environment}
     parts += [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
@@ -133,7 +141,8 @@ def render(job: Job, cluster: ClusterSection) -> str:
         interface=f" {shlex.quote(cluster.interface)}" if cluster.interface else "",
         # Ctrl-C goes on to the ranks at once, and not to srun, which would only say how it is
         at_terminal="" if job.allocation is None else "--disable-status ",
-        command='"${drawbar_command[@]}"' if job.elements else shlex.join(job.argv),
+        command=shlex.join(job.argv),
+        settings='"${drawbar_settings[@]}"' if job.elements else shlex.join(job.settings),
     )
     then = _REQUEUE if cluster.requeue else _NO_REQUEUE
     end = _END.format(requeue=int(ExitCode.REQUEUE), killed=128 + signal.SIGUSR1, then=then)
@@ -149,20 +158,29 @@ def _replace(job: Job, cluster: ClusterSection) -> str:
     return _REPLACE.format(python=python, then=then, back=replace.BACK, ends=replace.ENDS, failed=failed)
 
 
-def _begin(job: Job) -> str:
-    """Which run it is, and how its end is told."""
-    if job.elements:
-        # the last element's SLURM_JOB_ID is that of the whole array, which must not be requeued with it
-        lines = ['drawbar_job="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"', 'case "$SLURM_ARRAY_TASK_ID" in']
-        for number, element in enumerate(job.elements):
-            lines.append(f"  {number})")
-            lines.append(f"    drawbar_run={shlex.quote(str(element.run_dir))}")
-            lines.append(f"    drawbar_command=({shlex.join(element.argv)})")
-            lines.append("    ;;")
-        which = "\n".join([*lines, "esac"])
-    else:
-        which = f"drawbar_job=$SLURM_JOB_ID\ndrawbar_run={shlex.quote(str(job.run_dir))}"
-    return _BEGIN.format(own_job=OWN_JOB, which=which, terminated=128 + signal.SIGTERM)
+def _which(job: Job) -> list[str]:
+    """Which run it is, and its configuration."""
+
+    def run(job: Job) -> list[str]:
+        return [f"drawbar_run={shlex.quote(str(job.run_dir))}", f"drawbar_yaml={shlex.quote(job.config)}"]
+
+    if not job.elements:
+        return ["drawbar_job=$SLURM_JOB_ID", *run(job)]
+    # the last element's SLURM_JOB_ID is that of the whole array, which must not be requeued with it
+    lines = ['drawbar_job="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"', 'case "$SLURM_ARRAY_TASK_ID" in']
+    for number, element in enumerate(job.elements):
+        own = [*run(element), f"drawbar_settings=({shlex.join(element.settings)})", ";;"]
+        lines += [f"  {number})", *(f"    {line}" for line in own)]
+    return [*lines, "esac"]
+
+
+def _code(job: Job) -> list[str]:
+    """Which code it was submitted with, and where the copy of it is."""
+    # a job that submits another one must not hand on its copy
+    copy = f"unset {SNAPSHOT}" if job.snapshot is None else f"export {SNAPSHOT}={shlex.quote(str(job.snapshot))}"
+    if job.version is None:
+        return [copy]
+    return [f"echo {shlex.quote(f'drawbar: submitted with the code of {job.version}')}", copy]
 
 
 def log_path(job: Job, number: str | None = None) -> Path:

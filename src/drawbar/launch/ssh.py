@@ -42,14 +42,14 @@ class Start:
     order: Order
 
 
-def render(job: Job, cluster: ClusterSection, hosts: Sequence[Host], config: str) -> list[Start]:
-    """The starts of all hosts, for a ``job`` whose command takes the path of ``config`` as its last word."""
+def render(job: Job, cluster: ClusterSection, hosts: Sequence[Host]) -> list[Start]:
+    """The starts of all hosts."""
     order = Order(
         job=f"drawbar-{secrets.token_hex(8)}",
         node=0,
         names=tuple(host.name for host in hosts),
         argv=job.argv,
-        config=config,
+        config=job.config,
         workdir=str(job.workdir),
         environment=job.environment,
         interface=cluster.interface,

@@ -1,5 +1,10 @@
 """Sharded parameters, gradients and optimizer state, by torch's FSDP2 (``fully_shard``), and replicas of them."""
 
+from collections import Counter
+from collections.abc import Iterable
+from functools import partial
+from inspect import unwrap
+
 import torch
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
@@ -10,31 +15,94 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
+    register_fsdp_forward_method,
 )
+from transformers.pytorch_utils import Conv1D
 
 from drawbar.config.schema import ParallelSection
 from drawbar.parallel.blocks import repeated_blocks
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
+_CAST_BY_AUTOCAST = {kind.forward for kind in (nn.Linear, Conv1D, nn.Conv1d, nn.Conv2d, nn.Conv3d)}
+"""What uses its parameters in operators alone that autocast casts all inputs of."""
+
 
 def shard(model: nn.Module, mesh: DeviceMesh, parallel: ParallelSection, precision: str) -> None:
     """Shard the model over ``dp_shard``, block by block, and replicate that over ``dp_replicate``, in place.
 
-    Parameters stay fp32 and are gathered in ``precision``; gradients are reduced in fp32.
+    Parameters stay fp32, and gradients are reduced in fp32. Autocast decides what is computed in ``precision``, as
+    without shards. So only what it would cast anyway is gathered in ``precision``: the matrices of the blocks and of
+    the head. All else is gathered in fp32, and the few numbers of norms together with what is outside of the blocks:
+    groups of their own would need hooks, and collectives, inside of each block.
 
     Args:
         mesh: two-dimensional (replicas, shards), or that of the shards alone.
     """
-    dtype = DTYPES[precision]
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32)
     offload: OffloadPolicy = OffloadPolicy()
     if parallel.offload:
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     reshard = parallel.reshard is not False
-    for _, block in repeated_blocks(model):
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
-    fully_shard(model, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
+    wrap = partial(fully_shard, mesh=mesh, reshard_after_forward=reshard, offload_policy=offload)
+    exact = MixedPrecisionPolicy(cast_forward_inputs=False)
+    dtype = DTYPES[precision]
+    low = exact
+    if dtype is not None:
+        low = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+
+    units = _units(model)
+    cast = set() if dtype is None else _cast_parameters(model)
+    groups = [_own_group(own, cast) for own in _own_parameters(model, units)]
+    # the model first: FSDP looks for parameters in no module that it has a hook on
+    wrap(model, mp_policy=exact, ignored_params=set().union(*groups))
+    for unit, group in zip(units, groups, strict=True):
+        if group:
+            others = set(unit.parameters()) - group
+            wrap(unit, mp_policy=low if group <= cast else exact, ignored_params=others)
+
+
+def _units(model: nn.Module) -> list[nn.Module]:
+    """What is gathered by itself: the repeated blocks, and the head of a language model."""
+    units = [block for _, block in repeated_blocks(model)]
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    return units if head is None or head in units else [*units, head]
+
+
+def _own_parameters(model: nn.Module, units: Iterable[nn.Module]) -> list[set[nn.Parameter]]:
+    """Of each unit, the parameters that nothing else in the model uses."""
+
+    def uses(module: nn.Module) -> Counter[nn.Parameter]:
+        return Counter(parameter for part in module.modules() for parameter in part.parameters(recurse=False))
+
+    everywhere = uses(model)
+    return [{p for p, count in uses(unit).items() if count == everywhere[p]} for unit in units]
+
+
+def _cast_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """Those that autocast casts wherever they are used."""
+    cast: set[nn.Parameter] = set()
+    others: set[nn.Parameter] = set()
+    for module in model.modules():
+        is_cast = unwrap(type(module).forward) in _CAST_BY_AUTOCAST
+        (cast if is_cast else others).update(module.parameters(recurse=False))
+    return cast - others
+
+
+def _own_group(own: set[nn.Parameter], cast: set[nn.Parameter]) -> set[nn.Parameter]:
+    """The parameters that are gathered for a unit: those that autocast casts; or all, in fp32, where it has other
+    matrices (stacked experts, an embedding), which are too large to be kept for the whole step."""
+    if not cast or any(parameter.ndim > 1 for parameter in own - cast):
+        return own
+    return own & cast
+
+
+def generate_together(model: nn.Module) -> None:
+    """Let all ranks call ``generate`` of a sharded model, in place."""
+    if hasattr(model, "generate"):
+        # it calls the encoder by itself, which needs what is gathered for the whole model
+        register_fsdp_forward_method(model, "generate")
+        # a rank whose texts have ended must go on taking part in the others' forwards
+        model.generate = partial(model.generate, synced_gpus=True)
 
 
 def replicate_parts(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -10,6 +10,21 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=4
 
+drawbar_job=$SLURM_JOB_ID
+drawbar_run=/home/me/project/runs/wikitext-gpt2
+drawbar_yaml='run:
+  name: wikitext-gpt2
+optim:
+  lr: 0.0001
+'
+
+# What is trained is what was submitted. Each node writes it down, since they may have disks of their own; it goes to
+# them in letters and digits alone, which every container hands on as they are.
+drawbar_config="$drawbar_run/launch/config-$drawbar_job.yaml"
+DRAWBAR_CONFIG=$(printf %s "$drawbar_yaml" | base64 --wrap=0)
+export DRAWBAR_CONFIG
+unset DRAWBAR_SNAPSHOT
+
 
 # USR1 comes before the time limit, to this script alone: it goes on to the ranks, which save and end with 75.
 # TERM comes from scancel or the scheduler, which tells the ranks itself, and decides whether the job goes on.
@@ -37,8 +52,8 @@ meeting=$(srun --overlap --nodes=1 --ntasks=1 --nodelist="$head" \
 if [ "$told" = TERM ] || [ "$told" = INT ]; then exit 143; fi
 srun --overlap --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=4 \
   --kill-on-bad-exit=0 --wait=60 --disable-status \
-  /opt/env/bin/python -m drawbar.launch.node "$meeting" \
-  /opt/env/bin/python -m drawbar train config.yaml optim.lr=1e-4 launch.nproc=1 &
+  /opt/env/bin/python -m drawbar.launch.node "$meeting" "$drawbar_config" \
+  /opt/env/bin/python -m drawbar train "$drawbar_config" launch.nproc=1 &
 step=$!
 if [ -n "$early" ]; then kill -s "$early" "$step"; fi
 

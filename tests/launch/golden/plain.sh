@@ -9,9 +9,22 @@
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
 
-export DRAWBAR_JOB="$SLURM_JOB_ID"
 drawbar_job=$SLURM_JOB_ID
 drawbar_run=/home/me/project/runs/wikitext-gpt2
+drawbar_yaml='run:
+  name: wikitext-gpt2
+optim:
+  lr: 0.0001
+'
+
+# What is trained is what was submitted. Each node writes it down, since they may have disks of their own; it goes to
+# them in letters and digits alone, which every container hands on as they are.
+drawbar_config="$drawbar_run/launch/config-$drawbar_job.yaml"
+DRAWBAR_CONFIG=$(printf %s "$drawbar_yaml" | base64 --wrap=0)
+export DRAWBAR_CONFIG
+unset DRAWBAR_SNAPSHOT
+
+export DRAWBAR_JOB="$SLURM_JOB_ID"
 # How the job ended, for when Slurm has forgotten it: whole or absent.
 drawbar_end="$drawbar_run/launch/ended-$drawbar_job.json"
 # shellcheck disable=SC2317  # the trap calls it
@@ -52,8 +65,8 @@ meeting=$(srun --overlap --nodes=1 --ntasks=1 --nodelist="$head" \
 if [ "$told" = TERM ] || [ "$told" = INT ]; then exit 143; fi
 srun --overlap --nodes=1 --ntasks=1 --ntasks-per-node=1 \
   --kill-on-bad-exit=0 --wait=60 \
-  /opt/env/bin/python -m drawbar.launch.node "$meeting" \
-  /opt/env/bin/python -m drawbar train config.yaml optim.lr=1e-4 launch.nproc=1 &
+  /opt/env/bin/python -m drawbar.launch.node "$meeting" "$drawbar_config" \
+  /opt/env/bin/python -m drawbar train "$drawbar_config" launch.nproc=1 &
 step=$!
 if [ -n "$early" ]; then kill -s "$early" "$step"; fi
 

@@ -12,22 +12,45 @@
 #SBATCH --time=8:00:00
 #SBATCH --array=0-2%2
 
-export DRAWBAR_JOB="$SLURM_JOB_ID"
 drawbar_job="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
 case "$SLURM_ARRAY_TASK_ID" in
   0)
     drawbar_run=/home/me/project/runs/wikitext-gpt2-lr1e-4
-    drawbar_command=(/opt/env/bin/python -m drawbar train config.yaml optim.lr=1e-4 run.name=wikitext-gpt2-lr1e-4 launch.nproc=1)
+    drawbar_yaml='run:
+  name: wikitext-gpt2-lr1e-4
+optim:
+  lr: 1e-4
+'
+    drawbar_settings=(launch.nproc=1)
     ;;
   1)
     drawbar_run=/home/me/project/runs/wikitext-gpt2-lr3e-4
-    drawbar_command=(/opt/env/bin/python -m drawbar train config.yaml optim.lr=3e-4 run.name=wikitext-gpt2-lr3e-4 launch.nproc=1)
+    drawbar_yaml='run:
+  name: wikitext-gpt2-lr3e-4
+optim:
+  lr: 3e-4
+'
+    drawbar_settings=(launch.nproc=1)
     ;;
   2)
     drawbar_run='/home/me/project/runs/wikitext-gpt2-lr[1e-3]'
-    drawbar_command=(/opt/env/bin/python -m drawbar train config.yaml 'optim.lr=[1e-3]' 'run.name=wikitext-gpt2-lr[1e-3]' launch.nproc=1)
+    drawbar_yaml='run:
+  name: wikitext-gpt2-lr[1e-3]
+optim:
+  lr: [1e-3]
+'
+    drawbar_settings=(launch.nproc=1)
     ;;
 esac
+
+# What is trained is what was submitted. Each node writes it down, since they may have disks of their own; it goes to
+# them in letters and digits alone, which every container hands on as they are.
+drawbar_config="$drawbar_run/launch/config-$drawbar_job.yaml"
+DRAWBAR_CONFIG=$(printf %s "$drawbar_yaml" | base64 --wrap=0)
+export DRAWBAR_CONFIG
+unset DRAWBAR_SNAPSHOT
+
+export DRAWBAR_JOB="$SLURM_JOB_ID"
 # How the job ended, for when Slurm has forgotten it: whole or absent.
 drawbar_end="$drawbar_run/launch/ended-$drawbar_job.json"
 # shellcheck disable=SC2317  # the trap calls it
@@ -68,8 +91,8 @@ meeting=$(srun --overlap --nodes=1 --ntasks=1 --nodelist="$head" \
 if [ "$told" = TERM ] || [ "$told" = INT ]; then exit 143; fi
 srun --overlap --nodes=1 --ntasks=1 --ntasks-per-node=1 \
   --kill-on-bad-exit=0 --wait=60 \
-  /opt/env/bin/python -m drawbar.launch.node "$meeting" \
-  "${drawbar_command[@]}" &
+  /opt/env/bin/python -m drawbar.launch.node "$meeting" "$drawbar_config" \
+  /opt/env/bin/python -m drawbar train "$drawbar_config" "${drawbar_settings[@]}" &
 step=$!
 if [ -n "$early" ]; then kill -s "$early" "$step"; fi
 

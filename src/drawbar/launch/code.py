@@ -1,0 +1,65 @@
+"""The user's own code when a job is submitted: which commit it is, and a copy of it."""
+
+import hashlib
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from drawbar.errors import UserError
+
+
+def code_version(folder: Path) -> str | None:
+    """``commit 0123456789ab``, or with ``with changes`` behind it where files that git knows differ from the commit.
+
+    None where there is no git, no repository, or no commit yet.
+    """
+    try:
+        commit = _git(folder, "rev-parse", "--verify", "--short=12", "HEAD")
+        changes = _git(folder, "status", "--porcelain", "--untracked-files=no", "--", ".")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return f"commit {os.fsdecode(commit.strip())}" + (" with changes" if changes.strip() else "")
+
+
+def snapshot_name(folder: Path) -> str:
+    """What a copy of the code is called; another name for other contents.
+
+    Raises:
+        UserError: git knows nothing there that could be copied.
+    """
+    digest = hashlib.sha256()
+    for path in _tracked(folder):
+        whole = folder / path
+        content = os.fsencode(os.readlink(whole)) if whole.is_symlink() else whole.read_bytes()
+        digest.update(hashlib.sha256(os.fsencode(path)).digest() + hashlib.sha256(content).digest())
+    return f"code-{digest.hexdigest()[:12]}"
+
+
+def copy_code(folder: Path, target: Path) -> None:
+    """Copy what git knows of a folder, as it is now, with changes that are not committed; whole or not at all."""
+    draft = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+    for path in _tracked(folder):
+        (draft / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(folder / path, draft / path, follow_symlinks=False)
+    draft.rename(target)
+
+
+def _tracked(folder: Path) -> list[Path]:
+    """The files below the folder that git knows and that are there, relative to it."""
+    try:
+        names = _git(folder, "ls-files", "-z", "--recurse-submodules").split(b"\0")
+    except (OSError, subprocess.CalledProcessError):
+        names = []
+    found = [Path(os.fsdecode(name)) for name in names if name and os.path.lexists(folder / os.fsdecode(name))]
+    if not found:
+        raise UserError(
+            f"git knows no files in {folder}, so there is nothing to copy",
+            where="--snapshot",
+            remedy="`git init` and `git add` your code (a commit is not needed), or submit without --snapshot",
+        )
+    return found
+
+
+def _git(folder: Path, *arguments: str) -> bytes:
+    return subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, check=True).stdout

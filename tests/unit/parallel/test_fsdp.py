@@ -1,0 +1,124 @@
+"""Shards of one process: nothing travels, and all else is as on many. Autocast decides what is computed in 16 bits."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import AutoModelForSeq2SeqLM, T5Config
+
+from drawbar.config.schema import LoraSection, ParallelSection
+from drawbar.parallel.fsdp import generate_together, shard
+from drawbar.runtime.dist import World
+from drawbar.runtime.env import Place
+from drawbar.runtime.mesh import Layout, build_mesh
+from tiny import CPU, random_step, tiny_config, tiny_engine
+
+FSDP = ParallelSection(strategy="fsdp")
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "tied llama": ("llama", {"tie_word_embeddings": True}),
+    "gpt2": ("gpt2", {}),
+}
+T5 = T5Config(vocab_size=32, d_model=16, d_ff=24, d_kv=8, num_layers=2, num_heads=2, decoder_start_token_id=0)
+
+
+def train(name: str, parallel: ParallelSection, precision: str, **sections: Any) -> dict[str, np.ndarray]:
+    """Losses, gradient norms and the weights after some steps."""
+    family, fields = MODELS[name]
+    config = tiny_config(family, fields, precision=precision, parallel=parallel, **sections)
+    with World(Place(), CPU, 60, Layout.of(parallel, 1)) as world:
+        engine = tiny_engine(config, world)
+        results = [engine.train_step(random_step(engine, seed)) for seed in range(3)]
+        found = {"loss": np.array([float(result.loss) for result in results])}
+        found["norm"] = np.array([float(result.grad_norm) for result in results])
+        return {**found, **{key: tensor.numpy().copy() for key, tensor in engine.state().model.items()}}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_computes_what_one_process_computes(name: str, precision: str) -> None:
+    """Bit by bit, in 16 bits as well: matrices are gathered as autocast casts them, and all else in fp32."""
+    expected = train(name, ParallelSection(strategy="single"), precision)
+    found = train(name, FSDP, precision)
+    assert found.keys() == expected.keys()
+    assert [key for key in expected if not np.array_equal(found[key], expected[key])] == []
+
+
+def test_adapters_and_recomputation_too() -> None:
+    options: dict[str, Any] = {"activation_checkpointing": "full"}
+    lora = LoraSection(rank=4)
+    expected = train("llama", ParallelSection(strategy="single", **options), "bf16", lora=lora)
+    found = train("llama", ParallelSection(strategy="fsdp", **options), "bf16", lora=lora)
+    assert [key for key in expected if not np.array_equal(found[key], expected[key])] == []
+
+
+class Mixed(nn.Module):
+    """A block of a matrix and a norm; or with numbers of its own besides, as experts and state spaces have them."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.LayerNorm(4)
+        self.own = nn.Parameter(torch.full((4, 4), 1 / 3)) if own else None
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = hidden if self.own is None else hidden + self.own.exp().sum()
+        return hidden + self.linear(self.norm(hidden))
+
+
+class Model(nn.Module):
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(8, 4)
+        self.blocks = nn.ModuleList(Mixed(own) for _ in range(2))
+        self.head = nn.Linear(4, 8)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_what_is_gathered_in_16_bits(own: bool) -> None:
+    """The matrices that autocast casts, unless a block has others. Nothing is gathered inside of a block."""
+    model, found = Model(own), {}
+
+    def look(module: nn.Module, inputs: Any) -> None:
+        found.update({name: p.dtype for name, p in model.named_parameters() if not hasattr(p, "placements")})
+
+    with World(Place(), CPU, 60, Layout.of(FSDP, 1)) as world:
+        world.join_alone()
+        shard(model, build_mesh(Layout.of(FSDP, 1), CPU)["dp_shard"], FSDP, "bf16")
+        model.blocks[0].norm.register_forward_pre_hook(look)
+        model.head.register_forward_pre_hook(look)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert model(torch.arange(4)).dtype == torch.bfloat16
+    wrapped = {name for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+    assert wrapped == {"", "blocks.0", "blocks.1", "head"}
+    halves = {name for name, dtype in found.items() if dtype == torch.bfloat16}
+    assert halves == {"head.weight", "head.bias"} | (
+        set() if own else {"blocks.0.linear.weight", "blocks.0.linear.bias"}
+    )
+    assert {"embedding.weight", "blocks.0.norm.weight", "blocks.0.linear.weight"} <= found.keys()
+
+
+def test_a_sharded_encoder_decoder_writes_the_same() -> None:
+    """``generate`` calls the encoder by itself."""
+    torch.manual_seed(0)
+    model = AutoModelForSeq2SeqLM.from_config(T5).eval()
+    tokens = torch.arange(2, 12).reshape(2, 5)
+    expected = model.generate(tokens, max_new_tokens=5)
+    with World(Place(), CPU, 60, Layout.of(FSDP, 1)) as world:
+        world.join_alone()
+        shard(model, build_mesh(Layout.of(FSDP, 1), CPU)["dp_shard"], FSDP, "fp32")
+        generate_together(model)
+        for _ in range(2):
+            assert torch.equal(model.generate(tokens, max_new_tokens=5), expected)
