@@ -88,7 +88,7 @@ class NativeEngine(Engine):
                 module.generate = partial(module.generate, synced_gpus=True)
             self.module = self.model = self.structure = module
             return
-        self.module = self.structure = module = build_whole(task, config, world.device, self.precision)
+        self.module = self.structure = module = build_whole(task, config, world, world.device, self.precision)
         if config.parallel.strategy == "dp":
             self.model = nn.DataParallel(module)
         else:
