@@ -178,7 +178,8 @@ class LaunchSection(Section):
     nproc: Count | Auto = "auto"
     """Processes to start on this machine; `auto`: one for each GPU, or one. `torchrun` overrules it."""
     timeout: Annotated[int, Field(ge=10)] = 600
-    """Seconds that a process waits for the others before it gives up and says whom it waited for."""
+    """Seconds without a sign of life of another process, after which those that wait for it give up and name it. One
+    that is at work, such as writing a checkpoint, encoding or scoring, is waited for as long as that takes."""
     roll_call_seconds: Annotated[int, Field(ge=5)] = 60
     """Seconds that the nodes of a job wait for one another before training. Then those that did not answer are named,
     and the run ends."""

@@ -244,7 +244,7 @@ def _encode_in_workers(
     try:
         while True:
             while len(pending) < 2 * count:  # a bound on the memory, and enough that no worker runs dry
-                size = max(1, min(CHUNK_RECORDS, round(CHUNK_SECONDS * done / seconds))) if seconds else 16
+                size = max(1, min(CHUNK_RECORDS, round(CHUNK_SECONDS * done / seconds))) if seconds else 1
                 records = list(islice(numbered, size))
                 if not records:
                     break

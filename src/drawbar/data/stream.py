@@ -217,7 +217,9 @@ class StreamLoader(Loader[Batch]):
         """
         ends = np.zeros(len(self._readers), dtype=np.int64)
         while self._block is None:
-            block = self._agree(self._cursor, self._part(self._cursor))
+            with self.ranks.working("reading the stream"):
+                part = self._part(self._cursor)
+            block = self._agree(self._cursor, part)
             self._ahead = block.after, self._thread.submit(self._read, block.after)
             if len(block.sequence):
                 self._block = block

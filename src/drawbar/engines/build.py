@@ -30,13 +30,14 @@ def pack(model: nn.Module, task: Task, config: RunConfig) -> None:
         allow_packing(model, per_sample=task.targets == "sample")
 
 
-def build_whole(task: Task, config: RunConfig, device: torch.device, precision: str) -> nn.Module:
+def build_whole(task: Task, config: RunConfig, world: World, device: torch.device, precision: str) -> nn.Module:
     """The model of one process, also where it is replicated. It is made on the CPU, so that it starts from the same
     random numbers on every device."""
-    model = with_adapters(task.build_model(), config)
-    pack(model, task, config)
-    parallelize(model, plan_for(model), config.parallel, Layout(), None, precision)
-    return model.to(device)
+    with world.together("building the model"):
+        model = with_adapters(task.build_model(), config)
+        pack(model, task, config)
+        parallelize(model, plan_for(model), config.parallel, Layout(), None, precision)
+        return model.to(device)
 
 
 def build_spread(
@@ -52,12 +53,23 @@ def build_spread(
     parallelize(structure, plan_for(structure), config.parallel, layout, mesh, precision)
     packed = packed_parameters(structure)
     materialize(structure, torch.device("cpu") if config.parallel.offload else world.device)
-    if isinstance(source, Mapping):
-        for name, parameter in structure.named_parameters():
-            fill(parameter, source, name, packed.get(name))
-    else:
-        spread(named_tensors(structure), source, packed, world.device)
+    fill_parts(structure, source, packed, world)
     return structure, packed
+
+
+def fill_parts(
+    module: nn.Module,
+    source: Mapping[str, torch.Tensor] | nn.Module | None,
+    packed: Mapping[str, Packed],
+    world: World,
+) -> None:
+    """The first weights of what this rank holds of a model, from where ``build_structure`` says."""
+    if isinstance(source, Mapping):
+        with world.together("reading the weights"):
+            for name, parameter in module.named_parameters():
+                fill(parameter, source, name, packed.get(name))
+    else:
+        spread(named_tensors(module), source, packed, world.device)
 
 
 def build_structure(
@@ -66,12 +78,14 @@ def build_structure(
     """The model without its parameters, and where they come from: files, or the whole model, which rank 0 has."""
     files = None
     if config.lora is None:
-        structure = task.build_structure()
-        files = task.stored_weights(structure)
+        with world.working("finding the weights"):
+            structure = task.build_structure()
+            files = task.stored_weights(structure)
         if world.sum(files is not None) == world.size:
             return structure, files
     # first the whole model: it must start from the same random numbers as that of one process
-    source = with_adapters(task.build_model(), config) if world.first else None
-    structure = with_adapters(task.build_structure(), config)
+    with world.together("building the model"):
+        source = with_adapters(task.build_model(), config) if world.first else None
+        structure = with_adapters(task.build_structure(), config)
     logger.info("weights: rank 0 builds the model, and sends each process its part")
     return structure, source

@@ -47,7 +47,7 @@ class DeepSpeedEngine(NativeEngine):
         self.scaler = LossScaler("fp32")  # DeepSpeed scales by itself
         self.stage = zero_stage(config)
         if self.stage < 3:
-            self.module = build_whole(task, config, _HOST, self.precision)
+            self.module = build_whole(task, config, world, _HOST, self.precision)
             self.weights: Mapping[str, torch.Tensor] | nn.Module | None = {}
             if self.precision != "fp32":  # DeepSpeed copies its fp32 weights from those that it has cast
                 self.weights = {name: parameter.detach() for name, parameter in self.module.named_parameters()}

@@ -1,6 +1,5 @@
 """Pipeline × tensor × data parallelism on DeepSpeed: its ``PipelineModule`` over this program's stages."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,7 +8,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from drawbar.config.deepspeed_json import deepspeed_json
-from drawbar.engines.build import build_structure, pack
+from drawbar.engines.build import build_structure, fill_parts, pack
 from drawbar.engines.deepspeed import DeepSpeedEngine
 from drawbar.engines.pipeline import PipelineEngine
 from drawbar.errors import UserError
@@ -27,7 +26,7 @@ from drawbar.parallel.deepspeed_stages import (
 from drawbar.parallel.precision import LossScaler
 from drawbar.parallel.relay import Relay
 from drawbar.parallel.stages import Parts, is_tied
-from drawbar.parallel.weights import fill, materialize, named_tensors, spread
+from drawbar.parallel.weights import materialize
 from drawbar.parallel.zero import FlatMasters, Masters, import_deepspeed, start
 from drawbar.runtime.log import logger
 from drawbar.runtime.mesh import Layout, build_mesh
@@ -68,11 +67,7 @@ class DeepSpeedPipelineEngine(PipelineEngine, DeepSpeedEngine):
         cast_received(part)
         materialize(part, torch.device("cpu"))  # DeepSpeed casts and moves it
         module = Parts(parts, self.structure, plan.pipeline)
-        if isinstance(source, Mapping):
-            for name, parameter in module.named_parameters():
-                fill(parameter, source, name)
-        else:
-            spread(named_tensors(module), source, {}, world.device)
+        fill_parts(module, source, {}, world)
         tied = f"{plan.pipeline.embedding}.weight" if is_tied(self.structure, plan.pipeline) else ""
         self.tied = dict(module.named_parameters()).get(tied)  # on the first and the last stage
         if layout.tp > 1:

@@ -88,7 +88,7 @@ class NativeEngine(Engine):
                 generate_together(module)
             self.module = self.model = self.structure = module
             return
-        self.module = self.structure = module = build_whole(task, config, world.device, self.precision)
+        self.module = self.structure = module = build_whole(task, config, world, world.device, self.precision)
         if config.parallel.strategy == "dp":
             self.model = DataParallel(module, self.precision, world.device)
         else:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from drawbar.data.loader import MicroBatch
-from drawbar.engines.build import build_structure, pack
+from drawbar.engines.build import build_structure, fill_parts, pack
 from drawbar.engines.engine import EngineState, EvalResult
 from drawbar.engines.native import NativeEngine
 from drawbar.errors import UserError
@@ -26,7 +26,7 @@ from drawbar.parallel.relay import Relay
 from drawbar.parallel.schedule import Pipeline, add_up_tied
 from drawbar.parallel.stages import Parts, cut_stage, is_tied, split_layers
 from drawbar.parallel.tensor import packed_parameters
-from drawbar.parallel.weights import check_weights, fill, materialize, named_tensors, spread
+from drawbar.parallel.weights import check_weights, fill, materialize
 from drawbar.runtime.log import logger
 from drawbar.runtime.mesh import Layout, build_mesh
 from drawbar.runtime.plan import PipelinePlan
@@ -60,11 +60,7 @@ class PipelineEngine(NativeEngine):
             self.packed |= packed_parameters(part)
             materialize(part, torch.device("cpu") if config.parallel.offload else world.device)
         module = Parts(parts, self.structure, plan.pipeline)
-        if isinstance(source, Mapping):
-            for name, parameter in module.named_parameters():
-                fill(parameter, source, name, self.packed.get(name))
-        else:
-            spread(named_tensors(module), source, self.packed, world.device)
+        fill_parts(module, source, self.packed, world)
         tied = f"{plan.pipeline.embedding}.weight" if is_tied(self.structure, plan.pipeline) else ""
         self.tied = dict(module.named_parameters()).get(tied)  # on the first and the last stage
         self.module = self.model = module

@@ -55,6 +55,7 @@ def evaluate(
     Raises:
         UserError: the split has no units to compute a loss over, or ``predict`` returns too few or too many.
     """
+    world.barrier("evaluating")  # a rank that still does something else is not waited for in a collective
     loss, weight, predictions = 0.0, 0.0, []
     for micro in _batches(task, split, world, micro_batch, vary, progress):
         result = engine.eval_step(micro.batch)
@@ -70,8 +71,9 @@ def evaluate(
             where=f"data.{split.name}",
             remedy="check that its samples have labels",
         )
-    merged = _merge(split, [pair for part in gathered for pair in part]) if gathered is not None else []
-    scores = world.from_first(lambda: _scores(task, loss, weight, merged))
+    with world.working("merging the predictions"):
+        merged = _merge(split, [pair for part in gathered for pair in part]) if gathered is not None else []
+    scores = world.from_first(lambda: _scores(task, loss, weight, merged), "scoring")
     return Evaluation({name: float(value) for name, value in scores.items()}, merged)
 
 
@@ -94,6 +96,7 @@ def _batches(
     )
     for done, micro in enumerate(loader, start=1):
         yield micro
+        world.note(f"evaluating {split.name}: {done} of {len(loader)} batches done")
         if progress is not None:
             progress(done, len(loader))
 
@@ -121,6 +124,7 @@ def predict(
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[int, Any]:
     """The predictions by the number of their record, on rank 0. No labels are needed. Args as for ``evaluate``."""
+    world.barrier("predicting")  # as in evaluate()
     predictions: list[tuple[int, Any]] = []
     for micro in _batches(task, split, world, micro_batch, vary, progress):
         found = _with_ids(task, micro.batch.ids, engine.predict_step(micro.batch))

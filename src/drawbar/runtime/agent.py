@@ -33,8 +33,9 @@ from drawbar.runtime.watchdog import LAUNCHER
 STATUS_FILE = "DRAWBAR_STATUS_FILE"
 """Environment variable: where a node's first rank leaves its exit code for the launcher."""
 
-_SAVE_SECONDS = 600
-"""How long ranks may take to save after a signal, before they are killed."""
+_SAVE_SECONDS = 24 * 3600
+"""How long ranks may take to save after a signal, before they are killed: as long as that takes. A scheduler kills them
+when its grace is over, a person by a second signal, and ranks that wait for one that is gone end by themselves."""
 
 _QUIET_CODES = (ExitCode.REQUEUE, ExitCode.INTERRUPTED)
 

@@ -1,13 +1,15 @@
 """The processes of a run: joining them, and the few collectives that are not part of a strategy.
 
 Everything here works for one process too, where it does nothing. Small control messages (stop flags, weights, scores)
-go over gloo on the host, so that they never wait for the GPU.
+go over gloo on the host, so that they never wait for the GPU. They wait without a deadline for a rank that is at work
+(:meth:`World.working`); the collectives of the engines have ``launch.timeout``, so that ranks meet here before them.
 """
 
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +20,7 @@ import torch.distributed as dist
 
 from drawbar.errors import ExitCode, UserError
 from drawbar.runtime.env import Place, has_launcher, node_name
+from drawbar.runtime.liveness import Liveness
 from drawbar.runtime.mesh import Layout
 from drawbar.runtime.watchdog import Address, Watchdog
 
@@ -29,6 +32,9 @@ _Item = tuple[str, torch.Size, torch.dtype]
 _FILE_CHUNK = 2**26
 """Bytes of a file that are sent at once."""
 
+_FOREVER = timedelta(days=3650)
+"""What gloo is told where :class:`Liveness` decides how long a rank waits."""
+
 
 class World:
     """The process group of a run; a context manager, so that it is left in good order.
@@ -36,7 +42,7 @@ class World:
     Args:
         place: this process's place.
         device: what the data-parallel collectives run on (nccl on CUDA, else gloo).
-        timeout: seconds that a process waits for its peers.
+        timeout: seconds that a process waits for a sign of life of its peers.
         layout: how the ranks stand on the mesh; by default each has data of its own.
     """
 
@@ -51,6 +57,7 @@ class World:
         self._control: dist.ProcessGroup | None = None
         self._store: dist.Store = dist.HashStore()
         self._watchdog = Watchdog()
+        self._liveness = Liveness(self._store, self.rank, self.size, timeout)
 
     @property
     def rank(self) -> int:
@@ -82,6 +89,8 @@ class World:
         try:
             self._store = _own_store(self.timeout)
             self._store.set(f"came/{self.rank}", node_name())
+            self._liveness = Liveness(self._store, self.rank, self.size, self.timeout.total_seconds())
+            self._liveness.join()
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if on_cuda else "gloo",  # gloo for what is offloaded to the host
                 store=self._store,
@@ -91,6 +100,7 @@ class World:
                 device_id=self.device if on_cuda else None,
             )
             self._control = dist.new_group(backend="gloo", timeout=self.timeout)
+            self._liveness.start()
             ranks: list[tuple[Address, str]] = self.share((self._watchdog.address, node_name()))
         except (dist.DistError, RuntimeError, ValueError) as error:
             raise self._not_met(f"{self._absent()}{error}") from error
@@ -136,51 +146,69 @@ class World:
             self._watchdog.stop()
             _left.append(dist.group.WORLD)
             dist.destroy_process_group()
+        self._liveness.stop()
 
     def lost_a_rank(self) -> bool:
         """Whether one of the ranks on this machine is gone, so that the run cannot go on."""
         return self._watchdog.lost_a_rank()
 
+    def note(self, activity: str) -> None:
+        """Say what this rank does from here on, for the message of those that might wait for it in vain."""
+        self._liveness.note(activity)
+
+    def working(self, activity: str) -> AbstractContextManager[None]:
+        """Around what may take this rank longer than ``launch.timeout``: the others wait for it as long as it takes,
+        in the next operation of this class. None may be inside."""
+        return self._liveness.working(activity)
+
+    @contextmanager
+    def together(self, activity: str) -> Iterator[None]:
+        """Around long work that ranks do each by itself: they go on when all have done theirs. Every rank must come."""
+        with self.working(activity):
+            yield
+        self.barrier(activity)
+
     def barrier(self, what: str) -> None:
-        """Wait for every process.
+        """Wait for every process: for one that is at work, as long as it takes.
 
         Raises:
-            UserError: some did not come within the timeout; it names them.
+            UserError: some gave no sign of life within the timeout; it names them.
         """
-        if self.size == 1:
-            return
-        try:
-            dist.monitored_barrier(group=self._control, timeout=self.timeout, wait_all_ranks=True)
-        except RuntimeError as error:
-            raise UserError(
-                f"rank {self.rank} waited {self.timeout.total_seconds():.0f}s for the others at {what}: {error}",
-                remedy="look at the log of the ranks named; a longer wait is launch.timeout=SECONDS",
-                exit_code=ExitCode.FAILED,
-            ) from error
+        if self.size > 1:
+            self._meet(what)
+
+    def _meet(self, what: str | None = None) -> None:
+        assert self._control is not None
+        options = dist.BarrierOptions()
+        options.timeout = _FOREVER
+        self._liveness.wait(self._control.barrier(options), what)
+
+    def _reduce(self, tensor: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> torch.Tensor:
+        """Over all processes, in place; waits as a barrier does."""
+        assert self._control is not None
+        options = dist.AllreduceOptions()
+        options.reduceOp = operation
+        options.timeout = _FOREVER
+        self._liveness.wait(self._control.allreduce([tensor], options), None)
+        return tensor
 
     def sum(self, value: float) -> float:
         """The sum of a host number over all processes, in float64."""
         if self.size == 1:
             return value
-        total = torch.tensor(value, dtype=torch.float64)
-        dist.all_reduce(total, group=self._control)
-        return float(total)
+        return float(self._reduce(torch.tensor(value, dtype=torch.float64), dist.ReduceOp.SUM))
 
     def sum_counts(self, values: list[int]) -> list[int]:
         """The sums of host integers over all processes, item by item."""
         if self.size == 1:
             return values
-        total = torch.tensor(values, dtype=torch.int64)
-        dist.all_reduce(total, group=self._control)
-        return total.tolist()
+        return self._reduce(torch.tensor(values, dtype=torch.int64), dist.ReduceOp.SUM).tolist()
 
     def largest(self, value: int) -> int:
         """The largest of a host number over all processes."""
         if self.size == 1:
             return value
-        most = torch.tensor(value, dtype=torch.int64)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._control)
-        return int(most)
+        return int(self._reduce(torch.tensor(value, dtype=torch.int64), dist.ReduceOp.MAX))
 
     def sum_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum of a device tensor over all processes, in place."""
@@ -192,6 +220,7 @@ class World:
         """Every process's value, in rank order, on rank 0; None elsewhere."""
         if self.size == 1:
             return [value]
+        self._meet()
         values: list[Any] | None = [None] * self.size if self.first else None
         dist.gather_object(value, values, dst=0, group=self._control)
         return values
@@ -200,6 +229,7 @@ class World:
         """Every process's value, in rank order, on every process."""
         values = [value] * self.size
         if self.size > 1:
+            self._meet()
             dist.all_gather_object(values, value, group=self._control)
         return values
 
@@ -215,12 +245,13 @@ class World:
         others = [rank for rank in targets if rank != 0]
         if not others:
             return found
-        listed = self.from_first(lambda: _listed(found))
-        if self.first:
-            for target in others:
+        listed = self.from_first(lambda: _listed(found), "listing the tensors")
+        for target in others:
+            if self.first:
                 self._send(found, listed, target)
-        elif self.rank in others:
-            found = self._receive(listed, 0)
+            elif self.rank == target:
+                found = self._receive(listed, 0)
+            self.barrier(f"sending rank {target} the tensors of all")  # in turn, as a send has a deadline
         return found
 
     def _collect(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -230,22 +261,25 @@ class World:
         for items in listed or []:
             wanted.append([item for item in items if item[0] not in seen])
             seen |= {name for name, *_ in items}
-        wanted = self.from_first(lambda: wanted)
-        if not self.first:
-            self._send(tensors, wanted[self.rank], 0)
-            return {}
-        found = dict(tensors)
+        wanted = self.from_first(lambda: wanted, "listing the tensors")
+        found = dict(tensors) if self.first else {}
         for rank in range(1, self.size):
-            found |= self._receive(wanted[rank], rank)
+            if self.first:
+                found |= self._receive(wanted[rank], rank)
+            elif self.rank == rank:
+                self._send(tensors, wanted[rank], 0)
+            self.barrier(f"sending rank 0 the tensors of rank {rank}")
         return found
 
     def _send(self, tensors: dict[str, torch.Tensor], items: list[_Item], target: int) -> None:
         for name, *_ in items:
+            self.note(f"sending {name}")
             dist.send(tensors[name].contiguous(), dst=target, group=self._control)
 
     def _receive(self, items: list[_Item], source: int) -> dict[str, torch.Tensor]:
         found = {}
         for name, shape, dtype in items:
+            self.note(f"receiving {name}")
             found[name] = torch.empty(shape, dtype=dtype)
             dist.recv(found[name], src=source, group=self._control)
         return found
@@ -253,7 +287,8 @@ class World:
     def send_file(self, path: Path, source: int, target: int) -> None:
         """Copy a file from the disk of rank ``source`` to that of ``target``, to the same path. Only they need call it.
 
-        The folder must be there; what the file held before is lost.
+        The folder must be there; what the file held before is lost. Nothing is forced to the disk: that may take longer
+        than the other rank's deadline.
         """
         if self.rank == source:
             size = path.stat().st_size
@@ -270,14 +305,20 @@ class World:
                     chunk = torch.empty(min(_FILE_CHUNK, int(left) - begin), dtype=torch.uint8)
                     dist.recv(chunk, src=source, group=self._control)
                     file.write(memoryview(chunk.numpy()))
-                file.flush()
-                os.fsync(file.fileno())
 
-    def from_first(self, make: Callable[[], T]) -> T:
-        """What ``make`` returns on rank 0, sent to every process. It runs on rank 0 alone."""
+    def from_first(self, make: Callable[[], T], what: str) -> T:
+        """What ``make`` returns on rank 0, sent to every process. It runs on rank 0 alone, for as long as it takes.
+
+        Args:
+            what: what it does, for those that wait: ``building the tokenizer``.
+        """
         if self.size == 1:
             return make()
-        box = [make() if self.first else None]
+        box: list[T | None] = [None]
+        if self.first:
+            with self.working(what):
+                box = [make()]
+        self.barrier(what)
         dist.broadcast_object_list(box, src=0, group=self._control)
         return box[0]  # type: ignore[return-value]
 
@@ -291,6 +332,9 @@ class DataRanks:
         self.rank = world.layout.data_rank(world.rank)
         self.size = world.layout.data_size
         self.speaks = world.layout.speaks(world.rank)
+
+    def working(self, activity: str) -> AbstractContextManager[None]:
+        return self._world.working(activity)
 
     def sum(self, value: float) -> float:
         return self._world.sum(value if self.speaks else 0.0)

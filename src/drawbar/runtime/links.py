@@ -50,7 +50,7 @@ def check_links(world: World, run_dir: Path, seconds: float = SECONDS) -> None:
     if failures:
         raise failures[0]
     told = world.gather(found[0])
-    reasons = world.from_first(lambda: _judge(told or [], world.nodes))
+    reasons = world.from_first(lambda: _judge(told or [], world.nodes), "judging the first sum")
     if reasons:
         if world.first:
             _record(run_dir, reasons)

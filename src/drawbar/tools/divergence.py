@@ -143,7 +143,8 @@ def _own_record(records: Sequence[Record], world: World) -> Record:
                 list(record.outputs),
                 save(record.gradients),
                 list(record.gradients),
-            )
+            ),
+            "sending a record",
         )
         if number == world.data.rank:
             flow, back = load(outputs), load(gradients)

@@ -89,7 +89,7 @@ def run_case(subject: Subject, case: Case, world: World, expected: Trace | None,
     trace = train(subject, config, world, tolerances)
     gc.collect()  # the engine's gradients and buckets, before there is another engine
     comparison = None if expected is None else compare(trace, expected, tolerances)
-    passes = world.from_first(lambda: comparison is not None and comparison.passes(tolerances))
+    passes = world.from_first(lambda: comparison is not None and comparison.passes(tolerances), "comparing")
     probe = None
     if not passes:
         probe = find_divergence(subject, config, reference_config(subject.config), world, tolerances)
@@ -137,7 +137,7 @@ def _meet(place: Place, device: torch.device, make: Callable[[], T]) -> T:
     """What ``make`` returns on rank 0, for all ranks, which wait for it as long as it takes."""
     made = make() if place.first else None
     with World(place, device, PATIENCE) as world:
-        return world.from_first(lambda: made)  # type: ignore[return-value]
+        return world.from_first(lambda: made, "the next case")  # type: ignore[return-value]
 
 
 def _try_case(

@@ -33,7 +33,7 @@ def load_data(task: Task, config: RunConfig, world: World, console: Console) -> 
     """The training batches of this rank, and the validation data, where there are any."""
     if config.data.validation is None and config.data.validation_share is None:
         return make_loader(task, config, world, console), None
-    with named_errors(task):
+    with world.working("reading validation"), named_errors(task):
         task.records("validation")  # a missing file is found before the training data is encoded
     return make_loader(task, config, world, console), load_split(task, "validation", config, world, console)
 
@@ -44,11 +44,12 @@ def load_split(task: Task, name: str, config: RunConfig, world: World, console: 
     Raises:
         UserError: it cannot be read, has no samples, or differs between processes.
     """
-    with named_errors(task):
+    with world.working(f"reading {name}"), named_errors(task):
         records = task.records(name)
         if not isinstance(records, Sequence):
             records = list(records)
-    samples = _encode(task, records, name, config, world, console)
+    with world.working(f"encoding {name}"):
+        samples = _encode(task, records, name, config, world, console)
     logger.info("%s: %s", name, describe_samples(samples))
     unreadable = getattr(records, "skipped", []) if config.data.on_bad_record == "skip" else []
     bad = [*unreadable, *samples.skipped]
@@ -182,7 +183,7 @@ def _targets(task: Task) -> Targets:
 
 
 def _stream_loader(task: Task, config: RunConfig, world: World) -> StreamLoader[Batch]:
-    with named_errors(task):
+    with world.working("reading train"), named_errors(task):
         records = task.records("train")
     if not isinstance(records, Records):
         raise UserError(

@@ -22,6 +22,8 @@ from drawbar.train.rundir import Start
 _METRICS = "metrics.jsonl"
 _RUN_FILES = ("config.yaml", "task.json", _METRICS, "tokenizer/*", f"checkpoints/{BEST_FILE}")
 """What goes with the checkpoints."""
+_LOOKING = "looking for the newest checkpoint"
+_COPYING = "copying the run to the disks that lack it"
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ def look_at_disks(folder: Path, world: World) -> Disks:
         return Disks((0,), world.first)
     leads = world.place.local_rank == 0
     leaders = [rank for rank, found in enumerate(world.share(leads)) if found]
-    tag = world.from_first(uuid.uuid4)
+    tag = world.from_first(uuid.uuid4, "looking for a shared disk")
     own = folder / f".{tag}-{world.rank}"
     if leads:
         check_writable(folder)  # before a bare error of touch(), and it makes the folder
@@ -87,8 +89,10 @@ def find_start_everywhere(find: Callable[[], Start], disks: Disks, world: World)
         find: decides for one disk.
     """
     if disks.shared:
-        return world.from_first(find)
-    shared = world.share(_offer(find()) if disks.keeper else None)
+        return world.from_first(find, _LOOKING)
+    with world.working(_LOOKING):
+        own = _offer(find()) if disks.keeper else None
+    shared = world.share(own)
     offers = {rank: offer for rank, offer in enumerate(shared) if offer is not None}
     source = max(offers, key=lambda rank: (offers[rank].worth, -rank))
     best = offers[source]
@@ -120,21 +124,21 @@ def _offer(start: Start) -> _Offer:
 
 
 def _complete(offer: _Offer, best: _Offer, source: int, target: int, world: World) -> None:
-    """Send what the disk of rank ``target`` has not, or not so. Only the two ranks take part."""
-    if world.rank not in (source, target):
-        return
+    """Send what the disk of rank ``target`` has not, or not so. The other ranks wait for these two."""
     for folder, (manifest, names) in best.checkpoints.items():
         if folder in offer.checkpoints and offer.checkpoints[folder][0] == manifest:
             continue
         send = partial(_send, names, source, target, world)
-        if world.rank == target:
-            CheckpointDirectory(folder.parent).place(folder.name, send)
-        else:
-            send(folder)
-    for path, entry in best.files.items():
-        if offer.files.get(path) != entry:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            world.send_file(path, source, target)
+        with world.together(_COPYING):
+            if world.rank == target:
+                CheckpointDirectory(folder.parent).place(folder.name, send)
+            elif world.rank == source:
+                send(folder)
+    with world.together(_COPYING):
+        for path, entry in best.files.items():
+            if offer.files.get(path) != entry and world.rank in (source, target):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                world.send_file(path, source, target)
 
 
 def _send(names: list[str], source: int, target: int, world: World, folder: Path) -> None:
@@ -143,4 +147,7 @@ def _send(names: list[str], source: int, target: int, world: World, folder: Path
         folder.mkdir()
     for name in names:
         world.send_file(folder / name, source, target)
-    sync(folder)
+    if world.rank == target:
+        for name in names:
+            sync(folder / name)
+        sync(folder)

@@ -61,9 +61,10 @@ class LogHook(Hook):
         if info.step % self._every == 0 or info.step == 1 or info.last:
             check_finite(info)
             values = self._values(info)
-            for tracker in self._trackers:
-                tracker.log(info.step, values)
-            self._console.log(info.step, values)
+            with self._world.working(f"logging step {info.step}"):
+                for tracker in self._trackers:
+                    tracker.log(info.step, values)
+                self._console.log(info.step, values)
 
     def _values(self, info: StepInfo) -> dict[str, float]:
         return {
@@ -127,11 +128,12 @@ class EvalHook(Hook):
         evaluation = self._evaluate()
         progress.evaluated_step = progress.step
         values = {f"eval/validation/{name}": score for name, score in evaluation.scores.items()}
-        for tracker in self._trackers:
-            tracker.log(progress.step, values)
-        self._console.evaluation(progress.step, values)
-        if self._world.first:
-            write_results(self._folder, evaluation, progress.step)
+        with self._world.working("writing the scores"):
+            for tracker in self._trackers:
+                tracker.log(progress.step, values)
+            self._console.evaluation(progress.step, values)
+            if self._world.first:
+                write_results(self._folder, evaluation, progress.step)
         self._compare(progress, self._score(evaluation.scores))
 
     def _score(self, scores: dict[str, float]) -> float:
@@ -191,6 +193,7 @@ class ProfileHook(Hook):
     def __init__(self, config: ProfileSection, run_dir: Path, world: World, first_step: int) -> None:
         self._start = config.start
         self._last = config.start + config.steps - 1
+        self._world = world
         self._path = run_dir / "profile" / f"rank-{world.rank:04d}.json"
         self._profiler: torch.profiler.profile | None = None
         self._begin_if_next(first_step)
@@ -211,8 +214,9 @@ class ProfileHook(Hook):
     def _finish(self) -> None:
         if self._profiler is None:
             return
-        self._profiler.stop()
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._profiler.export_chrome_trace(str(self._path))
+        with self._world.together("writing the profile"):
+            self._profiler.stop()
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._profiler.export_chrome_trace(str(self._path))
         logger.info("profile of steps %d to %d: %s", self._start, self._last, self._path)
         self._profiler = None

@@ -70,7 +70,8 @@ def evaluate_run(
                 progress=lambda done, total: console.phase(f"evaluating {split_name}", done, total),
             )
         if world.first:
-            write_results(config.run_dir / "eval" / split_name, evaluation, step)
+            with world.working("writing the scores"):
+                write_results(config.run_dir / "eval" / split_name, evaluation, step)
             console.evaluation(step, {f"eval/{split_name}/{name}": value for name, value in evaluation.scores.items()})
     return evaluation.scores
 
@@ -108,8 +109,9 @@ def predict_from_run(config: RunConfig, task_type: type[Task] | None, output: Pa
                 progress=lambda done, total: console.phase("predicting", done, total),
             )
         if world.first:
-            lines = list(_with_predictions(split.records, found))
-            write_lines(output, lines)
+            with world.working("writing the predictions"):
+                lines = list(_with_predictions(split.records, found))
+                write_lines(output, lines)
             missing = f", {len(lines) - len(found):,} without prediction" if len(lines) > len(found) else ""
             console.message(f"{output}: {len(lines):,} records{missing}")
 

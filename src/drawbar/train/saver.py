@@ -39,7 +39,7 @@ class Saver:
 
     def save(self, progress: Progress) -> None:
         """Save this step. Every rank must call it."""
-        self._writer.wait()  # never two copies in host memory
+        self.wait()  # never two copies in host memory
         state = self._engine.state(self._disks.writers)
         own = rng_state(self._world.device)
         generators = self._world.gather(own) if self._disks.shared else self._world.share(own)
@@ -68,12 +68,18 @@ class Saver:
         self._directory.rotate(self._config.keep, protected)
 
     def wait(self) -> None:
-        """Until the newest save is on the disk. Raises what went wrong with it."""
-        self._writer.wait()
+        """Until the newest save is on every disk. Every rank must call it. Raises what went wrong with this rank's."""
+        with self._world.together(self._writing):  # those that write nothing wait here, and not in a collective
+            self._writer.wait()
 
     def close(self) -> None:
-        """The same, and end the background thread."""
-        self._writer.close()
+        """Until what this rank writes is on its disk; then end the background thread. Raises what went wrong."""
+        with self._world.working(self._writing):
+            self._writer.close()
+
+    @property
+    def _writing(self) -> str:
+        return "saving" if self.saved_step is None else f"writing the checkpoint of step {self.saved_step}"
 
 
 def formats_as_begun(config: RunConfig, checkpoint: Path, device: torch.device) -> RunConfig:
@@ -107,14 +113,16 @@ def restore(checkpoint: Path, forked: bool, seed: int, engine: Engine, loader: L
     Raises:
         UserError: the checkpoint is damaged, or belongs to another model, optimizer or data.
     """
-    snapshot = read(checkpoint)
+    with world.together(f"reading {checkpoint}"):
+        snapshot = read(checkpoint)
     values = snapshot.state
     state = EngineState(snapshot.model, snapshot.optimizer, values["engine"])
-    if forked:
-        _load_what_fits(engine, state, loader, values["data"])
-    else:
-        engine.load(state)
-        loader.load(values["data"])
+    with world.working(f"loading {checkpoint}"):
+        if forked:
+            _load_what_fits(engine, state, loader, values["data"])
+        else:
+            engine.load(state)
+            loader.load(values["data"])
     _restore_generators(snapshot.rng, seed, snapshot.step, world)
     progress = Progress(**values["progress"])
     if forked:

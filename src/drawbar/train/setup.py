@@ -35,8 +35,8 @@ def build_task(task_type: type[Task], config: RunConfig, world: World, origin: P
     build: Callable[[], Any] = (lambda: load_tokenizer(str(tokenizer))) if tokenizer.is_dir() else task.build_tokenizer
     find: Callable[[], Any] = (lambda: json.loads(facts.read_text("utf-8"))) if facts.exists() else task.find_facts
     with named_errors(task):
-        task.tokenizer = world.from_first(build)
-        task.facts = world.from_first(find)
+        task.tokenizer = world.from_first(build, "building the tokenizer")
+        task.facts = world.from_first(find, "finding the facts of the task")
     try:
         task.facts = json.loads(json.dumps(task.facts))  # as a resumed run will read them
     except (TypeError, ValueError) as error:
@@ -77,10 +77,13 @@ def open_checkpoint(task: Task, config: RunConfig, which: str | None, world: Wor
     """
     checkpoints = CheckpointDirectory(config.run_dir / "checkpoints")
     path = world.from_first(
-        lambda: (checkpoints.best() if which is None else None) or checkpoints.resolve(which or "latest")
+        lambda: (checkpoints.best() if which is None else None) or checkpoints.resolve(which or "latest"),
+        "looking for the checkpoint",
     )
-    snapshot = read(path)
+    with world.together(f"reading {path}"):
+        snapshot = read(path)
     engine = choose_engine(task, config, world, total_steps=1)
-    engine.load_model(snapshot.model)
+    with world.together(f"loading {path}"):
+        engine.load_model(snapshot.model)
     logger.info("checkpoint: %s", path)
     return engine, snapshot.step

@@ -138,16 +138,16 @@ class Trainer:
         """Only now, with everything ready to train, does the run directory come into being, or change."""
         folder = self.config.run_dir
         checkpoints = CheckpointDirectory(folder / "checkpoints")
-        world.barrier("restoring the checkpoint")  # cleaning up may rename it
-        if disks.keeper:
-            saved = len(checkpoints.steps())
-            check_space(folder, required_bytes(engine.checkpoint_bytes, self.config.checkpoint.keep, saved))
-            folder.mkdir(parents=True, exist_ok=True)
-            self._lock = self._lock or lock_run_dir(folder)
-            write_config(self.config)  # first: from here on the same command goes on with what it finds
-            save_task(task, folder)
-            checkpoints.clean()
-        world.barrier("opening the run directory")
+        world.barrier("loading the checkpoint")  # cleaning up may rename it
+        with world.together("opening the run directory"):
+            if disks.keeper:
+                saved = len(checkpoints.steps())
+                check_space(folder, required_bytes(engine.checkpoint_bytes, self.config.checkpoint.keep, saved))
+                folder.mkdir(parents=True, exist_ok=True)
+                self._lock = self._lock or lock_run_dir(folder)
+                write_config(self.config)  # first: from here on the same command goes on with what it finds
+                save_task(task, folder)
+                checkpoints.clean()
         open_log_file(folder, world.rank)
 
 
@@ -198,6 +198,7 @@ class _Run:
         self.stop.begin()
         info = None
         for step, micro_batches in self.loader.steps(self.progress.step, total_steps):
+            self.world.note(f"step {step}")
             result = self.engine.train_step(micro_batches)  # forward, backward, reduce, clip, update
             self.progress.advance(result)
             info = StepInfo(step, result, self.progress, last=step == total_steps)

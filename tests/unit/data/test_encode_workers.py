@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,11 @@ class Together:
         while len(os.listdir(self.folder)) < 2 and time.monotonic() < end:
             time.sleep(0.01)
         return about_the_process(record)
+
+
+def slow(record: dict[str, Any]) -> dict[str, Any]:
+    time.sleep(0.25)
+    return {"n": record["n"]}
 
 
 def bad_from_100_on(record: dict[str, Any]) -> dict[str, Any]:
@@ -153,6 +159,14 @@ def test_a_user_error_survives_pickling() -> None:
     copy = pickle.loads(pickle.dumps(error))
     assert str(copy) == str(error)
     assert copy.exit_code == ExitCode.FAILED
+
+
+def test_slow_records_are_no_lost_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody knows at first how long a record takes: a worker's deadline is one for few of them."""
+    monkeypatch.setattr(encode, "ProcessPoolExecutor", lambda count, *_, **__: ThreadPoolExecutor(count))
+    monkeypatch.setattr(encode, "_encode", slow, raising=False)
+    chunks = encode.encode_chunks(RECORDS[:8], slow, skip=False, workers=1, timeout=1)
+    assert sum(chunk.records for chunk in chunks) == 8
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,143 @@
+"""One rank does something that takes longer than ``launch.timeout``: the others wait for it, and nothing is lost."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import chdir, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import drawbar
+from conftest import make_project
+from drawbar.checkpoint.directory import CheckpointDirectory
+from drawbar.errors import UserError
+from drawbar.runtime.dist import World
+from drawbar.runtime.env import Place
+from harness import run_ranks, wait_until
+from runs import metrics
+from tiny import CPU
+
+TIMEOUT, SLOW = 3, 4.5
+"""Seconds; a configuration file could ask for no less than 10."""
+APART = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+
+
+class Slow(drawbar.CausalLM):
+    """causal_lm that takes long for what rank 0 does for all."""
+
+    scored = 0
+
+    def find_facts(self) -> dict[str, Any]:
+        time.sleep(SLOW)
+        return {}
+
+    def score(self, records: list[dict[str, Any]]) -> dict[str, float]:
+        Slow.scored += 1
+        if Slow.scored == 2:  # the first one is the trial on a few samples, which every rank makes
+            time.sleep(SLOW)
+        return {}
+
+
+class Told(drawbar.CausalLM):
+    """causal_lm whose first rank is told to stop in its second step."""
+
+    forwards = 0
+
+    def forward(self, model: Any, batch: Any) -> Any:
+        Told.forwards += model.training
+        if Told.forwards == 2 and Place.from_environment().first:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().forward(model, batch)
+
+
+@contextmanager
+def slow_disk(writer: int) -> Iterator[None]:
+    """Where one of the ranks writes."""
+    write = CheckpointDirectory.write
+
+    def written_slowly(self: CheckpointDirectory, snapshot: Any) -> None:
+        if Place.from_environment().rank == writer:
+            time.sleep(SLOW)
+        write(self, snapshot)
+
+    CheckpointDirectory.write = written_slowly  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        CheckpointDirectory.write = write  # type: ignore[method-assign]
+
+
+def come_together(folder: Path, rank: int) -> None:
+    """Both processes run, so that joining takes no time."""
+    (folder / f"here-{rank}").touch()
+    wait_until(lambda: (folder / f"here-{1 - rank}").exists(), "the other rank")
+
+
+def fit(task: type[drawbar.CausalLM], *settings: str) -> int:
+    torch.set_num_threads(1)
+    loaded = drawbar.load_config("config.yaml", ["parallel.strategy=ddp", *settings], task.Config)
+    launch = loaded.config.launch.model_copy(update={"timeout": TIMEOUT})
+    return drawbar.Trainer(loaded.config.model_copy(update={"launch": launch}), task).fit().exit_code
+
+
+def train_slowly(folder: str) -> int:
+    """Facts, scores, a save that the next one has to wait for, and the last save."""
+    come_together(Path(folder), Place.from_environment().rank)
+    with chdir(folder), slow_disk(writer=0):
+        return fit(Slow, "train.steps=3", "eval.every=2", "checkpoint.every=2")
+
+
+def test_what_rank_0_does_for_all_takes_as_long_as_it_takes(tmp_path: Path) -> None:
+    run = make_project(tmp_path) / "runs" / "tiny"
+    assert run_ranks(train_slowly, 2, str(tmp_path), env={"TORCHELASTIC_RUN_ID": "1"}) == [0, 0]
+    assert CheckpointDirectory(run / "checkpoints").steps() == [2, 3]
+    assert any("eval/validation/loss" in line for line in metrics(run))
+
+
+def stop_with_a_slow_disk(folder: str) -> int:
+    """Nodes that share no disk."""
+    rank = Place.from_environment().rank
+    os.environ["DRAWBAR_NODE"] = f"n{rank}"
+    come_together(Path(folder), rank)
+    with chdir(Path(folder) / f"node-{rank}"), slow_disk(writer=1):
+        return fit(Told)
+
+
+def test_the_save_of_a_signal_takes_as_long_as_the_slowest_disk(tmp_path: Path) -> None:
+    nodes = [tmp_path / f"node-{node}" for node in range(2)]
+    for node in nodes:
+        node.mkdir()
+        make_project(node)
+    assert run_ranks(stop_with_a_slow_disk, 2, str(tmp_path), env=APART) == [75, 75]
+    for node in nodes:
+        assert CheckpointDirectory(node / "runs" / "tiny" / "checkpoints").steps() == [2]
+
+
+def be_stopped_at_work(folder: str) -> str:
+    """What rank 0 says of rank 1, which the system stops while it writes."""
+    rank = Place.from_environment().rank
+    stopped = Path(folder) / "stopped"
+    come_together(Path(folder), rank)
+    world = World(Place.from_environment(), CPU, TIMEOUT).__enter__()
+    if rank == 1:
+        with world.working("writing the checkpoint of step 3"):
+            time.sleep(1)  # the others know what it does
+            stopped.write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return ""
+    try:
+        world.barrier("the end of the run")
+    except UserError as error:
+        return str(error)
+    finally:
+        os.kill(int(stopped.read_text()), signal.SIGCONT)
+    return ""
+
+
+def test_a_rank_that_is_stopped_is_named(tmp_path: Path) -> None:
+    message, _ = run_ranks(be_stopped_at_work, 2, str(tmp_path))
+    assert "rank 0 waited 3s for the others at the end of the run: " in message
+    assert "rank 1 (writing the checkpoint of step 3); no sign of life since then" in message

@@ -1,0 +1,175 @@
+"""Waiting goes by signs of life: for a rank at work as long as it takes, for any other one until the timeout."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from drawbar.errors import ExitCode, UserError
+from drawbar.runtime import liveness
+from drawbar.runtime.liveness import Liveness
+
+
+class Operation:
+    """A collective of torch's, as far as it is waited for. It ends when all have come to it, or fails."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+        self.failed = False
+
+    def fail(self) -> None:
+        self.failed = True
+        self.ended.set()
+
+    def is_completed(self) -> bool:
+        return self.ended.is_set()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if not self.ended.wait(timeout.total_seconds() if timeout else None):
+            raise RuntimeError("Operation timed out!")
+        if self.failed:
+            raise RuntimeError("Connection closed by peer")
+        return True
+
+
+@contextmanager
+def ranks(count: int, timeout: float) -> Iterator[list[Liveness]]:
+    """Several ranks in this process, which have all joined."""
+    store = dist.HashStore()
+    found = [Liveness(store, rank, count, timeout) for rank in range(count)]
+    for rank in found:
+        rank.join()
+    for rank in found:
+        rank.start()
+    try:
+        yield found
+    finally:
+        for rank in found:
+            rank.stop()
+
+
+def wait(rank: Liveness, operation: Any) -> None:
+    rank.wait(operation, "the test")
+
+
+def meanwhile(do: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=do)
+    thread.start()
+    return thread
+
+
+def work(rank: Liveness, operation: Operation, seconds: float) -> None:
+    """Something long on one rank; then it comes to the operation, which ends with that."""
+    with rank.working("writing the checkpoint"):
+        time.sleep(seconds)
+    operation.ended.set()
+    wait(rank, operation)
+
+
+def test_a_rank_at_work_has_no_deadline() -> None:
+    with ranks(3, timeout=1) as (first, second, third):
+        operation = Operation()
+        others = [
+            meanwhile(lambda: work(third, operation, seconds=2)),
+            meanwhile(lambda: wait(second, operation)),  # it waits for as long, and is not silent either
+        ]
+        began = time.monotonic()
+        wait(first, operation)
+        assert time.monotonic() - began > 1.5
+        for thread in others:
+            thread.join()
+
+
+def test_progress_is_a_sign_of_life() -> None:
+    with ranks(2, timeout=1) as (first, second):
+        operation = Operation()
+
+        def get_on() -> None:
+            for batch in range(8):
+                second.note(f"batch {batch}")
+                time.sleep(0.25)
+            operation.ended.set()
+
+        thread = meanwhile(get_on)
+        wait(first, operation)
+        assert operation.is_completed()
+        thread.join()
+
+
+def error_of(rank: Liveness, operation: Operation) -> str:
+    with pytest.raises(UserError) as caught:
+        wait(rank, operation)
+    assert caught.value.exit_code == ExitCode.FAILED
+    return str(caught.value)
+
+
+def test_a_rank_that_hangs_is_named_with_what_it_did() -> None:
+    with ranks(3, timeout=0.4) as (first, second, third):
+        with third.working("encoding train"):
+            pass
+        third.note("step 7")  # and then it hangs in a collective
+        operation = Operation()
+        thread = meanwhile(lambda: error_of(second, operation))
+        message = error_of(first, operation)
+        thread.join()
+    assert "rank 0 waited 0.4s for the others at the test: rank 2 (step 7); no sign of life" in message
+    assert "rank 1" not in message
+    assert "launch.timeout" in message
+
+
+def test_a_rank_that_is_stopped_at_work_is_named() -> None:
+    with ranks(2, timeout=0.4) as (first, second), second.working("writing the checkpoint of step 3"):
+        time.sleep(0.1)
+        second.stop()  # as SIGSTOP stops its thread
+        assert "rank 1 (writing the checkpoint of step 3); no sign of life" in error_of(first, Operation())
+
+
+def test_a_connection_that_is_lost_ends_the_wait_at_once() -> None:
+    with ranks(2, timeout=60) as (first, second), second.working("encoding train"):
+        operation = Operation()
+        thread = meanwhile(operation.fail)
+        with pytest.raises(RuntimeError, match="closed by peer"):
+            wait(first, operation)
+        thread.join()
+
+
+def test_data_that_does_not_get_through_has_a_deadline() -> None:
+    with ranks(2, timeout=0.4) as (first, second):
+        operation = Operation()
+        thread = meanwhile(lambda: error_of(second, operation))
+        assert "all have come, but their data does not get through" in error_of(first, operation)
+        thread.join()
+
+
+def test_a_store_that_is_gone_ends_every_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(*_: object) -> None:
+        raise dist.DistNetworkError("gone")
+
+    with ranks(2, timeout=0.4) as (first, second), second.working("encoding train"):
+        monkeypatch.setattr(first, "_look", gone)
+        assert "rank 1" in error_of(first, Operation())
+
+
+def test_a_person_hears_who_waits_for_whom(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """On the ranks that wait, and on the one that works, which may be the only one with a console."""
+    monkeypatch.setattr(liveness, "TELL_SECONDS", 0.2)
+    monkeypatch.setattr(liveness.logger, "propagate", True)
+    with caplog.at_level(logging.INFO), ranks(2, timeout=1) as (first, second):
+        operation = Operation()
+        thread = meanwhile(lambda: work(second, operation, seconds=1))
+        wait(first, operation)
+        thread.join()
+    assert "waiting for rank 1 (writing the checkpoint) (" in caplog.text
+    assert "the other ranks wait for this one: writing the checkpoint (" in caplog.text
+
+
+def test_who_is_at_work_does_not_wait() -> None:
+    """The others would wait for it for ever, if it hung there."""
+    with ranks(2, timeout=1) as (first, _), first.working("encoding train"), pytest.raises(AssertionError):
+        wait(first, Operation())
