@@ -13,6 +13,7 @@ from torch import nn
 
 from drawbar.config.schema import DataSection, RunConfig, TaskConfig
 from drawbar.data.dataset import Sample
+from drawbar.data.nested import columns_of, value_at
 from drawbar.data.packing import Targets
 from drawbar.data.sources import Records, open_records
 from drawbar.errors import UserError
@@ -156,18 +157,20 @@ def require(record: dict[str, Any], column: str, setting: str, kind: type = str)
     """A record's value under ``column``.
 
     Args:
+        column: its key; ``translation.en`` is the ``en`` of a ``translation`` that holds several.
         setting: the setting that names the column, for the message.
         kind: what the value must be an instance of.
 
     Raises:
         UserError: the record has no such column, or it holds something else. Who calls ``encode`` adds file and line.
     """
-    if column not in record:
+    try:
+        value = value_at(record, column)
+    except KeyError as error:
         raise UserError(
-            f"the record has no {column!r}; it has {', '.join(map(repr, record))}",
+            f"the record has no {column!r}; it has {', '.join(map(repr, columns_of(record)))}",
             remedy=f"set {setting} to the right key, or data.columns where the file has no header",
-        )
-    value = record[column]
+        ) from error
     if not isinstance(value, kind):
         raise UserError(
             f"{column!r} is {type(value).__name__}, not {kind.__name__}: {str(value)[:60]!r}",
