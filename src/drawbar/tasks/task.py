@@ -5,6 +5,7 @@ a loss, never moves a tensor to a device and never asks how many processes there
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -90,6 +91,13 @@ class Task:
         options, ``data.sequence_length``, the tokenizer and the facts: the result is kept for the next run.
         """
         return record
+
+    def encoding_files(self) -> Iterable[str | Path]:
+        """The files that ``encode`` reads besides the data and its own code, a word list, say.
+
+        Their content is a part of what encoded data are known by: where it changes, records are encoded anew.
+        """
+        return []
 
     def augment(self, sample: Sample, train: bool, rng: np.random.Generator) -> Sample:
         """A sample as one epoch sees it: where chance comes in. ``rng`` is a pure function of run.seed, epoch and
