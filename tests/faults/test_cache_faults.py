@@ -23,7 +23,8 @@ from drawbar.data.dataset import EncodedDataset
 from drawbar.errors import ExitCode, UserError
 
 RECORDS = [{"n": n} for n in range(60)]
-KEY = content_key("faults")
+MADE_OF = {"the records": "20 numbers"}
+KEY = content_key(MADE_OF)
 
 
 @dataclass
@@ -49,7 +50,7 @@ def cached(
     return encode_cached(
         RECORDS,
         encoder,
-        key=KEY,
+        made_of=MADE_OF,
         cache=folder / "cache",
         workers=workers,
         name="train",
@@ -209,7 +210,7 @@ from drawbar.errors import UserError
 cache = Path(sys.argv[1]) / "cache"
 def cached(records):
     return encode_cached(
-        records, lambda record: {"x": np.full(500, record)}, key="0" * 40, cache=cache, workers=0, name="train",
+        records, lambda record: {"x": np.full(500, record)}, made_of={"a": "b"}, cache=cache, workers=0, name="train",
         describe=str, on_bad_record="error", progress=None, timeout=60, eager=True)
 try:
     cached(range(1024))
@@ -236,5 +237,5 @@ def test_a_full_disk(tmp_path: Path) -> None:
     assert where == str(tmp_path / "cache")
     assert "another disk (data.cache)" in remedy
     assert code == ExitCode.FAILED
-    assert left == ["train-" + "0" * 24 + ending for ending in (".error", ".lock")]
+    assert left == [f"train-{content_key({'a': 'b'})[:24]}{ending}" for ending in (".error", ".lock")]
     assert then == 100

@@ -22,6 +22,7 @@ MAY_CHANGE: dict[str, str] = {
     "train.micro_batch_tokens": "the update does not depend on how a global batch is cut",
     "data.workers": "the samples are the same, whoever encodes them",
     "data.cache": "where encoded samples lie, not what they are",
+    "data.rebuild": "whether samples are encoded again; a run that goes on has the same ones",
     "eval.every": "evaluation does not change the weights",
     "eval.at_start": "evaluation does not change the weights",
     "eval.patience": "when to stop is decided anew",

@@ -80,3 +80,5 @@ class DataSection(Section):
     """Processes that encode; 0 for none besides the run's own. `auto`: one a core, where there is much to do."""
     cache: PathText | None = None
     """Folder of encoded data (default: `.cache` in `run.dir`)."""
+    rebuild: bool = False
+    """Encode the data anew, even where nothing has changed that drawbar knows of; what was kept is replaced."""

@@ -86,7 +86,8 @@ class SequenceClassificationConfig(PretrainedTaskConfig):
     problem: Literal["single_label", "multi_label", "regression"] = "single_label"
     """One label of several, any number of them, or a number."""
     labels: list[str | int | bool] | None = None
-    """All labels, in the order of the model's outputs (default: those of the training data, sorted)."""
+    """All labels, in the order of the model's outputs (default: those of the training data, in the order that its
+    files name them in, or sorted). A pretrained model that was trained for the same labels keeps its own order."""
 
 
 class TokenClassificationConfig(PretrainedTaskConfig):
@@ -98,7 +99,8 @@ class TokenClassificationConfig(PretrainedTaskConfig):
     labels_column: Text = "tags"
     """The key that holds the list of their labels."""
     labels: list[str | int | bool] | None = None
-    """All labels, in the order of the model's outputs (default: those of the training data, sorted)."""
+    """All labels, in the order of the model's outputs (default: those of the training data, in the order that its
+    files name them in, or sorted). A pretrained model that was trained for the same labels keeps its own order."""
 
 
 class Seq2SeqConfig(PretrainedTaskConfig):

@@ -2,10 +2,13 @@
 
 from abc import abstractmethod
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+from drawbar.data.class_labels import Feature, class_names, features_of, only_classes, with_names
 from drawbar.data.readers import BadRecord, Reader, Record, Unit
 from drawbar.errors import UserError
 
@@ -50,6 +53,18 @@ class ColumnarReader(Reader):
     def name(self) -> Path:
         """What rows are said to come from."""
 
+    @property
+    @abstractmethod
+    def features(self) -> dict[str, Feature]:
+        """What `datasets` says of the columns; none where it did not write them."""
+
+    @cached_property
+    def _classes(self) -> dict[str, Feature]:
+        return only_classes(self.features)
+
+    def class_names(self, column: str) -> list[str] | None:
+        return class_names(self._classes, column)
+
     def units(self) -> Iterator[Unit]:
         import pyarrow as pa
 
@@ -71,10 +86,10 @@ class ColumnarReader(Reader):
 
         cursor, number = unit.raw
         try:
-            return cursor.row(number)
+            return with_names(cursor.row(number), self._classes)
         except (pa.ArrowException, OSError) as error:
             raise self._damaged(error) from error
-        except (ValueError, OverflowError) as error:  # not UTF-8; a date beyond those of Python
+        except (ValueError, OverflowError) as error:  # not UTF-8; a date beyond those of Python; no such class
             raise BadRecord(
                 f"a value cannot be a Python value: {error}",
                 where=self.where(unit),
@@ -104,9 +119,27 @@ class _ColumnarFile(ColumnarReader):
     def name(self) -> Path:
         return self.path
 
+    @property
+    def features(self) -> dict[str, Feature]:
+        import pyarrow as pa
+
+        try:
+            return features_of(self.schema().metadata)
+        except (pa.ArrowException, OSError) as error:
+            raise self._damaged(error) from error
+
+    @abstractmethod
+    def schema(self) -> Any:
+        """The columns of the file, of pyarrow."""
+
 
 class ParquetFile(_ColumnarFile):
     """Row groups that hold no row which is asked for are not read."""
+
+    def schema(self) -> Any:
+        import pyarrow.parquet as pq
+
+        return pq.read_schema(self.path)
 
     def groups(self) -> Iterator[Group]:
         import pyarrow.parquet as pq
@@ -120,15 +153,25 @@ class ParquetFile(_ColumnarFile):
 class ArrowFile(_ColumnarFile):
     """An IPC file or an IPC stream; `datasets` writes the latter."""
 
+    def schema(self) -> Any:
+        with self._opened() as (schema, _):
+            return schema
+
     def groups(self) -> Iterator[Group]:
+        with self._opened() as (_, batches):
+            for batch in batches:
+                yield Group(batch.num_rows, iter([batch]))
+
+    @contextmanager
+    def _opened(self) -> Iterator[tuple[Any, Iterator[Any]]]:
+        """The schema, and the record batches."""
         import pyarrow as pa
 
         with pa.memory_map(str(self.path)) as source:
             if source.read(6) == b"ARROW1":  # how every IPC file begins
                 file = pa.ipc.open_file(source)
-                batches = (file.get_batch(number) for number in range(file.num_record_batches))
+                yield file.schema, (file.get_batch(number) for number in range(file.num_record_batches))
             else:
                 source.seek(0)
-                batches = iter(pa.ipc.open_stream(source))
-            for batch in batches:
-                yield Group(batch.num_rows, iter([batch]))
+                stream = pa.ipc.open_stream(source)
+                yield stream.schema, iter(stream)

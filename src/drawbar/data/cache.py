@@ -8,8 +8,8 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -100,7 +100,7 @@ def encode_cached(
     records: Sequence[Record],
     encoder: Encode,
     *,
-    key: str,
+    made_of: Mapping[str, str],
     cache: Path,
     workers: int | Literal["auto"],
     name: str,
@@ -118,7 +118,7 @@ def encode_cached(
     Args:
         records: not touched where the cache has the samples.
         encoder: see ``Encode``; workers need it to be picklable.
-        key: digest of everything that the samples depend on (``content_key``).
+        made_of: everything that the samples depend on, by name.
         cache: the folder; it need not exist.
         workers: processes to encode in; see ``encode_chunks``.
         name: what the data are called in the cache, such as the split.
@@ -131,7 +131,7 @@ def encode_cached(
     Raises:
         UserError: as ``encode_records``; or the folder cannot be written, or whoever encodes gave no sign of life.
     """
-    entry = _Entry(cache.absolute(), name, key)
+    entry = _Entry(cache.absolute(), name, made_of)
 
     def encode(heartbeat: Heartbeat) -> None:
         def report(done: int, total: int) -> None:
@@ -161,12 +161,38 @@ def encode_cached(
         return dataset
 
 
+def entry_folder(cache: Path, name: str, made_of: Mapping[str, str]) -> Path:
+    """Where the cache has the samples of that name that are made of this."""
+    return cache / f"{name}-{content_key(dict(made_of))[:24]}"
+
+
+def remove_cached(cache: Path, name: str, made_of: Mapping[str, str]) -> None:
+    """Take samples out of the cache, if they are there; nobody finds a part of them.
+
+    Args: as for ``encode_cached``.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    entry = _Entry(cache.absolute(), name, made_of)
+    removed = entry.beside(_draft_ending())
+    with _explain_errors(entry), suppress(FileNotFoundError):
+        shutil.rmtree(removed, ignore_errors=True)
+        entry.folder.rename(removed)
+        shutil.rmtree(removed)
+
+
+def _draft_ending() -> str:
+    return f".tmp-{socket.gethostname()}-{os.getpid()}"
+
+
 class _Entry:
     """One folder of the cache. It is complete or absent: written under another name, and renamed."""
 
-    def __init__(self, cache: Path, name: str, key: str) -> None:
-        self.key = key
-        self.folder = cache / f"{name}-{key[:24]}"
+    def __init__(self, cache: Path, name: str, made_of: Mapping[str, str]) -> None:
+        self.made_of = dict(made_of)
+        self.key = content_key(self.made_of)
+        self.folder = entry_folder(cache, name, made_of)
         self.written = 0
         """Bytes of the last draft, when it ended."""
 
@@ -194,7 +220,7 @@ class _Entry:
     def make(self, write: Callable[[FolderStorage], dict[str, Any]]) -> None:
         """Write a draft, bring it to the disk, and rename it."""
         _remove_dead_drafts(self.folder)
-        draft = self.beside(f".tmp-{socket.gethostname()}-{os.getpid()}")
+        draft = self.beside(_draft_ending())
         shutil.rmtree(draft, ignore_errors=True)  # of a dead process that had our number
         draft.mkdir()
         storage = FolderStorage(draft)
@@ -202,7 +228,8 @@ class _Entry:
             about = write(storage)
             storage.close()
             sizes = {path.name: path.stat().st_size for path in draft.iterdir()}
-            storage.append(META, json.dumps({"format": FORMAT, "key": self.key, "sizes": sizes, **about}).encode())
+            head = {"format": FORMAT, "key": self.key, "made_of": self.made_of, "sizes": sizes}
+            storage.append(META, json.dumps({**head, **about}).encode())
             storage.close()
             _sync_folder(draft)
             _publish(draft, self.folder)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from drawbar.data.arrow import ROWS_AT_ONCE, ColumnarReader, Group
+from drawbar.data.class_labels import Feature
 from drawbar.errors import UserError
 from drawbar.runtime.hub import hub_answers
 
@@ -38,6 +39,11 @@ class HubDataset(ColumnarReader):
     @property
     def name(self) -> Path:
         return Path(self.dataset, self.subset or "", self.split)
+
+    @property
+    def features(self) -> dict[str, Feature]:
+        features = self._dataset.features  # of some streams, they are not known
+        return features.to_dict() if features is not None else {}
 
     def settings(self) -> list[str]:
         known = [f"subset={self.subset!r}", f"split={self.split!r}"]

@@ -8,17 +8,21 @@ import gzip
 import json
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
+from functools import cache
 from itertools import zip_longest
 from pathlib import Path
 from typing import IO, Any, ClassVar, NamedTuple
 
 from drawbar.errors import UserError
+from drawbar.runtime.log import logger
 
 Record = dict[str, Any]
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+LONG_LINE = 2**20
+"""Bytes. People write no such lines, and programs rarely mean to."""
 
 
 class BadRecord(UserError):
@@ -58,6 +62,10 @@ class Reader(ABC):
     @abstractmethod
     def decode(self, unit: Unit) -> Record:
         """The record of one of this reader's units. Raises ``BadRecord``."""
+
+    def class_names(self, column: str) -> list[str] | None:
+        """The names of all classes of a column, in the order of their numbers; None where the file does not say."""
+        return None
 
     def where(self, unit: Unit) -> str:
         """File and line of a record, for messages: ``data/train.jsonl:17``."""
@@ -119,13 +127,29 @@ def binary_lines(path: Path) -> Iterator[bytes]:
 
 
 def text_of(data: bytes, path: Path, line: int) -> str:
-    """UTF-8 decoded; ``line`` is the number of the first line. Raises ``BadRecord`` for other encodings."""
+    """UTF-8 decoded; ``line`` is the number of the first line. Raises ``BadRecord`` for other bytes, and for NUL."""
+
+    def place(start: int) -> tuple[int, int]:
+        return line + data.count(b"\n", 0, start), start - data.rfind(b"\n", 0, start)
+
     try:
-        return data.decode("utf-8")
+        text = data.decode("utf-8")
     except UnicodeDecodeError as error:
-        at_line = line + data.count(b"\n", 0, error.start)
-        column = error.start - data.rfind(b"\n", 0, error.start)
+        at_line, column = place(error.start)
         raise not_utf8(path, at_line, f"byte 0x{data[error.start]:02x} at column {column}") from error
+    if b"\0" in data:
+        at_line, column = place(data.index(b"\0"))
+        raise holds_nul(path, at_line, f"the first at column {column}")
+    return text
+
+
+def holds_nul(path: Path, line: int, first: str) -> BadRecord:
+    return BadRecord(
+        f"the line holds NUL bytes, which no text does: {first}",
+        where=f"{path}:{line}",
+        remedy="a file of UTF-16 has many, and is converted by: "
+        f"iconv -f UTF-16LE -t UTF-8 {path.name} > utf8-{path.name}; a file with some is damaged: copy it again",
+    )
 
 
 def not_utf8(path: Path, line: int, byte: str) -> BadRecord:
@@ -141,9 +165,36 @@ def _is_blank(data: bytes) -> bool:
     return not data.strip() or not data.decode("utf-8", "replace").strip()
 
 
-def _numbered_text(path: Path) -> Iterator[tuple[int, bytes]]:
+def _numbered_text(lines: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
     """(line number, line) of every line that is not blank."""
-    return ((number, line) for number, line in enumerate(binary_lines(path), start=1) if not _is_blank(line))
+    return ((number, line) for number, line in enumerate(lines, start=1) if not _is_blank(line))
+
+
+def _expect_short(lines: Iterable[bytes], path: Path) -> Iterator[bytes]:
+    """The lines of a text, each of which is a record or a part of one, with a word about the first that is too long to
+    have been meant so."""
+    said = False
+    for number, line in enumerate(lines, start=1):
+        if len(line) > LONG_LINE and not said:
+            said = True
+            _warn_of_long_line(path, number, f"{len(line) / 2**20:.1f} MiB", _looks_like(line))
+        yield line
+
+
+def _looks_like(line: bytes) -> str:
+    begin = line.lstrip()[:1]
+    if line.count(b"\r") > 1:
+        return "its lines end in carriage returns alone, and are one line to everybody else: tr '\\r' '\\n' mends that"
+    if begin in (b"{", b"["):
+        return "it looks like JSON, which is read from .json and .jsonl files"
+    if begin == b"<":
+        return "it looks like HTML or XML, of which the text must be taken out first"
+    return "it looks like a text without line breaks: data.sample_by=document says that this is meant"
+
+
+@cache  # a file is read several times, and this is said once
+def _warn_of_long_line(path: Path, line: int, size: str, looks_like: str) -> None:
+    logger.warning("%s:%d is a line of %s: %s", path, line, size, looks_like)
 
 
 @dataclass(frozen=True)
@@ -159,7 +210,10 @@ class TextLines(_OneFile):
     """``{"text": line}`` of every line that is not blank."""
 
     def units(self) -> Iterator[Unit]:
-        return (Unit(line, self.path, number) for number, line in _numbered_text(self.path))
+        return (Unit(line, self.path, number) for number, line in self._lines())
+
+    def _lines(self) -> Iterator[tuple[int, bytes]]:
+        return _numbered_text(_expect_short(binary_lines(self.path), self.path))
 
     def decode(self, unit: Unit) -> Record:
         return {"text": text_of(unit.raw, unit.path, unit.line or 1)}
@@ -170,7 +224,7 @@ class TextParagraphs(TextLines):
 
     def units(self) -> Iterator[Unit]:
         first, lines = 0, list[bytes]()
-        for number, line in _numbered_text(self.path):
+        for number, line in self._lines():
             if lines and number != first + len(lines):
                 yield Unit(b"\n".join(lines), self.path, first)
                 lines = []
@@ -194,7 +248,7 @@ class JsonLines(_OneFile):
     """One JSON object a line; blank lines are left out."""
 
     def units(self) -> Iterator[Unit]:
-        return (Unit(line, self.path, number) for number, line in _numbered_text(self.path))
+        return (Unit(line, self.path, number) for number, line in _numbered_text(binary_lines(self.path)))
 
     def decode(self, unit: Unit) -> Record:
         where = self.where(unit)
@@ -270,7 +324,7 @@ class ParallelLines(Reader):
         return list(self.paths)
 
     def units(self) -> Iterator[Unit]:
-        rows = zip_longest(*(binary_lines(path) for path in self.paths))
+        rows = zip_longest(*(_expect_short(binary_lines(path), path) for path in self.paths))
         for number, lines in enumerate(rows, start=1):
             if None in lines:
                 raise self._unequal()

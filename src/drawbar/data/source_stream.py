@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from drawbar.data.hub_dataset import HubDataset
+from drawbar.data.nested import columns_of, value_at
 from drawbar.data.readers import BadRecord, Reader, Record, Unit
 from drawbar.errors import UserError
 from drawbar.runtime.log import logger
@@ -119,6 +120,16 @@ class SourceStream:
                     raise UserError(error.what, where=error.where, remedy=remedy) from error
                 yield number // lanes, where, error
 
+    def class_names(self, column: str) -> list[str] | None:
+        """The names of a column's classes, in the order of their numbers, where all files name the same."""
+        first, dot, inner = column.partition(".")
+        old = self._rename.get(column) or f"{self._rename.get(first, first)}{dot}{inner}"
+        try:
+            names = [reader.class_names(old) for reader in self._readers]
+        except OSError as error:
+            raise self._unreadable(error) from error
+        return names[0] if all(found == names[0] for found in names) else None
+
     @cached_property
     def fingerprint(self) -> str:
         """Hex digest of the size and both ends of each file and of the settings: cheap, however long the files are."""
@@ -193,19 +204,21 @@ class SourceStream:
         old_names = set(self._rename.values())
         renamed: dict[str, Any] = {name: value for name, value in record.items() if name not in old_names}
         for new, old in self._rename.items():
-            if old not in record:
+            try:
+                value = value_at(record, old)
+            except KeyError as error:
                 raise UserError(
                     f"there is no column {old!r} to be renamed in {where}",
                     where=self._rename_key,
-                    remedy=f"the columns are: {', '.join(map(repr, record))}",
-                )
+                    remedy=f"the columns are: {', '.join(map(repr, columns_of(record)))}",
+                ) from error
             if new in renamed:
                 raise UserError(
                     f"{where} has a column {new!r} already, and {old!r} is to be renamed to that",
                     where=self._rename_key,
                     remedy=f"rename {new!r} too, or leave out this name",
                 )
-            renamed[new] = record[old]
+            renamed[new] = value
         return renamed
 
     def _log(self, error: BadRecord) -> None:

@@ -60,6 +60,11 @@ class Records(Sequence[Record]):
         """File and line of a record, for messages: ``data/train.jsonl:17``."""
         return self._loaded.where[index]
 
+    def class_names(self, column: str) -> list[str] | None:
+        """The names of a column's classes, in the order of their numbers, where all files name the same."""
+        names = [stream.class_names(column) for stream in self.streams]
+        return names[0] if all(found == names[0] for found in names) else None
+
     @property
     def skipped(self) -> list[str]:
         """What is wrong with each bad record that was left out, after its file and line."""

@@ -8,7 +8,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
-from drawbar.data.readers import BadRecord, Reader, Record, Unit, binary_lines, not_utf8, text_of, whole_lines
+from drawbar.data.readers import (
+    BadRecord,
+    Reader,
+    Record,
+    Unit,
+    binary_lines,
+    holds_nul,
+    not_utf8,
+    text_of,
+    whole_lines,
+)
 from drawbar.errors import UserError
 
 LONGEST_FIELD = 2**31 - 1
@@ -118,6 +128,9 @@ class CsvTable(_Table):
         except UnicodeEncodeError as error:
             byte = ord(error.object[error.start]) & 0xFF  # how surrogateescape keeps a byte
             raise not_utf8(row.path, row.line or 1, f"byte 0x{byte:02x}") from error
+        for number, field in enumerate(row.raw, start=1):
+            if "\0" in field:
+                raise holds_nul(row.path, row.line or 1, f"the first in field {number}")
         return row.raw
 
     def _never_closed(self, line: int) -> NoReturn:

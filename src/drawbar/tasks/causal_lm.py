@@ -10,6 +10,7 @@ from torch import nn
 from drawbar.config.schema import RunConfig
 from drawbar.config.tasks import CausalLMConfig
 from drawbar.data.dataset import Sample
+from drawbar.data.nested import value_at
 from drawbar.data.packing import IGNORED_LABEL, split_tokens
 from drawbar.data.tokenizer import begin_token
 from drawbar.errors import UserError
@@ -151,9 +152,9 @@ class CausalLM(PretrainedTask):
 
     def references(self, records: list[dict[str, Any]]) -> list[Any]:
         if self.config.messages_column is not None:
-            return [last_answer(record[self.config.messages_column]) for record in records]
+            return [last_answer(value_at(record, self.config.messages_column)) for record in records]
         assert self.config.completion_column is not None
-        return [record[self.config.completion_column] for record in records]
+        return [value_at(record, self.config.completion_column) for record in records]
 
     def loss_scores(self, loss: float, weight: float, records: list[dict[str, Any]]) -> dict[str, float]:
         """Mean loss (nats a target token), perplexity and, for documents, bits per UTF-8 byte, end tokens included."""

@@ -1,5 +1,6 @@
 """The built-in tasks ``sequence_classification`` and ``token_classification``."""
 
+from collections.abc import Callable
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -12,23 +13,62 @@ from torch.nn import functional
 from drawbar.config.schema import RunConfig
 from drawbar.config.tasks import SequenceClassificationConfig, TokenClassificationConfig
 from drawbar.data.dataset import Sample
+from drawbar.data.nested import value_at
 from drawbar.data.packing import IGNORED_LABEL
+from drawbar.data.sources import Records
 from drawbar.data.tokenizer import begin_token, framed
 from drawbar.errors import UserError
 from drawbar.metrics.registry import load_metrics
 from drawbar.metrics.tags import is_entity_tag
+from drawbar.runtime.log import logger
 from drawbar.tasks.batch import Batch
-from drawbar.tasks.pretrained import Labels, PretrainedTask, TokenTask, check_label, found_labels
+from drawbar.tasks.labels import (
+    Labels,
+    check_found,
+    check_label,
+    check_listed,
+    count_labels,
+    ordered_for_model,
+    show_counts,
+)
+from drawbar.tasks.pretrained import PretrainedTask, TokenTask
 from drawbar.tasks.task import of_every, require
 
 
-def _needs_labels(streaming: bool) -> None:
-    if streaming:
-        raise UserError(
-            "a stream is not read to its end to find the labels",
-            where="task.labels",
-            remedy="list them: task.labels=[negative, positive]",
-        )
+def _find_labels(
+    task: PretrainedTask, column: str, listed: list[Any] | None, labels_of: Callable[[dict[str, Any]], list[Any]]
+) -> list[Any]:
+    """The labels of a new run, in the order of its model's outputs.
+
+    Args:
+        column: the key that holds them in a record.
+        listed: the setting ``task.labels``.
+        labels_of: the labels of one record.
+    """
+    labels = check_listed(listed) if listed is not None else _labels_of_data(task, column, labels_of)
+    config = task.pretrained_config()
+    return labels if config is None else ordered_for_model(labels, listed is not None, config, task.config.model)
+
+
+def _labels_of_data(task: PretrainedTask, column: str, labels_of: Callable[[dict[str, Any]], list[Any]]) -> list[Any]:
+    """Those that the files name (``ClassLabel``), in their order; else what the training data holds, sorted."""
+    records = task.records("train")
+    names = records.class_names(column) if isinstance(records, Records) else None
+    if task.data.streaming:
+        if names is None:
+            raise UserError(
+                "a stream is not read to its end to find the labels",
+                where="task.labels",
+                remedy="list them: task.labels=[negative, positive]",
+            )
+        return names
+    counts = count_labels(chain.from_iterable(of_every(records, labels_of, task.skips_bad_records)))
+    if names is None:
+        check_found(counts, column)
+    else:
+        counts = {name: counts.get(name, 0) for name in names}
+    logger.info("labels in %r of the training data: %s", column, show_counts(counts))
+    return list(counts)
 
 
 class SequenceClassification(PretrainedTask):
@@ -48,11 +88,9 @@ class SequenceClassification(PretrainedTask):
             self.metrics = load_metrics(usual[self.config.problem])
 
     def find_facts(self) -> dict[str, Any]:
-        if self.config.problem == "regression" or self.config.labels is not None:
+        if self.config.problem == "regression":
             return {"labels": self.config.labels}
-        _needs_labels(self.data.streaming)
-        found = chain.from_iterable(of_every(self.records("train"), self._labels_of, self.skips_bad_records))
-        return {"labels": found_labels(found, self.config.label_column)}
+        return {"labels": _find_labels(self, self.config.label_column, self.config.labels, self._labels_of)}
 
     def _labels_of(self, record: dict[str, Any]) -> list[Any]:
         column = self.config.label_column
@@ -151,7 +189,7 @@ class SequenceClassification(PretrainedTask):
         return logits_BC.squeeze(-1).float().tolist()
 
     def references(self, records: list[dict[str, Any]]) -> list[Any]:
-        labels = [record[self.config.label_column] for record in records]
+        labels = [value_at(record, self.config.label_column) for record in records]
         match self.config.problem:
             case "single_label":
                 return [self.labels.canonical(label) for label in labels]
@@ -185,11 +223,7 @@ class TokenClassification(TokenTask):
         return super().score(records)
 
     def find_facts(self) -> dict[str, Any]:
-        if self.config.labels is not None:
-            return {"labels": self.config.labels}
-        _needs_labels(self.data.streaming)
-        found = chain.from_iterable(of_every(self.records("train"), self._tags, self.skips_bad_records))
-        return {"labels": found_labels(found, self.config.labels_column)}
+        return {"labels": _find_labels(self, self.config.labels_column, self.config.labels, self._tags)}
 
     @cached_property
     def labels(self) -> Labels:

@@ -5,6 +5,7 @@ import json
 import pickle
 import sys
 from collections.abc import Iterable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,15 @@ from drawbar.config.schema import run_config_type
 from drawbar.config.tasks import PretrainedTaskConfig
 from drawbar.data.cache import content_key, records_digest
 from drawbar.data.sources import Record
+from drawbar.errors import UserError
+from drawbar.tasks.code import code_digests
 from drawbar.tasks.task import Task
 
 NOT_FOR_ENCODING = {"metrics", "generation"}
 """Options of the built-in tasks that no sample depends on."""
 LAST_CALL = {"truncation", "padding"}
+LIBRARIES = ("drawbar", "tokenizers", "transformers")
+"""Installed packages that decide what samples are made of a record."""
 
 
 class TaskEncoder:
@@ -44,39 +49,66 @@ def _rebuild(
     return TaskEncoder(task, train)
 
 
-def samples_key(task: Task, records: Iterable[Record], train: bool) -> str | None:
-    """The key of the samples that ``encode`` makes of these records: equal keys, equal samples.
+def made_of(task: Task, records: Iterable[Record], train: bool) -> dict[str, str] | None:
+    """What the samples that ``encode`` makes of these records depend on, by name: equal values, equal samples.
 
-    It covers the records, the tokenizer, the options and facts of the task, and its code: every Python file in the
-    folders of its class and of that class's bases. None where one of them cannot be put into a key.
+    The records, the tokenizer, the options and facts of the task, the files that it declares, its code (see
+    ``code_digests``) and the versions of libraries. None where one of them has no content that could be told.
     """
-    code, tokenizer = _code_digest(type(task)), _tokenizer_digest(task.tokenizer)
-    if code is None or tokenizer is None:
+    modules = dict.fromkeys(base.__module__ for base in type(task).__mro__)
+    code = code_digests(name for name in modules if not _is_ours(name) and name not in sys.stdlib_module_names)
+    tokenizer = _tokenizer_digest(task.tokenizer)
+    of_records = None if code is None or tokenizer is None else records_digest(records)
+    if code is None or tokenizer is None or of_records is None:
         return None
     options = task.config.model_dump(mode="json")
     if isinstance(task.config, PretrainedTaskConfig):
         options = {name: value for name, value in options.items() if name not in NOT_FOR_ENCODING}
-    of_records = records_digest(records)
-    if of_records is None:
-        return None
-    parts = (options, task.facts, task.labelled, task.data.sequence_length, task.data.on_bad_record, train)
-    return content_key(of_records, tokenizer, code, type(task).__qualname__, json.dumps(parts, sort_keys=True))
+    return {
+        "the records": of_records,
+        "the tokenizer": tokenizer,
+        "the task's class": type(task).__qualname__,
+        **{f"task.{name}": json.dumps(value, sort_keys=True) for name, value in options.items()},
+        "the task's facts": content_key(json.dumps(task.facts, sort_keys=True)),
+        "the labels of records": "read" if task.labelled else "left out",
+        "the use of the samples": "training" if train else "evaluation",
+        "data.sequence_length": str(task.data.sequence_length),
+        "data.on_bad_record": task.data.on_bad_record,
+        **code,
+        **_declared_digests(task),
+        "the code of drawbar": _own_digest(filter(_is_ours, modules)),
+        **{name: version(name) for name in LIBRARIES},
+    }
 
 
-def _code_digest(task_type: type[Task]) -> str | None:
-    folders = {_folder("drawbar.data.packing")}
-    folders |= {_folder(base.__module__) for base in task_type.__mro__ if base is not object}
-    digest = hashlib.blake2b()
-    for folder in sorted(folder for folder in folders if folder is not None):
-        for path in sorted(folder.glob("*.py")):
-            digest.update(path.name.encode() + b"\n" + path.read_bytes())
-    return None if None in folders else digest.hexdigest()
+def _is_ours(module: str) -> bool:
+    return module.partition(".")[0] == "drawbar"
 
 
-def _folder(module: str) -> Path | None:
-    """The folder of a module's file; None for one that has no file, such as a notebook."""
-    file = getattr(sys.modules.get(module), "__file__", None)
-    return None if file is None else Path(file).resolve().parent
+def _own_digest(modules: Iterable[str]) -> str:
+    """Of drawbar's own folders that records and samples come from, and of those of these modules."""
+    files = {Path(str(sys.modules[module].__file__)) for module in ("drawbar.data.packing", *modules)}
+    paths = sorted(path for folder in {file.parent for file in files} for path in folder.glob("*.py"))
+    return content_key([(f"{path.parent.name}/{path.name}", path.read_bytes()) for path in paths])
+
+
+def _declared_digests(task: Task) -> dict[str, str]:
+    """Digests of the files that the task declares.
+
+    Raises:
+        UserError: one of them cannot be read.
+    """
+    digests = {}
+    for path in map(Path, task.encoding_files()):
+        try:
+            with path.open("rb") as file:
+                digests[str(path)] = hashlib.file_digest(file, "blake2b").hexdigest()
+        except OSError as error:
+            raise UserError(
+                f"{type(task).__name__}.encoding_files names {path}, which cannot be read: {error.strerror}",
+                remedy=f"name files; a path is taken from the folder {Path.cwd()}",
+            ) from error
+    return digests
 
 
 def _tokenizer_digest(tokenizer: Any) -> str | None:

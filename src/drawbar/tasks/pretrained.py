@@ -1,7 +1,7 @@
 """What the built-in tasks share: a transformers model with its tokenizer, and metrics by name."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any, ClassVar
@@ -17,7 +17,13 @@ from drawbar.data.tokenizer import load_tokenizer, train_byte_bpe
 from drawbar.errors import UserError
 from drawbar.metrics.registry import compute, load_metrics
 from drawbar.models.heads import Head, longest_input
-from drawbar.models.huggingface import attention_refused, build_from_scratch, fit_embeddings, load_pretrained
+from drawbar.models.huggingface import (
+    attention_refused,
+    build_from_scratch,
+    fit_embeddings,
+    load_model_config,
+    load_pretrained,
+)
 from drawbar.models.stored import build_structure, stored_tensors
 from drawbar.parallel.styles import cross_entropy_sum
 from drawbar.tasks.batch import Batch, pad_and_stack
@@ -61,6 +67,15 @@ class PretrainedTask(Task):
     def model_fields(self) -> dict[str, Any]:
         """Fields of the model's own config that follow from the task, such as the number of labels."""
         return {}
+
+    def pretrained_config(self) -> Any:
+        """The config of the pretrained model, of transformers; None for a model from scratch."""
+        if self.config.from_scratch is not None:
+            return None
+        try:
+            return load_model_config(self.config.model, None, self.tokenizer)
+        except UserError:
+            return None  # build_model says why, unless it is a user's own and needs none
 
     def build_model(self) -> nn.Module:
         name, scratch = self.config.model, self.config.from_scratch
@@ -148,78 +163,3 @@ def mean_and_perplexity(loss: float, weight: float) -> dict[str, float]:
     """``loss`` in nats a target token, and its exponential."""
     mean = loss / weight
     return {"loss": mean, "perplexity": math.exp(mean) if mean < 700 else math.inf}
-
-
-def check_label(label: Any, column: str) -> Any:
-    """The label of a record, where it can be one.
-
-    Raises:
-        UserError: it is a list, or missing, or anything else that is no name of a class.
-    """
-    if not isinstance(label, str | int | float):
-        raise UserError(
-            f"{column!r} holds {str(label)[:60]!r} ({type(label).__name__}), which is no label",
-            remedy="mend the record: a label is a text, a number, true or false",
-        )
-    return label
-
-
-class Labels:
-    """The labels of a task, in the order of its model's outputs. ``1`` and ``"1"`` are the same label."""
-
-    def __init__(self, names: list[Any]) -> None:
-        self.names = names
-        self._numbers = {str(name): number for number, name in enumerate(names)}
-
-    def number(self, label: Any) -> int:
-        """The output of a label.
-
-        Raises:
-            UserError: there is no such label.
-        """
-        try:
-            return self._numbers[str(label)]
-        except KeyError as error:
-            raise UserError(
-                f"the label {label!r} is none of the task's: {', '.join(map(str, self.names[:20]))}",
-                remedy="mend the record, or list all labels in task.labels",
-            ) from error
-
-    def canonical(self, label: Any) -> Any:
-        """The label as the task spells it."""
-        return self.names[self.number(label)]
-
-    def model_fields(self) -> dict[str, Any]:
-        """What the model's config says of them."""
-        id2label = {number: str(name) for number, name in enumerate(self.names)}
-        return {"id2label": id2label, "label2id": {name: number for number, name in id2label.items()}}
-
-
-MOST_LABELS = 1000
-
-
-def found_labels(labels: Iterable[Any], column: str) -> list[Any]:
-    """The distinct labels of the training data, numbers by size and texts by letters.
-
-    Raises:
-        UserError: there are none, or so many that the column is hardly one of labels.
-    """
-    found: dict[str, Any] = {}
-    for label in labels:
-        found.setdefault(str(label), label)
-    if not 1 < len(found) <= MOST_LABELS:
-        many = f"{len(found):,} different values" if found else "no values"
-        raise UserError(
-            f"{column!r} has {many if len(found) != 1 else 'only one value'} in the training data",
-            where="task.labels",
-            remedy="name the column that holds the labels, list them in task.labels, or use task.problem=regression "
-            "for numbers",
-        )
-
-    def key(label: Any) -> tuple[int, float, str]:
-        try:
-            return (0, float(label), str(label))
-        except ValueError:
-            return (1, 0.0, str(label))
-
-    return sorted(found.values(), key=key)

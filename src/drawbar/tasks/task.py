@@ -5,6 +5,7 @@ a loss, never moves a tensor to a device and never asks how many processes there
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import nn
 
 from drawbar.config.schema import DataSection, RunConfig, TaskConfig
 from drawbar.data.dataset import Sample
+from drawbar.data.nested import columns_of, value_at
 from drawbar.data.packing import Targets
 from drawbar.data.sources import Records, open_records
 from drawbar.errors import UserError
@@ -90,6 +92,13 @@ class Task:
         """
         return record
 
+    def encoding_files(self) -> Iterable[str | Path]:
+        """The files that ``encode`` reads besides the data and its own code, a word list, say.
+
+        Their content is a part of what encoded data are known by: where it changes, records are encoded anew.
+        """
+        return []
+
     def augment(self, sample: Sample, train: bool, rng: np.random.Generator) -> Sample:
         """A sample as one epoch sees it: where chance comes in. ``rng`` is a pure function of run.seed, epoch and
         sample (in an evaluation always the same), so no world size, batch size or restart changes the draw."""
@@ -156,18 +165,20 @@ def require(record: dict[str, Any], column: str, setting: str, kind: type = str)
     """A record's value under ``column``.
 
     Args:
+        column: its key; ``translation.en`` is the ``en`` of a ``translation`` that holds several.
         setting: the setting that names the column, for the message.
         kind: what the value must be an instance of.
 
     Raises:
         UserError: the record has no such column, or it holds something else. Who calls ``encode`` adds file and line.
     """
-    if column not in record:
+    try:
+        value = value_at(record, column)
+    except KeyError as error:
         raise UserError(
-            f"the record has no {column!r}; it has {', '.join(map(repr, record))}",
+            f"the record has no {column!r}; it has {', '.join(map(repr, columns_of(record)))}",
             remedy=f"set {setting} to the right key, or data.columns where the file has no header",
-        )
-    value = record[column]
+        ) from error
     if not isinstance(value, kind):
         raise UserError(
             f"{column!r} is {type(value).__name__}, not {kind.__name__}: {str(value)[:60]!r}",

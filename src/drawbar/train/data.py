@@ -7,10 +7,11 @@ from numpy.typing import NDArray
 
 from drawbar.config.rules import MICRO_BATCH_TOKENS, resolve_micro_batch
 from drawbar.config.schema import RunConfig
-from drawbar.data.cache import content_key, encode_cached
+from drawbar.data.cache import content_key, encode_cached, remove_cached
 from drawbar.data.dataset import EncodedDataset, NoSamples, Sample, encode_records
 from drawbar.data.loader import Loader, MicroBatchSize, Rows, SampleRows, TrainLoader, Vary
 from drawbar.data.packing import PackedRows, Targets, packed_lengths, plan_packs
+from drawbar.data.reuse import is_kept, why_not_kept
 from drawbar.data.sampler import Grouped, InOrder, Mixed, Sampler, Shuffled
 from drawbar.data.sources import Located, Record, Records
 from drawbar.data.stream import StreamLoader, StreamSettings
@@ -19,7 +20,7 @@ from drawbar.evaluation.evaluate import Split
 from drawbar.runtime.dist import World
 from drawbar.runtime.log import logger
 from drawbar.tasks.batch import Batch
-from drawbar.tasks.encoder import TaskEncoder, samples_key
+from drawbar.tasks.encoder import LIBRARIES, TaskEncoder, made_of
 from drawbar.tasks.overrides import fault, named_errors
 from drawbar.tasks.task import Task
 from drawbar.tracking.console import Console
@@ -76,15 +77,16 @@ def _encode(
 
     train = name == "train"
     describe = getattr(records, "where", lambda number: f"{name} record {number}")
-    key = samples_key(task, records, train)
+    parts = made_of(task, records, train)
     on_bad_record = config.data.on_bad_record
-    if key is None:
+    if parts is None:
         encode = TaskEncoder(task, train)
         return encode_records(records, encode, describe=describe, progress=progress, on_bad_record=on_bad_record)
+    _use_of_cache(name, parts, config, world)
     return encode_cached(
         records,
         TaskEncoder(task, train),
-        key=key,
+        made_of=parts,
         cache=config.cache_dir,
         workers=config.data.workers,
         name=name,
@@ -94,6 +96,20 @@ def _encode(
         timeout=config.launch.timeout,
         eager=world.place.local_rank == 0,
     )
+
+
+def _use_of_cache(name: str, parts: dict[str, str], config: RunConfig, world: World) -> None:
+    """Say whether samples are taken from the cache, and why not; first take them out of it where a user says so."""
+    cache = config.cache_dir
+    if config.data.rebuild:
+        if world.place.local_rank == 0:
+            remove_cached(cache, name, parts)
+        world.barrier(f"the removal of encoded {name} data")
+        logger.info("%s: encoding anew, as data.rebuild says", name)
+    elif is_kept(cache, name, parts):
+        logger.info("%s: taken from the cache: nothing that it depends on has changed", name)
+    else:
+        logger.info("%s: encoding; %s", name, why_not_kept(cache, name, parts))
 
 
 def describe_samples(samples: EncodedDataset) -> str:
@@ -192,9 +208,10 @@ def _stream_loader(task: Task, config: RunConfig, world: World) -> StreamLoader[
             remedy="name files in data.train, or set data.streaming=false",
         )
     encode = TaskEncoder(task, train=True)
-    fingerprint = content_key(
-        [stream.fingerprint for stream in records.streams], samples_key(task, [], True), config.data.batching
-    )
+    parts = made_of(task, [], True)
+    # a stream is told by what encodes it, not by its samples: a new version of a library must not end its run
+    encoding = parts and content_key({part: value for part, value in parts.items() if part not in LIBRARIES})
+    fingerprint = content_key([stream.fingerprint for stream in records.streams], encoding, config.data.batching)
 
     def rows_of(located: list[Located]) -> Rows | None:
         try:

@@ -75,6 +75,43 @@ def test_training_finds_what_was_prepared(project: Path) -> None:
     assert cached(project) == before
 
 
+CLEANED = """
+import drawbar
+from words.clean import clean
+
+class Cleaned(drawbar.CausalLM):
+    def encode(self, record, train):
+        return super().encode({"text": clean(record["text"])}, train)
+"""
+
+
+def test_a_change_in_an_imported_helper_is_encoded(project: Path) -> None:
+    """The task is in one folder, its helper in another one beside it."""
+    for name, text in {"tasks/mine.py": CLEANED, "words/clean.py": "def clean(text):\n    return text\n"}.items():
+        (project / name).parent.mkdir()
+        (project / name).write_text(text)
+    settings = ("task.type=tasks.mine:Cleaned", "task.tokenizer.vocab_size=257")
+    first = prepare(project, *settings)
+    assert "train: encoding; no train data are kept" in first.err
+    again = prepare(project, *settings)
+    assert "train: taken from the cache" in again.err
+    assert table(again.out, "tokens") == table(first.out, "tokens")
+    (project / "words" / "clean.py").write_text("def clean(text):\n    return text[:1]\n")
+    changed = prepare(project, *settings)
+    assert "train: encoding; changed since those that are kept: words/clean.py" in changed.err
+    assert table(changed.out, "longest") == ["3", "3"]
+
+
+def test_data_are_rebuilt_where_that_is_asked_for(project: Path) -> None:
+    prepare(project)
+    before = cached(project)
+    done = prepare(project, "data.rebuild=true")
+    assert "validation: encoding anew, as data.rebuild says" in done.err
+    after = cached(project)
+    assert after.keys() == before.keys()
+    assert not [name for name in before if name.startswith("train-") and after[name] == before[name]]
+
+
 def test_what_it_prints(project: Path) -> None:
     lines = ["the load " * n for n in (1, 2, 3, 30)]
     (project / "train.txt").write_text("\n".join(lines))

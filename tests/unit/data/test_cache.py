@@ -22,7 +22,8 @@ from drawbar.errors import ExitCode, UserError
 from drawbar.runtime.log import logger
 
 RECORDS = [{"n": n} for n in range(20)]
-KEY = content_key("a key")
+MADE_OF = {"the records": "20 numbers"}
+KEY = content_key(MADE_OF)
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(), inner),
@@ -45,7 +46,7 @@ def encode(record: dict[str, Any]) -> dict[str, Any]:
 
 def cached(folder: Path, records: Any = RECORDS, encoder: Any = encode, **options: Any) -> EncodedDataset:
     defaults: dict[str, Any] = {
-        "key": KEY,
+        "made_of": MADE_OF,
         "workers": 0,
         "name": "train",
         "describe": lambda i: f"file:{i + 1}",
@@ -95,7 +96,7 @@ def test_what_was_skipped_and_dropped_is_in_the_cache(tmp_path: Path) -> None:
         assert dataset.skipped[0].startswith("file:1: the task's encode failed")
 
 
-@pytest.mark.parametrize("change", [{"key": content_key("another")}, {"name": "validation"}])
+@pytest.mark.parametrize("change", [{"made_of": {"the records": "others"}}, {"name": "validation"}])
 def test_another_key_or_name_encodes_anew(tmp_path: Path, change: dict[str, Any]) -> None:
     cached(tmp_path)
     assert len(cached(tmp_path, RECORDS[:3], **change)) == 3

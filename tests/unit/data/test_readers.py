@@ -16,8 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drawbar.config.data import DataSection, SourceSection
+from drawbar.data.readers import LONG_LINE
 from drawbar.data.sources import Records, open_records
 from drawbar.errors import UserError
+from drawbar.runtime.log import logger
 
 ROWS: list[dict[str, Any]] = [
     {"sentence": 'a "lone quote and\u2028 \x0cspaces  ', "label": "1"},
@@ -109,7 +111,7 @@ def test_binary_formats_give_the_same_records(tmp_path: Path, name: str) -> None
     assert [records.where(number) for number in range(3)] == [f"{tmp_path / name}, row {n}" for n in (1, 2, 3)]
 
 
-cells = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r"), max_size=6)
+cells = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r\0"), max_size=6)
 
 
 @given(rows=st.lists(st.tuples(cells, cells), min_size=1))
@@ -301,3 +303,76 @@ def test_a_value_that_python_cannot_hold(tmp_path: Path) -> None:
     assert "cannot be a Python value: 'utf-8' codec" in error.what
     assert error.where == f"{tmp_path}/a.parquet, row 2"
     assert list(opened(tmp_path / "a.parquet", on_bad_record="skip")) == [{"a": "a"}]
+
+
+NUL_FILES = {
+    "a.txt": b"one\ntw\0o\n",
+    "a.tsv": b"text\tlabel\nt\0wo\t1\n",
+    "a.csv": b"text,label\n1,t\0wo\n",
+    "a.jsonl": b'{"text": "one"}\n{"text": "tw\0o"}\n',
+}
+
+
+@pytest.mark.parametrize("name", NUL_FILES)
+def test_a_line_with_nul_bytes_is_a_bad_record(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(NUL_FILES[name] + NUL_FILES[name].splitlines()[0] + b"\n")
+    error = refused(tmp_path / name)
+    assert "NUL" in error.what
+    assert error.where == f"{tmp_path}/{name}:2"
+    assert len(opened(tmp_path / name, on_bad_record="skip")) == {"a.txt": 2, "a.jsonl": 2}.get(name, 1)
+
+
+def test_utf_16_without_a_mark_is_named(tmp_path: Path) -> None:
+    """Of English text, every second byte is NUL, and all of them are UTF-8."""
+    (tmp_path / "a.txt").write_bytes("a road\n".encode("utf-16-le"))
+    assert "iconv -f UTF-16LE" in str(refused(tmp_path / "a.txt"))
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+    """What was logged so far."""
+    monkeypatch.setattr(logger, "propagate", True)
+    return lambda: [record.getMessage() for record in caplog.records]
+
+
+@pytest.mark.parametrize(
+    ("piece", "looks_like"),
+    [
+        (b"a text without an end ", "without line breaks"),
+        (b"a line\r", "carriage returns"),
+        (b'[{"text": "x"}], ', "JSON"),
+        (b"<p>x</p>", "HTML"),
+    ],
+)
+def test_a_line_of_megabytes_is_said_to_be_one(
+    tmp_path: Path, warnings: Callable[[], list[str]], piece: bytes, looks_like: str
+) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"one\n" + piece * (2 * LONG_LINE // len(piece)) + b"\ntwo\n")
+    for _ in range(2):  # once, however often the file is read
+        assert len(opened(path)) == 3
+    (warning,) = warnings()
+    assert warning.startswith(f"{path}:2 is a line of 2.0 MiB")
+    assert looks_like in warning
+
+
+def test_a_whole_file_as_one_record_is_meant(tmp_path: Path, warnings: Callable[[], list[str]]) -> None:
+    (tmp_path / "a.txt").write_bytes(b"x " * LONG_LINE)
+    assert len(opened(tmp_path / "a.txt", sample_by="document")) == 1
+    assert not warnings()
+
+
+def test_a_long_line_of_parallel_files(tmp_path: Path, warnings: Callable[[], list[str]]) -> None:
+    (tmp_path / "a.en").write_text("x " * LONG_LINE)
+    (tmp_path / "a.de").write_text("y")
+    source = SourceSection(parallel={"source": str(tmp_path / "a.en"), "target": str(tmp_path / "a.de")})
+    assert len(open_records(DataSection(train=source), "train")) == 1
+    assert warnings()[0].startswith(f"{tmp_path}/a.en:1 is a line of 2.0 MiB")
+
+
+def test_a_column_inside_a_column_is_renamed(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json_lines([{"translation": {"en": "one", "de": "eins"}}]))
+    records = opened(path, rename={"source": "translation.en", "target": "translation.de"})
+    assert records[0] == {"translation": {"en": "one", "de": "eins"}, "source": "one", "target": "eins"}
+    assert "'translation.en', 'translation.de'" in str(refused(path, rename={"source": "translation.fr"}))

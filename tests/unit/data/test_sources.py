@@ -63,7 +63,7 @@ def test_document(poem: str) -> None:
     assert records.where(0) == poem
 
 
-@given(lines=st.lists(st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"]))))
+@given(lines=st.lists(st.text(st.characters(exclude_characters="\r\n\0", exclude_categories=["Cs"]))))
 def test_every_line_with_text_is_a_record(tmp_path_factory: pytest.TempPathFactory, lines: list[str]) -> None:
     wanted = [line for line in lines if line.strip()]
     path = tmp_path_factory.mktemp("lines") / "a.txt"

@@ -1,10 +1,13 @@
 """A task's encode in other processes, and the key of what it makes."""
 
+import importlib
 import importlib.util
 import multiprocessing
 import pickle
+import shutil
 import sys
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +16,13 @@ import pytest
 
 from drawbar.config.schema import DataSection, RunConfig
 from drawbar.config.tasks import GenerationSection, Seq2SeqConfig, SequenceClassificationConfig, TaskConfig
+from drawbar.data.cache import content_key
 from drawbar.data.sources import open_records
 from drawbar.data.tokenizer import train_byte_bpe
+from drawbar.errors import UserError
+from drawbar.tasks import encoder
 from drawbar.tasks.classification import SequenceClassification
-from drawbar.tasks.encoder import TaskEncoder, samples_key
+from drawbar.tasks.encoder import TaskEncoder, made_of
 from drawbar.tasks.seq2seq import Seq2Seq
 from drawbar.tasks.task import Task
 
@@ -48,6 +54,11 @@ def test_another_process_encodes_the_same() -> None:
     assert "labels" not in copy(RECORDS[0])
     assert copy.task.run_config.model_dump() == task.run_config.model_dump()
     assert type(copy.task) is SequenceClassification
+
+
+def samples_key(task: Task, records: Any, train: bool) -> str | None:
+    parts = made_of(task, records, train)
+    return None if parts is None else content_key(parts)
 
 
 def records_of(folder: Path, text: str) -> Any:
@@ -148,6 +159,125 @@ def test_the_code_beside_a_task_matters(records: Any, tmp_path: Path) -> None:
     assert samples_key(task, records, True) == keys[-1]
     assert None not in keys
     assert len(set(keys)) == 3
+
+
+CLEAN = "def clean(text):\n    return text.{method}()\n"
+CLEANING = """
+import random
+from typing import Generic, TypeVar
+
+import drawbar
+{before}
+
+T = TypeVar("T")
+
+class Own(Generic[T], drawbar.Task):
+    def encode(self, record, train):
+        {inside}
+        return {{"x": clean(record["text"])}}
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder that a user is in, with a helper in a folder of its own: what is imported from it is forgotten after."""
+    folder = tmp_path / "project"
+    (folder / "tasks").mkdir(parents=True)
+    (folder / "words").mkdir()
+    (folder / "words" / "clean.py").write_text(CLEAN.format(method="strip"))
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    before = set(sys.modules)
+    yield folder
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("before", "inside"),
+    [
+        ("from words.clean import clean", "..."),
+        ("import words.clean; clean = words.clean.clean", "..."),
+        ("", "from words.clean import clean"),
+        ("import importlib; clean = importlib.import_module('words' + '.clean').clean", "..."),
+        ("from tasks.near import clean", "..."),
+        ("from .near import clean", "..."),
+    ],
+)
+def test_a_helper_that_a_task_imports_matters(records: Any, project: Path, before: str, inside: str) -> None:
+    (project / "tasks" / "near.py").write_text("from words.clean import clean\n")
+    (project / "tasks" / "mine.py").write_text(CLEANING.format(before=before, inside=inside))
+    (project / "words" / "other.py").write_text("A = 1\n")
+    task = importlib.import_module("tasks.mine").Own(RunConfig(task=TaskConfig()))
+    parts = made_of(task, records, True)
+    assert parts is not None
+    assert {"tasks/mine.py", "words/clean.py"} <= set(parts)
+    assert not [name for name in parts if name.startswith(("random", "typing", "drawbar/", "words/other"))]
+    (project / "words" / "clean.py").write_text(CLEAN.format(method="lower"))
+    changed = made_of(task, records, True)
+    assert changed is not None
+    assert {name for name in parts if parts[name] != changed[name]} == {"words/clean.py"}
+
+
+def test_a_project_that_is_moved_has_the_same_key(records: Any, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (project / "tasks" / "mine.py").write_text(CLEANING.format(before="from words.clean import clean", inside="..."))
+    keys = []
+    for folder in (project, project.with_name("moved")):
+        if folder != project:
+            shutil.copytree(project, folder)
+            for name in ("tasks", "tasks.mine", "words", "words.clean"):
+                del sys.modules[name]
+        monkeypatch.chdir(folder)
+        monkeypatch.syspath_prepend(str(folder))
+        keys.append(samples_key(importlib.import_module("tasks.mine").Own(RunConfig(task=TaskConfig())), records, True))
+    assert keys[0] == keys[1]
+
+
+def test_what_is_installed_is_no_part_of_a_project(
+    records: Any, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = project / ".venv" / "lib" / "site-packages"
+    library.mkdir(parents=True)
+    (library / "installed_helper.py").write_text(CLEAN.format(method="strip"))
+    monkeypatch.syspath_prepend(str(library))
+    (project / "tasks" / "mine.py").write_text(
+        CLEANING.format(before="from installed_helper import clean", inside="...")
+    )
+    program = types.ModuleType("__main__")
+    program.__file__ = str(project / ".venv" / "drawbar")  # another one for every command
+    Path(program.__file__).touch()
+    monkeypatch.setitem(sys.modules, "__main__", program)
+    task = importlib.import_module("tasks.mine").Own(RunConfig(task=TaskConfig()))
+    parts = made_of(task, records, True)
+    assert parts is not None
+    assert "tasks/mine.py" in parts
+    assert not [name for name in parts if name.startswith(".venv") or "installed_helper" in name]
+
+
+class Listing(SequenceClassification):
+    """Reads a file that no setting names."""
+
+    def encoding_files(self) -> list[str | Path]:
+        return ["words.txt"]
+
+
+def test_files_that_a_task_declares_matter(records: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    task = Listing(RunConfig(task=SequenceClassificationConfig(model="bert")))
+    task.tokenizer = TOKENIZER
+    with pytest.raises(UserError, match=r"Listing.encoding_files names words.txt"):
+        samples_key(task, records, True)
+    keys = []
+    for text in ("one", "two"):
+        (tmp_path / "words.txt").write_text(text)
+        keys.append(samples_key(task, records, True))
+    assert keys[0] != keys[1]
+
+
+def test_the_versions_of_libraries_matter(records: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = samples_key(classification(), records, True)
+    monkeypatch.setattr(encoder, "version", lambda library: f"{library} 9.9")
+    assert samples_key(classification(), records, True) != before
 
 
 def test_what_cannot_be_put_into_a_key_has_none(records: Any) -> None:

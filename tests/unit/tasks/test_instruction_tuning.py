@@ -76,6 +76,13 @@ def test_the_completion_and_its_end_are_the_targets(tokenizer: Any) -> None:
     assert found == [(False, f"{end}the load: "), (True, f"an engine{end}")]
 
 
+def test_columns_inside_a_column(tokenizer: Any) -> None:
+    task = task_of(tokenizer, {"prompt_column": "qa.question", "completion_column": "qa.answer"})
+    record = {"qa": {"question": "the load: ", "answer": "an engine"}}
+    assert parts(task, record)[-1][1].startswith("an engine")
+    assert task.references([record]) == ["an engine"]
+
+
 def test_the_assistants_turns_are_the_targets(tokenizer: Any) -> None:
     record = chat("one?", "1", "two?", "2", "bye")
     found = parts(task_of(tokenizer, CHATS), record)

@@ -93,6 +93,18 @@ def test_the_decoder_reads_the_labels_as_the_model_shifts_them(family: str) -> N
     assert ours.item() == pytest.approx(own.item(), rel=1e-5)
 
 
+def test_columns_inside_a_column() -> None:
+    """As the Hub's data for translation have them."""
+    task = task_of(source_column="translation.en", target_column="translation.de")
+    record = {"translation": {"en": "one", "de": "eins"}}
+    assert task.encode(record, True) == task_of().encode({"source": "one", "target": "eins"}, True)
+    assert task.references([record]) == ["eins"]
+    flat = {"translation.en": "two", "translation.de": "zwei", **record}  # a column of that very name comes first
+    assert task.texts(flat) == ["two", "zwei"]
+    with pytest.raises(UserError, match=r"no 'translation.en'; it has 'translation', 'translation.fr'"):
+        task.encode({"translation": {"fr": "un"}}, True)
+
+
 def test_the_prefix_stands_before_every_source() -> None:
     sample = task_of(source_prefix="translate: ").encode({"source": "a", "target": "b"}, True)
     assert TOKENIZER.decode(sample["input_ids"], skip_special_tokens=True) == "translate: a"

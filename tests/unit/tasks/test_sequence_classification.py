@@ -18,6 +18,7 @@ from drawbar.config.tasks import SequenceClassificationConfig
 from drawbar.data.dataset import EncodedDataset, encode_records
 from drawbar.data.tokenizer import load_tokenizer, train_byte_bpe
 from drawbar.errors import UserError
+from drawbar.runtime.log import logger
 from drawbar.tasks.classification import SequenceClassification
 from drawbar.train.inference import evaluate_run
 from runs import fit_in
@@ -88,6 +89,7 @@ def target(task: SequenceClassification, label: Any) -> Any:
         (["10", "9", "1"], ["1", "9", "10"]),
         ([True, False], [False, True]),
         (["x", "2", "1"], ["1", "2", "x"]),
+        (["x", "nan", "2", "inf", "1"], ["1", "2", "inf", "nan", "x"]),
         ([4.0, 1.0], [1.0, 4.0]),
     ],
 )
@@ -106,6 +108,30 @@ def test_a_label_written_as_number_and_as_text_is_one(tmp_path: Path) -> None:
     assert task.references(records) == ["0", "0", 1, 1]
 
 
+def test_one_and_true_are_one_label(tmp_path: Path) -> None:
+    """As they are to Python: a column that was written by several programs has no more classes for that."""
+    assert labels_found(tmp_path, [1, 1.0, True, "1", "1.0", "TRUE", False, 0, 0.0, "false", "0.0"]) == [False, 1]
+    task = task_of([False, 1])
+    assert [target(task, label) for label in (True, 1.0, "true", "1", 0, 0.0, "False")] == [1, 1, 1, 1, 0, 0, 0]
+    assert labels_found(tmp_path, ["01", "1", 1.5, "1.50"]) == ["01", "1", 1.5, "1.50"]
+
+
+def test_two_labels_that_are_given_are_not_the_same(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"1 and '1.0' are the same label[\s\S]*task.labels"):
+        labels_found(tmp_path, ["good"], labels=[0, 1, "1.0"])
+
+
+def test_the_labels_that_are_found_are_said_with_their_counts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logger, "propagate", True)
+    caplog.set_level("INFO")
+    labels_found(tmp_path, ["good", "bad", "good"])
+    assert "labels in 'label' of the training data: bad 1, good 2" in caplog.text
+    labels_found(tmp_path, [f"{number:02}" for number in range(23)])
+    assert caplog.text.rstrip().endswith("19 1 and 3 more labels")
+
+
 def test_labels_that_are_given_keep_their_order(tmp_path: Path) -> None:
     assert labels_found(tmp_path, ["good"], labels=["worse", "good", "bad"]) == ["worse", "good", "bad"]
     task = task_of([False, True])
@@ -120,6 +146,9 @@ def test_labels_that_are_given_keep_their_order(tmp_path: Path) -> None:
         ([["good"], ["bad"]], r"which is no label[\s\S]*train.jsonl:1"),
         (["good", "bad", None], r"NoneType[\s\S]*train.jsonl:3"),
         (["good", {"a": 1}], r"which is no label[\s\S]*train.jsonl:2"),
+        (["good", float("nan"), "bad"], r"'label' holds nan, which is no label[\s\S]*train.jsonl:2"),
+        ([1, 2, float("-inf")], r"holds -inf[\s\S]*train.jsonl:3"),
+        (["good", "bad", " "], r"an empty label[\s\S]*train.jsonl:3"),
     ],
 )
 def test_what_cannot_be_labels_is_refused(in_data: list[Any], message: str, tmp_path: Path) -> None:
@@ -134,9 +163,11 @@ def test_bad_labels_are_left_out_where_that_is_asked_for(tmp_path: Path) -> None
     assert several == ["x", "z"]
 
 
-def test_a_stream_needs_a_list_of_labels() -> None:
-    config = SequenceClassificationConfig(model="bert", from_scratch=BERT)
-    task = SequenceClassification(RunConfig(task=config, data=DataSection(train="train.jsonl", streaming=True)))
+def test_a_stream_needs_a_list_of_labels(tmp_path: Path) -> None:
+    data = DataSection(train=str(write(tmp_path / "train.jsonl", [{"text": "a", "label": "b"}])), streaming=True)
+    task = SequenceClassification(
+        RunConfig(task=SequenceClassificationConfig(model="bert", from_scratch=BERT), data=data)
+    )
     with pytest.raises(UserError, match=r"a stream[\s\S]*task.labels"):
         task.find_facts()
 
@@ -149,6 +180,9 @@ def test_a_stream_needs_a_list_of_labels() -> None:
         ({"text": "a road"}, {}, "no 'label'"),
         ({"text": "a road", "label": "new"}, {}, r"'new' is none of the task's: bad, good"),
         ({"text": "a road", "label": None}, {}, "which is no label"),
+        ({"text": "a road", "label": float("nan")}, {}, "which is no label"),
+        ({"text": "a road", "label": ""}, {}, "an empty label"),
+        ({"text": "a road", "label": ["good", ""]}, {"problem": "multi_label"}, "an empty label"),
         ({"text": "a road", "label": "good"}, {"text_pair_column": "other"}, "no 'other'"),
         ({"text": "a road", "label": "good"}, {"problem": "multi_label"}, "not a list of labels"),
         ({"text": "a road", "label": [["good"]]}, {"problem": "multi_label"}, "which is no label"),

@@ -1,0 +1,94 @@
+"""Names of classes: `datasets` stores them as numbers, and their names beside them in the schema (``ClassLabel``)."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from drawbar.data.readers import Record
+
+Feature = Any
+"""What a value is, as `datasets` writes it: a dict of features by column, ``{"_type": "List", "feature": …}``, …"""
+NO_LABEL = -1
+"""How `datasets` writes that a record has no label."""
+
+
+def features_of(metadata: Mapping[bytes, bytes] | None) -> dict[str, Feature]:
+    """The features by column that are in the metadata of an Arrow schema; none where `datasets` did not write it."""
+    try:
+        features = json.loads((metadata or {})[b"huggingface"])["info"]["features"]
+    except (KeyError, TypeError, ValueError):
+        return {}
+    return features if isinstance(features, dict) else {}
+
+
+def with_names(record: Record, features: Mapping[str, Feature]) -> Record:
+    """The record with names where it has numbers of classes, and None where it has no label.
+
+    Raises:
+        ValueError: a number is none of a class.
+    """
+    return {name: _named(value, features[name]) if name in features else value for name, value in record.items()}
+
+
+def only_classes(features: Mapping[str, Feature]) -> dict[str, Feature]:
+    """The columns that hold numbers of classes, or hold what holds them."""
+    return {name: feature for name, feature in features.items() if _has_classes(feature)}
+
+
+def class_names(features: Mapping[str, Feature], column: str) -> list[str] | None:
+    """The names of the classes of a column, or of the items of its lists; None where it holds no classes.
+
+    Args:
+        column: as for ``nested.value_at``.
+    """
+    feature: Feature = features
+    for name in [column] if column in features else column.split("."):
+        feature = _inside(feature).get(name)
+        while isinstance(feature, list) or _is_list(feature):
+            feature = _item(feature)
+        if not isinstance(feature, dict):
+            return None
+    return feature["names"] if _is_class(feature) else None
+
+
+def _is_class(feature: Feature) -> bool:
+    return isinstance(feature, dict) and feature.get("_type") == "ClassLabel"
+
+
+def _is_list(feature: Feature) -> bool:
+    return isinstance(feature, dict) and isinstance(feature.get("_type"), str) and "feature" in feature
+
+
+def _item(feature: Feature) -> Feature:
+    """What the items of a list are."""
+    if isinstance(feature, list):
+        return feature[0] if feature else None
+    return feature["feature"] if _is_list(feature) else feature
+
+
+def _inside(feature: Feature) -> dict[str, Feature]:
+    """The columns inside a column. Older versions of `datasets` store a list of dicts as a dict of lists."""
+    inner = _item(feature)
+    return inner if isinstance(inner, dict) else {}
+
+
+def _has_classes(feature: Feature) -> bool:
+    if _is_class(feature):
+        return True
+    if isinstance(feature, list) or _is_list(feature):
+        return _has_classes(_item(feature))
+    return isinstance(feature, dict) and any(map(_has_classes, feature.values()))
+
+
+def _named(value: Any, feature: Feature) -> Any:
+    if isinstance(value, list):
+        return [_named(item, _item(feature)) for item in value]
+    if isinstance(value, dict):
+        inside = _inside(feature)
+        return {name: _named(item, inside.get(name)) for name, item in value.items()}
+    if not _is_class(feature) or not isinstance(value, int):
+        return value
+    names = feature["names"]
+    if not NO_LABEL <= value < len(names):
+        raise ValueError(f"{value} is the number of no class; there are {len(names)} ({', '.join(names[:3])}, …)")
+    return None if value == NO_LABEL else names[value]

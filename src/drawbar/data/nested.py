@@ -1,0 +1,32 @@
+"""Columns inside columns: ``translation.en``."""
+
+from typing import Any
+
+from drawbar.data.readers import Record
+
+
+def value_at(record: Record, column: str) -> Any:
+    """A record's value under a column: ``translation.en`` is that of ``en`` in ``translation``.
+
+    A column that has this very name comes first.
+
+    Raises:
+        KeyError: there is no such column.
+    """
+    if column in record:
+        return record[column]
+    value: Any = record
+    for name in column.split("."):
+        if not isinstance(value, dict):
+            raise KeyError(column)
+        value = value[name]
+    return value
+
+
+def columns_of(record: Record) -> list[str]:
+    """The names of a record's columns, and of those inside them, as ``value_at`` takes them."""
+    names = []
+    for name, value in record.items():
+        inner = columns_of(value) if isinstance(value, dict) else []
+        names += [name, *(f"{name}.{column}" for column in inner)]
+    return names

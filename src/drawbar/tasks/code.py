@@ -1,0 +1,137 @@
+"""The code that a task's ``encode`` may run: the files of the user's project, as they are now."""
+
+import ast
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+from drawbar.data.cache import content_key
+
+_INSTALLED = ("site-packages", "dist-packages")
+_PROGRAM = ("__main__", "__mp_main__")
+_NOT_OF_A_PROJECT = (
+    *(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")),
+    Path(__file__).resolve().parents[1],
+)
+
+
+def code_digests(modules: Iterable[str]) -> dict[str, str] | None:
+    """Digests of the files of a user's project, by their path in it; what is installed is no part of it.
+
+    They are the Python files in the folders of these modules, every module of the project that is loaded, and what they
+    import, be it in a function that nobody has called yet.
+
+    Args:
+        modules: names of loaded modules of the user's; without any there is no project.
+
+    Returns:
+        None where one of them has no file, such as a notebook.
+    """
+    files: list[Path] = []
+    roots: list[Path] = []
+    for name in modules:
+        file = _file_of(sys.modules.get(name))
+        if file is None:
+            return None
+        files.append(file)
+        roots.append(file.parents[_depth(name, file)])
+    if not files:
+        return {}
+    roots = [root for root in dict.fromkeys([*roots, Path.cwd()]) if _is_own(root)]
+    search = list(dict.fromkeys([*roots, *_own_search_path()]))
+    found = _with_imports([*files, *_loaded(roots)], search)
+    found |= {path for file in files for path in file.parent.glob("*.py")}
+    digests: dict[str, str] = {}
+    for path in sorted(found):
+        name = _name_in_project(path, search)
+        digests[name] = content_key(digests.get(name), path.read_bytes())  # two roots may have files of one name
+    return digests
+
+
+def _file_of(module: ModuleType | None) -> Path | None:
+    """The file of a module; None where it has none."""
+    file = getattr(module, "__dict__", {}).get("__file__")  # getattr would load what is lazy about a module
+    if not isinstance(file, str):
+        return None
+    path = Path(file).resolve()
+    return path if path.is_file() else None
+
+
+def _loaded(roots: list[Path]) -> list[Path]:
+    """The files of all loaded modules below these folders, without the program itself: every command has another."""
+    own = (module for name, module in list(sys.modules.items()) if name not in _PROGRAM and not _is_installed(module))
+    files = [file for file in map(_file_of, own) if file is not None]
+    return [file for file in files if _is_own(file) and any(file.is_relative_to(root) for root in roots)]
+
+
+def _is_installed(module: ModuleType) -> bool:
+    """A quick answer for thousands of modules, without a look at the disk."""
+    file = str(getattr(module, "__dict__", {}).get("__file__"))
+    return any(folder in file for folder in _INSTALLED)
+
+
+def _depth(module: str, file: Path) -> int:
+    """How many folders above its own a module was found in."""
+    return module.count(".") + (file.name == "__init__.py")
+
+
+def _is_own(path: Path) -> bool:
+    """Whether nobody installed it."""
+    installed = any(part in _INSTALLED for part in path.parts)
+    return not installed and not any(path.is_relative_to(folder) for folder in _NOT_OF_A_PROJECT)
+
+
+def _own_search_path() -> Iterator[Path]:
+    """Where Python looks for modules, without the folders of libraries."""
+    for folder in map(Path, sys.path):
+        if folder.is_dir() and _is_own(folder.resolve()) and not any(folder.glob("*.dist-info")):
+            yield folder.resolve()
+
+
+def _with_imports(files: Iterable[Path], search: list[Path]) -> set[Path]:
+    """The files, and those that they import, and so on."""
+    found: set[Path] = set()
+    waiting = list(files)
+    while waiting:
+        path = waiting.pop()
+        if path in found:
+            continue
+        found.add(path)
+        if path.suffix == ".py":
+            waiting += [imported for imported in _imports(path, search) if _is_own(imported)]
+    return found
+
+
+def _imports(path: Path, search: list[Path]) -> Iterator[Path]:
+    """The files that a file imports, wherever in it that stands."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):
+        return  # Python itself will say so
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield from _find(alias.name.split("."), search)
+        elif isinstance(node, ast.ImportFrom):
+            folders = [path.parents[node.level - 1]] if node.level else search
+            package = node.module.split(".") if node.module else []
+            for alias in node.names:
+                yield from _find([*package, alias.name], folders)
+
+
+def _find(names: list[str], folders: list[Path]) -> list[Path]:
+    """The files of a module and of the packages around it, in the first of the folders that has any; the last name may
+    be that of something inside the module."""
+    for folder in folders:
+        stems = [folder.joinpath(*names[: count + 1]) for count in range(len(names))]
+        files = [file for stem in stems for file in (stem.with_suffix(".py"), stem / "__init__.py") if file.is_file()]
+        if files:
+            return [file.resolve() for file in files]
+    return []
+
+
+def _name_in_project(path: Path, roots: list[Path]) -> str:
+    root = next((root for root in roots if path.is_relative_to(root)), path.parent)
+    return path.relative_to(root).as_posix()

@@ -1,0 +1,189 @@
+"""The labels of a classifier: what can be one, which are the same one, and in which order its model has them."""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from drawbar.errors import UserError
+from drawbar.runtime.log import logger
+
+MOST_LABELS = 1000
+SHOWN_LABELS = 20
+
+
+def check_label(label: Any, column: str) -> Any:
+    """The label of a record, where it can be one.
+
+    Raises:
+        UserError: it is a list, missing, empty, NaN, or anything else that is no name of a class.
+    """
+    if not isinstance(label, str | int | float):
+        raise UserError(
+            f"{column!r} holds {str(label)[:60]!r} ({type(label).__name__}), which is no label",
+            remedy="mend the record: a label is a text, a number, true or false",
+        )
+    if isinstance(label, str) and not label.strip():
+        raise UserError(f"{column!r} holds an empty label", remedy="write the label into the record, or leave it out")
+    # a text "nan" may be a class: it is the code of a language
+    if isinstance(label, float) and not math.isfinite(label):
+        raise UserError(
+            f"{column!r} holds {label}, which is no label",
+            remedy="write the label into the record, or leave it out: NaN often stands for a label that is missing",
+        )
+    return label
+
+
+def label_key(label: Any) -> str:
+    """Equal labels have equal keys: ``1``, ``1.0``, ``"1"``, ``"1.0"`` and ``true`` are one label."""
+    if isinstance(label, str):
+        if label.lower() in ("true", "false"):
+            return "1" if label.lower() == "true" else "0"
+        whole = re.fullmatch(r"(-?\d+)\.0", label)  # a whole number in a column that once held floats
+        return str(int(whole[1])) if whole else label
+    return str(label) if isinstance(label, float) and not label.is_integer() else str(int(label))
+
+
+class Labels:
+    """The labels of a task, in the order of its model's outputs."""
+
+    def __init__(self, names: list[Any]) -> None:
+        self.names = names
+        self._numbers = {label_key(name): number for number, name in enumerate(names)}
+
+    def number(self, label: Any) -> int:
+        """The output of a label.
+
+        Raises:
+            UserError: there is no such label.
+        """
+        try:
+            return self._numbers[label_key(label)]
+        except KeyError as error:
+            raise UserError(
+                f"the label {label!r} is none of the task's: {', '.join(map(str, self.names[:SHOWN_LABELS]))}",
+                remedy="mend the record, or list all labels in task.labels",
+            ) from error
+
+    def canonical(self, label: Any) -> Any:
+        """The label as the task spells it."""
+        return self.names[self.number(label)]
+
+    def model_fields(self) -> dict[str, Any]:
+        """What the model's config says of them."""
+        id2label = {number: str(name) for number, name in enumerate(self.names)}
+        return {"id2label": id2label, "label2id": {name: number for number, name in id2label.items()}}
+
+
+def check_listed(labels: list[Any]) -> list[Any]:
+    """The labels of the setting ``task.labels``, each of which is there once.
+
+    Raises:
+        UserError: two of them are the same label.
+    """
+    first: dict[str, Any] = {}
+    for label in labels:
+        if label_key(label) in first:
+            raise UserError(
+                f"{first[label_key(label)]!r} and {label!r} are the same label",
+                where="task.labels",
+                remedy="list every label once",
+            )
+        first[label_key(label)] = label
+    return labels
+
+
+def count_labels(labels: Iterable[Any]) -> dict[Any, int]:
+    """How often each label occurs: numbers by size, then texts by letters.
+
+    A label that is written in several ways is spelled as it was first.
+    """
+    first: dict[str, Any] = {}
+    counts: Counter[str] = Counter()
+    for label in labels:
+        key = label_key(label)
+        first.setdefault(key, label)
+        counts[key] += 1
+    return {first[key]: counts[key] for key in sorted(first, key=lambda key: _by_size_or_letters(first[key]))}
+
+
+def check_found(labels: Collection[Any], column: str) -> None:
+    """See that the values of a column are labels.
+
+    Raises:
+        UserError: there are none, or so many that the column is hardly one of labels.
+    """
+    if not 1 < len(labels) <= MOST_LABELS:
+        many = f"{len(labels):,} different values" if labels else "no values"
+        raise UserError(
+            f"{column!r} has {many if len(labels) != 1 else 'only one value'} in the training data",
+            where="task.labels",
+            remedy="name the column that holds the labels, list them in task.labels, or use task.problem=regression "
+            "for numbers",
+        )
+
+
+def _by_size_or_letters(label: Any) -> tuple[int, float, str]:
+    try:
+        number = float(label)
+    except ValueError:
+        number = math.nan
+    return (0, number, str(label)) if math.isfinite(number) else (1, 0.0, str(label))
+
+
+def show_counts(counts: dict[Any, int]) -> str:
+    """``bad 1,203, good 977``, of the first labels."""
+    shown = [f"{label} {count:,}" for label, count in list(counts.items())[:SHOWN_LABELS]]
+    more = len(counts) - len(shown)
+    return ", ".join(shown) + (f" and {more:,} more labels" if more else "")
+
+
+def trained_labels(config: Any) -> list[str] | None:
+    """The labels that a model was trained for, in the order of its outputs; None where its config (of transformers)
+    has no names for them but LABEL_0, LABEL_1, …"""
+    of_output = getattr(config, "id2label", None) or {}
+    of_name = getattr(config, "label2id", None) or {}
+    for names in (of_output, {number: name for name, number in of_name.items()}):
+        if set(names) == set(range(len(names))) and not all(re.fullmatch(r"LABEL_\d+", str(n)) for n in names.values()):
+            return [str(names[number]) for number in range(len(names))]
+    return None
+
+
+def in_order_of(trained: list[str], labels: list[Any]) -> list[Any] | None:
+    """The labels in the order of a model that was trained for them, whatever the case of their letters; None where it
+    was trained for others."""
+    of_key = {label_key(label).casefold(): label for label in labels}
+    keys = [label_key(name).casefold() for name in trained]
+    if len(keys) != len(labels) or set(keys) != set(of_key):
+        return None
+    return [of_key[key] for key in keys]
+
+
+def ordered_for_model(labels: list[Any], listed: bool, config: Any, model: str) -> list[Any]:
+    """The labels in the order that a pretrained model's own head has them, where it has one for them.
+
+    Another order would permute the head in silence.
+
+    Args:
+        listed: whether a user gave them, in the order of the outputs.
+        config: the model's, of transformers.
+        model: its name, for the log.
+    """
+    trained = trained_labels(config)
+    if trained is None:
+        return labels
+    ordered = in_order_of(trained, labels)
+    if ordered is not None:
+        logger.info("labels in the order of the outputs of %s: %s", model, ", ".join(map(str, ordered)))
+        return ordered
+    are_numbers = [label_key(label) for label in labels] == [str(number) for number in range(len(labels))]
+    if len(trained) == len(labels) and not (listed or are_numbers):
+        logger.warning(
+            "%s was trained for the labels %s, and its outputs now stand for %s: list the labels in that order in "
+            "task.labels, where they mean the same",
+            model,
+            ", ".join(trained[:SHOWN_LABELS]),
+            ", ".join(map(str, labels[:SHOWN_LABELS])),
+        )
+    return labels

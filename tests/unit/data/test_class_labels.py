@@ -1,0 +1,121 @@
+"""Classes that `datasets` stores as numbers: records have their names, and tasks their order."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datasets import ClassLabel, Dataset, Features, Sequence, Value
+
+from drawbar.config.data import DataSection, SourceSection
+from drawbar.data.class_labels import class_names, with_names
+from drawbar.data.sources import Records, open_records
+from drawbar.errors import UserError
+
+MOODS, TAGS = ["positive", "negative"], ["O", "B-X", "I-X"]
+FEATURES = Features(
+    {
+        "text": Value("string"),
+        "mood": ClassLabel(names=MOODS),
+        "tags": Sequence(ClassLabel(names=TAGS)),
+        "parts": Sequence({"tag": ClassLabel(names=TAGS)}),
+        "meta": {"mood": ClassLabel(names=MOODS), "n": Value("int64")},
+    }
+)
+NUMBERS: dict[str, list[Any]] = {
+    "text": ["a", "b", "c"],
+    "mood": [0, 1, -1],
+    "tags": [[0, 1], [2], []],
+    "parts": [{"tag": [0]}, {"tag": [2, 1]}, {"tag": []}],
+    "meta": [{"mood": 1, "n": 1}, {"mood": 0, "n": 0}, None],
+}
+NAMED = [
+    {"mood": "positive", "tags": ["O", "B-X"], "parts": {"tag": ["O"]}, "meta": {"mood": "negative", "n": 1}},
+    {"mood": "negative", "tags": ["I-X"], "parts": {"tag": ["I-X", "B-X"]}, "meta": {"mood": "positive", "n": 0}},
+    {"mood": None, "tags": [], "parts": {"tag": []}},
+]
+
+
+def dataset() -> Dataset:
+    return Dataset.from_dict(NUMBERS, features=FEATURES)
+
+
+def write_parquet(folder: Path) -> SourceSection:
+    dataset().to_parquet(folder / "a.parquet")
+    return SourceSection(files=str(folder / "a.parquet"))
+
+
+def write_arrow(folder: Path) -> SourceSection:
+    dataset().save_to_disk(folder / "saved")
+    return SourceSection(files=str(folder / "saved" / "*.arrow"))
+
+
+def write_ipc_file(folder: Path) -> SourceSection:
+    table = dataset().with_format("arrow")[:]
+    with pa.ipc.new_file(str(folder / "a.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    return SourceSection(files=str(folder / "a.arrow"))
+
+
+def write_folder(folder: Path) -> SourceSection:
+    (folder / "data").mkdir()
+    dataset().to_parquet(folder / "data" / "train.parquet")
+    return SourceSection(dataset=str(folder / "data"))
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("write", [write_parquet, write_arrow, write_ipc_file, write_folder])
+def test_records_have_the_names_of_classes(
+    tmp_path: Path, write: Callable[[Path], SourceSection], streaming: bool
+) -> None:
+    records = open_records(DataSection(train=write(tmp_path), streaming=streaming), "train")
+    names = [{column: record[column] for column in one} for record, one in zip(records, NAMED, strict=True)]
+    assert names == NAMED
+    assert records.class_names("mood") == records.class_names("meta.mood") == MOODS
+    assert records.class_names("tags") == records.class_names("parts.tag") == TAGS
+    assert [records.class_names(column) for column in ("text", "meta", "meta.n", "none", "mood.x")] == [None] * 5
+
+
+def test_names_of_columns_with_new_names(tmp_path: Path) -> None:
+    data = DataSection(train=write_parquet(tmp_path), rename={"label": "meta.mood", "about": "meta"})
+    records = open_records(data, "train")
+    assert records.class_names("label") == records.class_names("about.mood") == MOODS
+
+
+def two_files(folder: Path, second: list[str]) -> Records:
+    for name, names in (("a", MOODS), ("b", second)):
+        features = Features({"mood": ClassLabel(names=names)})
+        Dataset.from_dict({"mood": [0, 1]}, features=features).to_parquet(folder / f"{name}.parquet")
+    return open_records(DataSection(train=[str(folder / "a.parquet"), str(folder / "b.parquet")]), "train")
+
+
+def test_files_that_number_their_classes_in_other_ways_do_not_mix_them(tmp_path: Path) -> None:
+    records = two_files(tmp_path, MOODS[::-1])
+    assert [record["mood"] for record in records] == ["positive", "negative", "negative", "positive"]
+    assert records.class_names("mood") is None
+    assert two_files(tmp_path, MOODS).class_names("mood") == MOODS
+
+
+def test_a_number_of_no_class_is_a_bad_record(tmp_path: Path) -> None:
+    schema = dataset().with_format("arrow")[:].select(["mood"]).schema
+    pq.write_table(pa.table({"mood": [0, 2]}, schema=schema), tmp_path / "a.parquet")
+    data = DataSection(train=str(tmp_path / "a.parquet"))
+    with pytest.raises(UserError, match=r"2 is the number of no class[\s\S]*a.parquet, row 2"):
+        len(open_records(data, "train"))
+    assert len(open_records(data.model_copy(update={"on_bad_record": "skip"}), "train")) == 1
+
+
+def test_lists_as_older_versions_of_datasets_describe_them() -> None:
+    tag = {"names": TAGS, "num_classes": 3, "id": None, "_type": "ClassLabel"}
+    features = {"a": [tag], "b": {"feature": {"tag": tag}, "length": -1, "_type": "Sequence"}}
+    record = {"a": [0, 1], "b": {"tag": [2, None]}}
+    assert with_names(record, features) == {"a": ["O", "B-X"], "b": {"tag": ["I-X", None]}}
+    assert class_names(features, "a") == class_names(features, "b.tag") == TAGS

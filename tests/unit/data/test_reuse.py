@@ -1,0 +1,56 @@
+"""Why samples are encoded anew: what has changed since those that are kept."""
+
+from pathlib import Path
+
+from drawbar.data.cache import encode_cached, entry_folder, remove_cached
+from drawbar.data.reuse import is_kept, why_not_kept
+
+MADE_OF = {"the records": "1", "the tokenizer": "2", "words/clean.py": "3"}
+
+
+def encode(cache: Path, made_of: dict[str, str]) -> None:
+    encode_cached(
+        [1, 2],  # type: ignore[list-item]
+        lambda number: {"x": number},
+        made_of=made_of,
+        cache=cache,
+        workers=0,
+        name="train",
+        describe=str,
+        on_bad_record="error",
+        progress=None,
+        timeout=60,
+        eager=True,
+    )
+
+
+def test_what_has_changed_is_named(tmp_path: Path) -> None:
+    assert why_not_kept(tmp_path, "train", MADE_OF) == f"no train data are kept in {tmp_path}"
+    encode(tmp_path, {**MADE_OF, "the records": "7", "the tokenizer": "7"})
+    encode(tmp_path, MADE_OF)
+    assert is_kept(tmp_path, "train", MADE_OF)
+    changed = {**MADE_OF, "words/clean.py": "4"}
+    assert not is_kept(tmp_path, "train", changed)
+    assert (
+        why_not_kept(tmp_path, "train", changed) == "changed since those that are kept: words/clean.py"
+    )  # of the entry most like it
+    assert why_not_kept(tmp_path, "train", {**MADE_OF, "words/new.py": "5"}).endswith(": words/new.py")
+    assert why_not_kept(tmp_path, "validation", MADE_OF) == f"no validation data are kept in {tmp_path}"
+    many = {f"{number}.py": "" for number in range(7)}
+    assert why_not_kept(tmp_path, "train", {**MADE_OF, **many}).endswith("0.py, 1.py, 2.py, 3.py, 4.py and 2 more")
+
+
+def test_a_damaged_entry_says_nothing(tmp_path: Path) -> None:
+    encode(tmp_path, MADE_OF)
+    (entry_folder(tmp_path, "train", MADE_OF) / "meta.json").write_text("[]")
+    assert why_not_kept(tmp_path, "train", {}) == f"no train data are kept in {tmp_path}"
+
+
+def test_samples_that_are_removed_leave_nothing(tmp_path: Path) -> None:
+    remove_cached(tmp_path, "train", MADE_OF)  # they need not be there
+    encode(tmp_path, MADE_OF)
+    remove_cached(tmp_path, "train", MADE_OF)
+    assert not is_kept(tmp_path, "train", MADE_OF)
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+    encode(tmp_path, MADE_OF)
+    assert is_kept(tmp_path, "train", MADE_OF)

@@ -1,0 +1,171 @@
+"""The order of labels: that of the model's own outputs, where it was trained for them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import ClassLabel, Dataset, Features, List, Value
+from transformers import BertConfig, BertForSequenceClassification, BertForTokenClassification
+
+from drawbar.config.schema import DataSection, RunConfig
+from drawbar.config.tasks import SequenceClassificationConfig, TokenClassificationConfig
+from drawbar.data.tokenizer import train_byte_bpe
+from drawbar.runtime.log import logger
+from drawbar.tasks.classification import SequenceClassification, TokenClassification
+from drawbar.tasks.labels import in_order_of, trained_labels
+from drawbar.tasks.pretrained import PretrainedTask
+
+TOKENIZER = train_byte_bpe([], 258, {"pad_token": "<|pad|>"})
+BERT = {
+    "vocab_size": 258,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 16,
+}
+OF_TASK = {
+    "sequence_classification": (SequenceClassification, SequenceClassificationConfig, BertForSequenceClassification),
+    "token_classification": (TokenClassification, TokenClassificationConfig, BertForTokenClassification),
+}
+
+
+@pytest.fixture
+def messages(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    monkeypatch.setattr(logger, "propagate", True)
+    caplog.set_level("INFO")
+    return caplog
+
+
+def fine_tuned(folder: Path, kind: str, names: list[str]) -> torch.Tensor:
+    """Write a classifier that was trained for these labels; returns the weights of its head."""
+    torch.manual_seed(0)
+    model = OF_TASK[kind][2](
+        BertConfig(**BERT, id2label=dict(enumerate(names)), label2id={n: i for i, n in enumerate(names)})
+    )
+    model.save_pretrained(folder)
+    return model.classifier.weight
+
+
+def task_of(folder: Path, kind: str, in_data: list[Any], **options: Any) -> PretrainedTask:
+    """A task with what it finds in data of these labels."""
+    records = [{"text": "a", "label": label, "tokens": ["a"], "tags": [label]} for label in in_data]
+    (folder / "train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    task_type, config_type, _ = OF_TASK[kind]
+    data = DataSection(train=str(folder / "train.jsonl"), sequence_length=8)
+    task = task_type(RunConfig(task=config_type(**{"model": str(folder / "model"), **options}), data=data))
+    task.tokenizer = TOKENIZER
+    task.facts = task.find_facts()
+    return task
+
+
+@pytest.mark.parametrize("kind", OF_TASK)
+@pytest.mark.parametrize(
+    ("trained", "listed", "order"),
+    [
+        (["good", "bad", "fair"], None, ["good", "bad", "fair"]),
+        (["good", "bad", "fair"], ["bad", "fair", "good"], ["good", "bad", "fair"]),
+        (["GOOD", "Bad", "fair"], None, ["good", "bad", "fair"]),  # as the task spells them
+        (["LABEL_0", "LABEL_1", "LABEL_2"], None, ["bad", "fair", "good"]),
+        (["LABEL_0", "LABEL_1", "LABEL_2"], ["good", "bad", "fair"], ["good", "bad", "fair"]),
+    ],
+)
+def test_the_order_of_a_model_that_was_trained_for_the_labels(
+    tmp_path: Path,
+    messages: pytest.LogCaptureFixture,
+    kind: str,
+    trained: list[str],
+    listed: list[str] | None,
+    order: list[str],
+) -> None:
+    head = fine_tuned(tmp_path / "model", kind, trained)
+    task = task_of(tmp_path, kind, ["good", "bad", "fair"], labels=listed)
+    assert task.facts["labels"] == order
+    model = task.build_model()
+    assert torch.equal(model.classifier.weight, head)
+    assert model.config.id2label == dict(enumerate(order))
+    assert ("in the order of the outputs of" in messages.text) is not trained[0].startswith("LABEL")
+
+
+def test_a_model_that_was_trained_for_other_labels(tmp_path: Path, messages: pytest.LogCaptureFixture) -> None:
+    """Its head is kept where it fits: nobody but the user knows what its outputs mean."""
+    fine_tuned(tmp_path / "model", "sequence_classification", ["POSITIVE", "NEGATIVE"])
+    task = task_of(tmp_path, "sequence_classification", ["good", "bad"])
+    assert task.facts["labels"] == ["bad", "good"]
+    assert "was trained for the labels POSITIVE, NEGATIVE, and its outputs now stand for bad, good" in messages.text
+    messages.clear()
+    for in_data, listed in ((["good", "bad"], ["good", "bad"]), ([1, 0], None), (["x", "y", "z"], None)):
+        task_of(tmp_path, "sequence_classification", in_data, labels=listed)
+        assert "was trained for" not in messages.text  # that is meant, or the head is new
+
+
+def test_a_model_from_scratch_has_no_order(tmp_path: Path) -> None:
+    fine_tuned(tmp_path / "model", "sequence_classification", ["good", "bad"])
+    task = task_of(tmp_path, "sequence_classification", ["good", "bad"], from_scratch={})
+    assert task.facts["labels"] == ["bad", "good"]
+
+
+def test_numbers_of_a_model_are_its_order(tmp_path: Path) -> None:
+    fine_tuned(tmp_path / "model", "sequence_classification", ["1", "0"])
+    assert task_of(tmp_path, "sequence_classification", [0, True]).facts["labels"] == [True, 0]
+
+
+def test_names_that_a_config_gives_in_one_direction_alone() -> None:
+    config = BertConfig(num_labels=2)
+    assert trained_labels(config) is None
+    config.label2id = {"good": 0, "bad": 1}
+    assert trained_labels(config) == ["good", "bad"]
+    assert in_order_of(["good", "bad"], ["good", "bad", "fair"]) is None
+
+
+def of_datasets(folder: Path) -> DataSection:
+    features = Features(
+        {
+            "text": Value("string"),
+            "label": ClassLabel(names=["negative", "neutral", "Positive"]),
+            "tokens": List(Value("string")),
+            "tags": List(ClassLabel(names=["O", "B-X", "I-X"])),
+        }
+    )
+    columns = {"text": ["a", "b"], "label": [2, 0], "tokens": [["a", "b"], ["c"]], "tags": [[1, 2], [0]]}
+    Dataset.from_dict(columns, features=features).to_parquet(folder / "train.parquet")
+    return DataSection(train=str(folder / "train.parquet"), sequence_length=8)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [("sequence_classification", ["negative", "neutral", "Positive"]), ("token_classification", ["O", "B-X", "I-X"])],
+)
+def test_the_classes_of_datasets_keep_their_names_and_order(
+    tmp_path: Path, kind: str, names: list[str], streaming: bool
+) -> None:
+    """Those that do not occur, too; and a stream need not list them."""
+    task_type, config_type, _ = OF_TASK[kind]
+    data = of_datasets(tmp_path).model_copy(update={"streaming": streaming})
+    task = task_type(RunConfig(task=config_type(model="bert", from_scratch=BERT), data=data))
+    task.tokenizer = TOKENIZER
+    task.facts = task.find_facts()
+    assert task.facts["labels"] == names
+    assert task.build_model().config.id2label == dict(enumerate(names))
+    records = [{**record, "prediction": task.references([record])[0]} for record in task.records("train")]
+    assert task.score(records) == (
+        {"accuracy": 1.0}
+        if kind == "sequence_classification"
+        else {"entity_f1": 1.0, "entity_precision": 1.0, "entity_recall": 1.0, "tag_accuracy": 1.0}
+    )
+
+
+def test_a_label_inside_a_column(tmp_path: Path) -> None:
+    record = {"about": {"text": "a", "mood": "good"}}
+    (tmp_path / "train.jsonl").write_text(json.dumps(record) + "\n")
+    config = SequenceClassificationConfig(
+        model="bert", from_scratch=BERT, text_column="about.text", label_column="about.mood", labels=["bad", "good"]
+    )
+    task = SequenceClassification(RunConfig(task=config, data=DataSection(sequence_length=8)))
+    task.tokenizer, task.facts = TOKENIZER, {"labels": ["bad", "good"]}
+    assert task.encode(record, True)["labels"] == 1
+    assert task.references([record]) == ["good"]
+    assert task.texts(record) == ["a"]
