@@ -157,9 +157,8 @@ class ChatFormat:
         if without_marks != text or not turns.keys() >= answers:
             raise UserError(
                 "the chat template does not write every message in a loop over them, so no answer can be found",
-                where="task.chat_template",
-                remedy="set it to a template with {% generation %} and {% endgeneration %} around what the assistant "
-                "says",
+                remedy="set task.chat_template to one with {% generation %} and {% endgeneration %} around what the "
+                "assistant says",
             )
         return turns
 
@@ -187,14 +186,14 @@ def overlapping(offsets: NDArray[np.int64], span: Span) -> Span:
 
 
 def chat_prompt(tokenizer: Any, messages: list[Any]) -> list[int]:
-    """The tokens of a chat to go on with: of what comes before its last answer, and of the header that asks for one.
+    """The tokens of a chat to be answered, with the header that asks for it. An answer at its end is left out.
 
     Raises:
         UserError: there is no template, a message is none, or the template refuses them.
     """
     check_template(tokenizer)
     asked = [check_message(message) for message in messages]
-    while asked and asked[-1]["role"] == "assistant":
+    if asked and asked[-1]["role"] == "assistant":
         asked.pop()
     if not asked:
         raise UserError("the chat has no message to answer", remedy='begin with {"role": "user", "content": …}')
