@@ -1,11 +1,13 @@
 """``drawbar generate``."""
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 if TYPE_CHECKING:
+    from drawbar.evaluation.generate import Prompt
     from drawbar.tasks.task import Task
 
 
@@ -18,15 +20,23 @@ Examples:
   drawbar generate runs/demo --prompt "def " --temperature 0        greedy
   drawbar generate runs/demo --input prompts.txt                    a prompt a line
   drawbar generate runs/demo --input prompts.jsonl --output out.jsonl
+  drawbar generate runs/chat --prompt "Who are you?"                a chat model answers
+  drawbar generate runs/chat --prompt '[{"role": "system", "content": "Be brief."}, {"role": "user", …}]'
 """,
 )
 @click.argument("run")
-@click.option("--prompt", "prompts", multiple=True, help="Text to go on from; may be given several times.")
+@click.option(
+    "--prompt",
+    "prompts",
+    multiple=True,
+    help="Text to go on from; may be given several times. Of a chat model: a question, or a JSON list of messages.",
+)
 @click.option(
     "--input",
     "input_file",
     type=click.Path(exists=True, dir_okay=False),
-    help='A .txt file with a prompt on each line, or .jsonl with {"prompt": …} or {"text": …} on each.',
+    help='A .txt file with a prompt on each line, or .jsonl with {"prompt": …} or {"text": …} on each; of a chat model '
+    "also with its messages, as in training.",
 )
 @click.option(
     "--output",
@@ -49,6 +59,7 @@ Examples:
     "--top-p", type=click.FloatRange(min=0, max=1, min_open=True), default=1.0, show_default=True, help="1 for all."
 )
 @click.option("--beams", type=click.IntRange(min=1), default=1, show_default=True, help="1 is no beam search.")
+@click.option("--raw", is_flag=True, help="Of a chat model: go on from the text as it is, without the chat template.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="The same seed, the same text.")
 @click.pass_obj
 def generate(
@@ -64,11 +75,16 @@ def generate(
     top_k: int,
     top_p: float,
     beams: int,
+    raw: bool,
     seed: int,
 ) -> int:
-    """Print what the model of RUN goes on with after each prompt (by default: the beginning of a document)."""
+    """Print what the model of RUN goes on with after each prompt (by default: the beginning of a document).
+
+    A chat model, one that was trained on messages, answers: a prompt is then what the user says.
+    """
     from drawbar.cli.arguments import load_run
     from drawbar.cli.imports import quick_imports
+    from drawbar.cli.prompts import as_messages, default_prompts, read_prompts
 
     with quick_imports():
         from drawbar.evaluation.generate import Sampling
@@ -79,34 +95,21 @@ def generate(
     if output is not None:
         check_output(output, overwrite)
     sampling = Sampling(max_new_tokens, temperature, top_k, top_p, beams)
-    all_prompts = [*prompts, *(_read_prompts(input_file) if input_file else [])] or [""]
-    texts = generate_from_run(loaded.config, task, all_prompts, sampling, checkpoint, seed)
+    messages_column = None if raw else getattr(loaded.config.task, "messages_column", None)
+    all_prompts = [*prompts, *(read_prompts(input_file, messages_column) if input_file else [])]
+    all_prompts = all_prompts or default_prompts(is_chat=messages_column is not None)
+    asked = all_prompts if messages_column is None else [as_messages(prompt) for prompt in all_prompts]
+    texts = generate_from_run(loaded.config, task, asked, sampling, checkpoint, seed)
     if output is None:
-        _print_texts(all_prompts, texts)
+        _print_texts(all_prompts, texts, are_chats=messages_column is not None)
     else:
         write_lines(output, ({"prompt": prompt, "text": text} for prompt, text in zip(all_prompts, texts, strict=True)))
     return 0
 
 
-def _print_texts(prompts: list[str], texts: list[str]) -> None:
+def _print_texts(prompts: "list[Prompt]", texts: list[str], are_chats: bool) -> None:
     for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
         if number:
             click.echo("-" * 40)
-        click.echo(click.style(prompt, bold=True) + text)
-
-
-def _read_prompts(path: str) -> list[str]:
-    from drawbar.config.data import DataSection
-    from drawbar.data.sources import open_records
-    from drawbar.errors import UserError
-
-    records = open_records(DataSection(test=path), "test")
-    prompts = []
-    for number, record in enumerate(records):
-        prompt = record.get("prompt", record.get("text"))
-        if not isinstance(prompt, str):
-            raise UserError(
-                "the record has no prompt", where=records.where(number), remedy='write {"prompt": "what to go on from"}'
-            )
-        prompts.append(prompt)
-    return prompts
+        shown = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
+        click.echo(click.style(shown, bold=True) + ("\n" if are_chats else "") + text)

@@ -69,6 +69,10 @@ class CausalLMConfig(PretrainedTaskConfig):
     """Instruction tuning: the key that holds the completion."""
     messages_column: Text | None = None
     """Instruction tuning: the key that holds a chat, a list of `{role, content}`; the loss is that of the answers."""
+    answers: Literal["all", "last"] = "all"
+    """Chats: which of the assistant's messages the loss is of."""
+    chat_template: Text | None = None
+    """Chats: a Jinja file, or a template as text, in place of the tokenizer's own; it is kept with the tokenizer."""
     generation: GenerationSection | None = None
     """Instruction tuning: write completions in an evaluation, and score them (default: the loss alone)."""
 

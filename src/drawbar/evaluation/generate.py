@@ -1,11 +1,13 @@
 """Text from a causal language model: prompts in a batch, with a key-value cache."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from drawbar.data.tokenizer import begin_token
 from drawbar.engines.engine import Engine
 from drawbar.errors import UserError
+from drawbar.tasks.chat import chat_prompt
 from drawbar.tasks.writing import left_padded
 
 
@@ -33,10 +35,12 @@ class Sampling:
         }
 
 
-def generate_text(engine: Engine, tokenizer: Any, prompts: list[str], sampling: Sampling) -> list[str]:
-    """What the model goes on with after each prompt (the prompt itself left out).
+Prompt = str | list[dict[str, Any]]
+"""The beginning of a document (empty: its very beginning), or the messages of a chat, by its chat template."""
 
-    An empty prompt stands for the beginning of a document.
+
+def generate_text(engine: Engine, tokenizer: Any, prompts: Sequence[Prompt], sampling: Sampling) -> list[str]:
+    """What the model goes on with after each prompt (the prompt itself left out).
 
     Raises:
         UserError: the model writes no text, or a prompt and its continuation do not fit its positions.
@@ -47,12 +51,8 @@ def generate_text(engine: Engine, tokenizer: Any, prompts: list[str], sampling: 
             where="RUN",
             remedy="name the run of a language model; `drawbar eval` works for any",
         )
-    begin = begin_token(tokenizer)
     encoded = [
-        [begin, *tokenizer(text, add_special_tokens=False)["input_ids"]]
-        if begin is not None
-        else tokenizer(text)["input_ids"]
-        for text in prompts
+        _begun(tokenizer, prompt) if isinstance(prompt, str) else chat_prompt(tokenizer, prompt) for prompt in prompts
     ]
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
     inputs = left_padded(encoded, pad)
@@ -61,3 +61,10 @@ def generate_text(engine: Engine, tokenizer: Any, prompts: list[str], sampling: 
     except (ValueError, IndexError) as error:
         raise UserError(f"the model cannot go on from this prompt: {error}", remedy="shorten it") from error
     return tokenizer.batch_decode(out_BL[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def _begun(tokenizer: Any, text: str) -> list[int]:
+    begin = begin_token(tokenizer)
+    if begin is None:
+        return tokenizer(text)["input_ids"]
+    return [begin, *tokenizer(text, add_special_tokens=False)["input_ids"]]

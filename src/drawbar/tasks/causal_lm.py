@@ -1,6 +1,7 @@
 """The built-in task ``causal_lm``: predict the next token of documents, of completions or of a chat's answers."""
 
 import math
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,10 @@ from drawbar.data.tokenizer import begin_token
 from drawbar.errors import UserError
 from drawbar.parallel.styles import cross_entropy_sum
 from drawbar.tasks.batch import Batch, pad_and_stack
-from drawbar.tasks.chat import Piece, chat_pieces, check_message, last_answer
+from drawbar.tasks.chat import ChatFormat, chat_prompt, check_message, message_text, read_template
 from drawbar.tasks.pretrained import PretrainedTask, mean_and_perplexity
 from drawbar.tasks.task import require
-from drawbar.tasks.writing import continuations
+from drawbar.tasks.writing import continuations, stop_with
 
 
 class CausalLM(PretrainedTask):
@@ -50,6 +51,12 @@ class CausalLM(PretrainedTask):
                 where="task.prompt_column, task.messages_column",
                 remedy="set one of them to null",
             )
+        if config.messages_column is None and (config.chat_template is not None or config.answers != "all"):
+            raise UserError(
+                "only chats have a template, and answers to choose from",
+                where="task.chat_template, task.answers",
+                remedy="set task.messages_column to the key of the chats, or leave these out",
+            )
         if config.generation is not None and not self.instructs:
             raise UserError(
                 "only instruction tuning has completions to write and to score",
@@ -63,12 +70,25 @@ class CausalLM(PretrainedTask):
         """Whether records are prompts with answers."""
         return self.config.prompt_column is not None or self.config.messages_column is not None
 
+    def build_tokenizer(self) -> Any:
+        tokenizer = super().build_tokenizer()
+        if self.config.chat_template is not None:
+            tokenizer.chat_template = read_template(self.config.chat_template)
+        if self.config.messages_column is not None:
+            tokenizer.split_special_tokens = False  # those of the template are its marks and end tokens, not letters
+        return tokenizer
+
+    def _fitted(self, model: nn.Module) -> nn.Module:
+        model = super()._fitted(model)
+        if self.config.messages_column is not None:
+            stop_with(model, self.chat_format.stop_tokens)
+        return model
+
     def encode(self, record: dict[str, Any], train: bool) -> list[Sample] | None:
         """A document in windows, or one sample of a prompt and its answers."""
         if self.instructs:
             return self._conversation(record)
-        tokens = self.tokenizer(self._text(record), add_special_tokens=False, verbose=False)["input_ids"]
-        framed = (begin_token(self.tokenizer), *tokens, self.tokenizer.eos_token_id)
+        framed = (begin_token(self.tokenizer), *self._tokens(self._text(record)), self.tokenizer.eos_token_id)
         tokens = [token for token in framed if token is not None]
         if len(tokens) < 2:  # nothing to predict
             return None
@@ -76,35 +96,48 @@ class CausalLM(PretrainedTask):
         return [{"input_ids": window, "labels": window} for window in windows]
 
     def _conversation(self, record: dict[str, Any]) -> list[Sample] | None:
-        tokens: list[int] = []
-        labels: list[int] = []
-        for piece in self._pieces(record):
-            found = self.tokenizer(piece.text, add_special_tokens=False, verbose=False)["input_ids"] + piece.after
-            tokens += found
-            labels += found if piece.target and self.labelled else [IGNORED_LABEL] * len(found)
+        chats = self.config.messages_column is not None
+        tokens, labels = self._chat(record) if chats else self._completion(record)
         limit = self.data.sequence_length
-        if self.labelled and all(label == IGNORED_LABEL for label in labels[1:limit]):  # the prompt alone fills it
+        # the prompt alone fills it; and what goes on from half a prompt is no answer
+        lost = all(label == IGNORED_LABEL for label in labels[1:limit]) if self.labelled else len(tokens) > limit
+        if lost:
             return None
         cut = {"truncated": True} if len(tokens) > limit else {}
         return [{"input_ids": tokens[:limit], "labels": labels[:limit], **cut}]
 
-    def _pieces(self, record: dict[str, Any]) -> list[Piece]:
-        """The record as texts to read and texts to learn, in order."""
+    def _chat(self, record: dict[str, Any]) -> tuple[list[int], list[int]]:
+        messages = self._messages(record)
+        if self.labelled:
+            return self.chat_format.encode(messages, self.config.answers)
+        tokens = chat_prompt(self.tokenizer, messages)
+        return tokens, [IGNORED_LABEL] * len(tokens)
+
+    def _completion(self, record: dict[str, Any]) -> tuple[list[int], list[int]]:
+        """A prompt, begun as a document, and the completion, ended as one."""
         config = self.config
-        if config.messages_column is not None:
-            messages = require(record, config.messages_column, "task.messages_column", list)
-            return chat_pieces(self.tokenizer, messages, answered=self.labelled)
         assert config.prompt_column is not None
         assert config.completion_column is not None
         begin, end = begin_token(self.tokenizer), self.tokenizer.eos_token_id
-        pieces = [
-            Piece("", target=False, after=[] if begin is None else [begin]),
-            Piece(require(record, config.prompt_column, "task.prompt_column"), target=False),
-        ]
+        prompt = self._tokens(require(record, config.prompt_column, "task.prompt_column"))
+        prompt = prompt if begin is None else [begin, *prompt]
+        completion = []
         if self.labelled:
-            completion = require(record, config.completion_column, "task.completion_column")
-            pieces.append(Piece(completion, target=True, after=[] if end is None else [end]))
-        return pieces
+            completion = self._tokens(require(record, config.completion_column, "task.completion_column"))
+            completion = completion if end is None else [*completion, end]
+        return prompt + completion, [IGNORED_LABEL] * len(prompt) + completion
+
+    @cached_property
+    def chat_format(self) -> ChatFormat:
+        """The tokenizer's chat template."""
+        return ChatFormat(self.tokenizer)
+
+    def _messages(self, record: dict[str, Any]) -> list[Any]:
+        assert self.config.messages_column is not None
+        return require(record, self.config.messages_column, "task.messages_column", list)
+
+    def _tokens(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def _text(self, record: dict[str, Any]) -> str:
         return require(record, self.config.text_column, "task.text_column")
@@ -112,8 +145,7 @@ class CausalLM(PretrainedTask):
     def texts(self, record: dict[str, Any]) -> list[str]:
         config = self.config
         if config.messages_column is not None:
-            messages = require(record, config.messages_column, "task.messages_column", list)
-            return [str(check_message(message).get("content", "")) for message in messages]
+            return [message_text(check_message(message)) for message in self._messages(record)]
         if config.prompt_column is None or config.completion_column is None:
             return [self._text(record)]
         return [
@@ -152,7 +184,7 @@ class CausalLM(PretrainedTask):
 
     def references(self, records: list[dict[str, Any]]) -> list[Any]:
         if self.config.messages_column is not None:
-            return [last_answer(value_at(record, self.config.messages_column)) for record in records]
+            return [self.chat_format.last_answer(self._messages(record)) for record in records]
         assert self.config.completion_column is not None
         return [value_at(record, self.config.completion_column) for record in records]
 

@@ -1,61 +1,206 @@
-"""A chat as texts to read and texts to learn, by the tokenizer's own chat template."""
+"""Chats as tokens by the tokenizer's own chat template: rendered once, tokenized once, and the answers found in it."""
 
-from dataclasses import dataclass, field
-from typing import Any
+import re
+from functools import cached_property
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, Literal
 
+import jinja2
+import numpy as np
+from numpy.typing import NDArray
+
+from drawbar.config.section import expand_path
+from drawbar.data.packing import IGNORED_LABEL
 from drawbar.errors import UserError
+from drawbar.tasks.turns import TURN_KEY, mark_turns, split_turns
+
+Message = dict[str, Any]
+Span = tuple[int, int]
+"""From the first to before the last: of characters, or of tokens."""
+
+QUESTION: Message = {"role": "user", "content": "1 + 1?"}
+ANSWER: Message = {"role": "assistant", "content": "2"}
+_GENERATION = re.compile(r"{%[-+]?\s*generation\s*[-+]?%}")
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Part of a conversation."""
+class ChatFormat:
+    """A tokenizer's chat template as training reads it: what of a chat the assistant writes.
 
-    text: str
-    target: bool
-    """Whether the model learns to write it."""
-    after: list[int] = field(default_factory=list)
-    """Tokens that follow it."""
-
-
-def chat_pieces(tokenizer: Any, messages: list[dict[str, Any]], answered: bool) -> list[Piece]:
-    """The messages as the template writes them: an assistant's are targets, everything else is context.
-
-    The template is applied to longer and longer beginnings of the chat, and what each adds is a piece: so the pieces
-    together are exactly the text that the model sees when it is used.
-
-    Args:
-        messages: ``{"role": ..., "content": ...}`` each.
-        answered: False for a chat to go on with: its last piece then asks for an answer.
+    That is what stands in ``{% generation %}``, as for transformers' ``return_assistant_tokens_mask``. In a template
+    without it, it is each of the assistant's messages from behind the header that asks for an answer (what
+    ``add_generation_prompt`` adds) to the end token.
 
     Raises:
-        UserError: no template, no messages, or a template that rewrites earlier messages.
+        UserError: there is no template, the tokenizer cannot say which letters a token is made of, or the template
+            cannot write a question with its answer.
     """
-    if getattr(tokenizer, "chat_template", None) is None:
-        raise UserError(
-            "the tokenizer has no chat template",
-            where="task.messages_column",
-            remedy="use the tokenizer of a chat model, or task.prompt_column and task.completion_column",
-        )
-    pieces: list[Piece] = []
-    done = ""
-    for number, message in enumerate(map(check_message, messages)):
-        if message["role"] == "assistant":
-            asked = _render(tokenizer, messages[:number], ask=True)
-            pieces.append(Piece(_added(done, asked), target=False))
-            done = asked
-            text = _render(tokenizer, messages[: number + 1], ask=False)
-            pieces.append(Piece(_added(done, text), target=True))
-            done = text
-    if not answered:
-        pieces.append(Piece(_added(done, _render(tokenizer, messages, ask=True)), target=False))
-    if not pieces:
-        raise UserError(
-            "the chat has no message of the assistant", remedy='each needs one: {"role": "assistant", "content": …}'
-        )
-    return pieces
+
+    def __init__(self, tokenizer: Any) -> None:
+        check_template(tokenizer)
+        if not tokenizer.is_fast:
+            raise UserError(
+                f"{type(tokenizer).__name__} cannot say which letters a token is made of, so no answer can be found",
+                where="task.tokenizer",
+                remedy="chats need a fast tokenizer, one with a tokenizer.json",
+            )
+        self.tokenizer = tokenizer
+        added = tokenizer.added_tokens_decoder
+        self.special = {number for number, token in added.items() if token.special} | set(tokenizer.all_special_ids)
+        self.annotated = _GENERATION.search(tokenizer.get_chat_template()) is not None
+        try:
+            self.header = [] if self.annotated else self._header()
+            self.stop_tokens = self._stop_tokens()
+        except UserError as error:
+            raise UserError(
+                f"the chat template cannot write a question with its answer: {error.what}",
+                where="task.chat_template",
+                remedy="use one that writes all messages in one loop, or has {% generation %} around what the "
+                "assistant says",
+            ) from error
+
+    @cached_property
+    def marked(self) -> str:
+        """The template with marks between messages."""
+        return mark_turns(self.tokenizer.get_chat_template())
+
+    def encode(self, messages: list[Any], answers: Literal["all", "last"]) -> tuple[list[int], list[int]]:
+        """A chat as tokens and labels; the tokens are those of ``apply_chat_template``.
+
+        Where the template writes no end token after the last answer, the tokenizer's is added: nobody could learn to
+        stop otherwise.
+
+        Raises:
+            UserError: a message is none, none is the assistant's, or the template refuses them.
+        """
+        messages = [check_message(message) for message in messages]
+        if not any(message["role"] == "assistant" for message in messages):
+            raise UserError(
+                "the chat has no message of the assistant", remedy='each needs one: {"role": "assistant", "content": …}'
+            )
+        tokens, spans = self._answers(messages)
+        end = self.tokenizer.eos_token_id
+        if end is not None and spans and spans[-1][1] == len(tokens) and not self._ended(tokens, spans[-1]):
+            tokens.append(end)
+            spans[-1] = spans[-1][0], len(tokens)
+        labels = [IGNORED_LABEL] * len(tokens)
+        for start, stop in spans if answers == "all" else spans[-1:]:
+            labels[start:stop] = tokens[start:stop]
+        return tokens, labels
+
+    def last_answer(self, messages: list[Any]) -> str:
+        """What the assistant says last as the template writes it, and so as a model does that learned it."""
+        _, labels = self.encode(messages, "last")
+        return self.tokenizer.decode([label for label in labels if label != IGNORED_LABEL], skip_special_tokens=True)
+
+    def _stop_tokens(self) -> list[int]:
+        """What a model that learned these answers stops with."""
+        tokens, spans = self._answers([QUESTION, ANSWER])
+        if spans and not self._ended(tokens, spans[-1]):  # then the mark of who speaks next is the end
+            tokens, spans = self._answers([QUESTION, ANSWER, QUESTION])
+        ends = {tokens[stop - 1] for _, stop in spans}
+        return sorted((ends | {self.tokenizer.eos_token_id}) & self.special)
+
+    def _answers(self, messages: list[Message]) -> tuple[list[int], list[Span]]:
+        """The chat's tokens, and which of them the assistant writes, end tokens included."""
+        tokens, spans = self._by_generation(messages) if self.annotated else self._by_turns(messages)
+        return tokens, [self._with_next_mark(tokens, span) for span in spans]
+
+    def _ended(self, tokens: list[int], span: Span) -> bool:
+        return span[1] > span[0] and tokens[span[1] - 1] in self.special
+
+    def _with_next_mark(self, tokens: list[int], span: Span) -> Span:
+        """An answer without an end token stops with what follows it, such as GLM's mark of who speaks next."""
+        followed = span[1] < len(tokens) and tokens[span[1]] in self.special
+        return (span[0], span[1] + 1) if followed and not self._ended(tokens, span) else span
+
+    def _by_generation(self, messages: list[Message]) -> tuple[list[int], list[Span]]:
+        options = {"return_dict": True, "tokenizer_kwargs": {"return_offsets_mapping": True, "verbose": False}}
+        found = apply_template(self.tokenizer, messages, return_assistant_tokens_mask=True, **options)
+        tokens, mask, offsets = list(found["input_ids"]), list(found["assistant_masks"]), found["offset_mapping"]
+        for place in range(1, len(mask)):  # transformers leaves out the rest of a last letter that is several tokens
+            mask[place] |= mask[place - 1] and offsets[place] == offsets[place - 1]
+        edges = np.flatnonzero(np.diff([0, *mask, 0])).tolist()
+        return tokens, list(zip(edges[::2], edges[1::2], strict=True))
+
+    def _by_turns(self, messages: list[Message]) -> tuple[list[int], list[Span]]:
+        text = apply_template(self.tokenizer, messages, tokenize=False)
+        tokens, offsets = self._tokenize(text)
+        turns = self._turns(messages, text)
+        of_assistant = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        return tokens, [self._answer(text, tokens, offsets, turns[number]) for number in of_assistant]
+
+    def _answer(self, text: str, tokens: list[int], offsets: NDArray[np.int64], turn: Span) -> Span:
+        """Of an assistant's turn (characters of the text), what the assistant writes (tokens)."""
+        start, stop = overlapping(offsets, turn)
+        start += self._header_length(tokens[start:stop])
+        last = next((place for place in reversed(range(start, stop)) if tokens[place] in self.special), None)
+        if last is not None and not text[offsets[last, 1] : turn[1]].strip():
+            stop = last + 1  # no model is asked for the white space behind its end token
+        return start, stop
+
+    def _header_length(self, turn: list[int]) -> int:
+        """Tokens of an assistant's turn up to the end of its header."""
+        size = len(self.header)
+        for before in range(len(turn) - size + 1):  # a begin token, say, may come first
+            if turn[before : before + size] == self.header:
+                return before + size
+        # what stands in for a thought may be part of the header, and left out of earlier turns
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(turn, self.header, strict=False)))
+
+    def _turns(self, messages: list[Message], text: str) -> dict[int, Span]:
+        """The characters of each message in the text that the template makes of them."""
+        numbered = [{**message, TURN_KEY: str(number)} for number, message in enumerate(messages)]
+        marked = apply_template(self.tokenizer, numbered, tokenize=False, chat_template=self.marked)
+        without_marks, turns = split_turns(marked)
+        answers = {number for number, message in enumerate(messages) if message["role"] == "assistant"}
+        if without_marks != text or not turns.keys() >= answers:
+            raise UserError(
+                "the chat template does not write every message in a loop over them, so no answer can be found",
+                remedy="set task.chat_template to one with {% generation %} and {% endgeneration %} around what the "
+                "assistant says",
+            )
+        return turns
+
+    def _header(self) -> list[int]:
+        """The tokens that ask for an answer, such as ``<|im_start|>assistant\\n``."""
+        chat = [QUESTION, ANSWER]
+        text = apply_template(self.tokenizer, chat, tokenize=False)
+        begin, _ = self._turns(chat, text)[1]
+        asked = apply_template(self.tokenizer, [QUESTION], tokenize=False, add_generation_prompt=True)
+        if asked[:begin] != text[:begin]:
+            raise UserError("it writes the question differently once it has an answer")
+        tokens, offsets = self._tokenize(asked)
+        return tokens[slice(*overlapping(offsets, (begin, len(asked))))]
+
+    def _tokenize(self, text: str) -> tuple[list[int], NDArray[np.int64]]:
+        """A text as tokens, and the characters that each is made of, (tokens, 2)."""
+        found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        return found["input_ids"], np.asarray(found["offset_mapping"], np.int64).reshape(-1, 2)
 
 
-def check_message(message: Any) -> dict[str, Any]:
+def overlapping(offsets: NDArray[np.int64], span: Span) -> Span:
+    """The tokens that share characters with the span."""
+    before = int((offsets[:, 1] <= span[0]).sum())
+    return before, max(before, int((offsets[:, 0] < span[1]).sum()))
+
+
+def chat_prompt(tokenizer: Any, messages: list[Any]) -> list[int]:
+    """The tokens of a chat to be answered, with the header that asks for it. An answer at its end is left out.
+
+    Raises:
+        UserError: there is no template, a message is none, or the template refuses them.
+    """
+    check_template(tokenizer)
+    asked = [check_message(message) for message in messages]
+    if asked and asked[-1]["role"] == "assistant":
+        asked.pop()
+    if not asked:
+        raise UserError("the chat has no message to answer", remedy='begin with {"role": "user", "content": …}')
+    return list(apply_template(tokenizer, asked, return_dict=True, add_generation_prompt=True)["input_ids"])
+
+
+def check_message(message: Any) -> Message:
     """The message, where it is one.
 
     Raises:
@@ -63,30 +208,58 @@ def check_message(message: Any) -> dict[str, Any]:
     """
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise UserError(f"{str(message)[:60]!r} is no message", remedy='write {"role": …, "content": …}')
-    if message.get("content") is None and "tool_calls" not in message:
+    if message.get("content") is None and not message.get("tool_calls"):
         raise UserError(f"a message of the {message['role']} has no content", remedy="mend the record")
     return message
 
 
-def last_answer(messages: list[dict[str, Any]]) -> str:
-    """What the assistant says last; nothing may follow it, or what follows is of no account."""
-    return next(message["content"] for message in reversed(messages) if message["role"] == "assistant")
+def message_text(message: Message) -> str:
+    """What a message says; a content in parts is one text, and a call of a tool says nothing."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
-def _render(tokenizer: Any, messages: list[dict[str, Any]], ask: bool) -> str:
+def check_template(tokenizer: Any) -> None:
+    """Raises UserError where the tokenizer has no chat template."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise UserError(
+            "the tokenizer has no chat template",
+            where="task.messages_column",
+            remedy="use the tokenizer of a chat model, set task.chat_template, or use task.prompt_column and "
+            "task.completion_column",
+        )
+
+
+def read_template(setting: str) -> str:
+    """The chat template that ``task.chat_template`` gives: a file, or the template itself.
+
+    Raises:
+        UserError: there is no such file.
+    """
+    if "{{" in setting or "{%" in setting:
+        return setting
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask)
+        return Path(expand_path(setting)).read_text("utf-8")
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"the chat template cannot be read: {error}",
+            where="task.chat_template",
+            remedy="give a Jinja file, or the template itself",
+        ) from error
+
+
+def apply_template(tokenizer: Any, messages: list[Message], **options: Any) -> Any:
+    """transformers' ``apply_chat_template``; whatever the template raises is an error of the record."""
+    try:
+        return tokenizer.apply_chat_template(messages, **options)
+    except jinja2.TemplateSyntaxError as error:
+        raise UserError(
+            f"line {error.lineno} of the chat template: {error.message}",
+            where="task.chat_template",
+            remedy="correct the template",
+        ) from error
     except Exception as error:  # a template is a program of its own, and may raise anything
         raise UserError(
             f"the chat template refuses the messages: {error}",
             remedy="mend the record: a list of {role, content}, in the order that the template wants",
         ) from error
-
-
-def _added(before: str, after: str) -> str:
-    if not after.startswith(before):
-        raise UserError(
-            "the chat template writes earlier messages differently once an answer follows",
-            remedy="use a template that only appends, or chats of one answer",
-        )
-    return after[len(before) :]

@@ -42,3 +42,11 @@ def continuations(
     room = None if limit is None else limit - length + 1  # the last token that is written is not read again
     out_BL = model.generate(**inputs, pad_token_id=pad, **generation_options(section, room))
     return tokenizer.batch_decode(out_BL[:, length:], skip_special_tokens=True)
+
+
+def stop_with(model: nn.Module, tokens: list[int]) -> None:
+    """Let a model's texts end with any of these tokens, too: here, and wherever it is exported to."""
+    config = model.generation_config
+    known = config.eos_token_id
+    ends = set(tokens) | set(known if isinstance(known, list) else [] if known is None else [known])
+    config.eos_token_id = sorted(ends) or None

@@ -1,6 +1,6 @@
 """Evaluation, prediction and generation from a run directory."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from drawbar.data.readers import BadRecord
 from drawbar.data.sources import Record, Records
 from drawbar.errors import UserError
 from drawbar.evaluation.evaluate import Split, evaluate, predict, write_results
-from drawbar.evaluation.generate import Sampling, generate_text
+from drawbar.evaluation.generate import Prompt, Sampling, generate_text
 from drawbar.runtime.dist import World
 from drawbar.runtime.env import Place, choose_device
 from drawbar.runtime.log import open_log_file, start_logging
@@ -159,7 +159,7 @@ def _with_bad(records: Iterable[Record]) -> Iterator[Record | BadRecord]:
 def generate_from_run(
     config: RunConfig,
     task_type: type[Task] | None,
-    prompts: list[str],
+    prompts: Sequence[Prompt],
     sampling: Sampling,
     which: str | None,
     seed: int,

@@ -14,16 +14,13 @@ from drawbar.data.dataset import EncodedDataset, encode_records
 from drawbar.data.tokenizer import load_tokenizer, train_byte_bpe
 from drawbar.errors import UserError
 from drawbar.tasks.causal_lm import CausalLM
+from drawbar.tasks.chat import ChatFormat
 
 TEMPLATE = (
     "{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }};{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
-REWRITING = (  # what an assistant thought is left out once another turn follows
-    "{% for message in messages %}[{{ message['role'] }}]"
-    "{{ message['content'] if loop.last else message['content'][:1] }};{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% endif %}"
-)
+END = "<|endoftext|>"
 LLAMA = {
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -47,10 +44,10 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFa
     return load_tokenizer(folder)
 
 
-def task_of(tokenizer: Any, options: dict[str, Any], sequence_length: int = 128, **more: Any) -> CausalLM:
+def task_of(made: Any, options: dict[str, Any], sequence_length: int = 128, **more: Any) -> CausalLM:
     config = CausalLMConfig(from_scratch=LLAMA, **options, **more)
     task = CausalLM(RunConfig(task=config, data=DataSection(sequence_length=sequence_length)))
-    task.tokenizer = tokenizer
+    task.tokenizer = made
     return task
 
 
@@ -91,24 +88,21 @@ def test_the_assistants_turns_are_the_targets(tokenizer: Any) -> None:
         (True, "1;"),
         (False, "[user]two?;[assistant]"),
         (True, "2;"),
+        (False, "[user]bye;"),
     ]
-    answered = {"messages": record["messages"][:4]}
-    whole = tokenizer.apply_chat_template(answered["messages"], tokenize=False)
-    assert "".join(text for _, text in parts(task_of(tokenizer, CHATS), answered)) == whole
+    whole = tokenizer.apply_chat_template(record["messages"], tokenize=False)
+    assert "".join(text for _, text in found) == whole
+
+
+def test_the_last_answer_alone_can_be_the_target(tokenizer: Any) -> None:
+    found = parts(task_of(tokenizer, CHATS, answers="last"), chat("one?", "1", "two?", "2", "bye"))
+    assert found == [(False, "[user]one?;[assistant]1;[user]two?;[assistant]"), (True, "2;"), (False, "[user]bye;")]
 
 
 def test_a_system_message_is_read(tokenizer: Any) -> None:
     found = parts(task_of(tokenizer, CHATS), chat("be brief", "one?", "1", roles=("system", "user", "assistant")))
-    assert found == [(False, "[system]be brief;[user]one?;[assistant]"), (True, "1;")]
-
-
-def test_a_template_that_rewrites_what_was_said_is_refused(tokenizer: Any) -> None:
-    rewriting = train_byte_bpe([], 257)
-    rewriting.chat_template = REWRITING
-    task = task_of(rewriting, CHATS)
-    assert parts(task, chat("a", "one")) == [(False, "[user]a;[assistant]"), (True, "one;")]
-    with pytest.raises(UserError, match=r"writes earlier messages differently[\s\S]*only appends"):
-        task.encode(chat("a", "one", "b", "two"), True)
+    # this template has no end token of its own
+    assert found == [(False, "[system]be brief;[user]one?;[assistant]"), (True, f"1;{END}")]
 
 
 @pytest.mark.parametrize(
@@ -139,11 +133,14 @@ def test_chats_need_a_template() -> None:
         {"completion_column": "completion"},
         {**PROMPTS, **CHATS},
         {"generation": GenerationSection()},
+        {"chat_template": TEMPLATE},
+        {**PROMPTS, "answers": "last"},
+        {**CHATS, "chat_template": "nowhere.jinja"},
     ],
 )
 def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], tokenizer: Any) -> None:
     with pytest.raises(UserError, match=r"where: task\."):
-        task_of(tokenizer, options)
+        task_of(tokenizer, {"tokenizer": tokenizer.name_or_path, **options}).build_tokenizer()
 
 
 def test_what_is_too_long_is_cut_and_a_prompt_alone_dropped(tokenizer: Any) -> None:
@@ -152,6 +149,65 @@ def test_what_is_too_long_is_cut_and_a_prompt_alone_dropped(tokenizer: Any) -> N
     assert (len(sample["input_ids"]), sample["truncated"]) == (8, True)
     assert sum(label != -100 for label in sample["labels"]) == 3
     assert task_of(tokenizer, PROMPTS, sequence_length=5).encode(record, True) is None
+
+
+def test_of_a_long_chat_the_answers_survive_that_fit(tokenizer: Any) -> None:
+    record = chat("a", "1", "b", "2")
+    assert [text for target, text in parts(task_of(tokenizer, CHATS), record) if target] == ["1;", f"2;{END}"]
+    ids, _ = ChatFormat(tokenizer).encode(record["messages"], "all")
+    first_alone = task_of(tokenizer, CHATS, sequence_length=len(ids) - 3)
+    (sample,) = first_alone.encode(record, True) or []
+    assert sample["truncated"]
+    assert [text for target, text in parts(first_alone, record) if target] == ["1;"]
+    last = task_of(tokenizer, CHATS, sequence_length=len(ids) - 3, answers="last")
+    whole = {"messages": record["messages"][:2]}
+    found = encode_records([record, whole], lambda one: last.encode(one, True), describe=str)
+    assert (len(found), found.dropped) == (1, 1)
+
+
+@pytest.mark.parametrize("options", [PROMPTS, CHATS])
+def test_no_answer_is_asked_for_to_half_a_prompt(options: dict[str, Any], tokenizer: Any) -> None:
+    task = task_of(tokenizer, options, sequence_length=8)
+    task.labelled = False
+    assert task.encode({"prompt": "xyzw" * 4, **chat("xyzw" * 4)}, False) is None
+
+
+@pytest.mark.parametrize("as_file", [True, False])
+def test_a_template_of_ones_own_stays_with_the_tokenizer(as_file: bool, tokenizer: Any, tmp_path: Path) -> None:
+    own = (
+        "{% for message in messages %}<{{ message.role }}>{{ message.content + eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    (tmp_path / "own.jinja").write_text(own)
+    setting = str(tmp_path / "own.jinja") if as_file else own
+    task = task_of(None, CHATS, tokenizer=tokenizer.name_or_path, chat_template=setting)
+    task.build_tokenizer().save_pretrained(tmp_path / "saved")
+    task.tokenizer = load_tokenizer(str(tmp_path / "saved"))
+    assert task.tokenizer.chat_template == own
+    assert parts(task, chat("a", "b")) == [(False, f"<user>a{END}<assistant>"), (True, f"b{END}")]
+    (sample,) = task.encode(chat("a", "b"), True) or []
+    assert sample["labels"][-1] == task.tokenizer.eos_token_id  # and not its letters
+
+
+def test_a_model_stops_with_the_end_token_of_the_template(tokenizer: Any, tmp_path: Path) -> None:
+    """Here, and where it is exported to."""
+    own = load_tokenizer(tokenizer.name_or_path)
+    own.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
+    own.split_special_tokens = False
+    own.chat_template = TEMPLATE.replace(";", "<|end|>")
+    task = task_of(own, CHATS)
+    for model in (task.build_model(), task.build_structure()):
+        assert model.generation_config.eos_token_id == [own.eos_token_id, own.convert_tokens_to_ids("<|end|>")]
+    assert task_of(tokenizer, PROMPTS).build_model().generation_config.eos_token_id == tokenizer.eos_token_id
+
+
+def test_a_tokenizer_is_trained_on_what_is_said() -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{}]}
+    parted = {
+        "role": "user",
+        "content": [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "text", "text": "b"}],
+    }
+    assert task_of(None, CHATS).texts({"messages": [parted, call, *chat("c")["messages"]]}) == ["ab", "", "c"]
 
 
 def test_a_prompt_alone_can_be_predicted_for(tokenizer: Any) -> None:
@@ -207,11 +263,10 @@ def test_an_answer_is_written_to_what_came_before_the_last_one(labelled: bool, t
     prompts = [
         tokenizer.apply_chat_template(one["messages"], tokenize=False, add_generation_prompt=True) for one in asked
     ]
-    # piece by piece, as in training: an answer's first token does not grow together with what is before it
-    pieces = [[prompts[0]], [prompts[0], "1;", prompts[1][len(prompts[0]) + 2 :]]]
-    bare = [[token for piece in one for token in tokenizer(piece)["input_ids"]] for one in pieces]
+    bare = [tokenizer(prompt)["input_ids"] for prompt in prompts]
     assert found == [written(task, model, prompt) for prompt in bare]
-    assert task.references(full) == ["1", "2 3"]  # and not what the user says last
+    # not what the user says last; and as the template has it, since so does whatever is compared with it
+    assert task.references(full) == ["1;", "2 3;"]
 
 
 def test_the_loss_of_a_batch_is_that_of_its_answers(tokenizer: Any, tmp_path: Path) -> None:

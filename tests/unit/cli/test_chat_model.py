@@ -1,0 +1,103 @@
+"""A chat model from the command line: trained by a template of one's own, asked, exported and asked again."""
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from harness import Finished, run_cli
+from messages import check_one_message
+
+TEMPLATE = """\
+{%- for message in messages %}
+    {{- '[' + message.role + ']' + message.content + eos_token }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '[assistant]' }}{% endif %}
+"""
+CONFIG = """
+run: {name: chat}
+task:
+  from_scratch: {hidden_size: 32, intermediate_size: 48, num_hidden_layers: 1, num_attention_heads: 2}
+  tokenizer: {train: byte_bpe, vocab_size: 280}
+  messages_column: messages
+  chat_template: chat.jinja
+  generation: {max_new_tokens: 20}
+  metrics: [exact_match]
+data: {train: train.jsonl, test: test.jsonl, sequence_length: 64}
+train: {global_batch: 8, steps: 40}
+optim: {lr: 1.0e-2}
+precision: fp32
+device: cpu
+tracking: {tensorboard: false}
+"""
+SYSTEM = {"role": "system", "content": "be brief"}
+GREEDY = ("--temperature", "0", "--max-new-tokens", "20")
+
+
+def question(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a run that has learned to say yes and no, and to stop."""
+    folder = tmp_path_factory.mktemp("chat")
+    answers = ["yes", "no"] * 16
+    chats = [[SYSTEM, question(f"is {a} {a}?"), {"role": "assistant", "content": a}] for a in answers]
+    (folder / "train.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    (folder / "test.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats[:2]))
+    (folder / "chat.jinja").write_text(TEMPLATE)
+    (folder / "config.yaml").write_text(CONFIG)
+    done = run_cli("train", "config.yaml", cwd=folder)
+    assert done.code == 0, done.err
+    (folder / "chat.jinja").unlink()  # the run has it
+    return folder
+
+
+def generate(project: Path, *arguments: str, code: int = 0) -> Finished:
+    done = run_cli("generate", "runs/chat", *GREEDY, *arguments, cwd=project)
+    assert done.code == code, done.err
+    return done
+
+
+def test_a_chat_model_answers_and_stops(project: Path) -> None:
+    chat = json.dumps([SYSTEM, question("is no no?")])
+    done = generate(project, "--prompt", "is yes yes?", "--prompt", chat)
+    assert done.out == f"is yes yes?\nyes\n{'-' * 40}\n{chat}\nno\n"
+    done = generate(project, "--raw", "--prompt", "[user]is yes yes?")
+    assert done.out.startswith("[user]is yes yes?")
+    assert "\nyes\n" not in done.out
+
+
+def test_chats_from_a_file_are_answered_as_in_a_prediction(project: Path) -> None:
+    """What the file says in answer is no part of the question."""
+    generate(project, "--input", "test.jsonl", "--output", "texts.jsonl", "--overwrite")
+    found = [json.loads(line) for line in (project / "texts.jsonl").read_text().splitlines()]
+    assert [line["text"] for line in found] == ["yes", "no"]
+    assert found[0]["prompt"][-1]["content"] == "yes"
+    done = run_cli("predict", "runs/chat", "--input", "test.jsonl", "--output", "p.jsonl", cwd=project)
+    assert done.code == 0, done.err
+    predicted = [json.loads(line)["prediction"] for line in (project / "p.jsonl").read_text().splitlines()]
+    assert predicted == ["yes", "no"]
+    done = run_cli("eval", "runs/chat", "--split", "test", cwd=project)
+    assert done.code == 0, done.err
+    assert json.loads((project / "runs/chat/eval/test/scores.json").read_text())["exact_match"] == 1
+
+
+def test_nobody_asks(project: Path) -> None:
+    done = generate(project, code=2)
+    check_one_message(done.out + done.err, "answers messages", "--prompt", "--raw")
+    done = generate(project, "--prompt", '[{"role": "user"}]', code=2)
+    check_one_message(done.out + done.err, "message of the user has no content")
+
+
+def test_the_exported_folder_answers_alone(project: Path) -> None:
+    done = run_cli("export", "runs/chat", "--to", "exported", cwd=project)
+    assert done.code == 0, done.err
+    model = AutoModelForCausalLM.from_pretrained(project / "exported")
+    tokenizer = AutoTokenizer.from_pretrained(project / "exported")
+    asked = [SYSTEM, question("is no no?")]
+    inputs = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    written = model.generate(**inputs, max_new_tokens=20, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    assert tokenizer.decode(written) == f"no{tokenizer.eos_token}"
