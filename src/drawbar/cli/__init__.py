@@ -137,9 +137,7 @@ def _tell(error: Exception, text: str) -> None:
     """Say what went wrong: to the launcher, which tells it once for all ranks, or here."""
     if _is_one_of_several():
         from drawbar.runtime.agent import STATUS_FILE, report_failure
-        from drawbar.runtime.log import log_to_file
 
-        log_to_file(text)
         if report_failure(error) and STATUS_FILE in os.environ:
             return
     if isinstance(error, UserError) and error.exit_code == ExitCode.WRONG_REQUEST:
