@@ -18,7 +18,7 @@ from conftest import make_project
 from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.runtime.env import Place
 from harness import run_cli, run_ranks, start_cli
-from runs import losses, scores, weights
+from runs import losses, metrics, scores, weights
 
 CONFIG = """\
 task:
@@ -123,8 +123,17 @@ def test_in_any_phase_to_one_rank_or_to_all(tmp_path: Path) -> None:
         log = (run / "logs" / "rank-0000.log").read_text()
         assert log.count("saving at the end of this step") == 1, name
         assert log.count("resumed from") == 1, name
+        assert log.count("is given up") == name.startswith(("evaluation", "generation")), name
         assert (losses(run), scores(run)) == (losses(whole), scores(whole)), name
+        assert [line["step"] for line in metrics(run)] == [line["step"] for line in metrics(whole)], name
+        assert last_state(run) == last_state(whole), name
         assert all(torch.equal(tensor, final[key]) for key, tensor in weights(run, 6).items()), name
+
+
+def last_state(run: Path) -> tuple[str, str]:
+    """The state of the last checkpoint, and which one is the best."""
+    checkpoints = run / "checkpoints"
+    return (checkpoints / "step-00000006" / "state.json").read_text(), (checkpoints / "best.json").read_text()
 
 
 SLOW_START = """

@@ -6,12 +6,13 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from drawbar.checkpoint.format import Damaged, Snapshot, step_name
 from drawbar.checkpoint.load import REPLACED, check_sizes, complete_checkpoints, step_folders, verify
-from drawbar.checkpoint.save import sync, write_files
+from drawbar.checkpoint.save import sync, write_amended, write_files
 from drawbar.checkpoint.space import REMEDIES, free_bytes, readable
 from drawbar.errors import ExitCode, UserError
 
@@ -120,6 +121,15 @@ class CheckpointDirectory:
                 checkpoints written before are untouched.
         """
         self.place(step_name(snapshot.step), lambda folder: write_files(folder, snapshot))
+
+    def amend(self, step: int, changes: dict[str, Any]) -> None:
+        """Change entries of the state of a checkpoint that is complete. It is as safe as writing one, and quick.
+
+        Raises:
+            UserError: as ``write`` does.
+        """
+        old = self.path / step_name(step)
+        self.place(old.name, lambda folder: write_amended(folder, old, changes))
 
     def place(self, name: str, fill: Callable[[Path], None]) -> None:
         """Make the checkpoint ``name`` of what ``fill`` writes into a new folder. It appears when ``fill`` is done.

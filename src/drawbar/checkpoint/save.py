@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -20,6 +21,7 @@ from drawbar.checkpoint.format import (
     STATE_FILE,
     Manifest,
     Snapshot,
+    decode_state,
     describe,
     encode_state,
 )
@@ -92,6 +94,34 @@ def write_files(folder: Path, snapshot: Snapshot) -> None:
     (folder / MANIFEST_FILE).write_bytes(Manifest.of(snapshot.step, files).to_json())
     sync(folder / MANIFEST_FILE)
     sync(folder)
+
+
+def write_amended(folder: Path, old: Path, changes: dict[str, Any]) -> None:
+    """Write a checkpoint that is ``old`` with some entries of its state changed. Tensors are linked, not written again.
+
+    Raises:
+        OSError: as ``write_files`` does.
+    """
+    manifest = Manifest.from_json((old / MANIFEST_FILE).read_bytes())
+    state = decode_state((old / STATE_FILE).read_bytes()) | changes
+    folder.mkdir()
+    for name in manifest.files.keys() - {STATE_FILE}:
+        _link(old / name, folder / name)
+    (folder / STATE_FILE).write_bytes(encode_state(state))
+    sync(folder / STATE_FILE)
+    files = manifest.files | {STATE_FILE: describe(folder / STATE_FILE)}
+    (folder / MANIFEST_FILE).write_bytes(Manifest.of(manifest.step, files).to_json())
+    sync(folder / MANIFEST_FILE)
+    sync(folder)
+
+
+def _link(source: Path, target: Path) -> None:
+    """Give a file a second name; where the file system has no such links, copy it."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy(source, target)
+        sync(target)
 
 
 def _save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -26,6 +26,17 @@ class AsyncWriter:
         self.wait()
         self._pending = self._thread.submit(write)
 
+    def follow(self, write: Callable[[], None]) -> None:
+        """Start a write when the one before it has succeeded, without waiting here: it must hold no snapshot."""
+        before = self._pending
+
+        def in_turn() -> None:
+            if before is not None:
+                before.result()
+            write()
+
+        self._pending = self._thread.submit(in_turn)
+
     def wait(self) -> None:
         """Return when nothing is being written. Raises, once, what the write raised."""
         if self._pending is None:

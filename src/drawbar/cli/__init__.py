@@ -81,10 +81,15 @@ def main(task: "type[Task]") -> None:
 
 def run(task: "type[Task] | None" = None) -> None:
     """Run the command line and end the process with its exit code."""
-    code = _invoke(task)
-    if _is_one_of_several():
-        _leave_rank(code)
-    _flush()
+    try:
+        code = _invoke(task)
+        if _is_one_of_several():
+            _leave_rank(code)
+        _flush()
+    except BrokenPipeError:  # nobody reads on, as behind `| head`: the end, and a quiet one, as of any tool
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())  # for what is still to be flushed
+        code = ExitCode.FAILED
     sys.exit(code)
 
 
@@ -105,8 +110,9 @@ def _leave_rank(code: int) -> NoReturn:
 
 
 def _flush() -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # as where the shell has closed it: `>&-`
+            stream.flush()
 
 
 def _invoke(task: "type[Task] | None") -> int:
@@ -131,9 +137,7 @@ def _tell(error: Exception, text: str) -> None:
     """Say what went wrong: to the launcher, which tells it once for all ranks, or here."""
     if _is_one_of_several():
         from drawbar.runtime.agent import STATUS_FILE, report_failure
-        from drawbar.runtime.log import log_to_file
 
-        log_to_file(text)
         if report_failure(error) and STATUS_FILE in os.environ:
             return
     if isinstance(error, UserError) and error.exit_code == ExitCode.WRONG_REQUEST:

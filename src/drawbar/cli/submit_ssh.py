@@ -24,6 +24,7 @@ from drawbar.launch.fleet import run
 from drawbar.launch.job import Job
 from drawbar.launch.pdsh import pdsh_command
 from drawbar.launch.ssh import check_programs, describe, forwarded, render
+from drawbar.runtime.streams import outlive_readers
 
 if TYPE_CHECKING:
     from drawbar.tasks.task import Task
@@ -61,6 +62,7 @@ def submit_ssh(
         return ExitCode.DONE
     for program in {"ssh", section.ssh_program}:
         check_programs(program, shutil.which(program))
+    outlive_readers()
     return run(starts, section.ssh_program, loaded.config.launch.timeout)
 
 

@@ -41,7 +41,9 @@ Exit codes: 0 done, 1 failed, 2 the request is wrong, 75 saved after SIGTERM, 13
 def train(task: "type[Task] | None", arguments: tuple[str, ...], resume: str, fork: str | None) -> int:
     """Train the run that CONFIG (a YAML file) describes, with some settings changed."""
     from drawbar.runtime.interrupt import leaving_when_told
+    from drawbar.runtime.streams import outlive_readers
 
+    outlive_readers()
     with leaving_when_told():
         return start(task, arguments, resume, fork)
 

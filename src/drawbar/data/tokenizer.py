@@ -1,6 +1,7 @@
 """Tokenizers: train a byte-level BPE on the training data, or load one from a folder or the Hugging Face Hub."""
 
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -38,7 +39,8 @@ def train_byte_bpe(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    backend.train_from_iterator(texts, trainer)
+    with ThreadPoolExecutor(max_workers=1) as thread:  # it may take minutes, in which the main thread hears signals
+        thread.submit(backend.train_from_iterator, texts, trainer).result()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token=END_OF_TEXT,

@@ -102,6 +102,10 @@ class NativeEngine(Engine):
         # the optimizer keeps up to two more numbers for each trained weight; with LoRA the others are not saved
         return 3 * sizes[True] + (sizes[False] if self.config.lora is None else 0)
 
+    @property
+    def forward_is_local(self) -> bool:
+        return self.world.data.size == self.world.size and self.config.parallel.strategy != "fsdp"
+
     def train_step(self, micro_batches: list[MicroBatch[Batch]]) -> StepResult:
         self.model.train()
         lr = self.config.optim.lr * learning_rate_scale(self.step, self.total_steps, self.config.optim)

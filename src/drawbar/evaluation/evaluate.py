@@ -1,16 +1,18 @@
 """Evaluation: sums and counts over every sample exactly once, whatever the number of processes and the batch size."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from drawbar.data.dataset import EncodedDataset
-from drawbar.data.loader import EvalLoader, MicroBatch, MicroBatchSize, SampleRows, Vary
-from drawbar.engines.engine import Engine
+from drawbar.data.loader import EvalLoader, MicroBatchSize, SampleRows, Vary
+from drawbar.engines.engine import Engine, EvalResult
 from drawbar.errors import ExitCode, UserError
 from drawbar.runtime.dist import World
 from drawbar.runtime.files import write_whole
@@ -36,6 +38,22 @@ class Evaluation:
     records: list[dict[str, Any]]
 
 
+class EvaluationFailed(UserError):
+    """An evaluation failed on some rank, and every rank raises this: together they can still save."""
+
+    @classmethod
+    def of(cls, error: Exception, world: World) -> Self:
+        """What ``error`` says, and of anything but a UserError also where it comes from."""
+        on_rank = f" on rank {world.rank}" if world.size > 1 else ""
+        known = error
+        if not isinstance(known, UserError):
+            known = UserError("".join(traceback.format_exception(error)).rstrip(), exit_code=ExitCode.FAILED)
+        what = f"the evaluation failed{on_rank}: {known.what}"
+        failed = cls(what, where=known.where, remedy=known.remedy, exit_code=known.exit_code)
+        failed.__cause__ = error
+        return failed
+
+
 def evaluate(
     engine: Engine,
     task: Task,
@@ -43,50 +61,100 @@ def evaluate(
     world: World,
     micro_batch: MicroBatchSize,
     vary: Vary,
-    progress: Callable[[int, int], None] | None = None,
-) -> Evaluation:
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    stop_wanted: Callable[[], bool] = lambda: False,
+) -> Evaluation | None:
     """Evaluate on one split. Rows are padded, and sorted by length, whatever training does.
 
     Args:
         micro_batch: most that one forward takes.
         vary: see ``drawbar.data.loader.Vary``.
         progress: called with (batches done, batches in all) of this rank.
+        stop_wanted: whether this rank was told to stop; asked after each batch.
+
+    Returns:
+        None where any rank was told to stop: all of them give the evaluation up after the same batch.
 
     Raises:
-        UserError: the split has no units to compute a loss over, or ``predict`` returns too few or too many.
+        EvaluationFailed: a batch or the scoring failed, or the split has no units to compute a loss over. Where the
+            forward needs all ranks, the one whose batch failed raises its error alone.
     """
     world.barrier("evaluating")  # a rank that still does something else is not waited for in a collective
-    loss, weight, predictions = 0.0, 0.0, []
-    for micro in _batches(task, split, world, micro_batch, vary, progress):
-        result = engine.eval_step(micro.batch)
-        if micro.counts:
-            loss += result.loss
-            weight += result.weight
-            predictions.extend(_with_ids(task, micro.batch.ids, result.predictions))
-    loss, weight = world.data.sum(loss), world.data.sum(weight)
-    gathered = world.data.gather(predictions)
-    if weight == 0:
-        raise UserError(
-            f"the {split.name} data has nothing to compute a loss over",
-            where=f"data.{split.name}",
-            remedy="check that its samples have labels",
-        )
-    with world.working("merging the predictions"):
-        merged = _merge(split, [pair for part in gathered for pair in part]) if gathered is not None else []
-    scores = world.from_first(lambda: _scores(task, loss, weight, merged), "scoring")
-    return Evaluation({name: float(value) for name, value in scores.items()}, merged)
+    loader = _loader(task, split, world, micro_batch, vary)
+    batches, share = iter(loader), _Share()
+    for done in range(1, len(loader) + 1):
+        failure = None
+        try:
+            micro = next(batches)
+            result = engine.eval_step(micro.batch)
+            if micro.counts:
+                share.add(result, _with_ids(task, micro.batch.ids, result.predictions))
+        except Exception as error:
+            if world.size > 1 and not engine.forward_is_local:
+                raise  # the other ranks wait for this one within their forward, and learn of it by its end
+            failure = error
+        if not _agree_to_go_on(failure, stop_wanted(), world):
+            return None
+        world.note(_standing("evaluating", split, done, len(loader)))
+        progress(done, len(loader))
+    return _score(task, split, share, world)
 
 
-def _batches(
-    task: Task,
-    split: Split,
-    world: World,
-    micro_batch: MicroBatchSize,
-    vary: Vary,
-    progress: Callable[[int, int], None] | None,
-) -> Iterator[MicroBatch[Batch]]:
-    """This rank's batches; ``progress`` hears of each when it is done."""
-    loader = EvalLoader(
+@dataclass
+class _Share:
+    """What one rank has found out."""
+
+    loss: float = 0.0
+    weight: float = 0.0
+    predictions: list[tuple[int, Any]] = field(default_factory=list)
+
+    def add(self, result: EvalResult, predictions: list[tuple[int, Any]]) -> None:
+        self.loss += result.loss
+        self.weight += result.weight
+        self.predictions += predictions
+
+
+class _Wish(IntEnum):
+    """What a rank wants after a batch; the largest counts."""
+
+    GO_ON = 0
+    STOP = 1
+    FAIL = 2
+
+
+def _agree_to_go_on(failure: Exception | None, stop: bool, world: World) -> bool:
+    """Whether every rank goes on with the next batch. What failed on one of them is raised on all."""
+    own = _Wish.FAIL if failure is not None else _Wish.STOP if stop else _Wish.GO_ON
+    agreed = world.largest(own)
+    if agreed == _Wish.FAIL:
+        own_error = None if failure is None else EvaluationFailed.of(failure, world)
+        raise next(error for error in world.share(own_error) if error is not None)
+    return agreed == _Wish.GO_ON
+
+
+def _score(task: Task, split: Split, share: _Share, world: World) -> Evaluation:
+    """The scores of what all ranks have found out."""
+    loss, weight = world.data.sum(share.loss), world.data.sum(share.weight)
+    gathered = world.data.gather(share.predictions)
+    records: list[dict[str, Any]] = []
+
+    def score() -> dict[str, float] | EvaluationFailed:
+        try:
+            records.extend(_merge(split, [pair for part in gathered or [] for pair in part]))
+            scores = _scores(task, split, loss, weight, records)
+            return {name: float(value) for name, value in scores.items()}
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer
+            return EvaluationFailed.of(error, world)
+
+    scores = world.from_first(score, "scoring")
+    if isinstance(scores, EvaluationFailed):
+        raise scores
+    return Evaluation(scores, records)
+
+
+def _loader(task: Task, split: Split, world: World, micro_batch: MicroBatchSize, vary: Vary) -> EvalLoader[Batch]:
+    """This rank's batches."""
+    return EvalLoader(
         SampleRows(split.samples),
         micro_batch=micro_batch,
         rank=world.data.rank,
@@ -94,14 +162,19 @@ def _batches(
         collate=task.collate,
         vary=vary,
     )
-    for done, micro in enumerate(loader, start=1):
-        yield micro
-        world.note(f"evaluating {split.name}: {done} of {len(loader)} batches done")
-        if progress is not None:
-            progress(done, len(loader))
 
 
-def _scores(task: Task, loss: float, weight: float, records: list[dict[str, Any]]) -> dict[str, float]:
+def _standing(what: str, split: Split, done: int, total: int) -> str:
+    return f"{what} {split.name}: {done} of {total} batches done"
+
+
+def _scores(task: Task, split: Split, loss: float, weight: float, records: list[dict[str, Any]]) -> dict[str, float]:
+    if weight == 0:
+        raise UserError(
+            f"the {split.name} data has nothing to compute a loss over",
+            where=f"data.{split.name}",
+            remedy="check that its samples have labels",
+        )
     of_loss, own = task.loss_scores(loss, weight, records), task.score(records)
     both = sorted(of_loss.keys() & own.keys())
     if both:
@@ -121,14 +194,17 @@ def predict(
     world: World,
     micro_batch: MicroBatchSize,
     vary: Vary,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[int, Any]:
     """The predictions by the number of their record, on rank 0. No labels are needed. Args as for ``evaluate``."""
     world.barrier("predicting")  # as in evaluate()
     predictions: list[tuple[int, Any]] = []
-    for micro in _batches(task, split, world, micro_batch, vary, progress):
+    loader = _loader(task, split, world, micro_batch, vary)
+    for done, micro in enumerate(loader, start=1):
         found = _with_ids(task, micro.batch.ids, engine.predict_step(micro.batch))
         predictions += found if micro.counts else []
+        world.note(_standing("predicting", split, done, len(loader)))
+        progress(done, len(loader))
     gathered = world.data.gather(predictions)
     return _by_record(split, [pair for part in gathered for pair in part]) if gathered is not None else {}
 

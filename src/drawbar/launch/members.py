@@ -59,7 +59,7 @@ class Member:
             while not code.done():
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
-                    task.result()  # raises where nobody reads what we write
+                    task.result()  # raises what went wrong
             await asyncio.wait(readers, timeout=5)  # a program that ssh started may keep them open
         finally:
             for task in pending:

@@ -6,17 +6,27 @@ The run directory comes into being only when everything is ready to train, so re
 
 import logging
 import logging.handlers
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from drawbar.errors import UserError
 
 logger = logging.getLogger("drawbar")
 _early = logging.handlers.MemoryHandler(capacity=10_000, flushLevel=logging.CRITICAL + 1)
 
 
 class _LogFile(logging.FileHandler):
-    """A log file that says so when it cannot be written, where logging would print a traceback and go on."""
+    """A log file that says so, once, when it cannot be written: a full disk must not end a run over its log."""
+
+    _failed = False
 
     def handleError(self, record: logging.LogRecord) -> None:
-        raise
+        if not self._failed:
+            self._failed = True
+            print(f"warning: {self.baseFilename} cannot be written: {sys.exception()}", file=sys.stderr, flush=True)
 
 
 def start_logging(rank: int, console: logging.Handler) -> None:
@@ -31,12 +41,22 @@ def start_logging(rank: int, console: logging.Handler) -> None:
         logger.addHandler(console)
 
 
-def log_to_file(text: str) -> None:
-    """An error that the launcher will show: it belongs into the log file, and not twice onto the console."""
-    record = logger.makeRecord(logger.name, logging.ERROR, __file__, 0, text, (), None)
+def log_to_file(text: str, level: int = logging.ERROR) -> None:
+    """For what the console cannot show, or shows by itself: it belongs into the log file alone."""
+    record = logger.makeRecord(logger.name, level, __file__, 0, text, (), None)
     for handler in logger.handlers:
         if isinstance(handler, (logging.FileHandler, logging.handlers.MemoryHandler)):
             handler.emit(record)
+
+
+@contextmanager
+def errors_in_log() -> Iterator[None]:
+    """What ends a run is in its log file, whoever shows it to the user."""
+    try:
+        yield
+    except Exception as error:
+        log_to_file(f"error: {error}" if isinstance(error, UserError) else traceback.format_exc().rstrip())
+        raise
 
 
 def open_log_file(run_dir: Path, rank: int) -> None:

@@ -223,6 +223,7 @@ def make_console(is_rank_zero: bool) -> Console:
     if not is_rank_zero:
         return SilentConsole()
     # isatty, and not rich's own test: FORCE_COLOR, set by many CI systems, would have it draw bars into a log file.
-    if sys.stdout.isatty() and not RichConsole().is_dumb_terminal:
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()  # None where the shell has closed it: `>&-`
+    if is_terminal and not RichConsole().is_dumb_terminal:
         return TerminalConsole()
     return PlainConsole()

@@ -12,10 +12,12 @@ import textwrap
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+from drawbar.config.imports import cause
 from drawbar.config.schema import TrackingSection
 from drawbar.errors import ExitCode, UserError
 
@@ -38,11 +40,46 @@ class Tracker(ABC):
         """Write what is still buffered. Nothing can be logged afterwards."""
 
 
+class Trackers(Tracker):
+    """Several trackers as one that never fails: what goes wrong with one is said, and training goes on."""
+
+    def __init__(self, trackers: Iterable[Tracker] = ()) -> None:
+        self._trackers = list(trackers)
+        self._failing: set[Tracker] = set()
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._tell_all(lambda tracker: tracker.log(step, values))
+
+    def text(self, step: int, name: str, text: str) -> None:
+        self._tell_all(lambda tracker: tracker.text(step, name, text))
+
+    def close(self) -> None:
+        self._tell_all(lambda tracker: tracker.close())
+
+    def _tell_all(self, tell: Callable[[Tracker], None]) -> None:
+        for tracker in self._trackers:
+            try:
+                tell(tracker)
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is worth no step
+                if tracker not in self._failing:
+                    logger.warning("%s\n  the run goes on, and tries it again with each line", _told(error, tracker))
+                self._failing.add(tracker)
+            else:
+                self._failing.discard(tracker)
+
+
+def _told(error: Exception, tracker: Tracker) -> str:
+    return str(error) if isinstance(error, UserError) else f"{type(tracker).__name__}: {cause(error)}"
+
+
 class JsonlTracker(Tracker):
     """One JSON object a line, on disk (as far as the operating system goes) when ``log`` returns."""
 
-    def __init__(self, path: Path, resume_step: int | None) -> None:
+    def __init__(self, path: Path, resume_step: int | None, evaluated: bool = True) -> None:
         """Continue after ``resume_step``, or begin the file anew where that is None.
+
+        Args:
+            evaluated: the checkpoint knows of the evaluation of its step; else that is made again.
 
         Raises:
             UserError: the file cannot be written.
@@ -50,7 +87,7 @@ class JsonlTracker(Tracker):
         self._path = path
         with _writing(path):
             if path.exists():
-                _drop_lines_after(path, -1 if resume_step is None else resume_step)
+                _drop_lines_after(path, -1 if resume_step is None else resume_step, evaluated)
             self._file = path.open("a", encoding="utf-8")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -114,7 +151,9 @@ class TensorBoardTracker(Tracker):
         threading.excepthook = self._excepthook
 
 
-def make_trackers(run_dir: Path, config: TrackingSection, resume_step: int | None) -> list[Tracker]:
+def make_trackers(
+    run_dir: Path, config: TrackingSection, resume_step: int | None, evaluated: bool = True
+) -> list[Tracker]:
     """The trackers that the configuration asks for, writing into ``run_dir``.
 
     Args:
@@ -122,8 +161,9 @@ def make_trackers(run_dir: Path, config: TrackingSection, resume_step: int | Non
         config: says which trackers.
         resume_step: number of steps that the checkpoint has made; None where the run starts from the beginning, and
             then anything that an earlier attempt wrote is dropped.
+        evaluated: see :class:`JsonlTracker`.
     """
-    trackers: list[Tracker] = [JsonlTracker(run_dir / "metrics.jsonl", resume_step)]
+    trackers: list[Tracker] = [JsonlTracker(run_dir / "metrics.jsonl", resume_step, evaluated)]
     if config.tensorboard:
         purge_step = 0 if resume_step is None else resume_step + 1
         trackers.append(TensorBoardTracker(run_dir / "tensorboard", purge_step))
@@ -135,29 +175,33 @@ def json_number(value: float) -> float | str:
     return value if math.isfinite(value) else str(float(value))
 
 
-def _drop_lines_after(path: Path, last_step: int) -> None:
-    """Rewrite the file, atomically, without the lines of later steps and without unreadable ones."""
+def _drop_lines_after(path: Path, last_step: int, evaluated: bool) -> None:
+    """Rewrite the file, atomically, without the lines of later steps and without unreadable ones; and, where that step
+    is to be evaluated again, without its scores."""
     rewritten = path.with_name(path.name + ".tmp")
     with path.open("rb") as lines, rewritten.open("wb") as kept:
         for number, line in enumerate(lines, start=1):
-            step = _step_of(line)
-            if step is None:
+            entry = _entry(line)
+            if entry is None:
                 logger.warning("%s, line %d: cut off when the run was killed; dropped", path, number)
-            elif step <= last_step:
+            elif entry["step"] < last_step or (entry["step"] == last_step and (evaluated or not _is_of_scores(entry))):
                 kept.write(line if line.endswith(b"\n") else line + b"\n")
         kept.flush()
         os.fsync(kept.fileno())
     rewritten.replace(path)
 
 
-def _step_of(line: bytes) -> int | None:
-    """The step that a line is about; None where it is not a complete line of metrics."""
+def _entry(line: bytes) -> dict[str, Any] | None:
+    """What a line says; None where it is not a complete line of metrics."""
     try:
         entry = json.loads(line)
     except ValueError:  # not JSON, or not even UTF-8
         return None
-    step = entry.get("step") if isinstance(entry, dict) else None
-    return step if isinstance(step, int) else None
+    return entry if isinstance(entry, dict) and isinstance(entry.get("step"), int) else None
+
+
+def _is_of_scores(entry: dict[str, Any]) -> bool:
+    return any(name.startswith("eval/") for name in entry)
 
 
 @contextmanager
@@ -169,6 +213,6 @@ def _writing(path: Path) -> Iterator[None]:
         raise UserError(
             f"cannot write the metrics of the run: {error.strerror or error}",
             where=str(path),
-            remedy="free some space or make the folder writable, then run the same command again: it resumes",
+            remedy="free some space, or make the folder writable",
             exit_code=ExitCode.FAILED,
         ) from error

@@ -1,7 +1,8 @@
 """What happens around the steps: logging, evaluation, saving, early stopping, profiling.
 
 A hook sees a :class:`StepInfo` after every step, on every rank, and once more at the end. The trainer calls hooks in
-the order they are listed: an evaluation comes before the save that records its score.
+the order they are listed: a save comes before the evaluation of its step, which may fail, and what the evaluation came
+to is added to the checkpoint.
 """
 
 import math
@@ -14,12 +15,12 @@ import torch
 from drawbar.config.schema import EvalSection, ProfileSection
 from drawbar.data.loader import Loader
 from drawbar.errors import ExitCode, UserError
-from drawbar.evaluation.evaluate import Evaluation, unknown_metric, write_results
+from drawbar.evaluation.evaluate import Evaluation, EvaluationFailed, unknown_metric, write_results
 from drawbar.runtime.dist import World
 from drawbar.runtime.log import logger
 from drawbar.tracking.console import Console
 from drawbar.tracking.meters import Throughput, peak_memory
-from drawbar.tracking.trackers import Tracker
+from drawbar.tracking.trackers import Trackers
 from drawbar.train.saver import Saver
 from drawbar.train.step import Progress, StepInfo
 from drawbar.train.stop import Reason, Stop
@@ -27,6 +28,9 @@ from drawbar.train.stop import Reason, Stop
 
 class Hook(ABC):
     """What the trainer calls."""
+
+    def start(self, progress: Progress, last: bool) -> None:  # noqa: B027 - most hooks have nothing to do yet
+        """Once, before the first step that this process makes; ``last``: there is none left to make."""
 
     @abstractmethod
     def step(self, info: StepInfo) -> None:
@@ -45,7 +49,7 @@ class LogHook(Hook):
         loader: Loader,
         world: World,
         meter: Throughput,
-        trackers: list[Tracker],
+        trackers: Trackers,
         console: Console,
     ) -> None:
         self._every = every
@@ -62,8 +66,7 @@ class LogHook(Hook):
             check_finite(info)
             values = self._values(info)
             with self._world.working(f"logging step {info.step}"):
-                for tracker in self._trackers:
-                    tracker.log(info.step, values)
+                self._trackers.log(info.step, values)
                 self._console.log(info.step, values)
 
     def _values(self, info: StepInfo) -> dict[str, float]:
@@ -96,15 +99,19 @@ def check_finite(info: StepInfo) -> None:
 
 
 class EvalHook(Hook):
-    """Evaluation every few steps and at the end, never twice at one step; keeps the best score, and stops early."""
+    """Evaluation every few steps and at the end, never twice at one step; keeps the best score, and stops early.
+
+    Args:
+        evaluate: None instead of an evaluation that was given up for a signal: it is made when the run goes on.
+    """
 
     def __init__(
         self,
         config: EvalSection,
-        evaluate: Callable[[], Evaluation],
+        evaluate: Callable[[], Evaluation | None],
         run_dir: Path,
         world: World,
-        trackers: list[Tracker],
+        trackers: Trackers,
         console: Console,
         stop: Stop,
     ) -> None:
@@ -116,31 +123,45 @@ class EvalHook(Hook):
         self._console = console
         self._stop = stop
 
-    def step(self, info: StepInfo) -> None:
-        due = self._config.every is not None and info.step % self._config.every == 0
-        if due or info.last:
-            self.run(info.progress)
+    def start(self, progress: Progress, last: bool) -> None:
+        if self._config.at_start if progress.step == 0 else owes_evaluation(self._config, progress, last):
+            self._run(progress)
 
-    def run(self, progress: Progress) -> None:
-        """Evaluate now, unless that was done at this step."""
-        if progress.evaluated_step == progress.step:
+    def step(self, info: StepInfo) -> None:
+        if owes_evaluation(self._config, info.progress, info.last):
+            self._run(info.progress)
+
+    def _run(self, progress: Progress) -> None:
+        try:
+            evaluation = self._evaluate()
+            if evaluation is None:
+                logger.info("the evaluation of step %d is given up, and made when the run goes on", progress.step)
+                return
+            score = self._score(evaluation.scores)
+        except EvaluationFailed as error:
+            logger.error("the evaluation of step %d failed: the run saves, and ends", progress.step)
+            self._stop.fail(error)
             return
-        evaluation = self._evaluate()
         progress.evaluated_step = progress.step
         values = {f"eval/validation/{name}": score for name, score in evaluation.scores.items()}
         with self._world.working("writing the scores"):
-            for tracker in self._trackers:
-                tracker.log(progress.step, values)
+            self._trackers.log(progress.step, values)
             self._console.evaluation(progress.step, values)
             if self._world.first:
-                write_results(self._folder, evaluation, progress.step)
-        self._compare(progress, self._score(evaluation.scores))
+                self._write(evaluation, progress.step)
+        self._compare(progress, score)
 
     def _score(self, scores: dict[str, float]) -> float:
         if self._config.metric not in scores:
             remedy = "set eval.metric to one of them, and begin again under another run.name"
-            raise unknown_metric(self._config.metric, scores, remedy)
+            raise EvaluationFailed.of(unknown_metric(self._config.metric, scores, remedy), self._world)
         return scores[self._config.metric]
+
+    def _write(self, evaluation: Evaluation, step: int) -> None:
+        try:
+            write_results(self._folder, evaluation, step)
+        except OSError as error:
+            logger.warning("%s could not be written, and the run goes on: %s", self._folder, error.strerror)
 
     def _compare(self, progress: Progress, score: float) -> None:
         best = progress.best_score
@@ -157,27 +178,31 @@ class EvalHook(Hook):
             self._stop.request(Reason.EARLY)
 
 
+def owes_evaluation(config: EvalSection, progress: Progress, last: bool) -> bool:
+    """Whether the step that the run has come to is one to evaluate at, and that has not been done."""
+    due = last or (config.every is not None and progress.step % config.every == 0)
+    return due and progress.evaluated_step != progress.step
+
+
 def out_of_patience(config: EvalSection, progress: Progress) -> bool:
     """Whether the run is to stop early: its score has not got better for too long."""
     return config.patience is not None and progress.evaluations_since_best >= config.patience
 
 
 class SaveHook(Hook):
-    """A checkpoint every few steps, at every new best score, and at the end."""
+    """A checkpoint every few steps and at the end, before the evaluation of that step."""
 
-    def __init__(self, every: int | None, keep_best: bool, saver: Saver, meter: Throughput) -> None:
+    def __init__(self, every: int | None, saver: Saver, meter: Throughput) -> None:
         self._every = every
-        self._keep_best = keep_best
         self._saver = saver
         self._meter = meter
 
     def step(self, info: StepInfo) -> None:
-        due = self._every is not None and info.step % self._every == 0
-        if due or (self._keep_best and info.progress.best_step == info.step):
+        if info.last or (self._every is not None and info.step % self._every == 0):
             self._save(info)
 
     def end(self, info: StepInfo) -> None:
-        if self._saver.saved_step != info.step:
+        if self._saver.saved != info.progress:
             self._save(info)
         self._saver.wait()
 
@@ -185,6 +210,31 @@ class SaveHook(Hook):
         check_finite(info)
         with self._meter.paused():
             self._saver.save(info.progress)
+
+
+class SaveScoreHook(Hook):
+    """After an evaluation: a checkpoint at every new best score; where there is one of the step, it gets the score."""
+
+    def __init__(self, keep_best: bool, saver: Saver, meter: Throughput) -> None:
+        self._keep_best = keep_best
+        self._saver = saver
+        self._meter = meter
+
+    def start(self, progress: Progress, last: bool) -> None:
+        if progress.step > 0 and self._is_due(progress):
+            self._saver.save(progress)
+
+    def step(self, info: StepInfo) -> None:
+        if self._is_due(info.progress):
+            check_finite(info)
+            with self._meter.paused():
+                self._saver.save(info.progress)
+
+    def _is_due(self, progress: Progress) -> bool:
+        saved = self._saver.saved
+        if saved is not None and saved.step == progress.step:
+            return saved != progress
+        return self._keep_best and progress.best_step == progress.step
 
 
 class ProfileHook(Hook):
@@ -214,9 +264,13 @@ class ProfileHook(Hook):
     def _finish(self) -> None:
         if self._profiler is None:
             return
+        profiler, self._profiler = self._profiler, None
         with self._world.together("writing the profile"):
-            self._profiler.stop()
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._profiler.export_chrome_trace(str(self._path))
+            try:
+                profiler.stop()
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                profiler.export_chrome_trace(str(self._path))
+            except (OSError, RuntimeError) as error:
+                logger.warning("the profile could not be written, and the run goes on: %s", error)
+                return
         logger.info("profile of steps %d to %d: %s", self._start, self._last, self._path)
-        self._profiler = None

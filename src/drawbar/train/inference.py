@@ -15,7 +15,7 @@ from drawbar.evaluation.evaluate import Split, evaluate, predict, write_results
 from drawbar.evaluation.generate import Prompt, Sampling, generate_text
 from drawbar.runtime.dist import World
 from drawbar.runtime.env import Place, choose_device
-from drawbar.runtime.log import open_log_file, start_logging
+from drawbar.runtime.log import errors_in_log, open_log_file, start_logging
 from drawbar.runtime.mesh import Layout
 from drawbar.runtime.seed import seed_everything
 from drawbar.tasks.registry import task_class
@@ -40,7 +40,7 @@ def _joined(config: RunConfig) -> Iterator[tuple[World, Console]]:
     start_logging(place.rank, console.logging_handler())
     seed_everything(config.run.seed, layout.seed_rank(place.rank))  # for predictions that are drawn by chance
     try:
-        with World(place, device, config.launch.timeout, layout) as world:
+        with errors_in_log(), World(place, device, config.launch.timeout, layout) as world:
             yield world, console
     finally:
         console.stop()
@@ -69,6 +69,7 @@ def evaluate_run(
                 varied_by(task, config, train=False),
                 progress=lambda done, total: console.phase(f"evaluating {split_name}", done, total),
             )
+        assert evaluation is not None, "nobody asks for a stop"
         if world.first:
             with world.working("writing the scores"):
                 write_results(config.run_dir / "eval" / split_name, evaluation, step)

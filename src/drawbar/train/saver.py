@@ -1,5 +1,6 @@
 """From a running trainer to a checkpoint, and back."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,9 @@ class Saver:
     """Saves in a background thread of rank 0, and of one rank for each other disk; training waits only for a copy to
     host memory."""
 
-    def __init__(self, config: RunConfig, engine: Engine, loader: Loader, world: World, disks: Disks) -> None:
+    def __init__(
+        self, config: RunConfig, engine: Engine, loader: Loader, world: World, disks: Disks, progress: Progress
+    ) -> None:
         self._config = config.checkpoint
         self._formats = {"precision": config.precision, "muon_precision": config.optim.muon_precision}
         self._directory = CheckpointDirectory(config.run_dir / "checkpoints")
@@ -35,15 +38,25 @@ class Saver:
         self._loader = loader
         self._world = world
         self._writer = AsyncWriter()
-        self.saved_step: int | None = None
+        resumed = world.from_first(lambda: progress.step in self._directory.steps(), "looking at the checkpoints")
+        self.saved: Progress | None = replace(progress) if resumed else None
+        """What the newest checkpoint says of the run."""
 
     def save(self, progress: Progress) -> None:
-        """Save this step. Every rank must call it."""
+        """Save this step; where that is done, let its checkpoint say what has come of the step since. Every rank must
+        call it."""
+        best = (progress.best_step, progress.best_score)
+        if self.saved is not None and self.saved.step == progress.step:
+            self.saved = replace(progress)
+            if self._disks.keeper:
+                step, changes = progress.step, {"progress": progress.state()}
+                self._writer.follow(lambda: self._amend(step, changes, *best))
+            return
         self.wait()  # never two copies in host memory
         state = self._engine.state(self._disks.writers)
         own = rng_state(self._world.device)
         generators = self._world.gather(own) if self._disks.shared else self._world.share(own)
-        self.saved_step = progress.step
+        self.saved = replace(progress)
         if generators is None or not self._disks.keeper:
             return
         values = {
@@ -56,11 +69,17 @@ class Saver:
         rng = {f"rank-{rank:04d}/{name}": part[name] for rank, part in enumerate(generators) for name in part}
         plain = decode_state(encode_state(values))  # a copy; what JSON cannot hold fails here, not in the thread
         snapshot = Snapshot(progress.step, state.model, state.optimizer, rng, plain)
-        best = (progress.best_step, progress.best_score)
         self._writer.submit(lambda: self._write(snapshot, *best))
 
     def _write(self, snapshot: Snapshot, best_step: int | None, best_score: float | None) -> None:
         self._directory.write(snapshot)
+        self._rotate(best_step, best_score)
+
+    def _amend(self, step: int, changes: dict[str, Any], best_step: int | None, best_score: float | None) -> None:
+        self._directory.amend(step, changes)
+        self._rotate(best_step, best_score)
+
+    def _rotate(self, best_step: int | None, best_score: float | None) -> None:
         protected = set()
         if self._config.keep_best and best_score is not None and best_step in self._directory.steps():
             self._directory.set_best(best_step, self._metric, best_score)
@@ -79,7 +98,7 @@ class Saver:
 
     @property
     def _writing(self) -> str:
-        return "saving" if self.saved_step is None else f"writing the checkpoint of step {self.saved_step}"
+        return "saving" if self.saved is None else f"writing the checkpoint of step {self.saved.step}"
 
 
 def formats_as_begun(config: RunConfig, checkpoint: Path, device: torch.device) -> RunConfig:
@@ -126,8 +145,9 @@ def restore(checkpoint: Path, forked: bool, seed: int, engine: Engine, loader: L
     _restore_generators(snapshot.rng, seed, snapshot.step, world)
     progress = Progress(**values["progress"])
     if forked:
-        progress.best_step = progress.best_score = progress.evaluated_step = None
+        progress.best_step = progress.best_score = None
         progress.evaluations_since_best = 0
+        progress.evaluated_step = progress.step  # its first evaluation comes after steps of its own
     if values["world_size"] != world.size:
         logger.info("saved by %d processes, resumed by %d", values["world_size"], world.size)
     logger.info("resumed from %s at step %d", checkpoint, progress.step)

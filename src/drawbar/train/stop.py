@@ -8,7 +8,7 @@ from enum import IntEnum
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from drawbar.errors import ExitCode
+from drawbar.errors import ExitCode, UserError
 from drawbar.runtime.dist import World
 from drawbar.runtime.env import has_launcher
 from drawbar.runtime.interrupt import ECHO_SECONDS, INTERRUPT, REQUEUE, handle, leave
@@ -25,9 +25,15 @@ class Reason(IntEnum):
     """The scheduler wants the machine back (SIGTERM, SIGUSR1)."""
     INTERRUPTED = 3
     """Ctrl-C (SIGINT), or the terminal was closed (SIGHUP)."""
+    FAILED = 4
+    """An evaluation failed."""
 
 
-_EXIT_CODES = {Reason.REQUEUE: ExitCode.REQUEUE, Reason.INTERRUPTED: ExitCode.INTERRUPTED}
+_EXIT_CODES = {
+    Reason.REQUEUE: ExitCode.REQUEUE,
+    Reason.INTERRUPTED: ExitCode.INTERRUPTED,
+    Reason.FAILED: ExitCode.FAILED,
+}
 _REASONS = dict.fromkeys(REQUEUE, Reason.REQUEUE) | dict.fromkeys(INTERRUPT, Reason.INTERRUPTED)
 
 
@@ -42,6 +48,8 @@ class Stop:
         self._wanted = Reason.NONE
         self.reason = Reason.NONE
         """What all ranks agreed on."""
+        self.error: UserError | None = None
+        """What is to be raised when the run is saved."""
         self._before: dict[signal.Signals, Any] = {}
         self._told: float | None = None
         """When the first signal came."""
@@ -49,6 +57,17 @@ class Stop:
     @property
     def exit_code(self) -> ExitCode:
         return _EXIT_CODES.get(self.reason, ExitCode.DONE)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether this rank wants to stop; the others may not know yet."""
+        return self._wanted is not Reason.NONE
+
+    def fail(self, error: UserError) -> None:
+        """Stop for an error that every rank has, once this step is saved."""
+        error.exit_code = ExitCode.FAILED  # whatever it is: the request was good enough to train
+        self.error = error
+        self.request(Reason.FAILED)
 
     def request(self, reason: Reason) -> None:
         self._wanted = max(self._wanted, reason)

@@ -20,20 +20,30 @@ from drawbar.parallel.precision import choose_formats
 from drawbar.runtime.dist import World
 from drawbar.runtime.env import Place, choose_device
 from drawbar.runtime.links import check_links
-from drawbar.runtime.log import open_log_file, start_logging
+from drawbar.runtime.log import errors_in_log, open_log_file, start_logging
 from drawbar.runtime.mesh import Layout
 from drawbar.runtime.seed import rng_state, seed_everything, set_rng_state, use_deterministic_kernels
+from drawbar.runtime.streams import outlive_readers
 from drawbar.tasks.overrides import check_signatures, named_errors
 from drawbar.tasks.registry import task_class
 from drawbar.tasks.task import Task
 from drawbar.tracking.console import Console, make_console
 from drawbar.tracking.meters import Throughput
-from drawbar.tracking.trackers import Tracker, make_trackers
+from drawbar.tracking.trackers import Trackers, make_trackers
 from drawbar.train.check import check_evaluation, check_task
 from drawbar.train.core_wait import CoreWaitHook
 from drawbar.train.data import eval_micro_batch, load_data, varied_by
 from drawbar.train.disks import Disks, find_start_everywhere, look_at_disks
-from drawbar.train.hooks import EvalHook, Hook, LogHook, ProfileHook, SaveHook, out_of_patience
+from drawbar.train.hooks import (
+    EvalHook,
+    Hook,
+    LogHook,
+    ProfileHook,
+    SaveHook,
+    SaveScoreHook,
+    out_of_patience,
+    owes_evaluation,
+)
 from drawbar.train.rundir import Start, find_start, lock_run_dir, renamed, write_config
 from drawbar.train.saver import Saver, formats_as_begun, restore
 from drawbar.train.setup import build_task, count_steps, save_task
@@ -82,10 +92,12 @@ class Trainer:
         check_world(self.config, place.world_size)
         device = choose_device(self.config.device, place)
         layout = Layout.of(self.config.parallel, place.world_size)
+        outlive_readers()
         console = make_console(place.first)
         start_logging(place.rank, console.logging_handler())
         try:
             with (
+                errors_in_log(),
                 explain_full_disk(self.config.run_dir),
                 World(place, device, self.config.launch.timeout, layout) as world,
                 Stop(world) as stop,
@@ -166,22 +178,25 @@ class _Run:
     validation: Split | None
     progress: Progress
     meter: Throughput = field(default_factory=Throughput)
-    trackers: list[Tracker] = field(default_factory=list)
+    trackers: Trackers = field(default_factory=Trackers)
 
     def train(self, total_steps: int) -> None:
         """Train, unless the run is complete."""
-        if self.progress.step >= total_steps or out_of_patience(self.config.eval, self.progress):
-            early = "" if self.progress.step >= total_steps else ", and stopped early"
+        made_all = self.progress.step >= total_steps
+        owes = self.validation is not None and owes_evaluation(self.config.eval, self.progress, last=made_all)
+        if (made_all and not owes) or out_of_patience(self.config.eval, self.progress):
+            early = "" if made_all else ", and stopped early"
             self.console.message(f"{self.config.run.name} is complete: it has made {self.progress.step} steps{early}")
             return
         if self.world.first:
             resume_step = self.progress.step or None  # without a checkpoint, step 0 is evaluated anew, too
-            self.trackers = make_trackers(self.config.run_dir, self.config.tracking, resume_step)
-        saver = Saver(self.config, self.engine, self.loader, self.world, self.disks)
+            self.trackers = Trackers(make_trackers(self.config.run_dir, self.config.tracking, resume_step, not owes))
+        saver = Saver(self.config, self.engine, self.loader, self.world, self.disks, self.progress)
         with closing(saver):  # a save that has begun is finished, even where a step fails
             self._loop(self._make_hooks(saver), total_steps)
-        for tracker in self.trackers:
-            tracker.close()
+        self.trackers.close()
+        if self.stop.error is not None:
+            raise self.stop.error
         self.console.message(self._farewell())
 
     def _farewell(self) -> str:
@@ -195,6 +210,10 @@ class _Run:
     def _loop(self, hooks: list[Hook], total_steps: int) -> None:
         """The loop, the same for every strategy."""
         self.console.start(total_steps, self.progress.step)
+        for hook in hooks:
+            hook.start(self.progress, last=self.progress.step >= total_steps)
+        if self.stop.agreed():  # after an evaluation that the run still owed
+            return
         self.stop.begin()
         info = None
         for step, micro_batches in self.loader.steps(self.progress.step, total_steps):
@@ -204,7 +223,7 @@ class _Run:
             info = StepInfo(step, result, self.progress, last=step == total_steps)
             for hook in hooks:
                 hook.step(info)
-            if self.stop.agreed():  # signal or early stop: every rank, same step
+            if self.stop.agreed():  # signal, early stop or failed evaluation: every rank, same step
                 break
         if info is not None:
             for hook in hooks:
@@ -213,33 +232,35 @@ class _Run:
     def _make_hooks(self, saver: Saver) -> list[Hook]:
         config, world, run_dir = self.config, self.world, self.config.run_dir
         log_every = config.tracking.log_every
-        hooks: list[Hook] = [LogHook(log_every, self.loader, world, self.meter, self.trackers, self.console)]
+        hooks: list[Hook] = [
+            LogHook(log_every, self.loader, world, self.meter, self.trackers, self.console),
+            SaveHook(config.checkpoint.every, saver, self.meter),
+        ]
         if self.validation is not None:
-            evaluation = EvalHook(config.eval, self._evaluate, run_dir, world, self.trackers, self.console, self.stop)
-            if config.eval.at_start and self.progress.step == 0:
-                evaluation.run(self.progress)
-            hooks.append(evaluation)
-        hooks.append(SaveHook(config.checkpoint.every, config.checkpoint.keep_best, saver, self.meter))
+            hooks.append(EvalHook(config.eval, self._evaluate, run_dir, world, self.trackers, self.console, self.stop))
+            hooks.append(SaveScoreHook(config.checkpoint.keep_best, saver, self.meter))
         if world.device.type == "cpu" and torch.get_num_threads() > 1:
             hooks.append(CoreWaitHook())
         if config.tracking.profile is not None:  # first, so that a trace ends before an evaluation or a save
             hooks.insert(0, ProfileHook(config.tracking.profile, run_dir, world, self.progress.step))
         return hooks
 
-    def _evaluate(self) -> Evaluation:
-        """Evaluate on the validation data, leaving every random generator as it was."""
+    def _evaluate(self) -> Evaluation | None:
+        """Evaluate on the validation data, leaving every random generator as it was; None where a signal comes."""
         assert self.validation is not None
         samples = self.validation.samples
         state = rng_state(self.world.device)
-        with self.meter.paused():
-            evaluation = evaluate(
-                self.engine,
-                self.task,
-                self.validation,
-                self.world,
-                eval_micro_batch(self.config, in_tokens="input_ids" in samples.fields),
-                varied_by(self.task, self.config, train=False),
-                progress=lambda done, total: self.console.phase("evaluating", done, total),
-            )
-        set_rng_state(state, self.world.device)
-        return evaluation
+        try:
+            with self.meter.paused():
+                return evaluate(
+                    self.engine,
+                    self.task,
+                    self.validation,
+                    self.world,
+                    eval_micro_batch(self.config, in_tokens="input_ids" in samples.fields),
+                    varied_by(self.task, self.config, train=False),
+                    progress=lambda done, total: self.console.phase("evaluating", done, total),
+                    stop_wanted=lambda: self.stop.wanted,
+                )
+        finally:
+            set_rng_state(state, self.world.device)

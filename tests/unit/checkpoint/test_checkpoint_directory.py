@@ -241,3 +241,21 @@ def test_the_manifest_lists_every_other_file(directory):
     listed = json.loads((path / "manifest.json").read_text())["files"]
     assert sorted([*listed, "manifest.json"]) == sorted(os.listdir(path))
     assert {name: (path / name).stat().st_size for name in listed} == {n: e["size"] for n, e in listed.items()}
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_an_amended_checkpoint_has_its_tensors_and_a_new_state(directory, links, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    if not links:
+        monkeypatch.setattr(os, "link", fail)
+    folder = directory.path / "step-00000003"
+    before = {name: (folder / name).stat().st_ino for name in FILES}
+    directory.amend(3, {"score": 0.5})
+    assert directory.latest() == folder  # intact, by its checksums
+    assert read_state(folder) == {"value": 3.0, "score": 0.5}
+    assert read(folder).model["w"].tolist() == [3.0] * 50
+    kept = {name for name in FILES if (folder / name).stat().st_ino == before[name]}
+    assert kept == ({"model.safetensors", "optimizer.safetensors", "rng.safetensors"} if links else set())
+    assert names(directory) == ["step-00000001", "step-00000002", "step-00000003"]

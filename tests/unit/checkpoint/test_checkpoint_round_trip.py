@@ -218,3 +218,25 @@ def test_the_error_of_a_write_is_raised_once_where_it_is_waited_for():
     with pytest.raises(OSError, match="disk gone"):
         writer.close()
     writer.close()
+
+
+def test_a_write_that_follows_is_not_waited_for():
+    writer, first, order = AsyncWriter(), threading.Event(), []
+    writer.submit(lambda: order.append(first.wait(60)))
+    writer.follow(lambda: order.append("second"))
+    assert order == []
+    first.set()
+    writer.wait()
+    assert order == [True, "second"]
+
+
+def test_nothing_follows_a_write_that_failed():
+    def fail():
+        raise OSError("disk gone")
+
+    writer, order = AsyncWriter(), []
+    writer.submit(fail)
+    writer.follow(lambda: order.append("second"))
+    with pytest.raises(OSError, match="disk gone"):
+        writer.close()
+    assert order == []

@@ -1,7 +1,9 @@
+import ctypes
 import http.server
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -15,6 +17,8 @@ from transformers import PreTrainedTokenizerFast
 
 from drawbar.data.tokenizer import END_OF_TEXT, load_tokenizer, train_byte_bpe
 from drawbar.errors import UserError
+from drawbar.runtime.interrupt import leaving_when_told
+from harness import run_ranks, wait_until
 
 TEXTS = ["def lossless(text):\n    return text\n"] * 5 + ["the text, the whole text and nothing but the text"] * 5
 
@@ -170,3 +174,39 @@ def test_hub_and_its_cache(hub: http.server.ThreadingHTTPServer, tmp_path: Path)
         hub.server_close()
         assert load("team/tokenizer") == "280\n"
         assert "'team/tokeniser' on this machine, and the Hugging Face Hub cannot be reached" in load("team/tokeniser")
+
+
+def test_a_signal_is_heard_while_the_library_trains() -> None:
+    assert run_ranks(be_told_in_training, 1) == [75]
+
+
+def be_told_in_training() -> int:
+    """The exit code of a process that is told to leave while the library is at work, as it is for minutes."""
+    child = os.fork()
+    if child == 0:
+        with leaving_when_told():
+            train_byte_bpe(long_work(), 280)
+        os._exit(0)
+    ended: list[int] = []
+
+    def end() -> bool:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        ended.extend([os.waitstatus_to_exitcode(status)] * (pid == child))
+        return bool(ended)
+
+    try:
+        wait_until(end, "the end of the process", seconds=20)
+    finally:
+        if not ended:
+            os.kill(child, signal.SIGKILL)
+    return ended[0]
+
+
+def long_work() -> Iterator[str]:
+    """No return from C, whatever signal comes: a lock that is taken twice."""
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    lock = ctypes.create_string_buffer(128)
+    library = ctypes.CDLL(None)
+    for _ in range(2):
+        library.pthread_mutex_lock(lock)
+    yield ""

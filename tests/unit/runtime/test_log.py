@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from drawbar.runtime.log import log_to_file, logger, open_log_file, start_logging
+from drawbar.errors import UserError
+from drawbar.runtime.log import errors_in_log, log_to_file, logger, open_log_file, start_logging
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +70,33 @@ def test_other_ranks_have_a_file_and_no_console(tmp_path: Path) -> None:
     open_log_file(tmp_path, 3)
     assert "from rank 3" in (tmp_path / "logs" / "rank-0003.log").read_text()
     assert stream.getvalue() == ""
+
+
+def test_a_log_that_cannot_be_written_is_named_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank-0000.log").symlink_to("/dev/full")
+    stream, handler = console()
+    start_logging(0, handler)
+    open_log_file(tmp_path, 0)
+    for number in range(3):
+        logger.info("line %d", number)
+    assert stream.getvalue().splitlines() == ["line 0", "line 1", "line 2"]
+    assert capsys.readouterr().err.count("No space left on device") == 1
+    with pytest.raises(OSError, match="No space left"):
+        close()
+    logger.handlers.clear()
+
+
+def test_what_ends_a_run_is_in_its_log(tmp_path: Path) -> None:
+    start_logging(0, console()[1])
+    open_log_file(tmp_path, 0)
+    for error in (UserError("what a user can mend", remedy="mend it"), ValueError("of the program")):
+        with pytest.raises(type(error)), errors_in_log():
+            raise error
+    text = (tmp_path / "logs" / "rank-0000.log").read_text()
+    assert "ERROR error: what a user can mend\n  fix:   mend it\n" in text
+    assert 'test_log.py", line' in text
+    assert text.endswith("ValueError: of the program\n")
 
 
 @pytest.mark.parametrize("early", [True, False])

@@ -1,9 +1,11 @@
 """Metric files, read back by what reads them: json, and TensorBoard's own EventAccumulator."""
 
+import errno
 import json
 import os
 import resource
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from drawbar.config.schema import TrackingSection
 from drawbar.errors import ExitCode, UserError
-from drawbar.tracking.trackers import JsonlTracker, TensorBoardTracker, make_trackers
+from drawbar.tracking.trackers import JsonlTracker, TensorBoardTracker, Trackers, make_trackers
 
 
 def entries(path: Path) -> list[dict[str, Any]]:
@@ -73,6 +75,41 @@ def test_killed_anywhere_and_resumed_reads_like_uninterrupted(checkpoint: int, m
 
         log_steps(JsonlTracker(killed, checkpoint), range(checkpoint + 1, steps + 1))
         assert untimed(killed) == untimed(straight)
+
+
+def test_scores_that_are_to_be_made_again_are_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log_steps(JsonlTracker(path, None), range(4))
+    JsonlTracker(path, 2, evaluated=False)
+    assert [(line["step"], "train/loss" in line) for line in untimed(path)] == [
+        (0, True),
+        (0, False),
+        (1, True),
+        (2, True),
+    ]
+
+
+class Frail(JsonlTracker):
+    """Cannot write some steps."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        if step in (1, 2, 4):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        super().log(step, values)
+
+    def close(self) -> None:
+        raise ValueError("anything")
+
+
+def test_a_tracker_that_fails_is_named_once_and_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    frail, whole = Frail(tmp_path / "frail.jsonl", None), JsonlTracker(tmp_path / "whole.jsonl", None)
+    trackers = Trackers([frail, whole])
+    for step in range(6):
+        trackers.log(step, {"train/loss": 1.0})
+    trackers.close()
+    assert [line["step"] for line in untimed(tmp_path / "frail.jsonl")] == [0, 3, 5]
+    assert [line["step"] for line in untimed(tmp_path / "whole.jsonl")] == [0, 1, 2, 3, 4, 5]
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == ["Frail"] * 3  # twice, and its end
 
 
 def test_starting_over_begins_the_file_anew(tmp_path: Path) -> None:

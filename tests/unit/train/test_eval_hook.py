@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from drawbar.config.schema import EvalSection
 from drawbar.engines.engine import StepResult
-from drawbar.errors import UserError
+from drawbar.errors import ExitCode
 from drawbar.evaluation.evaluate import Evaluation
 from drawbar.runtime.dist import World
 from drawbar.runtime.env import Place
 from drawbar.tracking.console import make_console
-from drawbar.tracking.trackers import JsonlTracker
+from drawbar.tracking.trackers import JsonlTracker, Trackers
 from drawbar.train.hooks import EvalHook
 from drawbar.train.step import Progress, StepInfo
 from drawbar.train.stop import Reason, Stop
@@ -34,11 +34,13 @@ class Script:
         self.progress = Progress()
         self.evaluated: list[int] = []
         self.metrics = folder / "metrics.jsonl"
-        trackers = [JsonlTracker(self.metrics, None)]
+        trackers = Trackers([JsonlTracker(self.metrics, None)])
         self._scores = iter(scores)
         self.hook = EvalHook(config, self._evaluate, folder, world, trackers, make_console(False), self.stop)
 
-    def _evaluate(self) -> Evaluation:
+    def _evaluate(self) -> Evaluation | None:
+        if self.stop.wanted:
+            return None
         self.evaluated.append(self.progress.step)
         return Evaluation({"loss": next(self._scores), "other": 0.0}, [])
 
@@ -84,8 +86,32 @@ def test_a_run_that_is_cut_short_does_not_evaluate_at_its_end(tmp_path: Path) ->
 def test_never_twice_at_one_step(tmp_path: Path) -> None:
     script = Script(tmp_path, EvalSection(every=4), [1.0, 0.5])
     script.run(4, 4)
-    script.hook.run(script.progress)
+    script.hook.step(StepInfo(4, RESULT, script.progress, last=True))
+    script.hook.start(script.progress, last=True)
     assert script.evaluated == [4]
+
+
+def test_an_evaluation_that_was_given_up_is_made_when_the_run_goes_on(tmp_path: Path) -> None:
+    script = Script(tmp_path, EvalSection(every=4), [1.0])
+    script.run(3, 12)
+    script.stop.request(Reason.REQUEUE)
+    script.run(4, 12)
+    assert (script.evaluated, script.progress.best_step, script.progress.evaluated_step) == ([], None, None)
+    assert not script.metrics.read_text()
+
+    resumed = Script(tmp_path, EvalSection(every=4), [1.0])
+    resumed.progress = script.progress
+    resumed.hook.start(resumed.progress, last=False)
+    assert (resumed.evaluated, resumed.progress.best_step) == ([4], 4)
+    assert [json.loads(line)["step"] for line in resumed.metrics.read_text().splitlines()] == [4]
+
+
+def test_the_evaluation_at_the_start_is_that_of_a_new_run(tmp_path: Path) -> None:
+    script = Script(tmp_path, EvalSection(every=4, at_start=True), [1.0] * 2)
+    script.hook.start(script.progress, last=False)
+    script.progress.step = 3
+    script.hook.start(script.progress, last=False)
+    assert script.evaluated == [0]
 
 
 finite = st.floats(min_value=-3, max_value=3).map(lambda score: round(score, 1))  # so that ties happen
@@ -129,5 +155,7 @@ def test_early_stop(scores: list[float], mode: str, patience: int | None, stops_
 
 def test_a_metric_that_is_no_score(tmp_path: Path) -> None:
     script = Script(tmp_path, EvalSection(every=1, metric="accuracy"), [1.0])
-    with pytest.raises(UserError, match=r"'accuracy', but the scores are loss, other"):
-        script.run(1, 1)
+    script.run(1, 1)
+    assert "'accuracy', but the scores are loss, other" in str(script.stop.error)
+    assert (script.stop.reason, script.stop.exit_code) == (Reason.FAILED, ExitCode.FAILED)
+    assert script.progress.evaluated_step is None  # a run that can be mended makes it again

@@ -1,0 +1,154 @@
+"""An evaluation that fails, or that the process does not survive, costs no step, and is made when the run goes on."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drawbar.errors import ExitCode, UserError
+from drawbar.evaluation.evaluate import EvaluationFailed
+from drawbar.runtime.env import Place
+from drawbar.tasks.causal_lm import CausalLM
+from drawbar.tracking.trackers import JsonlTracker
+from drawbar.train.step import Progress
+from harness import run_ranks
+from runs import Fit, fit_in, losses, metrics
+
+
+class Scored(CausalLM):
+    """causal_lm with a score of its own, which may fail at the third evaluation of a run (and was tried before)."""
+
+    error: BaseException | None = None
+    evaluations = 0
+
+    def score(self, records: list[dict[str, Any]]) -> dict[str, float]:
+        Scored.evaluations += 1
+        if Scored.evaluations == 4 and Scored.error is not None:
+            raise Scored.error
+        return {"accuracy": 0.5 + 0.01 * (Scored.evaluations % 2)}
+
+
+class PowerCut(BaseException):
+    """Nothing after it is orderly."""
+
+
+SETTINGS = ("eval.metric=accuracy", "eval.mode=max", "eval.every=2", "checkpoint.keep=9")
+"""Evaluations at 2, 4, 6, …; the third is that of step 6."""
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> None:
+    Scored.error, Scored.evaluations = None, 0
+
+
+def saved(run: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in (run / "checkpoints").glob("step-*"))
+
+
+def progress(run: Path, step: int) -> Progress:
+    """What a checkpoint says."""
+    state = json.loads((run / "checkpoints" / f"step-{step:08d}" / "state.json").read_text())
+    return Progress(**state["progress"])
+
+
+def lines(run: Path) -> list[tuple[int, list[str]]]:
+    """What each line of the metrics is about."""
+    return [(int(line["step"]), sorted(line)) for line in metrics(run)]
+
+
+@pytest.mark.parametrize("every", ["null", "3", "4"])
+def test_the_step_is_saved_first_and_a_mended_run_goes_on(every: str, fit: Fit, project: Path) -> None:
+    settings = (*SETTINGS, f"checkpoint.every={every}")
+    fit(*settings, "run.name=whole", task=Scored)
+    Scored.error, Scored.evaluations = ZeroDivisionError("of the metric"), 0
+    with pytest.raises(EvaluationFailed, match="of the metric") as failed:
+        fit(*settings, task=Scored)
+    run, whole = project / "runs" / "tiny", project / "runs" / "whole"
+    assert failed.value.exit_code == ExitCode.FAILED
+    assert max(saved(run)) == 6
+    assert progress(run, 6).evaluated_step == 4
+    log = (run / "logs" / "rank-0000.log").read_text()
+    assert "test_failed_evaluations.py" in log
+    assert "ZeroDivisionError: of the metric" in log
+
+    Scored.error, Scored.evaluations = None, 3  # the evaluation of step 6 comes first
+    fit(*settings, task=Scored)
+    assert progress(run, 12) == progress(whole, 12)
+    assert losses(run) == losses(whole)
+    assert lines(run) == lines(whole)
+    assert (run / "checkpoints" / "best.json").read_text() == (whole / "checkpoints" / "best.json").read_text()
+
+
+def test_a_due_save_comes_before_the_evaluation(fit: Fit, run: Path) -> None:
+    Scored.error = PowerCut()
+    with pytest.raises(PowerCut):
+        fit(*SETTINGS, "checkpoint.every=6", task=Scored)
+    assert max(saved(run)) == 6
+    assert progress(run, 6).evaluated_step == 4
+
+
+def test_the_last_step_is_saved_before_its_evaluation_which_the_same_command_makes(fit: Fit, run: Path) -> None:
+    settings = ("eval.metric=accuracy", "eval.mode=max", "eval.every=5", "checkpoint.every=null")
+    Scored.error = PowerCut()
+    with pytest.raises(PowerCut):
+        fit(*settings, task=Scored)
+    assert progress(run, 12).evaluated_step == 10
+    fit(*settings, task=Scored)
+    assert progress(run, 12).evaluated_step == 12
+    assert [line["step"] for line in metrics(run) if "eval/validation/loss" in line] == [5, 10, 12]
+    made = Scored.evaluations
+    fit(*settings, task=Scored)
+    assert Scored.evaluations == made + 1  # tried out, and not made again
+
+
+def test_an_evaluation_that_its_checkpoint_did_not_hear_of_leaves_no_second_line(
+    fit: Fit, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a process is killed between the line and the checkpoint."""
+    with monkeypatch.context() as patch:
+        patch.setattr("drawbar.train.hooks.EvalHook._compare", lambda *_: (_ for _ in ()).throw(PowerCut()))
+        with pytest.raises(PowerCut):
+            fit(*SETTINGS, "checkpoint.every=2", task=Scored)
+    assert [line["step"] for line in metrics(run) if "eval/validation/loss" in line] == [2]
+    fit(*SETTINGS, "checkpoint.every=2", task=Scored)
+    assert [line["step"] for line in metrics(run) if "eval/validation/loss" in line] == [2, 4, 6, 8, 10, 12]
+
+
+class FailsOnRank1(Scored):
+    rank = 0
+
+    def forward(self, model: Any, batch: Any) -> Any:
+        if Scored.evaluations and self.rank == 1 and not model.training:
+            raise ValueError("of one rank")
+        return super().forward(model, batch)
+
+
+def fail_on_one_rank(project: str) -> str:
+    FailsOnRank1.rank = Place.from_environment().rank
+    try:
+        fit_in(Path(project), *SETTINGS, "checkpoint.every=null", "parallel.strategy=ddp", task=FailsOnRank1)
+    except UserError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_one_rank_fails_and_all_save(project: Path) -> None:
+    told = run_ranks(fail_on_one_rank, 2, str(project))
+    assert told[0] == told[1]
+    assert "failed on rank 1" in told[0]
+    assert "ValueError: of one rank" in told[0]
+    assert saved(project / "runs" / "tiny") == [2]
+    for rank in (0, 1):
+        assert "ValueError: of one rank" in (project / f"runs/tiny/logs/rank-{rank:04d}.log").read_text()
+
+
+def test_metrics_that_cannot_be_written_cost_nothing(fit: Fit, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(JsonlTracker, "log", fail)
+    monkeypatch.setattr("drawbar.train.hooks.write_results", fail)
+    assert fit().exit_code == 0
+    assert max(saved(run)) == 12
+    assert (run / "logs" / "rank-0000.log").read_text().count("JsonlTracker: OSError") == 1
