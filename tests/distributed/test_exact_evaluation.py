@@ -83,7 +83,8 @@ def test_world_sizes_and_batch_sizes_agree(name: str, project: Path) -> None:
     for world_size, rows in CASES:
         ranks = run_ranks(evaluate_here, world_size, str(project), name, rows)
         assert all(scores == ranks[0][0] for scores, _ in ranks)
-        assert ranks[0][0] == pytest.approx(expected, rel=1e-6), f"{world_size} processes, {rows} rows"
+        # a loss is the difference of a logit and of a sum that is as large: fp32 rounds it absolutely, however small
+        assert ranks[0][0] == pytest.approx(expected, rel=1e-6, abs=5e-7), f"{world_size} processes, {rows} rows"
         assert ranks[0][1] == predictions, f"{world_size} processes, {rows} rows"
     assert SCORES[name] <= expected.keys()
     lines = [json.loads(line) for line in predictions.splitlines()]

@@ -3,6 +3,7 @@
 import ast
 import fcntl
 import json
+import re
 import shutil
 import socket
 from collections.abc import Callable, Iterator
@@ -339,10 +340,14 @@ def test_a_metric_that_a_task_of_ones_own_does_not_have(project: Path) -> None:
 
 def test_a_run_that_diverges_keeps_its_checkpoints(project: Path) -> None:
     done = run_cli(*TRAIN, "optim.lr=1e6", "optim.warmup=0", "checkpoint.every=1", cwd=project, env=NO_NETWORK)
-    check_message(done, 1, ("diverged", "step 2 is nan", "optim.lr", "--fork"))
+    check_message(done, 1, ("diverged", "is nan", "optim.lr", "--fork"))
+    lost = re.search(r"of step (\d) is nan", done.err)  # which one depends on the kernels of the processor
+    assert lost is not None
+    before = range(1, int(lost[1]))
     saved = sorted(path.name for path in (project / "runs" / "tiny" / "checkpoints").iterdir())
-    assert saved == ["step-00000001"]
-    assert all(tensor.isfinite().all() for tensor in weights(project / "runs" / "tiny", 1).values())
+    assert saved == [f"step-{step:08d}" for step in before]
+    for step in before:
+        assert all(tensor.isfinite().all() for tensor in weights(project / "runs" / "tiny", step).values())
 
 
 @pytest.fixture
