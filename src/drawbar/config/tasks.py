@@ -120,6 +120,10 @@ class Seq2SeqConfig(PretrainedTaskConfig):
     """The key that holds the text to write."""
     source_prefix: str = ""
     """Put before every source, such as `translate English to German: `."""
+    source_language: Text | None = None
+    """For multilingual models (NLLB, mBART, M2M100): the sources' language, as the tokenizer names it (`eng_Latn`)."""
+    target_language: Text | None = None
+    """The language of the targets, likewise; what the model writes begins with its code."""
     target_length: Annotated[int, Field(ge=2)] | None = None
     """Longest target, in tokens (default: `data.sequence_length`)."""
     generation: GenerationSection | None = GenerationSection()

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, BatchEncoding, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from drawbar.errors import UserError
+from drawbar.errors import UserError, nearest
 from drawbar.runtime.hub import hub_answers
 from drawbar.runtime.log import logger
 
@@ -189,6 +189,36 @@ def prefix_space(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
         backend.post_processor = processors.Sequence([present, without_space]) if present else without_space
         set_option(tokenizer, "add_prefix_space", True)
     return tokenizer
+
+
+def set_languages(tokenizer: PreTrainedTokenizerBase, source: str | None, target: str | None) -> None:
+    """Tell the tokenizer of a multilingual model (NLLB, mBART, M2M100) from which language to which it translates: it
+    marks sources and targets with their languages.
+
+    Raises:
+        UserError: it must be told, and is not; it does not know these languages; or it marks none.
+    """
+    where = "task.source_language, task.target_language"
+    if not hasattr(tokenizer, "set_src_lang_special_tokens"):
+        if source is not None or target is not None:
+            raise UserError(
+                f"a {type(tokenizer).__name__} does not mark texts with their languages",
+                where=where,
+                remedy="set both to null; some models want the language in task.source_prefix",
+            )
+        return
+    known = sorted(getattr(tokenizer, "lang_code_to_id", None) or map(str, tokenizer.extra_special_tokens))
+    remedy = f"set both, to two of: {', '.join(known)}"
+    if source is None or target is None:
+        what = f"a {type(tokenizer).__name__} marks texts with their languages, and does not know which they are"
+        raise UserError(what, where=where, remedy=remedy)
+    for setting, language in (("task.source_language", source), ("task.target_language", target)):
+        if language not in known:
+            guess = nearest(language, known)
+            hint = f"; did you mean {guess}?" if guess else ""
+            raise UserError(f"a {type(tokenizer).__name__} has no {language!r}{hint}", where=setting, remedy=remedy)
+    set_option(tokenizer, "src_lang", source)
+    set_option(tokenizer, "tgt_lang", target)
 
 
 def _own_special_tokens(tokenizer: PreTrainedTokenizerBase) -> UserError:

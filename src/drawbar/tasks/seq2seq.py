@@ -8,7 +8,7 @@ from torch import nn
 from drawbar.config.tasks import Seq2SeqConfig
 from drawbar.data.dataset import Sample
 from drawbar.data.nested import value_at
-from drawbar.data.tokenizer import Wrapping, encode_to_limit, special_tokens_around
+from drawbar.data.tokenizer import Wrapping, encode_to_limit, set_languages, special_tokens_around
 from drawbar.errors import UserError
 from drawbar.models.heads import longest_input
 from drawbar.models.huggingface import load_model_config
@@ -16,6 +16,9 @@ from drawbar.tasks.batch import Batch
 from drawbar.tasks.pretrained import TokenTask, mean_and_perplexity
 from drawbar.tasks.task import require
 from drawbar.tasks.writing import generation_options
+
+BEGINS_WITH_THE_LAST = {"mbart", "plbart"}
+"""Families whose decoder reads a target with its last token moved to the front."""
 
 
 class Seq2Seq(TokenTask):
@@ -28,6 +31,11 @@ class Seq2Seq(TokenTask):
     usual_metrics = ("bleu",)
     loss_metrics = ("loss", "perplexity")
     wrapping = "end"
+
+    def build_tokenizer(self) -> Any:
+        tokenizer = super().build_tokenizer()
+        set_languages(tokenizer, self.config.source_language, self.config.target_language)
+        return tokenizer
 
     def wrapping_for(self, tokenizer: Any) -> Wrapping | None:
         """Something must end a target, or the model never stops."""
@@ -46,6 +54,8 @@ class Seq2Seq(TokenTask):
     def _decoder_start(self) -> int:
         """What the decoder begins with: the model says so."""
         config = load_model_config(self.config.model, self.config.from_scratch, self.tokenizer)
+        if self.config.target_language is not None and config.model_type in BEGINS_WITH_THE_LAST:
+            return self._around_target[1][-1]
         if config.decoder_start_token_id is None:
             raise UserError(
                 f"the config of {self.config.model} has no decoder_start_token_id",
@@ -55,7 +65,11 @@ class Seq2Seq(TokenTask):
         return config.decoder_start_token_id
 
     def generation_fields(self, model: nn.Module) -> dict[str, Any]:
-        return super().generation_fields(model) | {"decoder_start_token_id": self._decoder_start}
+        fields = super().generation_fields(model) | {"decoder_start_token_id": self._decoder_start}
+        if self.config.target_language is not None:
+            before, _ = self._around_target
+            fields["forced_bos_token_id"] = before[0] if before else None  # else the decoder starts with the language
+        return fields
 
     def longest(self) -> dict[str, int]:
         target = self.config.target_length

@@ -36,6 +36,7 @@ from drawbar.evaluation.generate import Sampling
 from drawbar.train.export import export_run
 from drawbar.train.inference import generate_from_run
 from runs import fit_in
+from translators import LANGUAGES, PAIRS, mbart, mbart50, nllb
 
 LLAMA = {
     "hidden_size": 16,
@@ -264,6 +265,29 @@ def test_targets(export: Callable[..., Exported], family: str, tokenizer: Callab
     assert found.mean_loss(inputs, shift=0) == pytest.approx(found.scores["loss"], rel=1e-4)
     sources = [row["source"] for row in rows]
     written = found.model.generate(**found.tokenizer(sources, padding=True, truncation=True, return_tensors="pt"))
+    texts = found.tokenizer.batch_decode(written, skip_special_tokens=True)
+    assert [text.strip() for text in texts] == found.predictions
+
+
+@pytest.mark.parametrize("make", [nllb, mbart, mbart50])
+def test_translations(export: Callable[..., Exported], make: Callable[..., Any]) -> None:
+    """What is written begins with the code of the target's language, without being told."""
+    rows = [{"source": source, "target": target} for source, target in PAIRS]
+    source, target = LANGUAGES[make.__name__]
+    languages = {"source_language": source, "target_language": target}
+    family = "m2m_100" if make is nllb else "mbart"
+    scratch = BART | {"decoder_start_token_id": 2}
+    settings = {"type": "seq2seq", "model": family, "from_scratch": scratch, "generation": {"max_new_tokens": 6}}
+    found = export(make, rows, AutoModelForSeq2SeqLM, **languages, **settings)
+
+    def inputs(row: dict[str, Any]) -> dict[str, Any]:
+        return dict(found.tokenizer(row["source"], text_target=row["target"]))
+
+    assert found.mean_loss(inputs, shift=0) == pytest.approx(found.scores["loss"], rel=1e-4)
+    sources = [row["source"] for row in rows]
+    written = found.model.generate(**found.tokenizer(sources, padding=True, return_tensors="pt"))
+    codes = found.tokenizer.convert_ids_to_tokens(written[:, 0 if make is mbart else 1].tolist())
+    assert codes == [target] * len(rows)
     texts = found.tokenizer.batch_decode(written, skip_special_tokens=True)
     assert [text.strip() for text in texts] == found.predictions
 
