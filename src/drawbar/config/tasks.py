@@ -45,6 +45,9 @@ class PretrainedTaskConfig(TaskConfig):
     """Start from random weights, with these fields of the architecture's own config changed (`{}`: none)."""
     tokenizer: PathText | TokenizerTraining | None = None
     """Hub name or folder of the tokenizer (default: the model's own), or `{train: byte_bpe, vocab_size: N}`."""
+    add_special_tokens: Literal["auto", "begin", "end", "begin_end", "none"] = "auto"
+    """What the tokenizer puts around a text: the begin token, the end token, both or nothing. `auto`: a given tokenizer
+    puts there what it does by itself; one that is trained here, what the task needs."""
     attention: Text = "auto"
     """How attention is computed: `sdpa`, `eager`, `flash_attention_2`, `flash_attention_3`, `flex_attention`, or a
     kernel of the hub; `auto`: what transformers takes, sdpa where the model can."""
@@ -117,6 +120,10 @@ class Seq2SeqConfig(PretrainedTaskConfig):
     """The key that holds the text to write."""
     source_prefix: str = ""
     """Put before every source, such as `translate English to German: `."""
+    source_language: Text | None = None
+    """For multilingual models (NLLB, mBART, M2M100): the sources' language, as the tokenizer names it (`eng_Latn`)."""
+    target_language: Text | None = None
+    """The language of the targets, likewise; what the model writes begins with its code."""
     target_length: Annotated[int, Field(ge=2)] | None = None
     """Longest target, in tokens (default: `data.sequence_length`)."""
     generation: GenerationSection | None = GenerationSection()

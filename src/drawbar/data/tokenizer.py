@@ -1,17 +1,24 @@
 """Tokenizers: train a byte-level BPE on the training data, or load one from a folder or the Hugging Face Hub."""
 
+import json
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, BatchEncoding, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from drawbar.errors import UserError
+from drawbar.errors import UserError, nearest
 from drawbar.runtime.hub import hub_answers
 from drawbar.runtime.log import logger
 
 END_OF_TEXT = "<|endoftext|>"
+Wrapping = Literal["begin", "end", "begin_end", "none"]
+"""Which special tokens a tokenizer puts around a text."""
+MODEL_INPUTS = ["input_ids", "attention_mask"]
+"""What a tokenizer gives a model that knows no token types."""
 
 
 def train_byte_bpe(
@@ -19,9 +26,9 @@ def train_byte_bpe(
 ) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer (Sennrich et al. 2016, over bytes as in GPT-2): no text is lost.
 
-    The special token ``<|endoftext|>`` begins and ends a document, and pads unless ``more_special`` says otherwise. In
-    a text, the same letters are ordinary text: no document can end itself. The vocabulary comes out smaller than asked
-    where the texts have too few repeated pairs; that is logged.
+    The special token ``<|endoftext|>`` is begin and end token, and pads unless ``more_special`` says otherwise; what is
+    put around a text is up to ``wrap_texts``. In a text, the same letters are ordinary text: no document can end
+    itself. The vocabulary comes out smaller than asked where the texts have too few repeated pairs; that is logged.
 
     Args:
         texts: the training texts.
@@ -47,6 +54,7 @@ def train_byte_bpe(
         eos_token=END_OF_TEXT,
         split_special_tokens=True,
         clean_up_tokenization_spaces=False,
+        model_input_names=MODEL_INPUTS,
         **{"pad_token": END_OF_TEXT, **more_special},
     )
     if len(tokenizer) < vocab_size:
@@ -88,22 +96,139 @@ def begin_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
 
 
-def framed(tokenizer: PreTrainedTokenizerBase, text: str, pair: str | None = None) -> dict[str, list[int]]:
-    """A text, or two, as an encoder reads them: with the special tokens that the tokenizer puts around them.
+def wrap_texts(tokenizer: PreTrainedTokenizerBase, wrapping: Wrapping) -> PreTrainedTokenizerBase:
+    """Let the tokenizer itself put special tokens around each text.
 
-    A tokenizer that puts none (such as ``train_byte_bpe`` makes) gets its begin and end tokens.
+    Two texts become ``begin A end B end``, and without end tokens ``begin A begin B``, of one token type.
 
-    Returns:
-        ``input_ids`` and, for tokenizers that have them, ``token_type_ids``; not cut.
+    Raises:
+        UserError: the tokenizer is written in Python, and is not one of the tokenizers library.
     """
-    if tokenizer.num_special_tokens_to_add(pair is not None):
-        encoded = tokenizer(text, pair, return_attention_mask=False, verbose=False)
-        return {name: list(encoded[name]) for name in encoded}
-    texts = [text] if pair is None else [text, pair]
-    pieces = [tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"] for piece in texts]
-    begin, end = begin_token(tokenizer), tokenizer.eos_token_id
-    tokens = [begin, *(token for piece in pieces for token in (*piece, end))]
-    return {"input_ids": [token for token in tokens if token is not None]}
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise _own_special_tokens(tokenizer)
+    before = [begin_token(tokenizer)] if wrapping in ("begin", "begin_end") else []
+    after = [tokenizer.eos_token_id] if wrapping in ("end", "begin_end") else []
+    special = {token: tokenizer.convert_ids_to_tokens(token) for token in (*before, *after) if token is not None}
+    first, last = ([special[token] for token in tokens if token in special] for tokens in (before, after))
+    backend.post_processor = processors.TemplateProcessing(
+        single=[*first, "$A", *last],
+        pair=[*first, "$A", *(last or first), "$B", *last],
+        special_tokens=[(name, token) for token, name in special.items()],
+    )
+    set_option(tokenizer, "model_input_names", MODEL_INPUTS)
+    return tokenizer
+
+
+def check_wrapping_is_saved(tokenizer: PreTrainedTokenizerBase) -> None:
+    """See that a wrapped tokenizer still wraps texts when it is loaded from a folder.
+
+    Raises:
+        UserError: its class brings its own special tokens whenever it is loaded (as BERT's does).
+    """
+    with TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        loaded = load_tokenizer(folder)
+    if special_tokens_around(loaded) != special_tokens_around(tokenizer):
+        raise _own_special_tokens(tokenizer)
+
+
+def set_option(tokenizer: PreTrainedTokenizerBase, name: str, value: Any) -> None:
+    """Set an attribute of a tokenizer so that ``save_pretrained`` keeps it: it saves what the tokenizer began with."""
+    setattr(tokenizer, name, value)
+    tokenizer.init_kwargs[name] = value
+
+
+def special_tokens_around(
+    tokenizer: PreTrainedTokenizerBase, kind: Literal["text", "text_target"] = "text"
+) -> tuple[list[int], list[int]]:
+    """The special tokens that the tokenizer itself puts before and after a text, or a target: some differ in that."""
+    wrapped, plain = (
+        list(tokenizer(**{kind: "a"}, add_special_tokens=special)["input_ids"]) for special in (True, False)
+    )
+    start = next(at for at in range(len(wrapped) + 1) if wrapped[at : at + len(plain)] == plain)
+    return wrapped[:start], wrapped[start + len(plain) :]
+
+
+def encode_to_limit(
+    tokenizer: PreTrainedTokenizerBase, limit: int, setting: str, *texts: Any, **options: Any
+) -> tuple[BatchEncoding, bool]:
+    """A text, or two, with the special tokens that the tokenizer itself puts around them; and whether they were cut.
+
+    Special tokens stay, and of two texts the longer one is cut first.
+
+    Args:
+        limit: most tokens.
+        setting: the setting that says so.
+        options: of the tokenizer's call.
+
+    Raises:
+        UserError: the special tokens leave no room.
+    """
+    options |= {"return_attention_mask": False, "verbose": False}
+    encoded = tokenizer(*texts, **options)
+    if len(encoded["input_ids"]) <= limit:
+        return encoded, False
+    special = tokenizer.num_special_tokens_to_add(len(texts) > 1)
+    if limit <= special:
+        raise UserError(
+            f"the special tokens alone take {special} of {limit} tokens",
+            where=setting,
+            remedy=f"set {setting}={special + 1} or more",
+        )
+    return tokenizer(*texts, truncation=True, max_length=limit, **options), True
+
+
+def prefix_space(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """Let a byte-level tokenizer write a space before a text's first word, too: a word is then the same everywhere, and
+    a list of words the same as their text. Any other tokenizer stays as it is."""
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    state = json.loads(backend.to_str())["pre_tokenizer"] if backend is not None else None
+    if state and state["type"] == "ByteLevel":  # inside a sequence, it would put a space before every part
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=state.get("use_regex", True))
+        without_space = processors.ByteLevel(trim_offsets=True, add_prefix_space=True)  # where words begin and end
+        present = backend.post_processor
+        backend.post_processor = processors.Sequence([present, without_space]) if present else without_space
+        set_option(tokenizer, "add_prefix_space", True)
+    return tokenizer
+
+
+def set_languages(tokenizer: PreTrainedTokenizerBase, source: str | None, target: str | None) -> None:
+    """Tell the tokenizer of a multilingual model (NLLB, mBART, M2M100) from which language to which it translates: it
+    marks sources and targets with their languages.
+
+    Raises:
+        UserError: it must be told, and is not; it does not know these languages; or it marks none.
+    """
+    where = "task.source_language, task.target_language"
+    if not hasattr(tokenizer, "set_src_lang_special_tokens"):
+        if source is not None or target is not None:
+            raise UserError(
+                f"a {type(tokenizer).__name__} does not mark texts with their languages",
+                where=where,
+                remedy="set both to null; some models want the language in task.source_prefix",
+            )
+        return
+    known = sorted(getattr(tokenizer, "lang_code_to_id", None) or map(str, tokenizer.extra_special_tokens))
+    remedy = f"set both, to two of: {', '.join(known)}"
+    if source is None or target is None:
+        what = f"a {type(tokenizer).__name__} marks texts with their languages, and does not know which they are"
+        raise UserError(what, where=where, remedy=remedy)
+    for setting, language in (("task.source_language", source), ("task.target_language", target)):
+        if language not in known:
+            guess = nearest(language, known)
+            hint = f"; did you mean {guess}?" if guess else ""
+            raise UserError(f"a {type(tokenizer).__name__} has no {language!r}{hint}", where=setting, remedy=remedy)
+    set_option(tokenizer, "src_lang", source)
+    set_option(tokenizer, "tgt_lang", target)
+
+
+def _own_special_tokens(tokenizer: PreTrainedTokenizerBase) -> UserError:
+    return UserError(
+        f"a {type(tokenizer).__name__} has its own special tokens around a text, and takes no others",
+        where="task.add_special_tokens",
+        remedy="leave task.add_special_tokens=auto, or name another tokenizer in task.tokenizer",
+    )
 
 
 def _unusable(name: str, is_folder: bool, reason: str) -> UserError:

@@ -13,7 +13,7 @@ from drawbar.config.tasks import CausalLMConfig
 from drawbar.data.dataset import Sample
 from drawbar.data.nested import value_at
 from drawbar.data.packing import IGNORED_LABEL, split_tokens
-from drawbar.data.tokenizer import begin_token
+from drawbar.data.tokenizer import MODEL_INPUTS, wrap_texts
 from drawbar.errors import UserError
 from drawbar.parallel.styles import cross_entropy_sum
 from drawbar.tasks.batch import Batch, pad_and_stack
@@ -35,6 +35,7 @@ class CausalLM(PretrainedTask):
     head = "causal_lm"
     targets = "next_token"
     loss_metrics = ("loss", "perplexity", "bits_per_byte")
+    wrapping = "begin"
 
     def __init__(self, run_config: RunConfig) -> None:
         super().__init__(run_config)
@@ -84,12 +85,30 @@ class CausalLM(PretrainedTask):
             stop_with(model, self.chat_format.stop_tokens)
         return model
 
+    @cached_property
+    def _end(self) -> list[int]:
+        """What ends a document or a completion, where the tokenizer does not: without it a model never stops."""
+        end, after = self.tokenizer.eos_token_id, self.special_around[1]
+        return [] if end is None or end in after else [end]
+
+    def how_texts_are_read(self) -> str:
+        if self.config.messages_column is not None:
+            return "the chat template says"
+        added = "".join(f" {token} (which the task adds)" for token in self.tokenizer.convert_ids_to_tokens(self._end))
+        return f"{super().how_texts_are_read()}{added}"
+
+    def upgrade_tokenizer(self, tokenizer: Any) -> Any:
+        return wrap_texts(tokenizer, "begin")  # then as now, the end is the task's
+
+    def tokenizer_options(self) -> dict[str, Any]:
+        """Prompts are padded on the left, and may be longer than what was trained on."""
+        return {"padding_side": "left", "model_input_names": MODEL_INPUTS}
+
     def encode(self, record: dict[str, Any], train: bool) -> list[Sample] | None:
         """A document in windows, or one sample of a prompt and its answers."""
         if self.instructs:
             return self._conversation(record)
-        framed = (begin_token(self.tokenizer), *self._tokens(self._text(record)), self.tokenizer.eos_token_id)
-        tokens = [token for token in framed if token is not None]
+        tokens = [*self.tokenizer(self._text(record), verbose=False)["input_ids"], *self._end]
         if len(tokens) < 2:  # nothing to predict
             return None
         windows = split_tokens(np.asarray(tokens, dtype=np.int32), self.data.sequence_length)
@@ -118,13 +137,12 @@ class CausalLM(PretrainedTask):
         config = self.config
         assert config.prompt_column is not None
         assert config.completion_column is not None
-        begin, end = begin_token(self.tokenizer), self.tokenizer.eos_token_id
-        prompt = self._tokens(require(record, config.prompt_column, "task.prompt_column"))
-        prompt = prompt if begin is None else [begin, *prompt]
+        before, after = self.special_around
+        prompt = [*before, *self._tokens(require(record, config.prompt_column, "task.prompt_column"))]
         completion = []
         if self.labelled:
             completion = self._tokens(require(record, config.completion_column, "task.completion_column"))
-            completion = completion if end is None else [*completion, end]
+            completion = [*completion, *after, *self._end]
         return prompt + completion, [IGNORED_LABEL] * len(prompt) + completion
 
     @cached_property

@@ -1,7 +1,7 @@
 """The built-in tasks ``sequence_classification`` and ``token_classification``."""
 
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any
 
@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
+from transformers import BatchEncoding
 
 from drawbar.config.schema import RunConfig
 from drawbar.config.tasks import SequenceClassificationConfig, TokenClassificationConfig
@@ -16,7 +17,7 @@ from drawbar.data.dataset import Sample
 from drawbar.data.nested import value_at
 from drawbar.data.packing import IGNORED_LABEL
 from drawbar.data.sources import Records
-from drawbar.data.tokenizer import begin_token, framed
+from drawbar.data.tokenizer import Wrapping, encode_to_limit, prefix_space
 from drawbar.errors import UserError
 from drawbar.metrics.registry import load_metrics
 from drawbar.metrics.tags import is_entity_tag
@@ -120,37 +121,24 @@ class SequenceClassification(PretrainedTask):
             return {"num_labels": 1, "problem_type": "regression", **pad}
         return {**self.labels.model_fields(), "problem_type": f"{self.config.problem}_classification", **pad}
 
-    def encode(self, record: dict[str, Any], train: bool) -> Sample:
-        sample: dict[str, Any] = dict(framed(self.tokenizer, *self.texts(record)))
+    def wrapping_for(self, tokenizer: Any) -> Wrapping | None:
+        """Of two texts, something must say where the second begins."""
+        wanted = super().wrapping_for(tokenizer)
+        joined = self.config.text_pair_column is not None and not tokenizer.num_special_tokens_to_add(pair=True)
+        return self.wrapping if wanted is None and joined else wanted
+
+    def tokenizer_options(self) -> dict[str, Any]:
+        return super().tokenizer_options() | {"model_input_names": self.tokenizer.model_input_names}
+
+    def encode(self, record: dict[str, Any], train: bool) -> Sample | None:
         limit = self.data.sequence_length
-        if len(sample["input_ids"]) > limit:
-            sample = {**self._cut(record, limit), "truncated": True}
+        encoded, cut = encode_to_limit(self.tokenizer, limit, "data.sequence_length", *self.texts(record))
+        if not encoded["input_ids"]:  # an empty text, around which the tokenizer puts nothing
+            return None
+        sample: dict[str, Any] = {**encoded, **({"truncated": True} if cut else {})}
         if self.labelled:
             sample["labels"] = self._target(record)
         return sample
-
-    def _cut(self, record: dict[str, Any], limit: int) -> dict[str, Any]:
-        """The special tokens stay, and the longer of two texts is cut first."""
-        texts = self.texts(record)
-        template = self.tokenizer.num_special_tokens_to_add(len(texts) > 1)
-        special = template or len(framed(self.tokenizer, *[""] * len(texts))["input_ids"])
-        if limit <= special:
-            raise UserError(
-                f"the special tokens alone take {special} of {limit} tokens",
-                where="data.sequence_length",
-                remedy=f"set data.sequence_length={special + 1} or more",
-            )
-        if template:
-            encoded = self.tokenizer(*texts, truncation=True, max_length=limit, return_attention_mask=False)
-            return {name: list(encoded[name]) for name in encoded}
-        encoded = self.tokenizer(*texts, add_special_tokens=False, truncation=True, max_length=limit - special)
-        of_text = encoded.sequence_ids()
-        begin, end = begin_token(self.tokenizer), self.tokenizer.eos_token_id
-        tokens = [begin]
-        for number in range(len(texts)):
-            kept = zip(encoded["input_ids"], of_text, strict=True)
-            tokens += [*(token for token, text in kept if text == number), end]
-        return {"input_ids": [token for token in tokens if token is not None]}
 
     def _target(self, record: dict[str, Any]) -> Any:
         column = self.config.label_column
@@ -216,6 +204,9 @@ class TokenClassification(TokenTask):
     head = "token_classification"
     targets = "token"
 
+    def build_tokenizer(self) -> Any:
+        return prefix_space(super().build_tokenizer())
+
     def score(self, records: list[dict[str, Any]]) -> dict[str, float]:
         if self.config.metrics is None:  # F1 of entities where labels are of the form B-…, I-…, O
             spans = all(is_entity_tag(str(name)) for name in self.labels.names)
@@ -242,7 +233,7 @@ class TokenClassification(TokenTask):
         return [check_label(tag, self.config.labels_column) for tag in tags]
 
     def texts(self, record: dict[str, Any]) -> list[str]:
-        return [" ".join(self._words(record))]
+        return ["".join(f" {word}" for word in self._words(record))]  # as ``prefix_space`` will write them
 
     def model_fields(self) -> dict[str, Any]:
         return self.labels.model_fields()
@@ -253,40 +244,34 @@ class TokenClassification(TokenTask):
             return None
         # without labels, any label marks the tokens that a prediction is wanted for
         targets = [self.labels.number(tag) for tag in self._tags(record)] if self.labelled else [0] * len(words)
-        tokens, numbers = self._tokens(words)
-        if not self.tokenizer.num_special_tokens_to_add():
-            begin, end = begin_token(self.tokenizer), self.tokenizer.eos_token_id
-            tokens = [*([] if begin is None else [begin]), *tokens, *([] if end is None else [end])]
-            numbers = [*([] if begin is None else [None]), *numbers, *([] if end is None else [None])]
-        before = [None, *numbers]
+        encoded, cut = self._encode_words(words)
+        numbers = encoded.word_ids()
         labels = [
             targets[word] if word is not None and word != last else IGNORED_LABEL
-            for word, last in zip(numbers, before, strict=False)
+            for word, last in zip(numbers, [None, *numbers], strict=False)
         ]
-        limit = self.data.sequence_length
-        if len(tokens) <= limit:
-            return {"input_ids": tokens, "labels": labels}
-        return {
-            "input_ids": [*tokens[: limit - 1], tokens[-1]],  # the last is the end token
-            "labels": [*labels[: limit - 1], IGNORED_LABEL],
-            "truncated": True,
-        }
+        return {"input_ids": encoded["input_ids"], "labels": labels, **({"truncated": True} if cut else {})}
 
-    def _tokens(self, words: list[str]) -> tuple[list[int], list[int | None]]:
-        """The tokens of the words, and for each the number of its word; None for special tokens."""
+    def _encode_words(self, words: list[str]) -> tuple[BatchEncoding, bool]:
+        """The tokens of the words, which know the numbers of their words; and whether they were cut."""
         if self._spaces_are_tokens:
             words = [*words[:1], *(f" {word}" for word in words[1:])]
-        encoded = self.tokenizer(words, is_split_into_words=True, return_attention_mask=False, verbose=False)
-        seen = set(encoded.word_ids())
-        if len(seen - {None}) < len(words):  # of control characters alone, say, some tokenizers leave nothing
+        encode = partial(encode_to_limit, self.tokenizer, self.data.sequence_length, "data.sequence_length")
+        encoded, cut = encode(words, is_split_into_words=True)
+        if len(set(encoded.word_ids()) - {None}) < len(words):
+            # they were cut, or have no tokens: of control characters alone, say, some tokenizers leave nothing
+            seen = set(self.tokenizer(words, is_split_into_words=True, verbose=False).word_ids())
             words = [word if number in seen else "?" for number, word in enumerate(words)]
-            encoded = self.tokenizer(words, is_split_into_words=True, return_attention_mask=False, verbose=False)
-        return list(encoded["input_ids"]), list(encoded.word_ids())
+            encoded, cut = encode(words, is_split_into_words=True)
+        return encoded, cut
 
     @cached_property
     def _spaces_are_tokens(self) -> bool:
-        """Byte-level tokenizers know a word together with the space before it; others split texts at spaces."""
-        return "ByteLevel" in repr(self.tokenizer.backend_tokenizer.pre_tokenizer)
+        """Byte-level tokenizers know a word together with the space before it; others split texts at spaces. Some write
+        that space by themselves (``prefix_space``)."""
+        return "ByteLevel" in repr(self.tokenizer.backend_tokenizer.pre_tokenizer) and not getattr(
+            self.tokenizer, "add_prefix_space", False
+        )
 
     def predict(self, model: nn.Module, batch: Batch) -> list[Any]:
         """The labels of a sample's words; of those that were cut off, none."""

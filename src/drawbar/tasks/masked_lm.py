@@ -7,7 +7,6 @@ import numpy as np
 from drawbar.config.tasks import MaskedLMConfig
 from drawbar.data.dataset import Sample
 from drawbar.data.packing import IGNORED_LABEL
-from drawbar.data.tokenizer import framed
 from drawbar.errors import UserError
 from drawbar.tasks.pretrained import TokenTask, mean_and_perplexity
 from drawbar.tasks.task import require
@@ -33,16 +32,18 @@ class MaskedLM(TokenTask):
             )
         return tokenizer
 
+    def tokenizer_options(self) -> dict[str, Any]:
+        return super().tokenizer_options() | {"split_special_tokens": False}  # whoever asks writes the mask into a text
+
     def texts(self, record: dict[str, Any]) -> list[str]:
         return [require(record, self.config.text_column, "task.text_column")]
 
     def encode(self, record: dict[str, Any], train: bool) -> list[Sample] | None:
-        """A document in windows, each between the special tokens that frame a text."""
+        """A document in windows, each with the special tokens that the tokenizer puts around a text."""
         (text,) = self.texts(record)
-        frame, whole = framed(self.tokenizer, "")["input_ids"], framed(self.tokenizer, text)["input_ids"]
-        before, after = frame[:1], frame[1:]
-        inside = whole[len(before) : len(whole) - len(after)]
-        room = max(1, self.data.sequence_length - len(frame))
+        before, after = self.special_around
+        inside = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        room = max(1, self.data.sequence_length - len(before) - len(after))
         windows = [np.array([*before, *inside[i : i + room], *after], np.int32) for i in range(0, len(inside), room)]
         return [{"input_ids": window, "labels": window} for window in windows] or None
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from functools import cached_property
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -13,7 +14,17 @@ from drawbar.config.schema import RunConfig
 from drawbar.config.tasks import PretrainedTaskConfig, TokenizerTraining
 from drawbar.data.dataset import Sample
 from drawbar.data.packing import IGNORED_LABEL
-from drawbar.data.tokenizer import load_tokenizer, train_byte_bpe
+from drawbar.data.tokenizer import (
+    MODEL_INPUTS,
+    Wrapping,
+    begin_token,
+    check_wrapping_is_saved,
+    load_tokenizer,
+    set_option,
+    special_tokens_around,
+    train_byte_bpe,
+    wrap_texts,
+)
 from drawbar.errors import UserError
 from drawbar.metrics.registry import compute, load_metrics
 from drawbar.models.heads import Head, longest_input
@@ -28,6 +39,7 @@ from drawbar.models.stored import build_structure, stored_tensors
 from drawbar.parallel.styles import cross_entropy_sum
 from drawbar.tasks.batch import Batch, pad_and_stack
 from drawbar.tasks.task import Task, of_every
+from drawbar.tasks.writing import generation_defaults
 
 
 class PretrainedTask(Task):
@@ -37,6 +49,8 @@ class PretrainedTask(Task):
     """Which of transformers' ``AutoModelFor…`` classes builds the model."""
     special_tokens: ClassVar[dict[str, str]] = {}
     """What a tokenizer trained for this task needs besides its one special token."""
+    wrapping: ClassVar[Wrapping] = "begin_end"
+    """What a tokenizer trained for this task puts around a text."""
     usual_metrics: ClassVar[tuple[str, ...]] = ()
     loss_metrics: ClassVar[tuple[str, ...]] = ("loss",)
     """What ``loss_scores`` returns: always given, and so allowed in ``task.metrics``."""
@@ -48,6 +62,23 @@ class PretrainedTask(Task):
         self.metrics = load_metrics([name for name in names if name not in self.loss_metrics])
 
     def build_tokenizer(self) -> Any:
+        tokenizer = self._train_or_load_tokenizer()
+        wrapping = self.wrapping_for(tokenizer)
+        if wrapping is not None:
+            check_wrapping_is_saved(wrap_texts(tokenizer, wrapping))
+        return tokenizer
+
+    def wrapping_for(self, tokenizer: Any) -> Wrapping | None:
+        """What the tokenizer is to put around a text; None for what it does by itself."""
+        if self.config.add_special_tokens != "auto":
+            return self.config.add_special_tokens
+        return self.wrapping if isinstance(self.config.tokenizer, TokenizerTraining) else None
+
+    def upgrade_tokenizer(self, tokenizer: Any) -> Any:
+        """A tokenizer that was saved when tasks themselves wrapped texts, so that it gives the ids of then."""
+        return tokenizer if tokenizer.num_special_tokens_to_add() else wrap_texts(tokenizer, "begin_end")
+
+    def _train_or_load_tokenizer(self) -> Any:
         wanted = self.config.tokenizer
         if isinstance(wanted, TokenizerTraining):
             texts = of_every(self.records("train"), self.texts, self.skips_bad_records)
@@ -105,7 +136,7 @@ class PretrainedTask(Task):
         return attention_refused(config.attention, config.model, config.from_scratch, self.tokenizer, self.head)
 
     def _fitted(self, model: nn.Module) -> nn.Module:
-        """The model, once it is sure that it has room for every token and every position."""
+        """The model, sure to have room for every token and every position, and set to write as the task says."""
         fit_embeddings(model, self.tokenizer, resize=self.config.resize_embeddings)
         limit = longest_input(model)
         for setting, length in self.longest().items():
@@ -115,7 +146,24 @@ class PretrainedTask(Task):
                     where=setting,
                     remedy=f"set {setting}={limit}, or a larger max_position_embeddings in task.from_scratch",
                 )
+        if getattr(model, "generation_config", None) is not None:
+            for name, value in self.generation_fields(model).items():
+                setattr(model.generation_config, name, value)
         return model
+
+    def generation_fields(self, model: nn.Module) -> dict[str, Any]:
+        """What the model's ``generate`` does without being told, here and where it is exported to."""
+        begin, end, present = begin_token(self.tokenizer), self.tokenizer.eos_token_id, model.generation_config
+        fields: dict[str, Any] = {"pad_token_id": self.pad_token}
+        if present.bos_token_id is None:
+            fields["bos_token_id"] = begin
+        ends = present.eos_token_id if isinstance(present.eos_token_id, list) else [present.eos_token_id]
+        if end is not None and end not in ends:
+            # the model's own tokens mean something else to another tokenizer; its own one may have several ends
+            kept = ends if self.config.tokenizer is None else []
+            fields["eos_token_id"] = [end, *(token for token in kept if token is not None)]  # any of them ends a text
+        section = getattr(self.config, "generation", None)
+        return fields if section is None else fields | generation_defaults(section, longest_input(model))
 
     def longest(self) -> dict[str, int]:
         """The most positions that the model may be asked for, by the setting that says so."""
@@ -131,6 +179,33 @@ class PretrainedTask(Task):
         """What ``input_ids`` are padded with; no model looks at it."""
         pad = self.tokenizer.pad_token_id
         return pad if pad is not None else self.tokenizer.eos_token_id or 0
+
+    def how_texts_are_read(self) -> str:
+        """With which special tokens around them, for people."""
+        before, after = (self.tokenizer.convert_ids_to_tokens(tokens) for tokens in self.special_around)
+        return " ".join([*before, "…", *after])
+
+    @cached_property
+    def special_around(self) -> tuple[list[int], list[int]]:
+        """The tokens that the tokenizer puts before and after a text."""
+        return special_tokens_around(self.tokenizer)
+
+    def tokenizer_to_export(self) -> Any:
+        """The tokenizer, set up so that whoever loads it gets the inputs that the model was trained with."""
+        tokenizer = self.tokenizer
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        for name, value in self.tokenizer_options().items():
+            set_option(tokenizer, name, value)
+        return tokenizer
+
+    def tokenizer_options(self) -> dict[str, Any]:
+        """What an exported tokenizer does without being told."""
+        return {
+            "model_max_length": self.data.sequence_length,
+            "padding_side": "right",
+            "model_input_names": MODEL_INPUTS,
+        }
 
     def collate(self, samples: list[Sample]) -> Batch:
         batch = pad_and_stack(samples, {"input_ids": self.pad_token, "decoder_input_ids": self.pad_token})

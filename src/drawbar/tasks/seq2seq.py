@@ -8,7 +8,7 @@ from torch import nn
 from drawbar.config.tasks import Seq2SeqConfig
 from drawbar.data.dataset import Sample
 from drawbar.data.nested import value_at
-from drawbar.data.tokenizer import framed
+from drawbar.data.tokenizer import Wrapping, encode_to_limit, set_languages, special_tokens_around
 from drawbar.errors import UserError
 from drawbar.models.heads import longest_input
 from drawbar.models.huggingface import load_model_config
@@ -16,6 +16,9 @@ from drawbar.tasks.batch import Batch
 from drawbar.tasks.pretrained import TokenTask, mean_and_perplexity
 from drawbar.tasks.task import require
 from drawbar.tasks.writing import generation_options
+
+BEGINS_WITH_THE_LAST = {"mbart", "plbart"}
+"""Families whose decoder reads a target with its last token moved to the front."""
 
 
 class Seq2Seq(TokenTask):
@@ -27,18 +30,46 @@ class Seq2Seq(TokenTask):
     targets = "decoder"
     usual_metrics = ("bleu",)
     loss_metrics = ("loss", "perplexity")
+    wrapping = "end"
+
+    def build_tokenizer(self) -> Any:
+        tokenizer = super().build_tokenizer()
+        set_languages(tokenizer, self.config.source_language, self.config.target_language)
+        return tokenizer
+
+    def wrapping_for(self, tokenizer: Any) -> Wrapping | None:
+        """Something must end a target, or the model never stops."""
+        wanted = super().wrapping_for(tokenizer)
+        before, after = special_tokens_around(tokenizer)
+        if wanted is not None or tokenizer.eos_token_id in (None, *after):
+            return wanted
+        return "begin_end" if before else "end"
+
+    @cached_property
+    def _around_target(self) -> tuple[list[int], list[int]]:
+        """The tokens that the tokenizer puts before and after a target."""
+        return special_tokens_around(self.tokenizer, "text_target")
 
     @cached_property
     def _decoder_start(self) -> int:
         """What the decoder begins with: the model says so."""
         config = load_model_config(self.config.model, self.config.from_scratch, self.tokenizer)
+        if self.config.target_language is not None and config.model_type in BEGINS_WITH_THE_LAST:
+            return self._around_target[1][-1]
         if config.decoder_start_token_id is None:
             raise UserError(
                 f"the config of {self.config.model} has no decoder_start_token_id",
                 where="task.model",
-                remedy="add to its config.json what the decoder begins with (for mBART, the target language's token)",
+                remedy="add to its config.json what the decoder begins with",
             )
         return config.decoder_start_token_id
+
+    def generation_fields(self, model: nn.Module) -> dict[str, Any]:
+        fields = super().generation_fields(model) | {"decoder_start_token_id": self._decoder_start}
+        if self.config.target_language is not None:
+            before, _ = self._around_target
+            fields["forced_bos_token_id"] = before[0] if before else None  # else the decoder starts with the language
+        return fields
 
     def longest(self) -> dict[str, int]:
         target = self.config.target_length
@@ -51,23 +82,23 @@ class Seq2Seq(TokenTask):
         return self.config.source_prefix + require(record, self.config.source_column, "task.source_column")
 
     def encode(self, record: dict[str, Any], train: bool) -> Sample:
-        source, cut = _cut(framed(self.tokenizer, self._source(record))["input_ids"], self.data.sequence_length)
-        sample: Sample = {"input_ids": source}
+        limit = self.data.sequence_length
+        source, cut = encode_to_limit(self.tokenizer, limit, "data.sequence_length", self._source(record))
+        sample: Sample = {"input_ids": source["input_ids"]}
         if self.labelled:
-            limit = self.config.target_length or self.data.sequence_length
-            target = require(record, self.config.target_column, "task.target_column")
-            labels, cut_target = _cut(self._framed_target(target), limit)
+            labels, cut_target = self._labels(require(record, self.config.target_column, "task.target_column"))
             cut = cut or cut_target
             sample |= {"labels": labels, "decoder_input_ids": [self._decoder_start, *labels[:-1]]}
         return {**sample, "truncated": True} if cut else sample
 
-    def _framed_target(self, text: str) -> list[int]:
-        """Without a begin token that is the end token as well: whatever is written would be over with it."""
-        if self.tokenizer.num_special_tokens_to_add():  # Marian and mBART write targets in another way than sources
-            tokens = list(self.tokenizer(text_target=text, verbose=False)["input_ids"])
-        else:
-            tokens = framed(self.tokenizer, text)["input_ids"]
-        return tokens[1:] if len(tokens) > 1 and tokens[0] == self.tokenizer.eos_token_id else tokens
+    def _labels(self, target: str) -> tuple[list[int], bool]:
+        """A target as its tokenizer wraps targets, and whether it was cut. Without a begin token that is the end token
+        as well: whatever is written would be over with it."""
+        setting = "data.sequence_length" if self.config.target_length is None else "task.target_length"
+        limit = self.config.target_length or self.data.sequence_length
+        ends_at_once = int(self._around_target[0] == [self.tokenizer.eos_token_id])
+        encoded, cut = encode_to_limit(self.tokenizer, limit + ends_at_once, setting, text_target=target)
+        return encoded["input_ids"][ends_at_once:], cut
 
     def forward(self, model: nn.Module, batch: Batch) -> Any:
         return model(**batch.inputs, use_cache=False)
@@ -92,8 +123,3 @@ class Seq2Seq(TokenTask):
     def loss_scores(self, loss: float, weight: float, records: list[dict[str, Any]]) -> dict[str, float]:
         """Mean loss (nats a target token), and perplexity."""
         return mean_and_perplexity(loss, weight)
-
-
-def _cut(tokens: list[int], limit: int) -> tuple[list[int], bool]:
-    """Tokens whose last one, the end token, stays where they are cut; and whether they were."""
-    return ([*tokens[: limit - 1], tokens[-1]], True) if len(tokens) > limit else (tokens, False)

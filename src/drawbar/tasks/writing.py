@@ -23,6 +23,19 @@ def generation_options(section: GenerationSection, room: int | None) -> dict[str
     return {**common, "do_sample": True, **chance}
 
 
+ONLY_FOR_CHANCE = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+ONLY_FOR_BEAMS = ("length_penalty", "early_stopping")
+
+
+def generation_defaults(section: GenerationSection, room: int | None) -> dict[str, Any]:
+    """The same as fields of a model's generation config. Those that have no say then are unset: transformers refuses to
+    save them."""
+    options = generation_options(section, room)
+    of_chance = () if options["do_sample"] else ONLY_FOR_CHANCE
+    of_beams = ONLY_FOR_BEAMS if section.beams == 1 else ()
+    return dict.fromkeys(("max_length", *of_chance, *of_beams)) | options
+
+
 def left_padded(prompts: list[list[int]], pad: int) -> dict[str, torch.Tensor]:
     """Prompts of different lengths as ``input_ids`` and ``attention_mask`` (B, L), each ending at the last column."""
     longest = max(map(len, prompts))

@@ -15,6 +15,7 @@ from drawbar.errors import UserError
 from drawbar.runtime.dist import World
 from drawbar.runtime.env import Place
 from drawbar.runtime.log import start_logging
+from drawbar.tasks.pretrained import PretrainedTask
 from drawbar.tasks.registry import task_class
 from drawbar.tasks.task import Task
 from drawbar.tracking.console import make_console
@@ -69,7 +70,8 @@ def _write(engine: Engine, task: Task, folder: Path, merge: bool) -> None:
             draft.mkdir(parents=True)
             engine.export(draft, getattr(task.config, "model", ""), merge)
             if hasattr(task.tokenizer, "save_pretrained"):
-                task.tokenizer.save_pretrained(str(draft))
+                tokenizer = task.tokenizer_to_export() if isinstance(task, PretrainedTask) else task.tokenizer
+                tokenizer.save_pretrained(str(draft))
             draft.rename(folder)  # an empty folder gives way
     finally:
         shutil.rmtree(draft, ignore_errors=True)

@@ -18,9 +18,12 @@ from drawbar.runtime.dist import World
 from drawbar.runtime.files import write_whole
 from drawbar.runtime.log import logger
 from drawbar.tasks.overrides import fault, named_errors
+from drawbar.tasks.pretrained import PretrainedTask
 from drawbar.tasks.task import Task
 
 TASK_FILE = "task.json"
+WRAPS_TEXTS = "wraps_texts"
+"""Beside a run's tokenizer: it puts itself around a text what the model is to see. In older runs, tasks did that."""
 
 
 def build_task(task_type: type[Task], config: RunConfig, world: World, origin: Path) -> Task:
@@ -32,11 +35,13 @@ def build_task(task_type: type[Task], config: RunConfig, world: World, origin: P
     """
     task = task_type(config)
     tokenizer, facts = origin / "tokenizer", origin / TASK_FILE
-    build: Callable[[], Any] = (lambda: load_tokenizer(str(tokenizer))) if tokenizer.is_dir() else task.build_tokenizer
+    build: Callable[[], Any] = (lambda: _saved(task, tokenizer)) if tokenizer.is_dir() else task.build_tokenizer
     find: Callable[[], Any] = (lambda: json.loads(facts.read_text("utf-8"))) if facts.exists() else task.find_facts
     with named_errors(task):
         task.tokenizer = world.from_first(build, "building the tokenizer")
         task.facts = world.from_first(find, "finding the facts of the task")
+    if world.first and not tokenizer.is_dir() and isinstance(task, PretrainedTask):
+        logger.info("a text is read as: %s", task.how_texts_are_read())
     try:
         task.facts = json.loads(json.dumps(task.facts))  # as a resumed run will read them
     except (TypeError, ValueError) as error:
@@ -45,12 +50,21 @@ def build_task(task_type: type[Task], config: RunConfig, world: World, origin: P
     return task
 
 
+def _saved(task: Task, folder: Path) -> Any:
+    """The tokenizer of a run. That of a run in which the task wrapped texts is made to wrap them so itself."""
+    tokenizer = load_tokenizer(str(folder))
+    if (folder / WRAPS_TEXTS).exists() or not isinstance(task, PretrainedTask):
+        return tokenizer
+    return task.upgrade_tokenizer(tokenizer)
+
+
 def save_task(task: Task, run_dir: Path) -> None:
     """Keep tokenizer and facts with the run, so that it can be resumed and used without the place they came from."""
     if hasattr(task.tokenizer, "save_pretrained") and not (run_dir / "tokenizer").exists():
         draft = run_dir / "tokenizer.tmp"
         with rust_errors(draft):
             task.tokenizer.save_pretrained(str(draft))
+        (draft / WRAPS_TEXTS).touch()
         draft.rename(run_dir / "tokenizer")
     if task.facts and not (run_dir / TASK_FILE).exists():
         write_whole(run_dir / TASK_FILE, json.dumps(task.facts, ensure_ascii=False, indent=2) + "\n")

@@ -13,9 +13,17 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizerFast
+from transformers import BertTokenizerFast, PreTrainedTokenizerFast
 
-from drawbar.data.tokenizer import END_OF_TEXT, load_tokenizer, train_byte_bpe
+from drawbar.data.tokenizer import (
+    END_OF_TEXT,
+    Wrapping,
+    check_wrapping_is_saved,
+    load_tokenizer,
+    special_tokens_around,
+    train_byte_bpe,
+    wrap_texts,
+)
 from drawbar.errors import UserError
 from drawbar.runtime.interrupt import leaving_when_told
 from harness import run_ranks, wait_until
@@ -66,6 +74,34 @@ def test_loaded_from_a_folder(tokenizer: PreTrainedTokenizerFast, tmp_path: Path
     loaded = load_tokenizer(str(tmp_path))
     assert loaded.get_vocab() == tokenizer.get_vocab()
     assert loaded.pad_token_id == tokenizer.pad_token_id
+
+
+@pytest.mark.parametrize(
+    ("wrapping", "one", "two"),
+    [
+        ("begin", "<|endoftext|>a", "<|endoftext|>a<|endoftext|>b"),
+        ("end", "a<|endoftext|>", "a<|endoftext|>b<|endoftext|>"),
+        ("begin_end", "<|endoftext|>a<|endoftext|>", "<|endoftext|>a<|endoftext|>b<|endoftext|>"),
+        ("none", "a", "ab"),
+    ],
+)
+def test_a_tokenizer_wraps_texts_wherever_it_is_loaded(wrapping: Wrapping, one: str, two: str, tmp_path: Path) -> None:
+    wrapped = wrap_texts(train_byte_bpe([], 257), wrapping)
+    check_wrapping_is_saved(wrapped)
+    wrapped.save_pretrained(tmp_path)
+    for tokenizer in (wrapped, load_tokenizer(str(tmp_path))):
+        assert tokenizer.decode(tokenizer("a")["input_ids"]) == one
+        assert tokenizer.decode(tokenizer("a", "b")["input_ids"]) == two
+        assert set(tokenizer("a", "b")) == {"input_ids", "attention_mask"}
+        before, after = special_tokens_around(tokenizer)
+        assert tokenizer.decode([*before, *tokenizer("a", add_special_tokens=False)["input_ids"], *after]) == one
+
+
+def test_a_tokenizer_whose_class_wraps_texts_takes_no_other_special_tokens() -> None:
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b", "c", "d"]
+    bert = BertTokenizerFast(vocab={word: number for number, word in enumerate(words)}, bos_token="a", eos_token="b")
+    with pytest.raises(UserError, match=r"has its own special tokens[\s\S]*task.add_special_tokens=auto"):
+        check_wrapping_is_saved(wrap_texts(bert, "begin"))
 
 
 @pytest.mark.parametrize(

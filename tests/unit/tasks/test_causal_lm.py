@@ -14,13 +14,13 @@ from drawbar.config.tasks import CausalLMConfig, TokenizerTraining
 from drawbar.data.dataset import EncodedDataset, encode_records
 from drawbar.data.loader import Rows, SampleRows
 from drawbar.data.packing import PackedRows, plan_packs
-from drawbar.data.tokenizer import train_byte_bpe
+from drawbar.data.tokenizer import train_byte_bpe, wrap_texts
 from drawbar.errors import UserError
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.causal_lm import CausalLM
 from tiny import ARCHITECTURES, tiny_config, tiny_task
 
-TOKENIZER = train_byte_bpe(["the load and the engine and the load"] * 9, 270)
+TOKENIZER = wrap_texts(train_byte_bpe(["the load and the engine and the load"] * 9, 270), "begin")
 END = TOKENIZER.eos_token_id
 TEXTS = st.lists(st.text(max_size=40), min_size=1, max_size=6)
 
@@ -38,7 +38,7 @@ def encoded(task: CausalLM, texts: list[str]) -> EncodedDataset:
 
 
 def tokens_of(text: str) -> list[int]:
-    return [END, *TOKENIZER(text)["input_ids"], END]
+    return [END, *TOKENIZER(text, add_special_tokens=False)["input_ids"], END]
 
 
 def targets_of(batch: Batch) -> list[int]:

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from drawbar.config.schema import DataSection, RunConfig
 from drawbar.config.tasks import CausalLMConfig, GenerationSection
 from drawbar.data.dataset import EncodedDataset, encode_records
-from drawbar.data.tokenizer import load_tokenizer, train_byte_bpe
+from drawbar.data.tokenizer import load_tokenizer, train_byte_bpe, wrap_texts
 from drawbar.errors import UserError
 from drawbar.tasks.causal_lm import CausalLM
 from drawbar.tasks.chat import ChatFormat
@@ -38,7 +38,7 @@ CHATS: dict[str, Any] = {"messages_column": "messages"}
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFast:
     """With a chat template, from a folder."""
     folder = str(tmp_path_factory.mktemp("tokenizer"))
-    made = train_byte_bpe(["the load and the engine"] * 9, 270)
+    made = wrap_texts(train_byte_bpe(["the load and the engine"] * 9, 270), "begin")
     made.chat_template = TEMPLATE
     made.save_pretrained(folder)
     return load_tokenizer(folder)
@@ -245,7 +245,7 @@ def test_predictions_go_on_from_bare_prompts(labelled: bool, tokenizer: Any) -> 
     records = [{"prompt": text, "completion": "done"} for text in ("a", "the load and the engine: ", "what, and")]
     samples = encoded(task, records)
     found = task.predict(model, task.collate([samples[number] for number in range(3)]))
-    bare = [[tokenizer.eos_token_id, *tokenizer(record["prompt"])["input_ids"]] for record in records]
+    bare = [tokenizer(record["prompt"])["input_ids"] for record in records]
     assert found == [written(task, model, prompt) for prompt in bare]
     assert len(set(found)) > 1
     assert task.references(records) == ["done"] * 3
@@ -263,7 +263,7 @@ def test_an_answer_is_written_to_what_came_before_the_last_one(labelled: bool, t
     prompts = [
         tokenizer.apply_chat_template(one["messages"], tokenize=False, add_generation_prompt=True) for one in asked
     ]
-    bare = [tokenizer(prompt)["input_ids"] for prompt in prompts]
+    bare = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts]
     assert found == [written(task, model, prompt) for prompt in bare]
     # not what the user says last; and as the template has it, since so does whatever is compared with it
     assert task.references(full) == ["1;", "2 3;"]
@@ -278,8 +278,9 @@ def test_the_loss_of_a_batch_is_that_of_its_answers(tokenizer: Any, tmp_path: Pa
     found = task.loss(task.forward(model, batch), batch).item()
     expected, count = 0.0, 0
     for record in records:
-        prompt = [tokenizer.eos_token_id, *tokenizer(record["prompt"])["input_ids"]]
-        answer = [*tokenizer(record["completion"])["input_ids"], tokenizer.eos_token_id]
+        prompt = tokenizer(record["prompt"])["input_ids"]
+        completion = tokenizer(record["completion"], add_special_tokens=False)["input_ids"]
+        answer = [*completion, tokenizer.eos_token_id]
         logits = model(torch.tensor([prompt + answer])).logits[0].log_softmax(-1)
         expected -= sum(logits[len(prompt) + n - 1, token].item() for n, token in enumerate(answer))
         count += len(answer)

@@ -12,13 +12,13 @@ from transformers import BertTokenizerFast, PreTrainedTokenizerBase
 from conftest import make_project
 from drawbar.config.schema import DataSection, RunConfig, RunSection
 from drawbar.config.tasks import MaskedLMConfig
-from drawbar.data.tokenizer import train_byte_bpe
+from drawbar.data.tokenizer import train_byte_bpe, wrap_texts
 from drawbar.errors import UserError
 from drawbar.tasks.masked_lm import MaskedLM
 from drawbar.train.data import varied_by
 from runs import fit_in, losses
 
-TOKENIZER = train_byte_bpe(["the load and the engine"] * 9, 300, {"mask_token": "<|mask|>"})
+TOKENIZER = wrap_texts(train_byte_bpe(["the load and the engine"] * 9, 300, {"mask_token": "<|mask|>"}), "begin_end")
 WORD_PIECES = BertTokenizerFast(
     vocab={
         word: number for number, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "load", "and"])

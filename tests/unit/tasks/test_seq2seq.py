@@ -13,12 +13,12 @@ from transformers.models.bart.modeling_bart import shift_tokens_right
 from drawbar.config.schema import DataSection, RunConfig
 from drawbar.config.tasks import GenerationSection, Seq2SeqConfig
 from drawbar.data.dataset import EncodedDataset, encode_records
-from drawbar.data.tokenizer import train_byte_bpe
+from drawbar.data.tokenizer import train_byte_bpe, wrap_texts
 from drawbar.errors import UserError
 from drawbar.tasks.seq2seq import Seq2Seq
 from runs import fit_in
 
-TOKENIZER = train_byte_bpe(["the load and the engine"] * 9, 270)
+TOKENIZER = wrap_texts(train_byte_bpe(["the load and the engine"] * 9, 270), "end")
 END = TOKENIZER.eos_token_id
 FIELDS: dict[str, dict[str, Any]] = {
     "t5": {"d_model": 16, "d_ff": 24, "d_kv": 8, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0},
@@ -77,7 +77,7 @@ def test_the_decoder_reads_the_labels_as_the_model_shifts_them(family: str) -> N
     batch = task.collate([samples[number] for number in range(4)])
     for number, (source, target) in enumerate(PAIRS):
         assert samples[number]["labels"].tolist() == [*tokens_of(target), END]
-        assert samples[number]["input_ids"].tolist() == [END, *tokens_of(source), END]
+        assert samples[number]["input_ids"].tolist() == [*tokens_of(source), END]
     torch.manual_seed(0)
     model = task.build_model().eval()
     if family == "t5":
@@ -117,7 +117,7 @@ def test_the_prefix_stands_before_every_source() -> None:
 def test_what_is_too_long_is_cut_before_its_end_token(source: str, target: str, lengths: tuple[int, int]) -> None:
     task = task_of(sequence_length=lengths[0], target_length=lengths[1])
     sample = task.encode({"source": source, "target": target}, True)
-    whole = ([END, *tokens_of(source), END], [*tokens_of(target), END])
+    whole = ([*tokens_of(source), END], [*tokens_of(target), END])
     for found, tokens, limit in zip((sample["input_ids"], sample["labels"]), whole, lengths, strict=True):
         assert list(found) == (tokens if len(tokens) <= limit else [*tokens[: limit - 1], END])
     cut = any(len(tokens) > limit for tokens, limit in zip(whole, lengths, strict=True))
@@ -142,7 +142,7 @@ def test_a_bad_record_is_refused(record: dict[str, Any], message: str) -> None:
 def test_a_source_alone_can_be_predicted_for() -> None:
     task = task_of()
     task.labelled = False
-    assert task.encode({"source": "a"}, False) == {"input_ids": [END, *tokens_of("a"), END]}
+    assert task.encode({"source": "a"}, False) == {"input_ids": [*tokens_of("a"), END]}
 
 
 def test_without_generation_only_the_loss_is_scored() -> None:

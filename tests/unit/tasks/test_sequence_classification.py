@@ -16,14 +16,14 @@ import drawbar
 from drawbar.config.schema import DataSection, RunConfig
 from drawbar.config.tasks import SequenceClassificationConfig
 from drawbar.data.dataset import EncodedDataset, encode_records
-from drawbar.data.tokenizer import load_tokenizer, train_byte_bpe
+from drawbar.data.tokenizer import load_tokenizer, train_byte_bpe, wrap_texts
 from drawbar.errors import UserError
 from drawbar.runtime.log import logger
 from drawbar.tasks.classification import SequenceClassification
 from drawbar.train.inference import evaluate_run
 from runs import fit_in
 
-TOKENIZER = train_byte_bpe(["a good road and a bad road"] * 9, 280, {"pad_token": "<|pad|>"})
+TOKENIZER = wrap_texts(train_byte_bpe(["a good road and a bad road"] * 9, 280, {"pad_token": "<|pad|>"}), "begin_end")
 END, PAD = TOKENIZER.eos_token_id, TOKENIZER.pad_token_id
 BERT = {
     "hidden_size": 16,
@@ -268,7 +268,7 @@ def test_the_longer_text_is_cut_and_special_tokens_stay(text: str, pair: str | N
     options = {} if pair is None else {"text_pair_column": "pair"}
     task = task_of(["a"], sequence_length=sequence_length, **options)
     sample = task.encode({"text": text, "pair": pair, "label": "a"}, True)
-    texts = [text] if pair is None else [text, pair]
+    texts = [text, pair] if pair else [text]  # to transformers, an empty second text is none
     whole = [TOKENIZER(one, add_special_tokens=False)["input_ids"] for one in texts]
     too_long = sum(map(len, whole)) + len(whole) + 1 > sequence_length
     assert sample.get("truncated", False) is too_long
@@ -280,7 +280,7 @@ def test_the_longer_text_is_cut_and_special_tokens_stay(text: str, pair: str | N
         kept.append(rest[: rest.index(END)])
         rest = rest[len(kept[-1]) + 1 :]
         assert kept[-1] == one[: len(kept[-1])]
-    if too_long and pair is not None:  # nothing is cut from a text that is shorter than what is left of the other
+    if too_long and pair:  # nothing is cut from a text that is shorter than what is left of the other
         lost = [len(one) - len(left) for one, left in zip(whole, kept, strict=True)]
         for mine, other in ((0, 1), (1, 0)):
             assert not lost[mine] or len(kept[mine]) >= len(kept[other]) - 1
@@ -328,6 +328,14 @@ def test_a_pretrained_tokenizer_frames_pairs(bert_folder: Path) -> None:
     assert tokenizer.convert_ids_to_tokens(cut["input_ids"]) == ["[CLS]", "a", "bad", "[SEP]", "is", "good", "[SEP]"]
     assert cut["token_type_ids"] == [0] * 4 + [1] * 3
     assert cut["truncated"] is True
+
+
+def test_what_is_put_around_a_text_is_a_setting(tmp_path: Path) -> None:
+    train_byte_bpe([], 257).save_pretrained(str(tmp_path))
+    for setting, special in (("auto", 0), ("none", 0), ("begin", 1), ("end", 1), ("begin_end", 2)):
+        options = {"model": "bert", "from_scratch": BERT, "tokenizer": str(tmp_path), "add_special_tokens": setting}
+        task = SequenceClassification(RunConfig(task=SequenceClassificationConfig(**options)))
+        assert task.build_tokenizer().num_special_tokens_to_add() == special
 
 
 @pytest.mark.parametrize("own", [False, True])

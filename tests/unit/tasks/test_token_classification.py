@@ -13,12 +13,12 @@ from transformers import BertTokenizerFast, PreTrainedTokenizerBase, RobertaToke
 from drawbar.config.schema import DataSection, RunConfig
 from drawbar.config.tasks import TokenClassificationConfig
 from drawbar.data.dataset import encode_records
-from drawbar.data.tokenizer import train_byte_bpe
+from drawbar.data.tokenizer import prefix_space, train_byte_bpe, wrap_texts
 from drawbar.errors import UserError
 from drawbar.tasks.classification import TokenClassification
 from runs import fit_in
 
-TOKENIZER = train_byte_bpe(["the load and the engine"] * 9, 280)
+TOKENIZER = wrap_texts(prefix_space(train_byte_bpe(["the load and the engine"] * 9, 280)), "begin_end")
 WORD_PIECES = BertTokenizerFast(
     vocab={
         word: number
@@ -81,7 +81,7 @@ def test_words_of_a_byte_level_tokenizer_keep_their_spaces() -> None:
     found = targets(task_of(), ["the", "load", "and", "xq"], ["O", "B-X", "I-X", "O"])
     end = TOKENIZER.eos_token
     assert [token for token, _ in found] == [end, *TOKENIZER.tokenize("the load and xq"), end]
-    firsts = [TOKENIZER.tokenize(word)[0] for word in ("the", " load", " and", " xq")]
+    firsts = [TOKENIZER.tokenize(word)[0] for word in ("the", "load", "and", "xq")]
     assert [pair for pair in found if pair[1] != -100] == list(zip(firsts, [0, 1, 2, 0], strict=True))
 
 
@@ -106,7 +106,7 @@ def test_each_word_is_a_target_once(tokenizer: PreTrainedTokenizerBase, words: l
     found = [label for _, label in targets(task_of(tokenizer=tokenizer, sequence_length=500), words, tags)]
     assert [label for label in found if label != -100] == expected
     assert found[0] == found[-1] == -100
-    length = data.draw(st.integers(2, 12))
+    length = data.draw(st.integers(3, 12))
     sample = task_of(tokenizer=tokenizer, sequence_length=length).encode({"tokens": words, "tags": tags}, True)
     assert sample is not None
     assert sample.get("truncated", False) is (len(found) > length)
