@@ -14,7 +14,8 @@ from drawbar.runtime.env import Place
 from drawbar.runtime.mesh import Layout
 from drawbar.tasks.registry import task_class
 from drawbar.tools.cases import parse_case
-from drawbar.tools.parity import Request, reference, run_case
+from drawbar.tools.parity import Request, run_case
+from drawbar.tools.reference import make_reference
 from drawbar.tools.result import Result
 from drawbar.tools.subject import Subject
 from harness import run_ranks
@@ -70,9 +71,9 @@ def compare(folder: str, cases: Cases) -> list[Result | str]:
         for model, settings, precision, name in cases:
             config = drawbar.load_config(f"{model}.yaml", settings).config
             subject = Subject(config, task_class(config.task.type), STEPS).with_task()
-            kind = (model, *settings)
+            kind = (model, precision, *settings)
             if place.first and kind not in expected:
-                expected[kind] = reference(subject, CPU)
+                expected[kind] = make_reference(subject, CPU, precision)
             case = parse_case(name, config)
             with World(place, CPU, 60, Layout.of(case.parallel, place.world_size)) as world:
                 try:

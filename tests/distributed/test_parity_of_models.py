@@ -14,7 +14,8 @@ from drawbar.runtime.env import Place
 from drawbar.runtime.mesh import Layout
 from drawbar.tasks.registry import task_class
 from drawbar.tools.cases import parse_case
-from drawbar.tools.parity import Request, reference, run_case
+from drawbar.tools.parity import Request, run_case
+from drawbar.tools.reference import make_reference
 from drawbar.tools.result import Result
 from drawbar.tools.subject import Subject
 from harness import run_ranks
@@ -127,7 +128,7 @@ def compare_all(folder: str) -> dict[str, list[Result]]:
         for job, ((file, *settings), names, precision) in JOBS.items():
             config = drawbar.load_config(file, settings).config
             subject = Subject(config, task_class(config.task.type), steps=10).with_task()
-            expected = reference(subject, CPU) if place.first else None
+            expected = make_reference(subject, CPU, precision) if place.first else None
             found[job] = []
             for name in names:
                 case = parse_case(name, config)

@@ -5,7 +5,7 @@ A checkpoint is a folder ``step-00001000`` with five files:
 =========================  =====================================================================================
 ``model.safetensors``      parameters and buffers under their fully qualified names; tied ones are stored once
 ``optimizer.safetensors``  the optimizer's tensors under flat names
-``rng.safetensors``        the state of every rank's random number generators, ``rank-0003/cpu``
+``rng.safetensors``        the state of the random number generators, by seed rank: ``seed-0003/torch``
 ``state.json``             everything else: counters, schedule, scaler, data state, best score
 ``manifest.json``          format, version, step, and the size and SHA-256 of the other four; written last
 =========================  =====================================================================================
@@ -52,7 +52,7 @@ class Snapshot:
     optimizer: Mapping[str, Tensor]
     """Flat name → tensor."""
     rng: dict[str, Tensor]
-    """``rank-0003/cpu`` → generator state."""
+    """``seed-0003/torch`` → generator state; ranks that draw the same numbers share one."""
     state: dict[str, Any]
     """JSON values only: None, bool, int, float (NaN and infinities too), str, lists, and dicts with text keys."""
 

@@ -4,6 +4,9 @@ each rank has a part of the sequence, so norms and residuals are neither stored 
 Layers as a whole (attention, the feed-forward network) gather the sequence before they start, and scatter the sum of
 their outputs over it. The embedding, the last norm and the head see it whole: masks are made for its full length.
 Without gradients (evaluation, generation) nothing is cut.
+
+Outside, tensor-parallel ranks must draw the same random numbers. Inside, each has dropout of its own: as the parts may
+be of different lengths, it would draw more numbers than another, and from then on other ones.
 """
 
 from collections.abc import Sequence
@@ -38,6 +41,25 @@ class _Cut:
         return cut.redistribute(placements=[Replicate()]).to_local(grad_placements=[gradient])
 
 
+class _OwnRandomness:
+    """Random numbers of this rank alone, between ``begin`` and ``end``; then those go on that all ranks share."""
+
+    def __init__(self, device: torch.device, rank: int) -> None:
+        self._generator: Any = torch.cuda if device.type == "cuda" else torch
+        self._rank = rank
+        self._shared = torch.empty(0)
+
+    @torch.compiler.disable
+    def begin(self) -> None:
+        seed = int(torch.randint(2**62, ()))  # on the host: the same on all ranks, another each time
+        self._shared = self._generator.get_rng_state()
+        self._generator.manual_seed(seed + self._rank)
+
+    @torch.compiler.disable
+    def end(self) -> None:
+        self._generator.set_rng_state(self._shared)
+
+
 def cut_between(blocks: Sequence[nn.Module], layers: Sequence[nn.Module], mesh: DeviceMesh) -> None:
     """Cut activations along the sequence from the first of these blocks to the last, in place.
 
@@ -46,9 +68,13 @@ def cut_between(blocks: Sequence[nn.Module], layers: Sequence[nn.Module], mesh: 
         layers: the parts of the blocks that need the whole sequence; their rowwise layers scatter it again.
     """
     cut = _Cut(mesh)
+    randomness = _OwnRandomness(torch.device(mesh.device_type), mesh.get_local_rank())
 
     def scatter(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        return _on_states(cut.scatter, args, kwargs) if torch.is_grad_enabled() else None
+        if not torch.is_grad_enabled():
+            return None
+        randomness.begin()
+        return _on_states(cut.scatter, args, kwargs)
 
     def gather(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         # the layers inside leave their parts of the gradient for one sum
@@ -57,6 +83,7 @@ def cut_between(blocks: Sequence[nn.Module], layers: Sequence[nn.Module], mesh: 
     def finish(module: nn.Module, args: Any, output: Any) -> Any:
         if not torch.is_grad_enabled():
             return None
+        randomness.end()
         if isinstance(output, tuple):
             return (cut.gather(output[0], Replicate()), *output[1:])
         return cut.gather(output, Replicate())

@@ -8,21 +8,29 @@ Everything is relative, and what it is relative to is chosen so that rounding pa
   keys, which softmax does not see), so that all that is computed is rounding. The floor is a hundredth of the norm that
   the parameter would have if all entries of the model's gradient were of one size. With a tolerance of 1e-4, a gradient
   a millionth of the usual size is still seen to be missing, or doubled.
-- *weights*: ‖a - b‖ / ‖b‖ for each parameter, over the entries whose first gradient is known to within the tolerance.
+- *weights*: ‖a - b‖ / ‖b‖ for each parameter, over the entries whose first gradient is well known (``Tolerances``).
   Adam makes a step of full size of a gradient of any size, of one that is nothing but rounding too: there the weights
   of two right trainings are two draws of a lottery. How well an entry's gradient is known is seen from the gradients
   of the two trainings: the root mean square of their difference, over the parameter.
+
+What of this is no fault is fixed for fp32. In a lower precision it is measured: see ``reference`` and ``rounding``.
 """
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from drawbar.engines.engine import EngineState
+
 Tensors = Mapping[str, Tensor]
+Differences = dict[str, float]
+"""Relative ones, by where they are."""
+KINDS = ("loss", "grad_norm", "gradients", "weights")
+"""What is compared."""
 
 GRADIENT_FLOOR = 1e-2
 """Share of the usual size of a gradient below which differences are relative to this, and not to the gradient."""
@@ -31,22 +39,32 @@ SCALAR_FLOOR = 1e-3
 
 
 @dataclass(frozen=True)
+class Limits:
+    """Largest differences of one kind that are no fault."""
+
+    least: float
+    """Everywhere."""
+    at: Mapping[str, float] = field(default_factory=dict)
+    """Where more is allowed: at a step, a parameter, a module."""
+
+    def of(self, where: str) -> float:
+        return max(self.least, self.at.get(where, 0.0))
+
+
+@dataclass(frozen=True)
 class Tolerances:
     """Largest relative differences that are no fault."""
 
-    loss: float
-    grad_norm: float
-    gradients: float
-    weights: float
+    loss: Limits
+    grad_norm: Limits
+    gradients: Limits
+    weights: Limits
+    known: float
+    """An entry of a weight is compared where its gradient is known to within this share of it."""
 
 
-TOLERANCES = {
-    "fp32": Tolerances(loss=1e-5, grad_norm=1e-4, gradients=1e-4, weights=1e-4),
-    "bf16": Tolerances(loss=5e-3, grad_norm=2e-2, gradients=0.2, weights=5e-2),
-    "fp16": Tolerances(loss=5e-4, grad_norm=5e-3, gradients=5e-2, weights=1e-2),
-}
-"""By the precision of what is compared with fp32. Those of bf16 and fp16 are four times, or more, what models of two
-layers show, under ddp as in one process."""
+EXACT = Tolerances(Limits(1e-5), Limits(1e-4), Limits(1e-4), Limits(1e-4), known=1e-4)
+"""Of fp32, compared with fp32."""
 
 
 @dataclass(frozen=True)
@@ -58,115 +76,154 @@ class Note:
     text: str
 
 
+@dataclass(frozen=True)
+class Start:
+    """Where a training goes on from."""
+
+    step: int
+    engine: EngineState
+    data: dict[str, Any]
+    """The loader's state."""
+
+
 @dataclass
 class Trace:
     """What a training did. On rank 0; elsewhere the tensors are missing."""
 
-    losses: list[float] = field(default_factory=list)
-    grad_norms: list[float] = field(default_factory=list)
+    losses: dict[int, float] = field(default_factory=dict)
+    """By step."""
+    grad_norms: dict[int, float] = field(default_factory=dict)
     skipped: list[int] = field(default_factory=list)
     """Steps that fp16 left out."""
     gradients: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     """By step: the whole gradients, before clipping."""
     weights: dict[str, Tensor] = field(default_factory=dict)
     """After the last step."""
+    weights_from: int = 1
+    """The first of the steps that made them what they are."""
     ties: list[list[str]] = field(default_factory=list)
     """Names of one and the same weight."""
     unequal: list[Note] = field(default_factory=list)
     """Where ranks should hold the same, and do not."""
+    before_last: Start | None = None
+    """In a lower precision: what it was before the last of several steps."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What trainings are compared with."""
+
+    trace: Trace
+    """Of one process, in fp32."""
+    tolerances: Tolerances
+    """For the precision of what is compared."""
 
 
 @dataclass(frozen=True)
 class Worst:
-    """The largest difference, and where it is."""
+    """The difference that is largest beside what is allowed there, and where it is."""
 
-    value: float = 0.0
+    value: float
+    limit: float
     where: str = ""
 
     @staticmethod
-    def of(differences: Iterable[tuple[float, str]]) -> "Worst":
-        """The largest of ``(difference, where)``; what is no number is larger than all."""
-        found = [(math.inf if math.isnan(value) else value, where) for value, where in differences]
-        return Worst(*max(found, key=lambda item: item[0])) if found else Worst()
+    def of(differences: Differences, limits: Limits) -> "Worst":
+        found = [Worst(value, limits.of(where), where) for where, value in differences.items()]
+        return max(found, key=lambda one: one.value / one.limit, default=Worst(0.0, limits.least))
+
+    @property
+    def exceeds(self) -> bool:
+        return self.value > self.limit
+
+
+@dataclass
+class Distances:
+    """How far a training is from the reference, everywhere: by step, or by parameter."""
+
+    loss: Differences
+    grad_norm: Differences
+    gradients: Differences
+    weights: Differences
+    left_out: float
+    """Share of the weights' entries that are not compared."""
+    notes: list[Note]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A training beside the reference."""
+    """The largest distances of a training from the reference, beside what is allowed."""
 
     loss: Worst
     grad_norm: Worst
     gradients: Worst
     weights: Worst
     left_out: float
-    """Share of the weights' entries that are not compared."""
     notes: list[Note]
 
-    def exceeded(self, tolerances: Tolerances) -> list[str]:
+    @staticmethod
+    def of(distances: Distances, tolerances: Tolerances) -> "Comparison":
+        worst = {kind: Worst.of(getattr(distances, kind), getattr(tolerances, kind)) for kind in KINDS}
+        return Comparison(**worst, left_out=distances.left_out, notes=distances.notes)
+
+    def exceeded(self) -> dict[str, Worst]:
         """Which differences are too large."""
-        limits = asdict(tolerances)
-        return [name for name, limit in limits.items() if not getattr(self, name).value <= limit]
+        return {kind: worst for kind in KINDS if (worst := getattr(self, kind)).exceeds}
 
-    def passes(self, tolerances: Tolerances) -> bool:
-        return not self.exceeded(tolerances) and not self.notes
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+    @property
+    def passes(self) -> bool:
+        return not self.exceeded() and not self.notes
 
 
 def compare(trace: Trace, reference: Trace, tolerances: Tolerances) -> Comparison:
     """Both traces are of the same steps, from the same weights, on the same data."""
+    return Comparison.of(distances(trace, reference, tolerances.known), tolerances)
+
+
+def distances(trace: Trace, reference: Trace, known: float) -> Distances:
+    """The same before anything is judged. ``known``: see :class:`Tolerances`."""
     notes = [*trace.unequal]
     if skipped := sorted(set(trace.skipped) ^ set(reference.skipped)):
         notes.append(Note("", f"fp16 overflowed: no update in step {', '.join(map(str, skipped))}"))
-    worst = []
+    gradients: Differences = {}
     for step in sorted(trace.gradients.keys() & reference.gradients.keys()):
-        found, missing = match(trace.gradients[step], reference.gradients[step], reference.ties)
+        expected = reference.gradients[step]
+        found, missing = match(trace.gradients[step], expected, reference.ties)
         notes += [note for note in missing if note not in notes]
-        worst.append(compare_gradients(found, by_every_name(reference.gradients[step], reference.ties), f"step {step}"))
-    weights, left_out, missing = compare_weights(trace, reference, tolerances.weights)
-    return Comparison(
-        loss=compare_numbers(trace.losses, reference.losses),
-        grad_norm=compare_numbers(trace.grad_norms, reference.grad_norms),
-        gradients=max(worst, key=lambda one: one.value, default=Worst()),
+        apart = gradient_differences(found, by_every_name(expected, reference.ties))
+        gradients |= {at_step(name, step): value for name, value in apart.items()}
+    weights, left_out, missing = weight_differences(trace, reference, known)
+    return Distances(
+        loss=number_differences(trace.losses, reference.losses),
+        grad_norm=number_differences(trace.grad_norms, reference.grad_norms),
+        gradients=gradients,
         weights=weights,
         left_out=left_out,
         notes=notes + missing,
     )
 
 
-def compare_numbers(found: Sequence[float], expected: Sequence[float]) -> Worst:
-    """One number a step."""
-    floor = SCALAR_FLOOR * max((abs(value) for value in expected), default=0.0)
-    pairs = zip(found, expected, strict=True)
-    return Worst.of(
-        (_ratio(abs(one - other), max(abs(other), floor)), f"step {step}") for step, (one, other) in enumerate(pairs, 1)
-    )
+def at_step(name: str, step: int) -> str:
+    """Where a gradient is."""
+    return f"{name}, step {step}"
 
 
-def compare_gradients(found: Tensors, expected: Tensors, where: str) -> Worst:
-    """Gradients of the same parameters: those of one step; see the top of this file."""
-    worst = Worst.of(gradient_differences(found, expected).items_by_size())
-    return Worst(worst.value, f"{worst.where}, {where}") if worst.where else worst
-
-
-class Differences(dict[str, float]):
-    """Relative difference by parameter."""
-
-    def items_by_size(self) -> list[tuple[float, str]]:
-        """``(difference, name)``, the largest first."""
-        items = [(math.inf if math.isnan(value) else value, name) for name, value in self.items()]
-        return sorted(items, key=lambda item: -item[0])
+def number_differences(found: Mapping[int, float], expected: Mapping[int, float]) -> Differences:
+    """One number a step, of the steps that are expected."""
+    floor = SCALAR_FLOOR * max((abs(value) for value in expected.values()), default=0.0)
+    return {
+        f"step {step}": _ratio(abs(found[step] - other), max(abs(other), floor)) for step, other in expected.items()
+    }
 
 
 def gradient_differences(found: Tensors, expected: Tensors) -> Differences:
-    """Of the parameters that both have."""
+    """Of the parameters that both have, in one step; see the top of this file."""
     usual = usual_size(expected)
-    return Differences(
-        (name, difference(found[name], gradient, GRADIENT_FLOOR * usual * math.sqrt(gradient.numel())))
+    return {
+        name: difference(found[name], gradient, GRADIENT_FLOOR * usual * math.sqrt(gradient.numel()))
         for name, gradient in expected.items()
         if name in found
-    )
+    }
 
 
 def usual_size(gradients: Tensors) -> float:
@@ -188,30 +245,31 @@ def difference(found: Tensor, expected: Tensor, floor: float = 0.0) -> float:
 
 
 def _ratio(distance: float, size: float) -> float:
+    """What is no number is larger than all."""
     if distance == 0:
         return 0.0
-    return distance / size if size else math.inf
+    return distance / size if size and not math.isnan(distance / size) else math.inf
 
 
-def compare_weights(trace: Trace, reference: Trace, tolerance: float) -> tuple[Worst, float, list[Note]]:
-    """The worst parameter, the share of all entries that rounding keeps from being compared, and what is missing."""
+def weight_differences(trace: Trace, reference: Trace, known: float) -> tuple[Differences, float, list[Note]]:
+    """By parameter; with the share of all entries that rounding keeps from being compared, and what is missing."""
     found, notes = match(trace.weights, reference.weights, reference.ties)
-    first = min(reference.gradients, default=0)
+    first = reference.weights_from
     gradients = by_every_name(reference.gradients.get(first, {}), reference.ties)
     others, _ = match(trace.gradients.get(first, {}), reference.gradients.get(first, {}), reference.ties)
     left_out = total = 0
-    differences = []
+    differences: Differences = {}
     for name, expected in reference.weights.items():
         total += expected.numel()
         if name not in found:
             continue
         one, other = found[name], expected
         if name in gradients and name in others and one.shape == other.shape == others[name].shape:
-            known = known_entries(others[name], gradients[name], tolerance)
-            left_out += expected.numel() - int(known.sum())
-            one, other = one[known], other[known]
-        differences.append((difference(one, other), name))
-    return Worst.of(differences), left_out / total if total else 0.0, notes
+            compared = known_entries(others[name], gradients[name], known)
+            left_out += expected.numel() - int(compared.sum())
+            one, other = one[compared], other[compared]
+        differences[name] = difference(one, other)
+    return differences, left_out / total if total else 0.0, notes
 
 
 def known_entries(found: Tensor, expected: Tensor, tolerance: float) -> Tensor:

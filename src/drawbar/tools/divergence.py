@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,7 +27,8 @@ from drawbar.parallel.stages import Received, Zero
 from drawbar.runtime.dist import World
 from drawbar.runtime.env import Place
 from drawbar.tasks.batch import Batch
-from drawbar.tools.compare import Tolerances, difference, norm
+from drawbar.tools.compare import EXACT, Differences, Limits, difference, gradient_differences, norm
+from drawbar.tools.rounding import limits, noises
 from drawbar.tools.subject import Subject
 from drawbar.tools.trace import before_update, clean_name, modules_of, tied_names
 
@@ -54,6 +55,16 @@ class Record:
 
     outputs: Tensors = field(default_factory=dict)
     gradients: Tensors = field(default_factory=dict)
+    limits: dict[str, Limits] = field(default_factory=dict)
+    """By kind (``output`` or ``gradient``): the largest differences that are no fault."""
+
+    def differences(self, other: "Record") -> dict[str, Differences]:
+        """How far another one of the same rows is from this, by kind."""
+        pairs = {"output": (other.outputs, self.outputs), "gradient": (other.gradients, self.gradients)}
+        return {
+            kind: {key: difference(found[key], tensor) for key, tensor in expected.items() if key in found}
+            for kind, (found, expected) in pairs.items()
+        }
 
 
 @dataclass
@@ -70,12 +81,22 @@ class Probe:
     found: Tensors
     expected: Tensors
     """The gradients of the parameters."""
+    limits: Limits
+    """The largest differences of these that are no fault."""
     ties: list[list[str]]
 
 
-def find_divergence(
-    subject: Subject, config: RunConfig, reference: RunConfig, world: World, tolerances: Tolerances
-) -> Probe | None:
+@dataclass(frozen=True)
+class _Flow:
+    """A step of one process."""
+
+    records: list[Record]
+    """Of each data-parallel rank's first micro-batch."""
+    gradients: Tensors
+    ties: list[list[str]]
+
+
+def find_divergence(subject: Subject, config: RunConfig, reference: RunConfig, world: World) -> Probe | None:
     """Make the step of few rows; every rank calls it. What came of it, on rank 0.
 
     Args:
@@ -89,13 +110,14 @@ def find_divergence(
     _, micro_batches = next(iter(loader.steps(0, 1)))
     of_ranks = world.data.gather(micro_batches)
     records = [Record() for _ in range(world.data.size)]
-    expected: Tensors = {}
-    ties: list[list[str]] = []
+    flow, of_gradients = _Flow(records, {}, []), EXACT.gradients
     if of_ranks is not None:
-        records, expected, ties = _record(subject, reference, world, of_ranks)
-    own = _own_record(records, world)
+        with world.working("making a step in one process"):
+            flow = _record(subject, reference, world, of_ranks)
+            of_gradients = _measure(subject, reference, config.precision, world, of_ranks, flow)
+    own = _own_record(flow.records, world)
     engine = subject.engine(config, world, loader.steps_per_epoch)
-    comparer = _Comparer(own, world, tolerances.gradients)
+    comparer = _Comparer(own, world)
     comparer.watch(engine, staged=config.parallel.pipeline > 1)
     found = _step(engine, micro_batches)
     reports = world.gather((comparer.events, comparer.agreed, comparer.parts))
@@ -104,14 +126,11 @@ def find_divergence(
     order = {"output": _modules(own.outputs), "gradient": _modules(own.gradients)}
     events = [event for events, *_ in reports for event in events]
     agreed, parts = (set().union(*(report[place] for report in reports)) for place in (1, 2))
-    return Probe(events, agreed, parts, order, found, expected, ties)
+    return Probe(events, agreed, parts, order, found, flow.gradients, of_gradients, flow.ties)
 
 
-def _record(
-    subject: Subject, config: RunConfig, world: World, of_ranks: Sequence[MicroBatches]
-) -> tuple[list[Record], Tensors, list[list[str]]]:
-    """The reference's step over the micro-batches of all ranks, in this process alone: a record for each data-parallel
-    rank's first micro-batch, the gradients, and which weights are tied."""
+def _record(subject: Subject, config: RunConfig, world: World, of_ranks: Sequence[MicroBatches]) -> _Flow:
+    """One process's step over the micro-batches of all ranks."""
     alone = World(Place(), world.device, world.timeout.total_seconds())
     engine = subject.engine(config, alone, None if config.train.steps else 1)
     starts, total = [], 0
@@ -121,7 +140,24 @@ def _record(
     recorder = _Recorder({start: Record() for start in starts})
     recorder.watch(engine)
     gradients = _step(engine, [micro for micro_batches in of_ranks for micro in micro_batches])
-    return list(recorder.records.values()), gradients, tied_names(recorder.tied(engine))
+    return _Flow(list(recorder.records.values()), gradients, tied_names(recorder.tied(engine)))
+
+
+def _measure(
+    subject: Subject, config: RunConfig, precision: str, world: World, of_ranks: Sequence[MicroBatches], flow: _Flow
+) -> Limits:
+    """What rounding does in this step: to what flows, which is noted in the records, and to the gradients."""
+    low = config.model_copy(update={"precision": precision})
+    apart: list[Differences] = []
+    of_records: list[list[dict[str, Differences]]] = [[] for _ in flow.records]
+    for noise in noises(precision):
+        other = _record(replace(subject, noise=noise), low, world, of_ranks)
+        apart.append(gradient_differences(other.gradients, flow.gradients))
+        for found, record, rounded in zip(of_records, flow.records, other.records, strict=True):
+            found.append(record.differences(rounded))
+    for found, record in zip(of_records, flow.records, strict=True):
+        record.limits = {kind: limits(EXACT.gradients, [one[kind] for one in found]) for kind in ("output", "gradient")}
+    return limits(EXACT.gradients, apart)
 
 
 def _step(engine: Engine, micro_batches: MicroBatches) -> Tensors:
@@ -137,18 +173,19 @@ def _own_record(records: Sequence[Record], world: World) -> Record:
     own = Record()
     for number in range(world.data.size):
         record = records[number]
-        outputs, order, gradients, backward = world.from_first(
+        outputs, order, gradients, backward, allowed = world.from_first(
             lambda record=record: (  # type: ignore[misc]
                 save(record.outputs),
                 list(record.outputs),
                 save(record.gradients),
                 list(record.gradients),
+                record.limits,
             ),
             "sending a record",
         )
         if number == world.data.rank:
             flow, back = load(outputs), load(gradients)
-            own = Record({key: flow[key] for key in order}, {key: back[key] for key in backward})
+            own = Record({key: flow[key] for key in order}, {key: back[key] for key in backward}, allowed)
     return own
 
 
@@ -223,13 +260,12 @@ class _Recorder(_Hooks):
 class _Comparer(_Hooks):
     """Compares what flows in the first micro-batch with the reference's."""
 
-    def __init__(self, record: Record, world: World, tolerance: float) -> None:
+    def __init__(self, record: Record, world: World) -> None:
         self.events: list[Event] = []
         self.agreed: set[tuple[str, str]] = set()
         self.parts: set[tuple[str, str]] = set()
         self._record = record
         self._world = world
-        self._tolerance = tolerance
         self._scale: float | None = None
 
     def _see(self, key: str, tensor: Tensor) -> None:
@@ -252,7 +288,7 @@ class _Comparer(_Hooks):
         module = key.partition("#")[0]
         whole = found.shape == expected.shape
         value = min((difference(found, piece) for piece in pieces(expected, found.shape)), default=math.inf)
-        if not value <= self._tolerance:
+        if value > self._record.limits[kind].of(key):
             self.events.append(Event(kind, module, value, self._world.rank, whole))
         else:
             (self.agreed if whole else self.parts).add((kind, module))

@@ -2,7 +2,18 @@
 
 from dataclasses import dataclass
 
-from drawbar.tools.compare import Comparison, Note, Tolerances, Trace, by_every_name, gradient_differences, norm
+from drawbar.tools.compare import (
+    Comparison,
+    Limits,
+    Note,
+    Reference,
+    Trace,
+    Worst,
+    at_step,
+    by_every_name,
+    gradient_differences,
+    norm,
+)
 from drawbar.tools.divergence import Event, Probe, Tensors
 
 
@@ -15,7 +26,7 @@ class Divergence:
     text: str
 
 
-def explain(probe: Probe, comparison: Comparison, trace: Trace, reference: Trace, tolerances: Tolerances) -> Divergence:
+def explain(probe: Probe, comparison: Comparison, trace: Trace, reference: Reference) -> Divergence:
     """From all that was seen to the module to look at first."""
     for kind in ("output", "gradient"):
         event = _first(probe, kind)
@@ -27,20 +38,23 @@ def explain(probe: Probe, comparison: Comparison, trace: Trace, reference: Trace
                 )
             text = "all outputs are equal; going backward, gradients diverge first at the output of"
             return Divergence(event.module, f"{text} {_shown(event.module)} ({by})")
-    first = min(trace.gradients.keys() & reference.gradients.keys(), default=0)
-    of_first = (trace.gradients.get(first, {}), reference.gradients.get(first, {}), reference.ties)
-    for found, expected, ties in [(probe.found, probe.expected, probe.ties), of_first]:
-        wrong = _wrong_parameter(found, expected, ties, tolerances.gradients)
+    one = reference.trace
+    first = min(trace.gradients.keys() & one.gradients.keys(), default=0)
+    allowed = reference.tolerances.gradients
+    limits = Limits(allowed.least, {name: allowed.of(at_step(name, first)) for name in one.weights})
+    of_first = (trace.gradients.get(first, {}), one.gradients.get(first, {}), one.ties, limits)
+    for found, expected, ties, at_most in [(probe.found, probe.expected, probe.ties, probe.limits), of_first]:
+        wrong = _wrong_parameter(found, expected, ties, at_most)
         if wrong is not None:
             text = f"outputs and their gradients are equal, but the gradient of {wrong.name} is not: {wrong.text}"
             return Divergence(_module(wrong.name), text)
     named = next((note for note in comparison.notes if note.name), None)
     if named is not None:
         return Divergence(_module(named.name), named.text)
-    if "weights" in comparison.exceeded(tolerances):  # gradients of later steps then differ for that reason alone
+    if "weights" in comparison.exceeded():  # gradients of later steps then differ for that reason alone
         name = comparison.weights.where
         return Divergence(_module(name), f"the first gradients are equal, but {name} is not, after the updates")
-    if "gradients" in comparison.exceeded(tolerances):
+    if "gradients" in comparison.exceeded():
         name = comparison.gradients.where
         return Divergence(
             _module(name.partition(",")[0]), f"the first step is equal; later, the gradient of {name}, is not"
@@ -84,14 +98,14 @@ def _shown(module: str) -> str:
     return module or "the model itself"
 
 
-def _wrong_parameter(found: Tensors, expected: Tensors, ties: list[list[str]], tolerance: float) -> Note | None:
+def _wrong_parameter(found: Tensors, expected: Tensors, ties: list[list[str]], limits: Limits) -> Note | None:
     """The parameter whose gradient differs most, and what is to be seen of the reason."""
     known = by_every_name(expected, ties)
     complete = by_every_name(found, ties)
-    ranking = gradient_differences({name: complete[name] for name in known if name in complete}, known).items_by_size()
-    if not ranking or ranking[0][0] <= tolerance:
+    worst = Worst.of(gradient_differences({name: complete[name] for name in known if name in complete}, known), limits)
+    if not worst.exceeds:
         return None
-    value, name = ranking[0]
+    name = worst.where
     others = [other for names in ties if name in names for other in names if other != name]
     separate = [other for other in others if other in found]
     if name in found and separate:
@@ -101,6 +115,6 @@ def _wrong_parameter(found: Tensors, expected: Tensors, ties: list[list[str]], t
         factor = float((one * other).sum()) / norm(other) ** 2
         if norm(one) == 0:
             return Note(name, "it is zero")
-        if norm(one - factor * other) <= 10 * tolerance * norm(one):
+        if norm(one - factor * other) <= 10 * worst.limit * norm(one):
             return Note(name, f"it is {factor:.3g} times what it should be")
-    return Note(name, f"it differs by {value:.1e}, so it is not what the rows of all ranks add up to")
+    return Note(name, f"it differs by {worst.value:.1e}, so it is not what the rows of all ranks add up to")

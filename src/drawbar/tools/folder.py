@@ -9,10 +9,10 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from drawbar.tools.compare import Note, Trace
+from drawbar.tools.compare import KINDS, Limits, Note, Reference, Tolerances, Trace
 from drawbar.tools.result import Result
 
-_TRACE = "reference.json"
+_REFERENCE = "reference.json"
 _RESULTS = "results.jsonl"
 _CRASH = "crash.txt"
 
@@ -25,18 +25,22 @@ class Folder:
 
     @property
     def has_reference(self) -> bool:
-        return (self.path / _TRACE).exists()
+        return (self.path / _REFERENCE).exists()
 
-    def keep_reference(self, trace: Trace) -> None:
+    def keep_reference(self, reference: Reference) -> None:
+        trace = reference.trace
         save_file(_untied(trace.weights, trace.ties), self.path / "weights.safetensors")
         for step, gradients in trace.gradients.items():
             save_file(gradients, self.path / f"gradients-{step}.safetensors")
-        values = {**vars(trace), "weights": None, "gradients": list(trace.gradients)}
+        numbers = {"losses": list(trace.losses.items()), "grad_norms": list(trace.grad_norms.items())}
+        values = {**vars(trace), **numbers, "weights": None, "gradients": list(trace.gradients)}
         values["unequal"] = [asdict(note) for note in trace.unequal]
-        (self.path / _TRACE).write_text(json.dumps(values), encoding="utf-8")
+        whole = {"trace": values, "tolerances": asdict(reference.tolerances)}
+        (self.path / _REFERENCE).write_text(json.dumps(whole), encoding="utf-8")
 
-    def reference(self) -> Trace:
-        values = json.loads((self.path / _TRACE).read_text("utf-8"))
+    def reference(self) -> Reference:
+        whole = json.loads((self.path / _REFERENCE).read_text("utf-8"))
+        values, tolerances = whole["trace"], whole["tolerances"]
         weights = load_file(self.path / "weights.safetensors")
         for names in values["ties"]:
             weights |= dict.fromkeys(names, weights[names[0]])
@@ -44,8 +48,10 @@ class Folder:
         values["gradients"] = {
             step: load_file(self.path / f"gradients-{step}.safetensors") for step in values["gradients"]
         }
+        values |= {name: dict(values[name]) for name in ("losses", "grad_norms")}
         values["unequal"] = [Note(**note) for note in values["unequal"]]
-        return Trace(**values)
+        limits = {kind: Limits(**tolerances[kind]) for kind in KINDS}
+        return Reference(Trace(**values), Tolerances(**limits, known=tolerances["known"]))
 
     def add(self, result: Result) -> None:
         with (self.path / _RESULTS).open("a", encoding="utf-8") as file:

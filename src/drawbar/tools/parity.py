@@ -16,8 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from drawbar.config.deepspeed import laid_out
-from drawbar.config.schema import ParallelSection, RunConfig
 from drawbar.errors import ExitCode, UserError
 from drawbar.runtime.dist import World
 from drawbar.runtime.env import Place, choose_device
@@ -25,13 +23,14 @@ from drawbar.runtime.log import logger
 from drawbar.runtime.mesh import Layout
 from drawbar.runtime.seed import use_deterministic_kernels
 from drawbar.tools.cases import Case, check_case
-from drawbar.tools.compare import TOLERANCES, Trace, compare
+from drawbar.tools.compare import Reference, compare
 from drawbar.tools.divergence import find_divergence
 from drawbar.tools.explain import explain
 from drawbar.tools.folder import Folder
+from drawbar.tools.reference import make_reference, reference_config, with_last_step
 from drawbar.tools.result import Result
 from drawbar.tools.subject import Subject
-from drawbar.tools.trace import check_finite, clean_name, train
+from drawbar.tools.trace import clean_name, train, train_dropping
 from drawbar.tracking.console import Console
 
 T = TypeVar("T")
@@ -54,24 +53,7 @@ class Request:
     """Whether the user named the cases."""
 
 
-def reference_config(config: RunConfig) -> RunConfig:
-    """One process, fp32, and nothing computed twice."""
-    return laid_out(config, ParallelSection(strategy="single")).model_copy(update={"precision": "fp32"})
-
-
-def reference(subject: Subject, device: torch.device, console: Console | None = None) -> Trace:
-    """Train alone, in this process.
-
-    Raises:
-        UserError: the training cannot be made, or its loss is no number.
-    """
-    alone = World(Place(), device, subject.config.launch.timeout)
-    trace = train(subject, reference_config(subject.config), alone, TOLERANCES["fp32"], console)
-    check_finite(trace)
-    return trace
-
-
-def run_case(subject: Subject, case: Case, world: World, expected: Trace | None, request: Request) -> Result | None:
+def run_case(subject: Subject, case: Case, world: World, expected: Reference | None, request: Request) -> Result | None:
     """Train under a strategy, and compare; every rank of ``world`` calls it.
 
     Args:
@@ -85,19 +67,25 @@ def run_case(subject: Subject, case: Case, world: World, expected: Trace | None,
         UserError: the strategy cannot run here.
     """
     config = case.of(subject.config, request.precision)
-    tolerances = TOLERANCES[request.precision]
-    trace = train(subject, config, world, tolerances)
+    trace = train(subject, config, world)
     gc.collect()  # the engine's gradients and buckets, before there is another engine
-    comparison = None if expected is None else compare(trace, expected, tolerances)
-    passes = world.from_first(lambda: comparison is not None and comparison.passes(tolerances), "comparing")
+    if case.parallel.tensor > 1:
+        trace.unequal += train_dropping(subject, config, world)
+        gc.collect()
+    comparison = None
+    if expected is not None:
+        with world.working("making the last step in one process"):
+            expected = with_last_step(expected, subject, world.device, request.precision, trace)
+        comparison = compare(trace, expected.trace, expected.tolerances)
+    passes = world.from_first(lambda: comparison is not None and comparison.passes, "comparing")
     probe = None
     if not passes:
-        probe = find_divergence(subject, config, reference_config(subject.config), world, tolerances)
+        probe = find_divergence(subject, config, reference_config(subject.config), world)
     gc.collect()
     if comparison is None or expected is None:
         return None
-    divergence = None if probe is None else explain(probe, comparison, trace, expected, tolerances)
-    return Result.of(case.name, request.asked_for, comparison, request.precision, divergence)
+    divergence = None if probe is None else explain(probe, comparison, trace, expected)
+    return Result.of(case.name, request.asked_for, comparison, divergence)
 
 
 def run_process(subject: Subject, request: Request, folder: Folder, tell: Tell, console: Console) -> None:
@@ -119,8 +107,8 @@ def run_process(subject: Subject, request: Request, folder: Folder, tell: Tell, 
     if place.first:
         subject = subject.with_task()
         if not folder.has_reference:
-            tell(f"one process, fp32: {subject.steps} steps")
-            folder.keep_reference(reference(subject, device, console))
+            tell(f"one process, fp32: {subject.steps if request.precision == 'fp32' else 1} steps")
+            folder.keep_reference(make_reference(subject, device, request.precision, console))
         expected = folder.reference()
     tokenizer, facts, done = _meet(place, device, lambda: (subject.tokenizer, subject.facts, folder.names()))
     subject = replace(subject, tokenizer=tokenizer, facts=facts)
@@ -145,7 +133,7 @@ def _try_case(
     case: Case,
     place: Place,
     device: torch.device,
-    expected: Trace | None,
+    expected: Reference | None,
     request: Request,
     folder: Folder,
 ) -> Result | None:

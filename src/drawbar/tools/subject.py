@@ -2,10 +2,10 @@
 
 The steps are the first ones of the configuration: its task, data, batches, optimizer and schedule. Two things change.
 Dropout is switched off, since ranks draw other random numbers than one process does. And the model is made smaller
-where that is asked for.
+where that is asked for. (Two more for what is measured beside: the model rounds more often, or drops what it drops.)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from drawbar.tasks.batch import Batch
 from drawbar.tasks.overrides import named_errors
 from drawbar.tasks.pretrained import PretrainedTask
 from drawbar.tasks.task import Task
+from drawbar.tools.rounding import Noise
 from drawbar.tracking.console import Console, SilentConsole
 from drawbar.train.data import make_loader
 from drawbar.train.setup import build_task, count_steps
@@ -43,6 +44,10 @@ class Subject:
     steps: int
     layers: int | None = None
     """Blocks to keep of the model; None for all."""
+    noise: Noise | None = None
+    """What the model rounds otherwise."""
+    drops: bool = False
+    """Whether dropout stays on."""
     tokenizer: Any = None
     facts: dict[str, Any] = field(default_factory=dict)
 
@@ -62,38 +67,40 @@ class Subject:
 
     def engine(self, config: RunConfig, world: World, steps_per_epoch: int | None) -> Engine:
         """An engine whose model starts from the same weights in every world."""
-        if config.lora is not None:
+        if config.lora is not None and not self.drops:
             config = config.model_copy(update={"lora": config.lora.model_copy(update={"dropout": 0.0})})
         task = self.task(config)
-        _change(task, self.layers)
+        self._change(task)
         total = max(self.steps, count_steps(config.train, steps_per_epoch))
         seed_everything(config.run.seed)
         with named_errors(task):
             return choose_engine(task, config, world, total)
 
+    def _change(self, task: Task) -> None:
+        """Let the task build its model as it is to be here."""
+        layers, by_config = self.layers, False
+        if layers is not None and isinstance(task, PretrainedTask):
+            by_config = type(task).build_model is PretrainedTask.build_model
+            if by_config:  # then the blocks to leave out are never built, or read
+                fields = {**task.model_fields(), **_fewer_layers(task, layers)}
+                vars(task)["model_fields"] = lambda: fields
 
-def _change(task: Task, layers: int | None) -> None:
-    """Let the task build its model without dropout, and with so many blocks at most."""
-    by_config = False
-    if layers is not None and isinstance(task, PretrainedTask):
-        by_config = type(task).build_model is PretrainedTask.build_model
-        if by_config:  # then the blocks to leave out are never built, or read
-            fields = {**task.model_fields(), **_fewer_layers(task, layers)}
-            vars(task)["model_fields"] = lambda: fields
+        def changed(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+            def build_changed() -> nn.Module:
+                model = build()
+                if layers is not None and not by_config:
+                    keep_blocks(model, layers)
+                if not self.drops:
+                    switch_off_dropout(model)
+                if self.noise is not None:
+                    self.noise.add_to(model)
+                return model
 
-    def changed(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-        def build_changed() -> nn.Module:
-            model = build()
-            if layers is not None and not by_config:
-                keep_blocks(model, layers)
-            switch_off_dropout(model)
-            return model
+            return build_changed
 
-        return build_changed
-
-    # attributes of this task, not a class of its own: encoded data and strategies depend on the class
-    vars(task)["build_model"] = changed(task.build_model)
-    vars(task)["build_structure"] = changed(task.build_structure)
+        # attributes of this task, not a class of its own: encoded data and strategies depend on the class
+        vars(task)["build_model"] = changed(task.build_model)
+        vars(task)["build_structure"] = changed(task.build_structure)
 
 
 def _fewer_layers(task: PretrainedTask, layers: int) -> dict[str, Any]:
@@ -138,12 +145,23 @@ def keep_blocks(model: nn.Module, layers: int) -> None:
 
 
 def switch_off_dropout(model: nn.Module) -> None:
-    """Every probability to drop something becomes 0: of modules, of functions called with a module's attribute, and of
-    the model's own config."""
+    """Every probability to drop something becomes 0."""
+    for holder, name in _probabilities(model):
+        setattr(holder, name, 0.0)
+
+
+def drops(model: nn.Module) -> bool:
+    """Whether the model drops anything when it is trained."""
+    return any(getattr(holder, name) > 0 for holder, name in _probabilities(model))
+
+
+def _probabilities(model: nn.Module) -> Iterator[tuple[Any, str]]:
+    """Where a model keeps its probabilities to drop something: in modules, for functions that a module calls, and in
+    its own config."""
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
-            module.p = 0.0
+            yield module, "p"
         for holder in (module, getattr(module, "config", None)):
             for name, value in list(getattr(holder, "__dict__", {}).items()):
                 if "drop" in name and isinstance(value, float):
-                    setattr(holder, name, 0.0)
+                    yield holder, name

@@ -1,23 +1,25 @@
 """A short training, and all that can be seen of it."""
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from drawbar.config.schema import RunConfig
-from drawbar.engines.engine import Engine
+from drawbar.engines.engine import Engine, EngineState
 from drawbar.engines.native import NativeEngine
 from drawbar.errors import ExitCode, UserError
 from drawbar.parallel.stages import Parts
 from drawbar.runtime.dist import World
-from drawbar.tools.compare import GRADIENT_FLOOR, Note, Tolerances, Trace, norm, usual_size
-from drawbar.tools.subject import Subject
+from drawbar.runtime.seed import seed_everything
+from drawbar.tools.compare import Note, Start, Trace
+from drawbar.tools.subject import Subject, drops
 from drawbar.tracking.console import Console
 
 Part = tuple[str, tuple[tuple[int, int], ...]]
@@ -25,45 +27,76 @@ Part = tuple[str, tuple[tuple[int, int], ...]]
 
 
 def train(
-    subject: Subject, config: RunConfig, world: World, tolerances: Tolerances, console: Console | None = None
+    subject: Subject,
+    config: RunConfig,
+    world: World,
+    console: Console | None = None,
+    start: Start | None = None,
+    until: int | None = None,
 ) -> Trace:
     """Make the first steps; every rank of ``world`` calls it.
 
     Args:
         config: the subject's, run in one of its ways.
-        tolerances: what replicas of one value may differ by.
+        start: where to go on from.
+        until: the last step; by default the subject's.
 
     Raises:
         UserError: the configuration cannot be run so, or the loss is no number.
     """
     loader = subject.loader(config, world, console)
     engine = subject.engine(config, world, loader.steps_per_epoch)
-    trace = Trace()
+    first, last = 1, until or subject.steps
+    if start is not None:
+        values = {**start.engine.values, "precision": config.precision}
+        # copies: an optimizer keeps what it is given, and changes it
+        moments = {name: tensor.clone() for name, tensor in start.engine.optimizer.items()}
+        engine.load(EngineState(start.engine.model, moments, values))
+        loader.load(start.data)
+        first = start.step + 1
+    trace = Trace(weights_from=first)
     with closing(engine):
-        for step, micro_batches in loader.steps(0, subject.steps):
-            with before_update(engine, partial(_look, trace, step, subject.steps, engine, world, tolerances)):
+        for step, micro_batches in loader.steps(first - 1, last):
+            with before_update(engine, partial(_look, trace, step, (first, last), engine, world)):
                 result = engine.train_step(micro_batches)
-            trace.losses.append(float(result.loss))
-            trace.grad_norms.append(float(result.grad_norm))
+            trace.losses[step] = float(result.loss)
+            trace.grad_norms[step] = float(result.grad_norm)
             trace.skipped += [step] if result.skipped else []
+            if step == last - 1 and config.precision != "fp32":
+                trace.before_last = Start(step, engine.state(), loader.state())
         trace.weights = dict(engine.state().model)
         trace.ties = tied_names(trace.weights)
-        weights = {clean_name(name): parameter for name, parameter in native(engine).comparable().items()}
-        trace.unequal += unequal_parts(weights, world, tolerances.weights, "weights", "after the last step")
-    reports = world.gather((trace.losses, trace.grad_norms))
+        trace.unequal += unequal_weights(engine, world, trace.ties, "after the last step")
+    reports = world.gather(repr((trace.losses, trace.grad_norms)))
     for rank, report in enumerate(reports or []):
-        if not _alike(report, (trace.losses, trace.grad_norms), tolerances):
+        if report != repr((trace.losses, trace.grad_norms)):  # as text, NaN is equal to itself
             trace.unequal.append(Note("", f"rank {rank} reports other losses or gradient norms than rank 0"))
     return trace
 
 
-def _look(trace: Trace, step: int, last: int, engine: Engine, world: World, tolerances: Tolerances) -> None:
+def train_dropping(subject: Subject, config: RunConfig, world: World) -> list[Note]:
+    """What ranks hold differently after two steps with the model's own dropout, seeded as in a run; on rank 0.
+
+    Tensor-parallel ranks must draw the same numbers: where one draws more than another, replicas drift apart.
+    """
+    subject = replace(subject, drops=True)
+    loader = subject.loader(config, world)
+    engine = subject.engine(config, world, loader.steps_per_epoch)
+    with closing(engine):
+        if not any(drops(module) for module in modules_of(engine)):
+            return []
+        seed_everything(config.run.seed, world.layout.seed_rank(world.rank))
+        for _, micro_batches in loader.steps(0, 2):
+            engine.train_step(micro_batches)
+        return unequal_weights(engine, world, [], "after two steps with dropout")
+
+
+def _look(trace: Trace, step: int, ends: tuple[int, int], engine: Engine, world: World) -> None:
     """Keep the gradients of the first and of the last step; each step's would be too many."""
-    if step not in (1, last):
+    if step not in ends:
         return
     trace.gradients[step] = engine.gradients()
-    gradients = {clean_name(name): gradient for name, gradient in native(engine).comparable_gradients().items()}
-    trace.unequal += unequal_parts(gradients, world, tolerances.gradients, "gradients", f"in step {step}")
+    trace.unequal += unequal_parts(native(engine).comparable_gradients(), world, "gradients", f"in step {step}")
 
 
 @contextmanager
@@ -83,7 +116,7 @@ def check_finite(trace: Trace) -> None:
         UserError: its loss, or its gradient, is no number.
     """
     for what, values in (("loss", trace.losses), ("gradient norm", trace.grad_norms)):
-        for step, value in enumerate(values, 1):
+        for step, value in values.items():
             if not math.isfinite(value):
                 raise UserError(
                     f"the {what} of step {step} is {value}, in one process and fp32: there is nothing to compare with",
@@ -117,29 +150,30 @@ def tied_names(tensors: dict[str, Tensor]) -> list[list[str]]:
     return [tied for tied in names.values() if len(tied) > 1]
 
 
-def unequal_parts(tensors: Mapping[str, Tensor], world: World, tolerance: float, what: str, when: str) -> list[Note]:
-    """Which tensors differ between ranks that hold the same part of them; on rank 0.
+def unequal_weights(engine: Engine, world: World, ties: Sequence[Sequence[str]], when: str) -> list[Note]:
+    """:func:`unequal_parts` of the weights."""
+    return unequal_parts(native(engine).comparable(), world, "weights", when, ties)
 
-    Ranks exchange three numbers for each tensor, not the tensor: its norm, its sum, its product with a fixed vector.
+
+def unequal_parts(
+    tensors: Mapping[str, Tensor], world: World, what: str, when: str, ties: Sequence[Sequence[str]] = ()
+) -> list[Note]:
+    """Which tensors differ, in any bit, between ranks that hold the same part of them; on rank 0.
+
+    Nothing ever makes them equal again: where a run begins with one bit, the ranks drift apart.
     """
-    prints = {_part(name, tensor): _print(tensor) for name, tensor in tensors.items()}
-    reports: Sequence[dict[Part, list[float]]] | None = world.gather(prints)
-    if reports is None or world.size == 1:
-        return []
-    floor = GRADIENT_FLOOR * usual_size({name: _local(tensor) for name, tensor in tensors.items()})
-    firsts: dict[Part, tuple[int, list[float]]] = {}
-    worst: dict[str, tuple[float, int, int]] = {}
-    for rank, report in enumerate(reports):
-        for part, values in report.items():
-            first, expected = firsts.setdefault(part, (rank, values))
-            size = max(expected[0], values[0], floor * math.sqrt(values[3]))
-            apart = max(abs(one - other) for one, other in zip(values[:3], expected[:3], strict=True))
-            name = part[0]
-            if not apart <= tolerance * size and not worst.get(name, (0.0, 0, 0))[0] >= apart / size:
-                worst[name] = (apart / size, first, rank)
+    digests = {_part(clean_name(name), tensor): _digest(tensor) for name, tensor in tensors.items()}
+    first_names = {name: names[0] for names in ties for name in names}  # a pipeline's copies of a tied weight
+    seen: dict[Part, tuple[int, bytes]] = {}
+    unequal: dict[str, tuple[int, int]] = {}
+    for rank, report in enumerate(world.gather(digests) or []):
+        for (name, place), digest in report.items():
+            first, expected = seen.setdefault((first_names.get(name, name), place), (rank, digest))
+            if digest != expected:
+                unequal.setdefault(name, (first, rank))
     return [
-        Note(name, f"ranks {first} and {rank} hold different {what} of {name} {when} (by {value:.1e})")
-        for name, (value, first, rank) in sorted(worst.items(), key=lambda item: -item[1][0])
+        Note(name, f"ranks {first} and {rank} hold different {what} of {name} {when}")
+        for name, (first, rank) in unequal.items()
     ]
 
 
@@ -155,16 +189,6 @@ def _part(name: str, tensor: Tensor) -> Part:
     return name, tuple(cut)
 
 
-def _print(tensor: Tensor) -> list[float]:
-    local = _local(tensor).flatten().double()
-    vector = torch.arange(local.numel(), device=local.device, dtype=torch.float64).cos()
-    return [norm(local), float(local.sum()), float(local @ vector), float(local.numel())]
-
-
-def _alike(one: Any, other: Any, tolerances: Tolerances) -> bool:
-    limits = (tolerances.loss, tolerances.grad_norm)
-    return all(
-        math.isclose(a, b, rel_tol=limit) or (math.isnan(a) and math.isnan(b))
-        for found, expected, limit in zip(one, other, limits, strict=True)
-        for a, b in zip(found, expected, strict=True)
-    )
+def _digest(tensor: Tensor) -> bytes:
+    numbers = _local(tensor).cpu().contiguous().flatten().view(torch.uint8)
+    return hashlib.sha256(numbers.numpy()).digest()

@@ -66,7 +66,11 @@ class Saver:
             "world_size": self._world.size,
             "formats": self._formats,
         }
-        rng = {f"rank-{rank:04d}/{name}": part[name] for rank, part in enumerate(generators) for name in part}
+        rng = {
+            f"{_generator(self._world, rank)}/{name}": tensor
+            for rank, part in enumerate(generators)
+            for name, tensor in part.items()
+        }
         plain = decode_state(encode_state(values))  # a copy; what JSON cannot hold fails here, not in the thread
         snapshot = Snapshot(progress.step, state.model, state.optimizer, rng, plain)
         self._writer.submit(lambda: self._write(snapshot, *best))
@@ -168,9 +172,15 @@ def _load_what_fits(engine: Engine, state: EngineState, loader: Loader, data: di
 
 
 def _restore_generators(rng: dict[str, torch.Tensor], seed: int, step: int, world: World) -> None:
-    prefix = f"rank-{world.rank:04d}/"
-    own: dict[str, Any] = {name.removeprefix(prefix): rng[name] for name in rng if name.startswith(prefix)}
+    prefix = f"{_generator(world, world.rank)}/"
+    own = {name.removeprefix(prefix): tensor for name, tensor in rng.items() if name.startswith(prefix)}
     if own:
         set_rng_state(own, world.device)
-    else:  # a rank that the saving run did not have
-        seed_everything(seed + step, world.rank)
+    else:  # more of them than the saving run had, or one that kept them by rank
+        seed_everything(seed + step, world.layout.seed_rank(world.rank))
+
+
+def _generator(world: World, rank: int) -> str:
+    """Under what a checkpoint keeps the generators of a rank: by its seed rank, so that ranks that must draw the same
+    find the same state, whatever the layout of the run that saved it was."""
+    return f"seed-{world.layout.seed_rank(rank):04d}"
