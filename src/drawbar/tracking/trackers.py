@@ -7,7 +7,6 @@ drops what was written about steps after s: the run is about to make them again.
 import json
 import logging
 import math
-import os
 import textwrap
 import threading
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 
 from drawbar.config.schema import TrackingSection
 from drawbar.errors import ExitCode, UserError
+from drawbar.runtime.files import replacing
 
 logger = logging.getLogger(__name__)
 
@@ -137,17 +137,13 @@ def json_number(value: float) -> float | str:
 
 def _drop_lines_after(path: Path, last_step: int) -> None:
     """Rewrite the file, atomically, without the lines of later steps and without unreadable ones."""
-    rewritten = path.with_name(path.name + ".tmp")
-    with path.open("rb") as lines, rewritten.open("wb") as kept:
+    with path.open("rb") as lines, replacing(path) as kept:
         for number, line in enumerate(lines, start=1):
             step = _step_of(line)
             if step is None:
                 logger.warning("%s, line %d: cut off when the run was killed; dropped", path, number)
             elif step <= last_step:
                 kept.write(line if line.endswith(b"\n") else line + b"\n")
-        kept.flush()
-        os.fsync(kept.fileno())
-    rewritten.replace(path)
 
 
 def _step_of(line: bytes) -> int | None:

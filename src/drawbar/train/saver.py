@@ -15,6 +15,7 @@ from drawbar.engines.engine import Engine, EngineState
 from drawbar.errors import UserError
 from drawbar.parallel.precision import choose_precision
 from drawbar.runtime.dist import World
+from drawbar.runtime.files import sync
 from drawbar.runtime.log import logger
 from drawbar.runtime.seed import rng_state, seed_everything, set_rng_state
 from drawbar.train.disks import Disks
@@ -29,6 +30,7 @@ class Saver:
         self._config = config.checkpoint
         self._formats = {"precision": config.precision, "muon_precision": config.optim.muon_precision}
         self._directory = CheckpointDirectory(config.run_dir / "checkpoints")
+        self._metrics = config.run_dir / "metrics.jsonl"
         self._metric = config.eval.metric
         self._disks = disks
         self._engine = engine
@@ -60,11 +62,14 @@ class Saver:
         self._writer.submit(lambda: self._write(snapshot, *best))
 
     def _write(self, snapshot: Snapshot, best_step: int | None, best_score: float | None) -> None:
+        if self._metrics.exists():
+            sync(self._metrics)  # a run that goes on from this step does not write them again
         self._directory.write(snapshot)
-        protected = set()
-        if self._config.keep_best and best_score is not None and best_step in self._directory.steps():
-            self._directory.set_best(best_step, self._metric, best_score)
-            protected = {best_step}
+        protected = {snapshot.step}
+        if self._config.keep_best and best_step is not None and best_score is not None:
+            protected.add(best_step)
+            if best_step in self._directory.steps():
+                self._directory.set_best(best_step, self._metric, best_score)
         self._directory.rotate(self._config.keep, protected)
 
     def wait(self) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from drawbar.checkpoint import AsyncWriter, CheckpointDirectory, Snapshot, host_copies, read, read_state
-from drawbar.checkpoint.save import sync
+from drawbar.runtime.files import sync
 
 
 def snapshot_of(model, step=1, **fields):
