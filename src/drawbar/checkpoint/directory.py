@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -199,7 +200,7 @@ class CheckpointDirectory:
             UserError: the disk is full, a quota or limit is reached, or the folder is not writable. The
                 checkpoints written before are untouched.
         """
-        self.place(step_name(snapshot.step), lambda folder: write_files(folder, snapshot))
+        self.place(step_name(snapshot.step), partial(write_files, snapshot=snapshot))
 
     def place(self, name: str, fill: Callable[[Path], None]) -> None:
         """Make the checkpoint ``name`` of what ``fill`` writes into a new folder. It appears when ``fill`` is done.
@@ -278,7 +279,7 @@ class CheckpointDirectory:
             if tmp is not None:
                 _delete(tmp)
             raise UserError(
-                f"{name} could not be written: {error.strerror} ({free} free). {self.standing()}",
+                f"{name} could not be written: {error.strerror} ({free} free)",
                 where=str(self.path),
                 remedy=REMEDIES.get(error.errno or 0, "look after the disk, or use another one (run.dir)"),
                 exit_code=ExitCode.FAILED,

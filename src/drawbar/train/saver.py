@@ -1,5 +1,6 @@
 """From a running trainer to a checkpoint, and back."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,19 @@ from drawbar.runtime.log import logger
 from drawbar.runtime.seed import rng_state, seed_everything, set_rng_state
 from drawbar.train.disks import Disks
 from drawbar.train.step import Progress
+from drawbar.train.stop import Reason, Stop
 
 
 class Saver:
     """Saves in a background thread of rank 0, and of one rank for each other disk; training waits only for a copy to
-    host memory."""
+    host memory.
 
-    def __init__(self, config: RunConfig, engine: Engine, loader: Loader, world: World, disks: Disks) -> None:
+    A save that fails asks for a stop, so that all ranks end at the same step, once they have tried to save that one.
+    """
+
+    def __init__(
+        self, config: RunConfig, engine: Engine, loader: Loader, world: World, disks: Disks, stop: Stop
+    ) -> None:
         self._config = config.checkpoint
         self._formats = {"precision": config.precision, "muon_precision": config.optim.muon_precision}
         self._directory = CheckpointDirectory(config.run_dir / "checkpoints")
@@ -36,16 +43,23 @@ class Saver:
         self._engine = engine
         self._loader = loader
         self._world = world
+        self._stop = stop
         self._writer = AsyncWriter()
-        self.saved_step: int | None = None
+        self._saved_step: int | None = None
+
+    @property
+    def saved_step(self) -> int | None:
+        """The step of the newest save; None once the ranks have agreed that one failed: it may be this one."""
+        return None if self._stop.reason is Reason.UNSAVED else self._saved_step
 
     def save(self, progress: Progress) -> None:
         """Save this step. Every rank must call it."""
-        self.wait()  # never two copies in host memory
+        with self._world.together(self._writing):
+            self._writer.wait()  # never two copies in host memory
         state = self._engine.state(self._disks.writers)
         own = rng_state(self._world.device)
         generators = self._world.gather(own) if self._disks.shared else self._world.share(own)
-        self.saved_step = progress.step
+        self._saved_step = progress.step
         if generators is None or not self._disks.keeper:
             return
         values = {
@@ -59,32 +73,56 @@ class Saver:
         plain = decode_state(encode_state(values))  # a copy; what JSON cannot hold fails here, not in the thread
         snapshot = Snapshot(progress.step, state.model, state.optimizer, rng, plain)
         best = (progress.best_step, progress.best_score)
-        self._writer.submit(lambda: self._write(snapshot, *best))
+        self._writer.submit(partial(self._write, snapshot, *best))
 
     def _write(self, snapshot: Snapshot, best_step: int | None, best_score: float | None) -> None:
-        if self._metrics.exists():
-            sync(self._metrics)  # a run that goes on from this step does not write them again
-        self._directory.write(snapshot)
-        protected = {snapshot.step}
-        if self._config.keep_best and best_step is not None and best_score is not None:
-            protected.add(best_step)
-            if best_step in self._directory.steps():
-                self._directory.set_best(best_step, self._metric, best_score)
-        self._directory.rotate(self._config.keep, protected)
+        try:
+            if self._metrics.exists():
+                sync(self._metrics)  # a run that goes on from this step does not write them again
+            self._directory.write(snapshot)
+            protected = {snapshot.step}
+            if self._config.keep_best and best_step is not None and best_score is not None:
+                protected.add(best_step)
+                if best_step in self._directory.steps():
+                    self._directory.set_best(best_step, self._metric, best_score)
+            self._directory.rotate(self._config.keep, protected)
+        except Exception as error:
+            reason = error.what if isinstance(error, UserError) else repr(error)
+            logger.warning(
+                "the save of step %d failed, so the run saves where it is, and ends: %s", snapshot.step, reason
+            )
+            self._stop.request(Reason.UNSAVED)
+            raise
 
     def wait(self) -> None:
-        """Until the newest save is on every disk. Every rank must call it. Raises what went wrong with this rank's."""
+        """Until the newest save is on every disk. Every rank must call it, and raises what went wrong with any save."""
         with self._world.together(self._writing):  # those that write nothing wait here, and not in a collective
             self._writer.wait()
+            error = self._explained(self._writer.take_error())
+        for told in self._world.share(error if isinstance(error, UserError) else None):
+            if told is not None:
+                raise told
+        if error is not None:
+            raise error
 
     def close(self) -> None:
         """Until what this rank writes is on its disk; then end the background thread. Raises what went wrong."""
         with self._world.working(self._writing):
             self._writer.close()
+            error = self._explained(self._writer.take_error())
+        if error is not None:
+            raise error
+
+    def _explained(self, error: BaseException | None) -> BaseException | None:
+        """Add to what went wrong what there is to go on from: a later save may have succeeded."""
+        if not isinstance(error, UserError):
+            return error
+        what = f"{error.what}. {self._directory.standing()}"
+        return UserError(what, where=error.where, remedy=error.remedy, exit_code=error.exit_code)
 
     @property
     def _writing(self) -> str:
-        return "saving" if self.saved_step is None else f"writing the checkpoint of step {self.saved_step}"
+        return "saving" if self._saved_step is None else f"writing the checkpoint of step {self._saved_step}"
 
 
 def formats_as_begun(config: RunConfig, checkpoint: Path, device: torch.device) -> RunConfig:

@@ -25,9 +25,15 @@ class Reason(IntEnum):
     """The scheduler wants the machine back (SIGTERM, SIGUSR1)."""
     INTERRUPTED = 3
     """Ctrl-C (SIGINT), or the terminal was closed (SIGHUP)."""
+    UNSAVED = 4
+    """A save failed."""
 
 
-_EXIT_CODES = {Reason.REQUEUE: ExitCode.REQUEUE, Reason.INTERRUPTED: ExitCode.INTERRUPTED}
+_EXIT_CODES = {
+    Reason.REQUEUE: ExitCode.REQUEUE,
+    Reason.INTERRUPTED: ExitCode.INTERRUPTED,
+    Reason.UNSAVED: ExitCode.FAILED,
+}
 _REASONS = dict.fromkeys(REQUEUE, Reason.REQUEUE) | dict.fromkeys(INTERRUPT, Reason.INTERRUPTED)
 
 
@@ -39,7 +45,7 @@ class Stop:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._wanted = Reason.NONE
+        self._wanted = [Reason.NONE]
         self.reason = Reason.NONE
         """What all ranks agreed on."""
         self._before: dict[signal.Signals, Any] = {}
@@ -51,11 +57,12 @@ class Stop:
         return _EXIT_CODES.get(self.reason, ExitCode.DONE)
 
     def request(self, reason: Reason) -> None:
-        self._wanted = max(self._wanted, reason)
+        """Any thread or signal handler may call it."""
+        self._wanted.append(reason)  # one operation: nothing can come between, and be lost
 
     def agreed(self) -> bool:
         """Whether any rank wants to stop. Every rank must call it at the same step, and gets the same answer."""
-        self.reason = Reason(self._world.largest(self._wanted))
+        self.reason = Reason(self._world.largest(max(self._wanted)))
         return self.reason is not Reason.NONE
 
     def __enter__(self) -> Self:

@@ -178,7 +178,7 @@ class _Run:
         if self.world.first:
             resume_step = self.progress.step or None  # without a checkpoint, step 0 is evaluated anew, too
             self.trackers = make_trackers(self.config.run_dir, self.config.tracking, resume_step)
-        saver = Saver(self.config, self.engine, self.loader, self.world, self.disks)
+        saver = Saver(self.config, self.engine, self.loader, self.world, self.disks, self.stop)
         with closing(saver):  # a save that has begun is finished, even where a step fails
             self._loop(self._make_hooks(saver), total_steps)
         for tracker in self.trackers:

@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,15 @@ from test_run_again import contents
 from torch import nn
 
 from conftest import make_project
-from drawbar.checkpoint.format import MODEL_FILE, Manifest
+from drawbar.checkpoint import CheckpointDirectory, directory
+from drawbar.checkpoint.format import MODEL_FILE, Manifest, Snapshot
 from drawbar.errors import ExitCode, UserError
 from drawbar.runtime import files
+from drawbar.runtime.env import Place
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.causal_lm import CausalLM
+from drawbar.train.stop import Reason, Stop
+from harness import run_ranks
 from runs import Fit, fit_in, losses
 
 STEPS = ("step-00000008", "step-00000010", "step-00000012")
@@ -189,3 +194,88 @@ def test_the_metrics_are_on_the_disk_before_the_checkpoint(
     fit()
     assert {"config.yaml.tmp", "metrics.jsonl.tmp", "best.json.tmp"} <= set(synced)
     assert synced.index("metrics.jsonl") < synced.index("manifest.json")
+
+
+class Disk:
+    """A disk that takes no checkpoint of some steps, the first time that each is written."""
+
+    def __init__(self, *full: int) -> None:
+        self.full = list(full)
+        self.write = directory.write_files
+
+    def __call__(self, folder: Path, snapshot: Snapshot) -> None:
+        if snapshot.step in self.full:
+            self.full.remove(snapshot.step)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.write(folder, snapshot)
+
+
+class Slow(CausalLM):
+    """causal_lm whose fifth step takes longer than the disk does to fail."""
+
+    forwards = 0
+    asked = threading.Event()
+
+    def forward(self, model: nn.Module, batch: Batch) -> Any:
+        self.forwards += model.training
+        if self.forwards == 2 * 5:
+            self.asked.wait(5)
+        return super().forward(model, batch)
+
+
+def request(stop: Stop, reason: Reason, request: Callable[[Stop, Reason], None] = Stop.request) -> None:
+    request(stop, reason)
+    Slow.asked.set()
+
+
+@pytest.mark.parametrize(
+    ("every", "full"), [("checkpoint.every=4", 4), ("checkpoint.every=1", 4), ("checkpoint.every=1", 1)]
+)
+def test_a_save_that_failed_shows_at_once_and_the_state_is_saved(
+    every: str, full: int, fit: Fit, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ("run.name=full", every, "eval.every=null", "checkpoint.keep_best=false")
+    monkeypatch.setattr(directory, "write_files", Disk(full))
+    monkeypatch.setattr(Stop, "request", request)
+    Slow.asked.clear()
+    with pytest.raises(UserError, match=f"step-0000000{full} could not be written: No space left") as error:
+        fit(*settings, task=Slow)
+    assert error.value.exit_code == ExitCode.FAILED
+    run = project / "runs" / "full"
+    last = max(losses(run))
+    assert last in (full, full + 1)
+    assert f"The newest complete checkpoint, step-{last:08d}, is intact" in error.value.what
+    assert CheckpointDirectory(run / "checkpoints").steps()[-1] == last
+    assert fit(*settings).progress.step == 12
+    assert losses(run) == losses(project / "runs" / "tiny")
+
+
+def test_the_last_save_that_fails_is_an_error(fit: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory, "write_files", Disk(*range(1, 13), *range(1, 13)))
+    with pytest.raises(UserError, match=r"step-00000004 could not be written.*There is no complete checkpoint yet"):
+        fit("run.name=full", "eval.every=null")
+
+
+def fit_with_a_full_disk(folder: str) -> str:
+    """What a rank says at the end, on two nodes that share no disk; that of the second is full at step 4."""
+    rank = Place.from_environment().rank
+    os.environ["DRAWBAR_NODE"] = f"n{rank}"
+    directory.write_files = Disk(*[4][:rank])
+    try:
+        settings = ("run.name=full", "checkpoint.every=1", "checkpoint.keep_best=false", "parallel.strategy=ddp")
+        return fit_in(Path(folder) / f"node-{rank}", *settings).exit_code.name
+    except UserError as error:
+        return error.what
+
+
+def test_all_ranks_end_at_the_step_of_a_save_that_failed(trained: Path, tmp_path: Path) -> None:
+    for node in range(2):
+        shutil.copytree(trained, tmp_path / f"node-{node}", ignore=shutil.ignore_patterns("runs"))
+    said = run_ranks(fit_with_a_full_disk, 2, str(tmp_path), env={"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
+    first, second = (CheckpointDirectory(tmp_path / f"node-{node}" / "runs/full/checkpoints") for node in range(2))
+    last = second.steps()[-1]
+    assert last in (4, 5)
+    assert first.steps()[-1] == last
+    assert said[0] == said[1]
+    assert "step-00000004 could not be written: No space left" in said[0]
+    assert f"step-{last:08d}, is intact" in said[0]
