@@ -12,9 +12,11 @@ import torch
 import drawbar
 from conftest import make_project
 from drawbar.checkpoint.directory import CheckpointDirectory
+from drawbar.errors import UserError
 from drawbar.runtime.dist import World
 from drawbar.runtime.env import Place
-from drawbar.train.disks import Disks, look_at_disks
+from drawbar.train.disks import Disks, find_start_everywhere, look_at_disks
+from drawbar.train.rundir import find_start
 from harness import run_ranks
 from runs import fit_in, largest_difference, losses, scores, weights
 from tiny import CPU
@@ -130,6 +132,48 @@ def test_some_nodes_share_a_disk(tmp_path: Path) -> None:
     found = run_ranks(look_at, 4, str(tmp_path), env=APART)
     assert found == [Disks((0, 2), keeper) for keeper in (True, False, True, False)]
     assert [list(disk.iterdir()) for disk in sorted(tmp_path.iterdir())] == [[], []]
+
+
+def begin(folder: str, *cases: str) -> list[tuple[str, list[str]]]:
+    """Of each case: the checkpoint that a rank would begin with, or why it cannot, and what it has to set aside."""
+    rank = Place.from_environment().rank
+    os.environ["DRAWBAR_NODE"] = f"n{rank}"
+    found = []
+    with World(Place.from_environment(), CPU, 60) as world:
+        for case in cases:
+            with chdir(Path(folder) / case / f"node-{rank}"):
+                config = drawbar.load_config("config.yaml").config
+                disks = look_at_disks(Path("runs"), world)
+                try:
+                    start = find_start_everywhere(lambda config=config: find_start(config, "auto", None), disks, world)
+                    found.append((str(start.checkpoint), [path.name for path in start.unusable]))
+                except UserError as error:
+                    found.append((error.what, []))
+    return found
+
+
+def test_a_disk_whose_checkpoints_are_damaged(tmp_path: Path) -> None:
+    """Another disk's are as good; a run is only refused where no disk has one."""
+    for case in ("another has it", "only one has it", "none has one"):
+        for node in range(2):
+            (tmp_path / case / f"node-{node}").mkdir(parents=True)
+            make_project(tmp_path / case / f"node-{node}")
+    whole = tmp_path / "another has it" / "node-0"
+    fit_in(whole)
+    for case, node in (("another has it", 1), ("only one has it", 0), ("none has one", 0)):
+        shutil.copytree(whole / "runs", tmp_path / case / f"node-{node}" / "runs")
+    newest = [tmp_path / case / "node-0/runs/tiny/checkpoints/step-00000012" for case in os.listdir(tmp_path)]
+    for folder in (*newest, *(tmp_path / "none has one").glob("node-0/runs/tiny/checkpoints/step-*")):
+        (folder / "optimizer.safetensors").write_bytes(b"")
+
+    one, other = run_ranks(begin, 2, str(tmp_path), "another has it", "only one has it", "none has one", env=APART)
+    assert one[0] == other[0] == ("runs/tiny/checkpoints/step-00000012", [])
+    assert manifests(whole / "runs/tiny").keys() == {"step-00000008", "step-00000010", "step-00000012"}
+    assert CheckpointDirectory(whole / "runs/tiny/checkpoints").latest().name == "step-00000012"
+    assert one[1] == ("runs/tiny/checkpoints/step-00000010", ["step-00000012"])
+    assert other[1] == ("runs/tiny/checkpoints/step-00000010", [])
+    assert "no checkpoint of the run can be used" in one[2][0]
+    assert one[2] == other[2]
 
 
 def manifests(run: Path) -> dict[str, str]:

@@ -104,7 +104,7 @@ def train_all(folder: str) -> dict[str, int]:
                 name = f"{phase}-{len(codes)}"
                 Told.phase, Told.signals = phase, (first or 1) if rank == 0 else others * (who != "one")
                 codes[name] = fit(name)
-                Told.phase = ""
+                Told.phase, Told.signals = "", 0  # a rank that writes nothing was not told in a save
                 assert fit(name) == 0
     return codes
 

@@ -3,18 +3,31 @@
 import logging
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from drawbar.checkpoint.format import Damaged, Snapshot, step_name
-from drawbar.checkpoint.load import REPLACED, check_sizes, complete_checkpoints, step_folders, verify
-from drawbar.checkpoint.save import sync, write_amended, write_files
+from drawbar.checkpoint.format import OtherFormat, Snapshot, Unusable, step_name
+from drawbar.checkpoint.load import (
+    REPLACED,
+    check_sizes,
+    complete_checkpoints,
+    folders_in,
+    readable_disk,
+    refusal,
+    step_folders,
+    usable,
+    verify,
+)
+from drawbar.checkpoint.save import write_amended, write_files
 from drawbar.checkpoint.space import REMEDIES, free_bytes, readable
 from drawbar.errors import ExitCode, UserError
+from drawbar.runtime.files import retried, sync, write_whole
 
 logger = logging.getLogger("drawbar")
 
@@ -22,6 +35,8 @@ TMP = ".tmp"
 """Suffix of what is still being written."""
 DELETING = ".deleting"
 """Suffix of what is being deleted, so that half of a checkpoint never carries the name of a whole one."""
+UNUSABLE = ".unusable"
+"""Suffix of what was set aside: it stays for people to look at, and is never counted, used or deleted."""
 BEST_FILE = "best.json"
 
 _LEFTOVER = re.compile(r"(step-\d{8,}(\.replaced)?|best\.json)\.(tmp|deleting)")
@@ -37,6 +52,18 @@ class Best(BaseModel):
     score: float
 
 
+@dataclass(frozen=True)
+class Survey:
+    """What a run has to go on from."""
+
+    newest: Path | None
+    """The newest checkpoint that matches its checksums."""
+    unusable: dict[Path, Unusable]
+    """What is wrong with those that are newer."""
+    set_aside: list[Path]
+    """Those that an earlier start found unusable."""
+
+
 class CheckpointDirectory:
     """The checkpoints of one run. One process writes (rank 0); any number may read."""
 
@@ -45,44 +72,98 @@ class CheckpointDirectory:
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, ascending. A cheap check: files and sizes, no checksums."""
-        return list(complete_checkpoints(self.path))
+        return list(self._complete())
+
+    def _complete(self) -> dict[int, Path]:
+        with readable_disk(self.path):
+            return complete_checkpoints(self.path)
+
+    def survey(self) -> Survey:
+        """What there is, newest first, as far as the first checkpoint that matches its checksums.
+
+        Raises:
+            UserError: nobody can tell, as the disk cannot be read.
+        """
+        unusable: dict[Path, Unusable] = {}
+        with readable_disk(self.path):
+            set_aside = [self.path / name for name in sorted(folders_in(self.path)) if UNUSABLE in name]
+            for _, folder in step_folders(self.path):
+                try:
+                    verify(folder)
+                    return Survey(folder, unusable, set_aside)
+                except Unusable as reason:
+                    unusable[folder] = reason
+        return Survey(None, unusable, set_aside)
 
     def latest(self) -> Path | None:
-        """The newest checkpoint that matches its checksums; damaged ones are named in a warning and skipped."""
-        for _, folder in step_folders(self.path):
-            if _is_intact(folder):
-                return folder
-        return None
+        """The newest checkpoint that matches its checksums; damaged ones are named in a warning and skipped.
+
+        Raises:
+            UserError: the disk cannot be read, or a newer checkpoint is of another format.
+        """
+        found = self.survey()
+        for folder, reason in found.unusable.items():
+            if isinstance(reason, OtherFormat):
+                raise refusal(folder, reason)
+            logger.warning("the checkpoint %s is damaged and is skipped: %s", folder, reason)
+        return found.newest
+
+    def intact(self, step: int) -> Path | None:
+        """The checkpoint of a step; None, with a warning, where it is not as it was written."""
+        folder = self._complete().get(step)
+        try:
+            if folder is not None:
+                verify(folder)
+        except (Unusable, OSError) as reason:
+            logger.warning("the checkpoint %s is left out: %s", folder, reason)
+            return None
+        return folder
 
     def best_record(self) -> Best | None:
-        """What ``best.json`` says, or None where there is none that can be read."""
+        """What ``best.json`` says; None where no evaluation has chosen a checkpoint.
+
+        Raises:
+            UserError: it cannot be read, or is damaged.
+        """
         file = self.path / BEST_FILE
+        with readable_disk(self.path):
+            try:
+                text = retried(file.read_bytes)
+            except FileNotFoundError:
+                return None
         try:
-            return Best.model_validate_json(file.read_bytes())
-        except FileNotFoundError:
-            return None
-        except (ValidationError, OSError) as error:
-            logger.warning("%s cannot be read and is ignored: %s", file, error)
-            return None
+            return Best.model_validate_json(text)
+        except ValidationError as error:
+            steps = ", ".join(map(str, self.steps()))
+            raise UserError(
+                f"{BEST_FILE} is damaged: it does not say which checkpoint is the best one",
+                where=str(file),
+                remedy=f"name a checkpoint: latest, or one of these steps: {steps}. A run that goes on writes it anew",
+            ) from error
 
     def best(self) -> Path | None:
-        """The best checkpoint, where one is recorded and matches its checksums."""
+        """The best checkpoint; None where no evaluation has chosen one, or it is kept no longer.
+
+        Raises:
+            UserError: it is not as it was written, or nobody can tell which one it is.
+        """
         record = self.best_record()
         if record is None:
             return None
-        folder = complete_checkpoints(self.path).get(record.step, self.path / step_name(record.step))
-        return folder if _is_intact(folder) else None
+        folder = self._complete().get(record.step, self.path / step_name(record.step))
+        if not folder.exists():
+            logger.warning("%s names step %d, whose checkpoint is gone", self.path / BEST_FILE, record.step)
+            return None
+        with usable(folder):
+            verify(folder)
+        return folder
 
     def set_best(self, step: int, metric: str, score: float) -> None:
         """Record the best checkpoint. Write it first: raises ValueError for a step that is not complete."""
         if step not in self.steps():
             raise ValueError(f"step {step} has no complete checkpoint in {self.path}")
-        tmp = self.path / (BEST_FILE + TMP)
-        with self._explained(BEST_FILE, tmp):
-            tmp.write_bytes(Best(step=step, metric=metric, score=score).model_dump_json(indent=2).encode())
-            sync(tmp)
-            tmp.replace(self.path / BEST_FILE)
-            sync(self.path)
+        with self._explained(BEST_FILE):
+            write_whole(self.path / BEST_FILE, Best(step=step, metric=metric, score=score).model_dump_json(indent=2))
 
     def resolve(self, which: str) -> Path:
         """The checkpoint that ``latest``, ``best``, a step number, a path or a folder name here stands for.
@@ -90,7 +171,7 @@ class CheckpointDirectory:
         Raises:
             UserError: there is none; the message names those that there are.
         """
-        complete = complete_checkpoints(self.path)
+        complete = self._complete()
         if which == "latest":
             found = self.latest()
         elif which == "best":
@@ -120,7 +201,7 @@ class CheckpointDirectory:
             UserError: the disk is full, a quota or limit is reached, or the folder is not writable. The
                 checkpoints written before are untouched.
         """
-        self.place(step_name(snapshot.step), lambda folder: write_files(folder, snapshot))
+        self.place(step_name(snapshot.step), partial(write_files, snapshot=snapshot))
 
     def amend(self, step: int, changes: dict[str, Any]) -> None:
         """Change entries of the state of a checkpoint that is complete. It is as safe as writing one, and quick.
@@ -151,10 +232,25 @@ class CheckpointDirectory:
 
     def rotate(self, keep: int, protect: set[int]) -> None:
         """Delete all complete checkpoints but the ``keep`` (at least 1) newest and the protected steps."""
-        complete = complete_checkpoints(self.path)
+        try:
+            complete = complete_checkpoints(self.path)
+        except OSError as error:
+            logger.warning("old checkpoints stay, as %s cannot be read: %s", self.path, error.strerror)
+            return
         for step in list(complete)[:-keep]:
             if step not in protect:
                 _delete(complete[step])
+
+    def set_aside(self, unusable: Mapping[Path, Unusable]) -> None:
+        """Take their names from checkpoints that cannot be used, so that nothing counts or replaces them."""
+        for folder, reason in unusable.items():
+            aside = _beside(folder, UNUSABLE)
+            while aside.exists():  # a step may be damaged, made again, and damaged again
+                aside = _beside(aside, UNUSABLE)
+            folder.rename(aside)
+            logger.warning("the checkpoint %s cannot be used and is set aside as %s: %s", folder, aside.name, reason)
+        if unusable:
+            sync(self.path)
 
     def clean(self) -> None:
         """Remove what a killed process left behind. Only the process that writes may call it."""
@@ -173,42 +269,37 @@ class CheckpointDirectory:
         elif _has_all_files(final):
             _delete(replaced)
 
+    def standing(self) -> str:
+        """What there is to go on from, in a sentence for a run that cannot be saved."""
+        try:
+            newest = self.latest()
+        except UserError as error:
+            return f"What was saved before is untouched, but {error.what}."
+        if newest is None:
+            return "There is no complete checkpoint yet."
+        return f"The newest complete checkpoint, {newest.name}, is intact: the same command resumes from it."
+
     @contextmanager
-    def _explained(self, name: str, tmp: Path) -> Iterator[None]:
+    def _explained(self, name: str, tmp: Path | None = None) -> Iterator[None]:
         """Turn a failed write of ``name`` into a UserError, and remove what it had left in ``tmp``."""
         try:
             yield
         except OSError as error:
             free = readable(free_bytes(self.path))
-            _delete(tmp)
-            newest = self.latest()
-            if newest is None:
-                standing = "There is no complete checkpoint yet."
-            else:
-                standing = (
-                    f"The newest complete checkpoint, {newest.name}, is intact: the same command resumes from it."
-                )
+            if tmp is not None:
+                _delete(tmp)
             raise UserError(
-                f"{name} could not be written: {error.strerror} ({free} free). {standing}",
+                f"{name} could not be written: {error.strerror} ({free} free)",
                 where=str(self.path),
                 remedy=REMEDIES.get(error.errno or 0, "look after the disk, or use another one (run.dir)"),
                 exit_code=ExitCode.FAILED,
             ) from error
 
 
-def _is_intact(folder: Path) -> bool:
-    try:
-        verify(folder)
-    except Damaged as damage:
-        logger.warning("the checkpoint %s is damaged and is skipped: %s", folder, damage)
-        return False
-    return True
-
-
 def _has_all_files(folder: Path) -> bool:
     try:
         check_sizes(folder)
-    except Damaged:
+    except Unusable:
         return False
     return True
 

@@ -57,8 +57,16 @@ class Snapshot:
     """JSON values only: None, bool, int, float (NaN and infinities too), str, lists, and dicts with text keys."""
 
 
-class Damaged(Exception):
-    """A checkpoint cannot be used; the message names the file and what differs."""
+class Unusable(Exception):
+    """A checkpoint cannot be used; the message names the file and what is wrong with it."""
+
+
+class Damaged(Unusable):
+    """It is not as it was written."""
+
+
+class OtherFormat(Unusable):
+    """Another version of drawbar wrote it, and can read it."""
 
 
 class FileEntry(BaseModel):
@@ -92,19 +100,20 @@ class Manifest(BaseModel):
 
     @classmethod
     def from_json(cls, text: bytes) -> "Manifest":
-        """Raises Damaged for text that is not a whole, unchanged manifest of a format that is known."""
+        """Raises Damaged for text that is not a whole, unchanged manifest, and OtherFormat for that of another one."""
         try:
             fields = json.loads(text)
             unchanged = fields.pop("sha256") == _checksum(fields)
+            known = fields["format"] == FORMAT
         except (ValueError, KeyError, TypeError, AttributeError):
             raise Damaged(f"{MANIFEST_FILE} is not a manifest") from None
-        if not unchanged:
-            raise Damaged(f"{MANIFEST_FILE} does not match its own checksum")
-        if fields.get("format") != FORMAT:
-            raise Damaged(
-                f"{MANIFEST_FILE} has format {fields.get('format')}, from drawbar {fields.get('drawbar')}; "
+        if not known:  # first: another format may have another checksum
+            raise OtherFormat(
+                f"{MANIFEST_FILE} has format {fields['format']}, from drawbar {fields.get('drawbar')}; "
                 f"this is drawbar {version('drawbar')}, which reads format {FORMAT}"
             )
+        if not unchanged:
+            raise Damaged(f"{MANIFEST_FILE} does not match its own checksum")
         return cls.model_validate(fields)
 
 

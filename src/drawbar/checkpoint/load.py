@@ -1,10 +1,11 @@
 """Find checkpoints, check them against their manifests, and read them."""
 
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from drawbar.checkpoint.format import (
     MANIFEST_FILE,
@@ -16,12 +17,16 @@ from drawbar.checkpoint.format import (
     Damaged,
     Manifest,
     Snapshot,
+    Unusable,
     decode_state,
     describe,
     step_name,
 )
-from drawbar.errors import UserError
+from drawbar.errors import ExitCode, UserError
+from drawbar.runtime.files import retried
 from drawbar.runtime.tensors import TensorFiles
+
+T = TypeVar("T")
 
 REPLACED = ".replaced"
 """Suffix of a checkpoint that stands aside while a new one of the same step takes its name."""
@@ -34,9 +39,9 @@ def read(path: Path) -> Snapshot:
     The files stay open while the snapshot is used, so that the checkpoint may be deleted meanwhile.
 
     Raises:
-        UserError: it is missing, incomplete or damaged. The message names the file and what differs.
+        UserError: it is missing, damaged or of another format, or the disk cannot be read. The message names the file.
     """
-    try:
+    with usable(path):
         manifest = verify(path)
         return Snapshot(
             step=manifest.step,
@@ -45,17 +50,13 @@ def read(path: Path) -> Snapshot:
             rng=dict(_open_tensors(path / RNG_FILE)),
             state=decode_state((path / STATE_FILE).read_bytes()),
         )
-    except (Damaged, OSError) as reason:
-        raise _unusable(path, reason) from None
 
 
 def read_state(path: Path) -> dict[str, Any]:
     """Verify and load ``state.json`` alone. Raises UserError as ``read`` does."""
-    try:
+    with usable(path):
         _check_content(path, STATE_FILE, check_sizes(path))
         return decode_state((path / STATE_FILE).read_bytes())
-    except (Damaged, OSError) as reason:
-        raise _unusable(path, reason) from None
 
 
 def _open_tensors(path: Path) -> TensorFiles:
@@ -63,7 +64,37 @@ def _open_tensors(path: Path) -> TensorFiles:
     return files.renamed({name: name for name in files} | json.loads(files.metadata["aliases"]))
 
 
-def _unusable(path: Path, reason: Exception) -> UserError:
+@contextmanager
+def usable(path: Path) -> Iterator[None]:
+    """Turn what is wrong with the checkpoint ``path``, or with its disk, into a UserError."""
+    with readable_disk(path):
+        try:
+            yield
+        except Unusable as reason:
+            raise refusal(path, reason) from None
+
+
+@contextmanager
+def readable_disk(folder: Path) -> Iterator[None]:
+    """An error of the disk says nothing of what is on it: nobody may take that for damaged, or for absent.
+
+    Raises:
+        UserError: in place of an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"cannot read {error.filename or folder}: {error.strerror or error}",
+            where=str(folder),
+            remedy="nothing was changed: run the same command again once the disk can be read; "
+            "what stays unreadable, move away or restore from a copy",
+            exit_code=ExitCode.FAILED,
+        ) from error
+
+
+def refusal(path: Path, reason: Unusable) -> UserError:
+    """The refusal to use a checkpoint; it names the others that there are."""
     if not path.is_dir():
         what = f"there is no checkpoint {path}"
     else:
@@ -77,41 +108,67 @@ def _unusable(path: Path, reason: Exception) -> UserError:
 
 
 def step_folders(directory: Path) -> Iterator[tuple[int, Path]]:
-    """``(step, folder)``, newest first, of what is named as a checkpoint, complete or not."""
-    names = [entry.name.removesuffix(REPLACED) for entry in directory.iterdir()] if directory.is_dir() else []
-    steps = {int(match[1]) for name in names if (match := STEP_NAME.fullmatch(name))}
+    """``(step, folder)``, newest first, of what is named as a checkpoint, complete or not.
+
+    Raises:
+        OSError: nobody can tell what is there.
+    """
+    names = folders_in(directory)
+    steps = {int(match[1]) for name in names if (match := STEP_NAME.fullmatch(name.removesuffix(REPLACED)))}
     for step in sorted(steps, reverse=True):
         for name in (step_name(step), step_name(step) + REPLACED):
-            if (directory / name).is_dir():
+            if name in names:
                 yield step, directory / name
 
 
+def folders_in(directory: Path) -> set[str]:
+    """Names of the folders in a folder, which need not exist. Raises OSError where nobody can tell."""
+
+    def scan() -> set[str]:
+        with os.scandir(directory) as entries:
+            return {entry.name for entry in entries if entry.is_dir()}
+
+    try:
+        return retried(scan)
+    except (FileNotFoundError, NotADirectoryError):
+        return set()
+
+
 def complete_checkpoints(directory: Path) -> dict[int, Path]:
-    """Step → folder, ascending, of the checkpoints that have all their files in the right size. No file is read."""
+    """Step → folder, ascending, of the checkpoints that have all their files in the right size. No file is read.
+
+    One that cannot be read at the moment is left out.
+
+    Raises:
+        OSError: nobody can tell what is there.
+    """
     found: dict[int, Path] = {}
     for step, folder in step_folders(directory):
         try:
             check_sizes(folder)
-        except Damaged:
+        except (Unusable, OSError):
             continue
         found.setdefault(step, folder)
     return dict(reversed(found.items()))
 
 
 def check_sizes(folder: Path) -> Manifest:
-    """The manifest, once every file that it lists is there in the right size. Raises Damaged."""
-    with _reading(MANIFEST_FILE):
-        manifest = Manifest.from_json((folder / MANIFEST_FILE).read_bytes())
+    """The manifest, once every file that it lists is there in the right size.
+
+    Raises:
+        Unusable: it is damaged, or of another format.
+        OSError: nobody can tell.
+    """
+    manifest = Manifest.from_json(_look(MANIFEST_FILE, (folder / MANIFEST_FILE).read_bytes))
     for name, entry in manifest.files.items():
-        with _reading(name):
-            size = (folder / name).stat().st_size
+        size = _look(name, (folder / name).stat).st_size
         if size != entry.size:
             raise Damaged(f"{name} has {size} bytes instead of {entry.size}")
     return manifest
 
 
 def verify(folder: Path) -> Manifest:
-    """The manifest, once every file is as it was written, by size and SHA-256. Raises Damaged."""
+    """The manifest, once every file is as it was written, by size and SHA-256. Raises as ``check_sizes`` does."""
     manifest = check_sizes(folder)
     for name in manifest.files:
         _check_content(folder, name, manifest)
@@ -119,17 +176,16 @@ def verify(folder: Path) -> Manifest:
 
 
 def _check_content(folder: Path, name: str, manifest: Manifest) -> None:
-    with _reading(name):
-        found = describe(folder / name)
+    found = _look(name, lambda: describe(folder / name))
     if found != manifest.files[name]:
         raise Damaged(f"{name} has the checksum {found.sha256[:16]}… instead of {manifest.files[name].sha256[:16]}…")
 
 
-@contextmanager
-def _reading(name: str) -> Iterator[None]:
+def _look(name: str, read: Callable[[], T]) -> T:
+    """What ``read`` finds out about a file of a checkpoint. Raises Damaged where it is missing."""
     try:
-        yield
-    except FileNotFoundError:
+        return retried(read)
+    except (FileNotFoundError, NotADirectoryError):
         raise Damaged(f"{name} is missing") from None
-    except OSError as error:
-        raise Damaged(f"{name} cannot be read: {error.strerror}") from error
+    except IsADirectoryError:
+        raise Damaged(f"{name} is a folder") from None

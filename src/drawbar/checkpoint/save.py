@@ -1,6 +1,5 @@
 """Copy a run's state to host memory, and write it to a folder that survives a power cut."""
 
-import errno
 import json
 import os
 import shutil
@@ -26,6 +25,7 @@ from drawbar.checkpoint.format import (
     encode_state,
 )
 from drawbar.checkpoint.space import rust_errors
+from drawbar.runtime.files import sync
 from drawbar.runtime.tensors import read_header
 
 
@@ -143,16 +143,3 @@ def _sort_metadata(path: Path) -> None:
         if 8 + len(text) <= begin:  # the rest is spaces, which align the tensors
             file.seek(8)
             file.write(text.ljust(begin - 8))
-
-
-def sync(path: Path) -> None:
-    """Force a file, or the names in a folder, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        # Some network file systems have no fsync for folders; there is nothing more to do on them.
-        if not (path.is_dir() and error.errno in (errno.EINVAL, errno.ENOTSUP)):
-            raise
-    finally:
-        os.close(descriptor)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
+from traceback import clear_frames
 
 
 class AsyncWriter:
@@ -12,7 +13,7 @@ class AsyncWriter:
 
         writer.wait()
         snapshot = Snapshot(step, host_copies(model), …)
-        writer.submit(lambda: directory.write(snapshot))
+        writer.submit(partial(directory.write, snapshot))
 
     A process that ends finishes its last write; a process that is killed leaves a ``.tmp`` folder.
     """
@@ -20,9 +21,10 @@ class AsyncWriter:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-writer")
         self._pending: Future[None] | None = None
+        self._error: BaseException | None = None
 
     def submit(self, write: Callable[[], None]) -> None:
-        """Start a write once the one before it has ended. Raises what that one raised."""
+        """Start a write once the one before it has ended."""
         self.wait()
         self._pending = self._thread.submit(write)
 
@@ -38,17 +40,33 @@ class AsyncWriter:
         self._pending = self._thread.submit(in_turn)
 
     def wait(self) -> None:
-        """Return when nothing is being written. Raises, once, what the write raised."""
+        """Return when nothing is being written, whether or not that worked: ``take_error`` tells."""
         if self._pending is None:
             return
         # Forget the write only when it has ended: Ctrl-C may break the waiting, and its error must not be lost.
         wait_for([self._pending])
         ended, self._pending = self._pending, None
-        ended.result()
+        error = ended.exception()
+        if error is not None:
+            _drop_snapshot(error)
+            self._error = self._error or error
+
+    def take_error(self) -> BaseException | None:
+        """What the first write that failed has raised; the next call knows nothing of it."""
+        error, self._error = self._error, None
+        return error
 
     def close(self) -> None:
-        """Wait for the last write, then end the thread. Raises what the write raised."""
-        try:
-            self.wait()
-        finally:
-            self._thread.shutdown()
+        """Wait for the last write, then end the thread."""
+        self.wait()
+        self._thread.shutdown()
+
+
+def _drop_snapshot(error: BaseException | None) -> None:
+    """The frames of a failed write hold what it should have written, and the next one needs that room.
+
+    A function defined inside another one would keep it nevertheless: hence ``partial``.
+    """
+    while error is not None:
+        clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

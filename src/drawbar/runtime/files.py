@@ -1,11 +1,64 @@
-"""Files that are whole or absent."""
+"""Files that are whole or absent, also after a power cut, and disks that are asked once more."""
 
+import errno
 import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+T = TypeVar("T")
+
+_PASSING = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT)
+"""Errors of network file systems that are often gone a moment later: a server restarts, a handle is out of date."""
+_PAUSES = (0.5, 2.0)
+"""Seconds before the second and the third attempt."""
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file under another name, and rename it."""
+    """Write a text file under another name, and rename it when it is on the disk."""
+    with replacing(path) as file:
+        file.write(text.encode())
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A new file, which takes the place of ``path`` at the end of the block; after an error there is none."""
     draft = path.with_name(path.name + ".tmp")
-    draft.write_text(text, encoding="utf-8")
-    os.replace(draft, path)
+    try:
+        with draft.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            draft.unlink()
+        raise
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Force a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems have no fsync for folders; there is nothing more to do on them.
+        if not (path.is_dir() and error.errno in (errno.EINVAL, errno.ENOTSUP)):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def retried(read: Callable[[], T]) -> T:
+    """What ``read`` returns, at the third attempt if need be. Raises OSError where the disk stays unreadable."""
+    for pause in _PAUSES:
+        try:
+            return read()
+        except OSError as error:
+            if error.errno not in _PASSING:
+                raise
+            time.sleep(pause)
+    return read()

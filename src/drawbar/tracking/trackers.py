@@ -7,7 +7,6 @@ drops what was written about steps after s: the run is about to make them again.
 import json
 import logging
 import math
-import os
 import textwrap
 import threading
 import time
@@ -20,6 +19,7 @@ from typing import Any
 from drawbar.config.imports import cause
 from drawbar.config.schema import TrackingSection
 from drawbar.errors import ExitCode, UserError
+from drawbar.runtime.files import replacing
 
 logger = logging.getLogger(__name__)
 
@@ -178,17 +178,13 @@ def json_number(value: float) -> float | str:
 def _drop_lines_after(path: Path, last_step: int, evaluated: bool) -> None:
     """Rewrite the file, atomically, without the lines of later steps and without unreadable ones; and, where that step
     is to be evaluated again, without its scores."""
-    rewritten = path.with_name(path.name + ".tmp")
-    with path.open("rb") as lines, rewritten.open("wb") as kept:
+    with path.open("rb") as lines, replacing(path) as kept:
         for number, line in enumerate(lines, start=1):
             entry = _entry(line)
             if entry is None:
                 logger.warning("%s, line %d: cut off when the run was killed; dropped", path, number)
             elif entry["step"] < last_step or (entry["step"] == last_step and (evaluated or not _is_of_scores(entry))):
                 kept.write(line if line.endswith(b"\n") else line + b"\n")
-        kept.flush()
-        os.fsync(kept.fileno())
-    rewritten.replace(path)
 
 
 def _entry(line: bytes) -> dict[str, Any] | None:

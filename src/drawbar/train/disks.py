@@ -6,16 +6,16 @@ new ones among them, every disk says what it has: the newest checkpoint counts, 
 
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from drawbar.checkpoint.directory import BEST_FILE, CheckpointDirectory
 from drawbar.checkpoint.format import MANIFEST_FILE, FileEntry, describe
 from drawbar.checkpoint.load import read_state
-from drawbar.checkpoint.save import sync
 from drawbar.checkpoint.space import check_writable
 from drawbar.runtime.dist import World
+from drawbar.runtime.files import sync
 from drawbar.runtime.log import logger
 from drawbar.train.rundir import Start
 
@@ -87,9 +87,18 @@ def find_start_everywhere(find: Callable[[], Start], disks: Disks, world: World)
 
     Args:
         find: decides for one disk.
+
+    Raises:
+        UserError: there are checkpoints, and none can be used; on all ranks.
     """
-    if disks.shared:
-        return world.from_first(find, _LOOKING)
+    start = world.from_first(find, _LOOKING) if disks.shared else _compare(find, disks, world)
+    if start.refusal is not None:
+        raise start.refusal
+    return start
+
+
+def _compare(find: Callable[[], Start], disks: Disks, world: World) -> Start:
+    """The best start of all disks, once each has it; what this rank's disk has to set aside stays its own."""
     with world.working(_LOOKING):
         own = _offer(find()) if disks.keeper else None
     shared = world.share(own)
@@ -97,22 +106,27 @@ def find_start_everywhere(find: Callable[[], Start], disks: Disks, world: World)
     source = max(offers, key=lambda rank: (offers[rank].worth, -rank))
     best = offers[source]
     if best.start.checkpoint is None:
+        refused = [offer.start for offer in offers.values() if offer.start.refusal is not None]
+        if refused:
+            return refused[0]
         logger.info("each node has a disk of its own, and none has a checkpoint of this run: it begins anew")
     for target, offer in offers.items():
         if offer.step < best.step:
             logger.info("the disk of rank %d lacks %s, and gets it from rank %d", target, best.start.checkpoint, source)
         if target != source:
             _complete(offer, best, source, target, world)
-    return best.start
+    damaged = {} if own is None else own.start.unusable
+    left = {path: reason for path, reason in damaged.items() if path not in best.checkpoints}
+    return replace(best.start, unusable=left)
 
 
 def _offer(start: Start) -> _Offer:
     if start.checkpoint is None:
         return _Offer(start, -1, {}, {})
     directory = CheckpointDirectory(start.checkpoint.parent)
-    step = read_state(start.checkpoint)["progress"]["step"]
-    record = directory.best_record()
-    best = directory.best() if record is not None and record.step != step else None  # the newest one is verified
+    progress = read_state(start.checkpoint)["progress"]
+    step, best_step = progress["step"], progress["best_step"]  # best.json may be damaged, or older
+    best = directory.intact(best_step) if best_step not in (None, step) else None  # the newest one is verified
     checkpoints = {}
     for folder in (start.checkpoint, best):
         if folder is not None:

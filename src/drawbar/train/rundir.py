@@ -3,13 +3,16 @@
 import fcntl
 import os
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
 from pydantic import ValidationError
 
-from drawbar.checkpoint.directory import CheckpointDirectory
+from drawbar.checkpoint.directory import CheckpointDirectory, Survey
+from drawbar.checkpoint.format import OtherFormat, Unusable
+from drawbar.checkpoint.load import readable_disk
 from drawbar.config.compare import check_same
 from drawbar.config.load import dump_yaml
 from drawbar.config.schema import RunConfig, RunSection
@@ -30,6 +33,10 @@ class Start:
     """What it goes on from; None for step 0."""
     forked: bool = False
     """The checkpoint is another run's, and the configuration may differ from that run's."""
+    unusable: Mapping[Path, Unusable] = field(default_factory=dict)
+    """What is to be set aside before the run goes on, and why."""
+    refusal: UserError | None = None
+    """Why the run cannot begin: it has checkpoints, and none can be used. Another node's disk may have a better one."""
 
 
 def find_start(config: RunConfig, resume: str, fork: str | None) -> Start:
@@ -40,35 +47,69 @@ def find_start(config: RunConfig, resume: str, fork: str | None) -> Start:
         fork: a new run's name: begin from this run's checkpoint, with a configuration that may differ.
 
     Raises:
-        UserError: the directory holds another run, or a run of another configuration.
+        UserError: the directory holds another run, a run of another configuration, or a newer drawbar's checkpoint;
+            or the disk cannot be read.
     """
-    if fork is not None:
-        return _find_fork(config, resume, fork)
+    with readable_disk(config.run_dir):
+        return _find(config, resume) if fork is None else _find_fork(config, resume, fork)
+
+
+def _find(config: RunConfig, resume: str) -> Start:
     folder = config.run_dir
     if not (folder / "config.yaml").exists():
         _check_no_stranger(folder)
         return Start() if resume in ("auto", "never") else Start(CheckpointDirectory(folder).resolve(resume))
-    if resume == "never":
+    checkpoints = CheckpointDirectory(folder / "checkpoints")
+    found = checkpoints.survey()
+    refusal = _refusal(found, checkpoints.path)
+    if resume == "never" and (found.newest is not None or refusal is None):
         raise UserError(
             f"the run {config.run.name} exists already",
             where=str(folder),
             remedy="choose another run.name, delete the folder, or leave out --resume never to go on with it",
         )
     check_same(folder, config)
-    checkpoints = CheckpointDirectory(folder / "checkpoints")
-    latest = checkpoints.latest()
+    if resume == "never":
+        return Start(None, unusable=found.unusable)
+    if found.newest is not None and refusal is not None:
+        raise refusal
     if resume == "auto":
-        return Start(latest)
+        return Start(found.newest, unusable=found.unusable, refusal=refusal)
     chosen = checkpoints.resolve(resume).resolve()
     if chosen.parent != checkpoints.path.resolve():  # where the run began: the same command again goes on with it
-        return Start(latest or chosen)
-    if latest is None or chosen != latest.resolve():
+        return Start(found.newest or chosen, unusable=found.unusable)
+    if refusal is not None:
+        raise refusal
+    if found.newest is None or chosen != found.newest.resolve():
         raise UserError(
             f"{resume} is not the newest checkpoint of {config.run.name}, which would lose the steps after it",
             where="--resume",
             remedy="leave --resume out to go on from the newest, or add --fork NEWNAME to branch off from this one",
         )
-    return Start(latest)
+    return Start(found.newest, unusable=found.unusable)
+
+
+def _refusal(found: Survey, folder: Path) -> UserError | None:
+    """Why a run must not go on by itself: it would lose what it cannot read. Damaged checkpoints with an intact one
+    before them are no reason."""
+    newer = [reason for reason in found.unusable.values() if isinstance(reason, OtherFormat)]
+    if found.newest is not None:
+        if not newer:
+            return None
+        what = "a newer checkpoint of the run cannot be used"
+        remedy = f"use that version of drawbar, or branch off: --resume {found.newest.name} --fork NEWNAME"
+    elif found.unusable or found.set_aside:
+        what = "no checkpoint of the run can be used"
+        remedy = (
+            f"{'use that version of drawbar, ' if newer else ''}restore one from a copy, or give the path of another "
+            "one (--resume PATH); or begin at step 0: under another run.name, or here by --resume never, which sets "
+            "these checkpoints aside"
+        )
+    else:
+        return None
+    lines = [f"{path.name}: {reason}" for path, reason in found.unusable.items()]
+    lines += [f"{path.name}: set aside before" for path in found.set_aside]
+    return UserError("\n    ".join([f"{what}, and nothing was changed:", *lines]), where=str(folder), remedy=remedy)
 
 
 def renamed(config: RunConfig, name: str) -> RunConfig:
@@ -92,8 +133,8 @@ def _find_fork(config: RunConfig, resume: str, name: str) -> Start:
     source = config.run_dir
     target = renamed(config, name)
     if (target.run_dir / "config.yaml").exists():  # the same command again: go on with the fork
-        start = find_start(target, "auto", None)
-        if start.checkpoint is not None:
+        start = _find(target, "auto")
+        if start.checkpoint is not None or start.refusal is not None:
             return start
     else:
         _check_no_stranger(target.run_dir)

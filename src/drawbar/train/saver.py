@@ -1,6 +1,9 @@
 """From a running trainer to a checkpoint, and back."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,47 +19,68 @@ from drawbar.engines.engine import Engine, EngineState
 from drawbar.errors import UserError
 from drawbar.parallel.precision import choose_precision
 from drawbar.runtime.dist import World
+from drawbar.runtime.files import sync
 from drawbar.runtime.log import logger
 from drawbar.runtime.seed import rng_state, seed_everything, set_rng_state
 from drawbar.train.disks import Disks
 from drawbar.train.step import Progress
+from drawbar.train.stop import Reason, Stop
 
 
 class Saver:
     """Saves in a background thread of rank 0, and of one rank for each other disk; training waits only for a copy to
-    host memory."""
+    host memory.
+
+    A save that fails asks for a stop, so that all ranks end at the same step, once they have tried to save that one.
+
+    Args:
+        progress: of the run as it begins here; a resumed one has a checkpoint of it already.
+    """
 
     def __init__(
-        self, config: RunConfig, engine: Engine, loader: Loader, world: World, disks: Disks, progress: Progress
+        self,
+        config: RunConfig,
+        engine: Engine,
+        loader: Loader,
+        world: World,
+        disks: Disks,
+        stop: Stop,
+        progress: Progress,
     ) -> None:
         self._config = config.checkpoint
         self._formats = {"precision": config.precision, "muon_precision": config.optim.muon_precision}
         self._directory = CheckpointDirectory(config.run_dir / "checkpoints")
+        self._metrics = config.run_dir / "metrics.jsonl"
         self._metric = config.eval.metric
         self._disks = disks
         self._engine = engine
         self._loader = loader
         self._world = world
+        self._stop = stop
         self._writer = AsyncWriter()
         resumed = world.from_first(lambda: progress.step in self._directory.steps(), "looking at the checkpoints")
-        self.saved: Progress | None = replace(progress) if resumed else None
-        """What the newest checkpoint says of the run."""
+        self._saved: Progress | None = replace(progress) if resumed else None
+
+    @property
+    def saved(self) -> Progress | None:
+        """What the newest checkpoint says of the run; None once the ranks know that a save failed: it may be that one."""
+        return None if self._stop.reason is Reason.UNSAVED else self._saved
 
     def save(self, progress: Progress) -> None:
         """Save this step; where that is done, let its checkpoint say what has come of the step since. Every rank must
         call it."""
         best = (progress.best_step, progress.best_score)
         if self.saved is not None and self.saved.step == progress.step:
-            self.saved = replace(progress)
+            self._saved = replace(progress)
             if self._disks.keeper:
-                step, changes = progress.step, {"progress": progress.state()}
-                self._writer.follow(lambda: self._amend(step, changes, *best))
+                self._writer.follow(partial(self._amend, progress.step, {"progress": progress.state()}, *best))
             return
-        self.wait()  # never two copies in host memory
+        with self._world.together(self._writing):
+            self._writer.wait()  # never two copies in host memory
         state = self._engine.state(self._disks.writers)
         own = rng_state(self._world.device)
         generators = self._world.gather(own) if self._disks.shared else self._world.share(own)
-        self.saved = replace(progress)
+        self._saved = replace(progress)
         if generators is None or not self._disks.keeper:
             return
         values = {
@@ -73,36 +97,68 @@ class Saver:
         }
         plain = decode_state(encode_state(values))  # a copy; what JSON cannot hold fails here, not in the thread
         snapshot = Snapshot(progress.step, state.model, state.optimizer, rng, plain)
-        self._writer.submit(lambda: self._write(snapshot, *best))
+        self._writer.submit(partial(self._write, snapshot, *best))
 
     def _write(self, snapshot: Snapshot, best_step: int | None, best_score: float | None) -> None:
-        self._directory.write(snapshot)
-        self._rotate(best_step, best_score)
+        with self._asking_to_stop(snapshot.step):
+            if self._metrics.exists():
+                sync(self._metrics)  # a run that goes on from this step does not write them again
+            self._directory.write(snapshot)
+            self._rotate(snapshot.step, best_step, best_score)
 
     def _amend(self, step: int, changes: dict[str, Any], best_step: int | None, best_score: float | None) -> None:
-        self._directory.amend(step, changes)
-        self._rotate(best_step, best_score)
+        with self._asking_to_stop(step):
+            self._directory.amend(step, changes)
+            self._rotate(step, best_step, best_score)
 
-    def _rotate(self, best_step: int | None, best_score: float | None) -> None:
-        protected = set()
-        if self._config.keep_best and best_score is not None and best_step in self._directory.steps():
-            self._directory.set_best(best_step, self._metric, best_score)
-            protected = {best_step}
+    def _rotate(self, step: int, best_step: int | None, best_score: float | None) -> None:
+        protected = {step}
+        if self._config.keep_best and best_step is not None and best_score is not None:
+            protected.add(best_step)
+            if best_step in self._directory.steps():
+                self._directory.set_best(best_step, self._metric, best_score)
         self._directory.rotate(self._config.keep, protected)
 
+    @contextmanager
+    def _asking_to_stop(self, step: int) -> Iterator[None]:
+        """In the background: a save that fails."""
+        try:
+            yield
+        except Exception as error:
+            reason = error.what if isinstance(error, UserError) else repr(error)
+            logger.warning("the save of step %d failed, so the run saves where it is, and ends: %s", step, reason)
+            self._stop.request(Reason.UNSAVED)
+            raise
+
     def wait(self) -> None:
-        """Until the newest save is on every disk. Every rank must call it. Raises what went wrong with this rank's."""
+        """Until the newest save is on every disk. Every rank must call it, and raises what went wrong with any save."""
         with self._world.together(self._writing):  # those that write nothing wait here, and not in a collective
             self._writer.wait()
+            error = self._explained(self._writer.take_error())
+        for told in self._world.share(error if isinstance(error, UserError) else None):
+            if told is not None:
+                raise told
+        if error is not None:
+            raise error
 
     def close(self) -> None:
         """Until what this rank writes is on its disk; then end the background thread. Raises what went wrong."""
         with self._world.working(self._writing):
             self._writer.close()
+            error = self._explained(self._writer.take_error())
+        if error is not None:
+            raise error
+
+    def _explained(self, error: BaseException | None) -> BaseException | None:
+        """Add to what went wrong what there is to go on from: a later save may have succeeded."""
+        if not isinstance(error, UserError):
+            return error
+        what = f"{error.what}. {self._directory.standing()}"
+        return UserError(what, where=error.where, remedy=error.remedy, exit_code=error.exit_code)
 
     @property
     def _writing(self) -> str:
-        return "saving" if self.saved is None else f"writing the checkpoint of step {self.saved.step}"
+        return "saving" if self._saved is None else f"writing the checkpoint of step {self._saved.step}"
 
 
 def formats_as_begun(config: RunConfig, checkpoint: Path, device: torch.device) -> RunConfig:

@@ -15,7 +15,7 @@ from drawbar.data.tokenizer import load_tokenizer
 from drawbar.engines.choose import choose_engine
 from drawbar.engines.engine import Engine
 from drawbar.runtime.dist import World
-from drawbar.runtime.files import write_whole
+from drawbar.runtime.files import sync, write_whole
 from drawbar.runtime.log import logger
 from drawbar.tasks.overrides import fault, named_errors
 from drawbar.tasks.pretrained import PretrainedTask
@@ -65,7 +65,10 @@ def save_task(task: Task, run_dir: Path) -> None:
         with rust_errors(draft):
             task.tokenizer.save_pretrained(str(draft))
         (draft / WRAPS_TEXTS).touch()
+        for path in (*draft.iterdir(), draft):
+            sync(path)
         draft.rename(run_dir / "tokenizer")
+        sync(run_dir)
     if task.facts and not (run_dir / TASK_FILE).exists():
         write_whole(run_dir / TASK_FILE, json.dumps(task.facts, ensure_ascii=False, indent=2) + "\n")
 

@@ -27,12 +27,15 @@ class Reason(IntEnum):
     """Ctrl-C (SIGINT), or the terminal was closed (SIGHUP)."""
     FAILED = 4
     """An evaluation failed."""
+    UNSAVED = 5
+    """A save failed."""
 
 
 _EXIT_CODES = {
     Reason.REQUEUE: ExitCode.REQUEUE,
     Reason.INTERRUPTED: ExitCode.INTERRUPTED,
     Reason.FAILED: ExitCode.FAILED,
+    Reason.UNSAVED: ExitCode.FAILED,
 }
 _REASONS = dict.fromkeys(REQUEUE, Reason.REQUEUE) | dict.fromkeys(INTERRUPT, Reason.INTERRUPTED)
 
@@ -45,7 +48,7 @@ class Stop:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._wanted = Reason.NONE
+        self._wanted = [Reason.NONE]
         self.reason = Reason.NONE
         """What all ranks agreed on."""
         self.error: UserError | None = None
@@ -61,7 +64,7 @@ class Stop:
     @property
     def wanted(self) -> bool:
         """Whether this rank wants to stop; the others may not know yet."""
-        return self._wanted is not Reason.NONE
+        return max(self._wanted) is not Reason.NONE
 
     def fail(self, error: UserError) -> None:
         """Stop for an error that every rank has, once this step is saved."""
@@ -70,11 +73,12 @@ class Stop:
         self.request(Reason.FAILED)
 
     def request(self, reason: Reason) -> None:
-        self._wanted = max(self._wanted, reason)
+        """Any thread or signal handler may call it."""
+        self._wanted.append(reason)  # one operation: nothing can come between, and be lost
 
     def agreed(self) -> bool:
         """Whether any rank wants to stop. Every rank must call it at the same step, and gets the same answer."""
-        self.reason = Reason(self._world.largest(self._wanted))
+        self.reason = Reason(self._world.largest(max(self._wanted)))
         return self.reason is not Reason.NONE
 
     def __enter__(self) -> Self:

@@ -134,7 +134,7 @@ class Trainer:
         progress = Progress()
         if start.checkpoint is not None:
             progress = restore(start.checkpoint, start.forked, config.run.seed, engine, loader, world)
-        self._open(task, engine, world, disks)
+        self._open(task, engine, world, disks, start)
         run = _Run(config, world, disks, stop, console, task, engine, loader, validation, progress)
         run.train(total_steps)
         engine.close()
@@ -146,13 +146,14 @@ class Trainer:
             self._lock = lock_run_dir(self.config.run_dir)  # first: another process may be writing a checkpoint
         return find_start(self.source, self.resume, self.fork)
 
-    def _open(self, task: Task, engine: Engine, world: World, disks: Disks) -> None:
+    def _open(self, task: Task, engine: Engine, world: World, disks: Disks, start: Start) -> None:
         """Only now, with everything ready to train, does the run directory come into being, or change."""
         folder = self.config.run_dir
         checkpoints = CheckpointDirectory(folder / "checkpoints")
         world.barrier("loading the checkpoint")  # cleaning up may rename it
         with world.together("opening the run directory"):
             if disks.keeper:
+                checkpoints.set_aside(start.unusable)
                 saved = len(checkpoints.steps())
                 check_space(folder, required_bytes(engine.checkpoint_bytes, self.config.checkpoint.keep, saved))
                 folder.mkdir(parents=True, exist_ok=True)
@@ -191,7 +192,7 @@ class _Run:
         if self.world.first:
             resume_step = self.progress.step or None  # without a checkpoint, step 0 is evaluated anew, too
             self.trackers = Trackers(make_trackers(self.config.run_dir, self.config.tracking, resume_step, not owes))
-        saver = Saver(self.config, self.engine, self.loader, self.world, self.disks, self.progress)
+        saver = Saver(self.config, self.engine, self.loader, self.world, self.disks, self.stop, self.progress)
         with closing(saver):  # a save that has begun is finished, even where a step fails
             self._loop(self._make_hooks(saver), total_steps)
         self.trackers.close()

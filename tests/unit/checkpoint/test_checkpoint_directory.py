@@ -194,19 +194,25 @@ def test_best_points_at_complete_checkpoints_only(directory, caplog):
         directory.set_best(9, "loss", 1.0)
     directory.set_best(2, "loss", 1.0)
     flip(directory.path / "step-00000002" / "model.safetensors")
+    with pytest.raises(UserError, match=r"step-00000002 cannot be used: model\.safetensors has the checksum") as caught:
+        directory.best()
+    assert "step-00000001, step-00000003" in caught.value.remedy
+    directory.rotate(1, set())
     with caplog.at_level(logging.WARNING, logger="drawbar"):
-        assert directory.best() is None
-    assert "step-00000002" in caplog.text
+        assert directory.best() is None  # as nothing protected it
+    assert "names step 2, whose checkpoint is gone" in caplog.text
     with pytest.raises(UserError, match="there is no checkpoint 'best'"):
         directory.resolve("best")
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"step": 1.5, "metric": "loss", "score": 1}', "nonsense"])
-def test_an_unreadable_best_file_is_named_and_ignored(directory, caplog, text):
+def test_where_the_best_file_is_damaged_no_other_checkpoint_is_taken_for_the_best(directory, text):
     (directory.path / "best.json").write_text(text)
-    with caplog.at_level(logging.WARNING, logger="drawbar"):
-        assert directory.best() is None
-    assert "best.json" in caplog.text
+    with pytest.raises(UserError, match=r"best\.json is damaged") as caught:
+        directory.best()
+    assert "latest, or one of these steps: 1, 2, 3" in caught.value.remedy
+    directory.set_best(2, "loss", 0.5)
+    assert directory.best().name == "step-00000002"
 
 
 def test_resolve(directory):
@@ -232,7 +238,6 @@ def test_a_folder_that_cannot_be_written(tmp_path):
     with pytest.raises(UserError, match="step-00000001 could not be written") as caught:
         CheckpointDirectory(tmp_path / "file" / "checkpoints").write(snapshot(1))
     assert caught.value.exit_code == ExitCode.FAILED
-    assert "There is no complete checkpoint yet" in str(caught.value)
     assert caught.value.__cause__.errno == errno.ENOTDIR
 
 

@@ -18,7 +18,6 @@ import os, resource, sys
 from pathlib import Path
 import torch
 from drawbar.checkpoint import AsyncWriter, CheckpointDirectory, Snapshot
-from drawbar.errors import UserError
 
 def snapshot(step, size):
     return Snapshot(step, {"w": torch.ones(size)}, {}, {}, {})
@@ -29,14 +28,14 @@ if limit:
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 writer = AsyncWriter()
 writer.submit(lambda: directory.write(snapshot(2, 1_000_000)))
-try:
-    writer.close()
-except UserError as error:
-    print(error)
-    print(sorted(os.listdir(directory.path)), directory.latest().name)
-    directory.write(snapshot(3, 10))
-    print(directory.steps())
-    sys.exit(error.exit_code)
+writer.close()
+error = writer.take_error()
+print(error)
+print(directory.standing())
+print(sorted(os.listdir(directory.path)), directory.latest().name)
+directory.write(snapshot(3, 10))
+print(directory.steps())
+sys.exit(error.exit_code)
 """
 
 

@@ -1,0 +1,281 @@
+"""A run whose checkpoints cannot be used, or not written: nothing that it has made is lost."""
+
+import errno
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_run_again import contents
+from torch import nn
+
+from conftest import make_project
+from drawbar.checkpoint import CheckpointDirectory, directory
+from drawbar.checkpoint.format import MODEL_FILE, Manifest, Snapshot
+from drawbar.errors import ExitCode, UserError
+from drawbar.runtime import files
+from drawbar.runtime.env import Place
+from drawbar.tasks.batch import Batch
+from drawbar.tasks.causal_lm import CausalLM
+from drawbar.train.stop import Reason, Stop
+from harness import run_ranks
+from runs import Fit, fit_in, losses
+
+STEPS = ("step-00000008", "step-00000010", "step-00000012")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project with a run of 12 steps and its checkpoints of ``STEPS``."""
+    project = make_project(tmp_path_factory.mktemp("trained"))
+    fit_in(project)
+    return project
+
+
+@pytest.fixture
+def project(trained: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(trained, tmp_path / "project")
+
+
+@pytest.fixture
+def checkpoints(run: Path) -> Path:
+    return run / "checkpoints"
+
+
+def damage(folder: Path) -> None:
+    """Right size, wrong content."""
+    content = bytearray((folder / MODEL_FILE).read_bytes())
+    content[-1] ^= 1
+    (folder / MODEL_FILE).write_bytes(content)
+
+
+def lose_manifest(folder: Path) -> None:
+    (folder / "manifest.json").unlink()
+
+
+def make_newer(folder: Path) -> None:
+    manifest = Manifest.from_json((folder / "manifest.json").read_bytes())
+    (folder / "manifest.json").write_bytes(manifest.model_copy(update={"format": 2, "drawbar": "9.0"}).to_json())
+
+
+def saved(checkpoints: Path) -> list[str]:
+    return sorted(path.name for path in checkpoints.iterdir() if path.is_dir())
+
+
+@pytest.mark.parametrize(
+    ("harm", "reason"),
+    [
+        (damage, "model.safetensors has the checksum"),
+        (lose_manifest, "manifest.json is missing"),
+        (make_newer, "manifest.json has format 2, from drawbar 9.0"),
+    ],
+)
+def test_a_run_that_cannot_use_its_checkpoints_does_not_begin_anew(
+    harm: Callable[[Path], None], reason: str, fit: Fit, run: Path, checkpoints: Path
+) -> None:
+    for step in STEPS:
+        harm(checkpoints / step)
+    before = contents(run)
+    with pytest.raises(UserError, match="no checkpoint of the run can be used") as refused:
+        fit()
+    assert refused.value.what.count(reason) == 3
+    assert all(words in str(refused.value.remedy) for words in ("from a copy", "--resume PATH", "--resume never"))
+    assert contents(run) == before
+
+
+def test_begin_anew_where_the_user_says_so(fit: Fit, run: Path, checkpoints: Path) -> None:
+    expected = losses(run)
+    for step in STEPS:
+        damage(checkpoints / step)
+    assert fit("train.steps=12", resume="never").progress.step == 12
+    assert losses(run) == expected
+    assert saved(checkpoints) == sorted([*STEPS, *(f"{step}.unusable" for step in STEPS)])
+    with pytest.raises(UserError, match="exists already"):
+        fit(resume="never")
+    for step in STEPS:  # and nothing is forgotten of what was set aside
+        shutil.rmtree(checkpoints / step)
+    with pytest.raises(UserError, match="set aside before"):
+        fit()
+
+
+def test_go_on_from_a_copy(fit: Fit, project: Path, run: Path, checkpoints: Path) -> None:
+    expected = losses(run)
+    copy = shutil.copytree(checkpoints / "step-00000008", project / "copy")
+    for step in STEPS:
+        damage(checkpoints / step)
+    assert fit(resume=str(copy)).progress.step == 12
+    assert losses(run) == expected
+    assert "step-00000012" in saved(checkpoints)
+
+
+def test_a_newer_format_is_not_passed_over(fit: Fit, run: Path, checkpoints: Path) -> None:
+    make_newer(checkpoints / "step-00000012")
+    before = contents(run)
+    with pytest.raises(UserError, match=r"step-00000012: manifest\.json has format 2") as refused:
+        fit()
+    assert "--resume step-00000010 --fork NEWNAME" in str(refused.value.remedy)
+    assert contents(run) == before
+    assert fit(resume="step-00000010", fork="older").progress.step == 12
+
+
+@pytest.mark.parametrize("place", ["checkpoints", "checkpoints/step-00000012/optimizer.safetensors"])
+def test_a_disk_that_cannot_be_read_is_an_error(
+    place: str, fit: Fit, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = contents(run)
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "_PAUSES", ())
+        for module, name in ((os, "scandir"), (__import__("io"), "open")):
+            patch.setattr(module, name, stale(getattr(module, name), Path("runs/tiny") / place))
+        with pytest.raises(UserError, match=f"cannot read runs/tiny/{place}: {os.strerror(errno.ESTALE)}") as error:
+            fit()
+    assert error.value.exit_code == ExitCode.FAILED
+    assert contents(run) == before
+    assert fit().progress.step == 12
+
+
+def stale(look: Callable[..., Any], path: Path) -> Callable[..., Any]:
+    def fail(asked: Any, *arguments: Any, **options: Any) -> Any:
+        if str(asked) == str(path):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(asked))
+        return look(asked, *arguments, **options)
+
+    return fail
+
+
+def test_a_fork_that_cannot_use_its_own_checkpoints_does_not_begin_anew(fit: Fit, project: Path) -> None:
+    fit("train.steps=16", "optim.lr=1e-3", fork="other")
+    fork = project / "runs" / "other"
+    for path in (fork / "checkpoints").glob("step-*"):
+        damage(path)
+    before = contents(fork)
+    with pytest.raises(UserError, match="no checkpoint of the run can be used"):
+        fit("train.steps=16", "optim.lr=1e-3", fork="other")
+    assert contents(fork) == before
+
+
+class Failing(CausalLM):
+    """causal_lm that fails in the second training step of a process: two micro-batches a step."""
+
+    forwards = 0
+
+    def forward(self, model: nn.Module, batch: Batch) -> Any:
+        self.forwards += model.training
+        if self.forwards == 2 * 2:
+            raise ValueError("planted")
+        return super().forward(model, batch)
+
+
+def test_a_damaged_checkpoint_does_not_rotate_good_ones_away(fit: Fit, run: Path, checkpoints: Path) -> None:
+    expected = losses(run)
+    damage(checkpoints / "step-00000012")
+    settings = ("checkpoint.keep=1", "checkpoint.every=1", "checkpoint.keep_best=false", "eval.every=null")
+    with pytest.raises(ValueError, match="planted"):
+        fit(*settings, task=Failing)
+    assert saved(checkpoints) == ["step-00000011", "step-00000012.unusable"]
+    assert fit(*settings).progress.step == 12
+    assert losses(run) == expected
+
+
+def test_the_metrics_are_on_the_disk_before_the_checkpoint(
+    fit: Fit, run: Path, checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.rmtree(checkpoints / "step-00000012")
+    synced, fsync = [], os.fsync
+
+    def recorded(descriptor: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    fit()
+    assert {"config.yaml.tmp", "metrics.jsonl.tmp", "best.json.tmp"} <= set(synced)
+    assert synced.index("metrics.jsonl") < synced.index("manifest.json")
+
+
+class Disk:
+    """A disk that takes no checkpoint of some steps, the first time that each is written."""
+
+    def __init__(self, *full: int) -> None:
+        self.full = list(full)
+        self.write = directory.write_files
+
+    def __call__(self, folder: Path, snapshot: Snapshot) -> None:
+        if snapshot.step in self.full:
+            self.full.remove(snapshot.step)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.write(folder, snapshot)
+
+
+class Slow(CausalLM):
+    """causal_lm whose fifth step takes longer than the disk does to fail."""
+
+    forwards = 0
+    asked = threading.Event()
+
+    def forward(self, model: nn.Module, batch: Batch) -> Any:
+        self.forwards += model.training
+        if self.forwards == 2 * 5:
+            self.asked.wait(5)
+        return super().forward(model, batch)
+
+
+def request(stop: Stop, reason: Reason, request: Callable[[Stop, Reason], None] = Stop.request) -> None:
+    request(stop, reason)
+    Slow.asked.set()
+
+
+@pytest.mark.parametrize(
+    ("every", "full"), [("checkpoint.every=4", 4), ("checkpoint.every=1", 4), ("checkpoint.every=1", 1)]
+)
+def test_a_save_that_failed_shows_at_once_and_the_state_is_saved(
+    every: str, full: int, fit: Fit, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ("run.name=full", every, "eval.every=null", "checkpoint.keep_best=false")
+    monkeypatch.setattr(directory, "write_files", Disk(full))
+    monkeypatch.setattr(Stop, "request", request)
+    Slow.asked.clear()
+    with pytest.raises(UserError, match=f"step-0000000{full} could not be written: No space left") as error:
+        fit(*settings, task=Slow)
+    assert error.value.exit_code == ExitCode.FAILED
+    run = project / "runs" / "full"
+    last = max(losses(run))
+    assert last in (full, full + 1)
+    assert f"The newest complete checkpoint, step-{last:08d}, is intact" in error.value.what
+    assert CheckpointDirectory(run / "checkpoints").steps()[-1] == last
+    assert fit(*settings).progress.step == 12
+    assert losses(run) == losses(project / "runs" / "tiny")
+
+
+def test_the_last_save_that_fails_is_an_error(fit: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory, "write_files", Disk(*range(1, 13), *range(1, 13)))
+    with pytest.raises(UserError, match=r"step-00000004 could not be written.*There is no complete checkpoint yet"):
+        fit("run.name=full", "eval.every=null")
+
+
+def fit_with_a_full_disk(folder: str) -> str:
+    """What a rank says at the end, on two nodes that share no disk; that of the second is full at step 4."""
+    rank = Place.from_environment().rank
+    os.environ["DRAWBAR_NODE"] = f"n{rank}"
+    directory.write_files = Disk(*[4][:rank])
+    try:
+        settings = ("run.name=full", "checkpoint.every=1", "checkpoint.keep_best=false", "parallel.strategy=ddp")
+        return fit_in(Path(folder) / f"node-{rank}", *settings).exit_code.name
+    except UserError as error:
+        return error.what
+
+
+def test_all_ranks_end_at_the_step_of_a_save_that_failed(trained: Path, tmp_path: Path) -> None:
+    for node in range(2):
+        shutil.copytree(trained, tmp_path / f"node-{node}", ignore=shutil.ignore_patterns("runs"))
+    said = run_ranks(fit_with_a_full_disk, 2, str(tmp_path), env={"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
+    first, second = (CheckpointDirectory(tmp_path / f"node-{node}" / "runs/full/checkpoints") for node in range(2))
+    last = second.steps()[-1]
+    assert last in (4, 5)
+    assert first.steps()[-1] == last
+    assert said[0] == said[1]
+    assert "step-00000004 could not be written: No space left" in said[0]
+    assert f"step-{last:08d}, is intact" in said[0]
