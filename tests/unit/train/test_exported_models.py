@@ -66,6 +66,10 @@ CONFIG: dict[str, Any] = {
     "device": "cpu",
     "tracking": {"tensorboard": False},
 }
+CHAT = (
+    "{% for message in messages %}[{{ message['role'][0] }}]{{ message['content'] }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}[a]{% endif %}"
+)
 TEXTS = [" ".join(WORDS[number : number + 2 + 4 * number % 9]) for number in range(8)]
 TEXTS[5] *= 9  # longer than data.sequence_length
 
@@ -189,6 +193,20 @@ def test_completions(export: Callable[..., Exported], tokenizer: Callable[[], An
     settings = {"model": "llama", "from_scratch": LLAMA, "generation": {"max_new_tokens": 6}, **columns}
     found = export(tokenizer, rows, AutoModelForCausalLM, **settings)
     inputs = found.tokenizer([row["prompt"] for row in rows], padding=True, return_tensors="pt")
+    written = found.model.generate(**inputs)[:, inputs["input_ids"].shape[1] :]
+    assert found.tokenizer.batch_decode(written, skip_special_tokens=True) == found.predictions
+
+
+@named(None, llama)
+def test_chats(export: Callable[..., Exported], tokenizer: Callable[[], Any] | None) -> None:
+    rows = [
+        {"messages": [{"role": "user", "content": text[:6]}, {"role": "assistant", "content": "on"}]} for text in TEXTS
+    ]
+    settings = {"model": "llama", "from_scratch": LLAMA, "generation": {"max_new_tokens": 6}, "chat_template": CHAT}
+    found = export(tokenizer, rows[:4], AutoModelForCausalLM, messages_column="messages", **settings)
+    asked = [row["messages"][:1] for row in rows[:4]]
+    options = {"add_generation_prompt": True, "padding": True, "return_dict": True, "return_tensors": "pt"}
+    inputs = found.tokenizer.apply_chat_template(asked, **options)
     written = found.model.generate(**inputs)[:, inputs["input_ids"].shape[1] :]
     assert found.tokenizer.batch_decode(written, skip_special_tokens=True) == found.predictions
 
