@@ -63,7 +63,7 @@ class Saver:
 
     @property
     def saved(self) -> Progress | None:
-        """What the newest checkpoint says of the run; None once the ranks know that a save failed: it may be that one."""
+        """What the newest checkpoint says of the run; None once all know that a save failed: it may be that one."""
         return None if self._stop.reason is Reason.UNSAVED else self._saved
 
     def save(self, progress: Progress) -> None:
