@@ -71,9 +71,10 @@ class Case:
     def config(self) -> RunConfig:
         # With a small eps AdamW's first update is the sign of the gradient, and magnifies rounding without bound.
         options: dict[str, Any] = {"momentum": 0.9, "lr": 0.5} if self.optimizer == "sgd" else {"eps": 0.01, "lr": 0.05}
+        positions = {"n_positions": LENGTH + 7} if self.family == "gpt2" else {}  # for columns of padding, too
         return tiny_config(
             self.family,
-            {"tie_word_embeddings": self.tied},
+            {"tie_word_embeddings": self.tied, **positions},
             data=DataSection(sequence_length=LENGTH, batching="packed" if self.packed else "padded"),
             optim=OptimSection(name=self.optimizer, schedule="constant", weight_decay=0.1, **options),
             train=TrainSection(global_batch=self.global_batch, steps=STEPS, gradient_clip=self.clip),
