@@ -107,10 +107,8 @@ class Engine(ABC):
     @abstractmethod
     def export(self, folder: Path, base_name: str, merge: bool) -> None:
         """Write the model as a folder that transformers loads; of a LoRA run the adapter alone, or, with ``merge``, a
-        whole model with the adapters in its weights. After a merge the engine is of no more use.
-
-        Args:
-            base_name: what an adapter belongs to: ``task.model``.
+        whole model with the adapters in its weights. After a merge the engine is of no more use. An adapter belongs to
+        ``base_name``, which is ``task.model``.
 
         Raises:
             UserError: the model is none of transformers'.
