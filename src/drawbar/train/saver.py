@@ -1,7 +1,7 @@
 """From a running trainer to a checkpoint, and back."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -73,7 +73,8 @@ class Saver:
         if self.saved is not None and self.saved.step == progress.step:
             self._saved = replace(progress)
             if self._disks.keeper:
-                self._writer.follow(partial(self._amend, progress.step, {"progress": progress.state()}, *best))
+                amend = partial(self._directory.amend, progress.step, {"progress": progress.state()})
+                self._writer.follow(partial(self._write, progress.step, *best, amend))
             return
         with self._world.together(self._writing):
             self._writer.wait()  # never two copies in host memory
@@ -97,33 +98,20 @@ class Saver:
         }
         plain = decode_state(encode_state(values))  # a copy; what JSON cannot hold fails here, not in the thread
         snapshot = Snapshot(progress.step, state.model, state.optimizer, rng, plain)
-        self._writer.submit(partial(self._write, snapshot, *best))
+        self._writer.submit(partial(self._write, progress.step, *best, partial(self._directory.write, snapshot)))
 
-    def _write(self, snapshot: Snapshot, best_step: int | None, best_score: float | None) -> None:
-        with self._asking_to_stop(snapshot.step):
-            if self._metrics.exists():
-                sync(self._metrics)  # a run that goes on from this step does not write them again
-            self._directory.write(snapshot)
-            self._rotate(snapshot.step, best_step, best_score)
-
-    def _amend(self, step: int, changes: dict[str, Any], best_step: int | None, best_score: float | None) -> None:
-        with self._asking_to_stop(step):
-            self._directory.amend(step, changes)
-            self._rotate(step, best_step, best_score)
-
-    def _rotate(self, step: int, best_step: int | None, best_score: float | None) -> None:
-        protected = {step}
-        if self._config.keep_best and best_step is not None and best_score is not None:
-            protected.add(best_step)
-            if best_step in self._directory.steps():
-                self._directory.set_best(best_step, self._metric, best_score)
-        self._directory.rotate(self._config.keep, protected)
-
-    @contextmanager
-    def _asking_to_stop(self, step: int) -> Iterator[None]:
-        """In the background: a save that fails."""
+    def _write(self, step: int, best_step: int | None, best_score: float | None, write: Callable[[], None]) -> None:
+        """In the background: write the checkpoint of a step, or amend it, and what follows from that."""
         try:
-            yield
+            with suppress(OSError):  # no metrics are a reason to lose a checkpoint
+                sync(self._metrics)  # first: a run that goes on from this step does not write these lines again
+            write()
+            protected = {step}
+            if self._config.keep_best and best_step is not None and best_score is not None:
+                protected.add(best_step)
+                if best_step in self._directory.steps():
+                    self._directory.set_best(best_step, self._metric, best_score)
+            self._directory.rotate(self._config.keep, protected)
         except Exception as error:
             reason = error.what if isinstance(error, UserError) else repr(error)
             logger.warning("the save of step %d failed, so the run saves where it is, and ends: %s", step, reason)
