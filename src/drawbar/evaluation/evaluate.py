@@ -41,16 +41,26 @@ class Evaluation:
 class EvaluationFailed(UserError):
     """An evaluation failed on some rank, and every rank raises this: together they can still save."""
 
+    trace = ""
+    """The traceback on that rank."""
+
     @classmethod
     def of(cls, error: Exception, world: World) -> Self:
         """What ``error`` says, and of anything but a UserError also where it comes from."""
         on_rank = f" on rank {world.rank}" if world.size > 1 else ""
         known = error
         if not isinstance(known, UserError):
-            known = UserError("".join(traceback.format_exception(error)).rstrip(), exit_code=ExitCode.FAILED)
+            *_, last = traceback.extract_tb(error.__traceback__)
+            known = UserError(
+                f"{type(error).__name__}: {error}",
+                where=f"{last.filename}, line {last.lineno}",
+                remedy="mend what it names; the log of the run has the whole traceback",
+                exit_code=ExitCode.FAILED,
+            )
         what = f"the evaluation failed{on_rank}: {known.what}"
         failed = cls(what, where=known.where, remedy=known.remedy, exit_code=known.exit_code)
         failed.__cause__ = error
+        failed.trace = "".join(traceback.format_exception(error)).rstrip()
         return failed
 
 

@@ -169,7 +169,10 @@ class ChatFormat:
         begin, _ = self._turns(chat, text)[1]
         asked = apply_template(self.tokenizer, [QUESTION], tokenize=False, add_generation_prompt=True)
         if asked[:begin] != text[:begin]:
-            raise UserError("it writes the question differently once it has an answer")
+            raise UserError(
+                "it writes the question differently once it has an answer",
+                remedy="set task.chat_template to one that writes each message in the same way, whatever follows",
+            )
         tokens, offsets = self._tokenize(asked)
         return tokens[slice(*overlapping(offsets, (begin, len(asked))))]
 

@@ -65,7 +65,9 @@ class PretrainedTask(Task):
         tokenizer = self._train_or_load_tokenizer()
         wrapping = self.wrapping_for(tokenizer)
         if wrapping is not None:
-            check_wrapping_is_saved(wrap_texts(tokenizer, wrapping))
+            wrap_texts(tokenizer, wrapping)
+            if not isinstance(self.config.tokenizer, TokenizerTraining):  # whose class brings nothing of its own
+                check_wrapping_is_saved(tokenizer)
         return tokenizer
 
     def wrapping_for(self, tokenizer: Any) -> Wrapping | None:

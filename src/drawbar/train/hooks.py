@@ -17,7 +17,7 @@ from drawbar.data.loader import Loader
 from drawbar.errors import ExitCode, UserError
 from drawbar.evaluation.evaluate import Evaluation, EvaluationFailed, unknown_metric, write_results
 from drawbar.runtime.dist import World
-from drawbar.runtime.log import logger
+from drawbar.runtime.log import log_to_file, logger
 from drawbar.tracking.console import Console
 from drawbar.tracking.meters import Throughput, peak_memory
 from drawbar.tracking.trackers import Trackers
@@ -139,7 +139,8 @@ class EvalHook(Hook):
                 return
             score = self._score(evaluation.scores)
         except EvaluationFailed as error:
-            logger.error("the evaluation of step %d failed: the run saves, and ends", progress.step)
+            logger.warning("the evaluation of step %d failed: the run saves, and ends", progress.step)
+            log_to_file(error.trace)
             self._stop.fail(error)
             return
         progress.evaluated_step = progress.step
