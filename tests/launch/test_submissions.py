@@ -12,7 +12,7 @@ import pytest
 from drawbar.config.imports import SNAPSHOT
 from drawbar.config.load import load_config
 from drawbar.errors import UserError
-from drawbar.launch.code import code_version, copy_code, snapshot_name
+from drawbar.launch.code import code_version, copy_code, is_tracked, snapshot_name
 from drawbar.launch.records import read, run_file
 from harness import Finished, run_cli
 from messages import check_one_message
@@ -198,3 +198,15 @@ def test_without_git(queue: Queue) -> None:
     done = queue.call("submit", "config.yaml", "--to", "slurm", "--snapshot")
     assert done.code == 2
     check_one_message(done.err, "git knows no files", "git init")
+
+
+def test_a_copy_leaves_out_a_submodule_that_is_not_checked_out(project: Path) -> None:
+    """git lists it as one path, which is an empty folder."""
+    (project / "library").mkdir()
+    git(project, "init", "-q")
+    git(project, "add", "config.yaml")
+    git(project, "update-index", "--add", "--cacheinfo", f"160000,{'0' * 39}1,library")
+    copy_code(project, project / "copy")
+    assert os.listdir(project / "copy") == ["config.yaml"]
+    assert is_tracked(project, Path("config.yaml"))
+    assert not is_tracked(project, Path("train.txt"))

@@ -21,7 +21,7 @@ from drawbar.config.rules import RULES, TRAIN_RULES, check_rules, check_world
 from drawbar.config.schema import RunConfig
 from drawbar.errors import UserError
 from drawbar.launch.allocation import Allocation
-from drawbar.launch.code import copy_code
+from drawbar.launch.code import copy_code, is_tracked
 from drawbar.launch.container import PYTHON, VARIABLES, Container, check_image, make_container
 from drawbar.launch.job import Job
 from drawbar.launch.records import Record, keep
@@ -271,6 +271,12 @@ def _with_code(job: Job, request: Request) -> Job:
                 f"{program} is not in the folder that the job is submitted from, and so not in the copy of it",
                 where="--snapshot",
                 remedy=f"submit from {program.parent}, or without --snapshot",
+            )
+        if not copy.is_dir() and not is_tracked(job.workdir, program.relative_to(job.workdir)):
+            raise UserError(
+                f"git does not know {program.name}, so it would not be in the copy of your code",
+                where="--snapshot",
+                remedy=f"`git add {program.name}` (a commit is not needed), or submit without --snapshot",
             )
         inside = str(copy / program.relative_to(job.workdir))
         argv = tuple(inside if word == request.program else word for word in argv)

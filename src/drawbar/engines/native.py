@@ -223,6 +223,7 @@ class NativeEngine(Engine):
         return {parameter: name for name, parameter in self.module.named_parameters()}
 
     def _whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        self.world.note(f"copying {name}")  # which the others may wait for
         return whole(tensor, self.packed.get(name))
 
     def _saved(self, module: nn.Module) -> dict[str, torch.Tensor]:

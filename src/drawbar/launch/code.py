@@ -45,13 +45,24 @@ def copy_code(folder: Path, target: Path) -> None:
     draft.rename(target)
 
 
+def is_tracked(folder: Path, path: Path) -> bool:
+    """Whether git knows a file, so that a copy of the folder has it.
+
+    Args:
+        path: relative to the folder.
+    """
+    return path in _tracked(folder)
+
+
 def _tracked(folder: Path) -> list[Path]:
     """The files below the folder that git knows and that are there, relative to it."""
     try:
         names = _git(folder, "ls-files", "-z", "--recurse-submodules").split(b"\0")
     except (OSError, subprocess.CalledProcessError):
         names = []
-    found = [Path(os.fsdecode(name)) for name in names if name and os.path.lexists(folder / os.fsdecode(name))]
+    listed = [Path(os.fsdecode(name)) for name in names if name]
+    # a submodule that is not checked out is an empty folder
+    found = [path for path in listed if (folder / path).is_file() or (folder / path).is_symlink()]
     if not found:
         raise UserError(
             f"git knows no files in {folder}, so there is nothing to copy",

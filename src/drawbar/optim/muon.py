@@ -27,8 +27,7 @@ class Muon(Optimizer):
     """
 
     def __init__(self, params: Any, lr: float, momentum: float, dtype: torch.dtype, weight_decay: float = 0.0) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
-        self.dtype = dtype
+        super().__init__(params, {"lr": lr, "momentum": momentum, "dtype": dtype, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -43,7 +42,7 @@ class Muon(Optimizer):
             state["momentum_buffer"] = torch.zeros_like(grad, memory_format=torch.preserve_format)
         average = state["momentum_buffer"].lerp_(grad, 1 - group["momentum"])
         nesterov = grad.lerp(average, group["momentum"])
-        update = orthogonalize(nesterov.to(self.dtype))
+        update = orthogonalize(nesterov.to(group["dtype"]))
         size = 0.2 * math.sqrt(max(parameter.shape))
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.add_(update, alpha=-group["lr"] * size)

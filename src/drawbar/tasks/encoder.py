@@ -21,6 +21,7 @@ NOT_FOR_ENCODING = {"metrics", "generation"}
 """Options of the built-in tasks that no sample depends on."""
 LAST_CALL = {"truncation", "padding"}
 LIBRARIES = ("drawbar", "tokenizers", "transformers")
+OWN_CODE = "the code of drawbar"
 """Installed packages that decide what samples are made of a record."""
 
 
@@ -76,7 +77,7 @@ def made_of(task: Task, records: Iterable[Record], train: bool) -> dict[str, str
         "data.on_bad_record": task.data.on_bad_record,
         **code,
         **_declared_digests(task),
-        "the code of drawbar": _own_digest(filter(_is_ours, modules)),
+        OWN_CODE: _own_digest(filter(_is_ours, modules)),
         **{name: version(name) for name in LIBRARIES},
     }
 

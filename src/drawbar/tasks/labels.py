@@ -153,11 +153,12 @@ def trained_labels(config: Any) -> list[str] | None:
 def in_order_of(trained: list[str], labels: list[Any]) -> list[Any] | None:
     """The labels in the order of a model that was trained for them, whatever the case of their letters; None where it
     was trained for others."""
-    of_key = {label_key(label).casefold(): label for label in labels}
-    keys = [label_key(name).casefold() for name in trained]
-    if len(keys) != len(labels) or set(keys) != set(of_key):
-        return None
-    return [of_key[key] for key in keys]
+    for key in (label_key, lambda label: label_key(label).casefold()):
+        of_key = {key(label): label for label in labels}
+        keys = [key(name) for name in trained]
+        if len(of_key) == len(labels) and sorted(keys) == sorted(of_key):
+            return [of_key[one] for one in keys]
+    return None
 
 
 def ordered_for_model(labels: list[Any], listed: bool, config: Any, model: str) -> list[Any]:

@@ -20,7 +20,7 @@ from drawbar.evaluation.evaluate import Split
 from drawbar.runtime.dist import World
 from drawbar.runtime.log import logger
 from drawbar.tasks.batch import Batch
-from drawbar.tasks.encoder import LIBRARIES, TaskEncoder, made_of
+from drawbar.tasks.encoder import LIBRARIES, OWN_CODE, TaskEncoder, made_of
 from drawbar.tasks.overrides import fault, named_errors
 from drawbar.tasks.task import Task
 from drawbar.tracking.console import Console
@@ -49,8 +49,11 @@ def load_split(task: Task, name: str, config: RunConfig, world: World, console: 
         records = task.records(name)
         if not isinstance(records, Sequence):
             records = list(records)
+        parts = made_of(task, records, name == "train")
+    if parts is not None:
+        _use_of_cache(name, parts, config, world)
     with world.working(f"encoding {name}"):
-        samples = _encode(task, records, name, config, world, console)
+        samples = _encode(task, records, parts, name, config, world, console)
     logger.info("%s: %s", name, describe_samples(samples))
     unreadable = getattr(records, "skipped", []) if config.data.on_bad_record == "skip" else []
     bad = [*unreadable, *samples.skipped]
@@ -70,19 +73,29 @@ def load_split(task: Task, name: str, config: RunConfig, world: World, console: 
 
 
 def _encode(
-    task: Task, records: Sequence[Record], name: str, config: RunConfig, world: World, console: Console
+    task: Task,
+    records: Sequence[Record],
+    parts: dict[str, str] | None,
+    name: str,
+    config: RunConfig,
+    world: World,
+    console: Console,
 ) -> EncodedDataset:
+    """The samples of one part of the data.
+
+    Args:
+        parts: what the cache knows them by; None where they cannot be kept.
+    """
+
     def progress(done: int, total: int) -> None:
         console.phase(f"encoding {name}", done, total)
 
     train = name == "train"
     describe = getattr(records, "where", lambda number: f"{name} record {number}")
-    parts = made_of(task, records, train)
     on_bad_record = config.data.on_bad_record
     if parts is None:
         encode = TaskEncoder(task, train)
         return encode_records(records, encode, describe=describe, progress=progress, on_bad_record=on_bad_record)
-    _use_of_cache(name, parts, config, world)
     return encode_cached(
         records,
         TaskEncoder(task, train),
@@ -102,9 +115,9 @@ def _use_of_cache(name: str, parts: dict[str, str], config: RunConfig, world: Wo
     """Say whether samples are taken from the cache, and why not; first take them out of it where a user says so."""
     cache = config.cache_dir
     if config.data.rebuild:
-        if world.place.local_rank == 0:
-            remove_cached(cache, name, parts)
-        world.barrier(f"the removal of encoded {name} data")
+        with world.together(f"removing encoded {name} data"):
+            if world.place.local_rank == 0:
+                remove_cached(cache, name, parts)
         logger.info("%s: encoding anew, as data.rebuild says", name)
     elif is_kept(cache, name, parts):
         logger.info("%s: taken from the cache: nothing that it depends on has changed", name)
@@ -209,8 +222,10 @@ def _stream_loader(task: Task, config: RunConfig, world: World) -> StreamLoader[
         )
     encode = TaskEncoder(task, train=True)
     parts = made_of(task, [], True)
-    # a stream is told by what encodes it, not by its samples: a new version of a library must not end its run
-    encoding = parts and content_key({part: value for part, value in parts.items() if part not in LIBRARIES})
+    # a stream is told by what encodes it, not by its samples: a new version of a library, or of drawbar, ends no run
+    encoding = parts and content_key(
+        {part: value for part, value in parts.items() if part not in (*LIBRARIES, OWN_CODE)}
+    )
     fingerprint = content_key([stream.fingerprint for stream in records.streams], encoding, config.data.batching)
 
     def rows_of(located: list[Located]) -> Rows | None:

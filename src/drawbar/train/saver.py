@@ -156,11 +156,13 @@ def formats_as_begun(config: RunConfig, checkpoint: Path, device: torch.device) 
     Raises:
         UserError: the checkpoint is damaged.
     """
-    before = read_state(checkpoint).get("formats", {"muon_precision": "bf16"})  # Muon had no other, once
+    state = read_state(checkpoint)
+    # before they were written down, Muon's was always bf16
+    before = state.get("formats", {"precision": state["engine"].get("precision", "auto"), "muon_precision": "bf16"})
     muon = config.optim.muon_precision
     begun = config.model_copy(
         update={
-            "precision": before.get("precision", "auto") if config.precision == "auto" else config.precision,
+            "precision": before["precision"] if config.precision == "auto" else config.precision,
             "optim": config.optim.model_copy(
                 update={"muon_precision": before["muon_precision"]} if muon == "auto" else {}
             ),
@@ -216,12 +218,14 @@ def _load_what_fits(engine: Engine, state: EngineState, loader: Loader, data: di
 
 
 def _restore_generators(rng: dict[str, torch.Tensor], seed: int, step: int, world: World) -> None:
-    prefix = f"{_generator(world, world.rank)}/"
-    own = {name.removeprefix(prefix): tensor for name, tensor in rng.items() if name.startswith(prefix)}
-    if own:
-        set_rng_state(own, world.device)
-    else:  # more of them than the saving run had, or one that kept them by rank
-        seed_everything(seed + step, world.layout.seed_rank(world.rank))
+    seed_rank = world.layout.seed_rank
+    first = next(rank for rank in range(world.size) if seed_rank(rank) == seed_rank(world.rank))
+    for prefix in (f"{_generator(world, world.rank)}/", f"rank-{first:04d}/"):  # older checkpoints kept them by rank
+        own = {name.removeprefix(prefix): tensor for name, tensor in rng.items() if name.startswith(prefix)}
+        if own:
+            set_rng_state(own, world.device)
+            return
+    seed_everything(seed + step, seed_rank(world.rank))  # the saving run had fewer
 
 
 def _generator(world: World, rank: int) -> str:

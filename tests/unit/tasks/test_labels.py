@@ -169,3 +169,8 @@ def test_a_label_inside_a_column(tmp_path: Path) -> None:
     assert task.encode(record, True)["labels"] == 1
     assert task.references([record]) == ["good"]
     assert task.texts(record) == ["a"]
+
+
+def test_labels_that_differ_in_case_alone_stay_two() -> None:
+    assert in_order_of(["US", "us"], ["us", "US"]) == ["US", "us"]
+    assert in_order_of(["NO", "yes"], ["Yes", "No"]) == ["No", "Yes"]

@@ -10,10 +10,15 @@ import torch
 from torch import nn
 
 from drawbar.errors import ExitCode, UserError
+from drawbar.runtime.dist import World
+from drawbar.runtime.env import Place
+from drawbar.runtime.seed import rng_state
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.causal_lm import CausalLM
 from drawbar.train.rundir import lock_run_dir
-from runs import Fit, losses, metrics, scores, weights
+from drawbar.train.saver import _restore_generators
+from harness import run_ranks
+from runs import Fit, fit_in, losses, metrics, scores, weights
 
 
 class Interrupted(CausalLM):
@@ -181,3 +186,19 @@ def test_a_resumed_run_keeps_its_number_formats_on_other_hardware(
     monkeypatch.setattr("drawbar.parallel.precision._bf16_is_fast", lambda device: True)
     fit(*settings)
     assert losses(run) == losses(run.parent / "straight")
+
+
+def rebuild(folder: str) -> int:
+    return fit_in(Path(folder), "data.rebuild=true", "train.steps=3", "parallel.strategy=ddp").progress.step
+
+
+def test_ranks_rebuild_their_data_together(project: Path) -> None:
+    assert run_ranks(rebuild, 2, str(project)) == [3, 3]
+
+
+def test_a_checkpoint_that_keeps_generators_by_rank_is_put_back() -> None:
+    world = World(Place(), torch.device("cpu"), timeout=60)
+    before = {f"rank-0000/{name}": tensor for name, tensor in rng_state(world.device).items()}
+    expected = torch.rand(3)
+    _restore_generators(before, 0, 5, world)
+    assert torch.equal(torch.rand(3), expected)
