@@ -15,6 +15,8 @@ from pathlib import Path
 SLEEP_SOON = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "10000"}
 """``passive``: threads that wait sleep (all OpenMP runtimes). But libgomp's spin for about 0.1 ms before they do, as
 waking them costs more than most waits inside a step take; ``benchmarks/busy_neighbour.py`` measures it."""
+_POOL_SECONDS = 10.0
+"""The longest wait for one more pool, which is a matter of speed alone."""
 _OWN_CHOICES = (*SLEEP_SOON, "KMP_BLOCKTIME", "KMP_LIBRARY")
 
 
@@ -31,17 +33,15 @@ def _spin_less() -> None:
     """The same for a libgomp that is loaded already, as in a script that imports torch first. It spins less while it
     has more threads than there are cores (``gomp_throttled_spin_count_var`` in its source): one more thread pool sees
     to that, and sleeps until the process ends. Other runtimes spin as before."""
-    made = threading.Event()
+    torch, made = sys.modules["torch"], threading.Event()  # no import there: this thread may hold an import's lock
 
     def make_a_pool() -> None:
-        import torch
-
         torch.ones(2**20).exp_()  # large enough for all threads
         made.set()
         threading.Event().wait()
 
     threading.Thread(target=make_a_pool, name="drawbar-spin-less", daemon=True).start()
-    made.wait()
+    made.wait(_POOL_SECONDS)
 
 
 class CoreWait:

@@ -96,6 +96,12 @@ def begin_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
 
 
+def begin_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The same as a list, empty for nothing."""
+    token = begin_token(tokenizer)
+    return [] if token is None else [token]
+
+
 def wrap_texts(tokenizer: PreTrainedTokenizerBase, wrapping: Wrapping) -> PreTrainedTokenizerBase:
     """Let the tokenizer itself put special tokens around each text.
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from drawbar.data.tokenizer import begin_token, special_tokens_around
+from drawbar.data.tokenizer import begin_tokens, special_tokens_around
 from drawbar.engines.engine import Engine
 from drawbar.errors import UserError
 from drawbar.tasks.chat import chat_prompt
@@ -65,5 +65,4 @@ def generate_text(engine: Engine, tokenizer: Any, prompts: Sequence[Prompt], sam
 
 def _begun(tokenizer: Any, text: str) -> list[int]:
     before, _ = special_tokens_around(tokenizer)
-    begin = [token for token in (begin_token(tokenizer),) if token is not None]
-    return [*before, *tokenizer(text, add_special_tokens=False)["input_ids"]] or begin
+    return [*before, *tokenizer(text, add_special_tokens=False)["input_ids"]] or begin_tokens(tokenizer)

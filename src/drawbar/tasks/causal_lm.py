@@ -13,7 +13,7 @@ from drawbar.config.tasks import CausalLMConfig
 from drawbar.data.dataset import Sample
 from drawbar.data.nested import value_at
 from drawbar.data.packing import IGNORED_LABEL, split_tokens
-from drawbar.data.tokenizer import MODEL_INPUTS, begin_token, wrap_texts
+from drawbar.data.tokenizer import MODEL_INPUTS, begin_tokens, wrap_texts
 from drawbar.errors import UserError
 from drawbar.parallel.styles import cross_entropy_sum
 from drawbar.tasks.batch import Batch, pad_and_stack
@@ -139,8 +139,7 @@ class CausalLM(PretrainedTask):
         assert config.completion_column is not None
         before, after = self.special_around
         prompt = [*before, *self._tokens(require(record, config.prompt_column, "task.prompt_column"))]
-        if not prompt:  # what is generated goes on from some token
-            prompt = [token for token in (begin_token(self.tokenizer),) if token is not None]
+        prompt = prompt or begin_tokens(self.tokenizer)  # what is generated goes on from some token
         completion = []
         if self.labelled:
             completion = self._tokens(require(record, config.completion_column, "task.completion_column"))
