@@ -34,6 +34,8 @@ class Doomed(drawbar.CausalLM):
             file.write(str(os.getpid()))
 
     def build_model(self):
+        if FATE == "raises beside a rank that writes":
+            write_slowly()
         if FATE == "cannot start":
             raise drawbar.UserError("planted", remedy="pull it out")
         return super().build_model()
@@ -54,6 +56,19 @@ class Doomed(drawbar.CausalLM):
                     time.sleep(0.01)
                 die()
         return super().forward(model, batch)
+
+
+def write_slowly():
+    """Longer than a rank has when another one is gone."""
+    from drawbar.checkpoint.directory import CheckpointDirectory
+
+    write = CheckpointDirectory.write
+
+    def written(self, snapshot):
+        time.sleep(5)
+        write(self, snapshot)
+
+    CheckpointDirectory.write = written
 
 
 def die():
@@ -141,6 +156,13 @@ def test_a_rank_that_dies_ends_the_run(doomed: Path, fate: str, error: str) -> N
     [told] = errors(end.err)
     assert re.fullmatch(error, told)  # and not that the other one lost its connection
     assert end.seconds < SECONDS_TO_END
+    check_gone(ranks(doomed))
+
+
+def test_a_save_that_has_begun_is_finished_where_another_rank_dies(doomed: Path) -> None:
+    done = run_cli(*COMMAND, "checkpoint.every=2", cwd=doomed, env={"FATE": "raises beside a rank that writes"})
+    assert errors(done.err) == ["error: rank 1 failed first: ValueError: planted"]
+    assert (doomed / "runs/tiny/checkpoints/step-00000002/manifest.json").exists(), done.err
     check_gone(ranks(doomed))
 
 

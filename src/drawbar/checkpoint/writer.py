@@ -39,6 +39,11 @@ class AsyncWriter:
 
         self._pending = self._thread.submit(in_turn)
 
+    def is_writing(self) -> bool:
+        """Any thread may ask."""
+        pending = self._pending
+        return pending is not None and not pending.done()
+
     def wait(self) -> None:
         """Return when nothing is being written, whether or not that worked: ``take_error`` tells."""
         if self._pending is None:

@@ -152,6 +152,14 @@ class World:
         """Whether one of the ranks on this machine is gone, so that the run cannot go on."""
         return self._watchdog.lost_a_rank()
 
+    def is_busy(self) -> bool:
+        """Whether this rank has something to finish before it ends for one that is gone."""
+        return self._watchdog.is_busy()
+
+    def end_only_after(self, is_busy: Callable[[], bool]) -> None:
+        """Where a rank is gone, this one ends once ``is_busy`` says that it has finished what would be lost."""
+        self._watchdog.is_busy = is_busy
+
     def note(self, activity: str) -> None:
         """Say what this rank does from here on, for the message of those that might wait for it in vain."""
         self._liveness.note(activity)

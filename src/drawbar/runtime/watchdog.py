@@ -3,7 +3,7 @@
 import os
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 LAUNCHER = "DRAWBAR_LAUNCHER"
 """Environment variable: the process id of drawbar's own launcher."""
@@ -23,6 +23,8 @@ class Watchdog:
     def __init__(self) -> None:
         self._launcher = int(os.environ.get(LAUNCHER, os.getppid()))  # it may be gone before anybody looks
         self._beside: list[int] = []
+        self.is_busy: Callable[[], bool] = lambda: False
+        """Whether this rank has something to finish, as the checkpoint that it writes, before it ends for another."""
         self._stopped = threading.Event()
 
     @property
@@ -42,7 +44,7 @@ class Watchdog:
             while not self._stopped.wait(period):
                 if os.getppid() != self._launcher:
                     _end("the launcher is gone")
-                if self.lost_a_rank() and not self._stopped.wait(patience):
+                if self.lost_a_rank() and not self._stopped.wait(patience) and not self.is_busy():
                     _end("another rank is gone")
 
         threading.Thread(target=watch, name="watchdog", daemon=True).start()

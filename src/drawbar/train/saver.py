@@ -58,6 +58,7 @@ class Saver:
         self._world = world
         self._stop = stop
         self._writer = AsyncWriter()
+        world.end_only_after(self._writer.is_writing)
         resumed = world.from_first(lambda: progress.step in self._directory.steps(), "looking at the checkpoints")
         self._saved: Progress | None = replace(progress) if resumed else None
 

@@ -101,10 +101,14 @@ class Stop:
         may_echo = has_launcher() or received in REQUEUE  # a person who presses Ctrl-C twice means it
         is_echo = may_echo and self._told is not None and now - self._told < ECHO_SECONDS
         # where a rank is gone, it is not the scheduler's: the launcher ends what is left of a failed run
-        if self._world.lost_a_rank() or not (is_first or is_echo):
+        lost_a_rank = self._world.lost_a_rank()
+        if (lost_a_rank and not self._world.is_busy()) or not (is_first or is_echo):
             signal.signal(received, signal.SIG_DFL)
             os.kill(os.getpid(), received)
         if is_first:
             self._told = now
+            if lost_a_rank:
+                logger.warning("another rank is gone: this one writes the checkpoint that it has begun, and ends")
+                return
             self.request(_REASONS[received])
             logger.warning("%s: saving at the end of this step; a second one leaves at once", received.name)
