@@ -102,10 +102,6 @@ class DeepSpeedEngine(NativeEngine):
         for name, full in sent_from_first(source, self.world.device):
             self._set_weights({name: here[name]}, {name: full})
 
-    @property
-    def forward_is_local(self) -> bool:
-        return super().forward_is_local and self.stage < 3
-
     def _cut_logits(self) -> AbstractContextManager[None]:
         return nullcontext()
 

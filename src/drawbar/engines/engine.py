@@ -61,11 +61,6 @@ class Engine(ABC):
     def checkpoint_bytes(self) -> int:
         """About how large a full checkpoint is."""
 
-    @property
-    @abstractmethod
-    def forward_is_local(self) -> bool:
-        """Whether a forward without gradients needs no other rank: one that fails in it can still tell the others."""
-
     @abstractmethod
     def train_step(self, micro_batches: list[MicroBatch[Batch]]) -> StepResult:
         """Forward, backward, reduce, clip and update for one global batch, of which this is the rank's share."""

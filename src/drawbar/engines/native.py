@@ -102,10 +102,6 @@ class NativeEngine(Engine):
         # the optimizer keeps up to two more numbers for each trained weight; with LoRA the others are not saved
         return 3 * sizes[True] + (sizes[False] if self.config.lora is None else 0)
 
-    @property
-    def forward_is_local(self) -> bool:
-        return self.world.data.size == self.world.size and self.config.parallel.strategy != "fsdp"
-
     def train_step(self, micro_batches: list[MicroBatch[Batch]]) -> StepResult:
         self.model.train()
         lr = self.config.optim.lr * learning_rate_scale(self.step, self.total_steps, self.config.optim)
@@ -183,22 +179,19 @@ class NativeEngine(Engine):
         self.module.eval()
         weight = self.task.weight(batch)
         batch = batch.to(self.world.device)
-        with autocast(self.precision, self.world.device):
+        with free_gathered(self.module), autocast(self.precision, self.world.device):
             with self._piece(batch) as piece:
                 loss = self._loss(self.module, piece)
             predictions = self.task.predict(self.module, batch) if self.task.predicts else None
         if self.context is not None:
             loss = self.context.sum(loss)
-        free_gathered(self.module)
         return EvalResult(loss=float(loss), weight=weight, predictions=predictions)
 
     @torch.no_grad()
     def predict_step(self, batch: Batch) -> list[Any]:
         self.module.eval()
-        with autocast(self.precision, self.world.device):
-            predictions = self.task.predict(self.module, batch.to(self.world.device))
-        free_gathered(self.module)
-        return predictions
+        with free_gathered(self.module), autocast(self.precision, self.world.device):
+            return self.task.predict(self.module, batch.to(self.world.device))
 
     @torch.no_grad()
     def generate(self, inputs: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:
@@ -210,10 +203,8 @@ class NativeEngine(Engine):
             )
         self.module.eval()
         moved = {name: tensor.to(self.world.device) for name, tensor in inputs.items()}
-        with autocast(self.precision, self.world.device):
-            written_BL = self.module.generate(**moved, **options)
-        free_gathered(self.module)
-        return written_BL
+        with free_gathered(self.module), autocast(self.precision, self.world.device):
+            return self.module.generate(**moved, **options)
 
     def _squared_norm(self, parameters: list[nn.Parameter]) -> torch.Tensor:
         """Of the whole model's gradient; 0-d."""

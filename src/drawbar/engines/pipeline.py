@@ -136,32 +136,27 @@ class PipelineEngine(NativeEngine):
         weight = self.task.weight(batch)
         batch = batch.to(self.world.device)
         forward = self._forward(batch)
-        with autocast(self.precision, self.world.device):
+        with free_gathered(self.module), autocast(self.precision, self.world.device):
             logits = self.relay.logits(self.relay.inputs(forward))
             loss = 0.0 if logits is None else float(self.task.loss(self.relay.outputs(forward, logits), batch))
             predictions = None
             if self.task.predicts:
                 with self.relay.same_chance():
                     predictions = self.task.predict(self.relay.model, batch)
-        free_gathered(self.module)
         return EvalResult(loss=loss, weight=weight, predictions=predictions)
 
     @torch.no_grad()
     def predict_step(self, batch: Batch) -> list[Any]:
         self._evaluate()
-        with autocast(self.precision, self.world.device), self.relay.same_chance():
-            predictions = self.task.predict(self.relay.model, batch.to(self.world.device))
-        free_gathered(self.module)
-        return predictions
+        with free_gathered(self.module), autocast(self.precision, self.world.device), self.relay.same_chance():
+            return self.task.predict(self.relay.model, batch.to(self.world.device))
 
     @torch.no_grad()
     def generate(self, inputs: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:
         self._evaluate()
         moved = {name: tensor.to(self.world.device) for name, tensor in inputs.items()}
-        with autocast(self.precision, self.world.device), self.relay.same_chance():
-            text_BL = self.relay.model.generate(**moved, **options)
-        free_gathered(self.module)
-        return text_BL
+        with free_gathered(self.module), autocast(self.precision, self.world.device), self.relay.same_chance():
+            return self.relay.model.generate(**moved, **options)
 
     def _evaluate(self) -> None:
         self.module.eval()

@@ -86,8 +86,9 @@ def evaluate(
         None where any rank was told to stop: all of them give the evaluation up after the same batch.
 
     Raises:
-        EvaluationFailed: a batch or the scoring failed, or the split has no units to compute a loss over. Where the
-            forward needs all ranks, the one whose batch failed raises its error alone.
+        EvaluationFailed: a batch or the scoring failed, or the split has no units to compute a loss over.
+        Exception: a batch failed on this rank while others waited for it in a forward that needs all, until that
+            timed out.
     """
     world.barrier("evaluating")  # a rank that still does something else is not waited for in a collective
     loader = _loader(task, split, world, micro_batch, vary)
@@ -99,9 +100,7 @@ def evaluate(
             result = engine.eval_step(micro.batch)
             if micro.counts:
                 share.add(result, _with_ids(task, micro.batch.ids, result.predictions))
-        except Exception as error:
-            if world.size > 1 and not engine.forward_is_local:
-                raise  # the other ranks wait for this one within their forward, and learn of it by its end
+        except Exception as error:  # noqa: BLE001 - every rank raises it, below
             failure = error
         if not _agree_to_go_on(failure, stop_wanted(), world):
             return None
@@ -135,7 +134,12 @@ class _Wish(IntEnum):
 def _agree_to_go_on(failure: Exception | None, stop: bool, world: World) -> bool:
     """Whether every rank goes on with the next batch. What failed on one of them is raised on all."""
     own = _Wish.FAIL if failure is not None else _Wish.STOP if stop else _Wish.GO_ON
-    agreed = world.largest(own)
+    try:
+        agreed = world.largest(own)
+    except (RuntimeError, UserError):
+        if failure is not None:
+            raise failure from None  # the others did not come: they waited for this rank in a forward that needs all
+        raise
     if agreed == _Wish.FAIL:
         own_error = None if failure is None else EvaluationFailed.of(failure, world)
         raise next(error for error in world.share(own_error) if error is not None)

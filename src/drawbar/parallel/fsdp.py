@@ -1,7 +1,8 @@
 """Sharded parameters, gradients and optimizer state, by torch's FSDP2 (``fully_shard``), and replicas of them."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from inspect import unwrap
 
@@ -116,8 +117,12 @@ def replicate_parts(model: nn.Module, mesh: DeviceMesh) -> None:
     replicate(model, mesh=mesh)
 
 
-def free_gathered(model: nn.Module) -> None:
-    """After a forward without backward: give back what was gathered for it."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+@contextmanager
+def free_gathered(model: nn.Module) -> Iterator[None]:
+    """Around a forward without backward: give back what was gathered for it, also where it fails."""
+    try:
+        yield
+    finally:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from drawbar.errors import ExitCode, UserError
 from drawbar.evaluation.evaluate import EvaluationFailed
@@ -13,7 +14,7 @@ from drawbar.tasks.causal_lm import CausalLM
 from drawbar.tracking.trackers import JsonlTracker
 from drawbar.train.step import Progress
 from harness import run_ranks
-from runs import Fit, fit_in, losses, metrics
+from runs import Fit, fit_in, losses, metrics, weights
 
 
 class Scored(CausalLM):
@@ -116,31 +117,55 @@ def test_an_evaluation_that_its_checkpoint_did_not_hear_of_leaves_no_second_line
 
 
 class FailsOnRank1(Scored):
+    """After what its forward needs the other rank for."""
+
     rank = 0
 
     def forward(self, model: Any, batch: Any) -> Any:
+        outputs = super().forward(model, batch)
         if Scored.evaluations and self.rank == 1 and not model.training:
             raise ValueError("of one rank")
+        return outputs
+
+
+class FailsInABlock(Scored):
+    """On both ranks, with the weights of the first block gathered."""
+
+    def forward(self, model: Any, batch: Any) -> Any:
+        if Scored.evaluations and not model.training:
+            model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
         return super().forward(model, batch)
 
 
-def fail_on_one_rank(project: str) -> str:
+def fail_on_ranks(project: str, task: type[Scored], *settings: str) -> str:
     FailsOnRank1.rank = Place.from_environment().rank
     try:
-        fit_in(Path(project), *SETTINGS, "checkpoint.every=null", "parallel.strategy=ddp", task=FailsOnRank1)
+        fit_in(Path(project), *SETTINGS, "checkpoint.every=null", *settings, task=task)
     except UserError as error:
         return str(error)
     return "nothing"
 
 
-def test_one_rank_fails_and_all_save(project: Path) -> None:
-    told = run_ranks(fail_on_one_rank, 2, str(project))
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_one_rank_fails_and_all_save(strategy: str, project: Path) -> None:
+    told = run_ranks(fail_on_ranks, 2, str(project), FailsOnRank1, f"parallel.strategy={strategy}")
     assert told[0] == told[1]
     assert "failed on rank 1" in told[0]
     assert "ValueError: of one rank" in told[0]
     assert saved(project / "runs" / "tiny") == [2]
     for rank in (0, 1):
         assert "ValueError: of one rank" in (project / f"runs/tiny/logs/rank-{rank:04d}.log").read_text()
+
+
+def test_what_a_failed_forward_had_gathered_in_bf16_is_saved_in_fp32(project: Path) -> None:
+    settings = ("parallel.strategy=fsdp", "precision=bf16")
+    told = run_ranks(fail_on_ranks, 2, str(project), Scored, *settings, "checkpoint.every=2", "run.name=whole")
+    assert told == ["nothing", "nothing"]
+    told = run_ranks(fail_on_ranks, 2, str(project), FailsInABlock, *settings)
+    assert "ZeroDivisionError" in told[0]
+    wanted, found = (weights(project / "runs" / name, 2) for name in ("whole", "tiny"))
+    assert wanted.keys() == found.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
 
 
 def test_metrics_that_cannot_be_written_cost_nothing(fit: Fit, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
