@@ -52,7 +52,7 @@ def build_spread(
     pack(structure, task, config)
     parallelize(structure, plan_for(structure), config.parallel, layout, mesh, precision)
     packed = packed_parameters(structure)
-    materialize(structure, torch.device("cpu") if config.parallel.offload else world.device)
+    materialize(structure, torch.device("cpu") if config.parallel.offload else world.device, world.device)
     fill_parts(structure, source, packed, world)
     return structure, packed
 

@@ -57,7 +57,7 @@ class DeepSpeedEngine(NativeEngine):
             parallelize(self.module, plan_for(self.module), config.parallel, Layout(), None, self.precision)
             for parameter in self.module.parameters():
                 parameter.data = parameter.data.to(_DTYPES[self.precision])
-            materialize(self.module, _HOST, without_room)
+            materialize(self.module, _HOST, _HOST, without_room)
         # after the model, whose first weights must be those of any other strategy
         self.structure = with_adapters(task.build_structure(), config)
 

@@ -65,7 +65,7 @@ class DeepSpeedPipelineEngine(PipelineEngine, DeepSpeedEngine):
         (part,) = parts
         pack(part, task, config)
         cast_received(part)
-        materialize(part, torch.device("cpu"))  # DeepSpeed casts and moves it
+        materialize(part, torch.device("cpu"), torch.device("cpu"))  # DeepSpeed casts and moves it
         module = Parts(parts, self.structure, plan.pipeline)
         fill_parts(module, source, {}, world)
         tied = f"{plan.pipeline.embedding}.weight" if is_tied(self.structure, plan.pipeline) else ""

@@ -58,7 +58,7 @@ class PipelineEngine(NativeEngine):
             pack(part, task, config)
             parallelize(part, plan, config.parallel, layout, mesh, self.precision)
             self.packed |= packed_parameters(part)
-            materialize(part, torch.device("cpu") if config.parallel.offload else world.device)
+            materialize(part, torch.device("cpu") if config.parallel.offload else world.device, world.device)
         module = Parts(parts, self.structure, plan.pipeline)
         fill_parts(module, source, self.packed, world)
         tied = f"{plan.pipeline.embedding}.weight" if is_tied(self.structure, plan.pipeline) else ""

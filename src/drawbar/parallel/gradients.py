@@ -18,7 +18,8 @@ def settle(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def squared_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
-    """The sum of the squares of all gradients, shards on other ranks included; float64, 0-d, equal on these ranks.
+    """The sum of the squares of all gradients, shards on other ranks included; of ``sum_dtype``, 0-d, equal on these
+    ranks.
 
     Shards of one kind are summed together, so there is one small all-reduce for each mesh axis that cuts tensors.
     """
@@ -34,14 +35,20 @@ def squared_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
             groups[kind] = [mesh.get_group(axis) for axis, is_cut in enumerate(cut) if is_cut]
             local = gradient.to_local()
         kinds.setdefault(kind, []).append(local)
-    total = torch.zeros((), dtype=torch.float64, device=device)
+    dtype = sum_dtype(device)
+    total = torch.zeros((), dtype=dtype, device=device)
     for kind, locals_ in kinds.items():
         norms = torch.stack([norm.to(device) for norm in torch._foreach_norm(locals_)])
-        part = norms.double().square().sum()
+        part = norms.to(dtype).square().sum()
         for group in groups.get(kind, []):
             dist.all_reduce(part, group=group)
         total += part
     return total
+
+
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """What many numbers are summed up in, so that their order hardly matters; MPS has no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def scale_(gradients: Iterable[Tensor], factor: Tensor | float) -> None:

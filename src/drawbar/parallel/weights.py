@@ -18,10 +18,13 @@ from drawbar.parallel.tensor import Packed
 from drawbar.runtime.tensors import read_part, shape_of
 
 
-def materialize(model: nn.Module, device: torch.device, room: Callable[..., Tensor] = torch.empty_like) -> None:
-    """Give every parameter on the meta device room on ``device``, and move the rest there. Tied ones stay tied.
+def materialize(
+    model: nn.Module, device: torch.device, buffers: torch.device, room: Callable[..., Tensor] = torch.empty_like
+) -> None:
+    """Give every parameter on the meta device room on ``device``. Tied ones stay tied.
 
     Args:
+        buffers: where the buffers go: they are never offloaded, as the forward uses them where they are.
         room: ``room(parameter, device=device)`` makes it.
     """
     made: dict[int, nn.Parameter] = {}
@@ -34,7 +37,7 @@ def materialize(model: nn.Module, device: torch.device, room: Callable[..., Tens
                 module._parameters[name] = made[id(parameter)]
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[name] = buffer.to(device)
+                module._buffers[name] = buffer.to(buffers)
 
 
 def without_room(parameter: Tensor, device: torch.device) -> Tensor:

@@ -30,8 +30,13 @@ class Batch(dict[str, torch.Tensor]):
         return "segment_ids" in self
 
     def to(self, device: torch.device) -> Self:
-        """The same batch on ``device``; copies to a GPU go through pinned memory, and overlap with its work."""
-        tensors = {name: tensor.pin_memory() for name, tensor in self.items()} if device.type == "cuda" else self
+        """The same batch on ``device``; copies to a GPU go through pinned memory, and overlap with its work. MPS has no
+        float64: there it becomes float32."""
+        tensors: dict[str, torch.Tensor] = self
+        if device.type == "cuda":
+            tensors = {name: tensor.pin_memory() for name, tensor in self.items()}
+        elif device.type == "mps":
+            tensors = {name: t.float() if t.dtype == torch.float64 else t for name, t in self.items()}
         return type(self)({name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}, self.ids)
 
 

@@ -239,7 +239,7 @@ def sharded_too(case: Case, mesh: DeviceMesh, data_rank: int, sequence: bool = F
     tensor_parallel(cut, plan_for(cut), mesh["tp"], sequence)
     recompute(cut, "full")
     shard(cut, mesh["dp_shard"], ParallelSection(strategy="fsdp"), "fp32")
-    materialize(cut, CPU)
+    materialize(cut, CPU, CPU)
     model = filled(case)
     spread(named_tensors(cut), model, packed_parameters(cut), CPU)
     batches = [inputs(case, seed) for seed in range(2)]

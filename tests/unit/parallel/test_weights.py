@@ -26,7 +26,15 @@ def test_materialized_parameters_are_still_tied_and_buffers_keep_their_values() 
         model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5, bias=False))
         model[1].weight = model[0].weight
         model.register_buffer("scale", torch.full((2,), 7.0))
-    materialize(model, torch.device("cpu"))
+    materialize(model, torch.device("cpu"), torch.device("cpu"))
     assert model[1].weight is model[0].weight
     assert not model[0].weight.is_meta
     assert model.scale.tolist() == [7.0, 7.0]
+
+
+def test_buffers_go_where_the_forward_is_also_when_parameters_are_offloaded() -> None:
+    with parameters_on_meta():
+        model = nn.BatchNorm1d(3)
+    materialize(model, torch.device("cpu"), buffers=torch.device("meta"))
+    assert [parameter.device.type for parameter in model.parameters()] == ["cpu", "cpu"]
+    assert {buffer.device.type for buffer in model.buffers()} == {"meta"}
