@@ -18,6 +18,7 @@ import drawbar
 from drawbar.config.compatibility import parallel_cases
 from drawbar.config.schema import RunConfig
 from drawbar.engines import build, native
+from drawbar.parallel import ddp
 from drawbar.runtime.dist import World
 from drawbar.runtime.env import Place
 from drawbar.runtime.mesh import Layout
@@ -87,19 +88,27 @@ def before_replicating(spoil: Spoil) -> Iterator[None]:
     """Do something to the model that DDP gets."""
     replicate = native.replicate
 
-    def spoiled(model: nn.Module, device: torch.device) -> nn.Module:
+    def spoiled(model: nn.Module, loss: Any) -> nn.Module:
         spoil(model)
-        return replicate(model, device)
+        return replicate(model, loss)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "replicate", spoiled)
         yield
 
 
-def not_reduced() -> AbstractContextManager[None]:
+@contextmanager
+def not_reduced() -> Iterator[None]:
     """One gradient does not travel."""
-    ignore = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
-    return before_replicating(lambda model: ignore(model, [f"{SPOILED}.weight"]))
+
+    class Ignoring(DistributedDataParallel):
+        def __init__(self, module: nn.Module, **settings: Any) -> None:
+            self._set_params_and_buffers_to_ignore_for_model(module, [f"model.{SPOILED}.weight"])
+            super().__init__(module, **settings)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ddp, "DistributedDataParallel", Ignoring)
+        yield
 
 
 @contextmanager

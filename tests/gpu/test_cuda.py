@@ -1,6 +1,7 @@
 """Training on one CUDA device: the numbers of the CPU, the number formats, and an exact resume."""
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,10 @@ def test_one_process_of_torchrun_has_the_first_device() -> None:
         assert not dist.is_initialized()
 
 
+def sum_of_squares(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().sum()
+
+
 def replicated_and_plain_gradients() -> list[list[float]]:
     """DDP over NCCL, with the one rank that one device has room for."""
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=CUDA)
@@ -192,10 +197,10 @@ def replicated_and_plain_gradients() -> list[list[float]]:
     for wrap in (True, False):
         torch.manual_seed(0)
         plain = torch.nn.Linear(3, 2).to(CUDA)
-        model = replicate(plain, CUDA) if wrap else plain
+        model = replicate(plain, sum_of_squares) if wrap else partial(sum_of_squares, plain)
         for number in range(3):
             with accumulate(model, last=number == 2):
-                model(torch.full((4, 3), number + 1.0, device=CUDA)).square().sum().backward()
+                model(torch.full((4, 3), number + 1.0, device=CUDA)).backward()
         assert plain.weight.grad is not None
         gradients.append(plain.weight.grad.flatten().tolist())
     dist.destroy_process_group()

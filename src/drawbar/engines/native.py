@@ -78,7 +78,8 @@ class NativeEngine(Engine):
         self.is_sharded = config.parallel.strategy == "fsdp"
         if layout.cp > 1:
             check_context(world.device, task.targets)
-        if self.is_sharded or layout.tp * layout.cp > 1:
+        is_spread = self.is_sharded or layout.tp * layout.cp > 1
+        if is_spread:
             world.join_alone()
             mesh = build_mesh(layout, world.device)
             module, self.packed = build_spread(task, config, world, layout, mesh, self.precision)
@@ -86,13 +87,14 @@ class NativeEngine(Engine):
                 self.context = ContextParallel(module, mesh["cp"], IGNORED_LABEL)
             if self.is_sharded:
                 generate_together(module)
-            self.module = self.model = self.structure = module
-            return
-        self.module = self.structure = module = build_whole(task, config, world, world.device, self.precision)
+        else:
+            module = build_whole(task, config, world, world.device, self.precision)
+        self.module = self.model = self.structure = module
         if config.parallel.strategy == "dp":
             self.model = DataParallel(module, self.precision, world.device)
-        else:
-            self.model = replicate(module, world.device) if world.size > 1 else module
+        self.loss_of: Callable[[Batch], torch.Tensor] = partial(self._loss, self.model)
+        if world.size > 1 and not is_spread:
+            self.model = self.loss_of = replicate(module, self._loss)
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -127,7 +129,7 @@ class NativeEngine(Engine):
             on_device = micro.batch.to(self.world.device)
             with accumulate(self.model, last), self._cut_logits(), self._piece(on_device) as batch:
                 with autocast(self.precision, self.world.device):
-                    loss = self._loss(self.model, batch)
+                    loss = self.loss_of(batch)
                 if not micro.counts:
                     loss = loss * 0  # a filler keeps this rank in step with the others, and adds nothing
                 (loss * scale).backward()

@@ -1,7 +1,10 @@
 """Replicated parameters, gradients averaged by torch's DistributedDataParallel."""
 
 import inspect
+import warnings
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,13 +17,30 @@ _NEW_NAME = "forward_sync_buffers"
 _BUFFERS = _NEW_NAME if _NEW_NAME in inspect.signature(DistributedDataParallel).parameters else "broadcast_buffers"
 
 
-def replicate(model: nn.Module, device: torch.device) -> DistributedDataParallel:
-    """The model with its gradients averaged over all ranks in the backward pass."""
+warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
+
+
+class _LossOf(nn.Module):
+    """A model, and what computes its loss: DDP looks in what a forward returns for the parameters that get a gradient,
+    and a model may return what no loss comes from."""
+
+    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Any], torch.Tensor]) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = loss
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        return self.loss(self.model, batch)
+
+
+def replicate(model: nn.Module, loss: Callable[[nn.Module, Any], torch.Tensor]) -> DistributedDataParallel:
+    """What computes ``loss(model, batch)`` for a batch, with the gradients averaged over all ranks in its backward.
+
+    A parameter gets a gradient where the loss of any rank depends on it, and none where no loss does, as in one
+    process. To find out costs a walk through the graph of the last micro-batch of each step, and a small all-reduce.
+    """
     return DistributedDataParallel(
-        model,
-        device_ids=[device] if device.type == "cuda" else None,
-        gradient_as_bucket_view=True,
-        **{_BUFFERS: False},
+        _LossOf(model, loss), gradient_as_bucket_view=True, find_unused_parameters=True, **{_BUFFERS: False}
     )
 
 

@@ -15,15 +15,19 @@ from harness import run_ranks
 CPU = torch.device("cpu")
 
 
+def total(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).sum()
+
+
 def gradients_after_each_backward() -> list[float]:
     """Of a weight whose gradient is 1 on rank 0 and 3 on rank 1, for three micro-batches."""
     with World(Place.from_environment(), CPU, timeout=60) as world:
         model = nn.Linear(1, 1, bias=False)
-        replica = replicate(model, CPU)
+        replica = replicate(model, total)
         found = []
         for number in range(3):
             with accumulate(replica, last=number == 2):
-                replica(torch.tensor([[1.0 + 2.0 * world.rank]])).sum().backward()
+                replica(torch.tensor([[1.0 + 2.0 * world.rank]])).backward()
             assert model.weight.grad is not None
             found.append(model.weight.grad.item())
         return found
@@ -36,8 +40,8 @@ def test_gradients_are_averaged_after_the_last_micro_batch() -> None:
 def outlived() -> bool:
     """Whether the process group is still there when the last replica is gone, which must not be the one to free it."""
     with World(Place.from_environment(), CPU, timeout=60) as world:
-        replica = replicate(nn.Linear(1, 1), CPU)
-        replica(torch.ones(1, 1)).sum().backward()
+        replica = replicate(nn.Linear(1, 1), total)
+        replica(torch.ones(1, 1)).backward()
         group = weakref.ref(dist.group.WORLD)
         assert world.size == 2
     del replica

@@ -1,0 +1,81 @@
+"""Trained parameters that get no gradient, ever or in some batches: a run of several ranks is that of one process."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import drawbar
+from conftest import make_project
+from harness import run_ranks
+from runs import fit_in, largest_difference, losses, weights
+
+SETTINGS = ("train.micro_batch=1", "train.steps=6", "train.global_batch=4", "optim.warmup=1", "checkpoint.every=null")
+
+
+class Spare(drawbar.CausalLM):
+    """causal_lm whose model has a parameter for nothing, and one for an output that the loss does not need."""
+
+    in_some_batches = False
+
+    def build_model(self) -> nn.Module:
+        return self.with_spares(super().build_model())
+
+    def build_structure(self) -> nn.Module:
+        return self.with_spares(super().build_structure())
+
+    def stored_weights(self, structure: nn.Module) -> None:
+        return None
+
+    def with_spares(self, model: nn.Module) -> nn.Module:
+        for name in ("never", "returned", "sometimes"):
+            model.register_parameter(name, nn.Parameter(torch.ones(1)))
+        kind, in_some_batches = type(model), self.in_some_batches
+
+        def forward(self: Any, input_ids: torch.Tensor, **inputs: Any) -> Any:
+            outputs = kind.forward(self, input_ids=input_ids, **inputs)
+            outputs["returned"] = self.returned * 2
+            even = input_ids[:, 1] % 2 == 0
+            if in_some_batches and even.any():
+                outputs["logits"] = outputs["logits"] * torch.where(even, self.sometimes, 1.0)[:, None, None]
+            return outputs
+
+        model.__class__ = type("Spared", (kind,), {"forward": forward})
+        return model
+
+
+class SpareInSomeBatches(Spare):
+    """Another parameter is only for rows whose first word is an even token."""
+
+    in_some_batches = True
+
+
+CASES = {"ddp": SpareInSomeBatches, "zero1": SpareInSomeBatches, "fsdp": Spare}
+
+
+def train(folder: str) -> None:
+    for strategy, task in CASES.items():
+        torch.manual_seed(0)
+        fit_in(Path(folder), *SETTINGS, f"parallel.strategy={strategy}", f"run.name={strategy}", task=task)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    project = make_project(tmp_path_factory.mktemp("spare"))
+    for task in (Spare, SpareInSomeBatches):
+        fit_in(project, *SETTINGS, f"run.name={task.__name__}", task=task)
+    run_ranks(train, 2, str(project))
+    return project / "runs"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_of_two_ranks_is_that_of_one_process(runs: Path, case: str) -> None:
+    one = runs / CASES[case].__name__
+    assert largest_difference(losses(one), losses(runs / case)) < 1e-5
+    wanted, found = weights(one, 6), weights(runs / case, 6)
+    assert wanted["never"].item() == wanted["returned"].item() == 1.0
+    assert (wanted["sometimes"].item() != 1.0) == CASES[case].in_some_batches
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-5)
