@@ -22,7 +22,7 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.,@+-]*$", max_len
 Module = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.,@+/-]*$", max_length=128)]
 TimeLimit = Annotated[str, Field(pattern=r"^([0-9]{1,3}-[0-9]{1,2}(:[0-9]{2}){0,2}|[0-9]{1,3}(:[0-9]{2}){1,2})$")]
 
-_SECRET = re.compile(r"TOKEN|SECRET|PASSW|API_?KEY|CREDENTIAL", re.IGNORECASE)
+_SECRET = re.compile(r"TOKEN(?!IZ)|SECRET|PASSW|API_?KEY|CREDENTIAL", re.IGNORECASE)
 OWN_OPTIONS = {
     "account", "array", "chdir", "cpus-per-task", "dependency", "error", "export", "gpus-per-node", "gres", "job-name",
     "nodes", "no-requeue", "ntasks", "ntasks-per-node", "open-mode", "output", "parsable", "partition", "requeue",

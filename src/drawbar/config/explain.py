@@ -76,8 +76,8 @@ _INTRODUCTION = """\
 
 A run is described by a YAML file and `key=value` arguments that overrule it. `drawbar config show` prints the result
 with every default written out; `drawbar config explain KEY` says what a key means and where its value came from.
-Unknown keys are errors. `~` and `${NAME}` are expanded in paths. Values are YAML 1.2: `3e-4` is a number, and `yes`
-is text.
+Unknown keys are errors. `~`, `$NAME` and `${NAME}` are expanded in paths. Values are YAML 1.2: `3e-4` is a number, and
+`yes` is text.
 """
 
 _RESUMING = "Running a command again resumes its run. Any other difference from the run's own `config.yaml` is refused."
@@ -109,7 +109,7 @@ def _explain_free(key: str, loaded: LoadedConfig, known: dict[str, Setting]) -> 
 def _value(key: str, loaded: LoadedConfig) -> str:
     holder, _, name = key.rpartition(".")
     inside = lookup(loaded.config, holder) if holder else loaded.config
-    is_set = name in inside if isinstance(inside, dict) else hasattr(inside, name)
+    is_set = name in (inside if isinstance(inside, dict) else getattr(type(inside), "model_fields", ()))
     return show(lookup(loaded.config, key)) if is_set else "(not set)"
 
 

@@ -64,10 +64,13 @@ def suggestions(settings: dict[str, Setting], key: str) -> list[str]:
 
 
 def lookup(config: BaseModel, key: str) -> Any:
-    """The value at a dotted key; None inside a section that is not set."""
+    """The value at a dotted key; None inside what is no section, or one that is not set."""
     value: Any = config
     for name in key.split("."):
-        value = value.get(name) if isinstance(value, dict) else getattr(value, name, None)
+        if isinstance(value, BaseModel):
+            value = getattr(value, name, None)
+        else:  # a text where a section may be has no settings, if methods of the same name
+            value = value.get(name) if isinstance(value, dict) else None
     return value
 
 

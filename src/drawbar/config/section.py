@@ -9,20 +9,20 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 
 def expand_path(text: str) -> str:
-    """``~`` and ``${NAME}`` written out. Raises ValueError for a variable that is not set."""
+    """``~``, ``$NAME`` and ``${NAME}`` written out. Raises ValueError for a variable that is not set."""
 
     def value(match: re.Match[str]) -> str:
-        name = match.group(1)
+        name = match.group(1) or match.group(2)
         if name not in os.environ:
             raise ValueError(f"the environment variable {name} is not set")
         return os.environ[name]
 
-    expanded = re.sub(r"\$\{(\w+)\}", value, text)
+    expanded = re.sub(r"\$(?:(\w+)|\{(\w+)\})", value, text)
     return str(Path(expanded).expanduser()) if expanded.startswith("~") else expanded
 
 
 PathText = Annotated[str, Field(min_length=1), AfterValidator(expand_path)]
-"""A path, or a name that may be one; ``~`` and ``${NAME}`` are expanded when the configuration is read."""
+"""A path, or a name that may be one; ``~``, ``$NAME`` and ``${NAME}`` are expanded when the configuration is read."""
 
 Auto = Literal["auto"]
 Fraction = Annotated[float, Field(ge=0, lt=1)]

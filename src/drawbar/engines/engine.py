@@ -53,6 +53,11 @@ class EngineState:
     values: dict[str, Any] = field(default_factory=dict)
 
 
+def number(loss: torch.Tensor) -> torch.Tensor:
+    """The loss of a task as a tensor without dimensions; as it is, where it has several elements."""
+    return loss.reshape(()) if loss.numel() == 1 else loss
+
+
 class Engine(ABC):
     """Runs training and evaluation steps under one strategy."""
 

@@ -15,7 +15,7 @@ from drawbar.config.schema import RunConfig
 from drawbar.data.loader import MicroBatch
 from drawbar.data.packing import IGNORED_LABEL
 from drawbar.engines.build import build_spread, build_whole
-from drawbar.engines.engine import Engine, EngineState, EvalResult, StepResult
+from drawbar.engines.engine import Engine, EngineState, EvalResult, StepResult, number
 from drawbar.errors import UserError
 from drawbar.models.lora import merged, save_adapter, trained_state
 from drawbar.optim.optimizers import build_optimizers
@@ -153,7 +153,7 @@ class NativeEngine(Engine):
 
     def _loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         outputs = self.task.forward(model, batch)
-        return self.task.loss(outputs if self.context is None else self.context.align(outputs), batch)
+        return number(self.task.loss(outputs if self.context is None else self.context.align(outputs), batch))
 
     def _update(self) -> tuple[torch.Tensor, bool]:
         """Clip once, update, and clear the gradients; the norm before clipping, and whether fp16 overflowed."""

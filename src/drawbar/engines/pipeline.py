@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from drawbar.data.loader import MicroBatch
 from drawbar.engines.build import build_structure, fill_parts, pack
-from drawbar.engines.engine import EngineState, EvalResult
+from drawbar.engines.engine import EngineState, EvalResult, number
 from drawbar.engines.native import NativeEngine
 from drawbar.errors import UserError
 from drawbar.models.plans import plan_for
@@ -100,9 +100,9 @@ class PipelineEngine(NativeEngine):
         # replicas and FSDP average over the data-parallel ranks, the contract wants the sum
         scale = self.scaler.scale * self.world.data.size / divisor
 
-        def compute_loss(logits: torch.Tensor, number: int) -> torch.Tensor:
-            loss = self.task.loss(self.relay.outputs(forwards[number], logits), batches[number])
-            if not micro_batches[number].counts:
+        def compute_loss(logits: torch.Tensor, index: int) -> torch.Tensor:
+            loss = number(self.task.loss(self.relay.outputs(forwards[index], logits), batches[index]))
+            if not micro_batches[index].counts:
                 loss = loss * 0
             loss_sum.add_(loss.detach())
             return loss * scale

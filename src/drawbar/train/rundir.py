@@ -1,5 +1,6 @@
 """The run directory: who may open it, and where a run goes on from."""
 
+import errno
 import fcntl
 import os
 import time
@@ -19,8 +20,11 @@ from drawbar.config.schema import RunConfig, RunSection
 from drawbar.errors import UserError
 from drawbar.launch.job import FOLDER as LAUNCH_FOLDER
 from drawbar.runtime.files import write_whole
+from drawbar.runtime.log import logger
 
 LOCK_FILE = ".lock"
+_NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
+"""What flock raises on a file system that has none."""
 CONFIG_DRAFT = "config.yaml.tmp"
 """What a process that was killed may leave behind: see ``write_whole``."""
 
@@ -176,6 +180,9 @@ def lock_run_dir(folder: Path, patience: float = 5.0) -> IO[str]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
         except OSError as error:
+            if error.errno in _NO_LOCKS:
+                logger.warning("%s is on a file system without locks: see that one process alone trains it", folder)
+                break
             if time.monotonic() < end:
                 time.sleep(0.1)
                 continue

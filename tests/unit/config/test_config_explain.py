@@ -46,6 +46,13 @@ def test_setting_of_the_command_line_and_default(loaded):
     assert "  allowed:  auto | single | dp | ddp | zero1 | fsdp | deepspeed\n" in text
 
 
+def test_a_text_where_a_section_may_be(tmp_path, monkeypatch):
+    """Texts have methods of the names of settings: split, format."""
+    text = explain("data.train", load_config(None, ["data.train=a.txt"]))
+    assert text.startswith("data.train = a.txt")
+    assert "data.train.split = (not set)" in text
+
+
 def test_section_lists_its_settings(loaded):
     text = explain("optim", loaded)
     assert "  optim.lr = 0.5 " in text

@@ -128,8 +128,10 @@ def test_a_value_may_hold_an_equals_sign():
 
 def test_home_and_environment_in_paths(write, monkeypatch):
     monkeypatch.setenv("DATA_HOME", "/somewhere")
-    config = load_config(write("data: {train: '${DATA_HOME}/a.txt'}\nrun: {dir: ~/runs}\n")).config
+    text = "data: {train: '${DATA_HOME}/a.txt', validation: $DATA_HOME/b.txt}\nrun: {dir: ~/runs}\n"
+    config = load_config(write(text)).config
     assert config.data.train == "/somewhere/a.txt"
+    assert config.data.validation == "/somewhere/b.txt"
     assert config.run.dir == str(Path.home() / "runs")
 
 

@@ -120,6 +120,11 @@ def test_processes_on_each_host(hosts: str, settings: list[str], count: int | st
         count_processes(config, parse_hosts(hosts))
 
 
+def test_a_tokenizer_is_no_secret() -> None:
+    loaded = load_config(None, ["cluster.environment={TOKENIZERS_PARALLELISM: 'false'}"])
+    assert loaded.config.cluster is not None
+
+
 @pytest.mark.parametrize(
     ("setting", "says"),
     [
@@ -132,6 +137,7 @@ def test_processes_on_each_host(hosts: str, settings: list[str], count: int | st
         ("forward=['A B']", "cluster.forward"),
         ("forward=['*']", "cluster.forward"),
         ("environment={WANDB_API_KEY: x}", "looks like a secret"),
+        ("environment={HF_TOKEN: x}", "looks like a secret"),
     ],
 )
 def test_settings_that_are_refused(setting: str, says: str) -> None:

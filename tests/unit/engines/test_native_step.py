@@ -40,6 +40,15 @@ def test_a_small_gradient_is_not_clipped(limit: float | None) -> None:
     assert moved == pytest.approx(norm, rel=1e-5)
 
 
+def test_a_loss_may_be_a_list_of_one_number() -> None:
+    whole, listed = (tiny_engine(tiny_config()) for _ in range(2))
+    loss = listed.task.loss
+    listed.task.loss = lambda outputs, batch: loss(outputs, batch)[None]  # type: ignore[method-assign]
+    step = random_step(whole, seed=1)
+    assert listed.train_step(step).loss.tolist() == whole.train_step(step).loss.tolist()
+    assert listed.eval_step(step[0].batch) == whole.eval_step(step[0].batch)
+
+
 def test_gradients_do_not_outlive_their_step() -> None:
     engine = tiny_engine(tiny_config())
     engine.train_step(random_step(engine, seed=1))

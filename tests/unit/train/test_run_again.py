@@ -1,5 +1,7 @@
 """The same command again, and a run that begins at another run's checkpoint."""
 
+import errno
+import fcntl
 import os
 import signal
 from pathlib import Path
@@ -165,6 +167,18 @@ def test_a_fork_of_another_optimizer_and_data(fit: Fit, project: Path, capfd: py
     assert outcome.run_dir == Path("runs") / "changed"
     assert list(losses(project / "runs" / "changed")) == [13, 14, 15, 16]
     assert outcome.progress.best_step is None or outcome.progress.best_step > 12
+
+
+def test_a_file_system_without_locks_says_so_and_trains(
+    fit: Fit, run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    fit("train.steps=6")
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    fit("train.steps=6")
+    assert "without locks" in capfd.readouterr().err
 
 
 def test_only_one_process_trains_a_run(fit: Fit, run: Path) -> None:
