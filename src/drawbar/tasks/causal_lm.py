@@ -11,7 +11,6 @@ from torch import nn
 from drawbar.config.schema import RunConfig
 from drawbar.config.tasks import CausalLMConfig
 from drawbar.data.dataset import Sample
-from drawbar.data.nested import value_at
 from drawbar.data.packing import IGNORED_LABEL, split_tokens
 from drawbar.data.tokenizer import MODEL_INPUTS, begin_tokens, wrap_texts
 from drawbar.errors import UserError
@@ -205,7 +204,7 @@ class CausalLM(PretrainedTask):
         if self.config.messages_column is not None:
             return [self.chat_format.last_answer(self._messages(record)) for record in records]
         assert self.config.completion_column is not None
-        return [value_at(record, self.config.completion_column) for record in records]
+        return [require(record, self.config.completion_column, "task.completion_column") for record in records]
 
     def loss_scores(self, loss: float, weight: float, records: list[dict[str, Any]]) -> dict[str, float]:
         """Mean loss (nats a target token), perplexity and, for documents, bits per UTF-8 byte, end tokens included."""
