@@ -15,6 +15,7 @@ from drawbar.data.packing import IGNORED_LABEL, split_tokens
 from drawbar.data.tokenizer import MODEL_INPUTS, begin_tokens, wrap_texts
 from drawbar.errors import UserError
 from drawbar.parallel.styles import cross_entropy_sum
+from drawbar.runtime.log import logger
 from drawbar.tasks.batch import Batch, pad_and_stack
 from drawbar.tasks.chat import ChatFormat, chat_prompt, check_message, message_text, read_template
 from drawbar.tasks.pretrained import PretrainedTask, mean_and_perplexity
@@ -81,7 +82,10 @@ class CausalLM(PretrainedTask):
     def _fitted(self, model: nn.Module) -> nn.Module:
         model = super()._fitted(model)
         if self.config.messages_column is not None:
-            stop_with(model, self.chat_format.stop_tokens)
+            try:
+                stop_with(model, self.chat_format.stop_tokens)
+            except UserError as error:  # whoever encodes chats is refused by then; an older run's model may still write
+                logger.warning("what the model writes ends with the tokenizer's end token alone: %s", error.what)
         return model
 
     @cached_property

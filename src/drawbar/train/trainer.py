@@ -46,7 +46,7 @@ from drawbar.train.hooks import (
 )
 from drawbar.train.rundir import Start, find_start, lock_run_dir, renamed, write_config
 from drawbar.train.saver import Saver, formats_as_begun, restore
-from drawbar.train.setup import build_task, count_steps, save_task
+from drawbar.train.setup import build_task, chats_as_then, count_steps, save_task
 from drawbar.train.step import Progress, StepInfo
 from drawbar.train.stop import Stop
 
@@ -133,7 +133,8 @@ class Trainer:
         seed_everything(config.run.seed, world.layout.seed_rank(world.rank))  # from here on a rank's dropout is its own
         progress = Progress()
         if start.checkpoint is not None:
-            progress = restore(start.checkpoint, start.forked, config.run.seed, engine, loader, world)
+            with chats_as_then(task, origin):
+                progress = restore(start.checkpoint, start.forked, config.run.seed, engine, loader, world)
         self._open(task, engine, world, disks, start)
         run = _Run(config, world, disks, stop, console, task, engine, loader, validation, progress)
         run.train(total_steps)

@@ -1,5 +1,6 @@
 """The same command again, and a run that begins at another run's checkpoint."""
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -15,8 +16,10 @@ from drawbar.runtime.env import Place
 from drawbar.runtime.seed import rng_state
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.causal_lm import CausalLM
+from drawbar.tasks.chat import ChatFormat
 from drawbar.train.rundir import lock_run_dir
 from drawbar.train.saver import _restore_generators
+from drawbar.train.setup import WRAPS_TEXTS
 from harness import run_ranks
 from runs import Fit, fit_in, losses, metrics, scores, weights
 
@@ -165,6 +168,32 @@ def test_a_fork_of_another_optimizer_and_data(fit: Fit, project: Path, capfd: py
     assert outcome.run_dir == Path("runs") / "changed"
     assert list(losses(project / "runs" / "changed")) == [13, 14, 15, 16]
     assert outcome.progress.best_step is None or outcome.progress.best_step > 12
+
+
+def test_an_older_run_of_chats_says_why_it_cannot_go_on(
+    fit: Fit, project: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its data are the same; what changed are the labels of its chats."""
+    template = "{% for message in messages %}{{ message.content + eos_token + '\n' }}{% endfor %}"
+    chat = {"messages": [{"role": role, "content": "the load"} for role in ("user", "assistant")]}
+    (project / "chats.jsonl").write_text(f"{json.dumps(chat)}\n" * 9)
+    settings = ("task.messages_column=messages", f"task.chat_template={json.dumps(template)}")
+    settings = (*settings, "data.train=chats.jsonl", "data.validation=chats.jsonl", "train.steps=4")
+
+    def encode_as_then(self: ChatFormat, messages: list[Any], answers: str) -> tuple[list[int], list[int]]:
+        tokens = self.tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
+        return tokens, tokens
+
+    with monkeypatch.context() as then:
+        then.setattr(ChatFormat, "encode", encode_as_then)
+        fit(*settings, "data.cache=then")
+    with pytest.raises(UserError, match="the training data changed"):
+        fit(*settings)
+    (run / "tokenizer" / WRAPS_TEXTS).unlink()
+    with pytest.raises(UserError, match=r"the chats of this run have other labels now[\s\S]*--fork NEWNAME"):
+        fit(*settings)
+    assert fit(*settings[:-1], "train.steps=6", fork="new").progress.step == 6
+    assert (run.parent / "new" / "tokenizer" / WRAPS_TEXTS).exists()
 
 
 def test_only_one_process_trains_a_run(fit: Fit, run: Path) -> None:
