@@ -1,7 +1,9 @@
 """The same command again, and a run that begins at another run's checkpoint."""
 
+import importlib
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -194,6 +196,26 @@ def test_an_older_run_of_chats_says_why_it_cannot_go_on(
         fit(*settings)
     assert fit(*settings[:-1], "train.steps=6", fork="new").progress.step == 6
     assert (run.parent / "new" / "tokenizer" / WRAPS_TEXTS).exists()
+
+
+def test_a_stream_goes_on_with_mended_code_and_not_with_other_data(
+    fit: Fit, project: Path, run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = project / "streaming_task.py"
+    code.write_text("import drawbar\n\nclass Mine(drawbar.CausalLM):\n    pass\n")
+    monkeypatch.syspath_prepend(str(project))
+    mine = importlib.import_module("streaming_task").Mine
+    settings = ("data.streaming=true", "data.validation=null", "eval.every=null", "train.steps=8", "task.type=mine")
+    fit(*settings, task=mine)
+    shutil.rmtree(run / "checkpoints" / "step-00000008")
+    code.write_text(code.read_text() + "\n\ndef metric(predictions, references):\n    return 1.0\n")
+    capfd.readouterr()
+    assert fit(*settings, task=mine).progress.step == 8
+    assert "changed since the checkpoint was written: streaming_task.py;" in capfd.readouterr().err
+    shutil.rmtree(run / "checkpoints" / "step-00000008")
+    (project / "train.txt").write_text("the load\n")
+    with pytest.raises(UserError, match="the training data changed"):
+        fit(*settings, task=mine)
 
 
 def test_only_one_process_trains_a_run(fit: Fit, run: Path) -> None:
