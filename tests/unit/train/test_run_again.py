@@ -247,6 +247,23 @@ def test_ranks_rebuild_their_data_together(project: Path) -> None:
     assert run_ranks(rebuild, 2, str(project)) == [3, 3]
 
 
+def test_a_run_that_goes_on_does_not_encode_its_data_again(
+    fit: Fit, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though every requeue gives the same command."""
+    removed: list[str] = []
+    monkeypatch.setattr("drawbar.train.data.remove_cached", lambda cache, name, made_of: removed.append(name))
+    fit("data.rebuild=true")
+    assert removed == ["train", "validation"]
+    assert "rebuild: false" in (run / "config.yaml").read_text()  # which evaluations of the run are made with
+    for lost in (run / "checkpoints" / "step-00000012", run / "checkpoints"):  # or it ended before it had any
+        shutil.rmtree(lost)
+        assert fit("data.rebuild=true").progress.step == 12
+    assert removed == ["train", "validation"]
+    fit("data.rebuild=true", "train.steps=13", fork="new")
+    assert removed == ["train", "validation"] * 2
+
+
 def test_a_checkpoint_that_keeps_generators_by_rank_is_put_back() -> None:
     world = World(Place(), torch.device("cpu"), timeout=60)
     before = {f"rank-0000/{name}": tensor for name, tensor in rng_state(world.device).items()}
