@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from drawbar.data.class_labels import agreed_names
 from drawbar.data.hub_dataset import HubDataset
-from drawbar.data.nested import columns_of, value_at
+from drawbar.data.nested import columns_of, old_name, value_at
 from drawbar.data.readers import BadRecord, Reader, Record, Unit
 from drawbar.errors import UserError
 from drawbar.runtime.log import logger
@@ -123,8 +123,7 @@ class SourceStream:
 
     def class_names(self, column: str) -> list[str] | None:
         """The names of a column's classes, in the order of their numbers, where all files with such names agree."""
-        first, dot, inner = column.partition(".")
-        old = self._rename.get(column) or f"{self._rename.get(first, first)}{dot}{inner}"
+        old = old_name(column, self._rename)
         try:
             return agreed_names(reader.class_names(old) for reader in self._readers)
         except OSError as error:
