@@ -96,7 +96,8 @@ def generate(
         check_output(output, overwrite)
     sampling = Sampling(max_new_tokens, temperature, top_k, top_p, beams)
     messages_column = None if raw else getattr(loaded.config.task, "messages_column", None)
-    all_prompts = [*prompts, *(read_prompts(input_file, messages_column) if input_file else [])]
+    rename = loaded.config.data.rename or {}
+    all_prompts = [*prompts, *(read_prompts(input_file, messages_column, rename) if input_file else [])]
     all_prompts = all_prompts or default_prompts(is_chat=messages_column is not None)
     asked = all_prompts if messages_column is None else [as_messages(prompt) for prompt in all_prompts]
     texts = generate_from_run(loaded.config, task, asked, sampling, checkpoint, seed)

@@ -1,21 +1,25 @@
 """What ``drawbar generate`` is asked to go on from: texts, and the messages of chats."""
 
 import json
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from drawbar.config.data import DataSection
-from drawbar.data.sources import open_records
+from drawbar.data.nested import old_name, value_at
+from drawbar.data.sources import Record, open_records
 from drawbar.errors import UserError
 
 if TYPE_CHECKING:
     from drawbar.evaluation.generate import Prompt
 
 
-def read_prompts(path: str, messages_column: str | None) -> "list[Prompt]":
+def read_prompts(path: str, messages_column: str | None, rename: Mapping[str, str]) -> "list[Prompt]":
     """The prompts of a file.
 
     Args:
-        messages_column: the key of the messages, for a chat model.
+        messages_column: the key of the messages, for a chat model; as for ``value_at``.
+        rename: as ``data.rename``. A file need not have these columns, as prompts are no training data.
 
     Raises:
         UserError: a record has none.
@@ -23,8 +27,9 @@ def read_prompts(path: str, messages_column: str | None) -> "list[Prompt]":
     records = open_records(DataSection(test=path), "test")
     prompts: list[Prompt] = []
     for number, record in enumerate(records):
-        messages = record.get(messages_column) if messages_column is not None else None
-        prompt = messages if isinstance(messages, list) else record.get("prompt", record.get("text"))
+        messages = _value(record, messages_column, rename) if messages_column is not None else None
+        texts = (_value(record, column, rename) for column in ("prompt", "text"))
+        prompt = messages if isinstance(messages, list) else next((text for text in texts if text is not None), None)
         if not isinstance(prompt, str | list):
             of_chat = f' or {{"{messages_column}": [{{"role": "user", "content": …}}]}}' if messages_column else ""
             raise UserError(
@@ -34,6 +39,14 @@ def read_prompts(path: str, messages_column: str | None) -> "list[Prompt]":
             )
         prompts.append(prompt)
     return prompts
+
+
+def _value(record: Record, column: str, rename: Mapping[str, str]) -> Any:
+    """A record's value under a column, by its new name or by its old one; None where it has neither."""
+    for name in (column, old_name(column, rename)):
+        with suppress(KeyError):
+            return value_at(record, name)
+    return None
 
 
 def default_prompts(is_chat: bool) -> "list[Prompt]":

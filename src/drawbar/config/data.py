@@ -81,4 +81,5 @@ class DataSection(Section):
     cache: PathText | None = None
     """Folder of encoded data (default: `.cache` in `run.dir`)."""
     rebuild: bool = False
-    """Encode the data anew, even where nothing has changed that drawbar knows of; what was kept is replaced."""
+    """Encode the data anew, even where nothing has changed that drawbar knows of, and replace what was kept: when a run
+    begins, and in `drawbar prepare`."""

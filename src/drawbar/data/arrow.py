@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from drawbar.data.class_labels import Feature, class_names, features_of, only_classes, with_names
+from drawbar.data.class_labels import Feature, class_names, features_of, only_classes, with_classes
 from drawbar.data.readers import BadRecord, Reader, Record, Unit
 from drawbar.errors import UserError
 
@@ -86,7 +86,7 @@ class ColumnarReader(Reader):
 
         cursor, number = unit.raw
         try:
-            return with_names(cursor.row(number), self._classes)
+            return with_classes(cursor.row(number), self._classes)
         except (pa.ArrowException, OSError) as error:
             raise self._damaged(error) from error
         except (ValueError, OverflowError) as error:  # not UTF-8; a date beyond those of Python; no such class

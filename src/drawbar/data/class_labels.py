@@ -1,7 +1,7 @@
-"""Names of classes: `datasets` stores them as numbers, and their names beside them in the schema (``ClassLabel``)."""
+"""Classes: `datasets` stores them as numbers, and their names beside them in the schema (``ClassLabel``)."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from drawbar.data.readers import Record
@@ -10,6 +10,25 @@ Feature = Any
 """What a value is, as `datasets` writes it: a dict of features by column, ``{"_type": "List", "feature": …}``, …"""
 NO_LABEL = -1
 """How `datasets` writes that a record has no label."""
+
+
+class ClassNumber(int):
+    """The number of a class, as `datasets` gives it, that knows the names of all classes of its column."""
+
+    names: list[str]
+
+    def __new__(cls, number: int, names: list[str]) -> "ClassNumber":
+        self = super().__new__(cls, number)
+        self.names = names
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ClassNumber, (int(self), self.names)
+
+    @property
+    def name(self) -> str:
+        """That of its class."""
+        return self.names[self]
 
 
 def features_of(metadata: Mapping[bytes, bytes] | None) -> dict[str, Feature]:
@@ -21,18 +40,27 @@ def features_of(metadata: Mapping[bytes, bytes] | None) -> dict[str, Feature]:
     return features if isinstance(features, dict) else {}
 
 
-def with_names(record: Record, features: Mapping[str, Feature]) -> Record:
-    """The record with names where it has numbers of classes, and None where it has no label.
+def with_classes(record: Record, features: Mapping[str, Feature]) -> Record:
+    """The record with numbers of classes that know their names, and None where it has no label.
+
+    Args:
+        features: those of ``only_classes``.
 
     Raises:
         ValueError: a number is none of a class.
     """
-    return {name: _named(value, features[name]) if name in features else value for name, value in record.items()}
+    return {name: _known(value, features[name]) if name in features else value for name, value in record.items()}
 
 
 def only_classes(features: Mapping[str, Feature]) -> dict[str, Feature]:
-    """The columns that hold numbers of classes, or hold what holds them."""
-    return {name: feature for name, feature in features.items() if _has_classes(feature)}
+    """The columns that hold numbers of classes, or hold what holds them; with the numbers, which all records share."""
+    return {name: _with_numbers(feature) for name, feature in features.items() if _has_classes(feature)}
+
+
+def agreed_names(found: Iterable[list[str] | None]) -> list[str] | None:
+    """The names of a column's classes in several files, where all files with such names agree."""
+    given = [names for names in found if names is not None]
+    return given[0] if given and all(names == given[0] for names in given) else None
 
 
 def class_names(features: Mapping[str, Feature], column: str) -> list[str] | None:
@@ -80,15 +108,24 @@ def _has_classes(feature: Feature) -> bool:
     return isinstance(feature, dict) and any(map(_has_classes, feature.values()))
 
 
-def _named(value: Any, feature: Feature) -> Any:
+def _with_numbers(feature: Feature) -> Feature:
+    if _is_class(feature):
+        names = feature["names"]
+        return {**feature, "numbers": [ClassNumber(number, names) for number in range(len(names))]}
+    if isinstance(feature, list):
+        return [_with_numbers(item) for item in feature]
+    return {name: _with_numbers(inner) for name, inner in feature.items()} if isinstance(feature, dict) else feature
+
+
+def _known(value: Any, feature: Feature) -> Any:
     if isinstance(value, list):
-        return [_named(item, _item(feature)) for item in value]
+        return [_known(item, _item(feature)) for item in value]
     if isinstance(value, dict):
         inside = _inside(feature)
-        return {name: _named(item, inside.get(name)) for name, item in value.items()}
+        return {name: _known(item, inside.get(name)) for name, item in value.items()}
     if not _is_class(feature) or not isinstance(value, int):
         return value
     names = feature["names"]
     if not NO_LABEL <= value < len(names):
         raise ValueError(f"{value} is the number of no class; there are {len(names)} ({', '.join(names[:3])}, …)")
-    return None if value == NO_LABEL else names[value]
+    return None if value == NO_LABEL else feature["numbers"][value]

@@ -128,14 +128,18 @@ class Loader(ABC, Generic[Batch]):
         """
 
 
+class OtherData(UserError):
+    """The training data are not those of the checkpoint."""
+
+
 def check_fingerprint(saved: str, now: str) -> None:
     """Refuse to go on with other data.
 
     Raises:
-        UserError: the two differ.
+        OtherData: the two differ.
     """
     if saved != now:
-        raise UserError(
+        raise OtherData(
             f"the training data changed since the checkpoint was written: its fingerprint was {saved} and is now {now}",
             where="data.train",
             remedy="restore the data (and the settings that encode it), "

@@ -1,5 +1,6 @@
 """Columns inside columns: ``translation.en``."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from drawbar.data.readers import Record
@@ -21,6 +22,16 @@ def value_at(record: Record, column: str) -> Any:
             raise KeyError(column)
         value = value[name]
     return value
+
+
+def old_name(column: str, rename: Mapping[str, str]) -> str:
+    """The name that a column has in the file, be it inside a column that was renamed.
+
+    Args:
+        rename: old names by new ones.
+    """
+    first, dot, inner = column.partition(".")
+    return rename.get(column) or f"{rename.get(first, first)}{dot}{inner}"
 
 
 def columns_of(record: Record) -> list[str]:

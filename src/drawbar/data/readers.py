@@ -8,6 +8,7 @@ import gzip
 import json
 import zlib
 from abc import ABC, abstractmethod
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from functools import cache
@@ -153,10 +154,14 @@ def holds_nul(path: Path, line: int, first: str) -> BadRecord:
 
 
 def not_utf8(path: Path, line: int, byte: str) -> BadRecord:
+    with open_binary(path) as stream:
+        is_utf16 = stream.read(2) in (BOM_UTF16_LE, BOM_UTF16_BE)
+    what, encoding = (": the file is UTF-16", "UTF-16") if is_utf16 else ("", "ISO-8859-1")
     return BadRecord(
-        f"the line is not UTF-8 text: {byte}",
+        f"the line is not UTF-8 text: {byte}{what}",
         where=f"{path}:{line}",
-        remedy=f"convert the file, for example: iconv -f ISO-8859-1 -t UTF-8 {path.name} > utf8-{path.name}",
+        remedy=f"convert the file{'' if is_utf16 else ', for example'}: "
+        f"iconv -f {encoding} -t UTF-8 {path.name} > utf8-{path.name}",
     )
 
 

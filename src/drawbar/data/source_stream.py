@@ -7,8 +7,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from drawbar.data.class_labels import agreed_names
 from drawbar.data.hub_dataset import HubDataset
-from drawbar.data.nested import columns_of, value_at
+from drawbar.data.nested import columns_of, old_name, value_at
 from drawbar.data.readers import BadRecord, Reader, Record, Unit
 from drawbar.errors import UserError
 from drawbar.runtime.log import logger
@@ -121,14 +122,12 @@ class SourceStream:
                 yield number // lanes, where, error
 
     def class_names(self, column: str) -> list[str] | None:
-        """The names of a column's classes, in the order of their numbers, where all files name the same."""
-        first, dot, inner = column.partition(".")
-        old = self._rename.get(column) or f"{self._rename.get(first, first)}{dot}{inner}"
+        """The names of a column's classes, in the order of their numbers, where all files with such names agree."""
+        old = old_name(column, self._rename)
         try:
-            names = [reader.class_names(old) for reader in self._readers]
+            return agreed_names(reader.class_names(old) for reader in self._readers)
         except OSError as error:
             raise self._unreadable(error) from error
-        return names[0] if all(found == names[0] for found in names) else None
 
     @cached_property
     def fingerprint(self) -> str:

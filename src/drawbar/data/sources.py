@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drawbar.config.data import DataSection, SourceSection
+from drawbar.data.class_labels import agreed_names
 from drawbar.data.files import BUILT_IN_SOURCES, find_file, find_files, is_empty, is_table, reader_of
 from drawbar.data.hub_dataset import HubDataset
 from drawbar.data.python_stdlib import PYTHON_STDLIB, PythonStdlib
@@ -61,9 +62,8 @@ class Records(Sequence[Record]):
         return self._loaded.where[index]
 
     def class_names(self, column: str) -> list[str] | None:
-        """The names of a column's classes, in the order of their numbers, where all files name the same."""
-        names = [stream.class_names(column) for stream in self.streams]
-        return names[0] if all(found == names[0] for found in names) else None
+        """The names of a column's classes, in the order of their numbers, where all files with such names agree."""
+        return agreed_names(stream.class_names(column) for stream in self.streams)
 
     @property
     def skipped(self) -> list[str]:

@@ -6,9 +6,9 @@ block's rows come in turn from all lanes. So the rows of a block are a pure func
 position is where the block begins and how many of its rows were used: to go on, that block is read again.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,6 +20,7 @@ from drawbar.data.order import order
 from drawbar.data.sources import Located
 from drawbar.errors import UserError
 from drawbar.runtime.dist import DataRanks
+from drawbar.runtime.log import logger
 
 LARGEST_BLOCK = 2**32
 """More samples than a lane has in one block: numbers samples across blocks."""
@@ -46,6 +47,9 @@ class StreamSettings:
     """Records of a lane in one block."""
     global_batch: int
     fingerprint: str
+    """Of the data, and of the settings that encode it."""
+    code: Mapping[str, str] = field(default_factory=dict)
+    """What else decides the samples, and may change: digests of the user's code, by file."""
 
 
 @dataclass(frozen=True)
@@ -142,12 +146,32 @@ class StreamLoader(Loader[Batch]):
         return self._cursor.epoch
 
     def state(self) -> dict[str, Any]:
-        return {"cursor": asdict(self._cursor), "used": self._used, "fingerprint": self.settings.fingerprint}
+        kept = {"fingerprint": self.settings.fingerprint, "code": dict(self.settings.code)}
+        return {"cursor": asdict(self._cursor), "used": self._used, **kept}
 
     def load(self, state: dict[str, Any]) -> None:
-        check_fingerprint(state["fingerprint"], self.settings.fingerprint)
+        self._check(state)
         self._cursor, self._used = Cursor(**state["cursor"]), state["used"]
         self._block = self._ahead = None
+
+    def _check(self, state: dict[str, Any]) -> None:
+        """See that a position is one in this data, and say where nobody can tell.
+
+        Raises:
+            OtherData: it is not.
+        """
+        if "code" not in state and len(state["cursor"]["positions"]) == len(self._readers):
+            logger.warning("an older drawbar wrote the position in the stream: see that its data have not changed")
+            return
+        check_fingerprint(state["fingerprint"], self.settings.fingerprint)
+        before, now = state.get("code", {}), self.settings.code
+        changed = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
+        if changed:
+            logger.warning(
+                "changed since the checkpoint was written: %s; if other samples come of that, the position in the "
+                "stream is not exact",
+                ", ".join(changed),
+            )
 
     def steps(self, first: int, last: int) -> Iterator[tuple[int, list[MicroBatch[Batch]]]]:
         for step in range(first + 1, last + 1):

@@ -11,11 +11,11 @@ from torch import nn
 from drawbar.config.schema import RunConfig
 from drawbar.config.tasks import CausalLMConfig
 from drawbar.data.dataset import Sample
-from drawbar.data.nested import value_at
 from drawbar.data.packing import IGNORED_LABEL, split_tokens
 from drawbar.data.tokenizer import MODEL_INPUTS, begin_tokens, wrap_texts
 from drawbar.errors import UserError
 from drawbar.parallel.styles import cross_entropy_sum
+from drawbar.runtime.log import logger
 from drawbar.tasks.batch import Batch, pad_and_stack
 from drawbar.tasks.chat import ChatFormat, chat_prompt, check_message, message_text, read_template
 from drawbar.tasks.pretrained import PretrainedTask, mean_and_perplexity
@@ -82,7 +82,10 @@ class CausalLM(PretrainedTask):
     def _fitted(self, model: nn.Module) -> nn.Module:
         model = super()._fitted(model)
         if self.config.messages_column is not None:
-            stop_with(model, self.chat_format.stop_tokens)
+            try:
+                stop_with(model, self.chat_format.stop_tokens)
+            except UserError as error:  # whoever encodes chats is refused by then; an older run's model may still write
+                logger.warning("what the model writes ends with the tokenizer's end token alone: %s", error.what)
         return model
 
     @cached_property
@@ -205,7 +208,7 @@ class CausalLM(PretrainedTask):
         if self.config.messages_column is not None:
             return [self.chat_format.last_answer(self._messages(record)) for record in records]
         assert self.config.completion_column is not None
-        return [value_at(record, self.config.completion_column) for record in records]
+        return [require(record, self.config.completion_column, "task.completion_column") for record in records]
 
     def loss_scores(self, loss: float, weight: float, records: list[dict[str, Any]]) -> dict[str, float]:
         """Mean loss (nats a target token), perplexity and, for documents, bits per UTF-8 byte, end tokens included."""

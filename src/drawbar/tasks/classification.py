@@ -1,6 +1,6 @@
 """The built-in tasks ``sequence_classification`` and ``token_classification``."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cached_property, partial
 from itertools import chain
 from typing import Any
@@ -38,36 +38,61 @@ from drawbar.tasks.task import of_every, require
 
 def _find_labels(
     task: PretrainedTask, column: str, listed: list[Any] | None, labels_of: Callable[[dict[str, Any]], list[Any]]
-) -> list[Any]:
-    """The labels of a new run, in the order of its model's outputs.
+) -> dict[str, Any]:
+    """The facts of a new run: its labels, in the order of its model's outputs, and the names of the classes of its
+    training data, in the order of their numbers, where its files say them (``ClassLabel``).
 
     Args:
-        column: the key that holds them in a record.
+        column: the key that holds the labels in a record.
         listed: the setting ``task.labels``.
         labels_of: the labels of one record.
     """
-    labels = check_listed(listed) if listed is not None else _labels_of_data(task, column, labels_of)
+    records = task.records("train") if listed is None or task.data.train else []
+    classes = records.class_names(column) if isinstance(records, Records) else None
+    if listed is not None:
+        labels = check_listed(listed)
+    elif task.data.streaming:
+        labels = _labels_of_stream(classes)
+    else:
+        every = chain.from_iterable(of_every(records, _known(classes, labels_of), task.skips_bad_records))
+        labels = _labels_of_data(every, column, classes)
     config = task.pretrained_config()
-    return labels if config is None else ordered_for_model(labels, listed is not None, config, task.config.model)
+    if config is not None:
+        labels = ordered_for_model(labels, listed is not None, config, task.config.model)
+    return {"labels": labels} if classes is None else {"labels": labels, "classes": classes}
 
 
-def _labels_of_data(task: PretrainedTask, column: str, labels_of: Callable[[dict[str, Any]], list[Any]]) -> list[Any]:
-    """Those that the files name (``ClassLabel``), in their order; else what the training data holds, sorted."""
-    records = task.records("train")
-    names = records.class_names(column) if isinstance(records, Records) else None
-    if task.data.streaming:
-        if names is None:
-            raise UserError(
-                "a stream is not read to its end to find the labels",
-                where="task.labels",
-                remedy="list them: task.labels=[negative, positive]",
-            )
-        return names
-    counts = count_labels(chain.from_iterable(of_every(records, labels_of, task.skips_bad_records)))
-    if names is None:
+def _labels_of_stream(classes: list[str] | None) -> list[Any]:
+    if classes is None:
+        raise UserError(
+            "a stream is not read to its end to find the labels",
+            where="task.labels",
+            remedy="list them: task.labels=[negative, positive]",
+        )
+    return list(classes)
+
+
+def _known(
+    classes: list[str] | None, labels_of: Callable[[dict[str, Any]], list[Any]]
+) -> Callable[[dict[str, Any]], list[Any]]:
+    """``labels_of`` with the names of classes, however a record writes them."""
+    if classes is None:
+        return labels_of
+    known = Labels(list(classes), classes)
+    return lambda record: [known.canonical(label) for label in labels_of(record)]
+
+
+def _labels_of_data(every: Iterable[Any], column: str, classes: list[str] | None) -> list[Any]:
+    """The classes, in their order; without them all labels that there are, sorted.
+
+    Args:
+        every: the labels of all records.
+    """
+    counts = count_labels(every)
+    if classes is None:
         check_found(counts, column)
     else:
-        counts = {name: counts.get(name, 0) for name in names}
+        counts = {name: counts.get(name, 0) for name in classes}
     logger.info("labels in %r of the training data: %s", column, show_counts(counts))
     return list(counts)
 
@@ -91,7 +116,7 @@ class SequenceClassification(PretrainedTask):
     def find_facts(self) -> dict[str, Any]:
         if self.config.problem == "regression":
             return {"labels": self.config.labels}
-        return {"labels": _find_labels(self, self.config.label_column, self.config.labels, self._labels_of)}
+        return _find_labels(self, self.config.label_column, self.config.labels, self._labels_of)
 
     def _labels_of(self, record: dict[str, Any]) -> list[Any]:
         column = self.config.label_column
@@ -107,7 +132,7 @@ class SequenceClassification(PretrainedTask):
 
     @cached_property
     def labels(self) -> Labels:
-        return Labels(self.facts["labels"] or [])
+        return Labels(self.facts["labels"] or [], self.facts.get("classes"))
 
     def texts(self, record: dict[str, Any]) -> list[str]:
         text = require(record, self.config.text_column, "task.text_column")
@@ -214,11 +239,11 @@ class TokenClassification(TokenTask):
         return super().score(records)
 
     def find_facts(self) -> dict[str, Any]:
-        return {"labels": _find_labels(self, self.config.labels_column, self.config.labels, self._tags)}
+        return _find_labels(self, self.config.labels_column, self.config.labels, self._tags)
 
     @cached_property
     def labels(self) -> Labels:
-        return Labels(self.facts["labels"])
+        return Labels(self.facts["labels"], self.facts.get("classes"))
 
     def _words(self, record: dict[str, Any]) -> list[str]:
         return require(record, self.config.tokens_column, "task.tokens_column", list)

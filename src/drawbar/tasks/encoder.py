@@ -17,11 +17,10 @@ from drawbar.errors import UserError
 from drawbar.tasks.code import code_digests
 from drawbar.tasks.task import Task
 
-NOT_FOR_ENCODING = {"metrics", "generation"}
+NOT_FOR_ENCODING = {"attention", "generation", "metrics"}
 """Options of the built-in tasks that no sample depends on."""
 LAST_CALL = {"truncation", "padding"}
 LIBRARIES = ("drawbar", "tokenizers", "transformers")
-OWN_CODE = "the code of drawbar"
 """Installed packages that decide what samples are made of a record."""
 
 
@@ -53,33 +52,53 @@ def _rebuild(
 def made_of(task: Task, records: Iterable[Record], train: bool) -> dict[str, str] | None:
     """What the samples that ``encode`` makes of these records depend on, by name: equal values, equal samples.
 
-    The records, the tokenizer, the options and facts of the task, the files that it declares, its code (see
-    ``code_digests``) and the versions of libraries. None where one of them has no content that could be told.
+    The records, what ``settings_of`` says, the user's code, drawbar's, and the versions of libraries. None where one of
+    them has no content that could be told.
     """
-    modules = dict.fromkeys(base.__module__ for base in type(task).__mro__)
-    code = code_digests(name for name in modules if not _is_ours(name) and name not in sys.stdlib_module_names)
+    code, settings = code_of(task), settings_of(task, train)
+    of_records = None if code is None or settings is None else records_digest(records)
+    if code is None or settings is None or of_records is None:
+        return None
+    return {
+        "the records": of_records,
+        **settings,
+        **code,
+        "the code of drawbar": _own_digest(filter(_is_ours, _modules(task))),
+        **{name: version(name) for name in LIBRARIES},
+    }
+
+
+def settings_of(task: Task, train: bool) -> dict[str, str] | None:
+    """What decides, besides records and code, which samples there are: tokenizer, options and facts of the task, and
+    the files that it declares. None where the tokenizer has no content that could be told."""
     tokenizer = _tokenizer_digest(task.tokenizer)
-    of_records = None if code is None or tokenizer is None else records_digest(records)
-    if code is None or tokenizer is None or of_records is None:
+    if tokenizer is None:
         return None
     options = task.config.model_dump(mode="json")
     if isinstance(task.config, PretrainedTaskConfig):
         options = {name: value for name, value in options.items() if name not in NOT_FOR_ENCODING}
     return {
-        "the records": of_records,
         "the tokenizer": tokenizer,
-        "the task's class": type(task).__qualname__,
         **{f"task.{name}": json.dumps(value, sort_keys=True) for name, value in options.items()},
         "the task's facts": content_key(json.dumps(task.facts, sort_keys=True)),
         "the labels of records": "read" if task.labelled else "left out",
         "the use of the samples": "training" if train else "evaluation",
         "data.sequence_length": str(task.data.sequence_length),
         "data.on_bad_record": task.data.on_bad_record,
-        **code,
         **_declared_digests(task),
-        OWN_CODE: _own_digest(filter(_is_ours, modules)),
-        **{name: version(name) for name in LIBRARIES},
     }
+
+
+def code_of(task: Task) -> dict[str, str] | None:
+    """The task's class, and digests of the user's code (see ``code_digests``) by file; None where a class has none."""
+    own = [name for name in _modules(task) if not _is_ours(name) and name not in sys.stdlib_module_names]
+    code = code_digests(own)
+    return None if code is None else {"the task's class": type(task).__qualname__, **code}
+
+
+def _modules(task: Task) -> list[str]:
+    """Those of the task's class and of what it builds on."""
+    return list(dict.fromkeys(base.__module__ for base in type(task).__mro__))
 
 
 def _is_ours(module: str) -> bool:

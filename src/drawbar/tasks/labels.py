@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from typing import Any
 
+from drawbar.data.class_labels import ClassNumber
 from drawbar.errors import UserError
 from drawbar.runtime.log import logger
 
@@ -35,8 +36,14 @@ def check_label(label: Any, column: str) -> Any:
     return label
 
 
+def spelled(label: Any) -> Any:
+    """The label as people write it: that of a class is its name."""
+    return label.name if isinstance(label, ClassNumber) else label
+
+
 def label_key(label: Any) -> str:
     """Equal labels have equal keys: ``1``, ``1.0``, ``"1"``, ``"1.0"`` and ``true`` are one label."""
+    label = spelled(label)
     if isinstance(label, str):
         if label.lower() in ("true", "false"):
             return "1" if label.lower() == "true" else "0"
@@ -46,11 +53,26 @@ def label_key(label: Any) -> str:
 
 
 class Labels:
-    """The labels of a task, in the order of its model's outputs."""
+    """The labels of a task, in the order of its model's outputs.
 
-    def __init__(self, names: list[Any]) -> None:
+    A class may be written as its name or as its number in the training data, where no name of a class is itself the
+    number of one.
+
+    Args:
+        names: the labels.
+        classes: the names of the training data's classes, in the order of their numbers; None where no file says them.
+    """
+
+    def __init__(self, names: list[Any], classes: list[str] | None = None) -> None:
         self.names = names
-        self._numbers = {label_key(name): number for number, name in enumerate(names)}
+        self._outputs = {label_key(name): output for output, name in enumerate(names)}
+        self._own = frozenset(self._outputs)
+        keys = [label_key(name) for name in classes or []]
+        self._either_way = bool(keys) and not set(keys) & _numbers(keys)
+        for number, key in enumerate(keys if self._either_way else []):
+            output = self._outputs.get(key, self._outputs.get(str(number)))
+            if output is not None:
+                self._outputs[key] = self._outputs[str(number)] = output
 
     def number(self, label: Any) -> int:
         """The output of a label.
@@ -58,13 +80,20 @@ class Labels:
         Raises:
             UserError: there is no such label.
         """
+        by_number = isinstance(label, ClassNumber) and self._are_numbers(label.names)
         try:
-            return self._numbers[label_key(label)]
+            return self._outputs[str(int(label)) if by_number else label_key(label)]
         except KeyError as error:
             raise UserError(
-                f"the label {label!r} is none of the task's: {', '.join(map(str, self.names[:SHOWN_LABELS]))}",
+                f"the label {spelled(label)!r} is none of the task's: {', '.join(map(str, self.names[:SHOWN_LABELS]))}",
                 remedy="mend the record, or list all labels in task.labels",
             ) from error
+
+    def _are_numbers(self, classes: list[str]) -> bool:
+        """Whether the task's labels are the numbers of these classes, and not their names: ``labels: [0, 1]``."""
+        if self._either_way or not self._own <= _numbers(classes):
+            return False
+        return not self._own <= {label_key(name) for name in classes}
 
     def canonical(self, label: Any) -> Any:
         """The label as the task spells it."""
@@ -74,6 +103,11 @@ class Labels:
         """What the model's config says of them."""
         id2label = {number: str(name) for number, name in enumerate(self.names)}
         return {"id2label": id2label, "label2id": {name: number for number, name in id2label.items()}}
+
+
+def _numbers(classes: Collection[str]) -> set[str]:
+    """The keys of the numbers of these classes."""
+    return {str(number) for number in range(len(classes))}
 
 
 def check_listed(labels: list[Any]) -> list[Any]:
@@ -103,7 +137,7 @@ def count_labels(labels: Iterable[Any]) -> dict[Any, int]:
     counts: Counter[str] = Counter()
     for label in labels:
         key = label_key(label)
-        first.setdefault(key, label)
+        first.setdefault(key, spelled(label))
         counts[key] += 1
     return {first[key]: counts[key] for key in sorted(first, key=lambda key: _by_size_or_letters(first[key]))}
 

@@ -7,7 +7,6 @@ from torch import nn
 
 from drawbar.config.tasks import Seq2SeqConfig
 from drawbar.data.dataset import Sample
-from drawbar.data.nested import value_at
 from drawbar.data.tokenizer import Wrapping, encode_to_limit, set_languages, special_tokens_around
 from drawbar.errors import UserError
 from drawbar.models.heads import longest_input
@@ -118,7 +117,7 @@ class Seq2Seq(TokenTask):
         return [text.strip() for text in self.tokenizer.batch_decode(written_BT, skip_special_tokens=True)]
 
     def references(self, records: list[dict[str, Any]]) -> list[Any]:
-        return [value_at(record, self.config.target_column) for record in records]
+        return [require(record, self.config.target_column, "task.target_column") for record in records]
 
     def loss_scores(self, loss: float, weight: float, records: list[dict[str, Any]]) -> dict[str, float]:
         """Mean loss (nats a target token), and perplexity."""

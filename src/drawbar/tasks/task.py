@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from drawbar.config.schema import DataSection, RunConfig, TaskConfig
+from drawbar.data.class_labels import ClassNumber
 from drawbar.data.dataset import Sample
 from drawbar.data.nested import columns_of, value_at
 from drawbar.data.packing import Targets
@@ -162,7 +163,7 @@ def of_every(records: Iterable[dict[str, Any]], function: Callable[[dict[str, An
 
 
 def require(record: dict[str, Any], column: str, setting: str, kind: type = str) -> Any:
-    """A record's value under ``column``.
+    """A record's value under ``column``; as a text, a class is its name.
 
     Args:
         column: its key; ``translation.en`` is the ``en`` of a ``translation`` that holds several.
@@ -179,6 +180,8 @@ def require(record: dict[str, Any], column: str, setting: str, kind: type = str)
             f"the record has no {column!r}; it has {', '.join(map(repr, columns_of(record)))}",
             remedy=f"set {setting} to the right key, or data.columns where the file has no header",
         ) from error
+    if kind is str and isinstance(value, ClassNumber):
+        return value.name
     if not isinstance(value, kind):
         raise UserError(
             f"{column!r} is {type(value).__name__}, not {kind.__name__}: {str(value)[:60]!r}",

@@ -20,7 +20,7 @@ from drawbar.evaluation.evaluate import Split
 from drawbar.runtime.dist import World
 from drawbar.runtime.log import logger
 from drawbar.tasks.batch import Batch
-from drawbar.tasks.encoder import LIBRARIES, OWN_CODE, TaskEncoder, made_of
+from drawbar.tasks.encoder import TaskEncoder, code_of, made_of, settings_of
 from drawbar.tasks.overrides import fault, named_errors
 from drawbar.tasks.task import Task
 from drawbar.tracking.console import Console
@@ -221,12 +221,9 @@ def _stream_loader(task: Task, config: RunConfig, world: World) -> StreamLoader[
             remedy="name files in data.train, or set data.streaming=false",
         )
     encode = TaskEncoder(task, train=True)
-    parts = made_of(task, [], True)
-    # a stream is told by what encodes it, not by its samples: a new version of a library, or of drawbar, ends no run
-    encoding = parts and content_key(
-        {part: value for part, value in parts.items() if part not in (*LIBRARIES, OWN_CODE)}
-    )
-    fingerprint = content_key([stream.fingerprint for stream in records.streams], encoding, config.data.batching)
+    # a stream is told by what it is made of, not by its samples: changed code, such as a metric's, ends no run
+    of_files = [stream.fingerprint for stream in records.streams]
+    fingerprint = content_key(of_files, settings_of(task, train=True), config.data.batching)
 
     def rows_of(located: list[Located]) -> Rows | None:
         try:
@@ -250,6 +247,7 @@ def _stream_loader(task: Task, config: RunConfig, world: World) -> StreamLoader[
         records=max(1, config.data.shuffle_buffer // config.data.stream_lanes),
         global_batch=config.train.global_batch,
         fingerprint=fingerprint,
+        code=code_of(task) or {},
     )
     return StreamLoader(
         records.streams,

@@ -2,7 +2,8 @@
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,16 @@ from drawbar.checkpoint.load import read
 from drawbar.checkpoint.space import rust_errors
 from drawbar.config.deepspeed import laid_out
 from drawbar.config.schema import ParallelSection, RunConfig, TrainSection
+from drawbar.config.source import read_file
+from drawbar.data.loader import OtherData
 from drawbar.data.tokenizer import load_tokenizer
 from drawbar.engines.choose import choose_engine
 from drawbar.engines.engine import Engine
+from drawbar.errors import UserError
 from drawbar.runtime.dist import World
 from drawbar.runtime.files import sync, write_whole
 from drawbar.runtime.log import logger
+from drawbar.tasks.chat import read_template
 from drawbar.tasks.overrides import fault, named_errors
 from drawbar.tasks.pretrained import PretrainedTask
 from drawbar.tasks.task import Task
@@ -35,7 +40,7 @@ def build_task(task_type: type[Task], config: RunConfig, world: World, origin: P
     """
     task = task_type(config)
     tokenizer, facts = origin / "tokenizer", origin / TASK_FILE
-    build: Callable[[], Any] = (lambda: _saved(task, tokenizer)) if tokenizer.is_dir() else task.build_tokenizer
+    build: Callable[[], Any] = (lambda: _saved(task, origin)) if tokenizer.is_dir() else task.build_tokenizer
     find: Callable[[], Any] = (lambda: json.loads(facts.read_text("utf-8"))) if facts.exists() else task.find_facts
     with named_errors(task):
         task.tokenizer = world.from_first(build, "building the tokenizer")
@@ -50,12 +55,44 @@ def build_task(task_type: type[Task], config: RunConfig, world: World, origin: P
     return task
 
 
-def _saved(task: Task, folder: Path) -> Any:
-    """The tokenizer of a run. That of a run in which the task wrapped texts is made to wrap them so itself."""
-    tokenizer = load_tokenizer(str(folder))
-    if (folder / WRAPS_TEXTS).exists() or not isinstance(task, PretrainedTask):
+def _saved(task: Task, origin: Path) -> Any:
+    """The tokenizer of a run. That of a run in which the task wrapped texts is made to wrap them so itself, and a chat
+    template that was given since takes the place of its own."""
+    tokenizer = load_tokenizer(str(origin / "tokenizer"))
+    if not isinstance(task, PretrainedTask):
         return tokenizer
-    return task.upgrade_tokenizer(tokenizer)
+    if not _wraps_texts(origin):
+        tokenizer = task.upgrade_tokenizer(tokenizer)
+    template = getattr(task.config, "chat_template", None)
+    if template is not None and template != _saved_options(origin).get("chat_template"):
+        tokenizer.chat_template = read_template(template)
+    return tokenizer
+
+
+def _wraps_texts(origin: Path) -> bool:
+    return (origin / "tokenizer" / WRAPS_TEXTS).exists()
+
+
+def _saved_options(origin: Path) -> dict[str, Any]:
+    """The options of a run's task, as they were written down; none where they were not."""
+    path = origin / "config.yaml"
+    return read_file(path).values.get("task", {}) if path.exists() else {}
+
+
+@contextmanager
+def chats_as_then(task: Task, origin: Path) -> Iterator[None]:
+    """Name what keeps a run of chats from going on that an older drawbar began: other labels, and not other data."""
+    try:
+        yield
+    except OtherData as error:
+        if _wraps_texts(origin) or getattr(task.config, "messages_column", None) is None:
+            raise
+        raise UserError(
+            "the chats of this run have other labels now (unless its data changed): it was begun by an older drawbar, "
+            "which also trained what stands between an answer's end token and the next message",
+            where=str(origin),
+            remedy="start a new run from these weights with `--fork NEWNAME`",
+        ) from error
 
 
 def save_task(task: Task, run_dir: Path) -> None:

@@ -20,7 +20,7 @@ from drawbar.parallel.precision import choose_formats
 from drawbar.runtime.dist import World
 from drawbar.runtime.env import Place, choose_device
 from drawbar.runtime.links import check_links
-from drawbar.runtime.log import errors_in_log, open_log_file, start_logging
+from drawbar.runtime.log import errors_in_log, logger, open_log_file, start_logging
 from drawbar.runtime.mesh import Layout
 from drawbar.runtime.seed import rng_state, seed_everything, set_rng_state, use_deterministic_kernels
 from drawbar.runtime.streams import outlive_readers
@@ -44,9 +44,9 @@ from drawbar.train.hooks import (
     out_of_patience,
     owes_evaluation,
 )
-from drawbar.train.rundir import Start, find_start, lock_run_dir, renamed, write_config
+from drawbar.train.rundir import Start, encoded_once, find_start, lock_run_dir, renamed, write_config
 from drawbar.train.saver import Saver, formats_as_begun, restore
-from drawbar.train.setup import build_task, count_steps, save_task
+from drawbar.train.setup import build_task, chats_as_then, count_steps, save_task
 from drawbar.train.step import Progress, StepInfo
 from drawbar.train.stop import Stop
 
@@ -113,6 +113,9 @@ class Trainer:
         config = self.config
         disks = look_at_disks(Path(config.run.dir), world)
         start = find_start_everywhere(self._find_start, disks, world)
+        if config.data.rebuild and world.from_first((config.run_dir / "config.yaml").exists, "looking for the run"):
+            logger.info("data.rebuild: not again, as the run has begun; `drawbar prepare` encodes its data anew")
+            config = encoded_once(config)
         if config.run.deterministic:
             use_deterministic_kernels()
         seed_everything(config.run.seed)
@@ -133,7 +136,8 @@ class Trainer:
         seed_everything(config.run.seed, world.layout.seed_rank(world.rank))  # from here on a rank's dropout is its own
         progress = Progress()
         if start.checkpoint is not None:
-            progress = restore(start.checkpoint, start.forked, config.run.seed, engine, loader, world)
+            with chats_as_then(task, origin):
+                progress = restore(start.checkpoint, start.forked, config.run.seed, engine, loader, world)
         self._open(task, engine, world, disks, start)
         run = _Run(config, world, disks, stop, console, task, engine, loader, validation, progress)
         run.train(total_steps)

@@ -1,5 +1,7 @@
-"""Classes that `datasets` stores as numbers: records have their names, and tasks their order."""
+"""Classes that `datasets` stores as numbers: records have these numbers, each of which knows its name."""
 
+import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,8 @@ import pytest
 from datasets import ClassLabel, Dataset, Features, Sequence, Value
 
 from drawbar.config.data import DataSection, SourceSection
-from drawbar.data.class_labels import class_names, with_names
+from drawbar.data.class_labels import ClassNumber, class_names, only_classes, with_classes
+from drawbar.data.dataset import encode_records
 from drawbar.data.sources import Records, open_records
 from drawbar.errors import UserError
 
@@ -37,6 +40,15 @@ NAMED = [
     {"mood": "negative", "tags": ["I-X"], "parts": {"tag": ["I-X", "B-X"]}, "meta": {"mood": "positive", "n": 0}},
     {"mood": None, "tags": [], "parts": {"tag": []}},
 ]
+
+
+def named(value: Any) -> Any:
+    """The value with the names of its classes."""
+    if isinstance(value, list):
+        return [named(item) for item in value]
+    if isinstance(value, dict):
+        return {name: named(item) for name, item in value.items()}
+    return value.name if isinstance(value, ClassNumber) else value
 
 
 def dataset() -> Dataset:
@@ -73,12 +85,14 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("write", [write_parquet, write_arrow, write_ipc_file, write_folder])
-def test_records_have_the_names_of_classes(
+def test_records_have_numbers_that_know_their_names(
     tmp_path: Path, write: Callable[[Path], SourceSection], streaming: bool
 ) -> None:
     records = open_records(DataSection(train=write(tmp_path), streaming=streaming), "train")
-    names = [{column: record[column] for column in one} for record, one in zip(records, NAMED, strict=True)]
-    assert names == NAMED
+    chosen = [{column: record[column] for column in one} for record, one in zip(records, NAMED, strict=True)]
+    assert [named(record) for record in chosen] == NAMED
+    assert [record["mood"] for record in chosen] == [0, 1, None]
+    assert [record["tags"] for record in chosen] == NUMBERS["tags"]
     assert records.class_names("mood") == records.class_names("meta.mood") == MOODS
     assert records.class_names("tags") == records.class_names("parts.tag") == TAGS
     assert [records.class_names(column) for column in ("text", "meta", "meta.n", "none", "mood.x")] == [None] * 5
@@ -99,9 +113,27 @@ def two_files(folder: Path, second: list[str]) -> Records:
 
 def test_files_that_number_their_classes_in_other_ways_do_not_mix_them(tmp_path: Path) -> None:
     records = two_files(tmp_path, MOODS[::-1])
-    assert [record["mood"] for record in records] == ["positive", "negative", "negative", "positive"]
+    assert named([record["mood"] for record in records]) == ["positive", "negative", "negative", "positive"]
     assert records.class_names("mood") is None
     assert two_files(tmp_path, MOODS).class_names("mood") == MOODS
+
+
+def test_a_file_without_names_has_the_classes_of_those_that_have(tmp_path: Path) -> None:
+    dataset().to_parquet(tmp_path / "a.parquet")
+    (tmp_path / "b.jsonl").write_text('{"mood": 1}\n')
+    train = [str(tmp_path / "a.parquet"), str(tmp_path / "b.jsonl")]
+    assert open_records(DataSection(train=train), "train").class_names("mood") == MOODS
+
+
+def test_a_number_is_that_of_datasets_wherever_it_goes() -> None:
+    """In code that was written for what `datasets` gives, in samples, in other processes and in files."""
+    number = ClassNumber(1, MOODS)
+    assert number == 1
+    assert MOODS[number] == number.name == "negative"
+    assert pickle.loads(pickle.dumps(number)).name == "negative"
+    assert json.dumps([number]) == "[1]"
+    samples = encode_records([{"mood": number, "moods": [number]}], lambda record: record, describe=str)
+    assert (samples[0]["mood"], samples[0]["moods"].tolist()) == (1, [1])
 
 
 def test_a_number_of_no_class_is_a_bad_record(tmp_path: Path) -> None:
@@ -116,6 +148,6 @@ def test_a_number_of_no_class_is_a_bad_record(tmp_path: Path) -> None:
 def test_lists_as_older_versions_of_datasets_describe_them() -> None:
     tag = {"names": TAGS, "num_classes": 3, "id": None, "_type": "ClassLabel"}
     features = {"a": [tag], "b": {"feature": {"tag": tag}, "length": -1, "_type": "Sequence"}}
-    record = {"a": [0, 1], "b": {"tag": [2, None]}}
-    assert with_names(record, features) == {"a": ["O", "B-X"], "b": {"tag": ["I-X", None]}}
+    record = with_classes({"a": [0, 1], "b": {"tag": [2, None]}}, only_classes(features))
+    assert named(record) == {"a": ["O", "B-X"], "b": {"tag": ["I-X", None]}}
     assert class_names(features, "a") == class_names(features, "b.tag") == TAGS

@@ -1,5 +1,6 @@
 """Every format gives the same records, and says file and line of what it cannot read."""
 
+import codecs
 import csv
 import gzip
 import io
@@ -326,6 +327,15 @@ def test_utf_16_without_a_mark_is_named(tmp_path: Path) -> None:
     """Of English text, every second byte is NUL, and all of them are UTF-8."""
     (tmp_path / "a.txt").write_bytes("a road\n".encode("utf-16-le"))
     assert "iconv -f UTF-16LE" in str(refused(tmp_path / "a.txt"))
+
+
+@pytest.mark.parametrize("ending", [".txt", ".csv", ".tsv", ".jsonl", ".txt.gz"])
+@pytest.mark.parametrize("mark", [codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE])
+def test_utf16_says_itself_what_it_is(tmp_path: Path, ending: str, mark: bytes) -> None:
+    encoding = "utf-16-le" if mark == codecs.BOM_UTF16_LE else "utf-16-be"
+    content = mark + "text\na road\n".encode(encoding)
+    (tmp_path / f"a{ending}").write_bytes(gzip.compress(content) if ending.endswith(".gz") else content)
+    assert f"iconv -f UTF-16 -t UTF-8 a{ending}" in str(refused(tmp_path / f"a{ending}"))
 
 
 @pytest.fixture

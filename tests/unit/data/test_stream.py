@@ -19,6 +19,7 @@ from drawbar.data.stream import StreamLoader, StreamSettings
 from drawbar.errors import UserError
 from drawbar.runtime.dist import World
 from drawbar.runtime.env import Place
+from drawbar.runtime.log import logger
 from harness import run_ranks
 from tiny import CPU
 
@@ -90,6 +91,7 @@ class Case:
     steps: int = 30
     first: int = 0
     state: dict[str, Any] | None = field(default=None, hash=False)
+    code: dict[str, str] = field(default_factory=dict, hash=False)
 
     @property
     def sources(self) -> list[Numbers]:
@@ -109,6 +111,7 @@ class Case:
                 records=self.records,
                 global_batch=self.global_batch,
                 fingerprint="fingerprint",
+                code=self.code,
             ),
             lambda located: rows_of(located, encode, self.packed),
             ranks=world.data,
@@ -323,6 +326,24 @@ def test_other_data_is_refused() -> None:
     with pytest.raises(UserError, match="the training data changed") as caught:
         loader.load({**loader.state(), "fingerprint": "another"})
     assert "--fork NEWNAME" in str(caught.value.remedy)
+
+
+def test_changed_code_ends_no_run(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be that of a metric; and an older checkpoint does not tell the one from the other."""
+    monkeypatch.setattr(logger, "propagate", True)
+    before, now = (
+        Case(UNEVEN.sizes, code={"task.py": "a", "metric.py": metric}).loader(alone()) for metric in ("b", "c")
+    )
+    state = before.state()
+    before.load(state)
+    assert not caplog.messages
+    now.load(state)
+    assert "changed since the checkpoint was written: metric.py;" in caplog.text
+    older = {"cursor": state["cursor"], "used": 0, "fingerprint": "another"}
+    now.load(older)
+    assert "see that its data have not changed" in caplog.text
+    with pytest.raises(UserError, match="the training data changed"):
+        now.load({**older, "cursor": {**state["cursor"], "positions": [0] * 9}})
 
 
 @pytest.mark.parametrize("second", [1, 3, 10, 300])

@@ -1,5 +1,6 @@
 """causal_lm on prompts with completions, and on chats: the loss is that of the answers alone."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +200,16 @@ def test_a_model_stops_with_the_end_token_of_the_template(tokenizer: Any, tmp_pa
     for model in (task.build_model(), task.build_structure()):
         assert model.generation_config.eos_token_id == [own.eos_token_id, own.convert_tokens_to_ids("<|end|>")]
     assert task_of(tokenizer, PROMPTS).build_model().generation_config.eos_token_id == tokenizer.eos_token_id
+
+
+def test_a_model_is_built_whose_template_cannot_be_trained_with(tokenizer: Any) -> None:
+    """One of an older run, say: whoever encodes chats is told, and others may write with it, or export it."""
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = "{{ messages[0]['content'] }}{{ messages[-1]['content'] }}"
+    task = task_of(own, CHATS)
+    assert task.build_model().generation_config.eos_token_id == own.eos_token_id
+    with pytest.raises(UserError, match="the chat template cannot write a question with its answer"):
+        task.encode(chat("a", "b"), True)
 
 
 def test_a_tokenizer_is_trained_on_what_is_said() -> None:

@@ -11,11 +11,14 @@ from transformers import BertConfig, BertForSequenceClassification, BertForToken
 
 from drawbar.config.schema import DataSection, RunConfig
 from drawbar.config.tasks import SequenceClassificationConfig, TokenClassificationConfig
+from drawbar.data.class_labels import ClassNumber
 from drawbar.data.tokenizer import train_byte_bpe
+from drawbar.errors import UserError
 from drawbar.runtime.log import logger
 from drawbar.tasks.classification import SequenceClassification, TokenClassification
-from drawbar.tasks.labels import in_order_of, trained_labels
+from drawbar.tasks.labels import Labels, in_order_of, trained_labels
 from drawbar.tasks.pretrained import PretrainedTask
+from drawbar.tasks.task import require
 
 TOKENIZER = train_byte_bpe([], 258, {"pad_token": "<|pad|>"})
 BERT = {
@@ -156,6 +159,84 @@ def test_the_classes_of_datasets_keep_their_names_and_order(
         if kind == "sequence_classification"
         else {"entity_f1": 1.0, "entity_precision": 1.0, "entity_recall": 1.0, "tag_accuracy": 1.0}
     )
+
+
+NAMES = ["positive", "negative"]
+
+
+def numbers(names: list[str]) -> list[ClassNumber]:
+    """The classes of a column that has these names."""
+    return [ClassNumber(number, names) for number in range(len(names))]
+
+
+@pytest.mark.parametrize(
+    ("labels", "classes", "written", "outputs"),
+    [
+        (["positive", "negative"], NAMES, [0, "1", 1.0, "negative", *numbers(NAMES)], [0, 1, 1, 1, 0, 1]),
+        (
+            ["negative", "positive"],
+            NAMES,
+            [0, "1", "positive", *numbers(NAMES)],
+            [1, 0, 1, 1, 0],
+        ),  # as a model has them
+        ([0, 1], NAMES, ["positive", 1, *numbers(NAMES)], [0, 1, 0, 1]),
+        ([0, 1], NAMES, numbers(NAMES[::-1]), [1, 0]),  # another file, with another order
+        ([0, 1], None, numbers(NAMES), [0, 1]),  # a run of an older version, or one that learned from a .csv
+        (NAMES, None, numbers(NAMES[::-1]), [1, 0]),
+        ([1, 2, 3], ["1", "2", "3"], [1, "3", *numbers(["1", "2", "3"])], [0, 2, 0, 1, 2]),  # names that are numbers
+        ([0, 1, 2], ["1", "2", "3"], numbers(["1", "2", "3"]), [0, 1, 2]),
+        ([0, 1, 2], None, numbers(["1", "2", "3"]), [0, 1, 2]),
+    ],
+)
+def test_a_class_may_be_written_as_its_name_or_its_number(
+    labels: list[Any], classes: list[str] | None, written: list[Any], outputs: list[int]
+) -> None:
+    known = Labels(labels, classes)
+    assert [known.number(label) for label in written] == outputs
+
+
+def test_a_number_is_no_name_where_names_are_numbers() -> None:
+    """Nobody knows whether it is the one or the other."""
+    with pytest.raises(UserError, match=r"the label 0 is none of the task's: 1, 2"):
+        Labels(["1", "2"], ["1", "2"]).number(0)
+    with pytest.raises(UserError, match=r"the label 'fair' is none of the task's: good, bad"):
+        Labels(["good", "bad"]).number(ClassNumber(0, ["fair", "good", "bad"]))
+
+
+@pytest.mark.parametrize("labels", [None, ["Positive", "negative", "neutral"], [0, 1, 2]])
+def test_validation_data_that_write_classes_as_numbers(tmp_path: Path, labels: list[Any] | None) -> None:
+    task = SequenceClassification(
+        RunConfig(
+            task=SequenceClassificationConfig(model="bert", from_scratch=BERT, labels=labels),
+            data=of_datasets(tmp_path),
+        )
+    )
+    task.tokenizer = TOKENIZER
+    task.facts = json.loads(json.dumps(task.find_facts()))  # as a resumed run reads them
+    trained = [task.encode(record, True)["labels"] for record in task.records("train")]
+    assert [task.encode({"text": "a", "label": label}, False)["labels"] for label in (2, "0")] == trained
+    assert [task.labels.names[number] for number in trained] == (
+        [2, 0] if labels == [0, 1, 2] else ["Positive", "negative"]
+    )
+
+
+def test_files_with_and_without_names_have_the_same_classes(tmp_path: Path) -> None:
+    data = of_datasets(tmp_path)
+    (tmp_path / "more.jsonl").write_text('{"text": "a", "label": 1}\n{"text": "a", "label": "negative"}\n')
+    config = SequenceClassificationConfig(model="bert", from_scratch=BERT)
+    both = data.model_copy(update={"train": [data.train, str(tmp_path / "more.jsonl")]})
+    task = SequenceClassification(RunConfig(task=config, data=both))
+    assert task.find_facts()["labels"] == ["negative", "neutral", "Positive"]
+
+
+def test_a_class_as_a_number_to_learn_and_as_a_text(tmp_path: Path) -> None:
+    config = SequenceClassificationConfig(model="bert", from_scratch=BERT, problem="regression")
+    task = SequenceClassification(RunConfig(task=config, data=of_datasets(tmp_path)))
+    task.tokenizer, task.facts = TOKENIZER, task.find_facts()
+    records = list(task.records("train"))
+    assert [task.encode(record, True)["labels"] for record in records] == [2.0, 0.0]
+    assert task.references(records) == [2.0, 0.0]
+    assert [require(record, "label", "task.target_column") for record in records] == ["Positive", "negative"]
 
 
 def test_a_label_inside_a_column(tmp_path: Path) -> None:

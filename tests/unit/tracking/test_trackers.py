@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
 
 from drawbar.config.schema import TrackingSection
 from drawbar.errors import ExitCode, UserError
@@ -148,6 +149,12 @@ def test_a_full_disk_is_a_user_error(tmp_path: Path) -> None:
     assert caught.value.where == str(tmp_path / "metrics.jsonl")
 
 
+@pytest.fixture
+def event_files_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorBoard reads files of one second by their names, in which a process's tenth file comes before its ninth."""
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
+
+
 def read_events(folder: Path) -> EventAccumulator:
     events = EventAccumulator(str(folder))
     events.Reload()
@@ -170,6 +177,7 @@ def test_tensorboard_reads_scalars_and_text(tmp_path: Path) -> None:
     assert text.tensor_proto.string_val[0].decode() == "    def f():\n    \n      return `x`"
 
 
+@pytest.mark.usefixtures("event_files_in_order")
 def test_tensorboard_forgets_the_steps_made_again(tmp_path: Path) -> None:
     first = TensorBoardTracker(tmp_path, 0)
     for step in range(6):
@@ -186,6 +194,7 @@ def test_tensorboard_forgets_the_steps_made_again(tmp_path: Path) -> None:
     assert scalars(tmp_path, "train/loss") == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0), (5, 50.0)]
 
 
+@pytest.mark.usefixtures("event_files_in_order")
 @pytest.mark.parametrize("resume_step", [None, 2])
 def test_both_trackers_agree_on_what_a_resume_keeps(tmp_path: Path, resume_step: int | None) -> None:
     def run(steps: range, resume_step: int | None) -> None:

@@ -9,9 +9,10 @@ from transformers import BertTokenizerFast, PreTrainedTokenizerBase
 
 from drawbar.config.schema import DataSection, RunConfig
 from drawbar.config.tasks import BUILT_IN_TASKS
-from drawbar.data.tokenizer import special_tokens_around, train_byte_bpe
+from drawbar.data.tokenizer import load_tokenizer, special_tokens_around, train_byte_bpe
 from drawbar.runtime.dist import World
 from drawbar.runtime.env import Place
+from drawbar.tasks.pretrained import PretrainedTask
 from drawbar.tasks.registry import task_class
 from drawbar.tasks.task import Task
 from drawbar.train.setup import build_task, save_task
@@ -90,3 +91,17 @@ def test_an_older_tokenizer_that_wraps_texts_stays_as_it_is(tmp_path: Path) -> N
     BERT.save_pretrained(str(tmp_path / "tokenizer"))
     task = task_in(tmp_path, "sequence_classification", labels=["x", "y"])
     assert special_tokens_around(task.tokenizer) == ([2], [3])
+
+
+def test_a_chat_template_that_is_given_since_goes_with_the_tokenizer(tmp_path: Path) -> None:
+    """As the remedy of a template that does not do asks for; one that the run began with is kept, whatever its file."""
+    run, own = tmp_path / "run", train_byte_bpe([], 257)
+    own.chat_template = "{{ messages }} of then"
+    own.save_pretrained(str(run / "tokenizer"))
+    (run / "config.yaml").write_text("task: {messages_column: messages, chat_template: then.jinja}")
+    kept = task_in(run, "causal_lm", messages_column="messages", chat_template="then.jinja")
+    assert kept.tokenizer.chat_template == own.chat_template
+    given = task_in(run, "causal_lm", messages_column="messages", chat_template="{{ messages }}")
+    assert isinstance(given, PretrainedTask)
+    given.tokenizer_to_export().save_pretrained(str(tmp_path / "exported"))
+    assert load_tokenizer(str(tmp_path / "exported")).chat_template == "{{ messages }}"

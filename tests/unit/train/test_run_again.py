@@ -2,7 +2,10 @@
 
 import errno
 import fcntl
+import importlib
+import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -17,8 +20,10 @@ from drawbar.runtime.env import Place
 from drawbar.runtime.seed import rng_state
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.causal_lm import CausalLM
+from drawbar.tasks.chat import ChatFormat
 from drawbar.train.rundir import lock_run_dir
 from drawbar.train.saver import _restore_generators
+from drawbar.train.setup import WRAPS_TEXTS
 from harness import run_ranks
 from runs import Fit, fit_in, losses, metrics, scores, weights
 
@@ -181,6 +186,52 @@ def test_a_file_system_without_locks_says_so_and_trains(
     assert "without locks" in capfd.readouterr().err
 
 
+def test_an_older_run_of_chats_says_why_it_cannot_go_on(
+    fit: Fit, project: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its data are the same; what changed are the labels of its chats."""
+    template = "{% for message in messages %}{{ message.content + eos_token + '\n' }}{% endfor %}"
+    chat = {"messages": [{"role": role, "content": "the load"} for role in ("user", "assistant")]}
+    (project / "chats.jsonl").write_text(f"{json.dumps(chat)}\n" * 9)
+    settings = ("task.messages_column=messages", f"task.chat_template={json.dumps(template)}")
+    settings = (*settings, "data.train=chats.jsonl", "data.validation=chats.jsonl", "train.steps=4")
+
+    def encode_as_then(self: ChatFormat, messages: list[Any], answers: str) -> tuple[list[int], list[int]]:
+        tokens = self.tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
+        return tokens, tokens
+
+    with monkeypatch.context() as then:
+        then.setattr(ChatFormat, "encode", encode_as_then)
+        fit(*settings, "data.cache=then")
+    with pytest.raises(UserError, match="the training data changed"):
+        fit(*settings)
+    (run / "tokenizer" / WRAPS_TEXTS).unlink()
+    with pytest.raises(UserError, match=r"the chats of this run have other labels now[\s\S]*--fork NEWNAME"):
+        fit(*settings)
+    assert fit(*settings[:-1], "train.steps=6", fork="new").progress.step == 6
+    assert (run.parent / "new" / "tokenizer" / WRAPS_TEXTS).exists()
+
+
+def test_a_stream_goes_on_with_mended_code_and_not_with_other_data(
+    fit: Fit, project: Path, run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = project / "streaming_task.py"
+    code.write_text("import drawbar\n\nclass Mine(drawbar.CausalLM):\n    pass\n")
+    monkeypatch.syspath_prepend(str(project))
+    mine = importlib.import_module("streaming_task").Mine
+    settings = ("data.streaming=true", "data.validation=null", "eval.every=null", "train.steps=8", "task.type=mine")
+    fit(*settings, task=mine)
+    shutil.rmtree(run / "checkpoints" / "step-00000008")
+    code.write_text(code.read_text() + "\n\ndef metric(predictions, references):\n    return 1.0\n")
+    capfd.readouterr()
+    assert fit(*settings, task=mine).progress.step == 8
+    assert "changed since the checkpoint was written: streaming_task.py;" in capfd.readouterr().err
+    shutil.rmtree(run / "checkpoints" / "step-00000008")
+    (project / "train.txt").write_text("the load\n")
+    with pytest.raises(UserError, match="the training data changed"):
+        fit(*settings, task=mine)
+
+
 def test_only_one_process_trains_a_run(fit: Fit, run: Path) -> None:
     fit()
     held = lock_run_dir(run)
@@ -208,6 +259,23 @@ def rebuild(folder: str) -> int:
 
 def test_ranks_rebuild_their_data_together(project: Path) -> None:
     assert run_ranks(rebuild, 2, str(project)) == [3, 3]
+
+
+def test_a_run_that_goes_on_does_not_encode_its_data_again(
+    fit: Fit, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though every requeue gives the same command."""
+    removed: list[str] = []
+    monkeypatch.setattr("drawbar.train.data.remove_cached", lambda cache, name, made_of: removed.append(name))
+    fit("data.rebuild=true")
+    assert removed == ["train", "validation"]
+    assert "rebuild: false" in (run / "config.yaml").read_text()  # which evaluations of the run are made with
+    for lost in (run / "checkpoints" / "step-00000012", run / "checkpoints"):  # or it ended before it had any
+        shutil.rmtree(lost)
+        assert fit("data.rebuild=true").progress.step == 12
+    assert removed == ["train", "validation"]
+    fit("data.rebuild=true", "train.steps=13", fork="new")
+    assert removed == ["train", "validation"] * 2
 
 
 def test_a_checkpoint_that_keeps_generators_by_rank_is_put_back() -> None:

@@ -1,0 +1,38 @@
+"""The prompts of a file."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drawbar.cli.prompts import read_prompts
+from drawbar.errors import UserError
+
+CHAT = [{"role": "user", "content": "is it far?"}]
+
+
+@pytest.mark.parametrize(
+    ("record", "column", "rename", "prompt"),
+    [
+        ({"chat": {"en": CHAT}}, "chat.en", {}, CHAT),
+        ({"conversation": CHAT}, "messages", {"messages": "conversation"}, CHAT),
+        ({"talk": {"en": CHAT}}, "chat.en", {"chat": "talk"}, CHAT),
+        ({"talk": {"en": CHAT}}, "messages", {"messages": "talk.en"}, CHAT),
+        ({"messages": CHAT}, "messages", {"messages": "conversation"}, CHAT),
+        ({"prompt": "go on", "text": "not on"}, "messages", {"messages": "conversation"}, "go on"),
+        ({"sentence": "go on"}, None, {"text": "sentence"}, "go on"),
+        ({"prompt": None, "text": "go on"}, None, {}, "go on"),
+    ],
+)
+def test_columns_have_the_names_of_training(
+    tmp_path: Path, record: dict[str, Any], column: str | None, rename: dict[str, str], prompt: Any
+) -> None:
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(record) + "\n")
+    assert read_prompts(str(tmp_path / "prompts.jsonl"), column, rename) == [prompt]
+
+
+def test_a_record_without_a_prompt_is_named(tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n{"chat": {"de": []}}\n')
+    with pytest.raises(UserError, match=r"no prompt[\s\S]*prompts.jsonl:2[\s\S]*chat.en"):
+        read_prompts(str(tmp_path / "prompts.jsonl"), "chat.en", {})
