@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -44,6 +45,7 @@ class DeepSpeedEngine(NativeEngine):
         task, config, world = self.task, self.config, self.world
         import_deepspeed(world.device)
         world.join_alone()
+        self.replicas = [dist.group.WORLD]
         self.scaler = LossScaler("fp32")  # DeepSpeed scales by itself
         self.stage = zero_stage(config)
         if self.stage < 3:

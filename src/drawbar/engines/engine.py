@@ -53,11 +53,6 @@ class EngineState:
     values: dict[str, Any] = field(default_factory=dict)
 
 
-def number(loss: torch.Tensor) -> torch.Tensor:
-    """The loss of a task as a tensor without dimensions; as it is, where it has several elements."""
-    return loss.reshape(()) if loss.numel() == 1 else loss
-
-
 class Engine(ABC):
     """Runs training and evaluation steps under one strategy."""
 
@@ -69,6 +64,10 @@ class Engine(ABC):
     @abstractmethod
     def train_step(self, micro_batches: list[MicroBatch[Batch]]) -> StepResult:
         """Forward, backward, reduce, clip and update for one global batch, of which this is the rank's share."""
+
+    @abstractmethod
+    def share_buffers(self) -> None:
+        """Make the buffers that training changes the same on all ranks, before they evaluate. Every rank calls it."""
 
     @abstractmethod
     def eval_step(self, batch: Batch) -> EvalResult:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -15,12 +16,13 @@ from drawbar.config.schema import RunConfig
 from drawbar.data.loader import MicroBatch
 from drawbar.data.packing import IGNORED_LABEL
 from drawbar.engines.build import build_spread, build_whole
-from drawbar.engines.engine import Engine, EngineState, EvalResult, StepResult, number
+from drawbar.engines.engine import Engine, EngineState, EvalResult, StepResult
 from drawbar.errors import UserError
 from drawbar.models.lora import merged, save_adapter, trained_state
 from drawbar.optim.optimizers import build_optimizers
 from drawbar.optim.schedules import learning_rate_scale, set_learning_rate
 from drawbar.optim.state import check_optimizer_state, load_optimizer_state, optimizer_state
+from drawbar.parallel.buffers import share_buffers
 from drawbar.parallel.context import ContextParallel, check_context
 from drawbar.parallel.ddp import accumulate, replicate
 from drawbar.parallel.dp import DataParallel
@@ -33,7 +35,7 @@ from drawbar.parallel.weights import check_weights, fill, like, whole
 from drawbar.parallel.zero1 import own_part, share_out
 from drawbar.runtime.dist import World
 from drawbar.runtime.log import logger
-from drawbar.runtime.mesh import Layout, build_mesh
+from drawbar.runtime.mesh import Layout, build_mesh, replicas
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.task import Task
 
@@ -60,6 +62,8 @@ class NativeEngine(Engine):
         self.step = 0
         self.packed: dict[str, Packed] = {}
         self.context: ContextParallel | None = None
+        self.replicas: list[dist.ProcessGroup] = []
+        """Of ranks that have the same buffers."""
         self.before_update: Callable[[], None] = lambda: None
         """Called in each step that updates, when the gradients are complete, and neither clipped nor used."""
         self.scaler = LossScaler(self.precision)
@@ -82,6 +86,7 @@ class NativeEngine(Engine):
         if is_spread:
             world.join_alone()
             mesh = build_mesh(layout, world.device)
+            self.replicas = replicas(mesh)
             module, self.packed = build_spread(task, config, world, layout, mesh, self.precision)
             if layout.cp > 1:
                 self.context = ContextParallel(module, mesh["cp"], IGNORED_LABEL)
@@ -95,6 +100,7 @@ class NativeEngine(Engine):
         self.loss_of: Callable[[Batch], torch.Tensor] = partial(self._loss, self.model)
         if world.size > 1 and not is_spread:
             self.model = self.loss_of = replicate(module, self._loss)
+            self.replicas = [dist.group.WORLD]
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -176,6 +182,9 @@ class NativeEngine(Engine):
             optimizer.zero_grad(set_to_none=True)
         return grad_norm, overflowed
 
+    def share_buffers(self) -> None:
+        share_buffers(self.module, self.replicas)
+
     @torch.no_grad()
     def eval_step(self, batch: Batch) -> EvalResult:
         self.module.eval()
@@ -236,6 +245,7 @@ class NativeEngine(Engine):
         return self.world.rank in writers
 
     def state(self, writers: Sequence[int] = (0,)) -> EngineState:
+        self.share_buffers()
         optimizer = self._optimizer_copies(writers)
         return EngineState(model=self._model_copies(writers), optimizer=optimizer, values=self._values())
 
@@ -314,3 +324,8 @@ class NativeEngine(Engine):
 
     def close(self) -> None:
         self.optimizers.clear()
+
+
+def number(loss: torch.Tensor) -> torch.Tensor:
+    """The loss of a task as a tensor without dimensions; as it is, where it has several elements."""
+    return loss.reshape(()) if loss.numel() == 1 else loss

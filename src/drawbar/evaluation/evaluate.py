@@ -91,6 +91,7 @@ def evaluate(
             timed out.
     """
     world.barrier("evaluating")  # a rank that still does something else is not waited for in a collective
+    engine.share_buffers()
     loader = _loader(task, split, world, micro_batch, vary)
     batches, share = iter(loader), _Share()
     for done in range(1, len(loader) + 1):

@@ -12,7 +12,8 @@ from torch.distributed._composable.replicate_with_fsdp import ReplicateModule
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-# buffers are equal from the start, and stay so: sending them in every forward is waste. torch 2.13 renamed the setting
+# buffers are shared where they matter, see ``parallel.buffers``: sending them in every forward is waste. torch 2.13
+# renamed the setting
 _NEW_NAME = "forward_sync_buffers"
 _BUFFERS = _NEW_NAME if _NEW_NAME in inspect.signature(DistributedDataParallel).parameters else "broadcast_buffers"
 

@@ -8,6 +8,7 @@ import math
 from dataclasses import astuple, dataclass
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from drawbar.config.schema import ParallelSection
@@ -62,6 +63,11 @@ class Layout:
         """Whether the rank speaks for those that hold parts of one model: it has the loss, on the last stage."""
         at = self.coordinates(rank)
         return at["tp"] == 0 and at["cp"] == 0 and at["pp"] == self.pp - 1
+
+
+def replicas(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
+    """The groups of this rank along the axes on which ranks hold the same buffers: all but the pipeline's."""
+    return [mesh.get_group(axis) for axis in AXES if axis != "pp" and mesh[axis].size() > 1]
 
 
 def build_mesh(layout: Layout, device: torch.device) -> DeviceMesh:

@@ -37,6 +37,7 @@ from drawbar.models.huggingface import (
 )
 from drawbar.models.stored import build_structure, stored_tensors
 from drawbar.parallel.styles import cross_entropy_sum
+from drawbar.runtime.log import logger
 from drawbar.tasks.batch import Batch, pad_and_stack
 from drawbar.tasks.task import Task, of_every
 from drawbar.tasks.writing import generation_defaults
@@ -148,10 +149,23 @@ class PretrainedTask(Task):
                     where=setting,
                     remedy=f"set {setting}={limit}, or a larger max_position_embeddings in task.from_scratch",
                 )
+        self._check_router(model)
         if getattr(model, "generation_config", None) is not None:
             for name, value in self.generation_fields(model).items():
                 setattr(model.generation_config, name, value)
         return model
+
+    def _check_router(self, model: nn.Module) -> None:
+        """A mixture of experts may return an auxiliary loss of its router, which no loss of drawbar's own adds."""
+        is_own = not type(self).loss.__module__.startswith("drawbar.")
+        if is_own or not getattr(model.config, "output_router_logits", False):
+            return
+        what = "the auxiliary loss of the model's router (output_router_logits) is not part of the loss here"
+        remedy = "add it in a task of your own: super().loss(outputs, batch) + coefficient * outputs.aux_loss * weight"
+        if "output_router_logits" in (self.config.from_scratch or {}):
+            remedy = f"remove output_router_logits from it; or {remedy}"
+            raise UserError(what, where="task.from_scratch", remedy=remedy)
+        logger.warning("%s; %s", what, remedy)
 
     def generation_fields(self, model: nn.Module) -> dict[str, Any]:
         """What the model's ``generate`` does without being told, here and where it is exported to."""

@@ -17,6 +17,7 @@ from drawbar.config.schema import RunConfig
 from drawbar.data.loader import Loader
 from drawbar.engines.engine import Engine, EngineState
 from drawbar.errors import UserError
+from drawbar.evaluation.evaluate import Split
 from drawbar.parallel.precision import choose_precision
 from drawbar.runtime.dist import World
 from drawbar.runtime.files import sync
@@ -35,6 +36,7 @@ class Saver:
 
     Args:
         progress: of the run as it begins here; a resumed one has a checkpoint of it already.
+        validation: what is evaluated on.
     """
 
     def __init__(
@@ -46,12 +48,14 @@ class Saver:
         disks: Disks,
         stop: Stop,
         progress: Progress,
+        validation: Split | None,
     ) -> None:
         self._config = config.checkpoint
         self._formats = {"precision": config.precision, "muon_precision": config.optim.muon_precision}
         self._directory = CheckpointDirectory(config.run_dir / "checkpoints")
         self._metrics = config.run_dir / "metrics.jsonl"
         self._metric = config.eval.metric
+        self._validation = None if validation is None else validation.samples.fingerprint
         self._disks = disks
         self._engine = engine
         self._loader = loader
@@ -91,6 +95,7 @@ class Saver:
             "engine": state.values,
             "world_size": self._world.size,
             "formats": self._formats,
+            "validation": self._validation,
         }
         rng = {
             f"{_generator(self._world, rank)}/{name}": tensor
@@ -175,7 +180,15 @@ def formats_as_begun(config: RunConfig, checkpoint: Path, device: torch.device) 
     return begun
 
 
-def restore(checkpoint: Path, forked: bool, seed: int, engine: Engine, loader: Loader, world: World) -> Progress:
+def restore(
+    checkpoint: Path,
+    forked: bool,
+    seed: int,
+    engine: Engine,
+    loader: Loader,
+    validation: Split | None,
+    world: World,
+) -> Progress:
     """Put everything back, so that the next step is the one that would have followed.
 
     A fork takes weights, optimizer and position where they fit, and forgets the scores of the run it came from.
@@ -193,6 +206,7 @@ def restore(checkpoint: Path, forked: bool, seed: int, engine: Engine, loader: L
         else:
             engine.load(state)
             loader.load(values["data"])
+            _check_validation(values.get("validation"), validation)
     _restore_generators(snapshot.rng, seed, snapshot.step, world)
     progress = Progress(**values["progress"])
     if forked:
@@ -203,6 +217,18 @@ def restore(checkpoint: Path, forked: bool, seed: int, engine: Engine, loader: L
         logger.info("saved by %d processes, resumed by %d", values["world_size"], world.size)
     logger.info("resumed from %s at step %d", checkpoint, progress.step)
     return progress
+
+
+def _check_validation(saved: str | None, validation: Split | None) -> None:
+    """Scores before and after would be of two sets of data, and the best of them says nothing."""
+    if validation is not None and saved is not None and saved != validation.samples.fingerprint:
+        raise UserError(
+            "the validation data changed since the checkpoint was written: its fingerprint "
+            f"was {saved} and is now {validation.samples.fingerprint}",
+            where="data.validation",
+            remedy="restore the data (and the settings that encode it), "
+            "or start a new run from these weights with `--fork NEWNAME`",
+        )
 
 
 def _load_what_fits(engine: Engine, state: EngineState, loader: Loader, data: dict[str, Any]) -> None:

@@ -137,7 +137,7 @@ class Trainer:
         progress = Progress()
         if start.checkpoint is not None:
             with chats_as_then(task, origin):
-                progress = restore(start.checkpoint, start.forked, config.run.seed, engine, loader, world)
+                progress = restore(start.checkpoint, start.forked, config.run.seed, engine, loader, validation, world)
         self._open(task, engine, world, disks, start)
         run = _Run(config, world, disks, stop, console, task, engine, loader, validation, progress)
         run.train(total_steps)
@@ -196,7 +196,9 @@ class _Run:
         if self.world.first:
             resume_step = self.progress.step or None  # without a checkpoint, step 0 is evaluated anew, too
             self.trackers = Trackers(make_trackers(self.config.run_dir, self.config.tracking, resume_step, not owes))
-        saver = Saver(self.config, self.engine, self.loader, self.world, self.disks, self.stop, self.progress)
+        saver = Saver(
+            self.config, self.engine, self.loader, self.world, self.disks, self.stop, self.progress, self.validation
+        )
         with closing(saver):  # a save that has begun is finished, even where a step fails
             self._loop(self._make_hooks(saver), total_steps)
         self.trackers.close()

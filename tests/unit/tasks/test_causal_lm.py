@@ -171,6 +171,22 @@ def test_rows_longer_than_the_models_positions_are_refused() -> None:
     assert task_of(sequence_length=48).build_model().config.vocab_size == len(TOKENIZER)
 
 
+def test_an_auxiliary_loss_that_nothing_would_add_is_refused() -> None:
+    class WithRouter(CausalLM):
+        def loss(self, outputs: Any, batch: Batch) -> torch.Tensor:
+            return super().loss(outputs, batch) + outputs.aux_loss * self.weight(batch)
+
+    fields = {**ARCHITECTURES["llama"], "num_local_experts": 2, "output_router_logits": True}
+    config = tiny_config("llama").model_copy(
+        update={"task": CausalLMConfig(model="mixtral", from_scratch=fields, tokenizer=None)}
+    )
+    task, own = CausalLM(config), WithRouter(config)
+    task.tokenizer = own.tokenizer = tiny_task(tiny_config("llama")).tokenizer
+    with pytest.raises(UserError, match="auxiliary loss"):
+        task.build_model()
+    own.build_model()
+
+
 def test_a_vocabulary_that_does_not_fit_is_refused() -> None:
     scratch = {**ARCHITECTURES["llama"], "vocab_size": 260}
     with pytest.raises(UserError, match=r"270 tokens[\s\S]*260[\s\S]*task.resize_embeddings=true"):

@@ -13,6 +13,7 @@ import drawbar
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.task import Task
 from drawbar.train.inference import evaluate_run
+from harness import run_ranks
 from runs import fit_in, losses, scores, weights
 
 CONFIG = """\
@@ -68,6 +69,16 @@ class Pictures(Task):
         return {"accuracy": float(np.mean([record["prediction"] == record["upright"] for record in records]))}
 
 
+class Normed(Pictures):
+    """The model has running statistics, which each rank makes of its own rows."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.BatchNorm2d(1), *super().build_model())
+
+    def as_record(self, picture: np.ndarray) -> Any:
+        return (picture // (1 + 9 * (picture.sum() % 2))).tolist()  # some pictures are dark
+
+
 class Tensors(Pictures):
     """The records hold tensors, which no key is made of: nothing is cached."""
 
@@ -93,3 +104,21 @@ def test_it_trains_evaluates_and_resumes(task: type[Task], tmp_path: Path, monke
     config = drawbar.load_config("config.yaml").config
     found = evaluate_run(config, task, "validation", "latest")
     assert {f"eval/validation/{name}": value for name, value in found.items()} == pytest.approx(scores(run)[80])
+
+
+def train_normed(project: str) -> None:
+    for strategy in ("ddp", "fsdp"):
+        fit_in(Path(project), f"parallel.strategy={strategy}", f"run.name={strategy}", "train.steps=8", task=Normed)
+
+
+def test_an_evaluation_of_several_ranks_is_that_of_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.yaml").write_text(CONFIG.replace("every: 40", "every: 4"))
+    run_ranks(train_normed, 2, str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for strategy in ("ddp", "fsdp"):
+        written = scores(tmp_path / "runs" / strategy)[8]
+        config = drawbar.load_config("config.yaml", [f"run.name={strategy}", "train.steps=8"]).config
+        found = evaluate_run(config, Normed, "validation", "latest")
+        assert {f"eval/validation/{name}": value for name, value in found.items()} == pytest.approx(written, rel=1e-5)

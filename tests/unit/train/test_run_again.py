@@ -174,6 +174,15 @@ def test_a_fork_of_another_optimizer_and_data(fit: Fit, project: Path, capfd: py
     assert outcome.progress.best_step is None or outcome.progress.best_step > 12
 
 
+def test_other_validation_data_are_refused_and_a_fork_forgets_the_best_score(fit: Fit, project: Path) -> None:
+    fit("train.steps=6", "eval.every=3")
+    lines = (project / "valid.txt").read_text().splitlines()
+    (project / "valid.txt").write_text("\n".join(lines[:5]) + "\n")
+    with pytest.raises(UserError, match="the validation data changed"):
+        fit("train.steps=6", "eval.every=3")
+    assert fit("train.steps=8", "eval.every=4", fork="other").progress.best_step == 8
+
+
 def test_a_file_system_without_locks_says_so_and_trains(
     fit: Fit, run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,0 +1,25 @@
+"""Buffers that training changes, such as the running statistics of batch norm: each rank has those of its own rows."""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+
+@torch.no_grad()
+def share_buffers(model: nn.Module, groups: Iterable[dist.ProcessGroup]) -> None:
+    """Give every rank the buffers of the first, as torch's DDP does in each forward, in place. Every rank calls it.
+
+    Args:
+        groups: one for each axis of the mesh along which ranks hold the same buffers.
+    """
+    for group in groups:
+        for buffer in model.buffers():
+            if isinstance(buffer, DTensor) or not (buffer.is_floating_point() or buffer.dtype == torch.int64):
+                continue  # masks and the like do not change
+            sent = buffer.contiguous()
+            dist.broadcast(sent, group=group, group_src=0)
+            if sent is not buffer:
+                buffer.copy_(sent)
