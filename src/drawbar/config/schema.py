@@ -115,7 +115,8 @@ class ParallelSection(Section):
     compile: bool = False
     """Compile each repeated block with torch.compile."""
     reshard: bool | None = None
-    """fsdp: free gathered parameters after the forward pass (ZeRO-3, the default) or keep them (ZeRO-2)."""
+    """fsdp: free gathered parameters after the forward pass (ZeRO-3, the default) or keep them (ZeRO-2). With pipeline,
+    `true` also reduces gradients and frees parameters in each micro-batch, by default once a step."""
     replicate: Count = 1
     """fsdp: number of replicas of the sharded model (hybrid sharding)."""
     offload: bool = False

@@ -83,8 +83,9 @@ class PipelineEngine(NativeEngine):
     def _connect(self, parts: list[nn.Module]) -> None:
         assert isinstance(self.structure, PreTrainedModel)
         config = self.structure.config.get_text_config()
-        device, width = self.world.device, config.hidden_size
-        self.pipeline = Pipeline(parts, self.config.parallel.schedule, self.group, device, width, self.precision)
+        device, width, parallel = self.world.device, config.hidden_size, self.config.parallel
+        reshard = parallel.reshard is True
+        self.pipeline = Pipeline(parts, parallel.schedule, self.group, device, width, self.precision, reshard)
         self.relay = Relay(parts, self.group, device, width, config.vocab_size)
         if self.is_sharded:
             # a rank whose texts have ended must go on taking part in the others' forwards

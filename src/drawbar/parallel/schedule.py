@@ -12,7 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining._backward import stage_backward
 from torch.nn import functional
 
 from drawbar.parallel.precision import autocast
@@ -29,6 +31,8 @@ class _Stage(PipelineStage):
     inputs: Sequence[Inputs] = ()
     precision = "fp32"
     tokens = 0
+    reshard = False
+    """FSDP: reduce the gradients and free the parameters of each block within each backward, not once a step."""
 
     def forward_one_chunk(
         self,
@@ -48,6 +52,19 @@ class _Stage(PipelineStage):
             return out
         return functional.pad(out.flatten(0, 1).float(), (0, 0, 0, self.tokens - rows * length))
 
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> tuple[tuple[Tensor | None, ...], list[dict[str, Any]] | None]:
+        if not (self.reshard and isinstance(self.submod, FSDPModule)):
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        assert backward_type == "full", "these schedules do not take a backward apart"
+        self.submod.set_is_last_backward(last_backward)
+        self.submod.set_reshard_after_backward(True)
+        self.submod.set_requires_gradient_sync(True)
+        self.submod.set_requires_all_reduce(last_backward)
+        names = ("stage_output", "output_grads", "input_values")
+        return stage_backward(*(bwd_kwargs[name] for name in names)), None
+
 
 class Pipeline:
     """The stages of this rank, and their part in each step.
@@ -57,6 +74,7 @@ class Pipeline:
         schedule: ``gpipe``, ``1f1b`` or ``interleaved``.
         group: the ranks that hold the model's stages, in their order.
         width: H.
+        reshard: see ``_Stage``.
     """
 
     def __init__(
@@ -67,6 +85,7 @@ class Pipeline:
         device: torch.device,
         width: int,
         precision: str,
+        reshard: bool,
     ) -> None:
         self.parts = parts
         self.name = schedule
@@ -74,6 +93,7 @@ class Pipeline:
         self.device = device
         self.width = width
         self.precision = precision
+        self.reshard = reshard
         self._key: tuple[int, int] | None = None
         self._stages: list[_Stage] = []
         self._schedule: Any = None
@@ -136,6 +156,7 @@ class Pipeline:
             group=self.group,
         )
         stage.precision = self.precision
+        stage.reshard = self.reshard
         stage.tokens = tokens
         return stage
 

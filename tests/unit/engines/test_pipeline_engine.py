@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, AutoModelForMaskedLM
 
 from drawbar.config.schema import DataSection, LoraSection, OptimSection, ParallelSection, RunConfig, TrainSection
@@ -16,6 +17,7 @@ from drawbar.data.loader import MicroBatch
 from drawbar.engines.native import NativeEngine
 from drawbar.engines.pipeline import PipelineEngine
 from drawbar.errors import UserError
+from drawbar.parallel.schedule import _Stage
 from drawbar.runtime.dist import World
 from drawbar.runtime.env import Place
 from drawbar.runtime.mesh import Layout
@@ -81,6 +83,7 @@ FOUR = {
     "four stages, two micro-batches": Case("llama", {"pipeline": 4}, rows=(3, 1)),
     "ddp": Case("llama", {"schedule": "interleaved"}, rows=(2, 1, 3, 1)),
     "fsdp": Case("llama", {"strategy": "fsdp"}, rows=(2, 1, 3, 1)),
+    "fsdp, reshard": Case("llama", {"strategy": "fsdp", "reshard": True}, rows=(2, 1, 3, 1)),
 }
 
 
@@ -99,6 +102,7 @@ def train(case: Case, engine: NativeEngine, rank: int = 0, ranks: int = 1) -> di
     """Three steps, an evaluation and some text: what the engine says of them, in plain numbers."""
     gradients: dict[str, torch.Tensor] = {}
     hook = engine.optimizers[0].register_step_pre_hook(lambda *_: gradients.update(engine.gradients()))
+    whole = count_whole_gradients(engine)
     results = []
     for number in range(3):
         results.append(engine.train_step(case.step(engine, number, rank, ranks)))
@@ -115,12 +119,29 @@ def train(case: Case, engine: NativeEngine, rank: int = 0, ranks: int = 1) -> di
         "losses": [float(result.loss) for result in results],
         "norms": [float(result.grad_norm) for result in results],
         "skipped": [result.skipped for result in results],
+        "whole gradients": max(whole, default=0),
         "evaluated": (engine.world.data.sum(evaluated.loss) / ranks, evaluated.weight),
         "texts": [text.tolist() for text in (greedy, beams, sampled)],
         "gradients": {name: tensor.numpy() for name, tensor in gradients.items()},
         "model": {name: tensor.numpy() for name, tensor in state.model.items()},
         "optimizer": {name: tensor.numpy() for name, tensor in state.optimizer.items()},
     }
+
+
+def count_whole_gradients(engine: NativeEngine) -> list[int]:
+    """FSDP: of how many parameters a rank has the whole gradient, after each backward from here on."""
+    found: list[int] = []
+    if isinstance(engine, PipelineEngine) and engine.is_sharded:
+        units = [module for module in engine.module.modules() if isinstance(module, FSDPModule)]
+        groups = [group for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups]
+        backward = _Stage.backward_one_chunk
+
+        def counted(self: _Stage, *args: Any, **kwargs: Any) -> Any:
+            backward(self, *args, **kwargs)
+            found.append(sum(p._unsharded_param.grad is not None for g in groups for p in g.fsdp_params))
+
+        _Stage.backward_one_chunk = counted
+    return found
 
 
 def layout_of(case: Case) -> Layout:
@@ -164,6 +185,7 @@ def test_a_pipeline_is_one_process(found: dict[str, list[dict[str, Any]]], name:
         assert result["evaluated"] == pytest.approx(wanted["evaluated"], rel=1e-5)
         assert result["texts"] == wanted["texts"], rank
     first, *others = found[name]
+    assert (first["whole gradients"] > 0) == (name == "fsdp")
     assert set(first["gradients"]) == set(wanted["gradients"])
     check_alike({key: first["gradients"][key] for key in wanted["gradients"]}, wanted["gradients"])
     check_alike(first["model"], wanted["model"])
