@@ -15,10 +15,10 @@ SMALLER = {
     "task.from_scratch.max_position_embeddings": 64,
     "task.tokenizer.vocab_size": 400,
     "data.sequence_length": 64,
-    "train.steps": 12,
-    "eval.every": 6,
+    "train.steps": 8,
+    "eval.every": 4,
 }
-FEWER = ("train.steps=40", "train.steps=6")
+FEWER = ("train.steps=40", "train.steps=4")
 
 
 @pytest.mark.slow
