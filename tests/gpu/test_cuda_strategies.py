@@ -9,11 +9,14 @@ import pytest
 import torch
 
 from drawbar.config.schema import EveryBlock, OptimSection, ParallelSection, RunConfig
+from drawbar.config.tasks import MaskedLMConfig
+from drawbar.data.tokenizer import train_byte_bpe
 from drawbar.engines.choose import choose_engine
 from drawbar.engines.native import NativeEngine
 from drawbar.runtime.dist import World
 from drawbar.runtime.env import Place
 from drawbar.runtime.mesh import Layout
+from drawbar.tasks.masked_lm import MaskedLM
 from harness import run_ranks
 from tiny import random_step, tiny_config, tiny_task
 
@@ -74,6 +77,23 @@ def test_one_gpu(name: str, precision: str) -> None:
     assert found == pytest.approx(wanted, rel=tolerance)
     for key, tensor in wanted_weights.items():
         assert torch.linalg.norm(weights[key] - tensor) <= 2 * tolerance * torch.linalg.norm(tensor), key
+
+
+def test_offloaded_parameters_leave_the_buffers_on_the_gpu() -> None:
+    """GPT-2 has none, BERT's embeddings have two."""
+    config = configured({"strategy": "fsdp", "offload": True}, "fp32")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    task = MaskedLM(config.model_copy(update={"task": MaskedLMConfig(model="bert", from_scratch=sizes)}))
+    task.tokenizer = train_byte_bpe([], 300, task.special_tokens)
+    with World(Place(), torch.device("cuda", 0), 120, Layout.of(config.parallel, 1)) as world:
+        engine = choose_engine(task, task.run_config, world, total_steps=STEPS)
+        assert isinstance(engine, NativeEngine)
+        assert {buffer.device.type for buffer in engine.module.buffers()} == {"cuda"}
+        assert {parameter.device.type for parameter in engine.module.parameters()} == {"cpu"}
+        samples = task.encode({"text": "the load and the engine"}, train=False)
+        rows = [{**sample, "id": 0, "ids": [0]} for sample in samples]
+        assert engine.eval_step(task.collate(rows)).loss >= 0
+        engine.close()
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
