@@ -10,6 +10,7 @@ import pytest
 
 from conftest import make_project
 from drawbar.config.cluster import ClusterSection
+from drawbar.config.slurm_time import parse_time, write_time
 from drawbar.errors import UserError
 from drawbar.launch.bad_nodes import record_bad_nodes
 from drawbar.launch.job import Job
@@ -18,10 +19,8 @@ from drawbar.launch.partitions import (
     SlurmNode,
     count_gpus,
     facts,
-    parse_time,
     read_nodes,
     read_partitions,
-    write_time,
 )
 from drawbar.launch.preflight import check_room, find_obstacles, fitting_nodes
 from drawbar.launch.replace import ENDS, NONE

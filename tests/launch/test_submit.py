@@ -48,8 +48,9 @@ def test_rule_refuses_and_explains(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("written", "seconds"),
-    [("90", 5400), ("5:30", 330), ("12:00:00", 43200), ("2-00", 172800), ("1-02:30", 95400), ("1-02:30:15", 95415)],
-)
+    [("90", 5400), ("'90'", 5400), ("5:30", 330), ("90:00", 5400), ("12:00:00", 43200), ("100:00:00", 360000),
+     ("2-00", 172800), ("1-02:30", 95400), ("1-02:30:15", 95415)],
+)  # fmt: skip
 def test_time_limits(written: str, seconds: int) -> None:
     section = load_config(None, [f"cluster.time={written}"]).config.cluster
     assert section is not None
@@ -61,6 +62,9 @@ def test_time_limits(written: str, seconds: int) -> None:
     [
         ("time=soon", "cluster.time"),
         ("time=1:2:3:4", "cluster.time"),
+        ("time=99:99:99", "less than 60 minutes in an hour"),
+        ("time=5:75", "got '5:75'"),
+        ("time=1-24:00", "less than 24 hours in a day"),
         ("environment={HF_TOKEN: abc}", "HF_TOKEN looks like a secret"),
         ("environment={a-b: c}", "is no name of an environment variable"),
         ("options={--qos: high}", "without its dashes"),

@@ -14,13 +14,14 @@ from pydantic import AfterValidator, Field
 from drawbar.config.container import BindText, ImageText, RuntimeOrAuto
 from drawbar.config.hosts import check_hosts, parse_host
 from drawbar.config.section import Count, PathText, Section, Text
+from drawbar.config.slurm_time import check_time, parse_time
 from drawbar.config.source import Origin, Settings, read_file
 from drawbar.errors import UserError, nearest
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.,@+-]*$", max_length=128)]
 """A name, or several with commas, that cannot be taken for an option or for a part of a shell command."""
 Module = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.,@+/-]*$", max_length=128)]
-TimeLimit = Annotated[str, Field(pattern=r"^([0-9]{1,3}-[0-9]{1,2}(:[0-9]{2}){0,2}|[0-9]{1,3}(:[0-9]{2}){1,2})$")]
+TimeLimit = Annotated[str, AfterValidator(check_time)]
 
 _SECRET = re.compile(r"TOKEN(?!IZ)|SECRET|PASSW|API_?KEY|CREDENTIAL", re.IGNORECASE)
 OWN_OPTIONS = {
@@ -160,16 +161,7 @@ class ClusterSection(Section):
     @property
     def seconds(self) -> int | None:
         """The time limit in seconds."""
-        if self.time is None or isinstance(self.time, int):
-            return None if self.time is None else 60 * self.time
-        days, dash, clock = self.time.rpartition("-")
-        parts = [int(part) for part in clock.split(":")]
-        if dash:  # days-hours, days-hours:minutes, days-hours:minutes:seconds
-            parts += [0] * (3 - len(parts))
-        elif len(parts) == 2:  # minutes:seconds
-            parts.insert(0, 0)
-        hours, minutes, seconds = parts
-        return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+        return parse_time(self.time) if isinstance(self.time, str) else self.time and 60 * self.time
 
 
 def profile_folder() -> Path:

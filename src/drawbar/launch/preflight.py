@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drawbar.config.cluster import ClusterSection
+from drawbar.config.slurm_time import write_time
 from drawbar.errors import UserError, nearest
 from drawbar.launch.job import Job
 from drawbar.launch.partitions import (
@@ -14,7 +15,6 @@ from drawbar.launch.partitions import (
     accounts_of_user,
     read_nodes,
     read_partitions,
-    write_time,
 )
 from drawbar.launch.storage import MIB, collect_folder
 
