@@ -93,7 +93,7 @@ def count_processes(config: RunConfig, hosts: list[Host]) -> int:
         UserError: the hosts have different numbers of slots, or fewer than the configuration wants.
     """
     wanted = config.launch.nproc
-    gpus = config.cluster.gpus_per_node if config.cluster else None
+    gpus = config.cluster.gpu_count if config.cluster else None
     default = gpus or 1 if wanted == "auto" else wanted
     slots = {host.slots or default: host for host in hosts}
     fewest = min(slots)

@@ -23,11 +23,12 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.,@+-]*$", max_len
 Module = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.,@+/-]*$", max_length=128)]
 TimeLimit = Annotated[str, AfterValidator(check_time)]
 
+_TYPED_GPUS = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]*):([1-9][0-9]{0,3})")
 _SECRET = re.compile(r"TOKEN(?!IZ)|SECRET|PASSW|API_?KEY|CREDENTIAL", re.IGNORECASE)
 OWN_OPTIONS = {
-    "account", "array", "chdir", "cpus-per-task", "dependency", "error", "export", "gpus-per-node", "gres", "job-name",
-    "nodes", "no-requeue", "ntasks", "ntasks-per-node", "open-mode", "output", "parsable", "partition", "requeue",
-    "signal", "test-only", "time", "wait", "wrap",
+    "account", "array", "chdir", "cpus-per-task", "error", "export", "gpus-per-node", "job-name", "nodes", "no-requeue",
+    "ntasks", "ntasks-per-node", "open-mode", "output", "parsable", "partition", "requeue", "signal", "test-only",
+    "time", "wait", "wrap",
 }  # fmt: skip
 """Options of sbatch that drawbar writes itself, or that its jobs cannot do with."""
 OWN_SSH_OPTIONS = {
@@ -56,14 +57,22 @@ def _variables(values: dict[str, str]) -> dict[str, str]:
     return values
 
 
+def _typed_gpus(text: str) -> str:
+    if not _TYPED_GPUS.fullmatch(text):
+        raise ValueError(f"expected a number of GPUs, or their type and number such as a100:4, got {text!r}")
+    return text
+
+
 def _sbatch_options(values: dict[str, str | int | bool]) -> dict[str, str | int | bool]:
     for name, value in values.items():
         if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
             raise ValueError(f"{name!r} is no long option of sbatch; write it without its dashes, such as qos: high")
         if name in OWN_OPTIONS:
             raise ValueError(f"drawbar writes the option {name} itself; use the settings of cluster, or leave it out")
-        if isinstance(value, str) and not re.fullmatch(r"[A-Za-z0-9_./:,=@+&|*\[\]()<>-]+", value):
+        if isinstance(value, str) and not re.fullmatch(r"[A-Za-z0-9_./:,=@+&|*?!\[\]()<>-]+", value):
             raise ValueError(f"the value of {name} has characters that no option of sbatch needs: {value!r}")
+        if name == "gres" and re.search(r"(^|,)gpu\b", str(value)):
+            raise ValueError("GPUs are asked for by cluster.gpus_per_node, such as 4 or a100:4: each gets a process")
     return values
 
 
@@ -95,10 +104,11 @@ class ClusterSection(Section):
 
     nodes: Count = 1
     """Machines that the job runs on."""
-    gpus_per_node: Count | None = None
-    """GPUs to ask for on each node; each gets a process."""
+    gpus_per_node: Count | Annotated[str, AfterValidator(_typed_gpus)] | None = None
+    """GPUs to ask for on each node, or their type and number, such as `a100:4`; each gets a process."""
     cpus_per_task: Count | None = None
-    """CPU cores to ask for on each node, for all of its processes together."""
+    """CPU cores to ask for on each node, for all of its processes together. Default: with GPUs, as large a part of the
+    node's as of its GPUs; else one for each process."""
     partition: Name | None = None
     """Partition (queue) to submit to; several may be given with commas."""
     account: Name | None = None
@@ -141,7 +151,8 @@ class ClusterSection(Section):
     home: PathText | None = None
     """Another folder to be your home inside of the container (Apptainer and Singularity)."""
     options: Annotated[dict[str, str | int | bool], AfterValidator(_sbatch_options)] = {}
-    """More options of sbatch, without dashes, such as `{qos: high, mem: 0, exclusive: true}`."""
+    """More options of sbatch, without dashes, such as `{qos: high, mem: 0, exclusive: true}`; `gres` is for all but
+    GPUs, such as `{gres: "nvme:1"}`."""
 
     hosts: Annotated[list[Text], AfterValidator(_hosts)] = []
     """For `--to ssh`: the machines to run on, each with its processes, such as `[gpu1:8, gpu2:8]`. `--hosts` and
@@ -157,6 +168,17 @@ class ClusterSection(Section):
     They travel over the connection, in no file and no command line, so secrets may be among them."""
     workdir: PathText | None = None
     """For `--to ssh`: the folder to run in on each host, made where there is none. Default: the same path as here."""
+
+    @property
+    def gpu_count(self) -> int | None:
+        """GPUs of each node; None where none are asked for."""
+        wanted = self.gpus_per_node
+        return int(wanted.rpartition(":")[2]) if isinstance(wanted, str) else wanted
+
+    @property
+    def gpu_type(self) -> str | None:
+        """Their type; None where any will do."""
+        return self.gpus_per_node.rpartition(":")[0] if isinstance(self.gpus_per_node, str) else None
 
     @property
     def seconds(self) -> int | None:

@@ -32,8 +32,13 @@ class Partition:
 class SlurmNode:
     name: str
     cpus: int
-    gpus: int
+    resources: str
+    """Its generic resources, as Slurm writes them: ``gpu:a100:4,nvme:1``."""
     state: str
+
+    @property
+    def gpus(self) -> int:
+        return count_gpus(self.resources)
 
     @property
     def is_away(self) -> bool:
@@ -84,13 +89,13 @@ def _partition(line: str) -> Partition:
 
 def _node(line: str) -> SlurmNode:
     name, cpus, resources, state = line.split("|")
-    return SlurmNode(name, int(cpus.rstrip("+")), count_gpus(resources), state)
+    return SlurmNode(name, int(cpus.rstrip("+")), resources, state)
 
 
-def count_gpus(resources: str) -> int:
-    """``gpu:a100:4(S:0-1),gpu:2,nvme:1`` → 6"""
-    found = re.findall(r"(?:^|,)gpu(?::[^:,()]+)?:(\d+)", re.sub(r"\([^)]*\)", "", resources))
-    return sum(int(count) for count in found)
+def count_gpus(resources: str, kind: str | None = None) -> int:
+    """``gpu:a100:4(S:0-1),gpu:2,nvme:1`` → 6; of the type ``a100``, 4"""
+    found = re.findall(r"(?:^|,)gpu(?::([^:,()]+))?:(\d+)", re.sub(r"\([^)]*\)", "", resources))
+    return sum(int(count) for its_kind, count in found if kind in (None, its_kind))
 
 
 def _number(text: str) -> int | None:
