@@ -155,8 +155,8 @@ class ClusterSection(Section):
     GPUs, such as `{gres: "nvme:1"}`."""
 
     hosts: Annotated[list[Text], AfterValidator(_hosts)] = []
-    """For `--to ssh`: the machines to run on, each with its processes, such as `[gpu1:8, gpu2:8]`; without a number, one
-    for each of its GPUs. `--hosts` and `--hostfile` overrule it."""
+    """For `--to ssh`: the machines to run on, each with its processes, such as `[gpu1:8, gpu2:8]`; without a number,
+    one for each of its GPUs. `--hosts` and `--hostfile` overrule it."""
     ssh_program: Literal["ssh", "pdsh"] = "ssh"
     """What starts the hosts: `ssh` alone, or `pdsh`, which starts the same ssh for each of them."""
     ssh_config: PathText | None = None
