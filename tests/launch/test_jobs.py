@@ -11,9 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from drawbar.cli.sending import Request, plan
 from drawbar.config.cluster import ClusterSection
+from drawbar.config.schema import LaunchSection, RunConfig
 from drawbar.errors import UserError
+from drawbar.launch import allocation
 from drawbar.launch.allocation import Allocation
+from drawbar.launch.cpus import few_cpus
 from drawbar.launch.follow import Follower
 from drawbar.launch.progress import Best, read_progress
 from drawbar.launch.queue import COLUMNS, Entry, expand, parse
@@ -230,13 +234,55 @@ def test_allocations(environ: dict[str, str], found: Allocation | None) -> None:
 
 def test_a_run_fits_into_an_allocation() -> None:
     here = Allocation("7", 4, 8, 16)
-    default = here.fit(ClusterSection(), False, "auto")
+    default = here.fit(RunConfig(), False)
     assert (default.nodes, default.gpus_per_node, default.cpus_per_task, default.requeue) == (4, 8, 16, False)
-    assert here.fit(ClusterSection(), False, "cpu").gpus_per_node is None
-    chosen = here.fit(ClusterSection(nodes=1, gpus_per_node=2, cpus_per_task=3), True, "auto")
+    assert here.fit(RunConfig(device="cpu"), False).gpus_per_node is None
+    chosen = here.fit(RunConfig(cluster=ClusterSection(nodes=1, gpus_per_node=2, cpus_per_task=3)), True)
     assert (chosen.nodes, chosen.gpus_per_node, chosen.cpus_per_task) == (1, 2, 3)
     with pytest.raises(UserError, match="asks for 5 nodes, but the allocation 7 has 4"):
-        here.fit(ClusterSection(nodes=5), True, "auto")
+        here.fit(RunConfig(cluster=ClusterSection(nodes=5)), True)
+
+
+DETAILS = """\
+JobId=7 JobName=interactive NodeList=n[1-3] NumNodes=3 NumCPUs=12 CPUs/Task=1 Socks/Node=* JOB_GRES=gpu:a100:20 \
+  Nodes=n[1-2] CPU_IDs=0-3 Mem=0 GRES=gpu:a100:8(IDX:0-7),nvme(CNT:1) \
+  Nodes=n3 CPU_IDs=0-3 Mem=0 GRES=gpu:a100:{last}(IDX:0-3) MinCPUsNode=1 TresPerNode=gres:gpu:4
+"""
+
+
+@pytest.mark.parametrize("last", [8, 4])
+def test_salloc_tells_no_gpus_but_slurm_does(monkeypatch: pytest.MonkeyPatch, last: int) -> None:
+    """As ``scontrol show job --details`` of Slurm 22.05 writes it, after ``salloc --gres=gpu:…``."""
+    monkeypatch.setattr(allocation, "ask", lambda *command: DETAILS.format(last=last) if command[-1] == "7" else None)
+    environ = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_NNODES": "3",
+        "SLURM_JOB_CPUS_PER_NODE": "6(x2),4",
+        "SLURM_CPUS_PER_TASK": "2",
+    }
+    here = Allocation.here(environ)
+    assert here is not None
+    assert (here.gpus_per_node, here.cpus_per_task) == (last, 4)
+    if last == 8:
+        assert here.fit(RunConfig(), False).gpus_per_node == 8
+        return
+    with pytest.raises(UserError, match=r"n\[1-2\] has 8, n3 has 4[\s\S]*cluster\.gpus_per_node=4"):
+        here.fit(RunConfig(), False)
+    assert here.fit(RunConfig(launch=LaunchSection(nproc=2)), False).gpus_per_node == 4
+    assert here.fit(RunConfig(device="cpu"), False).gpus_per_node is None
+
+
+def test_few_cpus_in_an_allocation_are_told() -> None:
+    assert few_cpus(ClusterSection(cpus_per_task=1), 8) == [
+        "the allocation has 1 CPU on a node, for 8 processes (salloc -c)"
+    ]
+    assert few_cpus(ClusterSection(cpus_per_task=8), 8) == few_cpus(ClusterSection(), 8) == []
+
+
+def test_cpus_that_slurm_counts_in_another_way() -> None:
+    environ = {"SLURM_JOB_ID": "7", "SLURM_JOB_CPUS_PER_NODE": "128", "SLURM_CPUS_PER_TASK": "64"}
+    assert Allocation.here(environ) == Allocation("7", 1, None, 128)
+    assert Allocation.here({**environ, "SLURM_HINT": "nomultithread"}) == Allocation("7", 1, None, 64)
 
 
 def call(*arguments: str, cwd: Path, **environ: str) -> Finished:
@@ -285,6 +331,20 @@ def test_a_run_that_was_never_submitted_has_a_status(project: Path) -> None:
     told = call("status", "runs/here", cwd=project)
     assert (told.code, told.out.splitlines()[1]) == (0, "step        none yet"), told.err
     assert json.loads(call("status", "runs/here", "--json", cwd=project).out)["job"] is None
+
+
+def test_a_job_that_is_submitted_again_waits_for_nobody(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has waited once, and Slurm may not know the other job any more."""
+    monkeypatch.chdir(project)
+    monkeypatch.setenv("PATH", "/nowhere")
+    dependency = "cluster.options.dependency=afterok:5"
+    assert f"--{dependency[16:]}" in plan(Request(("config.yaml", dependency))).script()
+    kept = (project / "config.yaml").read_text() + "cluster: {options: {dependency: 'afterok:5', qos: high}}\n"
+    (project / "kept.yaml").write_text(kept)
+    script = plan(Request((), submitted=("kept.yaml",))).script()
+    assert "--qos=high" in script
+    assert "dependency" not in script.partition("drawbar_yaml")[0]
+    assert f"--{dependency[16:]}" in plan(Request((), submitted=("kept.yaml", dependency))).script()
 
 
 def test_several_tasks_are_no_world(project: Path) -> None:

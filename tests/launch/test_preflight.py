@@ -10,6 +10,7 @@ import pytest
 
 from conftest import make_project
 from drawbar.config.cluster import ClusterSection
+from drawbar.config.slurm_time import parse_time, write_time
 from drawbar.errors import UserError
 from drawbar.launch.bad_nodes import record_bad_nodes
 from drawbar.launch.job import Job
@@ -18,10 +19,8 @@ from drawbar.launch.partitions import (
     SlurmNode,
     count_gpus,
     facts,
-    parse_time,
     read_nodes,
     read_partitions,
-    write_time,
 )
 from drawbar.launch.preflight import check_room, find_obstacles, fitting_nodes
 from drawbar.launch.replace import ENDS, NONE
@@ -32,7 +31,8 @@ from slurm_cluster import SlurmCluster
 
 JOB = Job("tiny", ("python",), Path("/x"), Path("/x/runs/tiny"), nodes=2)
 GPU = Partition("gpu", False, "UP", 86400, 4, 64, ("physics", "chemistry"), ())
-NODES = [*(SlurmNode(f"g{number}", 64, 8, "idle") for number in range(3)), SlurmNode("c1", 128, 0, "down*")]
+NODES = [*(SlurmNode(f"g{number}", 64, "gpu:a100:8", "idle") for number in range(3)),
+         SlurmNode("c1", 128, "(null)", "down*")]  # fmt: skip
 
 
 def obstacles(partition: Partition = GPU, nodes: int = 2, **settings: object) -> list[tuple[str, str, str]]:
@@ -60,6 +60,10 @@ def test_gpus_of_a_node(written: str, count: int) -> None:
     assert count_gpus(written) == count
 
 
+def test_gpus_of_a_type() -> None:
+    assert [count_gpus("gpu:a100:4(S:0,1),gpu:h100:2,gpu:1", kind) for kind in ("a100", "h100", "v100")] == [4, 2, 0]
+
+
 def test_lines_of_scontrol() -> None:
     line = "NodeName=n1 OS=Linux 6.1 #1 SMP @0 State=DOWN Reason=Not responding [slurm@2026] Gres=(null) "
     found = facts(line)
@@ -70,6 +74,7 @@ def test_lines_of_scontrol() -> None:
 def test_jobs_that_a_partition_can_run() -> None:
     assert obstacles() == []
     assert obstacles(nodes=3, time="1-00", gpus_per_node=8, cpus_per_task=64) == []
+    assert obstacles(nodes=3, gpus_per_node="a100:8") == []
     assert obstacles(time="2-00", options={"qos": "long"}) == []  # which may allow it
 
 
@@ -79,6 +84,8 @@ def test_jobs_that_a_partition_can_run() -> None:
         ({"time": "2-00"}, "cluster.time", "gpu allows no job of 2-00:00:00", "cluster.time=1-00:00:00"),
         ({"nodes": 5}, "cluster.nodes", "gpu gives no job 5 nodes", "cluster.nodes=4"),
         ({"gpus_per_node": 16}, "cluster.gpus_per_node", "has 16 GPUs: the most is 8", "cluster.gpus_per_node=8"),
+        ({"gpus_per_node": "a100:9"}, "cluster.gpus_per_node", "9 a100 GPUs: the most is 8", "gpus_per_node=a100:8"),
+        ({"gpus_per_node": "h100:1"}, "cluster.gpus_per_node", "1 h100 GPUs: it has none", "another cluster.partition"),
         ({"cpus_per_task": 96}, "cluster.cpus_per_task", "has 96 CPUs: the most is 64", "cluster.cpus_per_task=64"),
         ({"nodes": 4, "gpus_per_node": 1}, "cluster.nodes", "3 nodes with 1 GPUs, not 4", "cluster.nodes=3"),
         ({"account": "biology"}, "cluster.account", "does not take jobs of the account biology", "physics, chemistry"),

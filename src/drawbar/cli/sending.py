@@ -23,6 +23,7 @@ from drawbar.errors import UserError
 from drawbar.launch.allocation import Allocation
 from drawbar.launch.code import copy_code, is_tracked
 from drawbar.launch.container import PYTHON, VARIABLES, Container, check_image, make_container
+from drawbar.launch.cpus import few_cpus, with_cpus
 from drawbar.launch.job import Job
 from drawbar.launch.records import Record, keep
 from drawbar.launch.slurm import log_path, render
@@ -165,18 +166,35 @@ def plan(request: Request) -> Sending:
 def _plan_run(request: Request) -> Sending:
     loaded = request.load()
     check_rules(loaded, RULES + TRAIN_RULES + SUBMIT_RULES)
-    section = loaded.config.cluster or ClusterSection()
     allocation = Allocation.here()
-    if allocation is not None:
-        section = allocation.fit(section, request.sets("cluster.nodes", loaded), loaded.config.device)
+    if allocation is None:
+        section = _queued(request, loaded)
+    else:
+        section = allocation.fit(loaded.config, request.sets("cluster.nodes", loaded))
     if (loaded.config.run_dir / "config.yaml").exists():
         check_same(loaded.config.run_dir, loaded.config)
     job = make_job(loaded.config, section, request)
     check_world(loaded.config, job.nodes * job.processes)
     check_deepspeed(loaded, job.nodes * job.processes)
-    notes = check_before_queue(loaded.config, section, job, request.task, queued=allocation is None)
+    if allocation is None:
+        section, notes = with_cpus(section, job.processes)
+    else:
+        notes = few_cpus(section, job.processes)
+    notes += check_before_queue(loaded.config, section, job, request.task, queued=allocation is None)
     job = replace(job, allocation=allocation.job if allocation else None)
     return Sending(request, job, section, notes=tuple(notes))
+
+
+def _queued(request: Request, loaded: LoadedConfig) -> ClusterSection:
+    """The section ``cluster`` of a job that is to wait in the queue. One that is submitted again has waited for others
+    (``dependency``) before, and Slurm may not know them any more."""
+    section = loaded.config.cluster or ClusterSection()
+    if request.submitted is None or any(
+        request.sets(key, loaded) for key in ("cluster.options", "cluster.options.dependency")
+    ):
+        return section
+    options = {name: value for name, value in section.options.items() if name != "dependency"}
+    return section.model_copy(update={"options": options})
 
 
 def name_elements(request: Request, elements: Sequence[tuple[str, ...]]) -> tuple[str, list[tuple[str, ...]]]:
@@ -237,7 +255,8 @@ def _plan_element(request: Request, settings: tuple[str, ...]) -> Sending:
 def make_job(config: RunConfig, cluster: ClusterSection, request: Request) -> Job:
     """``drawbar train`` on the nodes, with the configuration as it is now."""
     container = make_container(config, cluster, Path.cwd())
-    processes = config.launch.nproc if config.launch.nproc != "auto" else cluster.gpus_per_node or 1
+    default = cluster.gpu_count or 1 if config.takes_all_gpus else 1
+    processes = default if config.launch.nproc == "auto" else config.launch.nproc
     return Job(
         name=config.run.name,
         argv=train_command(cluster, container, request.program),

@@ -21,6 +21,7 @@ from drawbar.config.schema import RunConfig
 from drawbar.errors import ExitCode, UserError
 from drawbar.launch.container import VARIABLES, make_container
 from drawbar.launch.fleet import run
+from drawbar.launch.host_gpus import count_gpus
 from drawbar.launch.job import Job
 from drawbar.launch.pdsh import pdsh_command
 from drawbar.launch.ssh import check_programs, describe, forwarded, render
@@ -44,7 +45,7 @@ def submit_ssh(
     if launcher == "slurm" or nodes is not None or (hosts and hostfile):
         raise click.UsageError("--hosts, --hostfile, --nodes and --to slurm exclude one another")
     loaded = load(arguments, task, cluster)
-    machines = choose_hosts(loaded.config, hosts, hostfile)
+    machines = ask_for_slots(loaded.config, task, choose_hosts(loaded.config, hosts, hostfile))
     processes = count_processes(loaded.config, machines)
     names = [f"{host.name}:{processes}" for host in machines]
     settings = (f"cluster.hosts={json.dumps(names)}", f"cluster.nodes={len(machines)}", f"launch.nproc={processes}")
@@ -86,6 +87,23 @@ def choose_hosts(config: RunConfig, hosts: str | None, hostfile: str | None) -> 
     return [parse_host(text) for text in known]
 
 
+def ask_for_slots(config: RunConfig, task: "type[Task] | None", hosts: list[Host]) -> list[Host]:
+    """The hosts, each with its slots where those depend on its GPUs and nothing says how many it has.
+
+    Raises:
+        UserError: a host of which nothing says it does not, either.
+    """
+    section = config.cluster or ClusterSection()
+    unknown = [host for host in hosts if host.slots is None]
+    if not unknown or section.gpu_count is not None or not config.takes_all_gpus:
+        return hosts
+    check_programs("ssh", shutil.which("ssh"))
+    found = count_gpus(make_job(config, section, task), section, unknown, config.launch.timeout)
+    gpus = {host.name: count for host, count in zip(unknown, found, strict=True)}
+    click.echo(f"note: GPUs of the hosts: {', '.join(f'{name} has {count}' for name, count in gpus.items())}", err=True)
+    return [host if host.slots else Host(host.name, max(1, gpus[host.name])) for host in hosts]
+
+
 def count_processes(config: RunConfig, hosts: list[Host]) -> int:
     """The processes on each host: its slots, or fewer where the configuration wants fewer.
 
@@ -93,7 +111,7 @@ def count_processes(config: RunConfig, hosts: list[Host]) -> int:
         UserError: the hosts have different numbers of slots, or fewer than the configuration wants.
     """
     wanted = config.launch.nproc
-    gpus = config.cluster.gpus_per_node if config.cluster else None
+    gpus = config.cluster.gpu_count if config.cluster else None
     default = gpus or 1 if wanted == "auto" else wanted
     slots = {host.slots or default: host for host in hosts}
     fewest = min(slots)

@@ -101,9 +101,7 @@ def processes_to_start(config: "RunConfig", count_gpus: "Callable[[], int]") -> 
         return 1
     if config.launch.nproc != "auto":
         return config.launch.nproc
-    if config.device in ("cpu", "mps") or config.parallel.strategy == "single":
-        return 1
-    return max(1, count_gpus())
+    return max(1, count_gpus()) if config.takes_all_gpus else 1
 
 
 def own_command(task: "type[Task] | None") -> list[str]:

@@ -14,19 +14,21 @@ from pydantic import AfterValidator, Field
 from drawbar.config.container import BindText, ImageText, RuntimeOrAuto
 from drawbar.config.hosts import check_hosts, parse_host
 from drawbar.config.section import Count, PathText, Section, Text
+from drawbar.config.slurm_time import check_time, parse_time
 from drawbar.config.source import Origin, Settings, read_file
 from drawbar.errors import UserError, nearest
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.,@+-]*$", max_length=128)]
 """A name, or several with commas, that cannot be taken for an option or for a part of a shell command."""
 Module = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.,@+/-]*$", max_length=128)]
-TimeLimit = Annotated[str, Field(pattern=r"^([0-9]{1,3}-[0-9]{1,2}(:[0-9]{2}){0,2}|[0-9]{1,3}(:[0-9]{2}){1,2})$")]
+TimeLimit = Annotated[str, AfterValidator(check_time)]
 
+_TYPED_GPUS = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]*):([1-9][0-9]{0,3})")
 _SECRET = re.compile(r"TOKEN(?!IZ)|SECRET|PASSW|API_?KEY|CREDENTIAL", re.IGNORECASE)
 OWN_OPTIONS = {
-    "account", "array", "chdir", "cpus-per-task", "dependency", "error", "export", "gpus-per-node", "gres", "job-name",
-    "nodes", "no-requeue", "ntasks", "ntasks-per-node", "open-mode", "output", "parsable", "partition", "requeue",
-    "signal", "test-only", "time", "wait", "wrap",
+    "account", "array", "chdir", "cpus-per-task", "error", "export", "gpus-per-node", "job-name", "nodes", "no-requeue",
+    "ntasks", "ntasks-per-node", "open-mode", "output", "parsable", "partition", "requeue", "signal", "test-only",
+    "time", "wait", "wrap",
 }  # fmt: skip
 """Options of sbatch that drawbar writes itself, or that its jobs cannot do with."""
 OWN_SSH_OPTIONS = {
@@ -55,14 +57,22 @@ def _variables(values: dict[str, str]) -> dict[str, str]:
     return values
 
 
+def _typed_gpus(text: str) -> str:
+    if not _TYPED_GPUS.fullmatch(text):
+        raise ValueError(f"expected a number of GPUs, or their type and number such as a100:4, got {text!r}")
+    return text
+
+
 def _sbatch_options(values: dict[str, str | int | bool]) -> dict[str, str | int | bool]:
     for name, value in values.items():
         if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
             raise ValueError(f"{name!r} is no long option of sbatch; write it without its dashes, such as qos: high")
         if name in OWN_OPTIONS:
             raise ValueError(f"drawbar writes the option {name} itself; use the settings of cluster, or leave it out")
-        if isinstance(value, str) and not re.fullmatch(r"[A-Za-z0-9_./:,=@+&|*\[\]()<>-]+", value):
+        if isinstance(value, str) and not re.fullmatch(r"[A-Za-z0-9_./:,=@+&|*?!\[\]()<>-]+", value):
             raise ValueError(f"the value of {name} has characters that no option of sbatch needs: {value!r}")
+        if name == "gres" and re.search(r"(^|,)gpu\b", str(value)):
+            raise ValueError("GPUs are asked for by cluster.gpus_per_node, such as 4 or a100:4: each gets a process")
     return values
 
 
@@ -94,10 +104,11 @@ class ClusterSection(Section):
 
     nodes: Count = 1
     """Machines that the job runs on."""
-    gpus_per_node: Count | None = None
-    """GPUs to ask for on each node; each gets a process."""
+    gpus_per_node: Count | Annotated[str, AfterValidator(_typed_gpus)] | None = None
+    """GPUs to ask for on each node, or their type and number, such as `a100:4`; each gets a process."""
     cpus_per_task: Count | None = None
-    """CPU cores to ask for on each node, for all of its processes together."""
+    """CPU cores to ask for on each node, for all of its processes together. Default: with GPUs, as large a part of the
+    node's as of its GPUs; else one for each process."""
     partition: Name | None = None
     """Partition (queue) to submit to; several may be given with commas."""
     account: Name | None = None
@@ -140,11 +151,12 @@ class ClusterSection(Section):
     home: PathText | None = None
     """Another folder to be your home inside of the container (Apptainer and Singularity)."""
     options: Annotated[dict[str, str | int | bool], AfterValidator(_sbatch_options)] = {}
-    """More options of sbatch, without dashes, such as `{qos: high, mem: 0, exclusive: true}`."""
+    """More options of sbatch, without dashes, such as `{qos: high, mem: 0, exclusive: true}`; `gres` is for all but
+    GPUs, such as `{gres: "nvme:1"}`."""
 
     hosts: Annotated[list[Text], AfterValidator(_hosts)] = []
-    """For `--to ssh`: the machines to run on, each with its processes, such as `[gpu1:8, gpu2:8]`. `--hosts` and
-    `--hostfile` overrule it."""
+    """For `--to ssh`: the machines to run on, each with its processes, such as `[gpu1:8, gpu2:8]`; without a number,
+    one for each of its GPUs. `--hosts` and `--hostfile` overrule it."""
     ssh_program: Literal["ssh", "pdsh"] = "ssh"
     """What starts the hosts: `ssh` alone, or `pdsh`, which starts the same ssh for each of them."""
     ssh_config: PathText | None = None
@@ -158,18 +170,20 @@ class ClusterSection(Section):
     """For `--to ssh`: the folder to run in on each host, made where there is none. Default: the same path as here."""
 
     @property
+    def gpu_count(self) -> int | None:
+        """GPUs of each node; None where none are asked for."""
+        wanted = self.gpus_per_node
+        return int(wanted.rpartition(":")[2]) if isinstance(wanted, str) else wanted
+
+    @property
+    def gpu_type(self) -> str | None:
+        """Their type; None where any will do."""
+        return self.gpus_per_node.rpartition(":")[0] if isinstance(self.gpus_per_node, str) else None
+
+    @property
     def seconds(self) -> int | None:
         """The time limit in seconds."""
-        if self.time is None or isinstance(self.time, int):
-            return None if self.time is None else 60 * self.time
-        days, dash, clock = self.time.rpartition("-")
-        parts = [int(part) for part in clock.split(":")]
-        if dash:  # days-hours, days-hours:minutes, days-hours:minutes:seconds
-            parts += [0] * (3 - len(parts))
-        elif len(parts) == 2:  # minutes:seconds
-            parts.insert(0, 0)
-        hours, minutes, seconds = parts
-        return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+        return parse_time(self.time) if isinstance(self.time, str) else self.time and 60 * self.time
 
 
 def profile_folder() -> Path:

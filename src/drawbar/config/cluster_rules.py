@@ -12,8 +12,14 @@ def _cluster(config: RunConfig) -> ClusterSection:
 
 
 def _too_many_processes(config: RunConfig) -> bool:
-    gpus, nproc = _cluster(config).gpus_per_node, config.launch.nproc
+    gpus, nproc = _cluster(config).gpu_count, config.launch.nproc
     return gpus is not None and nproc != "auto" and nproc > gpus and config.device != "cpu"
+
+
+def _has_uncounted_gpus(config: RunConfig) -> bool:
+    cluster = _cluster(config)
+    asks = any(name.startswith("gpus") for name in cluster.options)
+    return asks and cluster.gpu_count is None and config.takes_all_gpus
 
 
 def _has_container_settings(cluster: ClusterSection) -> bool:
@@ -39,6 +45,13 @@ SUBMIT_RULES: tuple[Rule, ...] = (
         _too_many_processes,
         "each process needs a GPU of its own",
         "set launch.nproc=auto, or ask for more GPUs",
+    ),
+    Rule(
+        "GPUs among the options",
+        ("cluster.options", "launch.nproc"),
+        _has_uncounted_gpus,
+        "nothing says how many GPUs, and so how many processes, a node gets",
+        "set cluster.gpus_per_node, such as 4 or a100:4, instead of the option; or set launch.nproc as well",
     ),
     Rule(
         "one process on several nodes",

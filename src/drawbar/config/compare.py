@@ -1,5 +1,6 @@
 """What differs between two configurations of one run, and which differences a resumed run may have."""
 
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,9 +74,16 @@ def check_same(folder: Path, config: RunConfig) -> None:
         raise UserError(
             f"the run {config.run.name} exists already, with another configuration:\n{render_differences(changed)}",
             where=str(folder),
-            remedy="undo the change to go on with the run; or choose another run.name for a new one; "
+            remedy=f"to go on with the run, set {_as_before(changed)}; or choose another run.name for a new one; "
             "or go on from its weights under a new name: --fork NEWNAME",
         )
+
+
+def _as_before(changed: Sequence[Difference]) -> str:
+    """What undoes a few changes on the command line: a default of a newer drawbar stands in no file of the user's."""
+    if len(changed) > 3 or any(item.old == ABSENT for item in changed):
+        return "these as they were"
+    return " ".join(shlex.quote(f"{item.key}={show(item.old)}") for item in changed)
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str) -> Iterator[Difference]:

@@ -71,11 +71,12 @@ class DataSection(Section):
     """Visit the training samples in a new random order every epoch."""
     streaming: bool = False
     """Encode training data while it is read, in constant memory, instead of before the first step."""
-    shuffle_buffer: Count = 4096
+    shuffle_buffer: Count = 16384
     """With `streaming`: how many records, over all processes, are shuffled among one another."""
-    stream_lanes: Count = 48
-    """With `streaming`: how many parts the stream is dealt into; the number of processes must divide it. It decides the
-    order of the samples, so that this order does not depend on the number of processes."""
+    stream_lanes: Count = 384
+    """With `streaming`: how many parts the stream is dealt into; the number of data-parallel ranks must divide it (384:
+    1, 2, 3, 4, 6, 8 and so on to 128). It decides the order of the samples, so that this order does not depend on the
+    number of ranks. Samples are shuffled and packed within a part, so more of them want a larger `shuffle_buffer`."""
     workers: Annotated[int, Field(ge=0)] | Auto = "auto"
     """Processes that encode; 0 for none besides the run's own. `auto`: one a core, where there is much to do."""
     cache: PathText | None = None
@@ -83,3 +84,8 @@ class DataSection(Section):
     rebuild: bool = False
     """Encode the data anew, even where nothing has changed that drawbar knows of, and replace what was kept: when a run
     begins, and in `drawbar prepare`."""
+
+    @property
+    def records_per_lane(self) -> int:
+        """Of a stream, in one block."""
+        return max(1, self.shuffle_buffer // self.stream_lanes)

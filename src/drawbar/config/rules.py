@@ -3,6 +3,7 @@
 A rule refuses what cannot work, and what would have no effect: a setting that does nothing is a mistake in the making.
 """
 
+import math
 from collections.abc import Sequence
 
 from drawbar.config.data import Sources, SourceSection
@@ -108,6 +109,13 @@ STREAMS = (
         lambda c: c.data.streaming and c.data.batching == "grouped",
         "a stream is not sorted by length",
         "set data.batching=packed, which wastes least, or padded",
+    ),
+    Rule(
+        "shuffling within lanes",
+        ("data.shuffle_buffer", "data.stream_lanes"),
+        lambda c: c.data.streaming and c.data.shuffle and c.data.shuffle_buffer < 2 * c.data.stream_lanes,
+        "records are shuffled within their lane, which would have a single one in each block",
+        "set data.shuffle_buffer to many times data.stream_lanes, or lower data.stream_lanes, in a run that begins",
     ),
     Rule(
         "weights without shuffling",
@@ -290,6 +298,14 @@ def check_world(config: RunConfig, world_size: int) -> None:
             f"train.micro_batch={micro} does not divide the {share} rows that each process gets "
             f"(train.global_batch={batch} over {ranks} {each})",
             remedy=f"set train.micro_batch to {_choices(_divisors(share), micro)}, or to auto",
+        )
+    lanes = config.data.stream_lanes
+    if config.data.streaming and lanes % ranks:
+        raise UserError(
+            f"data.stream_lanes={lanes} cannot be split evenly over {ranks} {each}",
+            where="data.stream_lanes",
+            remedy=f"start {_choices(_divisors(lanes), ranks)} {each.partition(' (')[0]}; or set data.stream_lanes="
+            f"{math.lcm(lanes, ranks)}, in a run that begins or branches off (--fork NEWNAME)",
         )
 
 

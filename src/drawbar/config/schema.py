@@ -212,6 +212,12 @@ class RunConfig(Section):
     """Where `drawbar submit` runs the job; `drawbar train` does not read it. A profile may hold the same keys."""
 
     @property
+    def takes_all_gpus(self) -> bool:
+        """Whether a machine runs a process for each of its GPUs, and so their number must be known."""
+        one_process = self.device in ("cpu", "mps") or self.parallel.strategy in ("single", "dp")
+        return self.launch.nproc == "auto" and not one_process
+
+    @property
     def run_dir(self) -> Path:
         return Path(self.run.dir) / self.run.name
 

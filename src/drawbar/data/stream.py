@@ -99,8 +99,6 @@ class StreamLoader(Loader[Batch]):
         ranks: those that share the stream.
         micro_batch, collate, vary: as for ``TrainLoader``.
 
-    Raises:
-        UserError: the lanes cannot be dealt evenly to the ranks.
     """
 
     steps_per_epoch = None
@@ -116,12 +114,7 @@ class StreamLoader(Loader[Batch]):
         collate: Collate[Batch],
         vary: Vary = lambda sample, epoch: sample,
     ) -> None:
-        if settings.lanes % ranks.size:
-            raise UserError(
-                f"{ranks.size} processes cannot share data.stream_lanes={settings.lanes} evenly",
-                where="data.stream_lanes",
-                remedy="start a number of processes that divides it, or begin a new run with a multiple of theirs",
-            )
+        assert settings.lanes % ranks.size == 0, "check_world refuses it"
         self.settings = settings
         self.ranks = ranks
         self.micro_batch = micro_batch
@@ -147,12 +140,27 @@ class StreamLoader(Loader[Batch]):
 
     def state(self) -> dict[str, Any]:
         kept = {"fingerprint": self.settings.fingerprint, "code": dict(self.settings.code)}
-        return {"cursor": asdict(self._cursor), "used": self._used, **kept}
+        dealt = {"lanes": self.settings.lanes, "records": self.settings.records}
+        return {"cursor": asdict(self._cursor), "used": self._used, **dealt, **kept}
 
     def load(self, state: dict[str, Any]) -> None:
         self._check(state)
-        self._cursor, self._used = Cursor(**state["cursor"]), state["used"]
+        self._cursor, self._used = self._place(state)
         self._block = self._ahead = None
+
+    def _place(self, state: dict[str, Any]) -> tuple[Cursor, int]:
+        """The position; for a fork with other lanes or blocks, the nearest one before the block that was in use."""
+        cursor, used, settings = Cursor(**state["cursor"]), state["used"], self.settings
+        lanes, records = state.get("lanes", settings.lanes), state.get("records", settings.records)
+        if (lanes, records) == (settings.lanes, settings.records):
+            return cursor, used
+        logger.warning(
+            "the stream is dealt into other lanes or blocks than before: it goes on where a block of %d records began, "
+            "of whose rows %d come a second time",
+            lanes * records,
+            used,
+        )
+        return replace(cursor, positions=[place * lanes // settings.lanes for place in cursor.positions]), 0
 
     def _check(self, state: dict[str, Any]) -> None:
         """See that a position is one in this data, and say where nobody can tell.
@@ -160,7 +168,8 @@ class StreamLoader(Loader[Batch]):
         Raises:
             OtherData: it is not.
         """
-        if "code" not in state and len(state["cursor"]["positions"]) == len(self._readers):
+        is_older = "cursor" in state and "code" not in state
+        if is_older and len(state["cursor"]["positions"]) == len(self._readers):
             logger.warning("an older drawbar wrote the position in the stream: see that its data have not changed")
             return
         check_fingerprint(state["fingerprint"], self.settings.fingerprint)

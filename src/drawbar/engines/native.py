@@ -69,6 +69,7 @@ class NativeEngine(Engine):
         self.scaler = LossScaler(self.precision)
         self._build(Layout.of(config.parallel, world.size))
         self.optimizers = self._build_optimizers()
+        world.limit_waiting()  # all process groups are there now
 
     def _build_optimizers(self) -> list[Optimizer]:
         optimizers = build_optimizers(self.module, self.config.optim)

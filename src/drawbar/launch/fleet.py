@@ -13,10 +13,10 @@ from typing import Any
 
 from drawbar.errors import ExitCode, UserError
 from drawbar.launch import members, pdsh
-from drawbar.launch.members import SSH_FAILED, Member
+from drawbar.launch.members import Member
 from drawbar.launch.order import HEARTBEAT_SECONDS
 from drawbar.launch.remote import GRACE
-from drawbar.launch.ssh import Start
+from drawbar.launch.ssh import SSH_FAILED, Start, no_answer, no_start
 
 _QUIET = (ExitCode.DONE, ExitCode.REQUEUE, ExitCode.INTERRUPTED)
 _PASSED_ON = {
@@ -105,9 +105,9 @@ class _Fleet:
             if not done:
                 break
         if failed := [member for member in self._members if member.ended.done() and not member.greeting.done()]:
-            raise _no_start(failed)
+            raise no_start([(member.name, member.ended.result(), member.held) for member in failed])
         if waiting:
-            raise _silent(waiting, self._timeout)
+            raise no_answer([member.name for member in waiting], self._timeout)
 
     async def _meet(self) -> None:
         """Let the first host choose where, and tell all of them."""
@@ -118,7 +118,7 @@ class _Fleet:
             events: list[asyncio.Future[Any]] = [first.endpoint, *(member.ended for member in self._members)]
             done, _ = await asyncio.wait(events, timeout=self._timeout, return_when=asyncio.FIRST_COMPLETED)
             if not done:
-                raise _silent([first], self._timeout)
+                raise no_answer([first.name], self._timeout)
             if not first.endpoint.done():
                 return  # one of them has said why
             endpoint = first.endpoint.result()
@@ -172,33 +172,6 @@ class _Fleet:
             with suppress(asyncio.CancelledError, OSError):
                 end.cancel()
                 await end
-
-
-def _no_start(failed: Sequence[Member]) -> UserError:
-    lines, unreachable = [], False
-    for member in failed:
-        code = member.ended.result()
-        unreachable |= code == SSH_FAILED
-        said = [text for line in member.held if (text := line.decode(errors="replace").strip())]
-        kind = "ssh cannot reach it" if code == SSH_FAILED else f"drawbar does not start there, exit code {code}"
-        lines.append(f"host {member.name}: {kind}: {said[-1] if said else 'it does not say why'}")
-    name = failed[0].name
-    return UserError(
-        "\n".join(lines),
-        remedy=f"make `ssh {name} true` work without a question: the name, the key, the host's key"
-        if unreachable
-        else "set cluster.python to a Python of the hosts that has drawbar, and cluster.setup to what it needs",
-        exit_code=ExitCode.FAILED if unreachable else ExitCode.WRONG_REQUEST,
-    )
-
-
-def _silent(waiting: Sequence[Member], seconds: float) -> UserError:
-    names = ", ".join(member.name for member in waiting)
-    return UserError(
-        f"no answer within {seconds:.0f}s from: {names}",
-        remedy="look at what cluster.setup does there; a longer wait is launch.timeout=SECONDS",
-        exit_code=ExitCode.FAILED,
-    )
 
 
 def _lost(member: Member) -> UserError:

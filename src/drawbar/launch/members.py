@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from drawbar.launch.order import ANSWER, order_line, say
-from drawbar.launch.ssh import Start
+from drawbar.launch.ssh import SSH_FAILED, Start
 
-SSH_FAILED = 255
-"""ssh's exit code where the connection is not made, or ends."""
 _LONGEST_LINE = 2**16
 
 

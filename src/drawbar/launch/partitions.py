@@ -5,6 +5,8 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from drawbar.config.slurm_time import parse_time
+
 _PATIENCE = 20
 """Seconds; Slurm's own commands wait for a controller that is down for minutes."""
 _AWAY = ("down", "drain", "fail", "maint", "no_respond", "unk", "future", "planned_maint")
@@ -30,8 +32,13 @@ class Partition:
 class SlurmNode:
     name: str
     cpus: int
-    gpus: int
+    resources: str
+    """Its generic resources, as Slurm writes them: ``gpu:a100:4,nvme:1``."""
     state: str
+
+    @property
+    def gpus(self) -> int:
+        return count_gpus(self.resources)
 
     @property
     def is_away(self) -> bool:
@@ -82,33 +89,13 @@ def _partition(line: str) -> Partition:
 
 def _node(line: str) -> SlurmNode:
     name, cpus, resources, state = line.split("|")
-    return SlurmNode(name, int(cpus.rstrip("+")), count_gpus(resources), state)
+    return SlurmNode(name, int(cpus.rstrip("+")), resources, state)
 
 
-def count_gpus(resources: str) -> int:
-    """``gpu:a100:4(S:0-1),gpu:2,nvme:1`` → 6"""
-    found = re.findall(r"(?:^|,)gpu(?::[^:,()]+)?:(\d+)", re.sub(r"\([^)]*\)", "", resources))
-    return sum(int(count) for count in found)
-
-
-def parse_time(text: str) -> int | None:
-    """``2-12:00:00``, ``1:00:00`` or ``90`` (minutes) in seconds; None for ``UNLIMITED`` and the like."""
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
-    if match is None:
-        return None
-    days, *clock = match.groups()
-    parts = [int(part) for part in clock if part is not None]
-    if days is not None:
-        parts += [0] * (3 - len(parts))
-    elif len(parts) < 3:  # minutes, minutes:seconds
-        parts = [0, *parts, *[0] * (2 - len(parts))]
-    return ((int(days or 0) * 24 + parts[0]) * 60 + parts[1]) * 60 + parts[2]
-
-
-def write_time(seconds: int) -> str:
-    """``2-12:00:00``, as Slurm writes it."""
-    days, rest = divmod(seconds, 86400)
-    return f"{f'{days}-' if days else ''}{rest // 3600:02}:{rest // 60 % 60:02}:{rest % 60:02}"
+def count_gpus(resources: str, kind: str | None = None) -> int:
+    """``gpu:a100:4(S:0-1),gpu:2,nvme:1`` → 6; of the type ``a100``, 4"""
+    found = re.findall(r"(?:^|,)gpu(?::([^:,()]+))?:(\d+)", re.sub(r"\([^)]*\)", "", resources))
+    return sum(int(count) for its_kind, count in found if kind in (None, its_kind))
 
 
 def _number(text: str) -> int | None:

@@ -6,15 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drawbar.config.cluster import ClusterSection
+from drawbar.config.slurm_time import write_time
 from drawbar.errors import UserError, nearest
 from drawbar.launch.job import Job
 from drawbar.launch.partitions import (
     Partition,
     SlurmNode,
     accounts_of_user,
+    count_gpus,
     read_nodes,
     read_partitions,
-    write_time,
 )
 from drawbar.launch.storage import MIB, collect_folder
 
@@ -155,13 +156,15 @@ def find_obstacles(
 def _nodes_obstacles(
     partition: Partition, nodes: Sequence[SlurmNode], job: Job, cluster: ClusterSection
 ) -> Iterator[Obstacle]:
-    name = partition.name
-    for setting, what, wanted, most in (
-        ("cluster.gpus_per_node", "GPUs", cluster.gpus_per_node, max((node.gpus for node in nodes), default=0)),
-        ("cluster.cpus_per_task", "CPUs", cluster.cpus_per_task, _most_cpus(partition, nodes)),
+    name, kind = partition.name, cluster.gpu_type
+    most_gpus = max((count_gpus(node.resources, kind) for node in nodes), default=0)
+    for setting, what, wanted, most, prefix in (
+        ("cluster.gpus_per_node", _gpus(kind), cluster.gpu_count, most_gpus, f"{kind}:" if kind else ""),
+        ("cluster.cpus_per_task", "CPUs", cluster.cpus_per_task, _most_cpus(partition, nodes), ""),
     ):
         if wanted is not None and wanted > most:
-            remedy = f"set {setting}={most}, or another cluster.partition" if most else "set another cluster.partition"
+            other = "another cluster.partition"
+            remedy = f"set {setting}={prefix}{most}, or {other}" if most else f"set {other}"
             has = f"the most is {most}" if most else "it has none at all"
             yield Obstacle(setting, f"no node of {name} has {wanted} {what}: {has}", remedy)
     fitting = fitting_nodes(nodes, cluster)
@@ -178,12 +181,16 @@ def _most_cpus(partition: Partition, nodes: Sequence[SlurmNode]) -> int:
 
 def fitting_nodes(nodes: Sequence[SlurmNode], cluster: ClusterSection) -> list[SlurmNode]:
     """Those that have what the job needs on each."""
-    gpus, cpus = cluster.gpus_per_node or 0, cluster.cpus_per_task or 1
-    return [node for node in nodes if node.gpus >= gpus and node.cpus >= cpus]
+    gpus, cpus = cluster.gpu_count or 0, cluster.cpus_per_task or 1
+    return [node for node in nodes if count_gpus(node.resources, cluster.gpu_type) >= gpus and node.cpus >= cpus]
+
+
+def _gpus(kind: str | None) -> str:
+    return f"{kind} GPUs" if kind else "GPUs"
 
 
 def _needs(cluster: ClusterSection) -> str:
-    needs = {"GPUs": cluster.gpus_per_node, "CPUs": cluster.cpus_per_task}
+    needs = {_gpus(cluster.gpu_type): cluster.gpu_count, "CPUs": cluster.cpus_per_task}
     return " and ".join(f"{count} {what}" for what, count in needs.items() if count is not None)
 
 

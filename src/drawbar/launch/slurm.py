@@ -249,12 +249,12 @@ def _options(job: Job, cluster: ClusterSection) -> list[str]:
         "nodes": job.nodes,
         "ntasks-per-node": 1,
         "cpus-per-task": cluster.cpus_per_task,
-        "gres": None if cluster.gpus_per_node is None else f"gpu:{cluster.gpus_per_node}",
+        "gres": _gres(cluster),
         "partition": cluster.partition,
         "account": cluster.account,
         "time": cluster.time,
         "array": _array(job),
-        **cluster.options,
+        **{name: value for name, value in cluster.options.items() if name != "gres"},
     }
     found = []
     for name, value in given.items():
@@ -263,6 +263,11 @@ def _options(job: Job, cluster: ClusterSection) -> list[str]:
         elif value is not None and value is not False:
             found.append(f"--{name}={shlex.quote(str(value))}")
     return found
+
+
+def _gres(cluster: ClusterSection) -> str | None:
+    gpus = "" if cluster.gpus_per_node is None else f"gpu:{cluster.gpus_per_node}"
+    return ",".join(filter(None, (gpus, str(cluster.options.get("gres") or "")))) or None
 
 
 def _array(job: Job) -> str | None:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 
 from drawbar.config.cluster import ClusterSection
 from drawbar.config.hosts import Host
-from drawbar.errors import UserError
+from drawbar.errors import ExitCode, UserError
 from drawbar.launch.job import Job
 from drawbar.launch.order import Order, say
 
@@ -28,6 +28,8 @@ _OPTIONS = {
     "AddressFamily": "inet",  # the nodes meet over IPv4
 }
 _HIDDEN = "***"
+SSH_FAILED = 255
+"""ssh's exit code where the connection is not made, or ends."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ def render(job: Job, cluster: ClusterSection, hosts: Sequence[Host]) -> list[Sta
         interface=cluster.interface,
         script=next((word for word in job.argv[1:2] if word.endswith(".py")), None),
     )
-    script = _script(job, cluster)
+    script = start_script(job, cluster, "drawbar.launch.remote")
     return [
         Start(host, ssh_command(cluster, host), script, replace(order, node=node)) for node, host in enumerate(hosts)
     ]
@@ -72,7 +74,8 @@ def ssh_command(cluster: ClusterSection, host: Host) -> tuple[str, ...]:
     return (*words, "--", host.name, f"exec {shell}")  # `exec bash` is the same in every shell a user may have
 
 
-def _script(job: Job, cluster: ClusterSection) -> bytes:
+def start_script(job: Job, cluster: ClusterSection, module: str) -> bytes:
+    """What bash reads on a host, to become a module of drawbar's in the environment of the job."""
     lines = [f"export {name}={shlex.quote(value)}" for name, value in cluster.environment.items()]
     before = [*(f"module load {shlex.quote(module)} || exit" for module in cluster.modules), *cluster.setup]
     if before:  # none of them may read what follows
@@ -80,7 +83,7 @@ def _script(job: Job, cluster: ClusterSection) -> bytes:
     if job.container is not None:
         lines += job.container.script()
     inside = "" if job.container is None else '"${container[@]}" '
-    lines.append(f"exec {inside}{shlex.quote(job.python)} -P -m drawbar.launch.remote")
+    lines.append(f"exec {inside}{shlex.quote(job.python)} -P -m {module}")
     return "\n".join([*lines, ""]).encode(errors="surrogateescape")
 
 
@@ -126,3 +129,30 @@ def check_programs(program: str, path: str | None) -> None:
             where="--to ssh",
             remedy=f"apt-get install {'openssh-client' if program == 'ssh' else program}, or what your system calls it",
         )
+
+
+def no_start(failed: Sequence[tuple[str, int, Sequence[bytes]]], where: str | None = None) -> UserError:
+    """The error of hosts on which drawbar does not start: each one's name, exit code, and what was said."""
+    lines, unreachable = [], False
+    for name, code, errors in failed:
+        unreachable |= code == SSH_FAILED
+        said = [text for line in errors if (text := line.decode(errors="replace").strip())]
+        kind = "ssh cannot reach it" if code == SSH_FAILED else f"drawbar does not start there, exit code {code}"
+        lines.append(f"host {name}: {kind}: {said[-1] if said else 'it does not say why'}")
+    return UserError(
+        "\n".join(lines),
+        where=where,
+        remedy=f"make `ssh {failed[0][0]} true` work without a question: the name, the key, the host's key"
+        if unreachable
+        else "set cluster.python to a Python of the hosts that has drawbar, and cluster.setup to what it needs",
+        exit_code=ExitCode.FAILED if unreachable else ExitCode.WRONG_REQUEST,
+    )
+
+
+def no_answer(names: Sequence[str], seconds: float) -> UserError:
+    """The error of hosts that say nothing."""
+    return UserError(
+        f"no answer within {seconds:.0f}s from: {', '.join(names)}",
+        remedy="look at what cluster.setup does there; a longer wait is launch.timeout=SECONDS",
+        exit_code=ExitCode.FAILED,
+    )

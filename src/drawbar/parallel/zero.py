@@ -32,6 +32,8 @@ def import_deepspeed(device: torch.device) -> ModuleType:
     """
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # it looks for GPUs when it is imported
+    else:  # it takes this for the number of its GPU, which is 0 where each process sees its own GPU alone
+        os.environ["LOCAL_RANK"] = str(device.index or 0)
     try:
         import deepspeed
     except ModuleNotFoundError as error:

@@ -116,6 +116,12 @@ class World:
             backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=self.timeout)
 
+    def limit_waiting(self) -> None:
+        """Give every process group of this rank the timeout of the run. Torch gives its own default, of 10 or 30
+        minutes, to those that a mesh, a strategy or a library has made."""
+        for group in dist.distributed_c10d._world.pg_map:
+            dist.distributed_c10d._set_pg_timeout(self.timeout, group)
+
     def _give_up(self) -> None:
         print(f"error: {self._not_met('nobody answers at MASTER_ADDR and MASTER_PORT')}", file=sys.stderr, flush=True)
         os._exit(ExitCode.FAILED)

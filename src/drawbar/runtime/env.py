@@ -107,11 +107,14 @@ def choose_device(wanted: str, place: Place) -> torch.device:
             "device is cuda, but torch sees no CUDA device",
             remedy="set device=cpu, or check nvidia-smi, CUDA_VISIBLE_DEVICES and that torch was built with CUDA",
         )
-    if place.local_rank >= torch.cuda.device_count():
+    count = torch.cuda.device_count()
+    # processes of one launcher see the same GPUs; Slurm's srun can show each task its own alone (--gpus-per-task)
+    index = 0 if count == 1 and not has_launcher() else place.local_rank
+    if index >= count:
         raise UserError(
-            f"{place.local_world_size} processes on this machine, but {torch.cuda.device_count()} GPUs are visible",
-            remedy=f"set launch.nproc={torch.cuda.device_count()}, or device=cpu",
+            f"{place.local_world_size} processes on this machine, but {count} GPUs are visible",
+            remedy=f"set launch.nproc={count}, or device=cpu",
         )
-    device = torch.device("cuda", place.local_rank)
+    device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device

@@ -2,19 +2,14 @@
 
 import ast
 import sys
-import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 
+from drawbar.config.imports import INSTALLED, is_own
 from drawbar.data.cache import content_key
 
-_INSTALLED = ("site-packages", "dist-packages")
 _PROGRAM = ("__main__", "__mp_main__")
-_NOT_OF_A_PROJECT = (
-    *(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")),
-    Path(__file__).resolve().parents[1],
-)
 
 
 def code_digests(modules: Iterable[str]) -> dict[str, str] | None:
@@ -39,7 +34,7 @@ def code_digests(modules: Iterable[str]) -> dict[str, str] | None:
         roots.append(file.parents[_depth(name, file)])
     if not files:
         return {}
-    roots = [root for root in dict.fromkeys([*roots, Path.cwd()]) if _is_own(root)]
+    roots = [root for root in dict.fromkeys([*roots, Path.cwd()]) if is_own(root)]
     search = list(dict.fromkeys([*roots, *_own_search_path()]))
     found = _with_imports([*files, *_loaded(roots)], search)
     found |= {path for file in files for path in file.parent.glob("*.py")}
@@ -63,13 +58,13 @@ def _loaded(roots: list[Path]) -> list[Path]:
     """The files of all loaded modules below these folders, without the program itself: every command has another."""
     own = (module for name, module in list(sys.modules.items()) if name not in _PROGRAM and not _is_installed(module))
     files = [file for file in map(_file_of, own) if file is not None]
-    return [file for file in files if _is_own(file) and any(file.is_relative_to(root) for root in roots)]
+    return [file for file in files if is_own(file) and any(file.is_relative_to(root) for root in roots)]
 
 
 def _is_installed(module: ModuleType) -> bool:
     """A quick answer for thousands of modules, without a look at the disk."""
     file = str(getattr(module, "__dict__", {}).get("__file__"))
-    return any(folder in file for folder in _INSTALLED)
+    return any(folder in file for folder in INSTALLED)
 
 
 def _depth(module: str, file: Path) -> int:
@@ -77,16 +72,10 @@ def _depth(module: str, file: Path) -> int:
     return module.count(".") + (file.name == "__init__.py")
 
 
-def _is_own(path: Path) -> bool:
-    """Whether nobody installed it."""
-    installed = any(part in _INSTALLED for part in path.parts)
-    return not installed and not any(path.is_relative_to(folder) for folder in _NOT_OF_A_PROJECT)
-
-
 def _own_search_path() -> Iterator[Path]:
     """Where Python looks for modules, without the folders of libraries."""
     for folder in map(Path, sys.path):
-        if folder.is_dir() and _is_own(folder.resolve()) and not any(folder.glob("*.dist-info")):
+        if folder.is_dir() and is_own(folder.resolve()) and not any(folder.glob("*.dist-info")):
             yield folder.resolve()
 
 
@@ -100,7 +89,7 @@ def _with_imports(files: Iterable[Path], search: list[Path]) -> set[Path]:
             continue
         found.add(path)
         if path.suffix == ".py":
-            waiting += [imported for imported in _imports(path, search) if _is_own(imported)]
+            waiting += [imported for imported in _imports(path, search) if is_own(imported)]
     return found
 
 

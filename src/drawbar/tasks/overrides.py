@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from drawbar.config.imports import missing_module
 from drawbar.errors import UserError
 from drawbar.tasks.task import Task
 
@@ -57,7 +58,7 @@ def named_errors(task: Task) -> Iterator[None]:
         name = f"{type(task).__name__}.{method.f_code.co_name}"
         raise UserError(
             f"{name} fails: {type(error).__name__}: {error}\n{''.join(calls).rstrip()}",
-            remedy="mend the method",
+            remedy=missing_module(error) or "mend the method",
         ) from error
 
 

@@ -1,7 +1,6 @@
 """From the setting ``task.type`` to a class."""
 
-import importlib
-
+from drawbar.config.imports import cause, import_user_module
 from drawbar.errors import UserError
 from drawbar.tasks.causal_lm import CausalLM
 from drawbar.tasks.classification import SequenceClassification, TokenClassification
@@ -28,10 +27,10 @@ def task_class(name: str) -> type[Task]:
         return BUILT_IN[name]
     module, _, attribute = name.partition(":")
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        found = getattr(import_user_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise UserError(
-            f"there is no task {name!r}: {error}",
+            f"there is no task {name!r}: {cause(error)}",
             where="task.type",
             remedy=f"give {', '.join(BUILT_IN)}, or your own class as package.module:Class",
         ) from error

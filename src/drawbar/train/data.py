@@ -244,7 +244,7 @@ def _stream_loader(task: Task, config: RunConfig, world: World) -> StreamLoader[
         seed=config.run.seed,
         shuffle=config.data.shuffle,
         lanes=config.data.stream_lanes,
-        records=max(1, config.data.shuffle_buffer // config.data.stream_lanes),
+        records=config.data.records_per_lane,
         global_batch=config.train.global_batch,
         fingerprint=fingerprint,
         code=code_of(task) or {},

@@ -13,7 +13,9 @@ from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.checkpoint.format import Snapshot, decode_state, encode_state
 from drawbar.checkpoint.load import read, read_state
 from drawbar.checkpoint.writer import AsyncWriter
+from drawbar.config.data import DataSection
 from drawbar.config.schema import RunConfig
+from drawbar.config.source import read_file
 from drawbar.data.loader import Loader
 from drawbar.engines.engine import Engine, EngineState
 from drawbar.errors import UserError
@@ -202,7 +204,7 @@ def restore(
     state = EngineState(snapshot.model, snapshot.optimizer, values["engine"])
     with world.working(f"loading {checkpoint}"):
         if forked:
-            _load_what_fits(engine, state, loader, values["data"])
+            _load_what_fits(engine, state, loader, _with_lanes(values["data"], checkpoint))
         else:
             engine.load(state)
             loader.load(values["data"])
@@ -229,6 +231,18 @@ def _check_validation(saved: str | None, validation: Split | None) -> None:
             remedy="restore the data (and the settings that encode it), "
             "or start a new run from these weights with `--fork NEWNAME`",
         )
+
+
+def _with_lanes(data: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
+    """A position with the lanes and blocks of its stream; older checkpoints leave them to their run's configuration."""
+    if "cursor" not in data:  # no stream
+        return data
+    path = checkpoint.resolve().parent.parent / "config.yaml"
+    saved = read_file(path).values.get("data", {}) if path.exists() else {}
+    if not saved.keys() >= {"stream_lanes", "shuffle_buffer"}:
+        return data
+    then = DataSection(stream_lanes=saved["stream_lanes"], shuffle_buffer=saved["shuffle_buffer"])
+    return {"lanes": then.stream_lanes, "records": then.records_per_lane, **data}
 
 
 def _load_what_fits(engine: Engine, state: EngineState, loader: Loader, data: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 import pytest
+import torch
 
 import drawbar
 from drawbar.cli import group
@@ -80,9 +81,12 @@ def test_a_run_misspelt(project: Path) -> None:
         (("launch.nproc=1",), 1),
         (("device=cpu",), 1),
         (("parallel.strategy=single",), 1),
+        (("parallel.strategy=dp",), 1),
+        ((), 8),
     ],
 )
 def test_how_many_processes(settings: tuple[str, ...], processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     config = load(settings, None).config
     assert count_processes(config) == processes
     monkeypatch.setenv("RANK", "0")  # torchrun has started them already

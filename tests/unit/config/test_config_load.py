@@ -211,6 +211,27 @@ def test_module_that_fails_names_its_line(tmp_path, monkeypatch):
     assert "broken_task_module.py:2" in text
 
 
+@pytest.mark.parametrize("through_library", [False, True])
+def test_a_missing_module_names_the_users_line_and_what_to_install(tmp_path, monkeypatch, through_library):
+    library = tmp_path / "lib" / "site-packages"
+    library.mkdir(parents=True)
+    (library / "wrapper_library.py").write_text("import no_such_package.inside\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(library), *sys.path])
+    Path("task_that_imports.py").write_text(
+        f"x = 1\nimport {'wrapper_library' if through_library else 'no_such_package'}\n"
+    )
+    text = problems_of(None, "task.type=task_that_imports:Own")
+    assert f"No module named 'no_such_package' ({tmp_path}/task_that_imports.py:2)" in text
+    assert "`pip install no_such_package`" in text
+
+
+def test_a_module_that_is_not_there_is_no_fault_of_drawbars_lines(own_module):
+    text = problems_of(None, "task.type=own_task_modul:Own")
+    assert "No module named 'own_task_modul'; did you mean own_task_module? If it is your own" in text
+    assert "imports.py" not in text
+
+
 # ---- unknown keys ----------------------------------------------------------------------------------------------
 
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from drawbar.config.load import load_config
 from drawbar.config.rules import RULES, TRAIN_RULES, check_rules, check_world, resolve_micro_batch
-from drawbar.config.schema import DataSection, RunConfig, TrainSection
+from drawbar.config.schema import DataSection, ParallelSection, RunConfig, TrainSection
 from drawbar.errors import ExitCode, UserError
 
 TRAINABLE = ["data.train=a.txt", "train.steps=100"]
@@ -68,6 +68,7 @@ BREAKING = {
     "profile": [["tracking.profile={start: 101}"]],
     "epochs of a stream": [["data.streaming=true", "train.steps=null", "train.epochs=1.0"]],
     "grouped stream": [["data.streaming=true", "data.batching=grouped"]],
+    "shuffling within lanes": [["data.streaming=true", "data.shuffle_buffer=700"]],
     "weights without shuffling": [
         ["data.train=[{files: a, weight: 1.0}, {files: b, weight: 2}]", "data.shuffle=false"]
     ],
@@ -226,6 +227,24 @@ def test_micro_batch_that_does_not_divide_the_share():
         check_world(run_with(32, 16), 4)
     assert "does not divide the 8 rows that each process gets" in str(caught.value)
     assert "set train.micro_batch to 1, 2, 4 or 8, or to auto" in str(caught.value)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128])
+def test_lanes_of_a_stream_divide_by_every_usual_world(world_size):
+    config = run_with(384)
+    check_world(config.model_copy(update={"data": DataSection(streaming=True)}), world_size)
+
+
+def test_lanes_that_cannot_be_split():
+    data = DataSection(streaming=True, stream_lanes=48)
+    with pytest.raises(UserError) as caught:
+        check_world(run_with(64).model_copy(update={"data": data}), 64)
+    assert caught.value.where == "data.stream_lanes"
+    assert "data.stream_lanes=48 cannot be split evenly over 64 processes" in str(caught.value)
+    assert "start 12, 16, 24 or 48 processes; or set data.stream_lanes=192, in a run that begins" in str(caught.value)
+    placed = {"data": data, "parallel": ParallelSection(tensor=4)}
+    check_world(run_with(64).model_copy(update=placed), 64)  # 16 data-parallel ranks
+    check_world(run_with(64).model_copy(update={"data": DataSection(stream_lanes=48)}), 64)  # no stream
 
 
 @pytest.mark.parametrize(

@@ -383,11 +383,20 @@ def test_an_example_is_the_first_sample_there_is() -> None:
     assert (example_["number"], example_["part"]) == (1, 0)
 
 
-def test_lanes_that_cannot_be_shared_are_refused() -> None:
-    world = World(Place(rank=0, world_size=4, local_rank=0, local_world_size=4), CPU, timeout=60)
-    with pytest.raises(UserError, match=r"4 processes cannot share data\.stream_lanes=6 evenly") as caught:
-        UNEVEN.loader(world)
-    assert caught.value.where == "data.stream_lanes"
+@pytest.mark.parametrize(("lanes", "records", "start"), [(4, 2, 24), (12, 3, 24), (6, 5, 24), (5, 2, 20)])
+def test_a_fork_with_other_lanes_goes_on_where_a_block_began(
+    lanes: int, records: int, start: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After 28 records, of blocks of 12. None is left out, and few come a second time."""
+    before = Case((200, 100))
+    seen = run(replace(before, steps=7), alone(), one_sample_of)
+    after = replace(before, lanes=lanes, records=records, state=seen[-1].state, steps=(300 - start) // 4)
+    forked = run(after, alone(), one_sample_of)
+    assert "other lanes or blocks than before: it goes on where a block of 12 records began" in caplog.text
+    first, second = ([number for step in steps for number, *_ in step.counted] for steps in (seen, forked))
+    assert len(set(second)) == len(second) == 300 - start
+    assert {*first, *second} == set(range(300))
+    assert forked[-1].state["cursor"]["epoch"] == 1
 
 
 def test_an_error_of_the_stream_is_raised_in_the_step() -> None:

@@ -100,6 +100,17 @@ def test_each_process_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
     assert chosen == [torch.device("cuda", 3)]
 
 
+def test_a_launcher_may_show_each_process_its_own_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As srun --gpus-per-task does. Under torchrun all processes see the same one GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    assert choose_device("auto", Place(7, 8, 3, 4)) == torch.device("cuda", 0)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with pytest.raises(UserError, match=r"4 processes[\s\S]*1 GPUs are visible"):
+        choose_device("auto", Place(7, 8, 3, 4))
+
+
 @pytest.mark.parametrize(("there", "processes", "expected"), [(True, 1, "mps"), (True, 2, "cpu"), (False, 1, "cpu")])
 def test_auto_without_cuda(there: bool, processes: int, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from drawbar.data.stream import StreamLoader
 from drawbar.errors import ExitCode, UserError
 from drawbar.runtime.dist import World
 from drawbar.runtime.env import Place
@@ -239,6 +240,28 @@ def test_a_stream_goes_on_with_mended_code_and_not_with_other_data(
     (project / "train.txt").write_text("the load\n")
     with pytest.raises(UserError, match="the training data changed"):
         fit(*settings, task=mine)
+
+
+def test_a_stream_keeps_its_lanes_and_a_fork_finds_its_place(
+    fit: Fit, run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Also where an older drawbar wrote the position: then its run's configuration says how many lanes there were."""
+    of_now = StreamLoader.state
+
+    def of_then(loader: StreamLoader[Any]) -> dict[str, Any]:
+        return {name: value for name, value in of_now(loader).items() if name not in ("lanes", "records")}
+
+    monkeypatch.setattr(StreamLoader, "state", of_then)
+    settings = ("data.streaming=true", "data.validation=null", "eval.every=null", "train.steps=8")
+    fit(*settings, "data.stream_lanes=12", "data.shuffle_buffer=48")
+    with pytest.raises(UserError, match=r"set data.shuffle_buffer=48 data.stream_lanes=12; or"):
+        fit(*settings)
+    capfd.readouterr()
+    steps = (*settings[:-1], "train.steps=10")
+    assert fit(*steps, "data.stream_lanes=6", "data.shuffle_buffer=48", fork="new").progress.step == 10
+    assert "it goes on where a block of 48 records began" in capfd.readouterr().err
+    assert fit(*steps, "data.stream_lanes=12", "data.shuffle_buffer=48", fork="same").progress.step == 10
+    assert "where a block" not in capfd.readouterr().err
 
 
 def test_only_one_process_trains_a_run(fit: Fit, run: Path) -> None:

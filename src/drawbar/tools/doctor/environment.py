@@ -84,7 +84,8 @@ def _submit(nodes: int) -> Fix:
 def check_slurm_gpus(environ: Mapping[str, str], gpus: int) -> Iterator[Finding]:
     """Whether the GPUs that Slurm gave are those that torch sees."""
     given = _number(environ, "SLURM_GPUS_ON_NODE")
-    if given is not None and given != gpus:
+    one_each = gpus == 1 and (_number(environ, "SLURM_STEP_NUM_TASKS") or 1) > 1  # --gpus-per-task
+    if given is not None and given != gpus and not one_each:
         what = f"Slurm gave {given} on this node, and torch sees {gpus}"
         fix = Fix("nvidia-smi -L; echo $CUDA_VISIBLE_DEVICES", "srun needs the same --gpus-per-node as the job")
         yield Finding("Device", "Slurm's GPUs", Level.WARNING, what, fix=fix)
