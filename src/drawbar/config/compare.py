@@ -35,6 +35,9 @@ MAY_CHANGE: dict[str, str] = {
 }
 """Settings and whole sections that may change when a run is resumed, each with the reason."""
 
+AS_BEGUN = ("eval.mode",)
+"""Settings whose ``auto`` is what the run began with, whatever that is."""
+
 ABSENT = "(absent)"
 """Stands for a key that one of the two configurations does not have."""
 
@@ -49,9 +52,9 @@ class Difference:
 
 
 def differences(old: RunConfig, new: RunConfig) -> list[Difference]:
-    """The settings that differ, except those that ``MAY_CHANGE``, by dotted key in the order of the file."""
+    """The settings that differ and may not (see ``MAY_CHANGE``, ``AS_BEGUN``), by dotted key in the file's order."""
     found = _differences(old.model_dump(mode="json"), new.model_dump(mode="json"), "")
-    return [difference for difference in found if not _may_change(difference.key)]
+    return [difference for difference in found if not (_may_change(difference.key) or _is_as_begun(difference))]
 
 
 def render_differences(found: Sequence[Difference]) -> str:
@@ -89,3 +92,7 @@ def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str) -> Itera
 
 def _may_change(key: str) -> bool:
     return any(key == free or key.startswith(f"{free}.") for free in MAY_CHANGE)
+
+
+def _is_as_begun(difference: Difference) -> bool:
+    return difference.key in AS_BEGUN and difference.new == "auto"

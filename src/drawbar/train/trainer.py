@@ -30,6 +30,7 @@ from drawbar.tasks.task import Task
 from drawbar.tracking.console import Console, make_console
 from drawbar.tracking.meters import Throughput
 from drawbar.tracking.trackers import Trackers, make_trackers
+from drawbar.train.best import check_mode, settle_mode
 from drawbar.train.check import check_evaluation, check_task
 from drawbar.train.core_wait import CoreWaitHook
 from drawbar.train.data import eval_micro_batch, load_data, varied_by
@@ -113,6 +114,8 @@ class Trainer:
         config = self.config
         disks = look_at_disks(Path(config.run.dir), world)
         start = find_start_everywhere(self._find_start, disks, world)
+        settled = settle_mode(config.eval, start.eval_mode)
+        self.config = config = config.model_copy(update={"eval": settled})
         if config.data.rebuild and world.from_first((config.run_dir / "config.yaml").exists, "looking for the run"):
             logger.info("data.rebuild: not again, as the run has begun; `drawbar prepare` encodes its data anew")
             config = encoded_once(config)
@@ -132,6 +135,7 @@ class Trainer:
         check_task(task, engine, loader)
         if validation is not None:
             check_evaluation(task, engine, validation, config.eval.metric)
+            check_mode(config.eval)
 
         seed_everything(config.run.seed, world.layout.seed_rank(world.rank))  # from here on a rank's dropout is its own
         progress = Progress()

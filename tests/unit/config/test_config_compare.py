@@ -52,6 +52,7 @@ def test_what_may_change(override):
         ("data.train=[a, b]", Difference("data.train", None, ["a", "b"])),
         ("optim.betas=[0.9, 0.95]", Difference("optim.betas", [0.9, 0.999], [0.9, 0.95])),
         ("eval.metric=bits", Difference("eval.metric", "loss", "bits")),
+        ("eval.mode=max", Difference("eval.mode", "auto", "max")),
         ("task.from_scratch={}", Difference("task.from_scratch", None, {})),
         (
             "task.tokenizer={train: byte_bpe}",
@@ -61,6 +62,10 @@ def test_what_may_change(override):
 )
 def test_what_may_not(override, expected):
     assert changed(override) == [expected]
+
+
+def test_auto_is_as_the_run_began():
+    assert changed("eval.mode=auto", base=("eval.mode=min",)) == []
 
 
 def test_keys_inside_a_mapping_are_compared_one_by_one():
