@@ -25,9 +25,6 @@ from drawbar.train.data import eval_micro_batch, load_split, varied_by
 from drawbar.train.output import write_lines
 from drawbar.train.setup import build_task, on_one_process, open_checkpoint
 
-PROMPTS_TOGETHER = 32
-"""Prompts of one generation: a file of any length fits into memory."""
-
 
 @contextmanager
 def _joined(config: RunConfig) -> Iterator[tuple[World, Console]]:
@@ -174,5 +171,4 @@ def generate_from_run(
         task = build_task(task_type or task_class(config.task.type), config, world, config.run_dir)
         engine, _ = open_checkpoint(task, config, which, world)
         with closing(engine):
-            parts = [prompts[at : at + PROMPTS_TOGETHER] for at in range(0, len(prompts), PROMPTS_TOGETHER)]
-            return [text for part in parts for text in generate_text(engine, task.tokenizer, part, sampling)]
+            return generate_text(engine, task.tokenizer, prompts, sampling)
