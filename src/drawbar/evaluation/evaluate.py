@@ -190,14 +190,21 @@ def _scores(task: Task, split: Split, loss: float, weight: float, records: list[
             where=f"data.{split.name}",
             remedy="check that its samples have labels",
         )
-    of_loss, own = task.loss_scores(loss, weight, records), task.score(records)
+    return joined(task, task.loss_scores(loss, weight, records), task.score(records))
+
+
+def joined(task: Task, of_loss: dict[str, float], own: dict[str, float]) -> dict[str, float]:
+    """What ``loss_scores`` and ``score`` return, in one dict.
+
+    Raises:
+        UserError: both give a score of one name.
+    """
     both = sorted(of_loss.keys() & own.keys())
     if both:
         raise UserError(
             f"{type(task).__name__}.score and loss_scores both return {both[0]!r}",
             where="task.metrics",
             remedy="give one of them another name",
-            exit_code=ExitCode.FAILED,
         )
     return {**of_loss, **own}
 

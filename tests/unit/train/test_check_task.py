@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from conftest import make_project
-from drawbar.errors import UserError
+from drawbar.errors import ExitCode, UserError
 from drawbar.metrics.registry import compute, load_metrics
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.causal_lm import CausalLM
@@ -279,6 +279,17 @@ def test_an_exception_is_shown_with_its_line(task: type[Task], code: str, projec
 def test_a_metric_that_score_does_not_give(project: Path) -> None:
     error = refused(project, Points, "eval.metric=f1")
     assert "eval.metric is 'f1', but the scores are accuracy, loss" in error.what
+
+
+class SecondLoss(Points):
+    def score(self, records: list[dict[str, Any]]) -> dict[str, float]:
+        return {"loss": 7.0}
+
+
+def test_two_scores_of_one_name(project: Path) -> None:
+    error = refused(project, SecondLoss)
+    assert "SecondLoss.score and loss_scores both return 'loss'" in error.what
+    assert error.exit_code == ExitCode.WRONG_REQUEST
 
 
 class Divides(Points):
