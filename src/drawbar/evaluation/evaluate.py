@@ -155,7 +155,7 @@ def _score(task: Task, split: Split, share: _Share, world: World) -> Evaluation:
 
     def score() -> dict[str, float] | EvaluationFailed:
         try:
-            records.extend(_merge(split, [pair for part in gathered or [] for pair in part]))
+            records.extend(_merge(task, split, [pair for part in gathered or [] for pair in part]))
             scores = _scores(task, split, loss, weight, records)
             return {name: float(value) for name, value in scores.items()}
         except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer
@@ -252,14 +252,14 @@ def _with_ids(task: Task, ids: list[int], predictions: list[Any] | None) -> list
     return list(zip(ids, predictions, strict=True))
 
 
-def _merge(split: Split, predictions: list[tuple[int, Any]]) -> list[dict[str, Any]]:
+def _merge(task: Task, split: Split, predictions: list[tuple[int, Any]]) -> list[dict[str, Any]]:
     """The records that gave samples, in order, each with its number and its prediction."""
     of_record = _by_record(split, predictions)
     merged = []
     for number in np.unique(split.samples.record_of).tolist():
         record = {"id": number, **split.records[number]}
         if number in of_record:
-            record["prediction"] = of_record[number]
+            record["prediction"] = task.complete(split.records[number], of_record[number])
         merged.append(record)
     return merged
 

@@ -130,6 +130,10 @@ class Task:
         """One prediction a sample, in the order of ``batch.ids``, as plain Python values."""
         raise NotImplementedError(f"{type(self).__name__} does not define predict()")
 
+    def complete(self, record: dict[str, Any], prediction: Any) -> Any:
+        """A record's prediction as it is scored and written, with what only the record shows."""
+        return prediction
+
     @property
     def predicts(self) -> bool:
         """Whether this task predicts in an evaluation."""

@@ -59,10 +59,14 @@ def check_evaluation(task: Task, engine: Engine, split: Split, metric: str) -> N
         vary = varied_by(task, task.run_config, train=False)
         rows = [vary(sample, 0) for sample in samples]
     result = _evaluate(task, engine, rows)
-    predictions = result.predictions if result.predictions is not None else [None] * len(samples)
+    records = [split.records[int(split.samples.record_of[sample["id"]])] for sample in samples]
+    predictions: list[Any] = [None] * len(samples)
+    if result.predictions is not None:
+        with named_errors(task):
+            predictions = list(map(task.complete, records, result.predictions))
     records = [
-        {"id": sample["id"], **split.records[int(split.samples.record_of[sample["id"]])], "prediction": prediction}
-        for sample, prediction in zip(samples, predictions, strict=True)
+        {"id": sample["id"], **record, "prediction": prediction}
+        for sample, record, prediction in zip(samples, records, predictions, strict=True)
     ]
     try:
         with named_errors(task):

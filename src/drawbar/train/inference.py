@@ -108,7 +108,7 @@ def predict_from_run(config: RunConfig, task_type: type[Task] | None, output: Pa
             )
         if world.first:
             with world.working("writing the predictions"):
-                lines = list(_with_predictions(split.records, found))
+                lines = list(_with_predictions(task, split.records, found))
                 write_lines(output, lines)
             missing = f", {len(lines) - len(found):,} without prediction" if len(lines) > len(found) else ""
             console.message(f"{output}: {len(lines):,} records{missing}")
@@ -133,14 +133,15 @@ def _load_input(task: Task, config: RunConfig, world: World, console: Console) -
         raise
 
 
-def _with_predictions(records: Iterable[Record], predictions: dict[int, Any]) -> Iterator[dict[str, Any]]:
+def _with_predictions(task: Task, records: Iterable[Record], predictions: dict[int, Any]) -> Iterator[dict[str, Any]]:
     """Every record of the input with its prediction, by its number; of a bad one, what is wrong with it."""
     number = 0
     for record in _with_bad(records):
         if isinstance(record, BadRecord):
             yield {"error": f"{record.where}: {record.what}", "prediction": None}
         else:
-            yield {**record, "prediction": predictions.get(number)}
+            found = number in predictions
+            yield {**record, "prediction": task.complete(record, predictions[number]) if found else None}
             number += 1
 
 
