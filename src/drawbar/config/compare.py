@@ -38,6 +38,9 @@ MAY_CHANGE: dict[str, str] = {
 AS_BEGUN = ("eval.mode",)
 """Settings whose ``auto`` is what the run began with, whatever that is."""
 
+READING = ("data.validation_share", "data.columns", "data.rename", "data.sample_by", "data.on_bad_record")
+"""How the records of every split are read."""
+
 ABSENT = "(absent)"
 """Stands for a key that one of the two configurations does not have."""
 
@@ -62,6 +65,17 @@ def render_differences(found: Sequence[Difference]) -> str:
     rows = [("setting", "was", "is now")] + [(item.key, show(item.old), show(item.new)) for item in found]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     return "\n".join(f"  {key:<{widths[0]}}  {was:<{widths[1]}}  {now}" for key, was, now in rows)
+
+
+def changed_records(old: RunConfig, new: RunConfig, split: str) -> list[str]:
+    """The settings by which a split has other records than the run's own; none where the run has no such split."""
+    shared = old.data.validation is None and old.data.validation_share is not None  # part of the training data
+    splits = [split, "train"] if split == "validation" and shared else [split]
+    if all(getattr(old.data, name) is None for name in splits):
+        return []
+    keys = [*READING, *(f"data.{name}" for name in splits), *(f"data.limit.{name}" for name in splits)]
+    found = _differences(old.model_dump(mode="json"), new.model_dump(mode="json"), "")
+    return [item.key for item in found if any(item.key == key or item.key.startswith(f"{key}.") for key in keys)]
 
 
 def check_same(folder: Path, config: RunConfig) -> None:

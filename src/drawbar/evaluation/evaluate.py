@@ -275,8 +275,9 @@ def _by_record(split: Split, predictions: list[tuple[int, Any]]) -> dict[int, An
 def write_results(folder: Path, evaluation: Evaluation, step: int) -> None:
     """Write ``scores.json`` and, where there are predictions, ``predictions.jsonl``. Each is whole or absent."""
     folder.mkdir(parents=True, exist_ok=True)
+    numbers = {"step": step, "records": len(evaluation.records)}
     scores = {name: json_number(value) for name, value in evaluation.scores.items()}
-    write_whole(folder / "scores.json", json.dumps({"step": step, **scores}, indent=2) + "\n")
+    write_whole(folder / "scores.json", json.dumps({**numbers, **scores}, indent=2) + "\n")
     if any("prediction" in record for record in evaluation.records):
         lines = (json.dumps(record, ensure_ascii=False, default=str) + "\n" for record in evaluation.records)
         write_whole(folder / "predictions.jsonl", "".join(lines))

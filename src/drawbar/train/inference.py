@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from drawbar.checkpoint.space import explain_full_disk
+from drawbar.config.compare import changed_records
+from drawbar.config.load import load_config
 from drawbar.config.rules import check_layout
 from drawbar.config.schema import RunConfig
 from drawbar.data.readers import BadRecord
@@ -46,7 +48,7 @@ def _joined(config: RunConfig) -> Iterator[tuple[World, Console]]:
 def evaluate_run(
     config: RunConfig, task_type: type[Task] | None, split_name: str, which: str | None
 ) -> dict[str, float]:
-    """Evaluate one checkpoint on one split; print the scores and write ``eval/<split>/scores.json``.
+    """Evaluate one checkpoint on one split; print the scores, and write them: see ``_results_folder``.
 
     Raises:
         UserError: there is no such checkpoint or data.
@@ -69,9 +71,20 @@ def evaluate_run(
         assert evaluation is not None, "nobody asks for a stop"
         if world.first:
             with world.working("writing the scores"):
-                write_results(config.run_dir / "eval" / split_name, evaluation, step)
+                folder, others = _results_folder(config, split_name)
+                write_results(folder, evaluation, step)
+            if others:
+                console.message(f"{folder}: the scores of other records than the run's ({', '.join(others)})")
             console.evaluation(step, {f"eval/{split_name}/{name}": value for name, value in evaluation.scores.items()})
     return evaluation.scores
+
+
+def _results_folder(config: RunConfig, split_name: str) -> tuple[Path, list[str]]:
+    """``eval/<split>``; or ``eval/<split>-other``, and the settings that give the split other records than the run's:
+    the scores of a few must not pass for those of all."""
+    own = load_config(config.run_dir / "config.yaml", task=type(config.task)).config
+    others = changed_records(own, config, split_name)
+    return config.run_dir / "eval" / (f"{split_name}-other" if others else split_name), others
 
 
 def predict_from_run(config: RunConfig, task_type: type[Task] | None, output: Path, which: str | None) -> None:
