@@ -18,7 +18,7 @@ from drawbar.errors import ExitCode
 from drawbar.evaluation.evaluate import Evaluation, Split, evaluate
 from drawbar.parallel.precision import choose_formats
 from drawbar.runtime.dist import World
-from drawbar.runtime.env import Place, choose_device
+from drawbar.runtime.env import Place, choose_device, is_placed
 from drawbar.runtime.links import check_links
 from drawbar.runtime.log import errors_in_log, logger, open_log_file, start_logging
 from drawbar.runtime.mesh import Layout
@@ -96,6 +96,7 @@ class Trainer:
         outlive_readers()
         console = make_console(place.first)
         start_logging(place.rank, console.logging_handler())
+        self._warn_of_one_process(device)
         try:
             with (
                 errors_in_log(),
@@ -109,6 +110,19 @@ class Trainer:
             console.stop()
             if self._lock is not None:
                 self._lock.close()
+
+    def _warn_of_one_process(self, device: torch.device) -> None:
+        """Where a script or a notebook asks for several: it is the commands that start them."""
+        wanted = self.config.launch.nproc
+        if wanted == "auto":
+            one = device.type != "cuda" or self.config.parallel.strategy in ("single", "dp")
+            wanted = 1 if one else torch.cuda.device_count()
+        if wanted > 1 and not is_placed():
+            logger.warning(
+                "training on this one process: a Trainer starts no others, though launch.nproc asks for %d; "
+                "`drawbar train` does, or start this script with `torchrun --nproc_per_node=%d`",
+                *(wanted, wanted),
+            )
 
     def _fit(self, world: World, stop: Stop, console: Console) -> Outcome:
         config = self.config
