@@ -30,6 +30,7 @@ from drawbar.tasks.labels import (
     count_labels,
     ordered_for_model,
     show_counts,
+    warn_of_alike,
 )
 from drawbar.tasks.pretrained import PretrainedTask, TokenTask
 from drawbar.tasks.task import of_every, require
@@ -93,6 +94,7 @@ def _labels_of_data(every: Iterable[Any], column: str, classes: list[str] | None
     else:
         counts = {name: counts.get(name, 0) for name in classes}
     logger.info("labels in %r of the training data: %s", column, show_counts(counts))
+    warn_of_alike(counts, column)
     return list(counts)
 
 
