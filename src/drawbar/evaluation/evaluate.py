@@ -13,7 +13,7 @@ import numpy as np
 from drawbar.data.dataset import EncodedDataset
 from drawbar.data.loader import EvalLoader, MicroBatchSize, SampleRows, Vary
 from drawbar.engines.engine import Engine, EvalResult
-from drawbar.errors import ExitCode, UserError
+from drawbar.errors import ExitCode, UserError, nearest
 from drawbar.runtime.dist import World
 from drawbar.runtime.files import write_whole
 from drawbar.tasks.batch import Batch
@@ -233,8 +233,11 @@ def predict(
 
 def unknown_metric(metric: str, scores: Iterable[str], remedy: str) -> UserError:
     """The error of an ``eval.metric`` that is none of the scores."""
+    names = sorted(scores)
+    near = nearest(metric, names) or next((name for name in names if metric in name.split("_")), None)
+    hint = f"; did you mean {near}?" if near else ""
     return UserError(
-        f"eval.metric is {metric!r}, but the scores are {', '.join(sorted(scores))}",
+        f"eval.metric is {metric!r}, but the scores are {', '.join(names)}{hint}",
         where="eval.metric",
         remedy=remedy,
     )
