@@ -180,6 +180,8 @@ class CheckpointDirectory:
             found = complete.get(int(which))
         else:
             found = next((path for path in (Path(which), self.path / which) if path.is_dir()), None)
+            if found is not None and (found / "checkpoints").is_dir():
+                raise _is_a_run(found)
         if found is not None:
             return found
         steps = ", ".join(map(str, complete))
@@ -294,6 +296,17 @@ class CheckpointDirectory:
                 remedy=REMEDIES.get(error.errno or 0, "look after the disk, or use another one (run.dir)"),
                 exit_code=ExitCode.FAILED,
             ) from error
+
+
+def _is_a_run(folder: Path) -> UserError:
+    """The error for a run where one of its checkpoints is asked for."""
+    checkpoints = folder / "checkpoints"
+    steps = CheckpointDirectory(checkpoints).steps()
+    return UserError(
+        f"{folder} is a run, and not one of its checkpoints",
+        where=str(folder),
+        remedy=f"give its newest: {checkpoints / step_name(steps[-1])}" if steps else "it has no complete one yet",
+    )
 
 
 def _has_all_files(folder: Path) -> bool:

@@ -18,7 +18,8 @@ Examples:
   drawbar eval runs/demo --checkpoint 500 eval.micro_batch=64 launch.nproc=2
 
 \b
-Scores are printed and written to RUN/eval/<split>/scores.json.
+Scores are printed and written to RUN/eval/<split>/scores.json; those of other records
+than the run's, as with data.limit.test=100, to RUN/eval/<split>-other.
 """,
 )
 @click.argument("run")

@@ -36,6 +36,12 @@ MAY_CHANGE: dict[str, str] = {
 }
 """Settings and whole sections that may change when a run is resumed, each with the reason."""
 
+AS_BEGUN = ("eval.mode",)
+"""Settings whose ``auto`` is what the run began with, whatever that is."""
+
+READING = ("data.validation_share", "data.columns", "data.rename", "data.sample_by", "data.on_bad_record")
+"""How the records of every split are read."""
+
 ABSENT = "(absent)"
 """Stands for a key that one of the two configurations does not have."""
 
@@ -50,9 +56,9 @@ class Difference:
 
 
 def differences(old: RunConfig, new: RunConfig) -> list[Difference]:
-    """The settings that differ, except those that ``MAY_CHANGE``, by dotted key in the order of the file."""
+    """The settings that differ and may not (see ``MAY_CHANGE``, ``AS_BEGUN``), by dotted key in the file's order."""
     found = _differences(old.model_dump(mode="json"), new.model_dump(mode="json"), "")
-    return [difference for difference in found if not _may_change(difference.key)]
+    return [difference for difference in found if not (_may_change(difference.key) or _is_as_begun(difference))]
 
 
 def render_differences(found: Sequence[Difference]) -> str:
@@ -60,6 +66,17 @@ def render_differences(found: Sequence[Difference]) -> str:
     rows = [("setting", "was", "is now")] + [(item.key, show(item.old), show(item.new)) for item in found]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     return "\n".join(f"  {key:<{widths[0]}}  {was:<{widths[1]}}  {now}" for key, was, now in rows)
+
+
+def changed_records(old: RunConfig, new: RunConfig, split: str) -> list[str]:
+    """The settings by which a split has other records than the run's own; none where the run has no such split."""
+    shared = old.data.validation is None and old.data.validation_share is not None  # part of the training data
+    splits = [split, "train"] if split == "validation" and shared else [split]
+    if all(getattr(old.data, name) is None for name in splits):
+        return []
+    keys = [*READING, *(f"data.{name}" for name in splits), *(f"data.limit.{name}" for name in splits)]
+    found = _differences(old.model_dump(mode="json"), new.model_dump(mode="json"), "")
+    return [item.key for item in found if any(item.key == key or item.key.startswith(f"{key}.") for key in keys)]
 
 
 def check_same(folder: Path, config: RunConfig) -> None:
@@ -97,3 +114,7 @@ def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str) -> Itera
 
 def _may_change(key: str) -> bool:
     return any(key == free or key.startswith(f"{free}.") for free in MAY_CHANGE)
+
+
+def _is_as_begun(difference: Difference) -> bool:
+    return difference.key in AS_BEGUN and difference.new == "auto"

@@ -133,8 +133,10 @@ class EvalSection(Section):
     """Evaluate before the first step as well."""
     metric: Annotated[str, Field(min_length=1)] = "loss"
     """The score that decides which checkpoint is the best."""
-    mode: Literal["min", "max"] = "min"
-    """Whether a smaller or a larger score is better. A tie keeps the first."""
+    mode: Literal["auto", "min", "max"] = "auto"
+    """Whether a smaller or a larger score is better. `auto`: as it is for a score that drawbar knows (`loss` or `mse`:
+    smaller; `accuracy` or `bleu`: larger), and as a run began that goes on. A score of your own needs `min` or `max`.
+    A tie keeps the first."""
     patience: Count | None = None
     """Stop after this many evaluations in a row without a better score."""
     micro_batch: Count | None = None

@@ -2,6 +2,7 @@
 
 import glob
 import os
+import shlex
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +17,8 @@ SampleBy = Literal["line", "paragraph", "document"]
 TEXT_SUFFIXES = (".txt", ".tsv", ".csv", ".json", ".jsonl", ".ndjson")
 """Kinds that may be compressed: ``.txt.gz``."""
 SUFFIXES = (*TEXT_SUFFIXES, ".parquet", ".arrow")
+UNPACKERS = {".zst": "zstd -d", ".xz": "unxz -k", ".bz2": "bunzip2 -k", ".zip": "unzip"}
+"""What unpacks other compressed files, and keeps them."""
 BUILT_IN_SOURCES = (PYTHON_STDLIB,)
 
 _TEXT_READERS = {"line": TextLines, "paragraph": TextParagraphs, "document": TextDocument}
@@ -48,10 +51,12 @@ def reader_of(path: Path, sample_by: SampleBy, columns: list[str] | None) -> Rea
             return ParquetFile(path)
         case ".arrow":
             return ArrowFile(path)
+    unpack = UNPACKERS.get(path.suffix.lower())
     raise UserError(
         f"{path} is of an unknown kind ({''.join(path.suffixes[-2:]) or 'no extension'})",
         where=str(path),
-        remedy=f"supported are: {', '.join(SUFFIXES)}; the text ones also as .gz",
+        remedy=(f"unpack it: {unpack} {shlex.quote(str(path))}; " if unpack else "")
+        + f"supported are: {', '.join(SUFFIXES)}; the text ones also as .gz",
     )
 
 

@@ -1,4 +1,4 @@
-"""Columns inside columns: ``translation.en``."""
+"""The columns of a record, and those inside others: ``translation.en``."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -41,3 +41,17 @@ def columns_of(record: Record) -> list[str]:
         inner = columns_of(value) if isinstance(value, dict) else []
         names += [name, *(f"{name}.{column}" for column in inner)]
     return names
+
+
+def misread_header(column: str, record: Record) -> str | None:
+    """What to do where a column is there, but was not told from what stands around it in a header; None elsewhere."""
+    for name in record:
+        if name.strip() == column:
+            return f"write {column!r} without spaces around it; in a table, that is the header"
+        for separator in ";,|\t":
+            if column in (part.strip() for part in name.split(separator)):
+                return (
+                    f"the fields of the file seem to be separated by {separator!r}: write it with commas as .csv, "
+                    "or with tabs as .tsv"
+                )
+    return None

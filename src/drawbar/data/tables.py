@@ -119,6 +119,13 @@ class CsvTable(_Table):
 
     def fields(self, row: Unit) -> list[str]:
         where = self.where(row)
+        if isinstance(row.raw, csv.Error) and "new-line character" in str(row.raw):  # Python speaks to programmers here
+            raise BadRecord(
+                "the row holds a carriage return outside of quotes",
+                where=where,
+                remedy="where that is how the lines of the file end, as on old Macs, convert it: "
+                f"tr '\\r' '\\n' < {self.path.name} > new-{self.path.name}; else put quotes around the field",
+            )
         if isinstance(row.raw, csv.Error):
             raise BadRecord(
                 f"the row is not valid CSV: {row.raw}", where=where, remedy="mend it; RFC 4180 has the rules"

@@ -77,6 +77,11 @@ class Engine(ABC):
     def predict_step(self, batch: Batch) -> list[Any]:
         """Predictions of this rank's batch alone, one a sample: its records need no labels."""
 
+    @property
+    @abstractmethod
+    def positions(self) -> int | None:
+        """Most tokens of a text that the model has positions for; None where there is no such limit."""
+
     @abstractmethod
     def generate(self, inputs: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:
         """Token ids (B, L): the inputs and what the model goes on with, by transformers' ``generate(**options)``."""

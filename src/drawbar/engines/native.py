@@ -18,6 +18,7 @@ from drawbar.data.packing import IGNORED_LABEL
 from drawbar.engines.build import build_spread, build_whole
 from drawbar.engines.engine import Engine, EngineState, EvalResult, StepResult
 from drawbar.errors import UserError
+from drawbar.models.heads import longest_input
 from drawbar.models.lora import merged, save_adapter, trained_state
 from drawbar.optim.optimizers import build_optimizers
 from drawbar.optim.schedules import learning_rate_scale, set_learning_rate
@@ -205,6 +206,10 @@ class NativeEngine(Engine):
         with free_gathered(self.module), autocast(self.precision, self.world.device):
             return self.task.predict(self.module, batch.to(self.world.device))
 
+    @property
+    def positions(self) -> int | None:
+        return longest_input(self.structure)
+
     @torch.no_grad()
     def generate(self, inputs: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:
         if not hasattr(self.module, "generate"):
@@ -328,5 +333,5 @@ class NativeEngine(Engine):
 
 
 def number(loss: torch.Tensor) -> torch.Tensor:
-    """The loss of a task as a tensor without dimensions; as it is, where it has several elements."""
-    return loss.reshape(()) if loss.numel() == 1 else loss
+    """The loss of a task as a tensor without dimensions; as it is, where it is none with one element."""
+    return loss.reshape(()) if isinstance(loss, torch.Tensor) and loss.numel() == 1 else loss

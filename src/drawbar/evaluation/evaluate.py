@@ -13,7 +13,7 @@ import numpy as np
 from drawbar.data.dataset import EncodedDataset
 from drawbar.data.loader import EvalLoader, MicroBatchSize, SampleRows, Vary
 from drawbar.engines.engine import Engine, EvalResult
-from drawbar.errors import ExitCode, UserError
+from drawbar.errors import ExitCode, UserError, nearest
 from drawbar.runtime.dist import World
 from drawbar.runtime.files import write_whole
 from drawbar.tasks.batch import Batch
@@ -155,7 +155,7 @@ def _score(task: Task, split: Split, share: _Share, world: World) -> Evaluation:
 
     def score() -> dict[str, float] | EvaluationFailed:
         try:
-            records.extend(_merge(split, [pair for part in gathered or [] for pair in part]))
+            records.extend(_merge(task, split, [pair for part in gathered or [] for pair in part]))
             scores = _scores(task, split, loss, weight, records)
             return {name: float(value) for name, value in scores.items()}
         except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer
@@ -190,14 +190,21 @@ def _scores(task: Task, split: Split, loss: float, weight: float, records: list[
             where=f"data.{split.name}",
             remedy="check that its samples have labels",
         )
-    of_loss, own = task.loss_scores(loss, weight, records), task.score(records)
+    return joined(task, task.loss_scores(loss, weight, records), task.score(records))
+
+
+def joined(task: Task, of_loss: dict[str, float], own: dict[str, float]) -> dict[str, float]:
+    """What ``loss_scores`` and ``score`` return, in one dict.
+
+    Raises:
+        UserError: both give a score of one name.
+    """
     both = sorted(of_loss.keys() & own.keys())
     if both:
         raise UserError(
             f"{type(task).__name__}.score and loss_scores both return {both[0]!r}",
             where="task.metrics",
             remedy="give one of them another name",
-            exit_code=ExitCode.FAILED,
         )
     return {**of_loss, **own}
 
@@ -226,8 +233,11 @@ def predict(
 
 def unknown_metric(metric: str, scores: Iterable[str], remedy: str) -> UserError:
     """The error of an ``eval.metric`` that is none of the scores."""
+    names = sorted(scores)
+    near = nearest(metric, names) or next((name for name in names if metric in name.split("_")), None)
+    hint = f"; did you mean {near}?" if near else ""
     return UserError(
-        f"eval.metric is {metric!r}, but the scores are {', '.join(sorted(scores))}",
+        f"eval.metric is {metric!r}, but the scores are {', '.join(names)}{hint}",
         where="eval.metric",
         remedy=remedy,
     )
@@ -245,14 +255,14 @@ def _with_ids(task: Task, ids: list[int], predictions: list[Any] | None) -> list
     return list(zip(ids, predictions, strict=True))
 
 
-def _merge(split: Split, predictions: list[tuple[int, Any]]) -> list[dict[str, Any]]:
+def _merge(task: Task, split: Split, predictions: list[tuple[int, Any]]) -> list[dict[str, Any]]:
     """The records that gave samples, in order, each with its number and its prediction."""
     of_record = _by_record(split, predictions)
     merged = []
     for number in np.unique(split.samples.record_of).tolist():
         record = {"id": number, **split.records[number]}
         if number in of_record:
-            record["prediction"] = of_record[number]
+            record["prediction"] = task.complete(split.records[number], of_record[number])
         merged.append(record)
     return merged
 
@@ -268,8 +278,9 @@ def _by_record(split: Split, predictions: list[tuple[int, Any]]) -> dict[int, An
 def write_results(folder: Path, evaluation: Evaluation, step: int) -> None:
     """Write ``scores.json`` and, where there are predictions, ``predictions.jsonl``. Each is whole or absent."""
     folder.mkdir(parents=True, exist_ok=True)
+    numbers = {"step": step, "records": len(evaluation.records)}
     scores = {name: json_number(value) for name, value in evaluation.scores.items()}
-    write_whole(folder / "scores.json", json.dumps({"step": step, **scores}, indent=2) + "\n")
+    write_whole(folder / "scores.json", json.dumps({**numbers, **scores}, indent=2) + "\n")
     if any("prediction" in record for record in evaluation.records):
         lines = (json.dumps(record, ensure_ascii=False, default=str) + "\n" for record in evaluation.records)
         write_whole(folder / "predictions.jsonl", "".join(lines))

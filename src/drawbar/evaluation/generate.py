@@ -7,6 +7,7 @@ from typing import Any
 from drawbar.data.tokenizer import begin_tokens, special_tokens_around
 from drawbar.engines.engine import Engine
 from drawbar.errors import UserError
+from drawbar.runtime.log import logger
 from drawbar.tasks.chat import chat_prompt
 from drawbar.tasks.writing import left_padded
 
@@ -35,15 +36,19 @@ class Sampling:
         }
 
 
+PROMPTS_TOGETHER = 32
+"""Prompts of one generation: a file of any length fits into memory."""
+
 Prompt = str | list[dict[str, Any]]
 """The beginning of a document (empty: its very beginning), or the messages of a chat, by its chat template."""
 
 
 def generate_text(engine: Engine, tokenizer: Any, prompts: Sequence[Prompt], sampling: Sampling) -> list[str]:
-    """What the model goes on with after each prompt (the prompt itself left out).
+    """What the model goes on with after each prompt (the prompt itself left out). A text ends where the model has no
+    more positions.
 
     Raises:
-        UserError: the model writes no text, or a prompt and its continuation do not fit its positions.
+        UserError: the model writes no text, or has no positions for one of the prompts.
     """
     if tokenizer is None:
         raise UserError(
@@ -54,12 +59,46 @@ def generate_text(engine: Engine, tokenizer: Any, prompts: Sequence[Prompt], sam
     encoded = [
         _begun(tokenizer, prompt) if isinstance(prompt, str) else chat_prompt(tokenizer, prompt) for prompt in prompts
     ]
+    if engine.positions is not None:
+        _check_room(encoded, engine.positions, sampling)
+    batches = [encoded[at : at + PROMPTS_TOGETHER] for at in range(0, len(encoded), PROMPTS_TOGETHER)]
+    return [text for batch in batches for text in _continue(engine, tokenizer, batch, sampling)]
+
+
+def _check_room(prompts: list[list[int]], positions: int, sampling: Sampling) -> None:
+    """Before anything is written: refuse what cannot be gone on from, and say which texts will be shorter."""
+    lengths = list(map(len, prompts))
+    longest = max(lengths)
+    if longest > positions:
+        which = f"prompt {lengths.index(longest) + 1}" if len(prompts) > 1 else "the prompt"
+        raise UserError(
+            f"{which} has {longest} tokens, and the model {positions} positions",
+            where="--prompt, --input",
+            remedy=f"shorten it: the prompt and what follows (--max-new-tokens {sampling.max_new_tokens}) share them",
+        )
+    room = _room(longest, positions)
+    if room < sampling.max_new_tokens:
+        logger.warning(
+            "the model has %d positions, and a text ends there: the longest prompt leaves room for %d of "
+            "--max-new-tokens %d",
+            *(positions, room, sampling.max_new_tokens),
+        )
+
+
+def _room(length: int, positions: int) -> int:
+    """How many tokens can follow others: the last one that is written is not read again."""
+    return positions - length + 1
+
+
+def _continue(engine: Engine, tokenizer: Any, prompts: list[list[int]], sampling: Sampling) -> list[str]:
+    room = sampling.max_new_tokens
+    if engine.positions is not None:
+        room = min(room, _room(max(map(len, prompts)), engine.positions))
+    if room < sampling.max_new_tokens and len(prompts) > 1:  # the longest one must not end the texts of the others
+        return [text for prompt in prompts for text in _continue(engine, tokenizer, [prompt], sampling)]
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
-    inputs = left_padded(encoded, pad)
-    try:
-        out_BL = engine.generate(inputs, pad_token_id=pad, **sampling.options())
-    except (ValueError, IndexError) as error:
-        raise UserError(f"the model cannot go on from this prompt: {error}", remedy="shorten it") from error
+    inputs = left_padded(prompts, pad)
+    out_BL = engine.generate(inputs, pad_token_id=pad, **{**sampling.options(), "max_new_tokens": room})
     return tokenizer.batch_decode(out_BL[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 

@@ -1,14 +1,14 @@
 """From the names in ``task.metrics`` to functions, and from those to one flat dict of scores."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, SupportsFloat
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Literal, SupportsFloat
 
 from drawbar.config.imports import cause, import_user_module
 from drawbar.errors import UserError, nearest
 from drawbar.metrics.classification import CLASSIFICATION
 from drawbar.metrics.regression import mae, mse, pearson, spearman
-from drawbar.metrics.tags import entity_f1, tag_accuracy
-from drawbar.metrics.text import bleu, chrf, exact_match, rouge
+from drawbar.metrics.tags import ENTITY_SCORES, entity_f1, tag_accuracy
+from drawbar.metrics.text import ROUGE_SCORES, bleu, chrf, exact_match, rouge
 
 Metric = Callable[[list[Any], list[Any]], dict[str, float] | float]
 """(predictions, references) → one score, or several by name. Item i of both lists belongs to record i."""
@@ -28,7 +28,18 @@ METRICS: dict[str, Metric] = {
 }
 """The built-in metrics."""
 
+SMALLER_IS_BETTER = frozenset({"loss", "perplexity", "bits_per_byte", "mse", "mae"})
+LARGER_IS_BETTER = frozenset({*METRICS, *ROUGE_SCORES, *ENTITY_SCORES}) - SMALLER_IS_BETTER
+"""Scores by name: those of the built-in metrics, and those that the built-in tasks compute from the loss."""
+
 SETTING = "task.metrics"
+
+
+def best_is(score: str) -> Literal["min", "max"] | None:
+    """Whether the smallest or the largest is the best of this score; None where its name does not say it."""
+    if score in SMALLER_IS_BETTER:
+        return "min"
+    return "max" if score in LARGER_IS_BETTER else None
 
 
 def load_metrics(names: Sequence[str]) -> dict[str, Metric]:
@@ -40,14 +51,22 @@ def load_metrics(names: Sequence[str]) -> dict[str, Metric]:
     return {name: _import_metric(name) if ":" in name else _built_in_metric(name) for name in names}
 
 
-def compute(metrics: dict[str, Metric], predictions: list[Any], references: list[Any]) -> dict[str, float]:
+def compute(
+    metrics: dict[str, Metric], predictions: list[Any], references: list[Any], taken: Collection[str] = ()
+) -> dict[str, float]:
     """All scores, in one flat dict.
 
     A metric that returns a number gives it its own name (a function of yours: the function's name); one that returns
     a dict gives the keys of the dict.
 
+    Args:
+        metrics: the functions by name.
+        predictions: one for each record.
+        references: what they are compared with.
+        taken: the scores that the task computes from the loss.
+
     Raises:
-        UserError: a metric fails, returns something else, or gives a score that another one gives too.
+        UserError: a metric fails, returns something else, or gives a score that another one or the task gives too.
         ValueError: the lists are empty or differ in length.
     """
     if not predictions or len(predictions) != len(references):
@@ -56,6 +75,12 @@ def compute(metrics: dict[str, Metric], predictions: list[Any], references: list
     origins: dict[str, str] = {}
     for name, metric in metrics.items():
         for key, value in _scores_of(name, metric, predictions, references).items():
+            if key in taken:
+                raise UserError(
+                    f"the metric {name} gives a score called {key}, which the task itself computes from the loss",
+                    where=SETTING,
+                    remedy="rename the score that your function gives",
+                )
             if key in scores:
                 raise UserError(
                     f"the metrics {origins[key]} and {name} both give a score called {key}",

@@ -42,13 +42,16 @@ def entities(tags: list[str]) -> set[Entity]:
     return found
 
 
+ENTITY_SCORES = ("entity_precision", "entity_recall", "entity_f1", "tag_accuracy")
+
+
 def entity_f1(predictions: list[list[str]], references: list[list[str]]) -> dict[str, float]:
     """Precision, recall and F1 of entities, 0 to 1, over all records together (micro average).
 
     An entity is found if its type, its first and its last word are right.
 
     Returns:
-        ``entity_precision``, ``entity_recall``, ``entity_f1``, and ``tag_accuracy``.
+        One for each of ``ENTITY_SCORES``.
 
     Raises:
         ValueError: a tag is not one of BIO, or a prediction is longer than its reference.

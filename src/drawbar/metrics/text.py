@@ -33,6 +33,9 @@ def chrf(predictions: Texts, references: References) -> float:
     return float(corpus_chrf(_texts(predictions), _columns(references)).score)
 
 
+ROUGE_SCORES = ("rouge1", "rouge2", "rougeL", "rougeLsum")
+
+
 def rouge(predictions: Texts, references: References) -> dict[str, float]:
     """ROUGE F-measures, 0 to 1: the mean over the records (https://aclanthology.org/W04-1013).
 
@@ -40,17 +43,16 @@ def rouge(predictions: Texts, references: References) -> dict[str, float]:
     not stemmed. The package rouge-score knows only the letters a-z and digits: a text in another alphabet has 0.
 
     Returns:
-        ``rouge1``, ``rouge2``, ``rougeL`` and ``rougeLsum``.
+        One for each of ``ROUGE_SCORES``.
     """
     from rouge_score.rouge_scorer import RougeScorer
     from rouge_score.tokenizers import DefaultTokenizer
 
-    names = ["rouge1", "rouge2", "rougeL", "rougeLsum"]
     # The tokenizer that it would choose, but then it would write a line about that in the log.
-    scorer = RougeScorer(names, tokenizer=DefaultTokenizer(use_stemmer=False))
+    scorer = RougeScorer(list(ROUGE_SCORES), tokenizer=DefaultTokenizer(use_stemmer=False))
     pairs = zip(_choices(references), _texts(predictions), strict=True)
     scores = [scorer.score_multi(texts, prediction) for texts, prediction in pairs]
-    return {name: float(sum(score[name].fmeasure for score in scores) / len(scores)) for name in names}
+    return {name: float(sum(score[name].fmeasure for score in scores) / len(scores)) for name in ROUGE_SCORES}
 
 
 def _matches(prediction: Any, reference: Any) -> bool:

@@ -95,7 +95,7 @@ def check_head(config: PreTrainedConfig, head: Head) -> None:
 
 def longest_input(model: nn.Module) -> int | None:
     """Most tokens in a sample that the model has positions for; None where there is no such limit (T5)."""
-    config: Any = model.config
+    config: Any = getattr(model, "config", None)
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and config.model_type in COUNTS_FROM_PAD:
         return limit - config.pad_token_id - 1

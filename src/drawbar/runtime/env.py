@@ -43,7 +43,7 @@ class Place:
             UserError: some of torchrun's variables are set and others are missing or no numbers; or MPI or srun
                 started several processes, of which each would train alone.
         """
-        if "RANK" not in environ and "WORLD_SIZE" not in environ:
+        if not is_placed(environ):
             check_alone(environ)
             return Place()
         missing = [name for name in _RANK_VARIABLES if name not in environ]
@@ -76,6 +76,11 @@ class Place:
 def node_name(environ: Mapping[str, str] = os.environ) -> str:
     """What messages call this node. Slurm's name may differ from the host's."""
     return environ.get(NODE) or environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def is_placed(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether a launcher gave this process its place."""
+    return "RANK" in environ or "WORLD_SIZE" in environ
 
 
 def has_launcher(environ: Mapping[str, str] = os.environ) -> bool:

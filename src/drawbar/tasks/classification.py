@@ -1,7 +1,7 @@
 """The built-in tasks ``sequence_classification`` and ``token_classification``."""
 
 from collections.abc import Callable, Iterable
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import BatchEncoding
 
 from drawbar.config.schema import RunConfig
 from drawbar.config.tasks import SequenceClassificationConfig, TokenClassificationConfig
@@ -20,7 +19,7 @@ from drawbar.data.sources import Records
 from drawbar.data.tokenizer import Wrapping, encode_to_limit, prefix_space
 from drawbar.errors import UserError
 from drawbar.metrics.registry import load_metrics
-from drawbar.metrics.tags import is_entity_tag
+from drawbar.metrics.tags import OUTSIDE, is_entity_tag
 from drawbar.runtime.log import logger
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.labels import (
@@ -31,6 +30,7 @@ from drawbar.tasks.labels import (
     count_labels,
     ordered_for_model,
     show_counts,
+    warn_of_alike,
 )
 from drawbar.tasks.pretrained import PretrainedTask, TokenTask
 from drawbar.tasks.task import of_every, require
@@ -94,6 +94,7 @@ def _labels_of_data(every: Iterable[Any], column: str, classes: list[str] | None
     else:
         counts = {name: counts.get(name, 0) for name in classes}
     logger.info("labels in %r of the training data: %s", column, show_counts(counts))
+    warn_of_alike(counts, column)
     return list(counts)
 
 
@@ -269,7 +270,12 @@ class TokenClassification(TokenTask):
             return None
         # without labels, any label marks the tokens that a prediction is wanted for
         targets = [self.labels.number(tag) for tag in self._tags(record)] if self.labelled else [0] * len(words)
-        encoded, cut = self._encode_words(words)
+        limit = self.data.sequence_length
+        encoded, cut = encode_to_limit(
+            self.tokenizer, limit, "data.sequence_length", self._with_spaces(words), is_split_into_words=True
+        )
+        if not encoded["input_ids"]:
+            return None
         numbers = encoded.word_ids()
         labels = [
             targets[word] if word is not None and word != last else IGNORED_LABEL
@@ -277,18 +283,9 @@ class TokenClassification(TokenTask):
         ]
         return {"input_ids": encoded["input_ids"], "labels": labels, **({"truncated": True} if cut else {})}
 
-    def _encode_words(self, words: list[str]) -> tuple[BatchEncoding, bool]:
-        """The tokens of the words, which know the numbers of their words; and whether they were cut."""
-        if self._spaces_are_tokens:
-            words = [*words[:1], *(f" {word}" for word in words[1:])]
-        encode = partial(encode_to_limit, self.tokenizer, self.data.sequence_length, "data.sequence_length")
-        encoded, cut = encode(words, is_split_into_words=True)
-        if len(set(encoded.word_ids()) - {None}) < len(words):
-            # they were cut, or have no tokens: of control characters alone, say, some tokenizers leave nothing
-            seen = set(self.tokenizer(words, is_split_into_words=True, verbose=False).word_ids())
-            words = [word if number in seen else "?" for number, word in enumerate(words)]
-            encoded, cut = encode(words, is_split_into_words=True)
-        return encoded, cut
+    def _with_spaces(self, words: list[str]) -> list[str]:
+        """The words as the tokenizer takes a list of them."""
+        return [*words[:1], *(f" {word}" for word in words[1:])] if self._spaces_are_tokens else words
 
     @cached_property
     def _spaces_are_tokens(self) -> bool:
@@ -299,12 +296,23 @@ class TokenClassification(TokenTask):
         )
 
     def predict(self, model: nn.Module, batch: Batch) -> list[Any]:
-        """The labels of a sample's words; of those that were cut off, none."""
+        """The labels of a sample's words; of those that were cut off, or have no tokens, none."""
         chosen_BL = self.forward(model, batch).logits.argmax(-1).tolist()
         return [
             [self.labels.names[number] for number, label in zip(row, labels, strict=True) if label != IGNORED_LABEL]
             for row, labels in zip(chosen_BL, batch["labels"].tolist(), strict=True)
         ]
+
+    def complete(self, record: dict[str, Any], prediction: list[Any]) -> list[Any]:
+        """``O`` for a word without tokens, such as a zero-width space: no model sees it, here or exported."""
+        words = self._words(record)
+        if len(prediction) == len(words):
+            return prediction
+        numbers = set(self.tokenizer(self._with_spaces(words), is_split_into_words=True, verbose=False).word_ids())
+        seen = sorted(number for number in numbers if number is not None)
+        labels = dict(zip(seen, prediction, strict=False))  # of those that were cut off, there is none
+        end = len(words) if len(labels) == len(seen) else max(labels, default=-1) + 1
+        return [labels.get(number, OUTSIDE) for number in range(end)]
 
     def references(self, records: list[dict[str, Any]]) -> list[Any]:
         return [[self.labels.canonical(tag) for tag in self._tags(record)] for record in records]

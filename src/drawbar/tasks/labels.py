@@ -2,8 +2,9 @@
 
 import math
 import re
+import unicodedata
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from drawbar.data.class_labels import ClassNumber
@@ -85,7 +86,7 @@ class Labels:
             return self._outputs[str(int(label)) if by_number else label_key(label)]
         except KeyError as error:
             raise UserError(
-                f"the label {spelled(label)!r} is none of the task's: {', '.join(map(str, self.names[:SHOWN_LABELS]))}",
+                f"the label {spelled(label)!r} is none of the task's: {show_labels(self.names)}",
                 remedy="mend the record, or list all labels in task.labels",
             ) from error
 
@@ -131,7 +132,7 @@ def check_listed(labels: list[Any]) -> list[Any]:
 def count_labels(labels: Iterable[Any]) -> dict[Any, int]:
     """How often each label occurs: numbers by size, then texts by letters.
 
-    A label that is written in several ways is spelled as it was first.
+    A label that is written in several ways is spelled as it was first; numbers are all whole, or all fractions.
     """
     first: dict[str, Any] = {}
     counts: Counter[str] = Counter()
@@ -139,7 +140,16 @@ def count_labels(labels: Iterable[Any]) -> dict[Any, int]:
         key = label_key(label)
         first.setdefault(key, spelled(label))
         counts[key] += 1
-    return {first[key]: counts[key] for key in sorted(first, key=lambda key: _by_size_or_letters(first[key]))}
+    in_order = sorted(first, key=lambda key: _by_size_or_letters(first[key]))
+    of_one_kind = _of_one_kind(first.values())
+    return {of_one_kind(first[key]): counts[key] for key in in_order}
+
+
+def _of_one_kind(labels: Collection[Any]) -> Callable[[Any], Any]:
+    """What makes one kind of number of ints and floats: 1 and 2.5 become 1.0 and 2.5, and 1 and 2.0 become 1 and 2."""
+    if {type(label) for label in labels} != {int, float}:
+        return lambda label: label
+    return int if all(float(label).is_integer() for label in labels) else float
 
 
 def check_found(labels: Collection[Any], column: str) -> None:
@@ -168,9 +178,45 @@ def _by_size_or_letters(label: Any) -> tuple[int, float, str]:
 
 def show_counts(counts: dict[Any, int]) -> str:
     """``bad 1,203, good 977``, of the first labels."""
-    shown = [f"{label} {count:,}" for label, count in list(counts.items())[:SHOWN_LABELS]]
-    more = len(counts) - len(shown)
-    return ", ".join(shown) + (f" and {more:,} more labels" if more else "")
+    return _first([f"{_visible(label)} {count:,}" for label, count in counts.items()])
+
+
+def show_labels(labels: Iterable[Any]) -> str:
+    """``bad, fair, good``: the first labels, and how many more there are."""
+    return _first(list(map(_visible, labels)))
+
+
+def _first(shown: list[str]) -> str:
+    more = len(shown) - SHOWN_LABELS
+    return ", ".join(shown[:SHOWN_LABELS]) + (f" and {more:,} more labels" if more > 0 else "")
+
+
+def _visible(label: Any) -> str:
+    """In quotes where spaces stand around it, and with escapes for what does not print."""
+    text = str(label)
+    return text if text == text.strip() and text.isprintable() else repr(text)
+
+
+def alike(labels: Iterable[Any]) -> list[list[str]]:
+    """The labels that differ in spaces, case or the Unicode form of their letters alone, group by group."""
+    groups: dict[str, list[str]] = {}
+    for label in labels:
+        if isinstance(label, str):
+            key = " ".join(unicodedata.normalize("NFKC", label).split()).casefold()
+            groups.setdefault(key, []).append(label)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def warn_of_alike(labels: Iterable[Any], column: str) -> None:
+    """A label with a space behind it is a class of its own, which few people mean."""
+    groups = alike(labels)
+    if groups:
+        shown = _first([" and ".join(map(ascii, group)) for group in groups])
+        logger.warning(
+            "labels in %r that differ in spaces, case or the form of their letters alone are classes of their own: %s; "
+            "where they mean the same, write them in one way",
+            *(column, shown),
+        )
 
 
 def trained_labels(config: Any) -> list[str] | None:
@@ -218,7 +264,7 @@ def ordered_for_model(labels: list[Any], listed: bool, config: Any, model: str) 
             "%s was trained for the labels %s, and its outputs now stand for %s: list the labels in that order in "
             "task.labels, where they mean the same",
             model,
-            ", ".join(trained[:SHOWN_LABELS]),
-            ", ".join(map(str, labels[:SHOWN_LABELS])),
+            show_labels(trained),
+            show_labels(labels),
         )
     return labels

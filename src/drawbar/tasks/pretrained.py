@@ -237,7 +237,8 @@ class PretrainedTask(Task):
     def score(self, records: list[dict[str, Any]]) -> dict[str, float]:
         if not self.predicts:
             return {}
-        return compute(self.metrics, [record["prediction"] for record in records], self.references(records))
+        predictions = [record["prediction"] for record in records]
+        return compute(self.metrics, predictions, self.references(records), taken=self.loss_metrics)
 
 
 class TokenTask(PretrainedTask):

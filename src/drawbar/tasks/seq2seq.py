@@ -63,6 +63,9 @@ class Seq2Seq(TokenTask):
             )
         return config.decoder_start_token_id
 
+    def model_fields(self) -> dict[str, Any]:
+        return {"prefix": self.config.source_prefix or None}  # what pipelines of transformers put before a text
+
     def generation_fields(self, model: nn.Module) -> dict[str, Any]:
         fields = super().generation_fields(model) | {"decoder_start_token_id": self._decoder_start}
         if self.config.target_language is not None:

@@ -15,7 +15,7 @@ from torch import nn
 from drawbar.config.schema import DataSection, RunConfig, TaskConfig
 from drawbar.data.class_labels import ClassNumber
 from drawbar.data.dataset import Sample
-from drawbar.data.nested import columns_of, value_at
+from drawbar.data.nested import columns_of, misread_header, value_at
 from drawbar.data.packing import Targets
 from drawbar.data.sources import Records, open_records
 from drawbar.errors import UserError
@@ -130,6 +130,10 @@ class Task:
         """One prediction a sample, in the order of ``batch.ids``, as plain Python values."""
         raise NotImplementedError(f"{type(self).__name__} does not define predict()")
 
+    def complete(self, record: dict[str, Any], prediction: Any) -> Any:
+        """A record's prediction as it is scored and written, with what only the record shows."""
+        return prediction
+
     @property
     def predicts(self) -> bool:
         """Whether this task predicts in an evaluation."""
@@ -178,7 +182,8 @@ def require(record: dict[str, Any], column: str, setting: str, kind: type = str)
     except KeyError as error:
         raise UserError(
             f"the record has no {column!r}; it has {', '.join(map(repr, columns_of(record)))}",
-            remedy=f"set {setting} to the right key, or data.columns where the file has no header",
+            remedy=misread_header(column, record)
+            or f"set {setting} to the right key, or data.columns where the file has no header",
         ) from error
     if kind is str and isinstance(value, ClassNumber):
         return value.name

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Literal
 
 import numpy as np
@@ -39,6 +40,15 @@ def bins_of(values: ArrayLike) -> list[Bin]:
     return [Bin((start + i) * width, (start + i + 1) * width - 1, count) for i, count in enumerate(counts.tolist())]
 
 
+def fold(bins: Sequence[Bin]) -> list[Bin]:
+    """The bins with one in place of every three or more empty ones in a row."""
+    folded: list[Bin] = []
+    for is_empty, run in groupby(bins, key=lambda one: one.count == 0):
+        some = list(run)
+        folded += [Bin(some[0].first, some[-1].last, 0)] if is_empty and len(some) > 2 else some
+    return folded
+
+
 def print_histogram(title: str, values: ArrayLike, marks: dict[str, int]) -> None:
     """Print a bar for each bin: drawn by rich on a terminal, plain text elsewhere.
 
@@ -46,7 +56,7 @@ def print_histogram(title: str, values: ArrayLike, marks: dict[str, int]) -> Non
         values: whole numbers, at least one.
         marks: numbers to point at, by their names; one beyond the largest value is told below the bars.
     """
-    bins = bins_of(values)
+    bins = fold(bins_of(values))
     if sys.stdout.isatty():
         RichConsole().print(_rich_histogram(title, bins, marks), markup=False)
         for line in _beyond(bins, marks):

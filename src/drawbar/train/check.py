@@ -9,7 +9,7 @@ from drawbar.data.dataset import Sample
 from drawbar.data.loader import Loader
 from drawbar.engines.engine import Engine, EvalResult
 from drawbar.errors import UserError
-from drawbar.evaluation.evaluate import Split, unknown_metric
+from drawbar.evaluation.evaluate import Split, joined, unknown_metric
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.overrides import fault, named_errors
 from drawbar.tasks.task import Task
@@ -51,17 +51,22 @@ def check_evaluation(task: Task, engine: Engine, split: Split, metric: str) -> N
     """Try an evaluation on the first samples of a split; every rank calls it.
 
     Raises:
-        UserError: ``predict`` or ``score`` fails, or ``metric`` is none of the scores. It names the method.
+        UserError: ``predict`` or ``score`` fails, two scores have one name, or ``metric`` is none of them. It names the
+            method.
     """
     samples = [split.samples[number] for number in range(min(TRIED_SAMPLES, len(split.samples)))]
     with named_errors(task):
         vary = varied_by(task, task.run_config, train=False)
         rows = [vary(sample, 0) for sample in samples]
     result = _evaluate(task, engine, rows)
-    predictions = result.predictions if result.predictions is not None else [None] * len(samples)
+    records = [split.records[int(split.samples.record_of[sample["id"]])] for sample in samples]
+    predictions: list[Any] = [None] * len(samples)
+    if result.predictions is not None:
+        with named_errors(task):
+            predictions = list(map(task.complete, records, result.predictions))
     records = [
-        {"id": sample["id"], **split.records[int(split.samples.record_of[sample["id"]])], "prediction": prediction}
-        for sample, prediction in zip(samples, predictions, strict=True)
+        {"id": sample["id"], **record, "prediction": prediction}
+        for sample, record, prediction in zip(samples, records, predictions, strict=True)
     ]
     try:
         with named_errors(task):
@@ -73,8 +78,9 @@ def check_evaluation(task: Task, engine: Engine, split: Split, metric: str) -> N
     for method, scores in (("loss_scores", of_loss), ("score", own)):
         if not isinstance(scores, dict) or not all(isinstance(value, float | int) for value in scores.values()):
             raise fault(task, method, f"returns {scores!r:.80}", 'return a dict of plain numbers: {"accuracy": 0.9}')
-    if metric not in {**of_loss, **own}:
-        raise unknown_metric(metric, {**of_loss, **own}, "set eval.metric to one of them")
+    scores = joined(task, of_loss, own)
+    if metric not in scores:
+        raise unknown_metric(metric, scores, "set eval.metric to one of them")
 
 
 def _evaluate(task: Task, engine: Engine, samples: list[Sample]) -> EvalResult:

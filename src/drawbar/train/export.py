@@ -48,6 +48,9 @@ def export_run(config: RunConfig, task_type: type[Task] | None, folder: Path, wh
         with closing(engine):
             _write(engine, task, folder, merge)
     console.message(f"{folder}: {'adapters' if config.lora and not merge else 'model'} and tokenizer")
+    prefix = getattr(config.task, "source_prefix", "")
+    if prefix:
+        console.message(f"put {prefix!r} before every source, as in training: the tokenizer does not")
 
 
 def _check(config: RunConfig, folder: Path, merge: bool) -> None:

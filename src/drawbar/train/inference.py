@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from drawbar.checkpoint.space import explain_full_disk
+from drawbar.config.compare import changed_records
+from drawbar.config.load import load_config
 from drawbar.config.rules import check_layout
 from drawbar.config.schema import RunConfig
 from drawbar.data.readers import BadRecord
@@ -24,9 +26,6 @@ from drawbar.tracking.console import Console, make_console
 from drawbar.train.data import eval_micro_batch, load_split, varied_by
 from drawbar.train.output import write_lines
 from drawbar.train.setup import build_task, on_one_process, open_checkpoint
-
-PROMPTS_TOGETHER = 32
-"""Prompts of one generation: a file of any length fits into memory."""
 
 
 @contextmanager
@@ -49,7 +48,7 @@ def _joined(config: RunConfig) -> Iterator[tuple[World, Console]]:
 def evaluate_run(
     config: RunConfig, task_type: type[Task] | None, split_name: str, which: str | None
 ) -> dict[str, float]:
-    """Evaluate one checkpoint on one split; print the scores and write ``eval/<split>/scores.json``.
+    """Evaluate one checkpoint on one split; print the scores, and write them: see ``_results_folder``.
 
     Raises:
         UserError: there is no such checkpoint or data.
@@ -72,9 +71,20 @@ def evaluate_run(
         assert evaluation is not None, "nobody asks for a stop"
         if world.first:
             with world.working("writing the scores"):
-                write_results(config.run_dir / "eval" / split_name, evaluation, step)
+                folder, others = _results_folder(config, split_name)
+                write_results(folder, evaluation, step)
+            if others:
+                console.message(f"{folder}: the scores of other records than the run's ({', '.join(others)})")
             console.evaluation(step, {f"eval/{split_name}/{name}": value for name, value in evaluation.scores.items()})
     return evaluation.scores
+
+
+def _results_folder(config: RunConfig, split_name: str) -> tuple[Path, list[str]]:
+    """``eval/<split>``; or ``eval/<split>-other``, and the settings that give the split other records than the run's:
+    the scores of a few must not pass for those of all."""
+    own = load_config(config.run_dir / "config.yaml", task=type(config.task)).config
+    others = changed_records(own, config, split_name)
+    return config.run_dir / "eval" / (f"{split_name}-other" if others else split_name), others
 
 
 def predict_from_run(config: RunConfig, task_type: type[Task] | None, output: Path, which: str | None) -> None:
@@ -111,7 +121,7 @@ def predict_from_run(config: RunConfig, task_type: type[Task] | None, output: Pa
             )
         if world.first:
             with world.working("writing the predictions"):
-                lines = list(_with_predictions(split.records, found))
+                lines = list(_with_predictions(task, split.records, found))
                 write_lines(output, lines)
             missing = f", {len(lines) - len(found):,} without prediction" if len(lines) > len(found) else ""
             console.message(f"{output}: {len(lines):,} records{missing}")
@@ -136,14 +146,15 @@ def _load_input(task: Task, config: RunConfig, world: World, console: Console) -
         raise
 
 
-def _with_predictions(records: Iterable[Record], predictions: dict[int, Any]) -> Iterator[dict[str, Any]]:
+def _with_predictions(task: Task, records: Iterable[Record], predictions: dict[int, Any]) -> Iterator[dict[str, Any]]:
     """Every record of the input with its prediction, by its number; of a bad one, what is wrong with it."""
     number = 0
     for record in _with_bad(records):
         if isinstance(record, BadRecord):
             yield {"error": f"{record.where}: {record.what}", "prediction": None}
         else:
-            yield {**record, "prediction": predictions.get(number)}
+            found = number in predictions
+            yield {**record, "prediction": task.complete(record, predictions[number]) if found else None}
             number += 1
 
 
@@ -174,5 +185,4 @@ def generate_from_run(
         task = build_task(task_type or task_class(config.task.type), config, world, config.run_dir)
         engine, _ = open_checkpoint(task, config, which, world)
         with closing(engine):
-            parts = [prompts[at : at + PROMPTS_TOGETHER] for at in range(0, len(prompts), PROMPTS_TOGETHER)]
-            return [text for part in parts for text in generate_text(engine, task.tokenizer, part, sampling)]
+            return generate_text(engine, task.tokenizer, prompts, sampling)

@@ -5,7 +5,7 @@ import fcntl
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
@@ -15,7 +15,7 @@ from drawbar.checkpoint.directory import CheckpointDirectory, Survey
 from drawbar.checkpoint.format import OtherFormat, Unusable
 from drawbar.checkpoint.load import readable_disk
 from drawbar.config.compare import check_same
-from drawbar.config.load import dump_yaml
+from drawbar.config.load import dump_yaml, load_config
 from drawbar.config.schema import RunConfig, RunSection
 from drawbar.errors import UserError
 from drawbar.launch.job import FOLDER as LAUNCH_FOLDER
@@ -41,6 +41,8 @@ class Start:
     """What is to be set aside before the run goes on, and why."""
     refusal: UserError | None = None
     """Why the run cannot begin: it has checkpoints, and none can be used. Another node's disk may have a better one."""
+    eval_mode: str | None = None
+    """Which score the run has taken for the better one until now; None for a run that does not exist yet."""
 
 
 def find_start(config: RunConfig, resume: str, fork: str | None) -> Start:
@@ -54,8 +56,15 @@ def find_start(config: RunConfig, resume: str, fork: str | None) -> Start:
         UserError: the directory holds another run, a run of another configuration, or a newer drawbar's checkpoint;
             or the disk cannot be read.
     """
+    target = config if fork is None else renamed(config, fork)
     with readable_disk(config.run_dir):
-        return _find(config, resume) if fork is None else _find_fork(config, resume, fork)
+        start = _find(config, resume) if fork is None else _find_fork(config, resume, target)
+        return replace(start, eval_mode=_eval_mode(target))
+
+
+def _eval_mode(config: RunConfig) -> str | None:
+    written = config.run_dir / "config.yaml"
+    return load_config(written, task=type(config.task)).config.eval.mode if written.exists() else None
 
 
 def _find(config: RunConfig, resume: str) -> Start:
@@ -133,9 +142,8 @@ def renamed(config: RunConfig, name: str) -> RunConfig:
     return config.model_copy(update={"run": run})
 
 
-def _find_fork(config: RunConfig, resume: str, name: str) -> Start:
+def _find_fork(config: RunConfig, resume: str, target: RunConfig) -> Start:
     source = config.run_dir
-    target = renamed(config, name)
     if (target.run_dir / "config.yaml").exists():  # the same command again: go on with the fork
         start = _find(target, "auto")
         if start.checkpoint is not None or start.refusal is not None:

@@ -18,7 +18,7 @@ from drawbar.errors import ExitCode
 from drawbar.evaluation.evaluate import Evaluation, Split, evaluate
 from drawbar.parallel.precision import choose_formats
 from drawbar.runtime.dist import World
-from drawbar.runtime.env import Place, choose_device
+from drawbar.runtime.env import Place, choose_device, is_placed
 from drawbar.runtime.links import check_links
 from drawbar.runtime.log import errors_in_log, logger, open_log_file, start_logging
 from drawbar.runtime.mesh import Layout
@@ -30,6 +30,7 @@ from drawbar.tasks.task import Task
 from drawbar.tracking.console import Console, make_console
 from drawbar.tracking.meters import Throughput
 from drawbar.tracking.trackers import Trackers, make_trackers
+from drawbar.train.best import check_mode, settle_mode
 from drawbar.train.check import check_evaluation, check_task
 from drawbar.train.core_wait import CoreWaitHook
 from drawbar.train.data import eval_micro_batch, load_data, varied_by
@@ -95,6 +96,7 @@ class Trainer:
         outlive_readers()
         console = make_console(place.first)
         start_logging(place.rank, console.logging_handler())
+        self._warn_of_one_process(device)
         try:
             with (
                 errors_in_log(),
@@ -109,10 +111,25 @@ class Trainer:
             if self._lock is not None:
                 self._lock.close()
 
+    def _warn_of_one_process(self, device: torch.device) -> None:
+        """Where a script or a notebook asks for several: it is the commands that start them."""
+        wanted = self.config.launch.nproc
+        if wanted == "auto":
+            one = device.type != "cuda" or self.config.parallel.strategy in ("single", "dp")
+            wanted = 1 if one else torch.cuda.device_count()
+        if wanted > 1 and not is_placed():
+            logger.warning(
+                "training on this one process: a Trainer starts no others, though launch.nproc asks for %d; "
+                "`drawbar train` does, or start this script with `torchrun --nproc_per_node=%d`",
+                *(wanted, wanted),
+            )
+
     def _fit(self, world: World, stop: Stop, console: Console) -> Outcome:
         config = self.config
         disks = look_at_disks(Path(config.run.dir), world)
         start = find_start_everywhere(self._find_start, disks, world)
+        settled = settle_mode(config.eval, start.eval_mode)
+        self.config = config = config.model_copy(update={"eval": settled})
         if config.data.rebuild and world.from_first((config.run_dir / "config.yaml").exists, "looking for the run"):
             logger.info("data.rebuild: not again, as the run has begun; `drawbar prepare` encodes its data anew")
             config = encoded_once(config)
@@ -132,6 +149,7 @@ class Trainer:
         check_task(task, engine, loader)
         if validation is not None:
             check_evaluation(task, engine, validation, config.eval.metric)
+            check_mode(config.eval)
 
         seed_everything(config.run.seed, world.layout.seed_rank(world.rank))  # from here on a rank's dropout is its own
         progress = Progress()

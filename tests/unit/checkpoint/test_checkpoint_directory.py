@@ -233,6 +233,18 @@ def test_resolve_names_what_there_is(directory, which):
     assert caught.value.exit_code == ExitCode.WRONG_REQUEST
 
 
+def test_a_run_is_none_of_its_checkpoints(directory, tmp_path):
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    with pytest.raises(UserError, match="is a run, and not one of its checkpoints") as caught:
+        directory.resolve(str(run))
+    assert "no complete one" in caught.value.remedy
+    directory.path.rename(run / "checkpoints")
+    with pytest.raises(UserError, match="is a run") as caught:
+        directory.resolve(str(run))
+    assert str(run / "checkpoints" / "step-00000003") in caught.value.remedy
+
+
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="step-00000001 could not be written") as caught:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from drawbar.config.compare import ABSENT, MAY_CHANGE, Difference, differences, render_differences
+from drawbar.config.compare import ABSENT, MAY_CHANGE, Difference, changed_records, differences, render_differences
 from drawbar.config.fields import catalogue
 from drawbar.config.load import load_config
 from drawbar.config.schema import run_config_type
@@ -52,6 +52,7 @@ def test_what_may_change(override):
         ("data.train=[a, b]", Difference("data.train", None, ["a", "b"])),
         ("optim.betas=[0.9, 0.95]", Difference("optim.betas", [0.9, 0.999], [0.9, 0.95])),
         ("eval.metric=bits", Difference("eval.metric", "loss", "bits")),
+        ("eval.mode=max", Difference("eval.mode", "auto", "max")),
         ("task.from_scratch={}", Difference("task.from_scratch", None, {})),
         (
             "task.tokenizer={train: byte_bpe}",
@@ -63,12 +64,38 @@ def test_what_may_not(override, expected):
     assert changed(override) == [expected]
 
 
+def test_auto_is_as_the_run_began():
+    assert changed("eval.mode=auto", base=("eval.mode=min",)) == []
+
+
 def test_keys_inside_a_mapping_are_compared_one_by_one():
     found = changed("task.from_scratch.n_layer=3", "task.from_scratch.n_head=4", base=("task.from_scratch.n_layer=2",))
     assert found == [
         Difference("task.from_scratch.n_layer", 2, 3),
         Difference("task.from_scratch.n_head", ABSENT, 4),
     ]
+
+
+@pytest.mark.parametrize(
+    ("split", "base", "overrides", "expected"),
+    [
+        ("validation", ["data.validation=a"], ["data.limit.validation=10"], ["data.limit.validation"]),
+        ("validation", ["data.validation=a"], ["data.validation=b"], ["data.validation"]),
+        ("validation", ["data.validation=a"], ["data.validation={files: b}"], ["data.validation"]),
+        ("validation", ["data.validation=a"], ["data.rename.text=b"], ["data.rename"]),
+        ("validation", ["data.validation=a"], ["data.train=b", "data.test=b", "data.limit.test=1"], []),
+        ("validation", ["data.validation=a"], ["eval.micro_batch=3", "data.workers=0", "launch.nproc=2"], []),
+        ("validation", ["data.train=a", "data.validation_share=0.1"], ["data.limit.train=9"], ["data.limit.train"]),
+        ("test", ["data.train=a"], ["data.test=b", "data.limit.test=10"], []),  # the run has none of its own
+        ("test", ["data.test=a"], ["data.test=b"], ["data.test"]),
+        ("train", ["data.train=a"], ["data.limit.train=10"], ["data.limit.train"]),
+    ],
+)
+def test_which_settings_give_a_split_other_records(
+    split: str, base: list[str], overrides: list[str], expected: list[str]
+) -> None:
+    run, other = (load_config(None, arguments).config for arguments in (base, [*base, *overrides]))
+    assert changed_records(run, other, split) == expected
 
 
 def test_everything_that_may_change_exists():

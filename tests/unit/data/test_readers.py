@@ -200,6 +200,7 @@ BAD_RECORDS = [
     ("a.json", b"[{}, 7]", ", record 2", "holds a JSON int"),
     ("a.csv", b"a,b\n1,2\n\n1\n", ":4", "has 1 fields, but the header names 2: a, b"),
     ("a.csv", b'a,b\n1,2\n1,"2"3\n', ":3", "not valid CSV"),
+    ("a.csv", b"a,b\n1,2\n1,a\rb,2\r\n", ":3", "holds a carriage return outside of quotes"),
     ("a.csv", b"a,b\n1,2\n1,\xff\n", ":3", "not UTF-8 text: byte 0xff"),
     ("a.tsv", b'a\tb\n1\t"\n1\t2\t3\n', ":3", "has 3 fields, but the header names 2: a, b"),
     ("a.tsv", b"a\tb\n1\t2\n1\t\xff\n", ":3", "not UTF-8 text: byte 0xff at column 3"),
@@ -219,6 +220,13 @@ def test_a_bad_record_is_named_or_left_out(tmp_path: Path, name: str, content: b
     (message,) = records.skipped
     assert message.startswith(f"{path}{where}: ")
     assert what in message
+
+
+def test_a_table_whose_lines_end_in_carriage_returns_is_told_how_to_convert_it(tmp_path: Path) -> None:
+    (tmp_path / "mac.csv").write_bytes(b"text,label\rabc,a\rb,b\r")
+    error = refused(tmp_path / "mac.csv")
+    assert "carriage return" in error.what
+    assert r"tr '\r' '\n' < mac.csv > new-mac.csv" in str(error.remedy)
 
 
 def truncated_gzip() -> bytes:

@@ -127,6 +127,11 @@ def test_files_of_an_unknown_kind(tmp_path: Path, name: str, kind: str) -> None:
     assert ".txt, .tsv, .csv, .json, .jsonl, .ndjson, .parquet, .arrow" in str(error.remedy)
 
 
+def test_a_compressed_file_of_another_kind_is_told_how_to_unpack_it(tmp_path: Path) -> None:
+    (tmp_path / "a b.txt.zst").write_bytes(b"a")
+    assert f"zstd -d '{tmp_path}/a b.txt.zst'" in str(refused(f"{tmp_path}/a b.txt.zst").remedy)
+
+
 @pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs a file that cannot be read even by root")
 def test_unreadable_file(tmp_path: Path) -> None:
     (tmp_path / "a.txt").symlink_to("/proc/self/mem")

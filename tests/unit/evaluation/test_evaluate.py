@@ -147,6 +147,17 @@ def test_training_wrote_the_same_results(project: Path) -> None:
     assert read_results(other, "validation") == of_training
 
 
+def test_scores_of_a_few_records_are_not_those_of_the_run(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    evaluate_run(config(project), Points, "validation", "latest")
+    before = read_results(project, "validation")
+    assert before[0]["records"] == 16
+    evaluate_run(config(project, "data.limit.validation=3"), Points, "validation", "latest")
+    assert read_results(project, "validation") == before
+    scores, records = read_results(project, "validation-other")
+    assert scores["records"] == len(records) == 3
+    assert "other records than the run's (data.limit.validation)" in " ".join(capsys.readouterr().out.split())
+
+
 def refuse(project: Path, task: type[Task], what: str) -> UserError:
     with pytest.raises(UserError, match=what) as error:
         evaluate_run(config(project), task, "validation", "latest")

@@ -10,6 +10,7 @@ from conftest import make_project
 from drawbar.engines.native import NativeEngine
 from drawbar.errors import UserError
 from drawbar.evaluation.generate import Sampling, generate_text
+from drawbar.runtime.log import logger
 from harness import Finished, run_cli
 from tiny import LENGTH, tiny_config, tiny_engine
 
@@ -74,11 +75,23 @@ def test_a_model_without_generate() -> None:
         texts(engine, PROMPTS)
 
 
-def test_a_prompt_that_the_model_has_no_positions_for() -> None:
-    engine = tiny_engine(tiny_config("gpt2"))
-    with pytest.raises(UserError, match="cannot go on") as wrong:
-        texts(engine, ["x" * LENGTH])
-    assert wrong.value.remedy is not None
+def test_a_prompt_that_the_model_has_no_positions_for(engine: NativeEngine) -> None:
+    with pytest.raises(UserError, match=f"prompt 2 has {LENGTH + 1} tokens, and the model {LENGTH} positions") as wrong:
+        texts(engine, ["a", "x" * (LENGTH + 1)])
+    assert "--max-new-tokens 12" in str(wrong.value.remedy)
+
+
+def test_texts_end_with_the_models_positions(
+    engine: NativeEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logger, "propagate", True)
+    monkeypatch.setattr(engine.structure.generation_config, "eos_token_id", None)
+    prompts, endless = ["a", "x" * LENGTH], Sampling(max_new_tokens=400, temperature=0)
+    written = texts(engine, prompts, endless)
+    assert f"the model has {LENGTH} positions" in caplog.text
+    assert "the longest prompt leaves room for 1 of --max-new-tokens 400" in caplog.text
+    fitting = [Sampling(max_new_tokens=LENGTH + 1 - len(prompt), temperature=0) for prompt in prompts]
+    assert written == [texts(engine, [prompt], most)[0] for prompt, most in zip(prompts, fitting, strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +176,7 @@ def test_eval_of_a_checkpoint(trained: Path, checkpoint: str) -> None:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     written = next(line for line in lines if line["step"] == step and "eval/validation/loss" in line)
     assert found.pop("step") == step
+    assert found.pop("records") == len((trained / "valid.txt").read_text().splitlines())
     assert {f"eval/validation/{name}": value for name, value in found.items()} == pytest.approx(
         {name: value for name, value in written.items() if name.startswith("eval/")}, rel=1e-6
     )  # the test data is the validation data

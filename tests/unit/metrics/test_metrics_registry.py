@@ -170,6 +170,12 @@ def test_two_metrics_with_one_name(own: str) -> None:
         compute(load_metrics(["entity_f1", "tag_accuracy"]), [["O"]], [["O"]])
 
 
+def test_a_score_that_the_task_computes_from_the_loss(own: str) -> None:
+    with pytest.raises(UserError) as error:
+        compute(load_metrics([f"{own}:several"]), ["a"], ["a"], taken=("loss", "longest"))
+    assert "own_metrics:several gives a score called longest, which the task itself computes" in problem(error)
+
+
 @pytest.mark.parametrize(("predictions", "references"), [([], []), ([1], []), ([1], [1, 2])])
 def test_lists_that_do_not_match(predictions: list[int], references: list[int]) -> None:
     with pytest.raises(ValueError, match=f"{len(predictions)} predictions for {len(references)} references"):

@@ -132,6 +132,37 @@ def test_the_labels_that_are_found_are_said_with_their_counts(
     assert caplog.text.rstrip().endswith("19 1 and 3 more labels")
 
 
+def test_labels_that_only_look_the_same_are_shown_and_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logger, "propagate", True)
+    caplog.set_level("INFO")
+    labels_found(tmp_path, ["a", " a", "b", "\u00e9", "e\u0301", "Yes", "yes", "no"])
+    assert "' a' 1" in caplog.text
+    assert r"' a' and 'a', 'Yes' and 'yes', 'e\u0301' and '\xe9'; where they mean" in caplog.text
+    caplog.clear()
+    labels_found(tmp_path, ["a", "b", 1, "1.5"])
+    assert "classes of their own" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("found", "labels"),
+    [
+        ([0.5, 1.0, 2], [0.5, 1.0, 2.0]),
+        ([3.0, 1, 2.0], [1, 2, 3]),
+        ([1.0, 2.0], [1.0, 2.0]),
+        ([0.5, "a", 2], [0.5, 2, "a"]),
+    ],
+)
+def test_labels_that_are_numbers_are_of_one_kind(tmp_path: Path, found: list[Any], labels: list[Any]) -> None:
+    assert list(map(repr, labels_found(tmp_path, found))) == list(map(repr, labels))
+
+
+def test_an_unknown_label_is_told_how_many_there_are() -> None:
+    with pytest.raises(UserError, match=r"none of the task's: .*, 19 and 40 more labels"):
+        target(task_of(list(range(60))), 60)
+
+
 def test_labels_that_are_given_keep_their_order(tmp_path: Path) -> None:
     assert labels_found(tmp_path, ["good"], labels=["worse", "good", "bad"]) == ["worse", "good", "bad"]
     task = task_of([False, True])

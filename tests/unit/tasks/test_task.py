@@ -11,7 +11,7 @@ from drawbar.config.schema import DataSection, RunConfig
 from drawbar.errors import UserError
 from drawbar.tasks.causal_lm import CausalLM
 from drawbar.tasks.registry import task_class
-from drawbar.tasks.task import Task
+from drawbar.tasks.task import Task, require
 
 
 class Halves(Task):
@@ -77,3 +77,19 @@ def test_a_task_by_name() -> None:
 def test_what_is_no_task_is_refused(name: str, message: str) -> None:
     with pytest.raises(UserError, match=rf"{message}[\s\S]*task.type[\s\S]*package.module:Class"):
         task_class(name)
+
+
+@pytest.mark.parametrize(
+    ("columns", "remedy"),
+    [
+        (["text;label"], "separated by ';'"),
+        (["text,label"], "separated by ','"),
+        (["text; label ;id"], "separated by ';'"),
+        (["text", " label"], "'label' without spaces around it"),
+        (["text", "labels"], "set task.label_column to the right key"),
+    ],
+)
+def test_a_header_that_was_misread(columns: list[str], remedy: str) -> None:
+    with pytest.raises(UserError, match="the record has no 'label'") as error:
+        require(dict.fromkeys(columns, "a"), "label", "task.label_column")
+    assert remedy in str(error.value.remedy)

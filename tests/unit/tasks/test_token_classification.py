@@ -100,9 +100,10 @@ WORDS = st.lists(st.text(max_size=8), min_size=1, max_size=12)
 @pytest.mark.parametrize("tokenizer", [TOKENIZER, WORD_PIECES], ids=["byte_bpe", "word_pieces"])
 @given(words=WORDS, data=st.data())
 def test_each_word_is_a_target_once(tokenizer: PreTrainedTokenizerBase, words: list[str], data: st.DataObject) -> None:
-    """In order, whatever it is made of; a record that is cut loses words at its end."""
+    """In order, whatever it is made of, but nothing; a record that is cut loses words at its end."""
     tags = data.draw(st.lists(st.sampled_from(["O", "B-X", "I-X"]), min_size=len(words), max_size=len(words)))
-    expected = [["O", "B-X", "I-X"].index(tag) for tag in tags]
+    pairs = zip(words, tags, strict=True)
+    expected = [["O", "B-X", "I-X"].index(tag) for word, tag in pairs if tokenizer.tokenize(word)]
     found = [label for _, label in targets(task_of(tokenizer=tokenizer, sequence_length=500), words, tags)]
     assert [label for label in found if label != -100] == expected
     assert found[0] == found[-1] == -100
@@ -117,10 +118,28 @@ def test_each_word_is_a_target_once(tokenizer: PreTrainedTokenizerBase, words: l
     assert sample["input_ids"][-1] == end
 
 
-def test_a_word_without_tokens_has_a_prediction_nevertheless() -> None:
+def test_a_word_without_tokens_is_no_target_and_not_seen() -> None:
+    """As where an exported model is used."""
     assert WORD_PIECES.tokenize(NUL) == []
-    found = targets(task_of(tokenizer=WORD_PIECES), ["the", NUL, "a"], ["O", "B-X", "I-X"])
-    assert [label for _, label in found] == [-100, 0, 1, 2, -100]
+    found = targets(task_of(tokenizer=WORD_PIECES), ["the", NUL, "a", NUL], ["O", "B-X", "I-X", "O"])
+    assert found == [("[CLS]", -100), ("the", 0), ("a", 2), ("[SEP]", -100)]
+    assert [label for _, label in targets(task_of(tokenizer=WORD_PIECES), [NUL], ["O"])] == [-100, -100]
+
+
+@pytest.mark.parametrize(
+    ("words", "prediction", "complete"),
+    [
+        (["the", NUL, "a", NUL], ["B-X", "I-X"], ["B-X", "O", "I-X", "O"]),
+        ([NUL, "the"], ["B-X"], ["O", "B-X"]),
+        (["the", NUL, "load", "a", NUL], ["B-X", "I-X"], ["B-X", "O", "I-X"]),  # "a" was cut off
+        ([NUL, NUL], [], ["O", "O"]),
+        (["the", "a"], ["B-X", "I-X"], ["B-X", "I-X"]),
+        (["the", "a"], ["B-X"], ["B-X"]),
+    ],
+)
+def test_a_prediction_is_for_every_word(words: list[str], prediction: list[str], complete: list[str]) -> None:
+    task = task_of(tokenizer=WORD_PIECES)
+    assert task.complete({"tokens": words}, prediction) == complete
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawbar.tracking.histogram import BAR_WIDTH, MOST_BINS, bins_of, plain_histogram, print_histogram
+from drawbar.tracking.histogram import BAR_WIDTH, MOST_BINS, bins_of, fold, plain_histogram, print_histogram
 
 
 @given(st.lists(st.integers(0, 10**6), min_size=1) | st.lists(st.integers(0, 40), min_size=1))
@@ -39,6 +39,15 @@ def test_the_lines() -> None:
         f"4  {little:<{BAR_WIDTH}}  1  <- limit = 4",
         "more = 1,000, beyond the largest",
     ]
+
+
+def test_empty_bins_in_a_row_are_one_line() -> None:
+    def spans(values: list[int]) -> list[tuple[int, int, int]]:
+        return [(one.first, one.last, one.count) for one in fold(bins_of(values))]
+
+    assert spans([3, 3, 12, 13]) == [(3, 3, 2), (4, 11, 0), (12, 12, 1), (13, 13, 1)]
+    assert spans([1, 4]) == [(1, 1, 1), (2, 2, 0), (3, 3, 0), (4, 4, 1)]
+    assert spans([7]) == [(7, 7, 1)]
 
 
 def test_a_bin_with_little_in_it_has_a_bar() -> None:

@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn import functional
 
 from conftest import make_project
-from drawbar.errors import UserError
+from drawbar.errors import ExitCode, UserError
+from drawbar.evaluation.evaluate import unknown_metric
 from drawbar.metrics.registry import compute, load_metrics
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.causal_lm import CausalLM
@@ -279,6 +280,25 @@ def test_an_exception_is_shown_with_its_line(task: type[Task], code: str, projec
 def test_a_metric_that_score_does_not_give(project: Path) -> None:
     error = refused(project, Points, "eval.metric=f1")
     assert "eval.metric is 'f1', but the scores are accuracy, loss" in error.what
+
+
+@pytest.mark.parametrize(
+    ("metric", "near"), [("f1", "entity_f1"), ("accurracy", "tag_accuracy"), ("entity", "entity_f1"), ("bleu", None)]
+)
+def test_the_score_that_may_be_meant(metric: str, near: str | None) -> None:
+    error = unknown_metric(metric, ["loss", "entity_f1", "tag_accuracy"], "")
+    assert error.what.endswith(f"tag_accuracy; did you mean {near}?" if near else "tag_accuracy")
+
+
+class SecondLoss(Points):
+    def score(self, records: list[dict[str, Any]]) -> dict[str, float]:
+        return {"loss": 7.0}
+
+
+def test_two_scores_of_one_name(project: Path) -> None:
+    error = refused(project, SecondLoss)
+    assert "SecondLoss.score and loss_scores both return 'loss'" in error.what
+    assert error.exit_code == ExitCode.WRONG_REQUEST
 
 
 class Divides(Points):

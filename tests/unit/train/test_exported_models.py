@@ -270,18 +270,25 @@ def test_tags(export: Callable[..., Exported], tokenizer: Callable[[], Any] | No
 
 @pytest.mark.parametrize("family", ["t5", "bart"])
 @named(None, gpt2, t5, roberta)
-def test_targets(export: Callable[..., Exported], family: str, tokenizer: Callable[[], Any] | None) -> None:
+def test_targets(
+    export: Callable[..., Exported],
+    family: str,
+    tokenizer: Callable[[], Any] | None,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     rows = [{"source": text, "target": TEXTS[-number]} for number, text in enumerate(TEXTS)]
     scratch = T5 if family == "t5" else BART
-    settings = {"type": "seq2seq", "model": family, "from_scratch": scratch}
+    settings = {"type": "seq2seq", "model": family, "from_scratch": scratch, "source_prefix": "the load: "}
     generation = {"max_new_tokens": 6, "beams": 2}
     found = export(tokenizer, rows, AutoModelForSeq2SeqLM, generation=generation, **settings)
+    assert "put 'the load: ' before every source" in capsys.readouterr().out
+    prefix = found.model.config.prefix
 
     def inputs(row: dict[str, Any]) -> dict[str, Any]:
-        return dict(found.tokenizer(row["source"], text_target=row["target"], truncation=True))
+        return dict(found.tokenizer(prefix + row["source"], text_target=row["target"], truncation=True))
 
     assert found.mean_loss(inputs, shift=0) == pytest.approx(found.scores["loss"], rel=1e-4)
-    sources = [row["source"] for row in rows]
+    sources = [prefix + row["source"] for row in rows]
     written = found.model.generate(**found.tokenizer(sources, padding=True, truncation=True, return_tensors="pt"))
     texts = found.tokenizer.batch_decode(written, skip_special_tokens=True)
     assert [text.strip() for text in texts] == found.predictions

@@ -101,3 +101,10 @@ def test_dropout_matters_in_that_test(fit: Fit, project: Path) -> None:
     assert traces[0] != traces[1]
     assert traces[0] != without
     assert all(math.isfinite(loss) for loss in without.values())
+
+
+@pytest.mark.parametrize(("processes", "warns"), [("2", True), ("1", False), ("auto", False)])
+def test_a_trainer_starts_no_processes_and_says_so(processes: str, warns: bool, fit: Fit, run: Path) -> None:
+    fit("train.steps=1", "optim.warmup=0", "eval.every=null", f"launch.nproc={processes}")
+    log = (run / "logs" / "rank-0000.log").read_text()
+    assert ("a Trainer starts no others, though launch.nproc asks for 2" in log) is warns
