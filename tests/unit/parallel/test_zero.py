@@ -1,9 +1,12 @@
 """What a user learns whose DeepSpeed is missing or broken."""
 
+import os
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import torch
 
 from drawbar.errors import UserError
 from drawbar.parallel.zero import import_deepspeed
@@ -15,6 +18,14 @@ def without(monkeypatch: pytest.MonkeyPatch) -> None:
     """No DeepSpeed has been imported yet."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]:
         monkeypatch.delitem(sys.modules, name)
+
+
+def test_it_takes_the_gpu_of_a_process_that_sees_no_other(without: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes by LOCAL_RANK, which is 3 for the fourth task of a node, whose GPU is yet its number 0."""
+    monkeypatch.setitem(sys.modules, "deepspeed", ModuleType("deepspeed"))
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    import_deepspeed(torch.device("cuda", 0))
+    assert os.environ["LOCAL_RANK"] == "0"
 
 
 def test_missing(without: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -451,6 +451,7 @@ def test_gpus_that_slurm_gave() -> None:
     trouble(*check_slurm_gpus({"SLURM_GPUS_ON_NODE": "4"}, 2), Level.WARNING, "Slurm gave 4", "torch sees 2")
     assert not list(check_slurm_gpus({"SLURM_GPUS_ON_NODE": "2"}, 2))
     assert not list(check_slurm_gpus({}, 2))
+    assert not list(check_slurm_gpus({"SLURM_GPUS_ON_NODE": "4", "SLURM_STEP_NUM_TASKS": "4"}, 1))  # one for each task
 
 
 @pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"])
