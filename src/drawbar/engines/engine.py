@@ -56,6 +56,9 @@ class EngineState:
 class Engine(ABC):
     """Runs training and evaluation steps under one strategy."""
 
+    positions: int | None
+    """Most tokens of a text that the model has positions for; None where there is no such limit."""
+
     @property
     @abstractmethod
     def checkpoint_bytes(self) -> int:
@@ -77,11 +80,6 @@ class Engine(ABC):
     def predict_step(self, batch: Batch) -> list[Any]:
         """Predictions of this rank's batch alone, one a sample: its records need no labels."""
 
-    @property
-    @abstractmethod
-    def positions(self) -> int | None:
-        """Most tokens of a text that the model has positions for; None where there is no such limit."""
-
     @abstractmethod
     def generate(self, inputs: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:
         """Token ids (B, L): the inputs and what the model goes on with, by transformers' ``generate(**options)``."""
@@ -98,11 +96,7 @@ class Engine(ABC):
 
     @abstractmethod
     def load(self, state: EngineState) -> None:
-        """Put back a state, from whatever strategy and world size.
-
-        Raises:
-            UserError: it belongs to another model or optimizer.
-        """
+        """Put back a state of any strategy and world size. Raises ``UserError`` for another model or optimizer."""
 
     @abstractmethod
     def load_model(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -110,9 +104,8 @@ class Engine(ABC):
 
     @abstractmethod
     def export(self, folder: Path, base_name: str, merge: bool) -> None:
-        """Write the model as a folder that transformers loads; of a LoRA run the adapter alone, or, with ``merge``, a
-        whole model with the adapters in its weights. After a merge the engine is of no more use. An adapter belongs to
-        ``base_name``, which is ``task.model``.
+        """Write the model as a folder that transformers loads; of a LoRA run the adapter of the model ``base_name``
+        alone, or, with ``merge``, a whole model: the engine is of no more use then.
 
         Raises:
             UserError: the model is none of transformers'.

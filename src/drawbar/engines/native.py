@@ -69,6 +69,7 @@ class NativeEngine(Engine):
         """Called in each step that updates, when the gradients are complete, and neither clipped nor used."""
         self.scaler = LossScaler(self.precision)
         self._build(Layout.of(config.parallel, world.size))
+        self.positions = longest_input(self.structure)
         self.optimizers = self._build_optimizers()
         world.limit_waiting()  # all process groups are there now
 
@@ -205,10 +206,6 @@ class NativeEngine(Engine):
         self.module.eval()
         with free_gathered(self.module), autocast(self.precision, self.world.device):
             return self.task.predict(self.module, batch.to(self.world.device))
-
-    @property
-    def positions(self) -> int | None:
-        return longest_input(self.structure)
 
     @torch.no_grad()
     def generate(self, inputs: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:

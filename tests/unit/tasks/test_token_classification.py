@@ -142,6 +142,15 @@ def test_a_prediction_is_for_every_word(words: list[str], prediction: list[str],
     assert task.complete({"tokens": words}, prediction) == complete
 
 
+class OwnWords(TokenClassification):
+    def encode(self, record: dict[str, Any], train: bool) -> Any:
+        return super().encode({"tokens": record["text"].split(), "tags": record["labels"]}, train)
+
+
+def test_a_users_own_words_are_left_to_the_user() -> None:
+    assert OwnWords(task_of().run_config).complete({"text": "a b c"}, ["B-X"]) == ["B-X"]
+
+
 @pytest.mark.parametrize(
     ("record", "message"),
     [
