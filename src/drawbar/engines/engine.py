@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from drawbar.data.loader import MicroBatch
+from drawbar.models.lora import Base
 from drawbar.tasks.batch import Batch
 
 
@@ -55,6 +56,9 @@ class EngineState:
 
 class Engine(ABC):
     """Runs training and evaluation steps under one strategy."""
+
+    base: Base | None
+    """What is below the adapters of the run, the same on every rank; None of a run without adapters."""
 
     @property
     @abstractmethod

@@ -250,7 +250,14 @@ def load_pretrained(name: str, head: Head = "causal_lm", **fields: Any) -> nn.Mo
 
     model, info = from_hub(load, name)
     _check_weights(name, model, info, HEADS[head].is_new)
+    absent = {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}
+    model.weights_without_file = absent & {name for name, _ in model.named_parameters()}
     return model
+
+
+def weights_without_file(model: nn.Module) -> set[str]:
+    """The parameters of a model of :func:`load_pretrained` that start from random values; none of any other model."""
+    return getattr(model, "weights_without_file", set())
 
 
 @contextmanager
