@@ -235,7 +235,7 @@ OF_A_RUN = [
     Case("no such checkpoint", (*TRAIN, "--resume", "nowhere"), ("'nowhere'", "8, 10, 12")),
     Case("an older checkpoint", (*TRAIN, "--resume", "8"), ("not the newest", "--resume", "--fork")),
     Case("other data", TRAIN, ("data changed", "data.train", "--fork"), file("train.txt", "another\ntext\n" * 20)),
-    Case("damaged config.yaml", TRAIN, ("runs/tiny/config.yaml:1", "not valid YAML"),
+    Case("damaged config.yaml", TRAIN, ("own config.yaml is damaged", "runs/tiny/config.yaml", "from a copy"),
          file("runs/tiny/config.yaml", "run: [")),
     Case("fork into files of others", (*TRAIN, "--fork", "other"), ("runs/other holds files", "run.name"),
          folder("runs/other", thesis_txt="mine")),

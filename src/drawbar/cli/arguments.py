@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drawbar.config.load import LoadedConfig, load_config
+from drawbar.config.source import config_of_run
 from drawbar.errors import UserError, nearest
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def load_run(run: str, overrides: tuple[str, ...], task: "type[Task] | None") ->
     """The configuration of a run directory, wherever it lies now.
 
     Raises:
-        UserError: the folder holds no run.
+        UserError: the folder holds no run, or a damaged one.
     """
     folder = Path(run).absolute()
     if not (folder / "config.yaml").is_file():
@@ -35,4 +36,5 @@ def load_run(run: str, overrides: tuple[str, ...], task: "type[Task] | None") ->
             remedy=f"did you mean {folder.parent / guess}?" if guess else "give the folder that training wrote",
         )
     place = (f"run.dir={json.dumps(str(folder.parent))}", f"run.name={json.dumps(folder.name)}")  # quoted for YAML
-    return load_config(folder / "config.yaml", [*overrides, *place], task=task.Config if task else None)
+    with config_of_run(folder) as path:
+        return load_config(path, [*overrides, *place], task=task.Config if task else None)

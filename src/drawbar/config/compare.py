@@ -9,6 +9,7 @@ from typing import Any
 from drawbar.config.fields import show
 from drawbar.config.load import load_config
 from drawbar.config.schema import RunConfig
+from drawbar.config.source import config_of_run
 from drawbar.errors import UserError
 
 MAY_CHANGE: dict[str, str] = {
@@ -83,9 +84,10 @@ def check_same(folder: Path, config: RunConfig) -> None:
     """See that a run that exists can go on with this configuration.
 
     Raises:
-        UserError: it is that of another run.
+        UserError: it is that of another run, or the run's own one is damaged.
     """
-    old = load_config(folder / "config.yaml", task=type(config.task)).config
+    with config_of_run(folder) as path:
+        old = load_config(path, task=type(config.task)).config
     changed = differences(old, config)
     if changed:
         raise UserError(

@@ -2,7 +2,8 @@
 
 import difflib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,11 +81,34 @@ def parse_yaml(text: str) -> Any:
         raise YAMLError(f"a value cannot be read: {error}") from error
 
 
+class NoSettings(UserError):
+    """What is in a file cannot be read as settings, whatever their names and values are."""
+
+
+@contextmanager
+def config_of_run(folder: Path) -> Iterator[Path]:
+    """The path of a run's own ``config.yaml``, to be read inside. drawbar wrote it, whole: where it cannot be read, it
+    is damaged, and no mistake of a user who would correct it."""
+    path = folder / "config.yaml"
+    try:
+        if not read_text(path).endswith("\n"):
+            raise NoSettings("it is empty, or cut short")
+        yield path
+    except NoSettings as error:
+        raise UserError(
+            f"this run's own config.yaml is damaged: {error.what}",
+            where=str(path),
+            remedy="restore it from a copy; or write it anew from the settings of the run: "
+            f"`drawbar config show CONFIG [KEY=VALUE]... > {path}`",
+        ) from error
+
+
 def read_file(path: Path) -> Settings:
     """The settings of a YAML file.
 
     Raises:
-        UserError: the file cannot be read, or it is not a YAML mapping.
+        NoSettings: it is no YAML mapping.
+        UserError: the file cannot be read.
     """
     text = read_text(path)
     try:
@@ -95,15 +119,15 @@ def read_file(path: Path) -> Settings:
     except YAMLError as error:
         raise _syntax_error(error, path, text) from error
     except RecursionError as error:
-        raise UserError(
+        raise NoSettings(
             "the YAML is nested too deeply, or refers to itself", where=str(path), remedy="write it out flat"
         ) from error
     if tree is None:
-        raise UserError(
+        raise NoSettings(
             "the file is empty", where=str(path), remedy="write settings such as `data: {train: text.jsonl}`"
         )
     if not isinstance(tree, Mapping):
-        raise UserError(
+        raise NoSettings(
             "the file holds no keys and values at its top level",
             where=str(path),
             remedy="write sections such as `train: {steps: 100}`",
@@ -165,7 +189,7 @@ def read_text(path: Path, kind: str = "YAML") -> str:
         return path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = path.read_bytes()[: error.start].count(b"\n") + 1
-        raise UserError(
+        raise NoSettings(
             "the file is not UTF-8 text", where=f"{path}:{line}", remedy="save it again with the encoding UTF-8"
         ) from error
     except FileNotFoundError as error:
@@ -186,11 +210,11 @@ def read_text(path: Path, kind: str = "YAML") -> str:
         ) from error
 
 
-def _syntax_error(error: YAMLError, path: Path, text: str) -> UserError:
+def _syntax_error(error: YAMLError, path: Path, text: str) -> NoSettings:
     """The parser's own words, with the line, and what to do about the usual mistakes."""
     if not isinstance(error, MarkedYAMLError) or error.problem_mark is None:
         remedy = "correct that value; `drawbar config show` prints a configuration as it should look"
-        return UserError(f"not valid YAML: {str(error).splitlines()[0]}", where=str(path), remedy=remedy)
+        return NoSettings(f"not valid YAML: {str(error).splitlines()[0]}", where=str(path), remedy=remedy)
     line = error.problem_mark.line
     # ruamel adds the values to a duplicate key, and advice for programmers in the lines below.
     reason = (error.problem or "syntax error").splitlines()[0].split(" with value")[0]
@@ -202,7 +226,7 @@ def _syntax_error(error: YAMLError, path: Path, text: str) -> UserError:
         remedy = "keep one of them"
     elif "alias" in reason:
         remedy = "put text that starts with * or & in quotes"
-    return UserError(f"{path}:{line + 1}: not valid YAML: {reason}: {source}", remedy=remedy)
+    return NoSettings(f"{path}:{line + 1}: not valid YAML: {reason}: {source}", remedy=remedy)
 
 
 def _plain(tree: Any, top: str, settings: Settings, origin: Callable[[int], Origin]) -> Any:

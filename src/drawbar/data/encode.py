@@ -13,6 +13,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from itertools import chain, islice
+from multiprocessing import resource_tracker
 from typing import Any, Literal
 
 import numpy as np
@@ -234,6 +235,7 @@ def _pickled(encode: Encode, first: tuple[int, Record]) -> bytes | None:
 def _encode_in_workers(
     pickled: bytes, numbered: Iterator[tuple[int, Record]], skip: bool, count: int, timeout: float
 ) -> Iterator[Chunk]:
+    _start_tracker()
     # Spawned, not forked: a fork copies the locks of torch's and gloo's threads, held by nobody who could free them.
     pool = ProcessPoolExecutor(
         count, multiprocessing.get_context("spawn"), initializer=_start_worker, initargs=(pickled,)
@@ -257,7 +259,7 @@ def _encode_in_workers(
             seconds += chunk.seconds
             yield chunk
     except (BrokenProcessPool, TimeoutError) as error:
-        raise _lost_worker(error, timeout) from error
+        raise _lost_worker(error, timeout, count) from error
     finally:
         # Where all went well the workers have ended. Else nobody wants what they are still at, and one may be stuck.
         for worker in set(multiprocessing.active_children()) - others:
@@ -265,15 +267,31 @@ def _encode_in_workers(
         pool.shutdown(cancel_futures=True)
 
 
-def _lost_worker(error: Exception, timeout: float) -> UserError:
+def _start_tracker() -> None:
+    """Python's process that removes the semaphores of a pool whose owner was ended by a signal. It removes them with a
+    warning, which is for programmers who forgot to: it is started without."""
+    name, quiet = "PYTHONWARNINGS", "ignore:resource_tracker:UserWarning"
+    before = os.environ.get(name)
+    os.environ[name] = quiet if before is None else f"{before},{quiet}"
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _lost_worker(error: Exception, timeout: float, count: int) -> UserError:
     died = isinstance(error, BrokenProcessPool)
+    fewer = f"where memory ran out, use fewer processes (data.workers={count // 2}); " if count > 1 else ""
     return UserError(
         "a process that encoded records was killed, or could not start"
         if died
         else f"a process that encodes records gave no result for {timeout:.0f} s",
         where="data.workers",
-        remedy="where memory ran out, use fewer processes (data.workers=2); a script that starts training must do so "
-        'under `if __name__ == "__main__":`; data.workers=0 encodes in one process and shows what happens',
+        remedy=f'{fewer}a script that starts training must do so under `if __name__ == "__main__":`; '
+        "data.workers=0 encodes in one process and shows what happens",
         exit_code=ExitCode.FAILED,
     )
 

@@ -8,7 +8,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from drawbar.config.schema import RunConfig
-from drawbar.models.lora import add_adapters
+from drawbar.models.huggingface import weights_without_file
+from drawbar.models.lora import Base, add_adapters, add_adapters_to_base
 from drawbar.models.packed import allow_packing
 from drawbar.models.plans import plan_for
 from drawbar.parallel.apply import parallelize
@@ -20,8 +21,21 @@ from drawbar.runtime.mesh import Layout
 from drawbar.tasks.task import Task
 
 
-def with_adapters(model: nn.Module, config: RunConfig) -> nn.Module:
-    return model if config.lora is None else add_adapters(model, config.lora)
+def with_adapters(structure: nn.Module, config: RunConfig, base: Base | None) -> nn.Module:
+    """A model without its weights, with the adapters of the run, where it has any.
+
+    Args:
+        base: what the whole model was found to be.
+    """
+    return structure if config.lora is None or base is None else add_adapters(structure, config.lora, base.new)
+
+
+def _build_adapted(task: Task, config: RunConfig) -> tuple[nn.Module, Base | None]:
+    """The whole model, with the adapters of the run, where it has any, and what there is to know below them."""
+    model = task.build_model()
+    if config.lora is None:
+        return model, None
+    return model, add_adapters_to_base(model, config.lora, weights_without_file(model))
 
 
 def pack(model: nn.Module, task: Task, config: RunConfig) -> None:
@@ -30,31 +44,35 @@ def pack(model: nn.Module, task: Task, config: RunConfig) -> None:
         allow_packing(model, per_sample=task.targets == "sample")
 
 
-def build_whole(task: Task, config: RunConfig, world: World, device: torch.device, precision: str) -> nn.Module:
-    """The model of one process, also where it is replicated. It is made on the CPU, so that it starts from the same
-    random numbers on every device."""
+def build_whole(
+    task: Task, config: RunConfig, world: World, device: torch.device, precision: str
+) -> tuple[nn.Module, Base | None]:
+    """The model of one process, also where it is replicated, and what is below its adapters. It is made on the CPU, so
+    that it starts from the same random numbers on every device."""
     with world.together("building the model"):
-        model = with_adapters(task.build_model(), config)
+        model, base = _build_adapted(task, config)
         pack(model, task, config)
         parallelize(model, plan_for(model), config.parallel, Layout(), None, precision)
-        return model.to(device)
+        model = model.to(device)
+    return model, world.from_first(lambda: base, "building the model")  # its weights are those of all
 
 
 def build_spread(
     task: Task, config: RunConfig, world: World, layout: Layout, mesh: DeviceMesh, precision: str
-) -> tuple[nn.Module, dict[str, Packed]]:
-    """The parts of the model that this rank holds, and which of its parameters are stored in another order.
+) -> tuple[nn.Module, dict[str, Packed], Base | None]:
+    """The parts of the model that this rank holds, which of its parameters are stored in another order, and what is
+    below its adapters.
 
     Where the task can say in which files the weights are, each rank reads its own; else rank 0 builds the whole model,
     and the others get their parts from it.
     """
-    structure, source = build_structure(task, config, world)
+    structure, source, base = build_structure(task, config, world)
     pack(structure, task, config)
     parallelize(structure, plan_for(structure), config.parallel, layout, mesh, precision)
     packed = packed_parameters(structure)
     materialize(structure, torch.device("cpu") if config.parallel.offload else world.device, world.device)
     fill_parts(structure, source, packed, world)
-    return structure, packed
+    return structure, packed, base
 
 
 def fill_parts(
@@ -74,18 +92,21 @@ def fill_parts(
 
 def build_structure(
     task: Task, config: RunConfig, world: World
-) -> tuple[nn.Module, Mapping[str, torch.Tensor] | nn.Module | None]:
-    """The model without its parameters, and where they come from: files, or the whole model, which rank 0 has."""
+) -> tuple[nn.Module, Mapping[str, torch.Tensor] | nn.Module | None, Base | None]:
+    """The model without its parameters; where they come from: files, or the whole model, which rank 0 has; and what is
+    below its adapters."""
     files = None
     if config.lora is None:
         with world.working("finding the weights"):
             structure = task.build_structure()
             files = task.stored_weights(structure)
         if world.sum(files is not None) == world.size:
-            return structure, files
+            return structure, files, None
     # first the whole model: it must start from the same random numbers as that of one process
     with world.together("building the model"):
-        source = with_adapters(task.build_model(), config) if world.first else None
-        structure = with_adapters(task.build_structure(), config)
+        source, base = _build_adapted(task, config) if world.first else (None, None)
+    base = world.from_first(lambda: base, "building the model")
+    with world.together("building the model"):
+        structure = with_adapters(task.build_structure(), config, base)
     logger.info("weights: rank 0 builds the model, and sends each process its part")
-    return structure, source
+    return structure, source, base

@@ -49,19 +49,19 @@ class DeepSpeedEngine(NativeEngine):
         self.scaler = LossScaler("fp32")  # DeepSpeed scales by itself
         self.stage = zero_stage(config)
         if self.stage < 3:
-            self.module = build_whole(task, config, world, _HOST, self.precision)
+            self.module, self.base = build_whole(task, config, world, _HOST, self.precision)
             self.weights: Mapping[str, torch.Tensor] | nn.Module | None = {}
             if self.precision != "fp32":  # DeepSpeed copies its fp32 weights from those that it has cast
                 self.weights = {name: parameter.detach() for name, parameter in self.module.named_parameters()}
         else:
-            self.module, self.weights = build_structure(task, config, world)
+            self.module, self.weights, self.base = build_structure(task, config, world)
             pack(self.module, task, config)
             parallelize(self.module, plan_for(self.module), config.parallel, Layout(), None, self.precision)
             for parameter in self.module.parameters():
                 parameter.data = parameter.data.to(_DTYPES[self.precision])
             materialize(self.module, _HOST, _HOST, without_room)
         # after the model, whose first weights must be those of any other strategy
-        self.structure = with_adapters(task.build_structure(), config)
+        self.structure = with_adapters(task.build_structure(), config, self.base)
 
     def _build_optimizers(self) -> list[Optimizer]:
         optimizers = build_optimizers(self.module, self.config.optim)

@@ -52,7 +52,7 @@ class DeepSpeedPipelineEngine(PipelineEngine, DeepSpeedEngine):
         import_deepspeed(world.device).init_distributed(dist_init_required=False)
         self.scaler = LossScaler("fp32")  # DeepSpeed scales by itself
         self.layout = layout
-        self.structure, source = build_structure(task, config, world)
+        self.structure, source, self.base = build_structure(task, config, world)
         plan = plan_for(self.structure)
         if plan.pipeline is None:
             raise UserError(plan.refusal, where="parallel.pipeline", remedy="set parallel.pipeline=1")

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from drawbar.data.loader import MicroBatch
+from drawbar.models.lora import Base
 from drawbar.tasks.batch import Batch
 
 
@@ -58,6 +59,8 @@ class Engine(ABC):
 
     positions: int | None
     """Most tokens of a text that the model has positions for; None where there is no such limit."""
+    base: Base | None
+    """What is below the adapters of the run, the same on every rank; None of a run without adapters."""
 
     @property
     @abstractmethod

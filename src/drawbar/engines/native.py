@@ -90,13 +90,13 @@ class NativeEngine(Engine):
             world.join_alone()
             mesh = build_mesh(layout, world.device)
             self.replicas = replicas(mesh)
-            module, self.packed = build_spread(task, config, world, layout, mesh, self.precision)
+            module, self.packed, self.base = build_spread(task, config, world, layout, mesh, self.precision)
             if layout.cp > 1:
                 self.context = ContextParallel(module, mesh["cp"], IGNORED_LABEL)
             if self.is_sharded:
                 generate_together(module)
         else:
-            module = build_whole(task, config, world, world.device, self.precision)
+            module, self.base = build_whole(task, config, world, world.device, self.precision)
         self.module = self.model = self.structure = module
         if config.parallel.strategy == "dp":
             self.model = DataParallel(module, self.precision, world.device)

@@ -46,7 +46,7 @@ class PipelineEngine(NativeEngine):
     def _build(self, layout: Layout) -> None:
         task, config, world = self.task, self.config, self.world
         self.is_sharded = config.parallel.strategy == "fsdp"
-        self.structure, source = build_structure(task, config, world)
+        self.structure, source, self.base = build_structure(task, config, world)
         plan = plan_for(self.structure)
         if plan.pipeline is None:
             raise UserError(plan.refusal, where="parallel.pipeline", remedy="set parallel.pipeline=1")

@@ -1,7 +1,8 @@
 """Models through transformers, for every head: pretrained or from random weights, always fp32 on the CPU."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
@@ -22,6 +23,9 @@ from drawbar.runtime.log import logger
 from drawbar.runtime.tensors import parameters_on_meta
 
 T = TypeVar("T")
+
+_DROPPED_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
+"""What transformers once saved of many models, and now computes."""
 
 
 def build_from_scratch(
@@ -250,7 +254,15 @@ def load_pretrained(name: str, head: Head = "causal_lm", **fields: Any) -> nn.Mo
 
     model, info = from_hub(load, name)
     _check_weights(name, model, info, HEADS[head].is_new)
+    warn_of_unused(name, model, info["unexpected_keys"])
+    absent = {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}
+    model.weights_without_file = absent & {name for name, _ in model.named_parameters()}
     return model
+
+
+def weights_without_file(model: nn.Module) -> set[str]:
+    """The parameters of a model of :func:`load_pretrained` that start from random values; none of any other model."""
+    return getattr(model, "weights_without_file", set())
 
 
 @contextmanager
@@ -287,8 +299,26 @@ def _check_weights(name: str, model: nn.Module, info: dict[str, Any], head_is_ne
     if new := [key for key in missing if of_new_head(key)]:
         logger.info("new head: %s", ", ".join(new))
     if lost := [key for key in missing if not of_new_head(key)]:
-        more = f" and {len(lost) - 5} more" if len(lost) > 5 else ""
-        logger.warning("%s has no weights for %s%s: they start from random values", name, ", ".join(lost[:5]), more)
+        logger.warning("%s has no weights for %s: they start from random values", name, _some(lost))
+
+
+def warn_of_unused(name: str, model: nn.Module, unused: Iterable[str]) -> None:
+    """Name the stored weights of the body that the model has no place for. Those of other heads and poolers are often
+    there, and buffers that an architecture no longer saves."""
+    body = {part for part, _ in model.base_model.named_children()}
+    dropped = re.compile("|".join([*(model._keys_to_ignore_on_load_unexpected or ()), *_DROPPED_BUFFERS]))
+    lost = [
+        key
+        for key in sorted(unused)
+        if key.removeprefix(f"{model.base_model_prefix}.").partition(".")[0] in body and not dropped.search(key)
+    ]
+    if lost:
+        logger.warning("%s has weights that the model has no place for, and they are left out: %s", name, _some(lost))
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more
 
 
 def from_hub(load: Callable[..., T], name: str) -> T:

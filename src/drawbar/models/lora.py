@@ -9,12 +9,14 @@ simply not frozen, without peft's ``ModulesToSaveWrapper``: they keep their name
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from copy import copy
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
 import torch
+import xxhash
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -38,12 +40,26 @@ _ATTENTION = (
 """Queries and values, as Hu et al. adapt them, for the models that peft does not list."""
 
 
-def add_adapters(model: nn.Module, lora: LoraSection) -> nn.Module:
+@dataclass(frozen=True)
+class Base:
+    """What a run knows of the pretrained model below its adapters, of which its checkpoints hold nothing."""
+
+    new: frozenset[str]
+    """Parameters that no file of it has, which are trained, and so in the checkpoints."""
+    digest: str
+    """Of the values that are frozen, all of them."""
+
+
+def add_adapters(model: nn.Module, lora: LoraSection, new: Collection[str] = ()) -> nn.Module:
     """Freeze the model and give it adapters, in place; only they, its new head and ``lora.train`` are trained.
 
     The head is what a transformers model has besides its base model, unless that predicts tokens; in any other module,
     the modules with the names that peft looks for. The adapters depend on torch's global random state alone, and the
     outputs do not change until they are trained.
+
+    Args:
+        new: parameters that start from random values, as no file has them. Their modules are trained whole, too:
+            frozen, they would be of no use, and nobody could have them again.
 
     Returns:
         The same ``model``.
@@ -53,7 +69,7 @@ def add_adapters(model: nn.Module, lora: LoraSection) -> nn.Module:
             cannot adapt such a module.
     """
     peft = _import_peft()
-    whole = _trained_whole(model, lora.train)
+    whole = _trained_whole(model, lora.train, new)
     targets = _targets(model, lora, _inside(whole))
     _refuse_tied(model, targets)
     trained = [p for module in whole.values() for p in module.parameters() if p.requires_grad]
@@ -74,6 +90,27 @@ def add_adapters(model: nn.Module, lora: LoraSection) -> nn.Module:
         # torch's fast path for inference reads the weights of the linear layers and would go round their adapters
         torch.backends.mha.set_fastpath_enabled(False)
     return model
+
+
+def add_adapters_to_base(model: nn.Module, lora: LoraSection, new: Collection[str]) -> Base:
+    """As :func:`add_adapters`, on a model that has its weights; what there is to know of those below the adapters.
+
+    What the model itself froze before is left out: it may be computed, and another machine may round it otherwise.
+    """
+    before = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    add_adapters(model, lora, new)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    frozen = [parameter for parameter in before if not parameter.requires_grad]
+    return Base(frozenset(trained & set(new)), _digest(frozen))
+
+
+def _digest(parameters: Iterable[nn.Parameter]) -> str:
+    """Of types, shapes and all values, bit by bit: at several GB a second, in less time than it took to read them."""
+    digest = xxhash.xxh3_128()
+    for parameter in parameters:
+        digest.update(f"{parameter.dtype} {list(parameter.shape)}".encode())
+        digest.update(parameter.detach().cpu().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def trained_state(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -163,8 +200,8 @@ def _adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
-def _trained_whole(model: nn.Module, train: list[str]) -> dict[str, nn.Module]:
-    """The new head, and the modules whose names end as ``train`` says."""
+def _trained_whole(model: nn.Module, train: list[str], new: Collection[str]) -> dict[str, nn.Module]:
+    """The new head, the modules whose names end as ``train`` says, and those of the parameters ``new``."""
     modules = {name: module for name, module in model.named_modules() if name and list(module.parameters())}
     unknown = [suffix for suffix in train if not _ending(modules, [suffix])]
     if unknown:
@@ -173,7 +210,8 @@ def _trained_whole(model: nn.Module, train: list[str]) -> dict[str, nn.Module]:
             where="lora.train",
             remedy="name modules of the model; these have parameters: " + _last_names(modules),
         )
-    return {name: modules[name] for name in [*_head(model, modules), *_ending(modules, train)]}
+    without_file = [name for name in (parameter.rpartition(".")[0] for parameter in new) if name in modules]
+    return {name: modules[name] for name in [*_head(model, modules), *_ending(modules, train), *without_file]}
 
 
 def _head(model: nn.Module, modules: dict[str, nn.Module]) -> list[str]:

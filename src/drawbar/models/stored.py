@@ -17,7 +17,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from drawbar.models.heads import HEADS, Head, check_head
-from drawbar.models.huggingface import from_hub, quiet_transformers, set_fields
+from drawbar.models.huggingface import from_hub, quiet_transformers, set_fields, warn_of_unused
 from drawbar.runtime.tensors import TensorFiles, parameters_on_meta
 
 _ROWS = 512
@@ -82,6 +82,7 @@ def stored_tensors(name: str, model: nn.Module) -> TensorFiles | None:
         if stored is None or files.shape(stored) != parameter.shape:
             return None
         found |= dict.fromkeys(names, stored)
+    warn_of_unused(name, model, files.keys() - model.state_dict().keys())
     return files.renamed(found)
 
 

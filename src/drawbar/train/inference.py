@@ -180,9 +180,9 @@ def generate_from_run(
     config = on_one_process(config)
     place = Place()
     device = choose_device(config.device, place)
-    seed_everything(seed)
     with World(place, device, config.launch.timeout) as world:
         task = build_task(task_type or task_class(config.task.type), config, world, config.run_dir)
         engine, _ = open_checkpoint(task, config, which, world)
+        seed_everything(seed)
         with closing(engine):
             return generate_text(engine, task.tokenizer, prompts, sampling)

@@ -26,6 +26,7 @@ from drawbar.runtime.files import sync
 from drawbar.runtime.log import logger
 from drawbar.runtime.seed import rng_state, seed_everything, set_rng_state
 from drawbar.train.disks import Disks
+from drawbar.train.setup import check_base
 from drawbar.train.step import Progress
 from drawbar.train.stop import Reason, Stop
 
@@ -98,6 +99,7 @@ class Saver:
             "world_size": self._world.size,
             "formats": self._formats,
             "validation": self._validation,
+            "base": None if self._engine.base is None else self._engine.base.digest,
         }
         rng = {
             f"{_generator(self._world, rank)}/{name}": tensor
@@ -196,17 +198,18 @@ def restore(
     A fork takes weights, optimizer and position where they fit, and forgets the scores of the run it came from.
 
     Raises:
-        UserError: the checkpoint is damaged, or belongs to another model, optimizer or data.
+        UserError: the checkpoint is damaged, or belongs to another model, optimizer or data, or to adapters on other
+            weights.
     """
     with world.together(f"reading {checkpoint}"):
         snapshot = read(checkpoint)
     values = snapshot.state
-    state = EngineState(snapshot.model, snapshot.optimizer, values["engine"])
     with world.working(f"loading {checkpoint}"):
         if forked:
-            _load_what_fits(engine, state, loader, _with_lanes(values["data"], checkpoint))
+            _load_what_fits(engine, loader, snapshot, checkpoint)
         else:
-            engine.load(state)
+            check_base(snapshot, engine)
+            engine.load(_engine_state(snapshot))
             loader.load(values["data"])
             _check_validation(values.get("validation"), validation)
     _restore_generators(snapshot.rng, seed, snapshot.step, world)
@@ -245,15 +248,22 @@ def _with_lanes(data: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
     return {"lanes": then.stream_lanes, "records": then.records_per_lane, **data}
 
 
-def _load_what_fits(engine: Engine, state: EngineState, loader: Loader, data: dict[str, Any]) -> None:
-    """For a fork: another optimizer starts afresh on the same weights, other data from its beginning."""
+def _engine_state(snapshot: Snapshot) -> EngineState:
+    return EngineState(snapshot.model, snapshot.optimizer, snapshot.state["engine"])
+
+
+def _load_what_fits(engine: Engine, loader: Loader, snapshot: Snapshot, checkpoint: Path) -> None:
+    """For a fork: another optimizer starts afresh on the same weights, and so do adapters on others, other data from
+    its beginning."""
+    state = _engine_state(snapshot)
     try:
+        check_base(snapshot, engine)
         engine.load(state)
     except UserError as error:
         logger.warning("only the weights are taken over: %s", error.what)
         engine.load_model(state.model)
     try:
-        loader.load(data)
+        loader.load(_with_lanes(snapshot.state["data"], checkpoint))
     except UserError as error:
         logger.warning("the data begins at its first sample: %s", error.what)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from drawbar.checkpoint.directory import CheckpointDirectory
+from drawbar.checkpoint.format import Snapshot
 from drawbar.checkpoint.load import read
 from drawbar.checkpoint.space import rust_errors
 from drawbar.config.deepspeed import laid_out
@@ -21,6 +22,7 @@ from drawbar.errors import UserError
 from drawbar.runtime.dist import World
 from drawbar.runtime.files import sync, write_whole
 from drawbar.runtime.log import logger
+from drawbar.runtime.seed import seed_everything
 from drawbar.tasks.chat import read_template
 from drawbar.tasks.overrides import fault, named_errors
 from drawbar.tasks.pretrained import PretrainedTask
@@ -136,8 +138,39 @@ def open_checkpoint(task: Task, config: RunConfig, which: str | None, world: Wor
     )
     with world.together(f"reading {path}"):
         snapshot = read(path)
+    seed_everything(config.run.seed)  # as in training: a task may draw weights that adapters leave as they are
     engine = choose_engine(task, config, world, total_steps=1)
+    seed_everything(config.run.seed, world.layout.seed_rank(world.rank))
+    try:
+        check_base(snapshot, engine)
+    except UserError as error:
+        logger.warning("%s: what comes of it is not what the run gave", error.what)
     with world.together(f"loading {path}"):
         engine.load_model(snapshot.model)
     logger.info("checkpoint: %s", path)
     return engine, snapshot.step
+
+
+def check_base(snapshot: Snapshot, engine: Engine) -> None:
+    """Refuse adapters on a pretrained model that is not the one they were trained on: a checkpoint holds nothing of it.
+
+    Raises:
+        UserError: its weights are others, or one that it does not have is not in the checkpoint either.
+    """
+    if engine.base is None:
+        return
+    lost = sorted(engine.base.new - snapshot.model.keys())
+    if lost:
+        raise UserError(
+            f"neither the pretrained model nor this checkpoint has {lost[0]}: an older drawbar drew it by chance, and "
+            "did not keep it",
+            where="task.model",
+            remedy="train the run anew, under another run.name",
+        )
+    if snapshot.state.get("base") not in (None, engine.base.digest):  # older checkpoints do not say it
+        raise UserError(
+            "the weights of the pretrained model are not those that the adapters of this run were trained on",
+            where="task.model",
+            remedy="put back that model (on the hub, a name may stand for another revision by now), or start a new "
+            "run from these adapters with `--fork NEWNAME`",
+        )

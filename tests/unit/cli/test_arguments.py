@@ -12,6 +12,7 @@ import drawbar
 from drawbar.cli import group
 from drawbar.cli.arguments import load, load_run
 from drawbar.cli.train import count_processes, own_command
+from drawbar.config.compare import check_same
 from drawbar.config.schema import CausalLMConfig
 from drawbar.errors import UserError
 from drawbar.tasks.causal_lm import CausalLM
@@ -61,6 +62,19 @@ def test_a_run_is_read_where_it_lies_now(project: Path) -> None:
     loaded = load_run(str(moved), ("eval.micro_batch=3",), None)
     assert loaded.config.run_dir == moved
     assert loaded.config.eval.micro_batch == 3
+
+
+@pytest.mark.parametrize(
+    "left", [b"", b"run: {name: tiny}\ntrain: {ste", b"run: {name\n", b"\0" * 9 + b"\n", b"\xff\n"]
+)
+def test_a_damaged_config_of_a_run_is_no_mistake_of_the_user(left: bytes, project: Path) -> None:
+    config = load((str(project / "config.yaml"), f"run.dir={project}"), None).config
+    config.run_dir.mkdir()
+    (config.run_dir / "config.yaml").write_bytes(left)
+    for read in (lambda: load_run(str(config.run_dir), (), None), lambda: check_same(config.run_dir, config)):
+        with pytest.raises(UserError, match=r"own config.yaml is damaged: [\s\S]*restore it from a copy") as damaged:
+            read()
+        assert damaged.value.where == str(config.run_dir / "config.yaml")
 
 
 def test_a_run_misspelt(project: Path) -> None:

@@ -177,7 +177,30 @@ def test_a_lost_worker_is_an_error(encoder: Any, timeout: float, what: str) -> N
         encoded(encoder, timeout=timeout)
     assert caught.value.exit_code == ExitCode.FAILED
     assert caught.value.where == "data.workers"
+    assert "use fewer processes (data.workers=1)" in str(caught.value.remedy)  # there were two
     assert multiprocessing.active_children() == []
+
+
+def test_one_worker_cannot_be_fewer() -> None:
+    assert "fewer" not in str(encode._lost_worker(TimeoutError(), 60, count=1).remedy)
+
+
+def test_a_process_that_is_ended_leaves_no_words_of_pythons_own(tmp_path: Path) -> None:
+    program = """
+import os
+from drawbar.data.encode import encode_chunks
+def encode(record):
+    return record
+if __name__ == "__main__":
+    chunks = encode_chunks([{"n": 1}] * 500, encode, skip=False, workers=1, timeout=60)
+    next(chunks)
+    os.write(1, os.environ["PYTHONWARNINGS"].encode())
+    os._exit(75)  # as after a signal
+"""
+    (tmp_path / "program.py").write_text(program)
+    own = {**os.environ, "PYTHONWARNINGS": "default"}
+    done = subprocess.run([sys.executable, tmp_path / "program.py"], capture_output=True, text=True, env=own)
+    assert (done.returncode, done.stdout, done.stderr) == (75, "default", "")
 
 
 def test_what_cannot_be_sent_is_encoded_here(caplog: pytest.LogCaptureFixture) -> None:

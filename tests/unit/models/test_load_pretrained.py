@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, T5Config, T5Model
 
 from drawbar.data.tokenizer import train_byte_bpe
 from drawbar.errors import UserError
 from drawbar.models.huggingface import fit_embeddings, load_pretrained
+from drawbar.models.stored import build_structure, stored_tensors
 from drawbar.runtime.log import logger
 from harness import run_ranks
 from tiny import ARCHITECTURES
@@ -134,6 +136,25 @@ def test_weights_that_are_not_there_are_named(
     with caplog.at_level(logging.WARNING, logger="drawbar"):
         load_pretrained(str(tmp_path))
     assert "lm_head.weight" in caplog.text
+
+
+@pytest.mark.parametrize("part_by_part", [False, True])
+def test_weights_without_a_place_are_named(
+    part_by_part: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logger, "propagate", True)
+    save(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.2.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"].clone()
+    tensors |= {name: torch.zeros(4) for name in ("score.weight", "model.layers.1.self_attn.rotary_emb.inv_freq")}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with caplog.at_level(logging.WARNING, logger="drawbar"):
+        if part_by_part:
+            stored_tensors(str(tmp_path), build_structure(str(tmp_path)))
+        else:
+            load_pretrained(str(tmp_path))
+    (said,) = set(caplog.messages)
+    assert said.endswith("they are left out: model.layers.2.mlp.up_proj.weight")
 
 
 def load_and_measure(folder: str) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     BertConfig,
@@ -24,7 +25,8 @@ from transformers import (
 
 from drawbar.config.schema import LoraSection
 from drawbar.errors import UserError
-from drawbar.models.lora import add_adapters, merged, save_adapter, trained_state
+from drawbar.models.huggingface import load_pretrained, weights_without_file
+from drawbar.models.lora import add_adapters, add_adapters_to_base, merged, save_adapter, trained_state
 from drawbar.runtime.dist import World
 from drawbar.runtime.env import Place
 
@@ -266,6 +268,38 @@ def test_peft_loads_base_and_adapter_in_one(tmp_path: Path) -> None:
     loaded = peft.AutoPeftModel.from_pretrained(tmp_path / "adapter")
 
     assert_close(logits(loaded.get_base_model()), logits(model), atol=1e-6)
+
+
+def test_what_no_file_has_is_trained_and_goes_with_the_adapters(tmp_path: Path) -> None:
+    """A masked language model has no pooler, which a classifier needs: here it is random, and an adapter keeps it."""
+    AutoModelForMaskedLM.from_config(BertConfig(**ENCODER)).save_pretrained(tmp_path / "base")
+    torch.manual_seed(1)
+    model = load_pretrained(str(tmp_path / "base"), "sequence_classification", num_labels=3)
+    add_adapters(model, LoraSection(modules="linear"), weights_without_file(model))
+
+    trained = {n for n, p in train(model).named_parameters() if p.requires_grad and ".lora_" not in n}
+    save_adapter(model, tmp_path / "adapter", "some/base")
+    torch.manual_seed(2)
+    drawn_anew = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=3)
+    loaded = peft.PeftModel.from_pretrained(drawn_anew, tmp_path / "adapter")
+
+    assert {n.rpartition(".")[0] for n in trained} == {"bert.pooler.dense", "classifier"}
+    assert trained <= trained_state(model).keys()
+    assert_close(logits(loaded.get_base_model()), logits(model), atol=1e-6)
+
+
+def test_the_digest_is_that_of_the_frozen_values_alone() -> None:
+    def digest(change: str | None) -> str:
+        model = build("bert")
+        if change is not None:
+            with torch.no_grad():
+                model.get_parameter(change).view(-1)[-1].nextafter_(torch.tensor(9.0))
+        return add_adapters_to_base(model, LoraSection(train=["pooler.dense"]), new=[]).digest
+
+    whole = digest(None)
+    assert digest("bert.embeddings.word_embeddings.weight") != whole
+    assert digest("bert.encoder.layer.1.attention.self.query.bias") != whole  # inside an adapted layer
+    assert digest("classifier.weight") == digest("bert.pooler.dense.bias") == whole
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])

@@ -1,18 +1,32 @@
 """Runs that train low-rank adapters: what is saved, resumed, evaluated and refused."""
 
 import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
+import peft
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    BertModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 import drawbar
+from drawbar.checkpoint.format import Snapshot
 from drawbar.data.tokenizer import train_byte_bpe
 from drawbar.errors import UserError
+from drawbar.models.lora import Base
+from drawbar.train.export import export_run
 from drawbar.train.inference import evaluate_run
-from runs import fit_in, losses, scores, weights
+from drawbar.train.setup import check_base
+from runs import fit_in, largest_difference, losses, scores, weights
 
 SIZES = {
     "vocab_size": 280,
@@ -38,6 +52,8 @@ TASKS = {
     "llama": "task: {type: causal_lm, model: llama}\n",
     "bert": "task: {type: sequence_classification, model: bert}\n",
 }
+HEADS = {"llama": set(), "bert": {"bert.pooler.dense", "classifier"}}
+"""What the pretrained models do not have."""
 FAMILIES = pytest.mark.parametrize("family", ["llama", "bert"])
 
 
@@ -49,7 +65,8 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2, bos_token_id=0, eos_token_id=0)).save_pretrained(
         folder / "llama"
     )
-    BertModel(BertConfig(**SIZES)).save_pretrained(folder / "bert")
+    # as a masked language model is exported: classifiers need a pooler, too
+    BertModel(BertConfig(**SIZES), add_pooling_layer=False).save_pretrained(folder / "bert")
     tokenizer = train_byte_bpe(["a good road and a bad road"] * 9, 280)
     words = ("good", "bad")
     records = [{"text": f"a {words[number % 2]} road {number}", "label": number % 2} for number in range(20)]
@@ -67,10 +84,10 @@ def use(project: Path, family: str) -> Path:
 
 
 @FAMILIES
-def test_a_checkpoint_holds_adapters_and_head_alone(family: str, project: Path) -> None:
+def test_a_checkpoint_holds_adapters_and_what_is_new_alone(family: str, project: Path) -> None:
     saved = weights(use(project, family), 12)
     heads = {name for name in saved if "lora_" not in name}
-    assert heads == ({"classifier.weight", "classifier.bias"} if family == "bert" else set())
+    assert heads == {f"{module}.{leaf}" for module in HEADS[family] for leaf in ("weight", "bias")}
     adapters = [name for name in saved if "lora_" in name]
     assert len(adapters) == 2 * 2 * 2  # A and B, of query and value, in two layers
     assert all(2 in saved[name].shape for name in adapters)
@@ -113,6 +130,73 @@ def test_the_pretrained_weights_stay_as_they_are(project: Path, tmp_path: Path) 
     fit_in(project, "run.name=again", "train.steps=2", "optim.warmup=0")
     after = load_file(project / "llama" / "model.safetensors")
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_an_export_gives_the_scores_of_the_run(
+    merge: bool, project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = use(project, "bert")
+    monkeypatch.chdir(project)
+    export_run(drawbar.load_config("config.yaml", ["run.name=bert"]).config, None, tmp_path / "it", "12", merge)
+    folder = project / "bert" if not merge else tmp_path / "it"
+    model = BertForSequenceClassification.from_pretrained(folder)  # what it lacks is drawn anew
+    model = model if merge else peft.PeftModel.from_pretrained(model, tmp_path / "it")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "it")
+    records = [json.loads(line) for line in (project / "records.jsonl").read_text().splitlines()]
+    with torch.no_grad():
+        logits = [model.eval()(**tokenizer(record["text"], return_tensors="pt")).logits for record in records]
+    loss = torch.nn.functional.cross_entropy(torch.cat(logits), torch.tensor([record["label"] for record in records]))
+    assert float(loss) == pytest.approx(scores(run)[12]["eval/validation/loss"], rel=1e-5)
+
+
+def test_fsdp_trains_what_the_pretrained_model_lacks(project: Path) -> None:
+    whole = use(project, "bert")
+    fit_in(project, "run.name=bert-fsdp", "parallel.strategy=fsdp")
+    assert largest_difference(losses(project / "runs" / "bert-fsdp"), losses(whole)) < 1e-6
+    assert weights(project / "runs" / "bert-fsdp", 12).keys() == weights(whole, 12).keys()
+
+
+@pytest.fixture
+def other_base(project: Path, tmp_path: Path) -> str:
+    """The setting of a pretrained model like the first, with one other weight, as after a new revision."""
+    shutil.copytree(project / "llama", tmp_path / "base")
+    tensors = load_file(tmp_path / "base" / "model.safetensors")
+    tensors["model.norm.weight"][3] += 0.5
+    save_file(tensors, tmp_path / "base" / "model.safetensors", metadata={"format": "pt"})
+    return f"task.model={tmp_path / 'base'}"
+
+
+def test_adapters_go_on_upon_their_own_pretrained_model_alone(project: Path, other_base: str) -> None:
+    run = use(project, "llama")
+    checkpoint = str(run / "checkpoints" / "step-00000006")
+    with pytest.raises(UserError, match=r"are not those that the adapters [\s\S]*--fork NEWNAME"):
+        fit_in(project, "run.name=other", other_base, resume=checkpoint)
+    assert not (project / "runs" / "other").exists()
+    fit_in(project, "run.name=llama", other_base, resume=checkpoint, fork="forked")
+    assert "are not those that the adapters" in (project / "runs" / "forked" / "logs" / "rank-0000.log").read_text()
+
+
+def test_an_evaluation_on_another_pretrained_model_says_so(
+    project: Path, other_base: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = use(project, "llama")
+    log = run / "logs" / "rank-0000.log"
+    monkeypatch.chdir(project)
+    for setting in ("task.model=llama", other_base):
+        assert "are not those that the adapters" not in log.read_text()
+        config = drawbar.load_config("config.yaml", ["run.name=llama", setting]).config
+        evaluate_run(config, None, "validation", "12")
+    assert "are not those that the adapters" in log.read_text()
+
+
+def test_an_older_checkpoint_without_what_no_file_has_is_named() -> None:
+    engine = SimpleNamespace(base=Base(frozenset({"bert.pooler.dense.bias"}), "of today"))
+    snapshot = Snapshot(6, {}, {}, {}, {})
+    with pytest.raises(UserError, match=r"has bert\.pooler\.dense\.bias: an older drawbar"):
+        check_base(snapshot, engine)
+    snapshot.model = {"bert.pooler.dense.bias": torch.zeros(2)}
+    check_base(snapshot, engine)  # nor does it say what was below its adapters
 
 
 @pytest.mark.parametrize(
