@@ -16,7 +16,7 @@ from drawbar.checkpoint.format import OtherFormat, Unusable
 from drawbar.checkpoint.load import readable_disk
 from drawbar.config.compare import check_same
 from drawbar.config.load import dump_yaml, load_config
-from drawbar.config.schema import RunConfig, RunSection
+from drawbar.config.schema import RUN_NAME, RunConfig, RunSection
 from drawbar.errors import UserError
 from drawbar.launch.job import FOLDER as LAUNCH_FOLDER
 from drawbar.runtime.files import write_whole
@@ -137,7 +137,7 @@ def renamed(config: RunConfig, name: str) -> RunConfig:
         raise UserError(
             f"{name!r} cannot be the name of a run",
             where="--fork",
-            remedy="use letters, digits, dots, dashes and underscores, and begin with a letter or a digit",
+            remedy=f"use {RUN_NAME}",
         ) from error
     return config.model_copy(update={"run": run})
 
