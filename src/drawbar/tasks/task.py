@@ -43,6 +43,8 @@ class Task:
         """What ``build_tokenizer`` returned; set before anything below it is called."""
         self.facts: dict[str, Any] = {}
         """What ``find_facts`` returned; set before anything below it is called."""
+        self.has_checkpoint = False
+        """Whether the weights of a checkpoint take the place of those that ``build_model`` returns."""
         self.labelled = True
         """False where records have no targets to learn from or to compare with: ``encode`` then leaves them out."""
 

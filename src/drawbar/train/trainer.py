@@ -142,6 +142,7 @@ class Trainer:
         config = choose_formats(config, world.device)
         origin = config.run_dir if start.checkpoint is None else start.checkpoint.resolve().parent.parent
         task = build_task(self.task_type, config, world, origin)
+        task.has_checkpoint = start.checkpoint is not None
         loader, validation = load_data(task, config, world, console)
         total_steps = count_steps(config.train, loader.steps_per_epoch)
         with named_errors(task):
