@@ -50,8 +50,8 @@ def children(settings: dict[str, Setting], section: str) -> dict[str, Setting]:
 
 
 def suggestions(settings: dict[str, Setting], key: str) -> list[str]:
-    """Settings that a user who wrote ``key`` may have meant: what that is in other trainers; or one spelled like it beside
-    it, and its namesakes elsewhere."""
+    """Settings that a user who wrote ``key`` may have meant: ours, for a name of other trainers; or one spelled like it
+    beside it, and its namesakes elsewhere."""
     ours = [setting for setting in our_names(key) if setting.partition("=")[0] in settings]
     if ours:
         return ours

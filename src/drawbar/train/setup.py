@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,14 +10,17 @@ from typing import Any
 from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.checkpoint.load import read
 from drawbar.checkpoint.space import rust_errors
+from drawbar.config.compare import Difference
 from drawbar.config.deepspeed import laid_out
-from drawbar.config.schema import ParallelSection, RunConfig, TrainSection
+from drawbar.config.fields import show
+from drawbar.config.schema import OptimSection, ParallelSection, RunConfig, TrainSection
 from drawbar.config.source import read_file
 from drawbar.data.loader import OtherData
 from drawbar.data.tokenizer import load_tokenizer
 from drawbar.engines.choose import choose_engine
 from drawbar.engines.engine import Engine
 from drawbar.errors import UserError
+from drawbar.optim.schedules import learning_rate_scale
 from drawbar.runtime.dist import World
 from drawbar.runtime.files import sync, write_whole
 from drawbar.runtime.log import logger
@@ -121,6 +124,18 @@ def count_steps(config: TrainSection, steps_per_epoch: int | None) -> int:
         return config.steps
     assert steps_per_epoch is not None, "a rule refuses epochs of a stream"
     return math.ceil((config.epochs or 0) * steps_per_epoch)
+
+
+def tell_length(changed: Sequence[Difference], made: int, total_steps: int, optim: OptimSection) -> None:
+    """Say that a run goes on to another last step than the one that it began with, and what that does."""
+    if not changed or made >= total_steps:
+        return
+    what = ", ".join(f"{one.key} was {show(one.old)} and is now {show(one.new)}" for one in changed)
+    rate = optim.lr * learning_rate_scale(made, total_steps, optim)
+    logger.info("%s: the run goes on from step %s to step %s", what, f"{made:,}", f"{total_steps:,}")
+    logger.info(
+        "the learning rate of these steps is that of a run of %s: it goes on with %.2g", f"{total_steps:,}", rate
+    )
 
 
 def open_checkpoint(task: Task, config: RunConfig, which: str | None, world: World) -> tuple[Engine, int]:

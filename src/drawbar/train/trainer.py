@@ -9,6 +9,7 @@ import torch
 
 from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.checkpoint.space import check_space, check_writable, explain_full_disk, required_bytes
+from drawbar.config.compare import check_length
 from drawbar.config.rules import RULES, TRAIN_RULES, check_rules, check_world
 from drawbar.config.schema import RunConfig
 from drawbar.data.loader import Loader
@@ -47,7 +48,7 @@ from drawbar.train.hooks import (
 )
 from drawbar.train.rundir import Start, encoded_once, find_start, lock_run_dir, renamed, write_config
 from drawbar.train.saver import Saver, formats_as_begun, restore
-from drawbar.train.setup import build_task, chats_as_then, count_steps, save_task
+from drawbar.train.setup import build_task, chats_as_then, count_steps, save_task, tell_length
 from drawbar.train.step import Progress, StepInfo
 from drawbar.train.stop import Stop
 
@@ -157,6 +158,8 @@ class Trainer:
         if start.checkpoint is not None:
             with chats_as_then(task, origin):
                 progress = restore(start.checkpoint, start.forked, config.run.seed, engine, loader, validation, world)
+            check_length(progress.step, total_steps, config.train)
+            tell_length(start.changed_length, progress.step, total_steps, config.optim)
         self._open(task, engine, world, disks, start)
         run = _Run(config, world, disks, stop, console, task, engine, loader, validation, progress)
         run.train(total_steps)
@@ -259,7 +262,7 @@ class _Run:
         config, world, run_dir = self.config, self.world, self.config.run_dir
         log_every = config.tracking.log_every
         hooks: list[Hook] = [
-            LogHook(log_every, self.loader, world, self.meter, self.trackers, self.console),
+            LogHook(log_every, self.loader, world, self.meter, self.trackers, self.console, saver),
             SaveHook(config.checkpoint.every, saver, self.meter),
         ]
         if self.validation is not None:
