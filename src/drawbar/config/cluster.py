@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator
 
 from drawbar.config.container import BindText, ImageText, RuntimeOrAuto
 from drawbar.config.hosts import check_hosts, parse_host

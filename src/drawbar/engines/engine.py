@@ -56,6 +56,8 @@ class EngineState:
 class Engine(ABC):
     """Runs training and evaluation steps under one strategy."""
 
+    total_steps: int  # optimizer steps of the whole run, for the schedule; it must be set before the first
+
     @property
     @abstractmethod
     def checkpoint_bytes(self) -> int:
@@ -93,8 +95,7 @@ class Engine(ABC):
 
     @abstractmethod
     def gradients(self) -> dict[str, torch.Tensor]:
-        """The full gradients by parameter name, before clipping, in host memory on rank 0, nothing on other ranks.
-        Every rank calls it, between backward and update."""
+        """All unclipped gradients by name, in host memory on rank 0 alone. Every rank calls it before the update."""
 
     @abstractmethod
     def load(self, state: EngineState) -> None:

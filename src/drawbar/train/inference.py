@@ -13,7 +13,7 @@ from drawbar.config.schema import RunConfig
 from drawbar.data.readers import BadRecord
 from drawbar.data.sources import Record, Records
 from drawbar.errors import UserError
-from drawbar.evaluation.evaluate import Split, evaluate, predict, write_results
+from drawbar.evaluation.evaluate import evaluate, predict, write_results
 from drawbar.evaluation.generate import Prompt, Sampling, generate_text
 from drawbar.runtime.dist import World
 from drawbar.runtime.env import Place, choose_device
@@ -23,7 +23,7 @@ from drawbar.runtime.seed import seed_everything
 from drawbar.tasks.registry import task_class
 from drawbar.tasks.task import Task
 from drawbar.tracking.console import Console, make_console
-from drawbar.train.data import eval_micro_batch, load_split, varied_by
+from drawbar.train.data import encode_split, eval_micro_batch, open_split, varied_by
 from drawbar.train.output import write_lines
 from drawbar.train.setup import build_task, on_one_process, open_checkpoint
 
@@ -54,11 +54,12 @@ def evaluate_run(
         UserError: there is no such checkpoint or data.
     """
     with explain_full_disk(config.run_dir), _joined(config) as (world, console):
-        open_log_file(config.run_dir, world.rank)
         task = build_task(task_type or task_class(config.task.type), config, world, config.run_dir)
-        split = load_split(task, split_name, config, world, console)
-        engine, step = open_checkpoint(task, config, which, world)
+        opened = open_split(task, split_name, config, world)
+        engine, step = open_checkpoint(task, config, which, world)  # before anything is encoded
         with closing(engine):
+            split = encode_split(task, opened, config, world, console)
+            open_log_file(config.run_dir, world.rank)
             evaluation = evaluate(
                 engine,
                 task,
@@ -107,9 +108,12 @@ def predict_from_run(config: RunConfig, task_type: type[Task] | None, output: Pa
                 remedy="define predict() in the task, or set task.generation; `drawbar eval` gives its scores",
             )
         task.labelled = False
-        split = _load_input(task, config, world, console)
+        with _hints(task, config):
+            opened = open_split(task, "test", config, world)
         engine, _ = open_checkpoint(task, config, which, world)
         with closing(engine):
+            with _hints(task, config):
+                split = encode_split(task, opened, config, world, console)
             found = predict(
                 engine,
                 task,
@@ -127,10 +131,12 @@ def predict_from_run(config: RunConfig, task_type: type[Task] | None, output: Pa
             console.message(f"{output}: {len(lines):,} records{missing}")
 
 
-def _load_input(task: Task, config: RunConfig, world: World, console: Console) -> Split:
-    """The test data. An error names the option, and says what is often wrong with data that have no labels."""
+@contextmanager
+def _hints(task: Task, config: RunConfig) -> Iterator[None]:
+    """Around reading the test data: an error names the option, and says what is often wrong with data that have no
+    labels."""
     try:
-        return load_split(task, "test", config, world, console)
+        yield
     except UserError as error:
         if error.where == "data.test":
             error.where = "--input"

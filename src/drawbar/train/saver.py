@@ -182,34 +182,52 @@ def formats_as_begun(config: RunConfig, checkpoint: Path, device: torch.device) 
     return begun
 
 
-def restore(
+def restore_engine(checkpoint: Path, forked: bool, engine: Engine, world: World) -> Snapshot:
+    """Put back weights and optimizer. A fork takes the weights, and the optimizer where it fits.
+
+    Returns:
+        What else is in the checkpoint, for ``restore_position``.
+
+    Raises:
+        UserError: the checkpoint is damaged, or belongs to another model or optimizer.
+    """
+    with world.together(f"reading {checkpoint}"):
+        snapshot = read(checkpoint)
+    state = EngineState(snapshot.model, snapshot.optimizer, snapshot.state["engine"])
+    with world.working(f"loading {checkpoint}"):
+        if forked:
+            _load_what_fits(engine, state)
+        else:
+            engine.load(state)
+    return replace(snapshot, model={}, optimizer={})
+
+
+def restore_position(
     checkpoint: Path,
+    rest: Snapshot,
     forked: bool,
     seed: int,
-    engine: Engine,
     loader: Loader,
     validation: Split | None,
     world: World,
 ) -> Progress:
-    """Put everything back, so that the next step is the one that would have followed.
+    """Put back all else, so that the next step is the one that would have followed.
 
-    A fork takes weights, optimizer and position where they fit, and forgets the scores of the run it came from.
+    A fork takes the position in the data where that fits, and forgets the scores of the run it came from.
+
+    Args:
+        rest: what ``restore_engine`` has left of the checkpoint.
 
     Raises:
-        UserError: the checkpoint is damaged, or belongs to another model, optimizer or data.
+        UserError: the checkpoint belongs to other data.
     """
-    with world.together(f"reading {checkpoint}"):
-        snapshot = read(checkpoint)
-    values = snapshot.state
-    state = EngineState(snapshot.model, snapshot.optimizer, values["engine"])
-    with world.working(f"loading {checkpoint}"):
-        if forked:
-            _load_what_fits(engine, state, loader, _with_lanes(values["data"], checkpoint))
-        else:
-            engine.load(state)
-            loader.load(values["data"])
-            _check_validation(values.get("validation"), validation)
-    _restore_generators(snapshot.rng, seed, snapshot.step, world)
+    values = rest.state
+    if forked:
+        _load_where_it_fits(loader, _with_lanes(values["data"], checkpoint))
+    else:
+        loader.load(values["data"])
+        _check_validation(values.get("validation"), validation)
+    _restore_generators(rest.rng, seed, rest.step, world)
     progress = Progress(**values["progress"])
     if forked:
         progress.best_step = progress.best_score = None
@@ -245,13 +263,17 @@ def _with_lanes(data: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
     return {"lanes": then.stream_lanes, "records": then.records_per_lane, **data}
 
 
-def _load_what_fits(engine: Engine, state: EngineState, loader: Loader, data: dict[str, Any]) -> None:
-    """For a fork: another optimizer starts afresh on the same weights, other data from its beginning."""
+def _load_what_fits(engine: Engine, state: EngineState) -> None:
+    """For a fork: another optimizer starts afresh on the same weights."""
     try:
         engine.load(state)
     except UserError as error:
         logger.warning("only the weights are taken over: %s", error.what)
         engine.load_model(state.model)
+
+
+def _load_where_it_fits(loader: Loader, data: dict[str, Any]) -> None:
+    """For a fork: other data from its beginning."""
     try:
         loader.load(data)
     except UserError as error:

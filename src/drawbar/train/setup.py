@@ -152,7 +152,7 @@ def open_checkpoint(task: Task, config: RunConfig, which: str | None, world: Wor
     with world.together(f"reading {path}"):
         snapshot = read(path)
     task.has_checkpoint = True
-    engine = choose_engine(task, config, world, total_steps=1)
+    engine = choose_engine(task, config, world)
     with world.together(f"loading {path}"):
         engine.load_model(snapshot.model)
     logger.info("checkpoint: %s", path)

@@ -34,7 +34,7 @@ from drawbar.tracking.trackers import Trackers, make_trackers
 from drawbar.train.best import check_mode, settle_mode
 from drawbar.train.check import check_evaluation, check_task
 from drawbar.train.core_wait import CoreWaitHook
-from drawbar.train.data import eval_micro_batch, load_data, varied_by
+from drawbar.train.data import Opened, eval_micro_batch, first_samples, load_data, open_data, varied_by
 from drawbar.train.disks import Disks, find_start_everywhere, look_at_disks
 from drawbar.train.hooks import (
     EvalHook,
@@ -47,7 +47,7 @@ from drawbar.train.hooks import (
     owes_evaluation,
 )
 from drawbar.train.rundir import Start, encoded_once, find_start, lock_run_dir, renamed, write_config
-from drawbar.train.saver import Saver, formats_as_begun, restore
+from drawbar.train.saver import Saver, formats_as_begun, restore_engine, restore_position
 from drawbar.train.setup import build_task, chats_as_then, count_steps, save_task, tell_length
 from drawbar.train.step import Progress, StepInfo
 from drawbar.train.stop import Stop
@@ -144,20 +144,21 @@ class Trainer:
         origin = config.run_dir if start.checkpoint is None else start.checkpoint.resolve().parent.parent
         task = build_task(self.task_type, config, world, origin)
         task.has_checkpoint = start.checkpoint is not None
-        loader, validation = load_data(task, config, world, console)
-        total_steps = count_steps(config.train, loader.steps_per_epoch)
+        opened = open_data(task, config, world)
         with named_errors(task):
-            engine = choose_engine(task, config, world, total_steps)
-        check_task(task, engine, loader)
-        if validation is not None:
-            check_evaluation(task, engine, validation, config.eval.metric)
-            check_mode(config.eval)
+            engine = choose_engine(task, config, world)
+        if start.checkpoint is not None:
+            rest = restore_engine(start.checkpoint, start.forked, engine, world)
+        self._try_out(task, engine, opened, config, world, console)
+        loader, validation = load_data(task, opened, config, world, console)
+        engine.total_steps = total_steps = count_steps(config.train, loader.steps_per_epoch)
 
         seed_everything(config.run.seed, world.layout.seed_rank(world.rank))  # from here on a rank's dropout is its own
         progress = Progress()
         if start.checkpoint is not None:
+            of_run = (start.checkpoint, rest, start.forked, config.run.seed)
             with chats_as_then(task, origin):
-                progress = restore(start.checkpoint, start.forked, config.run.seed, engine, loader, validation, world)
+                progress = restore_position(*of_run, loader, validation, world)
             check_length(progress.step, total_steps, config.train)
             tell_length(start.changed_length, progress.step, total_steps, config.optim)
         self._open(task, engine, world, disks, start)
@@ -165,6 +166,24 @@ class Trainer:
         run.train(total_steps)
         engine.close()
         return Outcome(stop.exit_code, config.run_dir, progress)
+
+    def _try_out(
+        self,
+        task: Task,
+        engine: Engine,
+        opened: tuple[Opened, Opened | None],
+        config: RunConfig,
+        world: World,
+        console: Console,
+    ) -> None:
+        """Find what is wrong with the task, the model or the settings on a few samples: hours may go into encoding all,
+        and a wrong request is to leave nothing behind."""
+        train, validation = opened
+        check_task(task, engine, first_samples(train, task, config, world, console))
+        if validation is not None:
+            first = first_samples(validation, task, config, world, console)
+            check_evaluation(task, engine, first, config.eval.metric)
+            check_mode(config.eval)
 
     def _find_start(self) -> Start:
         check_writable(Path(self.config.run.dir))
