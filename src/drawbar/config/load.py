@@ -75,6 +75,26 @@ def load_config(
     return LoadedConfig(config, settings.origins, settings.path)
 
 
+def load_run_config(
+    run: str | Path, overrides: Sequence[str] = (), task: type[TaskConfig] | None = None
+) -> LoadedConfig:
+    """The configuration of a run directory, wherever it lies now.
+
+    Raises:
+        UserError: the folder holds no run.
+    """
+    folder = Path(run).absolute()
+    if not (folder / "config.yaml").is_file():
+        guess = nearest(folder.name, sorted(path.parent.name for path in folder.parent.glob("*/config.yaml")))
+        raise UserError(
+            f"{run} is no run directory: it has no config.yaml",
+            where="RUN",
+            remedy=f"did you mean {folder.parent / guess}?" if guess else "give the folder that training wrote",
+        )
+    place = (f"run.dir={json.dumps(str(folder.parent))}", f"run.name={json.dumps(folder.name)}")  # quoted for YAML
+    return load_config(folder / "config.yaml", [*overrides, *place], task=task)
+
+
 def dump_yaml(config: RunConfig, comments: Mapping[str, str] | None = None) -> str:
     """The configuration as YAML with every default written out; ``load_config`` reads it back to an equal one.
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from drawbar.data.loader import MicroBatch
-from drawbar.tasks.batch import Batch
+from drawbar.tasks.batch import Ask, Batch
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ class Engine(ABC):
         """Loss and predictions of this rank's batch, without gradients. All ranks call it equally often."""
 
     @abstractmethod
-    def predict_step(self, batch: Batch) -> list[Any]:
-        """Predictions of this rank's batch alone, one a sample: its records need no labels."""
+    def predict_step(self, batch: Batch, ask: Ask) -> list[Any]:
+        """What ``ask`` (``task.predict``, say) answers to this rank's batch alone: its records need no labels."""
 
     @property
     @abstractmethod

@@ -37,7 +37,7 @@ from drawbar.parallel.zero1 import own_part, share_out
 from drawbar.runtime.dist import World
 from drawbar.runtime.log import logger
 from drawbar.runtime.mesh import Layout, build_mesh, replicas
-from drawbar.tasks.batch import Batch
+from drawbar.tasks.batch import Ask, Batch
 from drawbar.tasks.task import Task
 
 LARGEST_FILE = "5GB"
@@ -201,10 +201,10 @@ class NativeEngine(Engine):
         return EvalResult(loss=float(loss), weight=weight, predictions=predictions)
 
     @torch.no_grad()
-    def predict_step(self, batch: Batch) -> list[Any]:
+    def predict_step(self, batch: Batch, ask: Ask) -> list[Any]:
         self.module.eval()
         with free_gathered(self.module), autocast(self.precision, self.world.device):
-            return self.task.predict(self.module, batch.to(self.world.device))
+            return ask(self.module, batch.to(self.world.device))
 
     @property
     def positions(self) -> int | None:

@@ -138,6 +138,22 @@ def tell_length(changed: Sequence[Difference], made: int, total_steps: int, opti
     )
 
 
+def check_predicts(task: Task, probabilities: bool) -> None:
+    """Refuse to ask a task for predictions, or for their probabilities, that has none."""
+    if not task.predicts:
+        raise UserError(
+            f"{type(task).__name__} makes no predictions",
+            where="RUN",
+            remedy="define predict() in the task, or set task.generation; `drawbar eval` gives its scores",
+        )
+    if probabilities and not task.gives_probabilities:
+        raise UserError(
+            f"{type(task).__name__} does not say how likely its predictions are",
+            where="--probabilities",
+            remedy="classifiers do, for labels; in a task of your own, define probabilities(model, batch)",
+        )
+
+
 def open_checkpoint(task: Task, config: RunConfig, which: str | None, world: World) -> tuple[Engine, int]:
     """An engine with the weights of a checkpoint, and its step.
 
