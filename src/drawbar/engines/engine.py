@@ -6,57 +6,21 @@ model, the optimizer and the loss contract: gradients are those of ``sum(loss) /
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from drawbar.data.loader import MicroBatch
+from drawbar.engines.results import EngineState, EvalResult, StepResult
 from drawbar.tasks.batch import Ask, Batch
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one optimizer step did, the same on every rank. Tensors stay on the device until somebody reads them."""
-
-    loss: torch.Tensor
-    """Mean loss over the units of the global batch, before the update (0-d)."""
-    grad_norm: torch.Tensor
-    """Global gradient norm before clipping (0-d)."""
-    weight: float
-    """Units (target tokens, or examples) in the global batch."""
-    lr: float
-    """Learning rate of the update."""
-    skipped: bool
-    """Whether fp16 overflowed, and the update was left out on every rank."""
-
-
-@dataclass(frozen=True)
-class EvalResult:
-    """This rank's share of an evaluation."""
-
-    loss: float
-    """Sum of the loss over the batch's units."""
-    weight: float
-    """How many units that is."""
-    predictions: list[Any] | None
-    """One a sample, in the order of the batch's ids; None for a task without ``predict``."""
-
-
-@dataclass
-class EngineState:
-    """All that an engine needs to go on exactly: tensors under fully qualified names, and plain values."""
-
-    model: Mapping[str, torch.Tensor]
-    optimizer: Mapping[str, torch.Tensor]
-    values: dict[str, Any] = field(default_factory=dict)
 
 
 class Engine(ABC):
     """Runs training and evaluation steps under one strategy."""
 
-    total_steps: int  # optimizer steps of the whole run, for the schedule; it must be set before the first
+    total_steps: int
+    """Optimizer steps of the whole run, for the schedule; it must be set before the first."""
 
     @property
     @abstractmethod
@@ -95,7 +59,8 @@ class Engine(ABC):
 
     @abstractmethod
     def gradients(self) -> dict[str, torch.Tensor]:
-        """All unclipped gradients by name, in host memory on rank 0 alone. Every rank calls it before the update."""
+        """The full gradients by parameter name, before clipping, in host memory on rank 0, nothing on other ranks.
+        Every rank calls it, between backward and update."""
 
     @abstractmethod
     def load(self, state: EngineState) -> None:

@@ -16,7 +16,8 @@ from drawbar.config.schema import RunConfig
 from drawbar.data.loader import MicroBatch
 from drawbar.data.packing import IGNORED_LABEL
 from drawbar.engines.build import build_spread, build_whole
-from drawbar.engines.engine import Engine, EngineState, EvalResult, StepResult
+from drawbar.engines.engine import Engine
+from drawbar.engines.results import EngineState, EvalResult, StepResult
 from drawbar.errors import UserError
 from drawbar.models.heads import longest_input
 from drawbar.models.lora import merged, save_adapter, trained_state

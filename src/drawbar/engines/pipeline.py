@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from drawbar.data.loader import MicroBatch
 from drawbar.engines.build import build_structure, fill_parts, pack
-from drawbar.engines.engine import EngineState, EvalResult
 from drawbar.engines.native import NativeEngine, number
+from drawbar.engines.results import EngineState, EvalResult
 from drawbar.errors import UserError
 from drawbar.models.plans import plan_for
 from drawbar.optim.state import check_optimizer_state

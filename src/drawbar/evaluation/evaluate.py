@@ -12,7 +12,8 @@ import numpy as np
 
 from drawbar.data.dataset import EncodedDataset
 from drawbar.data.loader import EvalLoader, MicroBatchSize, SampleRows, Vary
-from drawbar.engines.engine import Engine, EvalResult
+from drawbar.engines.engine import Engine
+from drawbar.engines.results import EvalResult
 from drawbar.errors import ExitCode, UserError, nearest
 from drawbar.runtime.dist import World
 from drawbar.runtime.files import write_whole

@@ -6,7 +6,8 @@ import traceback
 from typing import Any
 
 from drawbar.data.dataset import Sample
-from drawbar.engines.engine import Engine, EvalResult
+from drawbar.engines.engine import Engine
+from drawbar.engines.results import EvalResult
 from drawbar.errors import UserError
 from drawbar.evaluation.evaluate import Split, joined, unknown_metric
 from drawbar.tasks.batch import Batch

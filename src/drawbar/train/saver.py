@@ -17,7 +17,8 @@ from drawbar.config.data import DataSection
 from drawbar.config.schema import RunConfig
 from drawbar.config.source import read_file
 from drawbar.data.loader import Loader
-from drawbar.engines.engine import Engine, EngineState
+from drawbar.engines.engine import Engine
+from drawbar.engines.results import EngineState
 from drawbar.errors import UserError
 from drawbar.evaluation.evaluate import Split
 from drawbar.parallel.precision import choose_precision
