@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from drawbar.tasks.masked_lm import MaskedLM
     from drawbar.tasks.seq2seq import Seq2Seq
     from drawbar.tasks.task import Task
+    from drawbar.train.trained import load_run
     from drawbar.train.trainer import Trainer
 
 __version__ = "0.1.0"
@@ -40,6 +41,7 @@ _HOMES = {
     "Trainer": "drawbar.train.trainer",
     "UserError": "drawbar.errors",
     "load_config": "drawbar.config.load",
+    "load_run": "drawbar.train.trained",
     "main": "drawbar.cli",
 }
 
@@ -56,6 +58,7 @@ __all__ = [
     "Trainer",
     "UserError",
     "load_config",
+    "load_run",
     "main",
 ]
 

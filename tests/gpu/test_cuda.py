@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from conftest import make_project
 from drawbar.config.schema import OptimSection, TrainSection
-from drawbar.engines.engine import EngineState
 from drawbar.engines.native import NativeEngine
+from drawbar.engines.results import EngineState
 from drawbar.parallel.ddp import accumulate, replicate
 from drawbar.parallel.precision import choose_precision
 from drawbar.runtime.dist import World

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from drawbar.cli.resume import can_go_on
 from drawbar.cli.sending import Request, plan
 from drawbar.config.cluster import ClusterSection
 from drawbar.config.schema import LaunchSection, RunConfig
@@ -157,6 +158,14 @@ def test_how_a_job_stands(
     assert (found.state, found.code) == (state, code)
     assert found.remarks.startswith(words)
     assert found.is_active is (says is not None and says.is_active)
+
+
+def test_a_complete_run_goes_on_with_more_steps_alone(tmp_path: Path) -> None:
+    done = judge(record("7", tmp_path / "tiny"), entry(state="COMPLETED"), None)
+    with pytest.raises(UserError, match="tiny is complete") as refused:
+        can_go_on("tiny", [done], ("cluster.nodes=2",))
+    assert "drawbar resume tiny train.steps=N" in str(refused.value.remedy)
+    assert can_go_on("tiny", [done], ("cluster.nodes=2", "train.steps=50")) == [done]
 
 
 def test_lost_nodes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

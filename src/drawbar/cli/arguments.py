@@ -1,12 +1,8 @@
 """What the commands share: configuration arguments, and the folder of a run."""
 
-import json
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from drawbar.config.load import LoadedConfig, load_config
-from drawbar.config.source import config_of_run
-from drawbar.errors import UserError, nearest
+from drawbar.config.load import LoadedConfig, load_config, load_run_config
 
 if TYPE_CHECKING:
     from drawbar.tasks.task import Task
@@ -22,19 +18,5 @@ def load(arguments: tuple[str, ...], task: "type[Task] | None", cluster: str | N
 
 
 def load_run(run: str, overrides: tuple[str, ...], task: "type[Task] | None") -> LoadedConfig:
-    """The configuration of a run directory, wherever it lies now.
-
-    Raises:
-        UserError: the folder holds no run, or a damaged one.
-    """
-    folder = Path(run).absolute()
-    if not (folder / "config.yaml").is_file():
-        guess = nearest(folder.name, sorted(path.parent.name for path in folder.parent.glob("*/config.yaml")))
-        raise UserError(
-            f"{run} is no run directory: it has no config.yaml",
-            where="RUN",
-            remedy=f"did you mean {folder.parent / guess}?" if guess else "give the folder that training wrote",
-        )
-    place = (f"run.dir={json.dumps(str(folder.parent))}", f"run.name={json.dumps(folder.name)}")  # quoted for YAML
-    with config_of_run(folder) as path:
-        return load_config(path, [*overrides, *place], task=task.Config if task else None)
+    """See ``load_run_config``."""
+    return load_run_config(run, overrides, task.Config if task else None)

@@ -18,10 +18,12 @@ Examples:
   drawbar predict runs/demo --input unlabelled.tsv --output out.jsonl data.columns=[sentence]
   drawbar predict runs/demo --input reviews.txt --output out.jsonl --checkpoint 500 launch.nproc=2
   drawbar predict runs/demo --input reviews.csv --output out.jsonl --overwrite data.on_bad_record=skip
-  drawbar predict runs/demo --output out.jsonl "data.test={parallel: {source: new.en}}"
+  drawbar predict runs/demo --input reviews.jsonl --output out.jsonl --probabilities
+  drawbar predict runs/demo --output out.jsonl "data.test={parallel: {source: new.en}}"     parallel files
 
 \b
 Each line of the output is a record of the input, in order, with its "prediction"; null where there is none.
+With --probabilities it has "probabilities", too: that of each label, by its name; for words, a list of these.
 """,
 )
 @click.argument("run")
@@ -30,6 +32,7 @@ Each line of the output is a record of the input, in order, with its "prediction
 @click.option(
     "--output", type=click.Path(path_type=Path), required=True, metavar="FILE", help="A .jsonl file to write."
 )
+@click.option("--probabilities", is_flag=True, help="Of classifiers: write the probability of each label as well.")
 @click.option("--overwrite", is_flag=True, help="Replace the output, if it is there.")
 @click.option(
     "--checkpoint",
@@ -43,6 +46,7 @@ def predict(
     overrides: tuple[str, ...],
     source: str | None,
     output: Path,
+    probabilities: bool,
     overwrite: bool,
     checkpoint: str | None,
 ) -> int:
@@ -66,5 +70,5 @@ def predict(
     with quick_imports():
         from drawbar.train.inference import predict_from_run
 
-    predict_from_run(loaded.config, task, output, checkpoint)
+    predict_from_run(loaded.config, task, output, checkpoint, probabilities)
     return 0

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 Examples:
   drawbar resume runs/demo
   drawbar resume 1234 cluster.time=2-00 cluster.nodes=4
+  drawbar resume runs/demo train.steps=5000      more steps of a run that is complete
   drawbar resume 1234 --dry-run        read the script first
 
 \b
@@ -39,7 +40,7 @@ def resume(task: "type[Task] | None", what: str, settings: tuple[str, ...], dry_
     from drawbar.launch.records import find
     from drawbar.launch.standing import stand
 
-    wanted = _check(what, stand(find(what)))
+    wanted = can_go_on(what, stand(find(what)), settings)
     first = wanted[0].record
     program = own_program(task)
     caller = ["python", first.program] if first.program else ["drawbar"]
@@ -80,8 +81,13 @@ def _submitted(record: "Record", settings: tuple[str, ...]) -> tuple[str, ...] |
     return (str(file), *settings, *record.settings) if file.is_file() else None
 
 
-def _check(what: str, standings: "list[Standing]") -> "list[Standing]":
-    """What of it can go on. Raises UserError where it is under way, or complete."""
+def can_go_on(what: str, standings: "list[Standing]", settings: tuple[str, ...]) -> "list[Standing]":
+    """What of it can go on: what is not complete, or all of it where the settings ask for another number of steps.
+
+    Raises:
+        UserError: it is under way, or complete.
+    """
+    from drawbar.config.compare import LENGTH
     from drawbar.errors import ExitCode, UserError
 
     for standing in standings:
@@ -91,11 +97,12 @@ def _check(what: str, standings: "list[Standing]") -> "list[Standing]":
                 where=what,
                 remedy=f"wait for it (`drawbar logs {what} -f`), or end it with `drawbar cancel {what}`",
             )
-    left = [standing for standing in standings if standing.code != ExitCode.DONE]
+    longer = any(setting.partition("=")[0] in LENGTH for setting in settings)
+    left = [standing for standing in standings if longer or standing.code != ExitCode.DONE]
     if not left:
         raise UserError(
             f"there is nothing to go on with: {what} is complete",
             where=standings[0].record.run_dir,
-            remedy="for more steps, submit it with another run.name, or `drawbar train` with --fork NEWNAME",
+            remedy=f"for more steps: `drawbar resume {what} train.steps=N`",
         )
     return left

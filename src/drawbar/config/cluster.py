@@ -9,18 +9,20 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator
 
 from drawbar.config.container import BindText, ImageText, RuntimeOrAuto
 from drawbar.config.hosts import check_hosts, parse_host
-from drawbar.config.section import Count, PathText, Section, Text
+from drawbar.config.section import Count, PathText, Section, Text, text_of
 from drawbar.config.slurm_time import check_time, parse_time
 from drawbar.config.source import Origin, Settings, read_file
 from drawbar.errors import UserError, nearest
 
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.,@+-]*$", max_length=128)]
+Name = Annotated[str, text_of("letters, digits and _ . , @ + -", r"^[A-Za-z0-9_][A-Za-z0-9_.,@+-]*$", max_length=128)]
 """A name, or several with commas, that cannot be taken for an option or for a part of a shell command."""
-Module = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.,@+/-]*$", max_length=128)]
+Module = Annotated[
+    str, text_of("letters, digits and _ . , @ + / -", r"^[A-Za-z0-9_][A-Za-z0-9_.,@+/-]*$", max_length=128)
+]
 TimeLimit = Annotated[str, AfterValidator(check_time)]
 
 _TYPED_GPUS = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]*):([1-9][0-9]{0,3})")
@@ -163,7 +165,9 @@ class ClusterSection(Section):
     """ssh's configuration file, where it is not your own `~/.ssh/config`."""
     ssh_options: Annotated[dict[str, str | int], AfterValidator(_ssh_options)] = {}
     """More options of ssh as in its configuration, such as `{Port: 2222, User: me, ConnectTimeout: 30}`."""
-    forward: list[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*\*?$")]] = FORWARDED
+    forward: list[Annotated[str, text_of("letters, digits and _, and a last *", r"^[A-Za-z_][A-Za-z0-9_]*\*?$")]] = (
+        FORWARDED
+    )
     """For `--to ssh`: which of your own environment variables the hosts get, by name, or by beginning, as in `HF_*`.
     They travel over the connection, in no file and no command line, so secrets may be among them."""
     workdir: PathText | None = None

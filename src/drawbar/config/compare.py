@@ -8,7 +8,7 @@ from typing import Any
 
 from drawbar.config.fields import show
 from drawbar.config.load import load_config
-from drawbar.config.schema import RunConfig
+from drawbar.config.schema import RunConfig, TrainSection
 from drawbar.config.source import config_of_run
 from drawbar.errors import UserError
 
@@ -22,6 +22,8 @@ MAY_CHANGE: dict[str, str] = {
     "train.micro_batch": "the update does not depend on how a global batch is cut",
     "checkpoint": "when the state is saved, not what it is",
     "train.micro_batch_tokens": "the update does not depend on how a global batch is cut",
+    "train.steps": "the run goes on to these; the learning rate of the steps to come is computed anew",
+    "train.epochs": "the run goes on to these; the learning rate of the steps to come is computed anew",
     "data.workers": "the samples are the same, whoever encodes them",
     "data.cache": "where encoded samples lie, not what they are",
     "data.rebuild": "whether samples are encoded again; a run that goes on has the same ones",
@@ -43,6 +45,9 @@ AS_BEGUN = ("eval.mode",)
 READING = ("data.validation_share", "data.columns", "data.rename", "data.sample_by", "data.on_bad_record")
 """How the records of every split are read."""
 
+LENGTH = ("train.steps", "train.epochs")
+"""How long to train: the one change that shows in what a resumed run computes, and so is said."""
+
 ABSENT = "(absent)"
 """Stands for a key that one of the two configurations does not have."""
 
@@ -58,7 +63,7 @@ class Difference:
 
 def differences(old: RunConfig, new: RunConfig) -> list[Difference]:
     """The settings that differ and may not (see ``MAY_CHANGE``, ``AS_BEGUN``), by dotted key in the file's order."""
-    found = _differences(old.model_dump(mode="json"), new.model_dump(mode="json"), "")
+    found = _all_differences(old, new)
     return [difference for difference in found if not (_may_change(difference.key) or _is_as_begun(difference))]
 
 
@@ -76,26 +81,60 @@ def changed_records(old: RunConfig, new: RunConfig, split: str) -> list[str]:
     if all(getattr(old.data, name) is None for name in splits):
         return []
     keys = [*READING, *(f"data.{name}" for name in splits), *(f"data.limit.{name}" for name in splits)]
-    found = _differences(old.model_dump(mode="json"), new.model_dump(mode="json"), "")
+    found = _all_differences(old, new)
     return [item.key for item in found if any(item.key == key or item.key.startswith(f"{key}.") for key in keys)]
 
 
-def check_same(folder: Path, config: RunConfig) -> None:
+def check_same(folder: Path, config: RunConfig) -> list[Difference]:
     """See that a run that exists can go on with this configuration.
 
+    Returns:
+        What differs in how long it trains.
+
     Raises:
-        UserError: it is that of another run, or the run's own one is damaged.
+        UserError: it is that of another run, or asks for fewer steps than were made; or the run's own one is damaged.
     """
     with config_of_run(folder) as path:
         old = load_config(path, task=type(config.task)).config
     changed = differences(old, config)
+    made = _newest_step(folder)
     if changed:
+        fork = "; or go on from its weights under a new name: --fork NEWNAME" if made else ""
         raise UserError(
             f"the run {config.run.name} exists already, with another configuration:\n{render_differences(changed)}",
             where=str(folder),
-            remedy=f"to go on with the run, set {_as_before(changed)}; or choose another run.name for a new one; "
-            "or go on from its weights under a new name: --fork NEWNAME",
+            remedy=f"to go on with the run, set {_as_before(changed)}; or, for a new one, choose another run.name, or "
+            f"delete the folder{'' if made else ', which has no checkpoint yet'}{fork}",
         )
+    if config.train.steps is not None:
+        check_length(made, config.train.steps, config.train)
+    return [difference for difference in _all_differences(old, config) if difference.key in LENGTH]
+
+
+def check_length(made: int, total_steps: int, config: TrainSection) -> None:
+    """Refuse to train for fewer steps than were made.
+
+    Args:
+        made: steps of the checkpoint to go on from.
+        total_steps: what ``config`` asks for.
+    """
+    if made > total_steps:
+        setting, value = ("train.epochs", config.epochs) if config.steps is None else ("train.steps", config.steps)
+        raise UserError(
+            f"{setting}={value} asks for {total_steps:,} steps, but {made:,} are made already",
+            where=setting,
+            remedy=f"set {setting} to what makes {made:,} steps or more; or begin a new run under another run.name",
+        )
+
+
+def _newest_step(folder: Path) -> int:
+    """The step of a run's newest checkpoint, by its name alone; 0 where there is none."""
+    steps = [path.name.removeprefix("step-") for path in (folder / "checkpoints").glob("step-*")]
+    return max((int(step) for step in steps if step.isdigit()), default=0)
+
+
+def _all_differences(old: RunConfig, new: RunConfig) -> Iterator[Difference]:
+    return _differences(old.model_dump(mode="json"), new.model_dump(mode="json"), "")
 
 
 def _as_before(changed: Sequence[Difference]) -> str:

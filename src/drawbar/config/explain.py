@@ -7,6 +7,7 @@ from typing import Any
 from drawbar.config.compare import MAY_CHANGE
 from drawbar.config.fields import REQUIRED, Setting, catalogue, children, lookup, show, suggestions
 from drawbar.config.load import LoadedConfig
+from drawbar.config.other_names import OUR_NAMES
 from drawbar.config.rule import Rule
 from drawbar.config.rules import RULES, TRAIN_RULES
 from drawbar.config.schema import run_config_type
@@ -54,6 +55,9 @@ def markdown_reference() -> str:
     lines += ["", "Training refuses besides:", "", *_rule_table(TRAIN_RULES)]
     lines += ["", "## What may change when a run is resumed", "", _RESUMING, ""]
     lines += ["| Setting | Why |", "| --- | --- |", *(f"| `{key}` | {why} |" for key, why in MAY_CHANGE.items())]
+    lines += ["", "## What other trainers call it", "", _OTHERS, ""]
+    lines += ["| There | Here |", "| --- | --- |"]
+    lines += [f"| `{name}` | {', '.join(f'`{ours}`' for ours in found)} |" for name, found in OUR_NAMES.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -80,7 +84,15 @@ Unknown keys are errors. `~`, `$NAME` and `${NAME}` are expanded in paths. Value
 `yes` is text.
 """
 
-_RESUMING = "Running a command again resumes its run. Any other difference from the run's own `config.yaml` is refused."
+_OTHERS = """\
+Names of transformers' `TrainingArguments` and example scripts, Lightning's `Trainer` and axolotl, and what they are
+here. Where one of them is given as a setting, the error says so. `global_batch` is the whole of a step: gradients are
+accumulated as often as the micro-batch and the number of processes make it necessary."""
+
+_RESUMING = """\
+Running a command again resumes its run. Any other difference from the run's own `config.yaml` is refused. More steps or
+epochs go on with a run, also with one that is complete: the schedule is computed anew for the steps to come, which is
+said, and those that were made stay as they are. Fewer steps than were made are refused."""
 
 
 def _explain_section(section: Setting, loaded: LoadedConfig, known: dict[str, Setting]) -> str:

@@ -9,6 +9,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
+from drawbar.config.other_names import our_names
 from drawbar.errors import nearest
 
 REQUIRED = "(required)"
@@ -49,7 +50,11 @@ def children(settings: dict[str, Setting], section: str) -> dict[str, Setting]:
 
 
 def suggestions(settings: dict[str, Setting], key: str) -> list[str]:
-    """Keys that a user who wrote ``key`` may have meant: one spelled like it beside it, and its namesakes elsewhere."""
+    """Settings that a user who wrote ``key`` may have meant: ours, for a name of other trainers; or one spelled like it
+    beside it, and its namesakes elsewhere."""
+    ours = [setting for setting in our_names(key) if setting.partition("=")[0] in settings]
+    if ours:
+        return ours
     section, _, name = key.rpartition(".")
     same = [known for known in settings if known.rpartition(".")[2] == name]
     if same and not section:  # a setting without its section
@@ -166,10 +171,10 @@ _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusive
 def _describe_simple(part: dict[str, Any]) -> str:
     name = _NAMES.get(part.get("type", ""), "any value")
     bounds = " and ".join(f"{sign} {_number(part[bound])}" for bound, sign in _BOUNDS.items() if bound in part)
-    if "pattern" in part:
-        name += f" of the form {part['pattern']}"
+    if "$comment" in part:
+        name += f" of {part['$comment']}"
     if "maxLength" in part:
-        name += f" of at most {part['maxLength']} characters"
+        name += f", at most {part['maxLength']} characters"
     return f"{name} {bounds}".strip()
 
 

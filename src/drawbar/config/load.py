@@ -15,7 +15,7 @@ from drawbar.config.deepspeed_file import adopt
 from drawbar.config.imports import cause, import_user_module
 from drawbar.config.problems import report_errors
 from drawbar.config.schema import RunConfig, run_config_type
-from drawbar.config.source import DEFAULT, Origin, Settings, apply_override, lay_over, read_file
+from drawbar.config.source import DEFAULT, Origin, Settings, apply_override, config_of_run, lay_over, read_file
 from drawbar.config.tasks import BUILT_IN_TASKS, TaskConfig
 from drawbar.errors import UserError, nearest
 
@@ -73,6 +73,27 @@ def load_config(
     if config is None or settings.problems:
         raise _one_error(settings.problems)
     return LoadedConfig(config, settings.origins, settings.path)
+
+
+def load_run_config(
+    run: str | Path, overrides: Sequence[str] = (), task: type[TaskConfig] | None = None
+) -> LoadedConfig:
+    """The configuration of a run directory, wherever it lies now.
+
+    Raises:
+        UserError: the folder holds no run, or a damaged one.
+    """
+    folder = Path(run).absolute()
+    if not (folder / "config.yaml").is_file():
+        guess = nearest(folder.name, sorted(path.parent.name for path in folder.parent.glob("*/config.yaml")))
+        raise UserError(
+            f"{run} is no run directory: it has no config.yaml",
+            where="RUN",
+            remedy=f"did you mean {folder.parent / guess}?" if guess else "give the folder that training wrote",
+        )
+    place = (f"run.dir={json.dumps(str(folder.parent))}", f"run.name={json.dumps(folder.name)}")  # quoted for YAML
+    with config_of_run(folder) as path:
+        return load_config(path, [*overrides, *place], task=task)
 
 
 def dump_yaml(config: RunConfig, comments: Mapping[str, str] | None = None) -> str:

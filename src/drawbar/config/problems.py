@@ -51,12 +51,16 @@ def _reason(key: str, errors: list[Any], known: dict[str, Setting]) -> str:
     if "extra_forbidden" in kinds:
         return _unknown_key(key, known)
     value = errors[0]["input"]
+    if kinds == {"string_pattern_mismatch"} and key not in known:
+        holder = next((known[ancestor] for ancestor in ancestors(key) if ancestor in known), None)
+        if holder is not None:  # pydantic would show the pattern
+            return f"expected {holder.allowed}, with {_show(value)} among them"
     if key not in known:
         # An item of a list or of a mapping: pydantic's words are about the item, the catalogue's about the whole.
         return f"{errors[0]['msg'].replace('Input should be', 'expected')}, got {_show(value)}"
     setting = known[key]
     if setting.is_section:
-        return f"expected a section of keys and values, got {_show(value)}{_section_hint(value)}"
+        return f"expected a section of keys and values, got {_show(value)}{_section_hint(key, value, known)}"
     if kinds == {"missing"} and not isinstance(value, list):
         return f"missing; expected {setting.allowed}"
     return f"expected {setting.allowed}, got {_show(value)}{_hint(value, setting)}"
@@ -70,8 +74,13 @@ def _unknown_key(key: str, known: dict[str, Setting]) -> str:
     return f"unknown key; allowed {f'in {section}' if section else 'here'}: {', '.join(children(known, section))}"
 
 
-def _section_hint(value: Any) -> str:
-    return "; indent its keys below it, or remove it" if value is None else ""
+def _section_hint(section: str, value: Any, known: dict[str, Setting]) -> str:
+    if value is None:
+        return "; indent its keys below it, or remove it"
+    for name, setting in children(known, section).items() if isinstance(value, str) else ():
+        if word := nearest(value, setting.words):
+            return f"; did you mean {section}.{name}={word}?"
+    return ""
 
 
 def _hint(value: Any, setting: Setting) -> str:

@@ -13,12 +13,14 @@ from pydantic import Field, SerializeAsAny, create_model
 from drawbar.config.cluster import ClusterSection
 from drawbar.config.data import DataSection
 from drawbar.config.deepspeed_section import DeepSpeedSection
-from drawbar.config.section import Auto, Count, Fraction, PathText, Section
+from drawbar.config.section import Auto, Count, Fraction, PathText, Section, text_of
 from drawbar.config.tasks import CausalLMConfig, TaskConfig
+
+RUN_NAME = "letters, digits, dots, dashes and underscores (first a letter, a digit or an underscore)"
 
 
 class RunSection(Section):
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$", max_length=128)] = "run"
+    name: Annotated[str, text_of(RUN_NAME, r"^[A-Za-z0-9_][A-Za-z0-9._-]*$", max_length=128)] = "run"
     """Name of the run; its directory is `<run.dir>/<run.name>`."""
     dir: PathText = "runs"
     """Folder that holds the run directories."""

@@ -3,7 +3,7 @@
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -23,6 +23,12 @@ def expand_path(text: str) -> str:
 
 PathText = Annotated[str, Field(min_length=1), AfterValidator(expand_path)]
 """A path, or a name that may be one; ``~``, ``$NAME`` and ``${NAME}`` are expanded when the configuration is read."""
+
+
+def text_of(words: str, pattern: str, max_length: int | None = None) -> Any:
+    """What a text must be made of, as a pattern, and in ``words`` for people: "text of letters and digits"."""
+    return Field(pattern=pattern, max_length=max_length, json_schema_extra={"$comment": words})
+
 
 Auto = Literal["auto"]
 Fraction = Annotated[float, Field(ge=0, lt=1)]

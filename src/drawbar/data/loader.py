@@ -101,10 +101,6 @@ class Loader(ABC, Generic[Batch]):
     tokens: int = 0
     """Tokens of the newest step, over all ranks, without padding; samples, where they have no tokens."""
 
-    @abstractmethod
-    def example(self) -> Sample:
-        """A training sample, to try a task on."""
-
     @property
     @abstractmethod
     def epoch(self) -> float:
@@ -184,9 +180,6 @@ class TrainLoader(Loader[Batch]):
         self.vary = vary
         self.steps_per_epoch = -(-sampler.size // global_batch)
         self.position = DataState(epoch=0, consumed=0, fingerprint=rows.fingerprint)
-
-    def example(self) -> Sample:
-        return self.vary(self.rows.samples[0], 0)
 
     @property
     def epoch(self) -> float:

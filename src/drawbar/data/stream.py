@@ -131,9 +131,6 @@ class StreamLoader(Loader[Batch]):
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="drawbar-stream")
         self._filler: Sample | None = None
 
-    def example(self) -> Sample:
-        return self.vary(self._any_rows().samples[0], 0)
-
     @property
     def epoch(self) -> float:
         return self._cursor.epoch

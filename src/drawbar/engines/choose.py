@@ -32,8 +32,11 @@ SHARE_FOR_STATE = 0.6
 """Of a rank's memory; the rest is for activations."""
 
 
-def choose_engine(task: Task, config: RunConfig, world: World, total_steps: int) -> Engine:
+def choose_engine(task: Task, config: RunConfig, world: World, total_steps: int = 0) -> Engine:
     """Build the engine for this world.
+
+    Args:
+        total_steps: see ``Engine``; 0 where that is not known yet, or nothing is trained.
 
     Raises:
         UserError: the strategy cannot run on these processes.

@@ -15,8 +15,8 @@ from drawbar.config.deepspeed import zero_stage
 from drawbar.config.deepspeed_json import deepspeed_json
 from drawbar.data.loader import MicroBatch
 from drawbar.engines.build import build_structure, build_whole, pack, with_adapters
-from drawbar.engines.engine import EngineState
 from drawbar.engines.native import NativeEngine
+from drawbar.engines.results import EngineState
 from drawbar.errors import UserError
 from drawbar.models.plans import plan_for
 from drawbar.optim.optimizers import build_optimizers

@@ -6,52 +6,15 @@ model, the optimizer and the loss contract: gradients are those of ``sum(loss) /
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from drawbar.data.loader import MicroBatch
+from drawbar.engines.results import EngineState, EvalResult, StepResult
 from drawbar.models.lora import Base
-from drawbar.tasks.batch import Batch
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one optimizer step did, the same on every rank. Tensors stay on the device until somebody reads them."""
-
-    loss: torch.Tensor
-    """Mean loss over the units of the global batch, before the update (0-d)."""
-    grad_norm: torch.Tensor
-    """Global gradient norm before clipping (0-d)."""
-    weight: float
-    """Units (target tokens, or examples) in the global batch."""
-    lr: float
-    """Learning rate of the update."""
-    skipped: bool
-    """Whether fp16 overflowed, and the update was left out on every rank."""
-
-
-@dataclass(frozen=True)
-class EvalResult:
-    """This rank's share of an evaluation."""
-
-    loss: float
-    """Sum of the loss over the batch's units."""
-    weight: float
-    """How many units that is."""
-    predictions: list[Any] | None
-    """One a sample, in the order of the batch's ids; None for a task without ``predict``."""
-
-
-@dataclass
-class EngineState:
-    """All that an engine needs to go on exactly: tensors under fully qualified names, and plain values."""
-
-    model: Mapping[str, torch.Tensor]
-    optimizer: Mapping[str, torch.Tensor]
-    values: dict[str, Any] = field(default_factory=dict)
+from drawbar.tasks.batch import Ask, Batch
 
 
 class Engine(ABC):
@@ -61,6 +24,8 @@ class Engine(ABC):
     """Most tokens of a text that the model has positions for; None where there is no such limit."""
     base: Base | None
     """What is below the adapters of the run, the same on every rank; None of a run without adapters."""
+    total_steps: int
+    """Optimizer steps of the whole run, for the schedule; it must be set before the first."""
 
     @property
     @abstractmethod
@@ -80,8 +45,8 @@ class Engine(ABC):
         """Loss and predictions of this rank's batch, without gradients. All ranks call it equally often."""
 
     @abstractmethod
-    def predict_step(self, batch: Batch) -> list[Any]:
-        """Predictions of this rank's batch alone, one a sample: its records need no labels."""
+    def predict_step(self, batch: Batch, ask: Ask) -> list[Any]:
+        """What ``ask`` (``task.predict``, say) answers to this rank's batch alone: its records need no labels."""
 
     @abstractmethod
     def generate(self, inputs: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:

@@ -16,7 +16,8 @@ from drawbar.config.schema import RunConfig
 from drawbar.data.loader import MicroBatch
 from drawbar.data.packing import IGNORED_LABEL
 from drawbar.engines.build import build_spread, build_whole
-from drawbar.engines.engine import Engine, EngineState, EvalResult, StepResult
+from drawbar.engines.engine import Engine
+from drawbar.engines.results import EngineState, EvalResult, StepResult
 from drawbar.errors import UserError
 from drawbar.models.heads import longest_input
 from drawbar.models.lora import merged, save_adapter, trained_state
@@ -37,7 +38,7 @@ from drawbar.parallel.zero1 import own_part, share_out
 from drawbar.runtime.dist import World
 from drawbar.runtime.log import logger
 from drawbar.runtime.mesh import Layout, build_mesh, replicas
-from drawbar.tasks.batch import Batch
+from drawbar.tasks.batch import Ask, Batch
 from drawbar.tasks.task import Task
 
 LARGEST_FILE = "5GB"
@@ -202,10 +203,10 @@ class NativeEngine(Engine):
         return EvalResult(loss=float(loss), weight=weight, predictions=predictions)
 
     @torch.no_grad()
-    def predict_step(self, batch: Batch) -> list[Any]:
+    def predict_step(self, batch: Batch, ask: Ask) -> list[Any]:
         self.module.eval()
         with free_gathered(self.module), autocast(self.precision, self.world.device):
-            return self.task.predict(self.module, batch.to(self.world.device))
+            return ask(self.module, batch.to(self.world.device))
 
     @torch.no_grad()
     def generate(self, inputs: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:

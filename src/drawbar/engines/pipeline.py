@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from drawbar.data.loader import MicroBatch
 from drawbar.engines.build import build_structure, fill_parts, pack
-from drawbar.engines.engine import EngineState, EvalResult
 from drawbar.engines.native import NativeEngine, number
+from drawbar.engines.results import EngineState, EvalResult
 from drawbar.errors import UserError
 from drawbar.models.plans import plan_for
 from drawbar.optim.state import check_optimizer_state
@@ -31,7 +31,7 @@ from drawbar.runtime.log import logger
 from drawbar.runtime.mesh import Layout, build_mesh
 from drawbar.runtime.plan import PipelinePlan
 from drawbar.runtime.tensors import TensorFiles
-from drawbar.tasks.batch import Batch
+from drawbar.tasks.batch import Ask, Batch
 
 
 class PipelineEngine(NativeEngine):
@@ -147,10 +147,10 @@ class PipelineEngine(NativeEngine):
         return EvalResult(loss=loss, weight=weight, predictions=predictions)
 
     @torch.no_grad()
-    def predict_step(self, batch: Batch) -> list[Any]:
+    def predict_step(self, batch: Batch, ask: Ask) -> list[Any]:
         self._evaluate()
         with free_gathered(self.module), autocast(self.precision, self.world.device), self.relay.same_chance():
-            return self.task.predict(self.relay.model, batch.to(self.world.device))
+            return ask(self.relay.model, batch.to(self.world.device))
 
     @torch.no_grad()
     def generate(self, inputs: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:

@@ -12,11 +12,12 @@ import numpy as np
 
 from drawbar.data.dataset import EncodedDataset
 from drawbar.data.loader import EvalLoader, MicroBatchSize, SampleRows, Vary
-from drawbar.engines.engine import Engine, EvalResult
+from drawbar.engines.engine import Engine
+from drawbar.engines.results import EvalResult
 from drawbar.errors import ExitCode, UserError, nearest
 from drawbar.runtime.dist import World
 from drawbar.runtime.files import write_whole
-from drawbar.tasks.batch import Batch
+from drawbar.tasks.batch import Ask, Batch
 from drawbar.tasks.task import Task
 from drawbar.tracking.trackers import json_number
 
@@ -216,14 +217,15 @@ def predict(
     world: World,
     micro_batch: MicroBatchSize,
     vary: Vary,
+    ask: Ask,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[int, Any]:
-    """The predictions by the number of their record, on rank 0. No labels are needed. Args as for ``evaluate``."""
+    """The answers to ``ask`` by number of record, on rank 0. No labels are needed. Other args as for ``evaluate``."""
     world.barrier("predicting")  # as in evaluate()
     predictions: list[tuple[int, Any]] = []
     loader = _loader(task, split, world, micro_batch, vary)
     for done, micro in enumerate(loader, start=1):
-        found = _with_ids(task, micro.batch.ids, engine.predict_step(micro.batch))
+        found = _with_ids(task, micro.batch.ids, engine.predict_step(micro.batch, ask))
         predictions += found if micro.counts else []
         world.note(_standing("predicting", split, done, len(loader)))
         progress(done, len(loader))

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -222,7 +223,7 @@ def _check_counts(config: PreTrainedConfig) -> None:
         raise ValueError(f"num_attention_heads ({heads}) is not a multiple of num_key_value_heads ({groups})")
 
 
-def load_pretrained(name: str, head: Head = "causal_lm", **fields: Any) -> nn.Module:
+def load_pretrained(name: str, head: Head = "causal_lm", *, tell_new: bool = True, **fields: Any) -> nn.Module:
     """A pretrained model. transformers builds it on the meta device and maps the safetensors files straight into
     place, so there is never a second copy in memory; files that need unpickling are refused.
 
@@ -231,6 +232,7 @@ def load_pretrained(name: str, head: Head = "causal_lm", **fields: Any) -> nn.Mo
 
     Args:
         head: what the model is for.
+        tell_new: log which weights start from random values; not where those of a checkpoint take their place.
         fields: what the task sets in the config, such as ``num_labels`` or ``id2label``.
 
     Raises:
@@ -249,11 +251,14 @@ def load_pretrained(name: str, head: Head = "causal_lm", **fields: Any) -> nn.Mo
                 dtype=torch.float32,
                 use_safetensors=True,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # _check_weights names them, and refuses those of the body
+                ignore_mismatched_sizes=True,  # _refuse_unfit refuses those of the body, _tell_new names the others
             )
 
     model, info = from_hub(load, name)
-    _check_weights(name, model, info, HEADS[head].is_new)
+    is_new = partial(_is_of_new_head, model) if HEADS[head].is_new else lambda key: False
+    _refuse_unfit(name, info["mismatched_keys"], is_new)
+    if tell_new:
+        _tell_new(name, info, is_new)
     warn_of_unused(name, model, info["unexpected_keys"])
     absent = {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}
     model.weights_without_file = absent & {name for name, _ in model.named_parameters()}
@@ -279,12 +284,13 @@ def quiet_transformers() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def _check_weights(name: str, model: nn.Module, info: dict[str, Any], head_is_new: bool) -> None:
-    def of_new_head(key: str) -> bool:
-        # a pooler is part of the body by its name, but only classifiers of whole texts have ever trained one
-        return head_is_new and (not key.startswith(f"{model.base_model_prefix}.") or ".pooler." in key)
+def _is_of_new_head(model: nn.Module, key: str) -> bool:
+    # a pooler is part of the body by its name, but only classifiers of whole texts have ever trained one
+    return not key.startswith(f"{model.base_model_prefix}.") or ".pooler." in key
 
-    unfit = [mismatch for mismatch in info["mismatched_keys"] if not of_new_head(mismatch[0])]
+
+def _refuse_unfit(name: str, mismatched: Iterable[tuple[str, Any, Any]], is_new: Callable[[str], bool]) -> None:
+    unfit = [mismatch for mismatch in mismatched if not is_new(mismatch[0])]
     if unfit:
         key, stored, wanted = min(unfit)
         raise UserError(
@@ -292,13 +298,16 @@ def _check_weights(name: str, model: nn.Module, info: dict[str, Any], head_is_ne
             where="task.model",
             remedy="restore the config.json that the weights were saved with",
         )
+
+
+def _tell_new(name: str, info: dict[str, Any], is_new: Callable[[str], bool]) -> None:
     for key, stored, wanted in sorted(info["mismatched_keys"]):
         logger.info("new head: %s is %s in %s, and is replaced by %s", key, list(stored), name, list(wanted))
     replaced = {key for key, *_ in info["mismatched_keys"]}
     missing = sorted(set(info["missing_keys"]) - replaced)
-    if new := [key for key in missing if of_new_head(key)]:
+    if new := [key for key in missing if is_new(key)]:
         logger.info("new head: %s", ", ".join(new))
-    if lost := [key for key in missing if not of_new_head(key)]:
+    if lost := [key for key in missing if not is_new(key)]:
         logger.warning("%s has no weights for %s: they start from random values", name, _some(lost))
 
 

@@ -1,9 +1,10 @@
 """``Batch``: what a task collates samples into."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Self
 
 import torch
+from torch import nn
 
 from drawbar.data.dataset import Sample
 from drawbar.data.packing import IGNORED_LABEL
@@ -42,6 +43,10 @@ class Batch(dict[str, torch.Tensor]):
 
 PADDING = {"labels": IGNORED_LABEL, "attention_mask": 0, "segment_ids": -1, "decoder_segment_ids": -1}
 """What each field is padded with; ``input_ids`` get the tokenizer's pad token, anything else 0."""
+
+
+Ask = Callable[[nn.Module, Batch], list[Any]]
+"""``predict`` or ``probabilities`` of a task: an answer of the model for each sample of a batch."""
 
 
 def pad_and_stack(samples: list[Sample], padding: dict[str, int] | None = None) -> Batch:

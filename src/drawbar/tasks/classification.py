@@ -202,6 +202,16 @@ class SequenceClassification(PretrainedTask):
                 ]
         return logits_BC.squeeze(-1).float().tolist()
 
+    @property
+    def gives_probabilities(self) -> bool:
+        return self.config.problem != "regression"
+
+    def probabilities(self, model: nn.Module, batch: Batch) -> list[Any]:
+        """Of each label; of several labels, each by itself."""
+        logits_BC = self.forward(model, batch).logits.float()
+        single = self.config.problem == "single_label"
+        return [self.labels.named(row) for row in (logits_BC.softmax(-1) if single else logits_BC.sigmoid()).tolist()]
+
     def references(self, records: list[dict[str, Any]]) -> list[Any]:
         labels = [value_at(record, self.config.label_column) for record in records]
         match self.config.problem:
@@ -303,8 +313,17 @@ class TokenClassification(TokenTask):
             for row, labels in zip(chosen_BL, batch["labels"].tolist(), strict=True)
         ]
 
+    def probabilities(self, model: nn.Module, batch: Batch) -> list[Any]:
+        """Of each label, for each word that has a prediction."""
+        shares_BLC = self.forward(model, batch).logits.float().softmax(-1).tolist()
+        return [
+            [self.labels.named(share) for share, label in zip(shares, labels, strict=True) if label != IGNORED_LABEL]
+            for shares, labels in zip(shares_BLC, batch["labels"].tolist(), strict=True)
+        ]
+
     def complete(self, record: dict[str, Any], prediction: list[Any]) -> list[Any]:
-        """``O`` for a word without tokens, such as a zero-width space: no model sees it, here or exported."""
+        """``O`` for a word without tokens, such as a zero-width space: no model sees it, here or exported. None among
+        probabilities."""
         if any(not getattr(type(self), name).__module__.startswith("drawbar.") for name in ("encode", "predict")):
             return prediction  # what a user wrote in their place has words of its own
         words = self._words(record)
@@ -312,9 +331,10 @@ class TokenClassification(TokenTask):
             return prediction
         numbers = set(self.tokenizer(self._with_spaces(words), is_split_into_words=True, verbose=False).word_ids())
         seen = sorted(number for number in numbers if number is not None)
-        labels = dict(zip(seen, prediction, strict=False))  # of those that were cut off, there is none
-        end = len(words) if len(labels) == len(seen) else max(labels, default=-1) + 1
-        return [labels.get(number, OUTSIDE) for number in range(end)]
+        found = dict(zip(seen, prediction, strict=False))  # of those that were cut off, there is none
+        end = len(words) if len(found) == len(seen) else max(found, default=-1) + 1
+        unseen = None if isinstance(next(iter(prediction), None), dict) else OUTSIDE
+        return [found.get(number, unseen) for number in range(end)]
 
     def references(self, records: list[dict[str, Any]]) -> list[Any]:
         return [[self.labels.canonical(tag) for tag in self._tags(record)] for record in records]

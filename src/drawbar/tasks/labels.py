@@ -96,6 +96,10 @@ class Labels:
             return False
         return not self._own <= {label_key(name) for name in classes}
 
+    def named(self, outputs: list[float]) -> dict[str, float]:
+        """Numbers of the model's outputs by their labels, which JSON's keys can only be as texts."""
+        return {str(name): number for name, number in zip(self.names, outputs, strict=True)}
+
     def canonical(self, label: Any) -> Any:
         """The label as the task spells it."""
         return self.names[self.number(label)]

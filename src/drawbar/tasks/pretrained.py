@@ -116,7 +116,8 @@ class PretrainedTask(Task):
         with self._attention_refused():
             if scratch is not None:
                 return self._fitted(build_from_scratch(name, scratch, self.tokenizer, self.head, **self._all_fields()))
-            return self._fitted(load_pretrained(name, self.head, **self._all_fields()))
+            tell_new = not self.has_checkpoint
+            return self._fitted(load_pretrained(name, self.head, tell_new=tell_new, **self._all_fields()))
 
     def build_structure(self) -> nn.Module:
         if self.config.from_scratch is not None or self.config.resize_embeddings:

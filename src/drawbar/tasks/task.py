@@ -43,6 +43,8 @@ class Task:
         """What ``build_tokenizer`` returned; set before anything below it is called."""
         self.facts: dict[str, Any] = {}
         """What ``find_facts`` returned; set before anything below it is called."""
+        self.has_checkpoint = False
+        """Whether the weights of a checkpoint take the place of those that ``build_model`` returns."""
         self.labelled = True
         """False where records have no targets to learn from or to compare with: ``encode`` then leaves them out."""
 
@@ -131,13 +133,22 @@ class Task:
         raise NotImplementedError(f"{type(self).__name__} does not define predict()")
 
     def complete(self, record: dict[str, Any], prediction: Any) -> Any:
-        """A record's prediction as it is scored and written, with what only the record shows."""
+        """A record's prediction (or how likely it is) as it is scored and written, with what only the record shows."""
         return prediction
 
     @property
     def predicts(self) -> bool:
         """Whether this task predicts in an evaluation."""
         return type(self).predict is not Task.predict
+
+    def probabilities(self, model: nn.Module, batch: Batch) -> list[Any]:
+        """How likely each answer is, one value a sample, as ``predict`` gives predictions: ``{label: probability}``."""
+        raise NotImplementedError(f"{type(self).__name__} does not define probabilities()")
+
+    @property
+    def gives_probabilities(self) -> bool:
+        """Whether this task says how likely its predictions are."""
+        return type(self).probabilities is not Task.probabilities
 
     def score(self, records: list[dict[str, Any]]) -> dict[str, float]:
         """Scores from the records, each with its ``prediction`` (a list of them, for a record of several samples)."""

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drawbar.engines.engine import EngineState
+from drawbar.engines.results import EngineState
 
 Tensors = Mapping[str, Tensor]
 Differences = dict[str, float]

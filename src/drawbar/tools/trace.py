@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from drawbar.config.schema import RunConfig
-from drawbar.engines.engine import Engine, EngineState
+from drawbar.engines.engine import Engine
 from drawbar.engines.native import NativeEngine
+from drawbar.engines.results import EngineState
 from drawbar.errors import ExitCode, UserError
 from drawbar.parallel.stages import Parts
 from drawbar.runtime.dist import World

@@ -6,8 +6,8 @@ import traceback
 from typing import Any
 
 from drawbar.data.dataset import Sample
-from drawbar.data.loader import Loader
-from drawbar.engines.engine import Engine, EvalResult
+from drawbar.engines.engine import Engine
+from drawbar.engines.results import EvalResult
 from drawbar.errors import UserError
 from drawbar.evaluation.evaluate import Split, joined, unknown_metric
 from drawbar.tasks.batch import Batch
@@ -18,15 +18,15 @@ from drawbar.train.data import varied_by
 TRIED_SAMPLES = 8
 
 
-def check_task(task: Task, engine: Engine, loader: Loader[Batch]) -> None:
-    """Try a task on one sample, alone and twice in a batch; every rank calls it.
+def check_task(task: Task, engine: Engine, split: Split) -> None:
+    """Try a task on the first training sample, alone and twice in a batch; every rank calls it.
 
     Raises:
         UserError: a method fails, ``loss`` returns a mean, ``weight`` does not count, or ``predict`` or ``collate``
             lose samples. It names the method.
     """
     with named_errors(task):
-        example = loader.example()
+        example = varied_by(task, task.run_config, train=True)(split.samples[0], 0)
     one, two = (_evaluate(task, engine, [example] * count) for count in (1, 2))
     for result in (one, two):
         if not math.isfinite(result.loss):

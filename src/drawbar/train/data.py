@@ -1,6 +1,10 @@
 """From a configuration to batches: records, samples, rows, loader; for training, evaluation and prediction."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,34 +30,100 @@ from drawbar.tasks.task import Task
 from drawbar.tracking.console import Console
 
 SHOWN_BAD_RECORDS = 10
+FIRST_RECORDS = 8
+"""Records that a task is tried on."""
 UNCOUNTED_ROWS = 32
 """Rows of an evaluation forward where samples have no length in tokens, and no setting says how many."""
 
 
-def load_data(task: Task, config: RunConfig, world: World, console: Console) -> tuple[Loader[Batch], Split | None]:
+@dataclass(frozen=True)
+class Opened:
+    """One part of the data, before it is encoded."""
+
+    name: str
+    records: Sequence[Record]
+    parts: dict[str, str] | None = None
+    """What the cache knows its samples by; None where they cannot be kept, or are not made ahead."""
+
+
+def open_data(task: Task, config: RunConfig, world: World) -> tuple[Opened, Opened | None]:
+    """The training data, and the validation data where there are any: a missing file is found before anything else."""
+    has_validation = config.data.validation is not None or config.data.validation_share is not None
+    return open_split(task, "train", config, world), (
+        open_split(task, "validation", config, world) if has_validation else None
+    )
+
+
+def open_split(task: Task, name: str, config: RunConfig, world: World) -> Opened:
+    """Find one part of the data. Nothing is encoded.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    train = name == "train"
+    with world.working(f"reading {name}"), named_errors(task):
+        records = task.records(name)
+        if train and config.data.streaming:
+            return Opened(name, _streamed(task, records))
+        if not isinstance(records, Sequence):
+            records = list(records)
+        return Opened(name, records, made_of(task, records, train))
+
+
+def first_samples(opened: Opened, task: Task, config: RunConfig, world: World, console: Console) -> Split:
+    """The first samples of a part of the data, to try a task on before all of them are encoded; where they are all in
+    the cache, these.
+
+    Raises:
+        UserError: the first records cannot be read or encoded, or no record gives a sample.
+    """
+    parts = opened.parts
+    with world.working(f"encoding the first records of {opened.name}"):
+        if parts is not None and not config.data.rebuild and is_kept(config.cache_dir, opened.name, parts):
+            return Split(opened.name, opened.records, _encode(task, opened, config, world, console))
+        encode, describe = TaskEncoder(task, opened.name == "train"), _describe(opened)
+        on_bad_record = config.data.on_bad_record
+        records = enumerate(opened.records)
+        while piece := list(islice(records, FIRST_RECORDS)):  # of files, no more is read than is asked for
+            numbers, found = zip(*piece, strict=True)
+            place = partial(_place, describe, numbers)
+            with suppress(NoSamples):
+                return Split(
+                    opened.name, found, encode_records(found, encode, describe=place, on_bad_record=on_bad_record)
+                )
+        samples = encode_records(opened.records, encode, describe=describe, on_bad_record=on_bad_record)  # it refuses
+        return Split(opened.name, opened.records, samples)
+
+
+def _place(describe: Callable[[int], str], numbers: Sequence[int], index: int) -> str:
+    return describe(numbers[index])
+
+
+def load_data(
+    task: Task, opened: tuple[Opened, Opened | None], config: RunConfig, world: World, console: Console
+) -> tuple[Loader[Batch], Split | None]:
     """The training batches of this rank, and the validation data, where there are any."""
-    if config.data.validation is None and config.data.validation_share is None:
-        return make_loader(task, config, world, console), None
-    with world.working("reading validation"), named_errors(task):
-        task.records("validation")  # a missing file is found before the training data is encoded
-    return make_loader(task, config, world, console), load_split(task, "validation", config, world, console)
+    train, validation = opened
+    loader = _loader(task, train, config, world, console)
+    return loader, None if validation is None else encode_split(task, validation, config, world, console)
 
 
 def load_split(task: Task, name: str, config: RunConfig, world: World, console: Console) -> Split:
-    """Read and encode one part of the data, or take it from the cache.
+    """Read and encode one part of the data, or take it from the cache. Raises: as its two parts."""
+    return encode_split(task, open_split(task, name, config, world), config, world, console)
+
+
+def encode_split(task: Task, opened: Opened, config: RunConfig, world: World, console: Console) -> Split:
+    """Encode a part of the data, or take it from the cache.
 
     Raises:
         UserError: it cannot be read, has no samples, or differs between processes.
     """
-    with world.working(f"reading {name}"), named_errors(task):
-        records = task.records(name)
-        if not isinstance(records, Sequence):
-            records = list(records)
-        parts = made_of(task, records, name == "train")
-    if parts is not None:
-        _use_of_cache(name, parts, config, world)
+    name, records = opened.name, opened.records
+    if opened.parts is not None:
+        _use_of_cache(name, opened.parts, config, world)
     with world.working(f"encoding {name}"):
-        samples = _encode(task, records, parts, name, config, world, console)
+        samples = _encode(task, opened, config, world, console)
     logger.info("%s: %s", name, describe_samples(samples))
     unreadable = getattr(records, "skipped", []) if config.data.on_bad_record == "skip" else []
     bad = [*unreadable, *samples.skipped]
@@ -72,43 +142,34 @@ def load_split(task: Task, name: str, config: RunConfig, world: World, console: 
     return Split(name, records, samples)
 
 
-def _encode(
-    task: Task,
-    records: Sequence[Record],
-    parts: dict[str, str] | None,
-    name: str,
-    config: RunConfig,
-    world: World,
-    console: Console,
-) -> EncodedDataset:
-    """The samples of one part of the data.
-
-    Args:
-        parts: what the cache knows them by; None where they cannot be kept.
-    """
+def _encode(task: Task, opened: Opened, config: RunConfig, world: World, console: Console) -> EncodedDataset:
+    """The samples of one part of the data."""
 
     def progress(done: int, total: int) -> None:
-        console.phase(f"encoding {name}", done, total)
+        console.phase(f"encoding {opened.name}", done, total)
 
-    train = name == "train"
-    describe = getattr(records, "where", lambda number: f"{name} record {number}")
-    on_bad_record = config.data.on_bad_record
-    if parts is None:
-        encode = TaskEncoder(task, train)
-        return encode_records(records, encode, describe=describe, progress=progress, on_bad_record=on_bad_record)
+    encode = TaskEncoder(task, opened.name == "train")
+    describe, on_bad_record = _describe(opened), config.data.on_bad_record
+    if opened.parts is None:
+        return encode_records(opened.records, encode, describe=describe, progress=progress, on_bad_record=on_bad_record)
     return encode_cached(
-        records,
-        TaskEncoder(task, train),
-        made_of=parts,
+        opened.records,
+        encode,
+        made_of=opened.parts,
         cache=config.cache_dir,
         workers=config.data.workers,
-        name=name,
+        name=opened.name,
         describe=describe,
         on_bad_record=on_bad_record,
         progress=progress,
         timeout=config.launch.timeout,
         eager=world.place.local_rank == 0,
     )
+
+
+def _describe(opened: Opened) -> Callable[[int], str]:
+    """Where a record came from, by its number."""
+    return getattr(opened.records, "where", lambda number: f"{opened.name} record {number}")
 
 
 def _use_of_cache(name: str, parts: dict[str, str], config: RunConfig, world: World) -> None:
@@ -152,9 +213,13 @@ def varied_by(task: Task, config: RunConfig, train: bool) -> Vary:
 
 def make_loader(task: Task, config: RunConfig, world: World, console: Console) -> Loader[Batch]:
     """The training batches of this rank, from encoded samples or from a stream."""
-    if config.data.streaming:
-        return _stream_loader(task, config, world)
-    split = load_split(task, "train", config, world, console)
+    return _loader(task, open_split(task, "train", config, world), config, world, console)
+
+
+def _loader(task: Task, opened: Opened, config: RunConfig, world: World, console: Console) -> Loader[Batch]:
+    if isinstance(opened.records, Records) and config.data.streaming:
+        return _stream_loader(task, opened.records, config, world)
+    split = encode_split(task, opened, config, world, console)
     sampler, rows = rows_and_order(task, split, config)
     return TrainLoader(
         rows,
@@ -211,15 +276,17 @@ def _targets(task: Task) -> Targets:
     return task.targets
 
 
-def _stream_loader(task: Task, config: RunConfig, world: World) -> StreamLoader[Batch]:
-    with world.working("reading train"), named_errors(task):
-        records = task.records("train")
-    if not isinstance(records, Records):
-        raise UserError(
-            f"{type(task).__name__}.records returns records of its own, which cannot be streamed",
-            where="data.streaming",
-            remedy="name files in data.train, or set data.streaming=false",
-        )
+def _streamed(task: Task, records: Iterable[Record]) -> Records:
+    if isinstance(records, Records):
+        return records
+    raise UserError(
+        f"{type(task).__name__}.records returns records of its own, which cannot be streamed",
+        where="data.streaming",
+        remedy="name files in data.train, or set data.streaming=false",
+    )
+
+
+def _stream_loader(task: Task, records: Records, config: RunConfig, world: World) -> StreamLoader[Batch]:
     encode = TaskEncoder(task, train=True)
     # a stream is told by what it is made of, not by its samples: changed code, such as a metric's, ends no run
     of_files = [stream.fingerprint for stream in records.streams]

@@ -2,7 +2,8 @@
 
 import os
 import shutil
-from contextlib import closing
+import sys
+from contextlib import closing, redirect_stdout
 from pathlib import Path
 
 import torch
@@ -45,7 +46,7 @@ def export_run(config: RunConfig, task_type: type[Task] | None, folder: Path, wh
     with World(place, torch.device("cpu"), config.launch.timeout) as world:
         task = build_task(task_type or task_class(config.task.type), config, world, config.run_dir)
         engine, _ = open_checkpoint(task, config, which, world)
-        with closing(engine):
+        with closing(engine), redirect_stdout(sys.stderr):  # what libraries say is not what the command answers
             _write(engine, task, folder, merge)
     console.message(f"{folder}: {'adapters' if config.lora and not merge else 'model'} and tokenizer")
     prefix = getattr(config.task, "source_prefix", "")
@@ -75,6 +76,13 @@ def _write(engine: Engine, task: Task, folder: Path, merge: bool) -> None:
             if hasattr(task.tokenizer, "save_pretrained"):
                 tokenizer = task.tokenizer_to_export() if isinstance(task, PretrainedTask) else task.tokenizer
                 tokenizer.save_pretrained(str(draft))
+            _share(draft)
             draft.rename(folder)  # an empty folder gives way
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def _share(folder: Path) -> None:
+    """Let the user's umask decide who may read the files, as it did for the folder: safetensors lets nobody else."""
+    for path in folder.iterdir():
+        path.chmod(folder.stat().st_mode & 0o666)

@@ -51,8 +51,10 @@ class LogHook(Hook):
         meter: Throughput,
         trackers: Trackers,
         console: Console,
+        saver: Saver,
     ) -> None:
         self._every = every
+        self._saver = saver
         self._loader = loader
         self._world = world
         self._meter = meter
@@ -63,7 +65,7 @@ class LogHook(Hook):
         self._meter.add(self._loader.tokens)
         self._console.advance(info.step)
         if info.step % self._every == 0 or info.step == 1 or info.last:
-            check_finite(info)
+            check_finite(info, self._saver)
             values = self._values(info)
             with self._world.working(f"logging step {info.step}"):
                 self._trackers.log(info.step, values)
@@ -82,7 +84,7 @@ class LogHook(Hook):
         }
 
 
-def check_finite(info: StepInfo) -> None:
+def check_finite(info: StepInfo, saver: Saver) -> None:
     """Stop a run whose loss or gradient is lost, before it overwrites a good checkpoint."""
     found = {"loss": float(info.result.loss)}
     if not info.result.skipped:  # fp16 overflowed, and no harm was done
@@ -91,9 +93,13 @@ def check_finite(info: StepInfo) -> None:
         if not math.isfinite(value):
             raise UserError(
                 f"the run has diverged, and stops: the {name} of step {info.step} is {value}",
-                where="every checkpoint was written before that",
-                remedy="lower optim.lr, lengthen optim.warmup or set a smaller train.gradient_clip; go on from the "
-                "newest checkpoint with --fork NEWNAME, or begin again under another run.name",
+                where="every checkpoint was written before that" if saver.saved else "there is no checkpoint yet",
+                remedy="lower optim.lr, lengthen optim.warmup or set a smaller train.gradient_clip; "
+                + (
+                    "go on from the newest checkpoint with --fork NEWNAME, or begin again under another run.name"
+                    if saver.saved
+                    else "begin again under another run.name, or under this one when its folder is deleted"
+                ),
                 exit_code=ExitCode.FAILED,
             )
 
@@ -208,7 +214,7 @@ class SaveHook(Hook):
         self._saver.wait()
 
     def _save(self, info: StepInfo) -> None:
-        check_finite(info)
+        check_finite(info, self._saver)
         with self._meter.paused():
             self._saver.save(info.progress)
 
@@ -227,7 +233,7 @@ class SaveScoreHook(Hook):
 
     def step(self, info: StepInfo) -> None:
         if self._is_due(info.progress):
-            check_finite(info)
+            check_finite(info, self._saver)
             with self._meter.paused():
                 self._saver.save(info.progress)
 

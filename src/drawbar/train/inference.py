@@ -1,7 +1,8 @@
 """Evaluation, prediction and generation from a run directory."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from drawbar.config.schema import RunConfig
 from drawbar.data.readers import BadRecord
 from drawbar.data.sources import Record, Records
 from drawbar.errors import UserError
-from drawbar.evaluation.evaluate import Split, evaluate, predict, write_results
-from drawbar.evaluation.generate import Prompt, Sampling, generate_text
+from drawbar.evaluation.evaluate import evaluate, predict, write_results
+from drawbar.evaluation.generate import Prompt, Sampling
 from drawbar.runtime.dist import World
 from drawbar.runtime.env import Place, choose_device
 from drawbar.runtime.log import errors_in_log, open_log_file, start_logging
@@ -23,9 +24,10 @@ from drawbar.runtime.seed import seed_everything
 from drawbar.tasks.registry import task_class
 from drawbar.tasks.task import Task
 from drawbar.tracking.console import Console, make_console
-from drawbar.train.data import eval_micro_batch, load_split, varied_by
+from drawbar.train.data import encode_split, eval_micro_batch, open_split, varied_by
 from drawbar.train.output import write_lines
-from drawbar.train.setup import build_task, on_one_process, open_checkpoint
+from drawbar.train.setup import build_task, check_predicts, open_checkpoint
+from drawbar.train.trained import TrainedRun
 
 
 @contextmanager
@@ -54,11 +56,12 @@ def evaluate_run(
         UserError: there is no such checkpoint or data.
     """
     with explain_full_disk(config.run_dir), _joined(config) as (world, console):
-        open_log_file(config.run_dir, world.rank)
         task = build_task(task_type or task_class(config.task.type), config, world, config.run_dir)
-        split = load_split(task, split_name, config, world, console)
-        engine, step = open_checkpoint(task, config, which, world)
+        opened = open_split(task, split_name, config, world)
+        engine, step = open_checkpoint(task, config, which, world)  # before anything is encoded
         with closing(engine):
+            split = encode_split(task, opened, config, world, console)
+            open_log_file(config.run_dir, world.rank)
             evaluation = evaluate(
                 engine,
                 task,
@@ -87,50 +90,59 @@ def _results_folder(config: RunConfig, split_name: str) -> tuple[Path, list[str]
     return config.run_dir / "eval" / (f"{split_name}-other" if others else split_name), others
 
 
-def predict_from_run(config: RunConfig, task_type: type[Task] | None, output: Path, which: str | None) -> None:
+def predict_from_run(
+    config: RunConfig, task_type: type[Task] | None, output: Path, which: str | None, probabilities: bool = False
+) -> None:
     """Predict for the records of ``data.test``, which need no labels, and write each with its prediction.
 
     Args:
         output: a ``.jsonl`` file with a line for each record, in order; it appears when it is complete. Where there is
             no prediction, because ``encode`` dropped the record or it is bad, ``prediction`` is null.
         which: see ``open_checkpoint``.
+        probabilities: write these, too.
 
     Raises:
         UserError: the task does not predict, there is no such checkpoint, or the input cannot be read or encoded.
     """
     with _joined(config) as (world, console):
         task = build_task(task_type or task_class(config.task.type), config, world, config.run_dir)
-        if not task.predicts:
-            raise UserError(
-                f"{type(task).__name__} makes no predictions",
-                where="RUN",
-                remedy="define predict() in the task, or set task.generation; `drawbar eval` gives its scores",
-            )
+        check_predicts(task, probabilities)
         task.labelled = False
-        split = _load_input(task, config, world, console)
+        with _hints(task, config):
+            opened = open_split(task, "test", config, world)
         engine, _ = open_checkpoint(task, config, which, world)
         with closing(engine):
-            found = predict(
-                engine,
-                task,
-                split,
-                world,
-                eval_micro_batch(config, in_tokens="input_ids" in split.samples.fields),
-                varied_by(task, config, train=False),
-                progress=lambda done, total: console.phase("predicting", done, total),
-            )
+            with _hints(task, config):
+                split = encode_split(task, opened, config, world, console)
+            asked = {"prediction": task.predict} | ({"probabilities": task.probabilities} if probabilities else {})
+            answers = {
+                name: predict(
+                    engine,
+                    task,
+                    split,
+                    world,
+                    eval_micro_batch(config, in_tokens="input_ids" in split.samples.fields),
+                    varied_by(task, config, train=False),
+                    ask,
+                    progress=lambda done, total: console.phase("predicting", done, total),
+                )
+                for name, ask in asked.items()
+            }
         if world.first:
             with world.working("writing the predictions"):
-                lines = list(_with_predictions(task, split.records, found))
+                lines = list(_with_answers(task, split.records, answers))
                 write_lines(output, lines)
-            missing = f", {len(lines) - len(found):,} without prediction" if len(lines) > len(found) else ""
+            left_out = len(lines) - len(answers["prediction"])
+            missing = f", {left_out:,} without prediction" if left_out else ""
             console.message(f"{output}: {len(lines):,} records{missing}")
 
 
-def _load_input(task: Task, config: RunConfig, world: World, console: Console) -> Split:
-    """The test data. An error names the option, and says what is often wrong with data that have no labels."""
+@contextmanager
+def _hints(task: Task, config: RunConfig) -> Iterator[None]:
+    """Around reading the test data: an error names the option, and says what is often wrong with data that have no
+    labels."""
     try:
-        return load_split(task, "test", config, world, console)
+        yield
     except UserError as error:
         if error.where == "data.test":
             error.where = "--input"
@@ -146,15 +158,23 @@ def _load_input(task: Task, config: RunConfig, world: World, console: Console) -
         raise
 
 
-def _with_predictions(task: Task, records: Iterable[Record], predictions: dict[int, Any]) -> Iterator[dict[str, Any]]:
-    """Every record of the input with its prediction, by its number; of a bad one, what is wrong with it."""
+def _with_answers(
+    task: Task, records: Iterable[Record], answers: Mapping[str, Mapping[int, Any]]
+) -> Iterator[dict[str, Any]]:
+    """Every record of the input with its prediction, by its number; of a bad one, what is wrong with it.
+
+    Args:
+        answers: what was asked for, by name, and of each the answers by number.
+    """
     number = 0
     for record in _with_bad(records):
         if isinstance(record, BadRecord):
-            yield {"error": f"{record.where}: {record.what}", "prediction": None}
+            yield {"error": f"{record.where}: {record.what}", **dict.fromkeys(answers)}
         else:
-            found = number in predictions
-            yield {**record, "prediction": task.complete(record, predictions[number]) if found else None}
+            found = {name: by_number.get(number) for name, by_number in answers.items()}
+            if number in answers["prediction"]:
+                found = {name: task.complete(record, answer) for name, answer in found.items()}
+            yield {**record, **found}
             number += 1
 
 
@@ -177,12 +197,6 @@ def generate_from_run(
     seed: int,
 ) -> list[str]:
     """What a checkpoint's model goes on with after each prompt, on one process."""
-    config = on_one_process(config)
-    place = Place()
-    device = choose_device(config.device, place)
-    with World(place, device, config.launch.timeout) as world:
-        task = build_task(task_type or task_class(config.task.type), config, world, config.run_dir)
-        engine, _ = open_checkpoint(task, config, which, world)
-        seed_everything(seed)
-        with closing(engine):
-            return generate_text(engine, task.tokenizer, prompts, sampling)
+    run = TrainedRun(config, task_type, which)
+    seed_everything(seed)
+    return run.generate(prompts, **asdict(sampling))

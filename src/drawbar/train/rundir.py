@@ -4,7 +4,7 @@ import errno
 import fcntl
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
@@ -14,9 +14,9 @@ from pydantic import ValidationError
 from drawbar.checkpoint.directory import CheckpointDirectory, Survey
 from drawbar.checkpoint.format import OtherFormat, Unusable
 from drawbar.checkpoint.load import readable_disk
-from drawbar.config.compare import check_same
+from drawbar.config.compare import Difference, check_same
 from drawbar.config.load import dump_yaml, load_config
-from drawbar.config.schema import RunConfig, RunSection
+from drawbar.config.schema import RUN_NAME, RunConfig, RunSection
 from drawbar.errors import UserError
 from drawbar.launch.job import FOLDER as LAUNCH_FOLDER
 from drawbar.runtime.files import write_whole
@@ -39,6 +39,8 @@ class Start:
     """The checkpoint is another run's, and the configuration may differ from that run's."""
     unusable: Mapping[Path, Unusable] = field(default_factory=dict)
     """What is to be set aside before the run goes on, and why."""
+    changed_length: Sequence[Difference] = ()
+    """What is new in how long the run trains."""
     refusal: UserError | None = None
     """Why the run cannot begin: it has checkpoints, and none can be used. Another node's disk may have a better one."""
     eval_mode: str | None = None
@@ -81,16 +83,16 @@ def _find(config: RunConfig, resume: str) -> Start:
             where=str(folder),
             remedy="choose another run.name, delete the folder, or leave out --resume never to go on with it",
         )
-    check_same(folder, config)
+    changed = check_same(folder, config)
     if resume == "never":
         return Start(None, unusable=found.unusable)
     if found.newest is not None and refusal is not None:
         raise refusal
     if resume == "auto":
-        return Start(found.newest, unusable=found.unusable, refusal=refusal)
+        return Start(found.newest, unusable=found.unusable, changed_length=changed, refusal=refusal)
     chosen = checkpoints.resolve(resume).resolve()
     if chosen.parent != checkpoints.path.resolve():  # where the run began: the same command again goes on with it
-        return Start(found.newest or chosen, unusable=found.unusable)
+        return Start(found.newest or chosen, unusable=found.unusable, changed_length=changed)
     if refusal is not None:
         raise refusal
     if found.newest is None or chosen != found.newest.resolve():
@@ -99,7 +101,7 @@ def _find(config: RunConfig, resume: str) -> Start:
             where="--resume",
             remedy="leave --resume out to go on from the newest, or add --fork NEWNAME to branch off from this one",
         )
-    return Start(found.newest, unusable=found.unusable)
+    return Start(found.newest, unusable=found.unusable, changed_length=changed)
 
 
 def _refusal(found: Survey, folder: Path) -> UserError | None:
@@ -137,7 +139,7 @@ def renamed(config: RunConfig, name: str) -> RunConfig:
         raise UserError(
             f"{name!r} cannot be the name of a run",
             where="--fork",
-            remedy="use letters, digits, dots, dashes and underscores, and begin with a letter or a digit",
+            remedy=f"use {RUN_NAME}",
         ) from error
     return config.model_copy(update={"run": run})
 
@@ -156,7 +158,8 @@ def _find_fork(config: RunConfig, resume: str, target: RunConfig) -> Start:
         raise UserError(
             f"there is nothing to fork: {source} has no complete checkpoint",
             where="--fork",
-            remedy="set run.dir and run.name to the run to begin from, or leave out --fork",
+            remedy="set run.dir and run.name to the run to begin from; or leave out --fork, and delete that folder if "
+            "it is a run of other settings",
         )
     return Start(checkpoint, forked=True)
 

@@ -17,7 +17,8 @@ from drawbar.config.data import DataSection
 from drawbar.config.schema import RunConfig
 from drawbar.config.source import read_file
 from drawbar.data.loader import Loader
-from drawbar.engines.engine import Engine, EngineState
+from drawbar.engines.engine import Engine
+from drawbar.engines.results import EngineState
 from drawbar.errors import UserError
 from drawbar.evaluation.evaluate import Split
 from drawbar.parallel.precision import choose_precision
@@ -184,35 +185,52 @@ def formats_as_begun(config: RunConfig, checkpoint: Path, device: torch.device) 
     return begun
 
 
-def restore(
+def restore_engine(checkpoint: Path, forked: bool, engine: Engine, world: World) -> Snapshot:
+    """Put back weights and optimizer. A fork takes the weights, and the optimizer where it fits.
+
+    Returns:
+        What else is in the checkpoint, for ``restore_position``.
+
+    Raises:
+        UserError: the checkpoint is damaged, or belongs to another model or optimizer, or to adapters on other weights.
+    """
+    with world.together(f"reading {checkpoint}"):
+        snapshot = read(checkpoint)
+    with world.working(f"loading {checkpoint}"):
+        if forked:
+            _load_what_fits(engine, snapshot)
+        else:
+            check_base(snapshot, engine)
+            engine.load(_engine_state(snapshot))
+    return replace(snapshot, model={}, optimizer={})
+
+
+def restore_position(
     checkpoint: Path,
+    rest: Snapshot,
     forked: bool,
     seed: int,
-    engine: Engine,
     loader: Loader,
     validation: Split | None,
     world: World,
 ) -> Progress:
-    """Put everything back, so that the next step is the one that would have followed.
+    """Put back all else, so that the next step is the one that would have followed.
 
-    A fork takes weights, optimizer and position where they fit, and forgets the scores of the run it came from.
+    A fork takes the position in the data where that fits, and forgets the scores of the run it came from.
+
+    Args:
+        rest: what ``restore_engine`` has left of the checkpoint.
 
     Raises:
-        UserError: the checkpoint is damaged, or belongs to another model, optimizer or data, or to adapters on other
-            weights.
+        UserError: the checkpoint belongs to other data.
     """
-    with world.together(f"reading {checkpoint}"):
-        snapshot = read(checkpoint)
-    values = snapshot.state
-    with world.working(f"loading {checkpoint}"):
-        if forked:
-            _load_what_fits(engine, loader, snapshot, checkpoint)
-        else:
-            check_base(snapshot, engine)
-            engine.load(_engine_state(snapshot))
-            loader.load(values["data"])
-            _check_validation(values.get("validation"), validation)
-    _restore_generators(snapshot.rng, seed, snapshot.step, world)
+    values = rest.state
+    if forked:
+        _load_where_it_fits(loader, _with_lanes(values["data"], checkpoint))
+    else:
+        loader.load(values["data"])
+        _check_validation(values.get("validation"), validation)
+    _restore_generators(rest.rng, seed, rest.step, world)
     progress = Progress(**values["progress"])
     if forked:
         progress.best_step = progress.best_score = None
@@ -252,9 +270,8 @@ def _engine_state(snapshot: Snapshot) -> EngineState:
     return EngineState(snapshot.model, snapshot.optimizer, snapshot.state["engine"])
 
 
-def _load_what_fits(engine: Engine, loader: Loader, snapshot: Snapshot, checkpoint: Path) -> None:
-    """For a fork: another optimizer starts afresh on the same weights, and so do adapters on others, other data from
-    its beginning."""
+def _load_what_fits(engine: Engine, snapshot: Snapshot) -> None:
+    """For a fork: another optimizer starts afresh on the same weights, and so do adapters on others."""
     state = _engine_state(snapshot)
     try:
         check_base(snapshot, engine)
@@ -262,8 +279,12 @@ def _load_what_fits(engine: Engine, loader: Loader, snapshot: Snapshot, checkpoi
     except UserError as error:
         logger.warning("only the weights are taken over: %s", error.what)
         engine.load_model(state.model)
+
+
+def _load_where_it_fits(loader: Loader, data: dict[str, Any]) -> None:
+    """For a fork: other data from its beginning."""
     try:
-        loader.load(_with_lanes(snapshot.state["data"], checkpoint))
+        loader.load(data)
     except UserError as error:
         logger.warning("the data begins at its first sample: %s", error.what)
 

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,14 +11,17 @@ from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.checkpoint.format import Snapshot
 from drawbar.checkpoint.load import read
 from drawbar.checkpoint.space import rust_errors
+from drawbar.config.compare import Difference
 from drawbar.config.deepspeed import laid_out
-from drawbar.config.schema import ParallelSection, RunConfig, TrainSection
+from drawbar.config.fields import show
+from drawbar.config.schema import OptimSection, ParallelSection, RunConfig, TrainSection
 from drawbar.config.source import read_file
 from drawbar.data.loader import OtherData
 from drawbar.data.tokenizer import load_tokenizer
 from drawbar.engines.choose import choose_engine
 from drawbar.engines.engine import Engine
 from drawbar.errors import UserError
+from drawbar.optim.schedules import learning_rate_scale
 from drawbar.runtime.dist import World
 from drawbar.runtime.files import sync, write_whole
 from drawbar.runtime.log import logger
@@ -125,6 +128,34 @@ def count_steps(config: TrainSection, steps_per_epoch: int | None) -> int:
     return math.ceil((config.epochs or 0) * steps_per_epoch)
 
 
+def tell_length(changed: Sequence[Difference], made: int, total_steps: int, optim: OptimSection) -> None:
+    """Say that a run goes on to another last step than the one that it began with, and what that does."""
+    if not changed or made >= total_steps:
+        return
+    what = ", ".join(f"{one.key} was {show(one.old)} and is now {show(one.new)}" for one in changed)
+    rate = optim.lr * learning_rate_scale(made, total_steps, optim)
+    logger.info("%s: the run goes on from step %s to step %s", what, f"{made:,}", f"{total_steps:,}")
+    logger.info(
+        "the learning rate of these steps is that of a run of %s: it goes on with %.2g", f"{total_steps:,}", rate
+    )
+
+
+def check_predicts(task: Task, probabilities: bool) -> None:
+    """Refuse to ask a task for predictions, or for their probabilities, that has none."""
+    if not task.predicts:
+        raise UserError(
+            f"{type(task).__name__} makes no predictions",
+            where="RUN",
+            remedy="define predict() in the task, or set task.generation; `drawbar eval` gives its scores",
+        )
+    if probabilities and not task.gives_probabilities:
+        raise UserError(
+            f"{type(task).__name__} does not say how likely its predictions are",
+            where="--probabilities",
+            remedy="classifiers do, for labels; in a task of your own, define probabilities(model, batch)",
+        )
+
+
 def open_checkpoint(task: Task, config: RunConfig, which: str | None, world: World) -> tuple[Engine, int]:
     """An engine with the weights of a checkpoint, and its step.
 
@@ -138,8 +169,9 @@ def open_checkpoint(task: Task, config: RunConfig, which: str | None, world: Wor
     )
     with world.together(f"reading {path}"):
         snapshot = read(path)
+    task.has_checkpoint = True
     seed_everything(config.run.seed)  # as in training: a task may draw weights that adapters leave as they are
-    engine = choose_engine(task, config, world, total_steps=1)
+    engine = choose_engine(task, config, world)
     seed_everything(config.run.seed, world.layout.seed_rank(world.rank))
     try:
         check_base(snapshot, engine)

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from drawbar.engines.engine import StepResult
+from drawbar.engines.results import StepResult
 
 
 @dataclass

@@ -9,6 +9,7 @@ import torch
 
 from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.checkpoint.space import check_space, check_writable, explain_full_disk, required_bytes
+from drawbar.config.compare import check_length
 from drawbar.config.rules import RULES, TRAIN_RULES, check_rules, check_world
 from drawbar.config.schema import RunConfig
 from drawbar.data.loader import Loader
@@ -33,7 +34,7 @@ from drawbar.tracking.trackers import Trackers, make_trackers
 from drawbar.train.best import check_mode, settle_mode
 from drawbar.train.check import check_evaluation, check_task
 from drawbar.train.core_wait import CoreWaitHook
-from drawbar.train.data import eval_micro_batch, load_data, varied_by
+from drawbar.train.data import Opened, eval_micro_batch, first_samples, load_data, open_data, varied_by
 from drawbar.train.disks import Disks, find_start_everywhere, look_at_disks
 from drawbar.train.hooks import (
     EvalHook,
@@ -46,8 +47,8 @@ from drawbar.train.hooks import (
     owes_evaluation,
 )
 from drawbar.train.rundir import Start, encoded_once, find_start, lock_run_dir, renamed, write_config
-from drawbar.train.saver import Saver, formats_as_begun, restore
-from drawbar.train.setup import build_task, chats_as_then, count_steps, save_task
+from drawbar.train.saver import Saver, formats_as_begun, restore_engine, restore_position
+from drawbar.train.setup import build_task, chats_as_then, count_steps, save_task, tell_length
 from drawbar.train.step import Progress, StepInfo
 from drawbar.train.stop import Stop
 
@@ -142,25 +143,47 @@ class Trainer:
         config = choose_formats(config, world.device)
         origin = config.run_dir if start.checkpoint is None else start.checkpoint.resolve().parent.parent
         task = build_task(self.task_type, config, world, origin)
-        loader, validation = load_data(task, config, world, console)
-        total_steps = count_steps(config.train, loader.steps_per_epoch)
+        task.has_checkpoint = start.checkpoint is not None
+        opened = open_data(task, config, world)
         with named_errors(task):
-            engine = choose_engine(task, config, world, total_steps)
-        check_task(task, engine, loader)
-        if validation is not None:
-            check_evaluation(task, engine, validation, config.eval.metric)
-            check_mode(config.eval)
+            engine = choose_engine(task, config, world)
+        if start.checkpoint is not None:
+            rest = restore_engine(start.checkpoint, start.forked, engine, world)
+        self._try_out(task, engine, opened, config, world, console)
+        loader, validation = load_data(task, opened, config, world, console)
+        engine.total_steps = total_steps = count_steps(config.train, loader.steps_per_epoch)
 
         seed_everything(config.run.seed, world.layout.seed_rank(world.rank))  # from here on a rank's dropout is its own
         progress = Progress()
         if start.checkpoint is not None:
+            of_run = (start.checkpoint, rest, start.forked, config.run.seed)
             with chats_as_then(task, origin):
-                progress = restore(start.checkpoint, start.forked, config.run.seed, engine, loader, validation, world)
+                progress = restore_position(*of_run, loader, validation, world)
+            check_length(progress.step, total_steps, config.train)
+            tell_length(start.changed_length, progress.step, total_steps, config.optim)
         self._open(task, engine, world, disks, start)
         run = _Run(config, world, disks, stop, console, task, engine, loader, validation, progress)
         run.train(total_steps)
         engine.close()
         return Outcome(stop.exit_code, config.run_dir, progress)
+
+    def _try_out(
+        self,
+        task: Task,
+        engine: Engine,
+        opened: tuple[Opened, Opened | None],
+        config: RunConfig,
+        world: World,
+        console: Console,
+    ) -> None:
+        """Find what is wrong with the task, the model or the settings on a few samples: hours may go into encoding all,
+        and a wrong request is to leave nothing behind."""
+        train, validation = opened
+        check_task(task, engine, first_samples(train, task, config, world, console))
+        if validation is not None:
+            first = first_samples(validation, task, config, world, console)
+            check_evaluation(task, engine, first, config.eval.metric)
+            check_mode(config.eval)
 
     def _find_start(self) -> Start:
         check_writable(Path(self.config.run.dir))
@@ -258,7 +281,7 @@ class _Run:
         config, world, run_dir = self.config, self.world, self.config.run_dir
         log_every = config.tracking.log_every
         hooks: list[Hook] = [
-            LogHook(log_every, self.loader, world, self.meter, self.trackers, self.console),
+            LogHook(log_every, self.loader, world, self.meter, self.trackers, self.console, saver),
             SaveHook(config.checkpoint.every, saver, self.meter),
         ]
         if self.validation is not None:

@@ -22,6 +22,7 @@ from drawbar.data.tokenizer import train_byte_bpe
 from drawbar.runtime.dist import World
 from drawbar.runtime.env import Place
 from drawbar.tasks.registry import task_class
+from drawbar.train.export import export_run
 from drawbar.train.setup import build_task, open_checkpoint
 from harness import Finished, run_cli, run_script
 from messages import check_one_message
@@ -120,6 +121,7 @@ def assert_complete(folder: Path) -> None:
     """Nothing lies beside it, and all may read it."""
     assert not list(folder.parent.glob("*.tmp*"))
     assert folder.stat().st_mode & 0o055 == 0o055
+    assert [path.name for path in folder.iterdir() if path.stat().st_mode & 0o044 != 0o044] == []
     AutoTokenizer.from_pretrained(str(folder))
 
 
@@ -139,6 +141,25 @@ def test_transformers_loads_the_model_of_the_run(trained: Path, tmp_path: Path, 
     assert_complete(tmp_path / "new" / "model")
     if run == "bert":
         assert model.config.id2label == {0: "bad", 1: "good"}
+
+
+def test_what_libraries_print_is_no_answer(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """transformers imports DeepSpeed to save a model, which then says on standard output what it has found."""
+    monkeypatch.setattr("drawbar.engines.native.NativeEngine.export", lambda *_: print("a library's warning"))
+    with chdir(trained):
+        export_run(load_run("runs/bert", (), None).config, None, tmp_path / "to", None, merge=False)
+    said = capsys.readouterr()
+    assert said.out.splitlines() == [f"{tmp_path / 'to'}: model and tokenizer"]
+    assert "a library's warning" in said.err
+
+
+@pytest.mark.parametrize("command", [("train", "lora-classes.yaml"), ("eval", "runs/lora-classes", "--split", "train")])
+def test_a_trained_head_is_not_new(trained: Path, command: tuple[str, ...]) -> None:
+    done = run_cli(*command, cwd=trained)
+    assert done.code == 0, done.err
+    assert "new head" not in done.out + done.err
 
 
 def test_the_checkpoint_that_is_named(trained: Path, tmp_path: Path) -> None:

@@ -115,6 +115,16 @@ def test_every_record_in_order_with_its_prediction(project: Path, run: str) -> N
     assert not list(project.glob("*.tmp"))
 
 
+def test_probabilities_are_written_when_they_are_asked_for(project: Path) -> None:
+    write_unlabelled(project)
+    predict(project, "classes", "new.tsv", "data.columns=[id, text]", "--probabilities")
+    for record in written(project):
+        shares = record["probabilities"]
+        assert shares.keys() == {"good", "bad"}
+        assert sum(shares.values()) == pytest.approx(1)
+        assert record["prediction"] == max(shares, key=shares.get)
+
+
 @pytest.mark.parametrize("run", ["classes", "translation", "instructions", "own"])
 def test_the_predictions_are_those_of_the_evaluation(project: Path, run: str) -> None:
     """Labels that are there make no difference."""
@@ -193,6 +203,7 @@ def test_a_limit_of_the_run_loses_no_input(project: Path) -> None:
     ("run", "source", "arguments", "says"),
     [
         ("text", "new.tsv", (), ("CausalLM makes no predictions", "task.generation")),
+        ("own", "new.tsv", ("--probabilities",), ("Ending does not say how likely", "probabilities(model, batch)")),
         ("classes", "nwe.tsv", (), ("there is no file nwe.tsv", "--input", "new.tsv")),
         ("classes", "new.tsv", ("data.columns=[id]",), ("new.tsv:1", "2 fields", "data.columns=[")),
         ("classes", "new.tsv", ("data.columns=[id, txt]",), ("new.tsv:1", "has no 'text'")),

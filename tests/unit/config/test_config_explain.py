@@ -126,3 +126,8 @@ def test_reference_has_every_setting_and_every_rule():
 
 def test_documentation_is_up_to_date():
     assert DOCUMENTATION.read_text(encoding="utf-8") == markdown_reference(), "docs/configuration.md: run `make docs`"
+
+
+def test_no_setting_is_explained_by_a_pattern():
+    known = catalogue(run_config_type(CausalLMConfig))
+    assert [key for key, setting in known.items() if "^" in setting.allowed or "[A-Z" in setting.allowed] == []

@@ -366,8 +366,6 @@ def test_a_stream_without_samples_is_refused(weights: tuple[float, float] | None
     loader = Case((31, 7), weights=weights).loader(alone(), lambda record: None)
     with pytest.raises(UserError, match="no samples: the task's encode left out all records"):
         next(loader.steps(0, 1))
-    with pytest.raises(UserError, match="no samples"):
-        loader.example()
 
 
 @pytest.mark.parametrize("weights", [None, (1.0, 2.0)])
@@ -376,11 +374,6 @@ def test_long_stretches_without_samples_are_passed(weights: tuple[float, float] 
     case = Case((100, 200), weights=weights, global_batch=1)
     loader = case.loader(alone(), lambda record: one_sample_of(record) if record["number"] == 103 else None)
     assert [micro.batch[0][0] for _, micros in loader.steps(0, 5) for micro in micros] == [103] * 5
-
-
-def test_an_example_is_the_first_sample_there_is() -> None:
-    example_ = UNEVEN.loader(alone()).example()  # record 0 is dropped
-    assert (example_["number"], example_["part"]) == (1, 0)
 
 
 @pytest.mark.parametrize(("lanes", "records", "start"), [(4, 2, 24), (12, 3, 24), (6, 5, 24), (5, 2, 20)])

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from drawbar.config.schema import OptimSection, TrainSection
-from drawbar.engines.engine import EngineState
 from drawbar.engines.native import NativeEngine
+from drawbar.engines.results import EngineState
 from drawbar.errors import UserError
 from drawbar.runtime.log import logger
 from tiny import random_step, tiny_config, tiny_engine, vector

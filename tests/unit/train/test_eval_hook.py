@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drawbar.config.schema import EvalSection
-from drawbar.engines.engine import StepResult
+from drawbar.engines.results import StepResult
 from drawbar.errors import ExitCode
 from drawbar.evaluation.evaluate import Evaluation
 from drawbar.runtime.dist import World

@@ -118,6 +118,75 @@ def test_a_run_that_failed_before_its_first_checkpoint_begins_anew(fit: Fit, pro
     assert scores(run) == scores(whole)
 
 
+def test_more_steps_go_on_with_a_complete_run(fit: Fit, run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The learning rates of the steps that are made stay, and those to come are of the longer run."""
+    settings = ("optim.schedule=linear", "optim.warmup=0", "checkpoint.every=null")
+    fit(*settings, "train.steps=6")
+    begun = metrics(run)
+    capfd.readouterr()
+    assert fit(*settings, "train.steps=9").progress.step == 9
+    said = capfd.readouterr().err
+    assert "train.steps was 6 and is now 9: the run goes on from step 6 to step 9" in said
+    assert "that of a run of 9: it goes on with 0.0033" in said
+    rates = {line["step"]: line["train/lr"] for line in metrics(run) if "train/lr" in line}
+    lr = 1e-2
+    assert rates == pytest.approx(
+        {step: lr * (1 - (step - 1) / (6 if step <= 6 else 9)) for step in range(1, 10)}, abs=1e-9
+    )
+    assert metrics(run)[: len(begun)] == begun
+    capfd.readouterr()
+    assert fit(*settings, "train.steps=9").progress.step == 9
+    assert "is now" not in capfd.readouterr().err
+
+
+def test_a_longer_run_without_a_schedule_is_the_run_of_so_many_steps(fit: Fit, project: Path) -> None:
+    settings = ("optim.schedule=constant", "optim.warmup=0", "train.steps=null", "eval.every=null")
+    fit(*settings, "train.epochs=0.25")
+    fit(*settings, "train.epochs=0.5")
+    fit(*settings, "train.epochs=0.5", "run.name=straight")
+    tiny, straight = project / "runs" / "tiny", project / "runs" / "straight"
+    assert losses(tiny) == losses(straight)
+    for name, tensor in weights(straight, 10).items():
+        assert torch.equal(tensor, weights(tiny, 10)[name])
+
+
+@pytest.mark.parametrize(
+    ("shorter", "says"),
+    [
+        ("train.steps=8", r"train\.steps=8 asks for 8 steps, but 12 are made already"),
+        ("train.epochs=0.5", r"train\.epochs=0\.5 asks for 10 steps, but 12 are made already"),
+    ],
+)
+def test_fewer_steps_than_were_made_are_refused(shorter: str, says: str, fit: Fit, run: Path) -> None:
+    fit()
+    before = contents(run)
+    with pytest.raises(UserError, match=says):
+        fit("train.steps=null", shorter)
+    assert contents(run) == before
+
+
+def test_what_can_be_done_about_another_configuration(fit: Fit, run: Path) -> None:
+    """There is nothing to fork before the first checkpoint, and nothing to lose."""
+    with pytest.raises(ValueError, match="planted"):
+        fit(*ONE_FORWARD, "checkpoint.every=null", "checkpoint.keep_best=false", task=Failing)
+    with pytest.raises(UserError, match="another configuration") as refused:
+        fit("optim.lr=0.5", task=CausalLM)
+    assert "delete the folder, which has no checkpoint yet" in str(refused.value.remedy)
+    assert "--fork" not in str(refused.value.remedy)
+    fit(*ONE_FORWARD)
+    with pytest.raises(UserError, match="another configuration") as refused:
+        fit(*ONE_FORWARD, "optim.lr=0.5")
+    assert "delete the folder" in str(refused.value.remedy)
+    assert "--fork" in str(refused.value.remedy)
+
+
+def test_a_run_that_diverges_before_its_first_checkpoint_has_nothing_to_fork(fit: Fit) -> None:
+    with pytest.raises(UserError, match="diverged") as lost:
+        fit("optim.lr=1e6", "optim.warmup=0", "checkpoint.every=null", "checkpoint.keep_best=false", "eval.every=null")
+    assert "--fork" not in str(lost.value)
+    assert "its folder is deleted" in str(lost.value.remedy)
+
+
 def test_a_tokenizer_is_trained_once_for_a_run(fit: Fit) -> None:
     Interrupted.tokenizers_built = 0
     for _ in range(2):

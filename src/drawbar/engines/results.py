@@ -1,0 +1,44 @@
+"""What engines give back: of a step, of an evaluation, and of themselves."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did, the same on every rank. Tensors stay on the device until somebody reads them."""
+
+    loss: torch.Tensor
+    """Mean loss over the units of the global batch, before the update (0-d)."""
+    grad_norm: torch.Tensor
+    """Global gradient norm before clipping (0-d)."""
+    weight: float
+    """Units (target tokens, or examples) in the global batch."""
+    lr: float
+    """Learning rate of the update."""
+    skipped: bool
+    """Whether fp16 overflowed, and the update was left out on every rank."""
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """This rank's share of an evaluation."""
+
+    loss: float
+    """Sum of the loss over the batch's units."""
+    weight: float
+    """How many units that is."""
+    predictions: list[Any] | None
+    """One a sample, in the order of the batch's ids; None for a task without ``predict``."""
+
+
+@dataclass
+class EngineState:
+    """All that an engine needs to go on exactly: tensors under fully qualified names, and plain values."""
+
+    model: Mapping[str, torch.Tensor]
+    optimizer: Mapping[str, torch.Tensor]
+    values: dict[str, Any] = field(default_factory=dict)
