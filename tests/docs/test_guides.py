@@ -48,7 +48,7 @@ def test_every_command_about_tasks_runs(tasks: Path) -> None:
         "languages": {"loss", "accuracy"},
     }.items():
         scores = json.loads((tasks / "runs" / run / "eval" / "validation" / "scores.json").read_text())
-        assert scores.keys() - {"step"} == names, run
+        assert scores.keys() - {"step", "records"} == names, run
 
 
 def test_predictions_are_merged_with_their_records(tasks: Path) -> None:
