@@ -275,12 +275,14 @@ def weight_differences(trace: Trace, reference: Trace, known: float) -> tuple[Di
 def known_entries(found: Tensor, expected: Tensor, tolerance: float) -> Tensor:
     """Where a gradient is known to within the tolerance: the size of the difference is that share of it, or less.
 
-    An entry that is exactly zero in both is known, too: no token led there.
+    An entry that is exactly zero in both is known, too: no token led there. Not so where nothing else of the parameter
+    is known: then it is all rounding, and so are its zeros.
     """
     untouched = (found == 0) & (expected == 0)
-    touched = max(1, int((~untouched).sum()))
-    error = norm(found.float() - expected.float()) / math.sqrt(touched)
-    return untouched | (expected.abs() * tolerance >= error)
+    touched = int((~untouched).sum())
+    error = norm(found.float() - expected.float()) / math.sqrt(max(1, touched))
+    known = ~untouched & (expected.abs() * tolerance >= error)
+    return known if touched and not known.any() else known | untouched
 
 
 def by_every_name(tensors: Tensors, ties: Iterable[Sequence[str]]) -> dict[str, Tensor]:

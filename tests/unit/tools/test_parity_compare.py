@@ -81,6 +81,15 @@ def test_entries_that_no_token_led_to_are_known() -> None:
     assert known_entries(noisy, expected, 1e-4).tolist() == [True, True, False]
 
 
+def test_a_zero_is_not_known_where_all_else_is_rounding() -> None:
+    """As in the biases of keys, whose gradient is zero on paper: a later step of Adam's moves them all by chance."""
+    assert (
+        known_entries(torch.tensor([1e-9, -2e-9, 0.0]), torch.tensor([-1e-9, 1e-9, 0.0]), 1e-4).tolist() == [False] * 3
+    )
+    assert known_entries(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 0.0]), 1e-4).tolist() == [True, True]
+    assert known_entries(torch.zeros(2), torch.zeros(2), 1e-4).tolist() == [True, True]
+
+
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
 def test_what_is_no_number_is_the_worst(broken: float) -> None:
     wrong = trace()
