@@ -234,4 +234,10 @@ class RunConfig(Section):
 @cache
 def run_config_type(task_config: type[TaskConfig]) -> type[RunConfig]:
     """``RunConfig`` whose ``task`` section is this task's own ``Config``."""
-    return create_model("RunConfig", __base__=RunConfig, task=(task_config, Field(default_factory=task_config)))
+    # a made class has no source: pydantic would look for its docstrings in every module that is loaded
+    return create_model(
+        "RunConfig",
+        __base__=RunConfig,
+        __cls_kwargs__={"use_attribute_docstrings": False},
+        task=(task_config, Field(default_factory=task_config)),
+    )
