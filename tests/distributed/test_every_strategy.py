@@ -26,7 +26,7 @@ task:
   tokenizer: {train: byte_bpe, vocab_size: 300}
   prompt_column: source
   completion_column: target
-  generation: {max_new_tokens: 6}
+  generation: {max_new_tokens: 3}
 data: {train: records.jsonl, validation: valid.jsonl, sequence_length: 48}
 train: {global_batch: 8, micro_batch: 2, steps: 6}
 optim: {lr: 1.0e-2, warmup: 1}
@@ -66,7 +66,7 @@ CASES = [(2, name) for name in TWO] + [(4, name) for name in FOUR]
 def write_records(path: Path, first: int, count: int) -> None:
     lines = []
     for number in range(first, first + count):
-        words = [WORDS[(number * step + step) % len(WORDS)] for step in range(1, 2 + number % 7)]
+        words = [WORDS[(number * step + step) % len(WORDS)] for step in range(1, 3 + number % 4)]
         lines.append(json.dumps({"source": " ".join(words), "target": " ".join(reversed(words))}))
     path.write_text("\n".join(lines) + "\n")
 

@@ -34,7 +34,9 @@ from tiny import CPU
 
 TIED = "task.from_scratch.tie_word_embeddings=true"
 UNTIED = "task.from_scratch.tie_word_embeddings=false"
+TWO_BLOCKS = "task.from_scratch.num_hidden_layers=2"
 FOUR_BLOCKS = "task.from_scratch.num_hidden_layers=4"
+STEPS = 6
 CASES = {ranks: [written(case) for case in parallel_cases(RunConfig(device="cpu"), ranks)] for ranks in (2, 4)}
 """All layouts that the table of rules allows."""
 
@@ -60,20 +62,26 @@ def compare_all(
 
 def compare_tied_and_untied(folder: str, names: list[str]) -> list[Result]:
     rows = 8 if os.environ["WORLD_SIZE"] == "2" else 4  # as few as keep every stage and every rank at work
-    deep = [name for name in names if "interleaved" in name]  # it wants four blocks; two are quicker
-    # with a larger learning rate, ten steps make rounding errors large
-    settings = ["optim.lr=3.0e-3", f"train.global_batch={rows}"]
     results = []
     for ties in (TIED, UNTIED):
-        results += compare_all(folder, [ties, *settings], [name for name in names if name not in deep], 10)
-        results += compare_all(folder, [ties, FOUR_BLOCKS, *settings], deep, 10)
+        for blocks in (TWO_BLOCKS, FOUR_BLOCKS):  # the interleaved schedule wants four blocks; two are quicker
+            cases = [name for name in names if has_case(name, ties) and ("interleaved" in name) == (blocks == FOUR_BLOCKS)]
+            # with a larger learning rate, a few steps make rounding errors large
+            settings = [ties, blocks, "optim.lr=5.0e-3", f"train.global_batch={rows}"]
+            results += compare_all(folder, settings, cases, STEPS)
     return results
+
+
+def has_case(name: str, ties: str) -> bool:
+    """Every layout with tied weights, which are the harder; without them those that put the head elsewhere."""
+    return ties == TIED or "pipeline" in name or name in ("ddp", "fsdp", "ddp tensor=2")
 
 
 @pytest.mark.parametrize("ranks", CASES)
 def test_every_strategy_is_equal(ranks: int, project: Path) -> None:
     results = run_ranks(compare_tied_and_untied, ranks, str(project), CASES[ranks], timeout=500)[0]
-    assert sorted(result.name for result in results) == sorted(CASES[ranks] * 2)
+    wanted = [name for ties in (TIED, UNTIED) for name in CASES[ranks] if has_case(name, ties)]
+    assert sorted(result.name for result in results) == sorted(wanted)
     for result in results:
         assert result.verdict == "equal", result
     assert any(result.comparison["gradients"]["value"] > 0 for result in results)  # something was computed anew
