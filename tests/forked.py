@@ -2,7 +2,7 @@
 new interpreter needs 4 s of CPU time for that. Else they are as new ones: a session of their own, the environment that
 they are given, signals at their defaults, nothing open but the standard streams.
 
-Ranks that torchrun, DeepSpeed, Slurm and ssh start in tests are new interpreters.
+Ranks that DeepSpeed, Slurm and ssh start in tests are new interpreters, and so are those of a torchrun that is one.
 """
 
 import atexit
@@ -21,6 +21,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 DRAWBAR = ["-m", "drawbar"]
+TORCHRUN = ["-m", "torch.distributed.run"]
 
 
 def fork_ranks() -> None:
@@ -30,12 +31,17 @@ def fork_ranks() -> None:
 
 
 def run_python(command: list[str]) -> None:
-    """What ``python COMMAND`` does, for ``-m drawbar ARGUMENTS`` and for ``SCRIPT ARGUMENTS``."""
+    """What ``python COMMAND`` does, for the two modules above and for ``SCRIPT ARGUMENTS``."""
     if command[:2] == DRAWBAR:
         sys.argv = command[1:]
         from drawbar.cli import run
 
         run()
+    elif command[:2] == TORCHRUN:
+        sys.argv = command[1:]
+        from torch.distributed.run import main
+
+        main()
     else:
         sys.argv = command
         sys.path.insert(0, str(Path(command[0]).parent))

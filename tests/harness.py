@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from forked import DRAWBAR, fork_ranks, run_python
+from forked import DRAWBAR, TORCHRUN, fork_ranks, run_python
 
 T = TypeVar("T")
 
@@ -59,6 +59,11 @@ def run_cli(*arguments: str, cwd: Path, env: dict[str, str] | None = None, timeo
 def run_script(script: Path, *arguments: str, cwd: Path, timeout: float = 240) -> Finished:
     """``python SCRIPT ARGUMENTS`` in ``cwd``."""
     return _run([str(script), *arguments], cwd, None, timeout)
+
+
+def run_torchrun(*arguments: str, cwd: Path, env: dict[str, str] | None = None, timeout: float = 240) -> Finished:
+    """``torchrun ARGUMENTS``, whose ranks are forked too."""
+    return _run([*TORCHRUN, *arguments], cwd, env, timeout)
 
 
 def _run(command: list[str], cwd: Path, env: dict[str, str] | None, timeout: float) -> Finished:

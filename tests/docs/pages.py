@@ -17,7 +17,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness import Finished, run_cli, run_script
+from harness import Finished, run_cli, run_script, run_torchrun
 
 BLOCK = re.compile(r"^```(\w+)(?: (\w+))?\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -69,9 +69,10 @@ def run_command(words: list[str], folder: Path) -> Finished:
             return run_cli(*words[1:], cwd=folder)
         case "python":
             return run_script(folder / words[1], *words[2:], cwd=folder)
-        case "torchrun" | "deepspeed":
-            modules = {"torchrun": "torch.distributed.run", "deepspeed": "deepspeed.launcher.runner"}
-            argv = [sys.executable, "-m", modules[words[0]], *words[1:]]
+        case "torchrun":
+            return run_torchrun(*words[1:], cwd=folder)
+        case "deepspeed":
+            argv = [sys.executable, "-m", "deepspeed.launcher.runner", *words[1:]]
             env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
             done = subprocess.run(argv, cwd=folder, env=env, capture_output=True, text=True, timeout=240)
             return Finished(done.returncode, done.stdout, done.stderr)

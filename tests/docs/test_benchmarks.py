@@ -49,6 +49,5 @@ def test_accuracies_are_compared(tmp_path: Path) -> None:
 
 
 def test_speed_beside_a_neighbour_is_measured() -> None:
-    found = busy_neighbour.measure(rounds=1, seconds=0.1, names=["a loop by hand"])
-    assert all(found["a loop by hand"][where][0] > 0 for where in ("quiet", "busy"))
-    assert busy_neighbour.run(*busy_neighbour.RUNS["drawbar"], seconds=0.1) > 0
+    found = busy_neighbour.measure(rounds=1, seconds=0.1, names=["drawbar"])
+    assert all(found["drawbar"][where][0] > 0 for where in ("quiet", "busy"))

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from ruamel.yaml import YAML
 
-from harness import Finished, run_cli, run_script
+from harness import Finished, run_cli, run_script, run_torchrun
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -66,12 +66,12 @@ def _run(words: list[str], folder: Path, env: dict[str, str]) -> Finished:
         case "python":
             return run_script(folder / words[1], *words[2:], cwd=folder)
         case "torchrun":
-            return finish(start_torchrun(words[1:], folder, env))
+            return run_torchrun(*words[1:], cwd=folder, env=env)
     raise AssertionError(f"an example runs drawbar, python or torchrun, not {words[0]}")
 
 
 def start_torchrun(arguments: list[str], folder: Path, env: dict[str, str]) -> "subprocess.Popen[str]":
-    """The real torchrun, still running."""
+    """The real torchrun, still running; its ranks are new interpreters."""
     return subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", *arguments],
         cwd=folder,
