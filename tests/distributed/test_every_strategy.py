@@ -1,7 +1,7 @@
 """Acceptance: a run under any strategy is the run of one process, and goes on exactly after a stop.
 
 Every case trains six steps with checkpoints at 3 and 6, then goes on from a copy of step 3; it evaluates with text
-that the model writes. All cases of a world size share the processes and one reference.
+that the model writes. All cases of a world size share the processes.
 """
 
 import json
@@ -21,7 +21,7 @@ CONFIG = """\
 run: {name: one}
 task:
   model: llama
-  from_scratch: {hidden_size: 32, intermediate_size: 48, num_hidden_layers: 4, num_attention_heads: 4,
+  from_scratch: {hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 4,
                  num_key_value_heads: 2, max_position_embeddings: 64, tie_word_embeddings: true}
   tokenizer: {train: byte_bpe, vocab_size: 300}
   prompt_column: source
@@ -61,6 +61,8 @@ FOUR = {
     "pipeline and tensor": ["pipeline=2", "tensor=2"],
 }
 CASES = [(2, name) for name in TWO] + [(4, name) for name in FOUR]
+FOUR_BLOCKS = "task.from_scratch.num_hidden_layers=4"
+"""For the interleaved schedule, of which each rank has two stages; two blocks are quicker."""
 
 
 def write_records(path: Path, first: int, count: int) -> None:
@@ -76,7 +78,7 @@ def train_all(folder: str, cases: dict[str, list[str]]) -> None:
     torch.manual_seed(0)
     first = drawbar.runtime.env.Place.from_environment().first
     for name, settings in cases.items():
-        parallel = [f"parallel.{setting}" for setting in settings]
+        parallel = [f"parallel.{setting}" for setting in settings] + [FOUR_BLOCKS] * (name == "interleaved")
         runs = Path(folder) / "runs"
         whole, resumed = name.replace(" ", "-"), name.replace(" ", "-") + "-resumed"
         fit_in(Path(folder), *parallel, f"run.name={whole}")
@@ -92,26 +94,32 @@ def train_all(folder: str, cases: dict[str, list[str]]) -> None:
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The reference run, with an evaluation, and those of all cases."""
+    """The reference runs, with an evaluation, and those of all cases."""
     folder = tmp_path_factory.mktemp("strategies")
     write_records(folder / "records.jsonl", 0, 41)
     write_records(folder / "valid.jsonl", 100, 7)
     (folder / "config.yaml").write_text(CONFIG)
-    fit_in(folder)
-    with chdir(folder):
-        evaluate_run(drawbar.load_config("config.yaml", []).config, None, "validation", "latest")
+    for reference in (["run.name=one"], ["run.name=interleaved-one", FOUR_BLOCKS]):
+        fit_in(folder, *reference)
+        with chdir(folder):
+            evaluate_run(drawbar.load_config("config.yaml", reference).config, None, "validation", "latest")
     run_ranks(train_all, 2, str(folder), TWO, timeout=500)
     run_ranks(train_all, 4, str(folder), FOUR, timeout=500)
     return folder / "runs"
 
 
+def runs_of(project: Path, name: str) -> tuple[Path, Path]:
+    """That of one process, and that of the case."""
+    return project / ("interleaved-one" if name == "interleaved" else "one"), project / name.replace(" ", "-")
+
+
 @pytest.mark.parametrize(("ranks", "name"), CASES)
 def test_losses_and_weights_are_those_of_one_process(project: Path, ranks: int, name: str) -> None:
-    run = project / name.replace(" ", "-")
-    reference = losses(project / "one")
+    one, run = runs_of(project, name)
+    reference = losses(one)
     assert max(reference.values()) > 1.2 * min(reference.values())  # it learned: equal traces are no accident
     assert largest_difference(reference, losses(run)) <= 1e-5
-    wanted, found = weights(project / "one", 6), weights(run, 6)
+    wanted, found = weights(one, 6), weights(run, 6)
     assert found.keys() == wanted.keys()
     for key, tensor in wanted.items():
         assert torch.linalg.norm(found[key] - tensor) <= 1e-4 * torch.linalg.norm(tensor), key
@@ -119,7 +127,7 @@ def test_losses_and_weights_are_those_of_one_process(project: Path, ranks: int, 
 
 @pytest.mark.parametrize(("ranks", "name"), CASES)
 def test_a_resumed_run_is_the_same_run(project: Path, ranks: int, name: str) -> None:
-    run = project / name.replace(" ", "-")
+    _, run = runs_of(project, name)
     resumed = run.with_name(f"{run.name}-resumed")
     assert losses(resumed) == losses(run)
     assert scores(resumed) == scores(run)
@@ -129,10 +137,9 @@ def test_a_resumed_run_is_the_same_run(project: Path, ranks: int, name: str) -> 
 
 @pytest.mark.parametrize(("ranks", "name"), CASES)
 def test_scores_and_texts_are_those_of_one_process(project: Path, ranks: int, name: str) -> None:
-    run = project / name.replace(" ", "-")
-    for step, wanted in scores(project / "one").items():
+    one, run = runs_of(project, name)
+    for step, wanted in scores(one).items():
         assert scores(run)[step] == pytest.approx(wanted, rel=1e-4)
-    results = [folder / "eval" / "validation" / "predictions.jsonl" for folder in (project / "one", run)]
-    one, other = (path.read_text() for path in results)
-    assert "prediction" in one
-    assert other == one
+    wanted_texts, texts = ((folder / "eval" / "validation" / "predictions.jsonl").read_text() for folder in (one, run))
+    assert "prediction" in wanted_texts
+    assert texts == wanted_texts
