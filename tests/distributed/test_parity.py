@@ -65,7 +65,8 @@ def compare_tied_and_untied(folder: str, names: list[str]) -> list[Result]:
     results = []
     for ties in (TIED, UNTIED):
         for blocks in (TWO_BLOCKS, FOUR_BLOCKS):  # the interleaved schedule wants four blocks; two are quicker
-            cases = [name for name in names if has_case(name, ties) and ("interleaved" in name) == (blocks == FOUR_BLOCKS)]
+            deep = blocks == FOUR_BLOCKS
+            cases = [name for name in names if has_case(name, ties) and ("interleaved" in name) == deep]
             # with a larger learning rate, a few steps make rounding errors large
             settings = [ties, blocks, "optim.lr=5.0e-3", f"train.global_batch={rows}"]
             results += compare_all(folder, settings, cases, STEPS)
