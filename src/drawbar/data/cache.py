@@ -8,7 +8,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -20,10 +20,11 @@ from drawbar.data.dataset import EncodedDataset, read_samples, write_samples
 from drawbar.data.encode import Encode, Progress
 from drawbar.data.heartbeat import Failure, Heartbeat, Watch
 from drawbar.data.readers import Record
+from drawbar.data.reading import Reading
 from drawbar.errors import ExitCode, UserError
 from drawbar.runtime.log import logger
 
-FORMAT = 1
+FORMAT = 2
 META = "meta.json"
 POLL_SECONDS = 0.05
 HEAD_START_SECONDS = 2.0
@@ -97,14 +98,13 @@ def _feed(update: Callable[[bytes], None], part: Any) -> None:
 
 
 def encode_cached(
-    records: Sequence[Record],
+    read: Callable[[], Reading],
     encoder: Encode,
     *,
     made_of: Mapping[str, str],
     cache: Path,
     workers: int | Literal["auto"],
     name: str,
-    describe: Callable[[int], str],
     on_bad_record: str,
     progress: Progress | None,
     timeout: float,
@@ -116,13 +116,12 @@ def encode_cached(
     encodes. The others wait for it, and one of them takes over if it dies.
 
     Args:
-        records: not touched where the cache has the samples.
+        read: begins to read the records; not called where the cache has the samples.
         encoder: see ``Encode``; workers need it to be picklable.
         made_of: everything that the samples depend on, by name.
         cache: the folder; it need not exist.
         workers: processes to encode in; see ``encode_chunks``.
         name: what the data are called in the cache, such as the split.
-        describe: says where record i came from, for messages.
         on_bad_record: ``error`` or ``skip``.
         progress: see ``Progress``; told of the work of the process that encodes, whichever it is.
         timeout: longest wait for a sign of life from a process that encodes, in seconds.
@@ -142,9 +141,8 @@ def encode_cached(
         def write(draft: FolderStorage) -> dict[str, Any]:
             return write_samples(
                 draft,
-                records,
+                read(),
                 encoder,
-                describe=describe,
                 progress=report,
                 on_bad_record=on_bad_record,
                 workers=workers,

@@ -123,6 +123,11 @@ class SourceStream:
                     raise UserError(error.what, where=error.where, remedy=remedy) from error
                 yield number // lanes, where, error
 
+    @cached_property
+    def count(self) -> int:
+        """How many records belong to the split, bad ones included. The files are read for it, and hardly decoded."""
+        return sum(1 for _ in self._units_of_lane(0, 1, 0))
+
     def class_names(self, column: str) -> list[str] | None:
         """The names of a column's classes, in the order of their numbers, where all files with such names agree."""
         old = old_name(column, self._rename)
@@ -179,7 +184,7 @@ class SourceStream:
         """What the sources before this one leave of the limit."""
         if self._limit is None or self._before is None or self._before._quota is None:
             return self._limit
-        return self._before._quota - sum(1 for _ in self._before._units_of_lane(0, 1, 0))
+        return self._before._quota - self._before.count
 
     def _units(self) -> Iterator[tuple[Reader, Unit]]:
         try:

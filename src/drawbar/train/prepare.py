@@ -84,10 +84,6 @@ def _load(task: Task, name: str, config: RunConfig, world: World, console: Conso
     return split
 
 
-def _unreadable(split: Split) -> list[str]:
-    return getattr(split.records, "skipped", [])
-
-
 def _size(folder: Path) -> int:
     """Bytes of all files in it."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
@@ -112,10 +108,9 @@ def _describe(splits: Sequence[Split], data: DataSection) -> None:
 def _counts(split: Split) -> dict[str, str]:
     """What the table says of a split, by the names of its rows."""
     samples = split.samples
-    bad = samples.skipped_count + len(_unreadable(split))
     counts = {
-        "records": f"{len(np.unique(samples.record_of)) + samples.dropped + bad:,}",
-        "bad records": f"{bad:,}",
+        "records": f"{samples.records + samples.skipped_count:,}",
+        "bad records": f"{samples.skipped_count:,}",
         "dropped records": f"{samples.dropped:,}",
         "samples": f"{len(samples):,}",
     }

@@ -11,6 +11,7 @@ from hypothesis.extra import numpy as arrays
 from drawbar.data import columns, encode
 from drawbar.data.columns import FolderStorage
 from drawbar.data.dataset import EncodedDataset, encode_records, read_samples, write_samples
+from drawbar.data.reading import read_list
 
 INTEGERS = st.integers(-(2**31), 2**31 - 1)
 NUMBERS = st.one_of(st.booleans(), INTEGERS, st.floats(allow_nan=False, width=32))
@@ -42,7 +43,7 @@ def sample_lists(draw: st.DrawFn) -> list[dict[str, Any]]:
 def on_disk(samples: list[dict[str, Any]], folder: Path) -> EncodedDataset:
     storage = FolderStorage(folder)
     about = write_samples(
-        storage, samples, lambda sample: sample, describe=str, progress=None, on_bad_record="error", workers=0
+        storage, read_list(samples, str), lambda sample: sample, progress=None, on_bad_record="error", workers=0
     )
     storage.close()
     return read_samples(FolderStorage(folder), about)
