@@ -1,7 +1,7 @@
 """From the settings of ``data`` to the records of a split. A record is a plain dict."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -55,13 +55,20 @@ class Records(Sequence[Record]):
         """The names of a column's classes, in the order of their numbers, where all files with such names agree."""
         return agreed_names(stream.class_names(column) for stream in self.streams)
 
-    @cached_property
-    def digest(self) -> str:
+    def identity(self) -> list[Any]:
+        """What tells, without reading them, the files of one place from those of another, and from what they were."""
+        return [stream.identity() for stream in self.streams]
+
+    def digest(self, of_file: Callable[[Path], str]) -> str:
         """Hex digest of the bytes of all files and of every setting that decides what records come out.
 
         Nothing is decoded for it, and paths do not count: a file that was moved has the same digest.
+
+        Args:
+            of_file: the digest of the bytes of one file.
         """
-        return hashlib.blake2b(" ".join(stream.digest for stream in self.streams).encode(), digest_size=16).hexdigest()
+        digests = " ".join(stream.digest(of_file) for stream in self.streams)
+        return hashlib.blake2b(digests.encode(), digest_size=16).hexdigest()
 
     @cached_property
     def _loaded(self) -> list[Record]:

@@ -29,6 +29,8 @@ class Split:
     name: str
     records: Sequence[dict[str, Any]]
     samples: EncodedDataset
+    kept: bool = False
+    """Whether the samples are in the cache, where the next run finds them."""
 
 
 @dataclass(frozen=True)

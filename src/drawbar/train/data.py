@@ -10,8 +10,9 @@ import numpy as np
 
 from drawbar.config.rules import MICRO_BATCH_TOKENS, resolve_micro_batch
 from drawbar.config.schema import RunConfig
-from drawbar.data.cache import content_key, encode_cached, remove_cached
+from drawbar.data.cache import content_key, encode_cached, records_digest, remove_cached
 from drawbar.data.dataset import EncodedDataset, NoSamples, Sample, encode_in_memory
+from drawbar.data.digests import KeptDigests, digest_for_all
 from drawbar.data.loader import Loader, MicroBatchSize, Rows, SampleRows, TrainLoader, Vary
 from drawbar.data.packing import PackedRows, Targets, packed_lengths, plan_packs
 from drawbar.data.reading import Numbered, Reading, read_list
@@ -44,6 +45,8 @@ class Opened:
     records: Sequence[Record]
     parts: dict[str, str] | None = None
     """What the cache knows its samples by; None where they cannot be kept, or are not made ahead."""
+    digests: KeptDigests | None = None
+    """Of the files; to be saved once all is well."""
 
 
 def open_data(task: Task, config: RunConfig, world: World) -> tuple[Opened, Opened | None]:
@@ -60,14 +63,14 @@ def open_split(task: Task, name: str, config: RunConfig, world: World) -> Opened
     Raises:
         UserError: it cannot be read.
     """
-    train = name == "train"
     with world.working(f"reading {name}"), named_errors(task):
         records = task.records(name)
-        if train and config.data.streaming:
+        if name == "train" and config.data.streaming:
             return Opened(name, _streamed(task, records))
         if not isinstance(records, Sequence):
             records = list(records)
-        return Opened(name, records, made_of(task, records, train))
+    digests = KeptDigests(config.cache_dir)
+    return Opened(name, records, _made_of(task, records, name, digests, world), digests)
 
 
 def first_samples(opened: Opened, task: Task, config: RunConfig, world: World, console: Console) -> Split:
@@ -128,7 +131,21 @@ def encode_split(task: Task, opened: Opened, config: RunConfig, world: World, co
             where=f"data.{name}",
             remedy="give every process the same files; task.encode() must not depend on the process or on chance",
         )
-    return Split(name, records, samples)
+    if opened.digests is not None:
+        opened.digests.save()  # only now: a start that fails leaves nothing behind
+    return Split(name, records, samples, kept=opened.parts is not None)
+
+
+def _made_of(
+    task: Task, records: Sequence[Record], name: str, digests: KeptDigests, world: World
+) -> dict[str, str] | None:
+    """Everything that the samples depend on, by name; None where a part of it has no content that could be told."""
+    with world.working(f"reading {name}"), named_errors(task):
+        parts = made_of(task, name == "train")
+    if parts is None:
+        return None
+    of_records = digest_for_all(records, digests, world) if isinstance(records, Records) else records_digest(records)
+    return None if of_records is None else {"the records": of_records, **parts}
 
 
 def _encode(task: Task, opened: Opened, config: RunConfig, world: World, console: Console) -> EncodedDataset:

@@ -17,7 +17,6 @@ from drawbar.evaluation.evaluate import Split
 from drawbar.runtime.dist import World
 from drawbar.runtime.env import Place, choose_device
 from drawbar.runtime.log import logger, start_logging
-from drawbar.tasks.encoder import made_of
 from drawbar.tasks.overrides import check_signatures
 from drawbar.tasks.registry import task_class
 from drawbar.tasks.task import Task
@@ -75,7 +74,7 @@ def _splits(config: RunConfig, console: Console) -> list[str]:
 
 def _load(task: Task, name: str, config: RunConfig, world: World, console: Console) -> Split:
     split = load_split(task, name, config, world, console)
-    if made_of(task, split.records, name == "train") is None:
+    if not split.kept:
         logger.warning(
             "%s is not kept, and every run encodes it anew: the task's code, its tokenizer or the records are "
             "nothing whose content could be told (a class in a notebook, say)",

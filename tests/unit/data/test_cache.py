@@ -279,10 +279,6 @@ def test_objects_have_no_key(part: Any) -> None:
 
 
 def test_digests_of_records() -> None:
-    class Files(Untouchable):
-        digest = "of the files"
-
-    assert records_digest(Files()) == "of the files"  # type: ignore[arg-type]
     assert records_digest(RECORDS) == records_digest(iter(RECORDS)) is not None
     assert records_digest(RECORDS) != records_digest(RECORDS[1:])
     assert records_digest(RECORDS) != records_digest(RECORDS[::-1])

@@ -10,7 +10,7 @@ import torch
 
 from drawbar.config.data import SourceSection
 from drawbar.config.schema import DataSection, RunConfig, RunSection, TrainSection
-from drawbar.data import encode
+from drawbar.data import digests, encode
 from drawbar.data.readers import JsonLines
 from drawbar.evaluation.evaluate import Split
 from drawbar.runtime.dist import World
@@ -35,6 +35,15 @@ class Tracked(dict[str, Any]):
 
 
 @pytest.fixture
+def sources(tmp_path: Path) -> list[SourceSection]:
+    """A third of the records, three times as heavy as the other two, one line of which is bad."""
+    lines = [f'{{"n": {number}}}\n' for number in range(RECORDS)]
+    (tmp_path / "a.jsonl").write_text("".join(lines[: RECORDS // 3]))
+    (tmp_path / "b.jsonl").write_text("".join(["{not JSON\n", *lines[RECORDS // 3 :]]))
+    return [SourceSection(files=f"{tmp_path}/a.jsonl", weight=3), SourceSection(files=f"{tmp_path}/b.jsonl", weight=1)]
+
+
+@pytest.fixture
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many records were alive, each time that one was decoded."""
     alive: weakref.WeakValueDictionary[int, Tracked] = weakref.WeakValueDictionary()
@@ -52,42 +61,43 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-def write_sources(folder: Path) -> list[SourceSection]:
-    """A third of the records, three times as heavy as the other two, one line of which is bad."""
-    lines = [f'{{"n": {number}}}\n' for number in range(RECORDS)]
-    (folder / "a.jsonl").write_text("".join(lines[: RECORDS // 3]))
-    (folder / "b.jsonl").write_text("".join(["{not JSON\n", *lines[RECORDS // 3 :]]))
-    return [SourceSection(files=f"{folder}/a.jsonl", weight=3), SourceSection(files=f"{folder}/b.jsonl", weight=1)]
-
-
-def load(folder: Path, **settings: Any) -> tuple[Numbers, RunConfig, Split]:
-    data = DataSection(train=write_sources(folder), on_bad_record="skip", workers=0, sequence_length=16, **settings)
+def load(sources: list[SourceSection], folder: Path, batching: str = "padded") -> tuple[Numbers, RunConfig, Split]:
+    data = DataSection(train=sources, on_bad_record="skip", workers=0, sequence_length=16, batching=batching)
     config = RunConfig(data=data, train=TrainSection(steps=1), run=RunSection(dir=str(folder / "runs")), device="cpu")
     task = Numbers(config)
     world = World(Place.from_environment(), torch.device("cpu"), timeout=60)
     return task, config, load_split(task, "train", config, world, make_console(False))
 
 
-def test_few_records_are_in_memory_while_all_are_encoded(tmp_path: Path, decoded: list[int]) -> None:
-    _, _, split = load(tmp_path)
+def test_few_records_are_in_memory_while_all_are_encoded(
+    sources: list[SourceSection], tmp_path: Path, decoded: list[int]
+) -> None:
+    _, _, split = load(sources, tmp_path)
     assert len(split.samples) == RECORDS
     assert max(decoded) < 20
 
 
 @pytest.mark.parametrize("batching", ["padded", "packed"])
-def test_a_warm_start_reads_no_record(
-    tmp_path: Path, decoded: list[int], caplog: pytest.LogCaptureFixture, batching: str
+def test_a_warm_start_opens_no_file_of_the_data(
+    sources: list[SourceSection],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    batching: str,
 ) -> None:
-    """Neither for the messages of bad records, nor for the source of each, by which the weights go."""
-    load(tmp_path, batching=batching)
-    decoded.clear()
+    """Neither for its digest, nor for the messages of bad records, nor for the source of each, by which weights go."""
+    monkeypatch.setattr(digests, "SETTLED_NS", -1, raising=False)  # files may be hashed as soon as they are written
+    load(sources, tmp_path, batching)
+    opened = []
+    open_path = Path.open
+    monkeypatch.setattr(Path, "open", lambda path, *rest, **more: opened.append(path) or open_path(path, *rest, **more))
     logger.addHandler(caplog.handler)
     try:
-        task, config, split = load(tmp_path, batching=batching)
+        task, config, split = load(sources, tmp_path, batching)
         sampler, rows = rows_and_order(task, split, config)
     finally:
         logger.removeHandler(caplog.handler)
-    assert decoded == []
+    assert [path for path in opened if path.suffix == ".jsonl"] == []
     assert f"1 bad record left out:\n  {tmp_path}/b.jsonl:1: the line is not valid JSON" in caplog.text
     drawn = sampler.rows(0, np.arange(sampler.size))
     first = [rows.row(int(row), lambda sample: sample)["input_ids"][0] for row in drawn]
