@@ -6,10 +6,10 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from drawbar.data.files import identity
 from drawbar.data.heartbeat import replace_text
 from drawbar.data.sources import Records
 from drawbar.runtime.dist import World
+from drawbar.runtime.files import identity
 
 FILE = "digests.json"
 """Beside the encoded data."""

@@ -73,13 +73,6 @@ def is_empty(path: Path) -> bool:
         return False
 
 
-def identity(path: Path) -> tuple[int, int, int, int]:
-    """What a change of a file's content changes: size, times of the last change of its content and of what is known of
-    it, in nanoseconds, and inode. A program can set the first of the two times back, but not the second."""
-    stat = path.stat()
-    return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
-
-
 def _kind(name: str) -> str | None:
     """The suffix that tells what a file holds; None where it is not one of ours."""
     plain = name.lower().removesuffix(".gz")

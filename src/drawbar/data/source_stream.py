@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from drawbar.data.class_labels import agreed_names
-from drawbar.data.files import identity
 from drawbar.data.hub_dataset import HubDataset
 from drawbar.data.nested import columns_of, old_name, value_at
 from drawbar.data.readers import BadRecord, Reader, Record, Unit
 from drawbar.errors import UserError
 from drawbar.runtime.env import node_name
+from drawbar.runtime.files import identity
 from drawbar.runtime.log import logger
 
 SHOWN_IN_FULL = 10
@@ -152,7 +152,7 @@ class SourceStream:
         return self._digest(lambda path: of_file(path).encode())
 
     def identity(self) -> list[Any]:
-        """Of each file what ``files.identity`` says; of a dataset that is no folder the node, which has a copy."""
+        """Of each file what ``identity`` says; of a dataset that is no folder the node, which has a copy."""
         try:
             return [[*map(identity, reader.files)] or node_name() for reader in self._readers]
         except OSError as error:

@@ -2,9 +2,8 @@
 
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
@@ -13,6 +12,7 @@ from drawbar.data import digests
 from drawbar.data.digests import KeptDigests, digest_for_all, file_digest
 from drawbar.data.sources import Records, open_records
 from drawbar.runtime.dist import World
+from ranks import SecondRank
 
 HashedFiles = list[str]
 
@@ -93,32 +93,16 @@ def test_what_is_kept_may_be_damaged_or_lost(tmp_path: Path, hashed: HashedFiles
     assert hashed == ["a", "a"]
 
 
-class Ranks:
-    """A world of two ranks, as the second sees it."""
-
-    rank = 1
-    first_alike = World.first_alike
-
-    def __init__(self, *answers_of_first: Any) -> None:
-        self.answers = list(answers_of_first)
-
-    def working(self, activity: str) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def share(self, value: Any) -> list[Any]:
-        return [self.answers.pop(0), value]
-
-
 def test_one_of_the_ranks_that_see_the_same_files_reads_them(tmp_path: Path, hashed: HashedFiles) -> None:
     path = tmp_path / "a.txt"
     path.write_text("one\n")
     records: Records = open_records(DataSection(train=str(path)), "train")
     kept = KeptDigests(tmp_path / "cache")
-    same = Ranks(records.identity(), "what the first has found")
+    same = SecondRank(records.identity(), "what the first has found")
     assert digest_for_all(records, kept, cast(World, same)) == "what the first has found"
     assert hashed == []
     kept.save()
     assert not (tmp_path / "cache").exists()
-    other = Ranks([[[1, 2, 3, 4]]], "of other files")
+    other = SecondRank([[[1, 2, 3, 4]]], "of other files")
     assert digest_for_all(records, kept, cast(World, other)) == records.digest(file_digest)
     assert hashed == ["a.txt"]
