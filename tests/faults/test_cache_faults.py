@@ -211,8 +211,8 @@ from drawbar.errors import UserError
 cache = Path(sys.argv[1]) / "cache"
 def cached(records):
     return encode_cached(
-        lambda: read_list(records, str), lambda record: {"x": np.full(500, record)}, made_of={"a": "b"}, cache=cache,
-        workers=0, name="train", on_bad_record="error", progress=None, timeout=60, eager=True)
+        lambda: read_list(records, str), lambda record: {"x": np.full(500, 2**40 + record)}, made_of={"a": "b"},
+        cache=cache, workers=0, name="train", on_bad_record="error", progress=None, timeout=60, eager=True)
 try:
     cached(range(1024))
 except UserError as error:

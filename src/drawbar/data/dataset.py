@@ -1,4 +1,4 @@
-"""Encoded samples, numbered, counted and fingerprinted: in memory, or memory-mapped files."""
+"""Encoded samples, numbered, counted and fingerprinted: in memory, or in files."""
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -19,6 +19,7 @@ from drawbar.data.columns import (
     fingerprint,
     read_column,
 )
+from drawbar.data.differences import DifferenceWriter, base_of, read_differences
 from drawbar.data.encode import RESERVED_FIELDS, Chunk, Encode, Progress, encode_chunks, layout_error
 from drawbar.data.readers import Record
 from drawbar.data.reading import KEPT_MESSAGES, Reading, read_list
@@ -165,7 +166,7 @@ class _SamplesWriter:
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
-        self.columns: dict[str, ColumnWriter] = {}
+        self.columns: dict[str, ColumnWriter | DifferenceWriter] = {}
         self.records = self.samples = self.dropped = self.truncated = self.skipped_count = 0
         self.skipped: list[str] = []
 
@@ -185,14 +186,23 @@ class _SamplesWriter:
     def _add_samples(self, chunk: Chunk) -> None:
         layout: Layout = {name: (piece.kind, piece.shapes.shape[1]) for name, piece in chunk.pieces.items()}
         if not self.samples:
-            for number, (name, (kind, dims)) in enumerate(layout.items()):
-                self.columns[name] = ColumnWriter(self.storage, f"{number:02d}", kind, dims)
+            self.columns = {name: self._column(number, name, layout) for number, name in enumerate(layout)}
         expected: Layout = {name: (column.kind, column.dims) for name, column in self.columns.items()}
         if layout != expected:
             raise layout_error(difference(expected, layout), chunk.where)
         for name, piece in chunk.pieces.items():
-            self.columns[name].add(piece)
+            column = self.columns[name]
+            if isinstance(column, DifferenceWriter):
+                column.add(piece, chunk.pieces[column.base])
+            else:
+                column.add(piece)
         self.storage.append(RECORD_OF, chunk.record_of.tobytes())
+
+    def _column(self, number: int, name: str, layout: Layout) -> ColumnWriter | DifferenceWriter:
+        base = base_of(name, layout)
+        if base is not None:
+            return DifferenceWriter(self.storage, f"{number:02d}", base)
+        return ColumnWriter(self.storage, f"{number:02d}", *layout[name])
 
     def finish(self, reading: Reading) -> dict[str, Any]:
         if not self.samples:
@@ -203,7 +213,7 @@ class _SamplesWriter:
                 remedy="check that the records hold what the task expects, and that they are long enough",
             )
         fields = {name: column.finish() for name, column in self.columns.items()}
-        columns = {name: read_column(self.storage, about, self.samples) for name, about in fields.items()}
+        columns = _read_columns(self.storage, fields, self.samples)
         return {
             "samples": self.samples,
             "records": self.records - self.skipped_count,
@@ -219,9 +229,8 @@ class _SamplesWriter:
 
 def read_samples(storage: Storage, about: dict[str, Any]) -> EncodedDataset:
     """The samples of a storage, by what ``write_samples`` said of them. Raises ValueError for a wrong number."""
-    columns = {name: read_column(storage, field, about["samples"]) for name, field in about["fields"].items()}
     return EncodedDataset(
-        columns=columns,
+        columns=_read_columns(storage, about["fields"], about["samples"]),
         record_of=storage.array(RECORD_OF, np.dtype(np.int64)).reshape(about["samples"]),
         records=about["records"],
         records_of_sources=about["sources"],
@@ -231,3 +240,11 @@ def read_samples(storage: Storage, about: dict[str, Any]) -> EncodedDataset:
         truncated=about["truncated"],
         fingerprint=about["fingerprint"],
     )
+
+
+def _read_columns(storage: Storage, fields: dict[str, dict[str, Any]], samples: int) -> dict[str, Column]:
+    columns = {name: read_column(storage, about, samples) for name, about in fields.items()}
+    for name, about in fields.items():
+        if "base" in about:
+            columns[name] = read_differences(storage, about, columns[about["base"]], samples)
+    return columns
