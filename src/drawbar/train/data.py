@@ -14,7 +14,8 @@ from drawbar.data.cache import content_key, encode_cached, records_digest, remov
 from drawbar.data.dataset import EncodedDataset, NoSamples, Sample, encode_in_memory
 from drawbar.data.digests import KeptDigests, digest_for_all
 from drawbar.data.loader import Loader, MicroBatchSize, Rows, SampleRows, TrainLoader, Vary
-from drawbar.data.packing import PackedRows, Targets, packed_lengths, plan_packs
+from drawbar.data.packing import PackedRows, Targets, packed_lengths
+from drawbar.data.plan import KEPT_FROM, Plan, keep_plan, plan_sources
 from drawbar.data.reading import Numbered, Reading, read_list
 from drawbar.data.reuse import is_kept, why_not_kept
 from drawbar.data.sampler import Grouped, InOrder, Mixed, Sampler, Shuffled
@@ -262,24 +263,17 @@ def rows_and_order(task: Task, split: Split, config: RunConfig) -> tuple[Sampler
     return sampler, rows
 
 
-def _plan(
-    task: Task, samples: EncodedDataset, sizes: list[int], config: RunConfig
-) -> tuple[list[list[int]], list[int]]:
+def _plan(task: Task, samples: EncodedDataset, sizes: list[int], config: RunConfig) -> tuple[Plan, list[int]]:
     """Which samples share a row: only those of one source, so that sources can be mixed; and the rows of each source.
 
     Args:
         sizes: samples of each source.
     """
     lengths = packed_lengths(samples, _targets(task))
-    plan: list[list[int]] = []
-    rows = []
-    first = 0
-    for size in sizes:
-        packs = plan_packs(lengths[first : first + size], config.data.sequence_length, config.run.seed)
-        plan += [[first + sample for sample in pack] for pack in packs]
-        rows.append(len(packs))
-        first += size
-    return plan, rows
+    capacity, seed = config.data.sequence_length, config.run.seed
+    if len(samples) < KEPT_FROM:
+        return plan_sources(lengths, sizes, capacity, seed)
+    return keep_plan(lengths, sizes, capacity, seed, cache=config.cache_dir, timeout=config.launch.timeout)
 
 
 def _targets(task: Task) -> Targets:

@@ -26,6 +26,9 @@ from drawbar.tracking.table import print_table
 from drawbar.train.data import load_split, rows_and_order, train_micro_batch
 from drawbar.train.setup import build_task
 
+ROWS_TOGETHER = 2**16
+"""Rows of which the order is in memory at a time."""
+
 
 def prepare_run(config: RunConfig, task_type: type[Task] | None) -> None:
     """Encode every split of the configuration into the cache, and print what is in it. No model is built.
@@ -170,10 +173,12 @@ def padding_share(
         global_batch: rows of a step.
         micro_batch: most that one forward takes; its rows are padded to the longest of them.
     """
-    rows = sampler.rows(0, np.arange(sampler.size))
+    together = global_batch * -(-ROWS_TOGETHER // global_batch)
     used = computed = 0
-    for start in range(0, len(rows), global_batch):
-        for part in micro_batch.cut(rows[start : start + global_batch], lengths):
-            used += int(lengths[part].sum())
-            computed += len(part) * int(lengths[part].max())
+    for first in range(0, sampler.size, together):
+        rows = sampler.rows(0, np.arange(first, min(first + together, sampler.size)))
+        for start in range(0, len(rows), global_batch):
+            for part in micro_batch.cut(rows[start : start + global_batch], lengths):
+                used += int(lengths[part].sum())
+                computed += len(part) * int(lengths[part].max())
     return 1 - used / computed

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from drawbar.data.dataset import Sample, encode_records
 from drawbar.data.loader import MicroBatchSize, Rows, SampleRows
-from drawbar.data.packing import PackedRows, plan_packs
+from drawbar.data.packing import PackedRows
+from drawbar.data.plan import plan_packs
 from drawbar.data.sources import Located
 from drawbar.data.stream import StreamLoader, StreamSettings
 from drawbar.errors import UserError

@@ -10,7 +10,7 @@ import torch
 
 from drawbar.config.data import SourceSection
 from drawbar.config.schema import DataSection, RunConfig, RunSection, TrainSection
-from drawbar.data import digests, encode
+from drawbar.data import digests, encode, plan
 from drawbar.data.readers import JsonLines
 from drawbar.evaluation.evaluate import Split
 from drawbar.runtime.dist import World
@@ -18,6 +18,7 @@ from drawbar.runtime.env import Place
 from drawbar.runtime.log import logger
 from drawbar.tasks.task import Task
 from drawbar.tracking.console import make_console
+from drawbar.train import data as train_data
 from drawbar.train.data import load_split, rows_and_order
 
 RECORDS = 600
@@ -87,7 +88,10 @@ def test_a_warm_start_opens_no_file_of_the_data(
 ) -> None:
     """Neither for its digest, nor for the messages of bad records, nor for the source of each, by which weights go."""
     monkeypatch.setattr(digests, "SETTLED_NS", -1, raising=False)  # files may be hashed as soon as they are written
-    load(sources, tmp_path, batching)
+    monkeypatch.setattr(train_data, "KEPT_FROM", 1, raising=False)  # samples: as if these were many
+    task, config, split = load(sources, tmp_path, batching)
+    rows_and_order(task, split, config)
+    monkeypatch.setattr(plan, "plan_packs", lambda *_: pytest.fail("planned again"))
     opened = []
     open_path = Path.open
     monkeypatch.setattr(Path, "open", lambda path, *rest, **more: opened.append(path) or open_path(path, *rest, **more))
