@@ -41,6 +41,8 @@ class Records(Sequence[Record]):
         return self._loaded[index]
 
     def __iter__(self) -> Iterator[Record]:
+        if "_loaded" in vars(self):
+            return iter(self._loaded)
         return (found.record for found in self._good())
 
     def reading(self) -> Reading:
