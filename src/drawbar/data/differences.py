@@ -47,7 +47,8 @@ class DifferenceWriter:
 
 def _differing(piece: Piece, base: Piece) -> NDArray[np.bool_]:
     """Shape (values,): which values are to be stored; all of them, where the two cannot be compared one by one."""
-    comparable = piece.values.dtype.kind in "iu" and np.array_equal(piece.shapes, base.shapes)
+    whole = all(values.dtype.kind in "iu" for values in (piece.values, base.values))
+    comparable = whole and np.array_equal(piece.shapes, base.shapes)
     return piece.values != base.values if comparable else np.ones(len(piece.values), np.bool_)
 
 

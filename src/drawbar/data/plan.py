@@ -179,7 +179,7 @@ def _best_fit(counts: NDArray[np.int64], capacity: int) -> tuple[int, NDArray[An
         while placed < end:
             fit = bisect.bisect_left(rooms, length)
             room = rooms[fit] if fit < len(rooms) else capacity
-            each = room // length
+            each = room // length if length else end - placed  # empty samples all go into one row
             wanted = -(-(end - placed) // each)
             if fit < len(rooms):
                 chosen = _pop(with_room[room], wanted)

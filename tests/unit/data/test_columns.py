@@ -154,6 +154,12 @@ def test_labels_of_any_kind_come_back(samples: list[dict[str, Any]], chunk: int,
         assert dataset.columns["labels"].dtype == plain.columns["labels"].dtype
 
 
+def test_labels_are_not_taken_for_numbers_that_round_to_them() -> None:
+    sample = {"input_ids": np.array([2.0**53]), "labels": np.array([2**53 + 1])}
+    dataset = encode_records([sample], lambda sample: sample, describe=str)
+    assert dataset[0]["labels"].tolist() == [2**53 + 1]
+
+
 def test_the_fingerprint_does_not_depend_on_how_samples_are_stored() -> None:
     """It is what checkpoints of older runs say."""
     samples = [

@@ -16,6 +16,7 @@ from drawbar.errors import UserError
 from plans import rows_of
 
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=300).map(lambda lengths: np.array(lengths))
+WITH_EMPTY = st.lists(st.integers(0, 50), min_size=1, max_size=300).map(lambda lengths: np.array(lengths))
 SEEDS = st.integers(0, 2**63 - 1)
 
 
@@ -40,7 +41,7 @@ def one_by_one(lengths: np.ndarray, capacity: int, seed: int) -> list[list[int]]
     return sorted(sorted(pack) for pack in packs)
 
 
-@given(lengths=LENGTHS, capacity=st.integers(50, 200), seed=SEEDS, block=st.integers(1, 400))
+@given(lengths=WITH_EMPTY, capacity=st.integers(50, 200), seed=SEEDS, block=st.integers(1, 400))
 @settings(deadline=None)
 def test_a_plan_is_what_placing_one_sample_after_another_gives(
     lengths: np.ndarray, capacity: int, seed: int, block: int
