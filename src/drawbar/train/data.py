@@ -231,7 +231,8 @@ def _loader(task: Task, opened: Opened, config: RunConfig, world: World, console
     if isinstance(opened.records, Records) and config.data.streaming:
         return _stream_loader(task, opened.records, config, world)
     split = encode_split(task, opened, config, world, console)
-    sampler, rows = rows_and_order(task, split, config)
+    with world.working("planning the rows"):
+        sampler, rows = rows_and_order(task, split, config)
     return TrainLoader(
         rows,
         sampler,
