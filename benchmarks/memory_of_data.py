@@ -65,7 +65,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         found = compare(options.megabytes, options.ranks, options.workers, Path(folder))
     show(found)
-    report = {"date": date.today().isoformat(), "cores": os.cpu_count(), "ranks": options.ranks, "results": found}
+    from training import machine  # which loads torch
+
+    about = {"machine": machine("cpu"), "cores": os.cpu_count(), "ranks": options.ranks}
+    report = {"date": date.today().isoformat(), **about, "results": found}
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
