@@ -121,17 +121,17 @@ def watch(command: list[str], folder: Path) -> Measured:
     """Run a command, and look again and again at all processes below it."""
     started = time.perf_counter()
     memory: dict[int, int] = {}
-    read: dict[int, int] = {}
     with (folder / "log.txt").open("a", encoding="utf-8") as log:
         process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log)
-        while process.poll() is None:
+        while not os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             for pid in below(process.pid):
                 memory[pid] = max(memory.get(pid, 0), 1024 * number(pid, "status", "VmHWM:"))
-                read[pid] = max(read.get(pid, 0), number(pid, "io", "rchar:"))
             time.sleep(0.02)
+        read = number(process.pid, "io", "rchar:")  # with that of all below it, as each was waited for
+        process.wait()
     if process.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{(folder / 'log.txt').read_text(encoding='utf-8')[-3000:]}")
-    return Measured(time.perf_counter() - started, max(memory.values()), sum(read.values()))
+    return Measured(time.perf_counter() - started, max(memory.values()), read)
 
 
 def below(pid: int) -> list[int]:
