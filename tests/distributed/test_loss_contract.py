@@ -22,13 +22,15 @@ from torch.nn import functional
 from drawbar.config.schema import DataSection, OptimSection, RunConfig, TrainSection
 from drawbar.data.dataset import Sample, encode_records
 from drawbar.data.loader import MicroBatch, MicroBatchSize, Rows, SampleRows, TrainLoader
-from drawbar.data.packing import IGNORED_LABEL, PackedRows, plan_packs
+from drawbar.data.packing import IGNORED_LABEL, PackedRows
+from drawbar.data.plan import plan_packs
 from drawbar.data.sampler import InOrder
 from drawbar.engines.native import NativeEngine
 from drawbar.runtime.dist import World
 from drawbar.runtime.env import Place
 from drawbar.tasks.batch import Batch
 from harness import run_ranks
+from plans import plan_of, rows_of
 from tiny import CPU, LENGTH, VOCABULARY, Numbers, tiny_config, tiny_task, vector
 
 TOLERANCE = 1e-5
@@ -93,7 +95,7 @@ class Case:
         """The documents of each row."""
         lengths = np.array([document.length for document in self.documents])
         capacity = int(lengths.max()) + 8
-        return plan_packs(lengths, capacity, self.seed) if self.packed else [[i] for i in range(len(lengths))]
+        return rows_of(plan_packs(lengths, capacity, self.seed)) if self.packed else [[i] for i in range(len(lengths))]
 
 
 @dataclass(frozen=True)
@@ -197,7 +199,7 @@ def train(case: Case, world: World) -> Update:
     def collate(rows: list[Sample]) -> Batch:
         return pad_further(engine.task.collate(rows[::-1] if case.backwards else rows), case.padding)
 
-    rows: Rows = PackedRows(samples, case.rows, "next_token") if case.packed else SampleRows(samples)
+    rows: Rows = PackedRows(samples, plan_of(case.rows), "next_token") if case.packed else SampleRows(samples)
     loader = TrainLoader(
         rows,
         InOrder(len(rows)),

@@ -1,16 +1,19 @@
 """The benchmarks run; their figures are nobody's business here."""
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
 from transformers import BertConfig, BertModel, BertTokenizer
 
+import drawbar
 from conftest import write_text
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import busy_neighbour
+import memory_of_data
 from against_trainer import GPT2
 from against_trainer import compare as compare_losses
 from sst2_accuracy import compare as compare_accuracies
@@ -51,3 +54,19 @@ def test_accuracies_are_compared(tmp_path: Path) -> None:
 def test_speed_beside_a_neighbour_is_measured() -> None:
     found = busy_neighbour.measure(rounds=1, seconds=0.1, names=["drawbar"])
     assert all(found["drawbar"][where][0] > 0 for where in ("quiet", "busy"))
+
+
+def test_the_memory_of_all_processes_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whole runs are not made here: they import torch five times."""
+    memory_of_data.write_records(tmp_path / "train.jsonl", 100_000)
+    assert 100_000 <= (tmp_path / "train.jsonl").stat().st_size < 103_000
+    assert set(json.loads((tmp_path / "train.jsonl").read_text().splitlines()[-1])) == {"text"}
+    (tmp_path / "config.yaml").write_text(memory_of_data.CONFIG)
+    drawbar.load_config(str(tmp_path / "config.yaml"))
+    child = "import time; text = open('train.jsonl').read() * 600; time.sleep(0.5)"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    found = memory_of_data.watch([sys.executable, "-c", parent], tmp_path)
+    assert found.memory > 60e6
+    assert found.read > 100_000
+    memory_of_data.show({"": {"import": vars(found)}, "1 MB": {"start": vars(found)}})
+    assert capsys.readouterr().out.splitlines()[-1].split()[:3] == ["1", "MB", "start"]

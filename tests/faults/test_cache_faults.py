@@ -20,6 +20,7 @@ import pytest
 from drawbar.data import cache
 from drawbar.data.cache import content_key, encode_cached
 from drawbar.data.dataset import EncodedDataset
+from drawbar.data.reading import read_list
 from drawbar.errors import ExitCode, UserError
 
 RECORDS = [{"n": n} for n in range(60)]
@@ -48,13 +49,12 @@ def cached(
     folder: Path, encoder: Encoder, *, eager: bool = True, workers: int = 0, timeout: float = 60
 ) -> EncodedDataset:
     return encode_cached(
-        RECORDS,
+        lambda: read_list(RECORDS, lambda i: f"file:{i + 1}"),
         encoder,
         made_of=MADE_OF,
         cache=folder / "cache",
         workers=workers,
         name="train",
-        describe=lambda i: f"file:{i + 1}",
         on_bad_record="error",
         progress=None,
         timeout=timeout,
@@ -205,13 +205,14 @@ from pathlib import Path
 import numpy as np
 from drawbar.data.cache import encode_cached
 from drawbar.data.dataset import EncodedDataset
+from drawbar.data.reading import read_list
 from drawbar.errors import UserError
 
 cache = Path(sys.argv[1]) / "cache"
 def cached(records):
     return encode_cached(
-        records, lambda record: {"x": np.full(500, record)}, made_of={"a": "b"}, cache=cache, workers=0, name="train",
-        describe=str, on_bad_record="error", progress=None, timeout=60, eager=True)
+        lambda: read_list(records, str), lambda record: {"x": np.full(500, 2**40 + record)}, made_of={"a": "b"},
+        cache=cache, workers=0, name="train", on_bad_record="error", progress=None, timeout=60, eager=True)
 try:
     cached(range(1024))
 except UserError as error:

@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +24,8 @@ from drawbar.checkpoint.format import (
     step_name,
 )
 from drawbar.errors import ExitCode, UserError
-from drawbar.runtime.files import retried
+from drawbar.runtime.dist import World
+from drawbar.runtime.files import identity, retried
 from drawbar.runtime.tensors import TensorFiles
 
 T = TypeVar("T")
@@ -33,7 +35,24 @@ REPLACED = ".replaced"
 
 
 def read(path: Path) -> Snapshot:
-    """Verify a checkpoint and open it. Model and optimizer are read tensor by tensor, or part by part, when asked for:
+    """Verify a checkpoint and open it: see ``open_snapshot``."""
+    with usable(path):
+        verify(path)
+    return open_snapshot(path)
+
+
+def read_together(path: Path, world: World) -> Snapshot:
+    """As ``read``, on every rank; of those that see the same files, one verifies them."""
+    with usable(path):
+        leader = world.first_alike([_look(name, partial(identity, path / name)) for name in check_sizes(path).files])
+    with world.together(f"reading {path}"), usable(path):
+        if leader == world.rank:
+            verify(path)
+    return open_snapshot(path)
+
+
+def open_snapshot(path: Path) -> Snapshot:
+    """A checkpoint that was verified. Model and optimizer are read tensor by tensor, or part by part, when asked for:
     a rank may need little of them. Tied names stand for one stored tensor.
 
     The files stay open while the snapshot is used, so that the checkpoint may be deleted meanwhile.
@@ -42,9 +61,8 @@ def read(path: Path) -> Snapshot:
         UserError: it is missing, damaged or of another format, or the disk cannot be read. The message names the file.
     """
     with usable(path):
-        manifest = verify(path)
         return Snapshot(
-            step=manifest.step,
+            step=check_sizes(path).step,
             model=_open_tensors(path / MODEL_FILE),
             optimizer=_open_tensors(path / OPTIMIZER_FILE),
             rng=dict(_open_tensors(path / RNG_FILE)),

@@ -8,10 +8,10 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 
@@ -20,10 +20,13 @@ from drawbar.data.dataset import EncodedDataset, read_samples, write_samples
 from drawbar.data.encode import Encode, Progress
 from drawbar.data.heartbeat import Failure, Heartbeat, Watch
 from drawbar.data.readers import Record
+from drawbar.data.reading import Reading
 from drawbar.errors import ExitCode, UserError
 from drawbar.runtime.log import logger
 
-FORMAT = 1
+T = TypeVar("T")
+
+FORMAT = 2
 META = "meta.json"
 POLL_SECONDS = 0.05
 HEAD_START_SECONDS = 2.0
@@ -56,9 +59,7 @@ def content_key(*parts: object) -> str:
 
 
 def records_digest(records: Iterable[Record]) -> str | None:
-    """``records.digest`` where there is such a thing, else a digest of every record; None where they hold objects."""
-    if hasattr(records, "digest"):
-        return records.digest
+    """A digest of every record; None where they hold objects."""
     digest = hashlib.blake2b(digest_size=20)
     try:
         for record in records:
@@ -97,14 +98,13 @@ def _feed(update: Callable[[bytes], None], part: Any) -> None:
 
 
 def encode_cached(
-    records: Sequence[Record],
+    read: Callable[[], Reading],
     encoder: Encode,
     *,
     made_of: Mapping[str, str],
     cache: Path,
     workers: int | Literal["auto"],
     name: str,
-    describe: Callable[[int], str],
     on_bad_record: str,
     progress: Progress | None,
     timeout: float,
@@ -112,53 +112,73 @@ def encode_cached(
 ) -> EncodedDataset:
     """The encoded records from the cache, encoded first where they are not there yet.
 
-    Of several processes that call this at the same time, on one host or on several that share the folder, one
-    encodes. The others wait for it, and one of them takes over if it dies.
-
     Args:
-        records: not touched where the cache has the samples.
+        read: begins to read the records; not called where the cache has the samples.
         encoder: see ``Encode``; workers need it to be picklable.
-        made_of: everything that the samples depend on, by name.
-        cache: the folder; it need not exist.
         workers: processes to encode in; see ``encode_chunks``.
-        name: what the data are called in the cache, such as the split.
-        describe: says where record i came from, for messages.
         on_bad_record: ``error`` or ``skip``.
-        progress: see ``Progress``; told of the work of the process that encodes, whichever it is.
-        timeout: longest wait for a sign of life from a process that encodes, in seconds.
-        eager: try to be the one that encodes; others give it a head start.
+        made_of, cache, name, progress, timeout, eager: see ``made_once``.
 
     Raises:
-        UserError: as ``encode_records``; or the folder cannot be written, or whoever encodes gave no sign of life.
+        UserError: as ``encode_records`` and ``made_once``.
     """
-    entry = _Entry(cache.absolute(), name, made_of)
 
-    def encode(heartbeat: Heartbeat) -> None:
+    def write(draft: FolderStorage, report: Progress) -> dict[str, Any]:
+        return write_samples(
+            draft, read(), encoder, progress=report, on_bad_record=on_bad_record, workers=workers, timeout=timeout
+        )
+
+    return made_once(
+        cache, name, made_of, write=write, read=read_samples, progress=progress, timeout=timeout, eager=eager
+    )
+
+
+def made_once(
+    cache: Path,
+    name: str,
+    made_of: Mapping[str, str],
+    *,
+    write: Callable[[FolderStorage, Progress], dict[str, Any]],
+    read: Callable[[FolderStorage, dict[str, Any]], T],
+    progress: Progress | None,
+    timeout: float,
+    eager: bool,
+) -> T:
+    """What the cache has of this name that is made of this; written first where it is not there yet.
+
+    Of several processes that call this at the same time, on one host or on several that share the folder, one
+    writes. The others wait for it, and one of them takes over if it dies.
+
+    Args:
+        cache: the folder; it need not exist.
+        name: what it is called in the cache, such as the split.
+        made_of: everything that it depends on, by name.
+        write: puts it into an empty folder, and returns what ``read`` needs to know, as plain values. The second
+            argument is to be told how far it is.
+        read: opens it; raises ValueError where it is damaged.
+        progress: see ``Progress``; told of the work of the process that writes, whichever it is.
+        timeout: longest wait for a sign of life from a process that writes, in seconds.
+        eager: try to be the one that writes; others give it a head start.
+
+    Raises:
+        UserError: as ``write``; or the folder cannot be written, or whoever writes gave no sign of life.
+    """
+    entry = _Entry(cache.absolute(), name, made_of, read)
+
+    def make(heartbeat: Heartbeat) -> None:
         def report(done: int, total: int) -> None:
             heartbeat.report(done, total)
             if progress:
                 progress(done, total)
 
-        def write(draft: FolderStorage) -> dict[str, Any]:
-            return write_samples(
-                draft,
-                records,
-                encoder,
-                describe=describe,
-                progress=report,
-                on_bad_record=on_bad_record,
-                workers=workers,
-                timeout=timeout,
-            )
-
-        entry.make(write)
+        entry.make(lambda draft: write(draft, report))
 
     with _explain_errors(entry):
-        dataset = entry.read()  # a cache that can only be read is no hindrance
-        if dataset is None:
+        found = entry.read()  # a cache that can only be read is no hindrance
+        if found is None:
             entry.folder.parent.mkdir(parents=True, exist_ok=True)
-            dataset = _wait_or_encode(entry, encode, progress, timeout, eager)
-        return dataset
+            found = _wait_or_make(entry, make, progress, timeout, eager)
+        return found
 
 
 def entry_folder(cache: Path, name: str, made_of: Mapping[str, str]) -> Path:
@@ -174,7 +194,7 @@ def remove_cached(cache: Path, name: str, made_of: Mapping[str, str]) -> None:
     Raises:
         UserError: the folder cannot be written.
     """
-    entry = _Entry(cache.absolute(), name, made_of)
+    entry = _Entry(cache.absolute(), name, made_of, read_samples)
     removed = entry.beside(_draft_ending())
     with _explain_errors(entry), suppress(FileNotFoundError):
         shutil.rmtree(removed, ignore_errors=True)
@@ -186,10 +206,13 @@ def _draft_ending() -> str:
     return f".tmp-{socket.gethostname()}-{os.getpid()}"
 
 
-class _Entry:
+class _Entry(Generic[T]):
     """One folder of the cache. It is complete or absent: written under another name, and renamed."""
 
-    def __init__(self, cache: Path, name: str, made_of: Mapping[str, str]) -> None:
+    def __init__(
+        self, cache: Path, name: str, made_of: Mapping[str, str], read: Callable[[FolderStorage, dict[str, Any]], T]
+    ) -> None:
+        self._read = read
         self.made_of = dict(made_of)
         self.key = content_key(self.made_of)
         self.folder = entry_folder(cache, name, made_of)
@@ -199,7 +222,7 @@ class _Entry:
     def beside(self, ending: str) -> Path:
         return self.folder.with_name(self.folder.name + ending)
 
-    def read(self, *, remove: bool = False) -> EncodedDataset | None:
+    def read(self, *, remove: bool = False) -> T | None:
         """None where the entry is absent or damaged; whoever holds the lock may ``remove`` a damaged one."""
         if not self.folder.is_dir():
             return None
@@ -210,7 +233,7 @@ class _Entry:
             for name, size in about["sizes"].items():
                 if (self.folder / name).stat().st_size != size:
                     raise ValueError(f"{name} is not of {size} bytes")
-            return read_samples(FolderStorage(self.folder), about)
+            return self._read(FolderStorage(self.folder), about)
         except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as error:  # what bad JSON leads to
             if remove:
                 logger.warning("encoding anew: the data in %s are damaged (%s)", self.folder, error)
@@ -277,21 +300,21 @@ def _is_dead(lock: Path, *, ours: bool) -> bool:
     return True
 
 
-def _wait_or_encode(
-    entry: _Entry, encode: Callable[[Heartbeat], None], progress: Progress | None, timeout: float, eager: bool
-) -> EncodedDataset:
+def _wait_or_make(
+    entry: _Entry[T], make: Callable[[Heartbeat], None], progress: Progress | None, timeout: float, eager: bool
+) -> T:
     watch = Watch(entry.beside(".progress"))
     failure = Failure(entry.beside(".error"))
     head_start_until = time.monotonic() + HEAD_START_SECONDS
     with entry.beside(".lock").open("ab") as lock:  # closing it unlocks it, and so does the end of the process
         while True:
-            dataset = entry.read()
-            if dataset is not None:
-                return dataset
+            found = entry.read()
+            if found is not None:
+                return found
             failure.raise_if_new()
             watch.look(progress)
             if (eager or watch.seen or time.monotonic() > head_start_until) and _try_lock(lock.fileno()):
-                return _read_or_encode(entry, encode, failure)
+                return _read_or_make(entry, make, failure)
             watch.raise_if_silent(timeout)
             time.sleep(POLL_SECONDS)
 
@@ -306,34 +329,34 @@ def _try_lock(descriptor: int) -> bool:
     return True
 
 
-def _read_or_encode(entry: _Entry, encode: Callable[[Heartbeat], None], failure: Failure) -> EncodedDataset:
+def _read_or_make(entry: _Entry[T], make: Callable[[Heartbeat], None], failure: Failure) -> T:
     """With the lock held. Whoever held it before may have finished, or failed, just now."""
     os.listdir(entry.folder.parent)  # NFS may remember for a while that the folder was absent; this makes it look anew
-    dataset = entry.read(remove=True)
-    if dataset is not None:
-        return dataset
+    found = entry.read(remove=True)
+    if found is not None:
+        return found
     failure.raise_if_new()
     failure.path.unlink(missing_ok=True)
     with Heartbeat(entry.beside(".progress")) as heartbeat:
         try:
             with _explain_errors(entry, heartbeat):
-                encode(heartbeat)
+                make(heartbeat)
         except UserError as error:
             failure.write(error)
             raise
-    dataset = entry.read()
-    if dataset is None:
+    found = entry.read()
+    if found is None:
         raise UserError(
             "the encoded data cannot be read back",
             where=str(entry.folder),
             remedy="see whether that disk is sound, or keep the cache on another one (data.cache)",
             exit_code=ExitCode.FAILED,
         )
-    return dataset
+    return found
 
 
 @contextmanager
-def _explain_errors(entry: _Entry, heartbeat: Heartbeat | None = None) -> Iterator[None]:
+def _explain_errors(entry: _Entry[Any], heartbeat: Heartbeat | None = None) -> Iterator[None]:
     """Turn errors about the disk of the cache into ones that say what to do; others pass."""
     cache = entry.folder.parent
     try:

@@ -1,8 +1,9 @@
-"""Samples as columns: all values of one field laid end to end, in memory or in files that are memory-mapped."""
+"""Samples as columns: all values of one field laid end to end, in memory or in files."""
 
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, Protocol
@@ -19,11 +20,19 @@ Layout = dict[str, tuple[Kind, int]]
 BLOCK_VALUES = 1 << 20  # values read at a time where a whole file passes through memory
 
 
+class Values(Protocol):
+    """Values in a row, of which any part can be read."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, part: slice, /) -> NDArray[Any]: ...
+
+
 class Storage(Protocol):
     """Named sequences of bytes that grow at the end."""
 
     def append(self, name: str, data: bytes) -> None: ...
     def array(self, name: str, dtype: np.dtype[Any]) -> NDArray[Any]: ...
+    def values(self, name: str, dtype: np.dtype[Any]) -> Values: ...
     def replace(self, name: str, by: str) -> None: ...
 
 
@@ -41,8 +50,36 @@ class MemoryStorage:
         content = self._contents.get(name, b"")
         return np.frombuffer(content, dtype) if content else np.empty(0, dtype)
 
+    values = array
+
     def replace(self, name: str, by: str) -> None:
         self._contents[name] = self._contents.pop(by)
+
+
+class FileValues:
+    """The values of a file, each read when it is asked for. The file is not mapped: of what is read of a mapped file,
+    everything counts as memory of the process."""
+
+    def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
+        self._dtype = dtype
+        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._file)
+        self._path = path
+        self._count = os.fstat(self._file).st_size // dtype.itemsize
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, part: slice, /) -> NDArray[Any]:
+        start, stop, _ = part.indices(self._count)
+        values = np.empty(max(0, stop - start), self._dtype)
+        room, begin = values.view(np.uint8).data, start * self._dtype.itemsize
+        while room:
+            count = os.preadv(self._file, [room], begin)
+            if not count:
+                raise OSError(f"{self._path} ends too early")
+            room, begin = room[count:], begin + count
+        return values
 
 
 class FolderStorage:
@@ -59,12 +96,20 @@ class FolderStorage:
 
     def array(self, name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
         """The content as values, memory-mapped: only what is looked at is read."""
-        if name in self._open:
-            self._open[name].flush()
-        path = self.folder / name
+        path = self._written(name)
         if not path.exists() or not path.stat().st_size:  # an empty file cannot be mapped
             return np.empty(0, dtype)
         return np.asarray(np.memmap(path, dtype, mode="r"))  # a plain array: slices of a memmap are slow to make
+
+    def values(self, name: str, dtype: np.dtype[Any]) -> Values:
+        path = self._written(name)
+        return FileValues(path, dtype) if path.exists() else np.empty(0, dtype)
+
+    def _written(self, name: str) -> Path:
+        """The file of that name, with all that was appended to it."""
+        if name in self._open:
+            self._open[name].flush()
+        return self.folder / name
 
     def replace(self, name: str, by: str) -> None:
         self._close(name)
@@ -169,24 +214,40 @@ class Column:
     """One field of all samples; item i is its value in sample i."""
 
     kind: Kind
-    values: NDArray[Any]
-    """Shape (values,). Text is UTF-8."""
+    dtype: np.dtype[Any]
+    """Of what comes out; what is stored may be smaller."""
+    values: Values
+    """Those of all samples, end to end. Text is UTF-8."""
     shapes: NDArray[np.int64]
     """Shape (samples, dims)."""
     ends: NDArray[np.int64]
     """Shape (samples,): where each sample's values end."""
 
     def __getitem__(self, index: int) -> Any:
-        if self.kind == "number":
-            return self.values[index].item()
-        flat = self.values[self.ends[index - 1] if index else 0 : self.ends[index]]
+        flat = self.stored(index, index + 1)
         if self.kind == "text":
             return flat.tobytes().decode("utf-8", "surrogatepass")
-        return flat.reshape(self.shapes[index]).copy()  # whoever gets it may change it: the file is for all epochs
+        value = flat.astype(self.dtype)  # a copy, which whoever gets it may change
+        return value.item() if self.kind == "number" else value.reshape(self.shapes[index])
+
+    def stored(self, first: int, last: int) -> NDArray[Any]:
+        """The stored values of the samples ``first`` up to but not ``last``, end to end."""
+        return self.values[self.ends[first - 1] if first else 0 : self.ends[last - 1] if last else 0]
+
+    @property
+    def size(self) -> int:
+        """Values of all samples."""
+        return len(self.values)
+
+    def blocks(self) -> Iterator[NDArray[Any]]:
+        """All values in turn, in their own dtype."""
+        for block in range(0, len(self.values), BLOCK_VALUES):
+            yield self.values[block : block + BLOCK_VALUES].astype(self.dtype)
 
 
 class ColumnWriter:
-    """Appends pieces of one column to a storage, each in its own dtype; ``finish`` brings them to one."""
+    """Appends pieces of one column to a storage, each in as few bytes as it needs; ``finish`` brings them to one
+    dtype."""
 
     def __init__(self, storage: Storage, name: str, kind: Kind, dims: int) -> None:
         self.storage = storage
@@ -195,58 +256,89 @@ class ColumnWriter:
         self.dims = dims
         self._total = 0
         self._dtypes: set[str] = set()
-        self._runs: list[tuple[np.dtype[Any], int]] = []  # (dtype, values in a row)
+        self._runs: list[tuple[np.dtype[Any], int]] = []  # (stored dtype, values in a row)
 
     def add(self, piece: Piece) -> None:
-        ends = self._total + np.cumsum(np.prod(piece.shapes, axis=1, dtype=np.int64))
-        self._total += len(piece.values)
+        self.add_stored(piece, piece.values, np.prod(piece.shapes, axis=1, dtype=np.int64))
+
+    def add_stored(self, piece: Piece, values: NDArray[Any], lengths: NDArray[np.int64]) -> None:
+        """Add a piece of which only some values are stored.
+
+        Args:
+            values: those that are.
+            lengths: shape (samples,): how many of them each sample has.
+        """
+        stored = values.astype(self._stored_dtype(values))
         self._dtypes |= piece.dtypes
-        if self._runs and self._runs[-1][0] == piece.values.dtype:
-            self._runs[-1] = (piece.values.dtype, self._runs[-1][1] + len(piece.values))
-        else:
-            self._runs.append((piece.values.dtype, len(piece.values)))
-        self.storage.append(f"{self.name}.values.bin", piece.values.tobytes())
+        if self._runs and self._runs[-1][0] == stored.dtype:
+            self._runs[-1] = (stored.dtype, self._runs[-1][1] + len(stored))
+        elif len(stored):
+            self._runs.append((stored.dtype, len(stored)))
+        self.storage.append(f"{self.name}.values.bin", stored.tobytes())
         self.storage.append(f"{self.name}.shapes.bin", piece.shapes.tobytes())
-        self.storage.append(f"{self.name}.ends.bin", ends.tobytes())
+        self.storage.append(f"{self.name}.ends.bin", (self._total + np.cumsum(lengths)).tobytes())
+        self._total += len(stored)
+
+    def _stored_dtype(self, values: NDArray[Any]) -> np.dtype[Any]:
+        """The smallest that holds these values, but none smaller than the last, as all are brought to one."""
+        smallest = smallest_dtype(values)
+        before = self._runs[-1][0] if self._runs else smallest
+        return common_stored([before, smallest], values.dtype)
 
     def finish(self) -> dict[str, Any]:
         """What ``read_column`` needs to know, as plain values."""
         dtype = common_dtype(self._dtypes)
-        if any(found != dtype for found, _ in self._runs):
-            self._rewrite(dtype)
-        return {"name": self.name, "kind": self.kind, "dims": self.dims, "dtype": dtype.str}
+        stored = common_stored([found for found, _ in self._runs], dtype)
+        if any(found != stored for found, _ in self._runs):
+            self._rewrite(stored)
+        return {"name": self.name, "kind": self.kind, "dims": self.dims, "dtype": dtype.str, "stored": stored.str}
 
     def _rewrite(self, dtype: np.dtype[Any]) -> None:
         """Bring the values to one dtype."""
-        written = self.storage.array(f"{self.name}.values.bin", np.dtype(np.uint8))
+        written = self.storage.values(f"{self.name}.values.bin", np.dtype(np.uint8))
         start = 0
         for found, count in self._runs:
-            run = written[start : start + count * found.itemsize].view(found)
-            start += count * found.itemsize
-            for block in range(0, count, BLOCK_VALUES):
-                data = run[block : block + BLOCK_VALUES].astype(dtype).tobytes()
-                self.storage.append(f"{self.name}.wider.bin", data)
-        if self._total:
-            self.storage.replace(f"{self.name}.values.bin", by=f"{self.name}.wider.bin")
+            end = start + count * found.itemsize
+            for block in range(start, end, BLOCK_VALUES * found.itemsize):
+                data = written[block : min(block + BLOCK_VALUES * found.itemsize, end)].view(found)
+                self.storage.append(f"{self.name}.wider.bin", data.astype(dtype).tobytes())
+            start = end
+        self.storage.replace(f"{self.name}.values.bin", by=f"{self.name}.wider.bin")
+
+
+def smallest_dtype(values: NDArray[Any]) -> np.dtype[Any]:
+    """The smallest dtype of whole numbers that holds these ones; their own for anything else."""
+    if values.dtype.kind not in "iu" or not values.size:
+        return values.dtype
+    return common_stored([np.min_scalar_type(values.min()), np.min_scalar_type(values.max())], values.dtype)
+
+
+def common_stored(dtypes: Sequence[np.dtype[Any]], dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """What values of all these dtypes are stored in: whole numbers in fewer bytes than ``dtype`` where they fit."""
+    found = np.result_type(*dtypes) if dtypes else dtype
+    smaller = dtype.kind in "iu" and found.kind in "iu" and found.itemsize < dtype.itemsize
+    return found if smaller else dtype
 
 
 def read_column(storage: Storage, about: dict[str, Any], samples: int) -> Column:
     int64 = np.dtype(np.int64)
     return Column(
         kind=about["kind"],
-        values=storage.array(f"{about['name']}.values.bin", np.dtype(about["dtype"])),
+        dtype=np.dtype(about["dtype"]),
+        values=storage.values(f"{about['name']}.values.bin", np.dtype(about["stored"])),
         shapes=storage.array(f"{about['name']}.shapes.bin", int64).reshape(samples, about["dims"]),
         ends=storage.array(f"{about['name']}.ends.bin", int64),
     )
 
 
 def fingerprint(columns: dict[str, Column], samples: int) -> str:
-    """Hex digest of every field of every sample in order, the same in every process."""
+    """Hex digest of every field of every sample in order, the same in every process, however they are stored."""
     digest = hashlib.blake2b(f"{samples} samples\n".encode(), digest_size=16)
     for name, column in sorted(columns.items()):
-        about = f"{name!r} {column.kind} {column.values.dtype.str} {column.shapes.shape} {column.values.shape}\n"
+        about = f"{name!r} {column.kind} {column.dtype.str} {column.shapes.shape} ({column.size},)\n"
         digest.update(about.encode("utf-8", "surrogatepass"))
-        for array in (column.shapes, column.values):
-            for block in range(0, len(array), BLOCK_VALUES):
-                digest.update(array[block : block + BLOCK_VALUES].tobytes())
+        for block in range(0, len(column.shapes), BLOCK_VALUES):
+            digest.update(column.shapes[block : block + BLOCK_VALUES].tobytes())
+        for values in column.blocks():
+            digest.update(values.tobytes())
     return digest.hexdigest()

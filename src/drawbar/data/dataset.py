@@ -1,4 +1,4 @@
-"""Encoded samples, numbered, counted and fingerprinted: in memory, or memory-mapped files."""
+"""Encoded samples, numbered, counted and fingerprinted: in memory, or in files."""
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -19,8 +19,10 @@ from drawbar.data.columns import (
     fingerprint,
     read_column,
 )
+from drawbar.data.differences import DifferenceWriter, base_of, read_differences
 from drawbar.data.encode import RESERVED_FIELDS, Chunk, Encode, Progress, encode_chunks, layout_error
 from drawbar.data.readers import Record
+from drawbar.data.reading import KEPT_MESSAGES, Reading, read_list
 from drawbar.errors import UserError
 
 __all__ = [
@@ -30,11 +32,11 @@ __all__ = [
     "NoSamples",
     "Progress",
     "Sample",
+    "encode_in_memory",
     "encode_records",
     "write_samples",
 ]
 
-KEPT_MESSAGES = 1000
 RECORD_OF = "record_of.bin"
 
 
@@ -51,11 +53,16 @@ class EncodedDataset:
 
     columns: dict[str, Column]
     record_of: NDArray[np.int64]
-    """Shape (samples,): which record each sample came from."""
+    """Shape (samples,): which record each sample came from; never falling."""
+    records: int
+    """How many records gave samples, or were dropped."""
+    records_of_sources: list[int]
+    """How many records each source has, in order; bad ones that could not be read are not counted."""
     dropped: int
     """Records for which encode gave no sample."""
     skipped: list[str]
-    """What was wrong with the bad records that were left out: the first 1000 messages."""
+    """What was wrong with the bad records that were left out, which could not be read, or which encode failed on: the
+    first 1000 messages of each."""
     skipped_count: int
     """How many bad records were left out."""
     truncated: int
@@ -80,6 +87,12 @@ class EncodedDataset:
     def lengths(self) -> NDArray[np.int64]:
         """Shape (samples,): tokens in ``input_ids``, or 1 where samples have none."""
         return self.field_lengths("input_ids") if "input_ids" in self.columns else np.ones(len(self), np.int64)
+
+    @property
+    def sources(self) -> NDArray[np.int64]:
+        """Shape (sources,): samples of each source; they stand source by source."""
+        ends = np.searchsorted(self.record_of, np.cumsum(self.records_of_sources))
+        return np.diff(ends, prepend=0)
 
     def field_lengths(self, name: str) -> NDArray[np.int64]:
         """Shape (samples,): the length of the first dim of an array field; 1 for a scalar."""
@@ -109,19 +122,23 @@ def encode_records(
         UserError: ``encode`` failed on a record or gave something else than it should, samples differ in their fields,
             or no sample is left.
     """
+    return encode_in_memory(read_list(records, describe), encode, progress=progress, on_bad_record=on_bad_record)
+
+
+def encode_in_memory(
+    reading: Reading, encode: Encode, *, progress: Progress | None = None, on_bad_record: str
+) -> EncodedDataset:
+    """As ``encode_records``, of records on their way."""
     storage = MemoryStorage()
-    about = write_samples(
-        storage, records, encode, describe=describe, progress=progress, on_bad_record=on_bad_record, workers=0
-    )
+    about = write_samples(storage, reading, encode, progress=progress, on_bad_record=on_bad_record, workers=0)
     return read_samples(storage, about)
 
 
 def write_samples(
     storage: Storage,
-    records: Sequence[Record],
+    reading: Reading,
     encode: Encode,
     *,
-    describe: Callable[[int], str],
     progress: Progress | None,
     on_bad_record: str,
     workers: int | Literal["auto"],
@@ -129,36 +146,37 @@ def write_samples(
 ) -> dict[str, Any]:
     """Encode every record into a storage; returns what ``read_samples`` needs to know, as plain values.
 
+    However many records there are, few of them and of their samples are in memory at a time.
+
     Args: as for ``encode_records`` and ``encode_chunks``.
     """
-    writer = _SamplesWriter(storage, describe)
+    writer = _SamplesWriter(storage)
     with closing(
-        encode_chunks(records, encode, skip=on_bad_record == "skip", workers=workers, timeout=timeout)
+        encode_chunks(reading, encode, skip=on_bad_record == "skip", workers=workers, timeout=timeout)
     ) as chunks:
         for chunk in chunks:
             writer.add(chunk)
             if progress:
-                progress(writer.records, len(records))
-    return writer.finish()
+                progress(writer.records + reading.bad_count, reading.total)
+    return writer.finish(reading)
 
 
 class _SamplesWriter:
     """Takes chunks in the order of the records."""
 
-    def __init__(self, storage: Storage, describe: Callable[[int], str]) -> None:
+    def __init__(self, storage: Storage) -> None:
         self.storage = storage
-        self.describe = describe
-        self.columns: dict[str, ColumnWriter] = {}
+        self.columns: dict[str, ColumnWriter | DifferenceWriter] = {}
         self.records = self.samples = self.dropped = self.truncated = self.skipped_count = 0
         self.skipped: list[str] = []
 
     def add(self, chunk: Chunk) -> None:
         if len(chunk.record_of):
             self._add_samples(chunk)
-        for index, error in chunk.skipped[: KEPT_MESSAGES - len(self.skipped)]:
-            self.skipped.append(f"{error.where or self.describe(index)}: {error.what}")
+        for error in chunk.skipped[: KEPT_MESSAGES - len(self.skipped)]:
+            self.skipped.append(f"{error.where}: {error.what}")
         if chunk.fatal:
-            raise self._located(*chunk.fatal)
+            raise chunk.fatal
         self.records += chunk.records
         self.samples += len(chunk.record_of)
         self.dropped += chunk.dropped
@@ -168,36 +186,42 @@ class _SamplesWriter:
     def _add_samples(self, chunk: Chunk) -> None:
         layout: Layout = {name: (piece.kind, piece.shapes.shape[1]) for name, piece in chunk.pieces.items()}
         if not self.samples:
-            for number, (name, (kind, dims)) in enumerate(layout.items()):
-                self.columns[name] = ColumnWriter(self.storage, f"{number:02d}", kind, dims)
+            self.columns = {name: self._column(number, name, layout) for number, name in enumerate(layout)}
         expected: Layout = {name: (column.kind, column.dims) for name, column in self.columns.items()}
         if layout != expected:
-            raise self._located(int(chunk.record_of[0]), layout_error(difference(expected, layout)))
+            raise layout_error(difference(expected, layout), chunk.where)
         for name, piece in chunk.pieces.items():
-            self.columns[name].add(piece)
+            column = self.columns[name]
+            if isinstance(column, DifferenceWriter):
+                column.add(piece, chunk.pieces[column.base])
+            else:
+                column.add(piece)
         self.storage.append(RECORD_OF, chunk.record_of.tobytes())
 
-    def _located(self, index: int, error: UserError) -> UserError:
-        error.where = error.where or self.describe(index)
-        return error
+    def _column(self, number: int, name: str, layout: Layout) -> ColumnWriter | DifferenceWriter:
+        base = base_of(name, layout)
+        if base is not None:
+            return DifferenceWriter(self.storage, f"{number:02d}", base)
+        return ColumnWriter(self.storage, f"{number:02d}", *layout[name])
 
-    def finish(self) -> dict[str, Any]:
+    def finish(self, reading: Reading) -> dict[str, Any]:
         if not self.samples:
             raise NoSamples(
                 f"no samples: the task's encode left out all {self.records} records"
                 + (f"; the first: {self.skipped[0]}" if self.skipped else ""),
-                where=self.describe(0) if self.records else None,
+                where=reading.first,
                 remedy="check that the records hold what the task expects, and that they are long enough",
             )
         fields = {name: column.finish() for name, column in self.columns.items()}
-        columns = {name: read_column(self.storage, about, self.samples) for name, about in fields.items()}
+        columns = _read_columns(self.storage, fields, self.samples)
         return {
             "samples": self.samples,
-            "records": self.records,
+            "records": self.records - self.skipped_count,
+            "sources": reading.counts,
             "fields": fields,
             "dropped": self.dropped,
-            "skipped": self.skipped,
-            "skipped_count": self.skipped_count,
+            "skipped": reading.bad + self.skipped,
+            "skipped_count": reading.bad_count + self.skipped_count,
             "truncated": self.truncated,
             "fingerprint": fingerprint(columns, self.samples),
         }
@@ -205,13 +229,22 @@ class _SamplesWriter:
 
 def read_samples(storage: Storage, about: dict[str, Any]) -> EncodedDataset:
     """The samples of a storage, by what ``write_samples`` said of them. Raises ValueError for a wrong number."""
-    columns = {name: read_column(storage, field, about["samples"]) for name, field in about["fields"].items()}
     return EncodedDataset(
-        columns=columns,
+        columns=_read_columns(storage, about["fields"], about["samples"]),
         record_of=storage.array(RECORD_OF, np.dtype(np.int64)).reshape(about["samples"]),
+        records=about["records"],
+        records_of_sources=about["sources"],
         dropped=about["dropped"],
         skipped=about["skipped"],
         skipped_count=about["skipped_count"],
         truncated=about["truncated"],
         fingerprint=about["fingerprint"],
     )
+
+
+def _read_columns(storage: Storage, fields: dict[str, dict[str, Any]], samples: int) -> dict[str, Column]:
+    columns = {name: read_column(storage, about, samples) for name, about in fields.items()}
+    for name, about in fields.items():
+        if "base" in about:
+            columns[name] = read_differences(storage, about, columns[about["base"]], samples)
+    return columns

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from drawbar.data.columns import Layout, Piece, Sample, difference, layout_of, number_dtype, stack
 from drawbar.data.readers import Record
+from drawbar.data.reading import Numbered, Reading
 from drawbar.errors import ExitCode, UserError
 from drawbar.runtime.log import logger
 
@@ -47,28 +48,31 @@ class Chunk:
     record_of: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     dropped: int = 0
     truncated: int = 0
-    skipped: list[tuple[int, UserError]] = field(default_factory=list)
-    """(record, what was wrong with it), where bad records are left out."""
-    fatal: tuple[int, UserError] | None = None
-    """The record that ends it all; what came before it is in the chunk."""
+    where: str = ""
+    """File and line of the first record that gave samples."""
+    skipped: list[UserError] = field(default_factory=list)
+    """What was wrong with records, and where they are, where bad ones are left out."""
+    fatal: UserError | None = None
+    """What ends it all; the records before that one are in the chunk."""
 
 
-def encode_chunk(encode: Encode, numbered: Iterator[tuple[int, Record]], skip: bool, seconds: float) -> Chunk:
+def encode_chunk(encode: Encode, numbered: Iterator[Numbered], skip: bool, seconds: float) -> Chunk:
     """Encode records until there are no more, ``seconds`` have passed, or one is bad and ``skip`` is false."""
     chunk = Chunk()
     started = time.monotonic()
     samples: list[Sample] = []
     record_of: list[int] = []
     layout: Layout | None = None
-    for index, record in numbered:
+    for index, where, record in numbered:
         chunk.records += 1
         try:
             encoded = _encode_one(record, encode)
         except UserError as error:
+            error.where = error.where or where
             if not skip:
-                chunk.fatal = index, error
+                chunk.fatal = error
                 break
-            chunk.skipped.append((index, error))
+            chunk.skipped.append(error)
             continue
         chunk.dropped += not encoded
         chunk.truncated += sum(bool(sample.pop("truncated", False)) for sample in encoded)
@@ -76,8 +80,9 @@ def encode_chunk(encode: Encode, numbered: Iterator[tuple[int, Record]], skip: b
         layout = layout or next(iter(layouts), None)
         faults = [difference(layout, found) for found in layouts if layout and found != layout]
         if faults:
-            chunk.fatal = index, layout_error(faults[0])
+            chunk.fatal = layout_error(faults[0], where)
             break
+        chunk.where = chunk.where or (where if encoded else "")
         samples += encoded
         record_of += [index] * len(encoded)
         if time.monotonic() - started > seconds:
@@ -88,16 +93,17 @@ def encode_chunk(encode: Encode, numbered: Iterator[tuple[int, Record]], skip: b
     return chunk
 
 
-def layout_error(fault: str) -> UserError:
+def layout_error(fault: str, where: str) -> UserError:
     return UserError(
         fault,
+        where=where,
         remedy="let the task's encode give all samples the same fields, "
         "each always a number, always a text, or always an array of as many dims",
     )
 
 
 def _encode_one(record: Record, encode: Encode) -> list[Sample]:
-    """The samples of one record. Every failure is a UserError; who knows the record's place adds it."""
+    """The samples of one record. Every failure is a UserError, of which the record's place may be missing."""
     try:
         encoded = encode(record)
         if encoded is None:
@@ -170,12 +176,12 @@ def _narrow(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def encode_chunks(
-    records: Sequence[Record], encode: Encode, *, skip: bool, workers: int | Literal["auto"], timeout: float
+    reading: Reading, encode: Encode, *, skip: bool, workers: int | Literal["auto"], timeout: float
 ) -> Generator[Chunk, None, None]:
     """Chunks of samples, in the order of the records. Close the generator, or workers may be left behind.
 
     Args:
-        records: they are read one after the other, and in this process alone.
+        reading: it is gone through in this process alone, and only so far ahead that no worker waits for records.
         skip: collect bad records and go on.
         workers: processes to encode in. ``auto``: one a core, where this process alone would need long.
         timeout: longest wait for a worker, in seconds.
@@ -183,15 +189,14 @@ def encode_chunks(
     Raises:
         UserError: a worker died, or gave no sign of life.
     """
-    total = len(records)
-    numbered: Iterator[tuple[int, Record]] = enumerate(records)
-    count = min(workers, total) if workers != "auto" else 0
+    numbered = iter(reading)
     if workers == "auto":
         done, seconds = yield from _encode_here(encode, numbered, skip, TRIAL_SECONDS)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        count = (
-            min(cores, MOST_WORKERS) if cores > 1 and done and seconds / done * (total - done) > WORTH_SECONDS else 0
-        )
+        worth = cores > 1 and done and seconds / done * (reading.total - done) > WORTH_SECONDS
+        count = min(cores, MOST_WORKERS) if worth else 0
+    else:
+        count = min(workers, reading.total) if workers else 0
     first = next(numbered, None)
     if first is None:
         return
@@ -204,7 +209,7 @@ def encode_chunks(
 
 
 def _encode_here(
-    encode: Encode, numbered: Iterator[tuple[int, Record]], skip: bool, seconds: float
+    encode: Encode, numbered: Iterator[Numbered], skip: bool, seconds: float
 ) -> Generator[Chunk, None, tuple[int, float]]:
     """Encode in this process, for so many seconds or to the end; returns (records, seconds) that it came to."""
     done, spent = 0, 0.0
@@ -218,7 +223,7 @@ def _encode_here(
     return done, spent
 
 
-def _pickled(encode: Encode, first: tuple[int, Record]) -> bytes | None:
+def _pickled(encode: Encode, first: Numbered) -> bytes | None:
     """What workers encode with, or None where they could not."""
     try:
         pickled = pickle.dumps(encode)
@@ -233,7 +238,7 @@ def _pickled(encode: Encode, first: tuple[int, Record]) -> bytes | None:
 
 
 def _encode_in_workers(
-    pickled: bytes, numbered: Iterator[tuple[int, Record]], skip: bool, count: int, timeout: float
+    pickled: bytes, numbered: Iterator[Numbered], skip: bool, count: int, timeout: float
 ) -> Iterator[Chunk]:
     _start_tracker()
     # Spawned, not forked: a fork copies the locks of torch's and gloo's threads, held by nobody who could free them.
@@ -318,5 +323,5 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _work(numbered: list[tuple[int, Record]], skip: bool) -> Chunk:
+def _work(numbered: list[Numbered], skip: bool) -> Chunk:
     return encode_chunk(_encode, iter(numbered), skip, float("inf"))

@@ -48,7 +48,7 @@ class Heartbeat:
         self._beats += 1
         about = {"host": socket.gethostname(), "pid": os.getpid(), "done": self.done, "total": self.total}
         with suppress(OSError):  # a full disk stops the encoding itself
-            _replace_text(self.path, json.dumps({**about, "beats": self._beats}))
+            replace_text(self.path, json.dumps({**about, "beats": self._beats}))
 
 
 class Watch:
@@ -109,7 +109,7 @@ class Failure:
     def write(self, error: UserError) -> None:
         about = {"what": error.what, "where": error.where, "remedy": error.remedy, "exit_code": int(error.exit_code)}
         with suppress(OSError):
-            _replace_text(self.path, json.dumps({**about, "attempt": f"{os.getpid()} {time.time_ns()}"}))
+            replace_text(self.path, json.dumps({**about, "attempt": f"{os.getpid()} {time.time_ns()}"}))
 
     def raise_if_new(self) -> None:
         text = self._read()
@@ -123,7 +123,7 @@ class Failure:
             )
 
 
-def _replace_text(path: Path, text: str) -> None:
+def replace_text(path: Path, text: str) -> None:
     """Nobody ever reads a half of it."""
     draft = path.with_name(f"{path.name}-{socket.gethostname()}-{os.getpid()}")
     draft.write_text(text)

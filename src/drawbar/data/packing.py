@@ -1,7 +1,5 @@
 """Packing: several samples in one row, without loss and without one seeing another."""
 
-import bisect
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -10,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drawbar.data.dataset import RESERVED_FIELDS, EncodedDataset, Sample
-from drawbar.data.order import order
+from drawbar.data.plan import Plan
 from drawbar.errors import UserError
 
 IGNORED_LABEL = -100  # what Hugging Face models and torch's cross_entropy leave out of the loss
@@ -21,84 +19,31 @@ causal language models; ``token``: one for each token, as it stands; ``sample``:
 sample; ``decoder``: a sequence of their own, beside ``decoder_input_ids``."""
 
 
-def plan_packs(lengths: NDArray[np.int64], capacity: int, seed: int) -> list[list[int]]:
-    """Which samples share a row: best-fit decreasing bin packing (Johnson 1973).
-
-    The longest samples are placed first, each into the fullest row that still has room for it; that needs at most
-    11/9 of the fewest possible rows, plus a constant. The seed decides which of several equally long samples comes
-    first, and so which samples meet. Takes O(n log n) time. The plan depends on the arguments alone.
-
-    Args:
-        lengths: shape (samples,), tokens in each sample.
-        capacity: tokens that a row can hold.
-        seed: 0 <= seed < 2**64.
-
-    Returns:
-        Sample numbers of each row; ascending in a row, and rows ascending by their first sample.
-
-    Raises:
-        UserError: a sample is longer than a row.
-    """
-    if len(lengths) and lengths.max() > capacity:
-        sample = int(lengths.argmax())
-        raise UserError(
-            f"sample {sample} is {lengths[sample]} tokens long; a packed row holds {capacity}",
-            where="data.sequence_length",
-            remedy="raise data.sequence_length, or cut long samples in the task's encode",
-        )
-    shuffled = order(seed, 0, np.arange(len(lengths)), len(lengths))
-    decreasing = shuffled[np.argsort(-lengths[shuffled], kind="stable")]
-    packs: list[list[int]] = []
-    packs_with_room: dict[int, list[int]] = {}  # free tokens → rows with exactly that many free
-    rooms: list[int] = []  # the keys of packs_with_room, ascending
-    for sample, length in zip(decreasing.tolist(), lengths[decreasing].tolist(), strict=True):
-        fit = bisect.bisect_left(rooms, length)
-        if fit < len(rooms):
-            room = rooms[fit]
-            pack = packs_with_room[room].pop()
-            if not packs_with_room[room]:
-                del packs_with_room[room], rooms[fit]
-        else:
-            room, pack = capacity, len(packs)
-            packs.append([])
-        packs[pack].append(sample)
-        left = room - length
-        if left not in packs_with_room:
-            packs_with_room[left] = []
-            bisect.insort(rooms, left)
-        packs_with_room[left].append(pack)
-    return sorted(sorted(pack) for pack in packs)
-
-
 class PackedRows:
     """Rows of several samples each, by a plan: row i is the joined samples of ``plan[i]``.
 
     Args:
         samples: the samples.
-        plan: sample numbers of each row.
+        plan: which of them each row holds.
         targets: see :data:`Targets`.
 
     Raises:
         UserError: the samples cannot be laid end to end.
     """
 
-    def __init__(self, samples: EncodedDataset, plan: list[list[int]], targets: Targets) -> None:
+    def __init__(self, samples: EncodedDataset, plan: Plan, targets: Targets) -> None:
         self.samples = samples
         self.plan = plan
         self._layout = Layout.of(samples, targets)
-        lengths = packed_lengths(samples, targets)
-        self.lengths = np.array([lengths[pack].sum() for pack in plan], dtype=np.int64)
-        digest = hashlib.blake2b(samples.fingerprint.encode(), digest_size=16)
-        for pack in plan:
-            digest.update(np.array([len(pack), *pack], dtype=np.int64).tobytes())
-        self.fingerprint = digest.hexdigest()
+        self.lengths = plan.row_lengths(packed_lengths(samples, targets))
+        self.fingerprint = plan.digest(samples.fingerprint)
 
     def __len__(self) -> int:
         return len(self.plan)
 
     def row(self, index: int, vary: Callable[[Sample], Sample]) -> Sample:
         """The joined samples of one row, each as ``vary`` makes it."""
-        return self._layout.join([vary(self.samples[sample]) for sample in self.plan[index]])
+        return self._layout.join([vary(self.samples[sample]) for sample in self.plan[index].tolist()])
 
 
 def packed_lengths(samples: EncodedDataset, targets: Targets) -> NDArray[np.int64]:

@@ -1,6 +1,7 @@
 """Which row stands at which place of an epoch: a pure function, so that any process can start anywhere."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,19 +53,20 @@ class Mixed(Sampler):
     all rows of a source are visited equally often.
 
     Args:
-        source_of: shape (rows,): the source of each row.
+        sizes: rows of each source; they stand source by source.
         weights: each source's part, relative to the others.
 
     Raises:
         UserError: a source has no rows.
     """
 
-    def __init__(self, source_of: NDArray[np.int64], weights: list[float], seed: int) -> None:
-        self.size = len(source_of)
+    def __init__(self, sizes: Sequence[int], weights: list[float], seed: int) -> None:
+        self.size = sum(sizes)
         self._seed = seed
-        self._members = [np.flatnonzero(source_of == source) for source in range(len(weights))]
-        for source, members in enumerate(self._members):
-            if not len(members):
+        self._sizes = sizes
+        self._first_rows = np.cumsum([0, *sizes[:-1]])
+        for source, size in enumerate(sizes):
+            if not size:
                 raise UserError(
                     "a source with a weight gave no samples",
                     where=f"data.train.{source}",
@@ -81,14 +83,14 @@ class Mixed(Sampler):
         drawn = order(self._seed, epoch, places, self.size)
         sources = np.searchsorted(self._starts, drawn, side="right") - 1
         rows = np.empty_like(drawn)
-        for source, members in enumerate(self._members):
+        for source, size in enumerate(self._sizes):
             mine = sources == source
             visits = epoch * self._counts[source] + drawn[mine] - self._starts[source]
             found = np.empty_like(visits)
-            for turn in np.unique(visits // len(members)):
-                now = visits // len(members) == turn
-                found[now] = order(self._seed + source + 1, int(turn), visits[now] % len(members), len(members))
-            rows[mine] = members[found]
+            for turn in np.unique(visits // size):
+                now = visits // size == turn
+                found[now] = order(self._seed + source + 1, int(turn), visits[now] % size, size)
+            rows[mine] = self._first_rows[source] + found
         return rows
 
 

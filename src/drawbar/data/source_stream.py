@@ -12,6 +12,8 @@ from drawbar.data.hub_dataset import HubDataset
 from drawbar.data.nested import columns_of, old_name, value_at
 from drawbar.data.readers import BadRecord, Reader, Record, Unit
 from drawbar.errors import UserError
+from drawbar.runtime.env import node_name
+from drawbar.runtime.files import identity
 from drawbar.runtime.log import logger
 
 SHOWN_IN_FULL = 10
@@ -123,6 +125,11 @@ class SourceStream:
                     raise UserError(error.what, where=error.where, remedy=remedy) from error
                 yield number // lanes, where, error
 
+    @cached_property
+    def count(self) -> int:
+        """How many records belong to the split, bad ones included. The files are read for it, and hardly decoded."""
+        return sum(1 for _ in self._units_of_lane(0, 1, 0))
+
     def class_names(self, column: str) -> list[str] | None:
         """The names of a column's classes, in the order of their numbers, where all files with such names agree."""
         old = old_name(column, self._rename)
@@ -136,12 +143,26 @@ class SourceStream:
         """Hex digest of the size and samples of each file and of the settings: cheap, however long the files are."""
         return self._digest(_size_and_samples)
 
-    @cached_property
-    def digest(self) -> str:
-        """Hex digest of every byte of the files and of the settings that decide what records come out."""
-        return self._digest(_every_byte)
+    def digest(self, of_file: Callable[[Path], str]) -> str:
+        """Hex digest of the files and of the settings that decide what records come out.
 
-    def _digest(self, add_file: Callable[["hashlib.blake2b", Path], None]) -> str:
+        Args:
+            of_file: the digest of every byte of a file.
+        """
+        return self._digest(lambda path: of_file(path).encode())
+
+    def identity(self) -> list[Any]:
+        """Of each file what ``identity`` says; of a dataset that is no folder the node, which has a copy."""
+        try:
+            return [[*map(identity, reader.files)] or node_name() for reader in self._readers]
+        except OSError as error:
+            raise self._unreadable(error) from error
+
+    def _digest(self, of_file: Callable[[Path], bytes]) -> str:
+        """
+        Args:
+            of_file: tells one file from another, in bytes that say themselves where they end.
+        """
         settings = [self._rename, self._side, self._limit, self._skip_bad]
         digest = hashlib.blake2b(repr(settings).encode(), digest_size=16)
         try:
@@ -150,7 +171,7 @@ class SourceStream:
                 if isinstance(reader, HubDataset):
                     digest.update(reader.fingerprint.encode())
                 for path in reader.files:
-                    add_file(digest, path)
+                    digest.update(of_file(path))
         except OSError as error:
             raise self._unreadable(error) from error
         return digest.hexdigest()
@@ -179,7 +200,7 @@ class SourceStream:
         """What the sources before this one leave of the limit."""
         if self._limit is None or self._before is None or self._before._quota is None:
             return self._limit
-        return self._before._quota - sum(1 for _ in self._before._units_of_lane(0, 1, 0))
+        return self._before._quota - self._before.count
 
     def _units(self) -> Iterator[tuple[Reader, Unit]]:
         try:
@@ -230,21 +251,13 @@ class SourceStream:
             logger.warning("more bad records of %s are left out without a message", self._key)
 
 
-def _every_byte(digest: "hashlib.blake2b", path: Path) -> None:
-    digest.update(b"%d " % path.stat().st_size)  # so that bytes cannot move from one file to the next
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-
-
-def _size_and_samples(digest: "hashlib.blake2b", path: Path) -> None:
+def _size_and_samples(path: Path) -> bytes:
     size = path.stat().st_size
-    digest.update(b"%d " % size)
     with path.open("rb") as file:
-        digest.update(file.read(END_BYTES))
+        found = [b"%d " % size, file.read(END_BYTES)]
         if size > 2 * END_BYTES:
             for number in range(1, SAMPLES + 1):
                 file.seek(number * size // (SAMPLES + 1))
-                digest.update(file.read(SAMPLE_BYTES))
+                found.append(file.read(SAMPLE_BYTES))
         file.seek(max(size - END_BYTES, 0))
-        digest.update(file.read(END_BYTES))
+        return b"".join([*found, file.read(END_BYTES)])

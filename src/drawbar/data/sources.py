@@ -1,13 +1,11 @@
 """From the settings of ``data`` to the records of a split. A record is a plain dict."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast, overload
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any, Literal, cast, overload
 
 from drawbar.config.data import DataSection, SourceSection
 from drawbar.data.class_labels import agreed_names
@@ -15,6 +13,7 @@ from drawbar.data.files import BUILT_IN_SOURCES, find_file, find_files, is_empty
 from drawbar.data.hub_dataset import HubDataset
 from drawbar.data.python_stdlib import PYTHON_STDLIB, PythonStdlib
 from drawbar.data.readers import BadRecord, ParallelLines, Reader, Record
+from drawbar.data.reading import Found, Numbered, Reading
 from drawbar.data.source_stream import Located, Side, SourceStream
 from drawbar.data.tables import check_names
 from drawbar.errors import UserError
@@ -22,15 +21,9 @@ from drawbar.errors import UserError
 __all__ = ["BUILT_IN_SOURCES", "Located", "Record", "Records", "SourceStream", "open_records"]
 
 
-class _Loaded(NamedTuple):
-    records: list[Record]
-    where: list[str]
-    skipped: list[str]
-    source_of: NDArray[np.int64]
-
-
 class Records(Sequence[Record]):
-    """The records of a split, each of which can say where it came from. Files are read when a record is needed."""
+    """The records of a split. They are read from their files, one at a time, whenever somebody goes through them; who
+    asks for one by its number has them all in memory from then on."""
 
     def __init__(self, streams: list[SourceStream], key: str) -> None:
         self.streams = streams
@@ -38,71 +31,71 @@ class Records(Sequence[Record]):
         self._key = key
 
     def __len__(self) -> int:
-        return len(self._loaded.records)
+        return len(self._loaded)
 
     @overload
     def __getitem__(self, index: int) -> Record: ...
     @overload
     def __getitem__(self, index: slice) -> list[Record]: ...
     def __getitem__(self, index: int | slice) -> Record | list[Record]:
-        return self._loaded.records[index]
+        return self._loaded[index]
 
     def __iter__(self) -> Iterator[Record]:
-        """All records; read from the files, one at a time, unless they are in memory already."""
         if "_loaded" in vars(self):
-            yield from self._loaded.records
-            return
-        for stream in self.streams:
-            for _, _, record in stream.read_all():
-                if not isinstance(record, BadRecord):
-                    yield record
+            return iter(self._loaded)
+        return (found.record for found in self._good())
+
+    def reading(self) -> Reading:
+        """A pass over the records, for whoever encodes them."""
+        return Reading(self._found(), len(self.streams), lambda: sum(stream.count for stream in self.streams))
 
     def where(self, index: int) -> str:
-        """File and line of a record, for messages: ``data/train.jsonl:17``."""
-        return self._loaded.where[index]
+        """File and line of a record, for messages: ``data/train.jsonl:17``. The files are read as far as that."""
+        return next(islice(self._good(), index, None)).where
 
     def class_names(self, column: str) -> list[str] | None:
         """The names of a column's classes, in the order of their numbers, where all files with such names agree."""
         return agreed_names(stream.class_names(column) for stream in self.streams)
 
-    @property
-    def skipped(self) -> list[str]:
-        """What is wrong with each bad record that was left out, after its file and line."""
-        return self._loaded.skipped
+    def identity(self) -> list[Any]:
+        """What tells, without reading them, the files of one place from those of another, and from what they were."""
+        return [stream.identity() for stream in self.streams]
 
-    @property
-    def source_of(self) -> NDArray[np.int64]:
-        """Shape (records,): the number of the source that each record came from."""
-        return self._loaded.source_of
-
-    @cached_property
-    def digest(self) -> str:
+    def digest(self, of_file: Callable[[Path], str]) -> str:
         """Hex digest of the bytes of all files and of every setting that decides what records come out.
 
         Nothing is decoded for it, and paths do not count: a file that was moved has the same digest.
+
+        Args:
+            of_file: the digest of the bytes of one file.
         """
-        return hashlib.blake2b(" ".join(stream.digest for stream in self.streams).encode(), digest_size=16).hexdigest()
+        digests = " ".join(stream.digest(of_file) for stream in self.streams)
+        return hashlib.blake2b(digests.encode(), digest_size=16).hexdigest()
 
     @cached_property
-    def _loaded(self) -> _Loaded:
-        loaded = _Loaded([], [], [], np.empty(0, dtype=np.int64))
-        sources: list[int] = []
+    def _loaded(self) -> list[Record]:
+        return list(iter(self))  # list(self) would ask for the length first
+
+    def _good(self) -> Iterator[Numbered]:
+        return iter(self.reading())
+
+    def _found(self) -> Iterator[Found]:
+        good = bad = 0
+        first: BadRecord | None = None
         for source, stream in enumerate(self.streams):
             for _, where, record in stream.read_all():
                 if isinstance(record, BadRecord):
-                    loaded.skipped.append(f"{record.where}: {record.what}")
+                    first, bad = first or record, bad + 1
                 else:
-                    loaded.records.append(record)
-                    loaded.where.append(where)
-                    sources.append(source)
-        if not loaded.records:
-            raise self._nothing_left(loaded.skipped)
-        return loaded._replace(source_of=np.array(sources, dtype=np.int64))
+                    good += 1
+                yield Found(source, where, record)
+        if not good:
+            raise self._nothing_left(first, bad)
 
-    def _nothing_left(self, skipped: list[str]) -> UserError:
-        if skipped:
+    def _nothing_left(self, first: BadRecord | None, bad: int) -> UserError:
+        if first is not None:
             return UserError(
-                f"no record is left: all {len(skipped)} are bad; the first: {skipped[0]}",
+                f"no record is left: all {bad} are bad; the first: {first.where}: {first.what}",
                 where=self._key,
                 remedy="mend the data; data.on_bad_record=error stops at the first bad record",
             )

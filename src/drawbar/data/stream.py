@@ -219,13 +219,16 @@ class StreamLoader(Loader[Batch]):
         ]
         fillers = self.ranks.largest(len(batches)) - len(batches)
         self.tokens = int(self.ranks.sum(lengths.sum()))
-        if rows:
-            self._filler = rows[0][0]
-        for _ in range(fillers):
-            if self._filler is None:  # this rank has had no row of its own yet
-                self._filler = self._any_rows().row(0, lambda sample: self.vary(sample, 0))
-            batches.append(MicroBatch(self.collate([self._filler]), False))
+        if fillers:
+            filler = rows[0][0] if rows else self._any_row()
+            batches += [MicroBatch(self.collate([filler]), False) for _ in range(fillers)]
         return batches
+
+    def _any_row(self) -> Sample:
+        """A row for a rank that has none in a step: the same in every process, as dropout draws for fillers, too."""
+        if self._filler is None:
+            self._filler = self._any_rows().row(0, lambda sample: self.vary(sample, 0))
+        return self._filler
 
     def _any_rows(self) -> Rows:
         """The rows of the first record that gives any; encoded in the thread, as tokenizers serve one thread alone."""

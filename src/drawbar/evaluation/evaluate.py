@@ -16,7 +16,7 @@ from drawbar.engines.engine import Engine
 from drawbar.engines.results import EvalResult
 from drawbar.errors import ExitCode, UserError, nearest
 from drawbar.runtime.dist import World
-from drawbar.runtime.files import write_whole
+from drawbar.runtime.files import replacing, write_whole
 from drawbar.tasks.batch import Ask, Batch
 from drawbar.tasks.task import Task
 from drawbar.tracking.trackers import json_number
@@ -29,6 +29,8 @@ class Split:
     name: str
     records: Sequence[dict[str, Any]]
     samples: EncodedDataset
+    kept: bool = False
+    """Whether the samples are in the cache, where the next run finds them."""
 
 
 @dataclass(frozen=True)
@@ -284,5 +286,6 @@ def write_results(folder: Path, evaluation: Evaluation, step: int) -> None:
     scores = {name: json_number(value) for name, value in evaluation.scores.items()}
     write_whole(folder / "scores.json", json.dumps({**numbers, **scores}, indent=2) + "\n")
     if any("prediction" in record for record in evaluation.records):
-        lines = (json.dumps(record, ensure_ascii=False, default=str) + "\n" for record in evaluation.records)
-        write_whole(folder / "predictions.jsonl", "".join(lines))
+        with replacing(folder / "predictions.jsonl") as file:
+            for record in evaluation.records:
+                file.write(f"{json.dumps(record, ensure_ascii=False, default=str)}\n".encode())

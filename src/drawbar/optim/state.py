@@ -35,7 +35,8 @@ def load_optimizer_state(
     tensors: Mapping[str, torch.Tensor],
     place: Place = lambda parameter, tensors, name: tensors[name],
 ) -> None:
-    """Put back what :func:`optimizer_state` returned; each optimizer moves it to where it wants it.
+    """Put back what :func:`optimizer_state` returned. Each tensor goes to the device of its parameter before the next
+    is read from its file: the host never holds the state of a model that lies elsewhere.
 
     Tensors of parameters that these optimizers do not hold are left alone: see :func:`check_optimizer_state`.
     """
@@ -47,11 +48,19 @@ def load_optimizer_state(
         current = optimizer.state_dict()
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         state: dict[int, Any] = {
-            index: {key: place(parameter, tensors, f"{names[parameter]}/{key}") for key in keys[names[parameter]]}
+            index: {
+                key: _beside(parameter, place(parameter, tensors, f"{names[parameter]}/{key}"))
+                for key in keys[names[parameter]]
+            }
             for index, parameter in enumerate(parameters)
             if names[parameter] in keys
         }
         optimizer.load_state_dict({"state": state, "param_groups": current["param_groups"]})
+
+
+def _beside(parameter: nn.Parameter, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor on the parameter's device; a single number, such as the step, stays: the optimizer knows its place."""
+    return tensor.to(parameter.device) if tensor.dim() else tensor
 
 
 def check_optimizer_state(trained: set[str], tensors: Mapping[str, torch.Tensor]) -> None:

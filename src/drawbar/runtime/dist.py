@@ -247,6 +247,11 @@ class World:
             dist.all_gather_object(values, value, group=self._control)
         return values
 
+    def first_alike(self, view: object) -> int:
+        """The lowest rank with the same ``view`` as this one. Where that says which files a rank sees, what one of them
+        finds out of these holds for the others."""
+        return self.share(view).index(view)
+
     def collect(self, tensors: dict[str, torch.Tensor], targets: Sequence[int] = (0,)) -> dict[str, torch.Tensor]:
         """Every process's host tensors, on the ranks ``targets``, rank 0 among them, which gets them one after another
         and hands them on; nothing elsewhere.

@@ -1,4 +1,4 @@
-"""Files that are whole or absent, also after a power cut, and disks that are asked once more."""
+"""Files that are whole or absent, also after a power cut; whether one has changed; disks that are asked once more."""
 
 import errno
 import os
@@ -50,6 +50,13 @@ def sync(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def identity(path: Path) -> tuple[int, int, int, int]:
+    """What a change of a file's content changes: size, times of the last change of its content and of what is known of
+    it, in nanoseconds, and inode. A program can set the first of the two times back, but not the second."""
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
 
 
 def retried(read: Callable[[], T]) -> T:

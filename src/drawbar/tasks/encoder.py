@@ -11,7 +11,7 @@ from typing import Any
 
 from drawbar.config.schema import run_config_type
 from drawbar.config.tasks import PretrainedTaskConfig
-from drawbar.data.cache import content_key, records_digest
+from drawbar.data.cache import content_key
 from drawbar.data.sources import Record
 from drawbar.errors import UserError
 from drawbar.tasks.code import code_digests
@@ -49,18 +49,17 @@ def _rebuild(
     return TaskEncoder(task, train)
 
 
-def made_of(task: Task, records: Iterable[Record], train: bool) -> dict[str, str] | None:
-    """What the samples that ``encode`` makes of these records depend on, by name: equal values, equal samples.
+def made_of(task: Task, train: bool) -> dict[str, str] | None:
+    """What the samples that ``encode`` makes of a record depend on besides the record, by name: equal values, equal
+    samples.
 
-    The records, what ``settings_of`` says, the user's code, drawbar's, and the versions of libraries. None where one of
-    them has no content that could be told.
+    What ``settings_of`` says, the user's code, drawbar's, and the versions of libraries. None where one of them has no
+    content that could be told.
     """
     code, settings = code_of(task), settings_of(task, train)
-    of_records = None if code is None or settings is None else records_digest(records)
-    if code is None or settings is None or of_records is None:
+    if code is None or settings is None:
         return None
     return {
-        "the records": of_records,
         **settings,
         **code,
         "the code of drawbar": _own_digest(filter(_is_ours, _modules(task))),

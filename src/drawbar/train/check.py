@@ -3,6 +3,7 @@
 import json
 import math
 import traceback
+from itertools import islice
 from typing import Any
 
 from drawbar.data.dataset import Sample
@@ -59,7 +60,9 @@ def check_evaluation(task: Task, engine: Engine, split: Split, metric: str) -> N
         vary = varied_by(task, task.run_config, train=False)
         rows = [vary(sample, 0) for sample in samples]
     result = _evaluate(task, engine, rows)
-    records = [split.records[int(split.samples.record_of[sample["id"]])] for sample in samples]
+    of_records = split.samples.record_of[: len(samples)].tolist()
+    first = dict(islice(enumerate(split.records), of_records[-1] + 1))  # without reading all of them on every rank
+    records = [first[number] for number in of_records]
     predictions: list[Any] = [None] * len(samples)
     if result.predictions is not None:
         with named_errors(task):

@@ -1,20 +1,22 @@
 """From a configuration to batches: records, samples, rows, loader; for training, evaluation and prediction."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
 import numpy as np
-from numpy.typing import NDArray
 
 from drawbar.config.rules import MICRO_BATCH_TOKENS, resolve_micro_batch
 from drawbar.config.schema import RunConfig
-from drawbar.data.cache import content_key, encode_cached, remove_cached
-from drawbar.data.dataset import EncodedDataset, NoSamples, Sample, encode_records
+from drawbar.data.cache import content_key, encode_cached, records_digest, remove_cached
+from drawbar.data.dataset import EncodedDataset, NoSamples, Sample, encode_in_memory
+from drawbar.data.digests import KeptDigests, digest_for_all
 from drawbar.data.loader import Loader, MicroBatchSize, Rows, SampleRows, TrainLoader, Vary
-from drawbar.data.packing import PackedRows, Targets, packed_lengths, plan_packs
+from drawbar.data.packing import PackedRows, Targets, packed_lengths
+from drawbar.data.plan import KEPT_FROM, Plan, keep_plan, plan_sources
+from drawbar.data.reading import Numbered, Reading, read_list
 from drawbar.data.reuse import is_kept, why_not_kept
 from drawbar.data.sampler import Grouped, InOrder, Mixed, Sampler, Shuffled
 from drawbar.data.sources import Located, Record, Records
@@ -44,6 +46,8 @@ class Opened:
     records: Sequence[Record]
     parts: dict[str, str] | None = None
     """What the cache knows its samples by; None where they cannot be kept, or are not made ahead."""
+    digests: KeptDigests | None = None
+    """Of the files; to be saved once all is well."""
 
 
 def open_data(task: Task, config: RunConfig, world: World) -> tuple[Opened, Opened | None]:
@@ -60,14 +64,14 @@ def open_split(task: Task, name: str, config: RunConfig, world: World) -> Opened
     Raises:
         UserError: it cannot be read.
     """
-    train = name == "train"
     with world.working(f"reading {name}"), named_errors(task):
         records = task.records(name)
-        if train and config.data.streaming:
+        if name == "train" and config.data.streaming:
             return Opened(name, _streamed(task, records))
         if not isinstance(records, Sequence):
             records = list(records)
-        return Opened(name, records, made_of(task, records, train))
+    digests = KeptDigests(config.cache_dir)
+    return Opened(name, records, _made_of(task, records, name, digests, world), digests)
 
 
 def first_samples(opened: Opened, task: Task, config: RunConfig, world: World, console: Console) -> Split:
@@ -81,22 +85,14 @@ def first_samples(opened: Opened, task: Task, config: RunConfig, world: World, c
     with world.working(f"encoding the first records of {opened.name}"):
         if parts is not None and not config.data.rebuild and is_kept(config.cache_dir, opened.name, parts):
             return Split(opened.name, opened.records, _encode(task, opened, config, world, console))
-        encode, describe = TaskEncoder(task, opened.name == "train"), _describe(opened)
-        on_bad_record = config.data.on_bad_record
-        records = enumerate(opened.records)
-        while piece := list(islice(records, FIRST_RECORDS)):  # of files, no more is read than is asked for
-            numbers, found = zip(*piece, strict=True)
-            place = partial(_place, describe, numbers)
+        encode, on_bad_record = TaskEncoder(task, opened.name == "train"), config.data.on_bad_record
+        numbered = iter(_reading(opened))
+        while piece := list(islice(numbered, FIRST_RECORDS)):  # of files, no more is read than is asked for
             with suppress(NoSamples):
-                return Split(
-                    opened.name, found, encode_records(found, encode, describe=place, on_bad_record=on_bad_record)
-                )
-        samples = encode_records(opened.records, encode, describe=describe, on_bad_record=on_bad_record)  # it refuses
+                samples = encode_in_memory(_read_again(piece), encode, on_bad_record=on_bad_record)
+                return Split(opened.name, [one.record for one in piece], samples)
+        samples = encode_in_memory(_reading(opened), encode, on_bad_record=on_bad_record)  # it refuses
         return Split(opened.name, opened.records, samples)
-
-
-def _place(describe: Callable[[int], str], numbers: Sequence[int], index: int) -> str:
-    return describe(numbers[index])
 
 
 def load_data(
@@ -125,12 +121,9 @@ def encode_split(task: Task, opened: Opened, config: RunConfig, world: World, co
     with world.working(f"encoding {name}"):
         samples = _encode(task, opened, config, world, console)
     logger.info("%s: %s", name, describe_samples(samples))
-    unreadable = getattr(records, "skipped", []) if config.data.on_bad_record == "skip" else []
-    bad = [*unreadable, *samples.skipped]
-    if bad:
-        count = len(unreadable) + samples.skipped_count
-        records_of_them = f"{count:,} bad record{'' if count == 1 else 's'}"
-        logger.warning("%s: %s left out:\n  %s", name, records_of_them, "\n  ".join(bad[:SHOWN_BAD_RECORDS]))
+    if samples.skipped:
+        count = f"{samples.skipped_count:,} bad record{'' if samples.skipped_count == 1 else 's'}"
+        logger.warning("%s: %s left out:\n  %s", name, count, "\n  ".join(samples.skipped[:SHOWN_BAD_RECORDS]))
     fingerprints = world.gather(samples.fingerprint)
     if fingerprints is not None and len(set(fingerprints)) > 1:
         odd = next(rank for rank, found in enumerate(fingerprints) if found != fingerprints[0])
@@ -139,7 +132,21 @@ def encode_split(task: Task, opened: Opened, config: RunConfig, world: World, co
             where=f"data.{name}",
             remedy="give every process the same files; task.encode() must not depend on the process or on chance",
         )
-    return Split(name, records, samples)
+    if opened.digests is not None:
+        opened.digests.save()  # only now: a start that fails leaves nothing behind
+    return Split(name, records, samples, kept=opened.parts is not None)
+
+
+def _made_of(
+    task: Task, records: Sequence[Record], name: str, digests: KeptDigests, world: World
+) -> dict[str, str] | None:
+    """Everything that the samples depend on, by name; None where a part of it has no content that could be told."""
+    with world.working(f"reading {name}"), named_errors(task):
+        parts = made_of(task, name == "train")
+    if parts is None:
+        return None
+    of_records = digest_for_all(records, digests, world) if isinstance(records, Records) else records_digest(records)
+    return None if of_records is None else {"the records": of_records, **parts}
 
 
 def _encode(task: Task, opened: Opened, config: RunConfig, world: World, console: Console) -> EncodedDataset:
@@ -148,18 +155,17 @@ def _encode(task: Task, opened: Opened, config: RunConfig, world: World, console
     def progress(done: int, total: int) -> None:
         console.phase(f"encoding {opened.name}", done, total)
 
-    encode = TaskEncoder(task, opened.name == "train")
-    describe, on_bad_record = _describe(opened), config.data.on_bad_record
+    encode, read = TaskEncoder(task, opened.name == "train"), partial(_reading, opened)
+    on_bad_record = config.data.on_bad_record
     if opened.parts is None:
-        return encode_records(opened.records, encode, describe=describe, progress=progress, on_bad_record=on_bad_record)
+        return encode_in_memory(read(), encode, progress=progress, on_bad_record=on_bad_record)
     return encode_cached(
-        opened.records,
+        read,
         encode,
         made_of=opened.parts,
         cache=config.cache_dir,
         workers=config.data.workers,
         name=opened.name,
-        describe=describe,
         on_bad_record=on_bad_record,
         progress=progress,
         timeout=config.launch.timeout,
@@ -167,9 +173,15 @@ def _encode(task: Task, opened: Opened, config: RunConfig, world: World, console
     )
 
 
-def _describe(opened: Opened) -> Callable[[int], str]:
-    """Where a record came from, by its number."""
-    return getattr(opened.records, "where", lambda number: f"{opened.name} record {number}")
+def _reading(opened: Opened) -> Reading:
+    if isinstance(opened.records, Records):
+        return opened.records.reading()
+    return read_list(opened.records, lambda number: f"{opened.name} record {number}")
+
+
+def _read_again(found: Sequence[Numbered] | Sequence[Located]) -> Reading:
+    """A pass over some records that were read already."""
+    return read_list([one.record for one in found], [one.where for one in found].__getitem__)
 
 
 def _use_of_cache(name: str, parts: dict[str, str], config: RunConfig, world: World) -> None:
@@ -188,10 +200,9 @@ def _use_of_cache(name: str, parts: dict[str, str], config: RunConfig, world: Wo
 
 def describe_samples(samples: EncodedDataset) -> str:
     """Counts, for people: ``4,012 samples of 655 records (3 dropped, 17 truncated), 1,980,312 tokens``."""
-    records = len(np.unique(samples.record_of)) + samples.dropped
     left_out = [(samples.dropped, "dropped"), (samples.truncated, "truncated"), (samples.skipped_count, "bad")]
     notes = ", ".join(f"{count:,} {what}" for count, what in left_out if count)
-    text = f"{len(samples):,} samples of {records:,} records" + (f" ({notes})" if notes else "")
+    text = f"{len(samples):,} samples of {samples.records:,} records" + (f" ({notes})" if notes else "")
     return f"{text}, {int(samples.lengths.sum()):,} tokens" if "input_ids" in samples.fields else text
 
 
@@ -220,7 +231,8 @@ def _loader(task: Task, opened: Opened, config: RunConfig, world: World, console
     if isinstance(opened.records, Records) and config.data.streaming:
         return _stream_loader(task, opened.records, config, world)
     split = encode_split(task, opened, config, world, console)
-    sampler, rows = rows_and_order(task, split, config)
+    with world.working("planning the rows"):
+        sampler, rows = rows_and_order(task, split, config)
     return TrainLoader(
         rows,
         sampler,
@@ -237,33 +249,32 @@ def rows_and_order(task: Task, split: Split, config: RunConfig) -> tuple[Sampler
     """What batches are made of, and in which order."""
     seed, samples = config.run.seed, split.samples
     weights = [stream.weight for stream in getattr(split.records, "streams", [])]
-    source_of = np.zeros(len(samples), dtype=np.int64)
     mixed = bool(weights) and None not in weights
-    if mixed:
-        source_of = split.records.source_of[samples.record_of]  # type: ignore[attr-defined]
+    sizes = samples.sources.tolist() if mixed else [len(samples)]
     rows: Rows = SampleRows(samples)
     if config.data.batching == "packed":
-        plan = _plan(task, samples, source_of, config)
+        plan, sizes = _plan(task, samples, sizes, config)
         rows = PackedRows(samples, plan, _targets(task))
-        source_of = source_of[[pack[0] for pack in plan]]
         logger.info("packed: %d samples in %d rows", len(samples), len(rows))
     sampler: Sampler = Shuffled(len(rows), seed) if config.data.shuffle else InOrder(len(rows))
     if mixed:
-        sampler = Mixed(source_of, [weight for weight in weights if weight is not None], seed)
+        sampler = Mixed(sizes, [weight for weight in weights if weight is not None], seed)
     if config.data.batching == "grouped":
         sampler = Grouped(sampler, rows.lengths, config.train.global_batch, seed)
     return sampler, rows
 
 
-def _plan(task: Task, samples: EncodedDataset, source_of: NDArray[np.int64], config: RunConfig) -> list[list[int]]:
-    """Which samples share a row: only those of one source, so that sources can be mixed."""
+def _plan(task: Task, samples: EncodedDataset, sizes: list[int], config: RunConfig) -> tuple[Plan, list[int]]:
+    """Which samples share a row: only those of one source, so that sources can be mixed; and the rows of each source.
+
+    Args:
+        sizes: samples of each source.
+    """
     lengths = packed_lengths(samples, _targets(task))
-    plan = []
-    for source in np.unique(source_of):
-        members = np.flatnonzero(source_of == source)
-        packs = plan_packs(lengths[members], config.data.sequence_length, config.run.seed)
-        plan += [members[pack].tolist() for pack in packs]
-    return plan
+    capacity, seed = config.data.sequence_length, config.run.seed
+    if len(samples) < KEPT_FROM:
+        return plan_sources(lengths, sizes, capacity, seed)
+    return keep_plan(lengths, sizes, capacity, seed, cache=config.cache_dir, timeout=config.launch.timeout)
 
 
 def _targets(task: Task) -> Targets:
@@ -294,17 +305,12 @@ def _stream_loader(task: Task, records: Records, config: RunConfig, world: World
 
     def rows_of(located: list[Located]) -> Rows | None:
         try:
-            samples = encode_records(
-                [one.record for one in located],
-                encode,
-                describe=lambda number: located[number].where,
-                on_bad_record=config.data.on_bad_record,
-            )
+            samples = encode_in_memory(_read_again(located), encode, on_bad_record=config.data.on_bad_record)
         except NoSamples:
             return None
         if config.data.batching != "packed":
             return SampleRows(samples)
-        plan = _plan(task, samples, np.zeros(len(samples), dtype=np.int64), config)
+        plan, _ = _plan(task, samples, [len(samples)], config)
         return PackedRows(samples, plan, _targets(task))
 
     settings = StreamSettings(

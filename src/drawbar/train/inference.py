@@ -130,11 +130,10 @@ def predict_from_run(
             }
         if world.first:
             with world.working("writing the predictions"):
-                lines = list(_with_answers(task, split.records, answers))
-                write_lines(output, lines)
-            left_out = len(lines) - len(answers["prediction"])
+                count = write_lines(output, _with_answers(task, split.records, answers))
+            left_out = count - len(answers["prediction"])
             missing = f", {left_out:,} without prediction" if left_out else ""
-            console.message(f"{output}: {len(lines):,} records{missing}")
+            console.message(f"{output}: {count:,} records{missing}")
 
 
 @contextmanager

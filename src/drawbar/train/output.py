@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from drawbar.errors import ExitCode, UserError
-from drawbar.runtime.files import write_whole
+from drawbar.runtime.files import replacing
 
 
 def check_output(path: Path, overwrite: bool) -> None:
@@ -27,12 +27,14 @@ def check_output(path: Path, overwrite: bool) -> None:
             pass
 
 
-def write_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
-    """One JSON object a line. Raises UserError where the disk takes no more."""
-    lines = (json.dumps(record, ensure_ascii=False, default=_plain) + "\n" for record in records)
-    text = "".join(lines)
-    with writing(path, "--output"):
-        write_whole(path, text)
+def write_lines(path: Path, records: Iterable[dict[str, Any]]) -> int:
+    """One JSON object a line, written as they come; returns how many. Raises UserError where the disk takes no more."""
+    count = 0
+    with writing(path, "--output"), replacing(path) as file:
+        for record in records:
+            file.write(f"{json.dumps(record, ensure_ascii=False, default=_plain)}\n".encode())
+            count += 1
+    return count
 
 
 @contextmanager

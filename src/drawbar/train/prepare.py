@@ -17,7 +17,6 @@ from drawbar.evaluation.evaluate import Split
 from drawbar.runtime.dist import World
 from drawbar.runtime.env import Place, choose_device
 from drawbar.runtime.log import logger, start_logging
-from drawbar.tasks.encoder import made_of
 from drawbar.tasks.overrides import check_signatures
 from drawbar.tasks.registry import task_class
 from drawbar.tasks.task import Task
@@ -26,6 +25,9 @@ from drawbar.tracking.histogram import print_histogram
 from drawbar.tracking.table import print_table
 from drawbar.train.data import load_split, rows_and_order, train_micro_batch
 from drawbar.train.setup import build_task
+
+ROWS_TOGETHER = 2**16
+"""Rows of which the order is in memory at a time."""
 
 
 def prepare_run(config: RunConfig, task_type: type[Task] | None) -> None:
@@ -75,17 +77,13 @@ def _splits(config: RunConfig, console: Console) -> list[str]:
 
 def _load(task: Task, name: str, config: RunConfig, world: World, console: Console) -> Split:
     split = load_split(task, name, config, world, console)
-    if made_of(task, split.records, name == "train") is None:
+    if not split.kept:
         logger.warning(
             "%s is not kept, and every run encodes it anew: the task's code, its tokenizer or the records are "
             "nothing whose content could be told (a class in a notebook, say)",
             name,
         )
     return split
-
-
-def _unreadable(split: Split) -> list[str]:
-    return getattr(split.records, "skipped", [])
 
 
 def _size(folder: Path) -> int:
@@ -112,10 +110,9 @@ def _describe(splits: Sequence[Split], data: DataSection) -> None:
 def _counts(split: Split) -> dict[str, str]:
     """What the table says of a split, by the names of its rows."""
     samples = split.samples
-    bad = samples.skipped_count + len(_unreadable(split))
     counts = {
-        "records": f"{len(np.unique(samples.record_of)) + samples.dropped + bad:,}",
-        "bad records": f"{bad:,}",
+        "records": f"{samples.records + samples.skipped_count:,}",
+        "bad records": f"{samples.skipped_count:,}",
         "dropped records": f"{samples.dropped:,}",
         "samples": f"{len(samples):,}",
     }
@@ -176,10 +173,12 @@ def padding_share(
         global_batch: rows of a step.
         micro_batch: most that one forward takes; its rows are padded to the longest of them.
     """
-    rows = sampler.rows(0, np.arange(sampler.size))
+    together = global_batch * -(-ROWS_TOGETHER // global_batch)
     used = computed = 0
-    for start in range(0, len(rows), global_batch):
-        for part in micro_batch.cut(rows[start : start + global_batch], lengths):
-            used += int(lengths[part].sum())
-            computed += len(part) * int(lengths[part].max())
+    for first in range(0, sampler.size, together):
+        rows = sampler.rows(0, np.arange(first, min(first + together, sampler.size)))
+        for start in range(0, len(rows), global_batch):
+            for part in micro_batch.cut(rows[start : start + global_batch], lengths):
+                used += int(lengths[part].sum())
+                computed += len(part) * int(lengths[part].max())
     return 1 - used / computed

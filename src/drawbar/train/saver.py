@@ -11,7 +11,7 @@ import torch
 
 from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.checkpoint.format import Snapshot, decode_state, encode_state
-from drawbar.checkpoint.load import read, read_state
+from drawbar.checkpoint.load import read_state, read_together
 from drawbar.checkpoint.writer import AsyncWriter
 from drawbar.config.data import DataSection
 from drawbar.config.schema import RunConfig
@@ -194,8 +194,7 @@ def restore_engine(checkpoint: Path, forked: bool, engine: Engine, world: World)
     Raises:
         UserError: the checkpoint is damaged, or belongs to another model or optimizer, or to adapters on other weights.
     """
-    with world.together(f"reading {checkpoint}"):
-        snapshot = read(checkpoint)
+    snapshot = read_together(checkpoint, world)
     with world.working(f"loading {checkpoint}"):
         if forked:
             _load_what_fits(engine, snapshot)

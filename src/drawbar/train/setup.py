@@ -9,7 +9,7 @@ from typing import Any
 
 from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.checkpoint.format import Snapshot
-from drawbar.checkpoint.load import read
+from drawbar.checkpoint.load import read_together
 from drawbar.checkpoint.space import rust_errors
 from drawbar.config.compare import Difference
 from drawbar.config.deepspeed import laid_out
@@ -167,8 +167,7 @@ def open_checkpoint(task: Task, config: RunConfig, which: str | None, world: Wor
         lambda: (checkpoints.best() if which is None else None) or checkpoints.resolve(which or "latest"),
         "looking for the checkpoint",
     )
-    with world.together(f"reading {path}"):
-        snapshot = read(path)
+    snapshot = read_together(path, world)
     task.has_checkpoint = True
     seed_everything(config.run.seed)  # as in training: a task may draw weights that adapters leave as they are
     engine = choose_engine(task, config, world)

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 from test_checkpoint_directory import FILES, flip, names, snapshot
 
-from drawbar.checkpoint import CheckpointDirectory, read, read_state
+from drawbar.checkpoint import CheckpointDirectory, format, load, read, read_state
 from drawbar.checkpoint.format import Manifest
+from drawbar.checkpoint.load import read_together
 from drawbar.errors import ExitCode, UserError
 from drawbar.runtime import files
+from ranks import SecondRank
 
 
 @pytest.fixture
@@ -171,3 +173,26 @@ def test_best_is_on_the_disk_before_it_has_its_name(directory, monkeypatch):
     directory.set_best(2, "loss", 0.5)
     assert synced == ["best.json.tmp", "checkpoints"]
     assert json.loads((directory.path / "best.json").read_text())["step"] == 2
+
+
+@pytest.fixture
+def hashed(monkeypatch):
+    """The names of the files whose bytes were read for their checksums."""
+    names = []
+
+    def note(path):
+        names.append(path.name)
+        return format.describe(path)
+
+    monkeypatch.setattr(load, "describe", note)
+    return names
+
+
+def test_of_the_ranks_that_see_the_same_checkpoint_one_verifies_it(directory, hashed):
+    newest = directory.path / "step-00000003"
+    seen = [files.identity(newest / name) for name in Manifest.from_json((newest / "manifest.json").read_bytes()).files]
+    assert read_together(newest, SecondRank(seen)).step == 3
+    assert hashed == []
+    flip(newest / "model.safetensors")
+    with pytest.raises(UserError, match=r"model.safetensors has the checksum"):
+        read_together(newest, SecondRank(seen))  # which is not what the first one sees now

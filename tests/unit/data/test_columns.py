@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from drawbar.data import columns, encode
-from drawbar.data.columns import FolderStorage
+from drawbar.data import columns, differences, encode
+from drawbar.data.columns import FileValues, FolderStorage
 from drawbar.data.dataset import EncodedDataset, encode_records, read_samples, write_samples
+from drawbar.data.reading import read_list
 
 INTEGERS = st.integers(-(2**31), 2**31 - 1)
 NUMBERS = st.one_of(st.booleans(), INTEGERS, st.floats(allow_nan=False, width=32))
@@ -42,7 +43,7 @@ def sample_lists(draw: st.DrawFn) -> list[dict[str, Any]]:
 def on_disk(samples: list[dict[str, Any]], folder: Path) -> EncodedDataset:
     storage = FolderStorage(folder)
     about = write_samples(
-        storage, samples, lambda sample: sample, describe=str, progress=None, on_bad_record="error", workers=0
+        storage, read_list(samples, str), lambda sample: sample, progress=None, on_bad_record="error", workers=0
     )
     storage.close()
     return read_samples(FolderStorage(folder), about)
@@ -89,12 +90,93 @@ def test_the_common_dtype_depends_on_no_order() -> None:
     assert len(found) == 1
 
 
-def test_files_are_mapped_and_not_read(tmp_path: Path) -> None:
+def size(folder: Path, column: int) -> int:
+    """Bytes of the values of a column."""
+    return sum(path.stat().st_size for path in folder.glob(f"{column:02d}*values.bin"))
+
+
+TOKENS = np.arange(60_000, dtype=np.int32)
+COMPLETION = np.where(np.arange(60_000) < 50_000, -100, TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("labels", "most"),
+    [
+        (TOKENS, 0),
+        (COMPLETION, 50_000 + 8),  # a byte for each ignored label, and where they are
+        (TOKENS[::-1], 60_000 * 2 + 8),
+    ],
+)
+def test_labels_are_stored_where_they_differ_from_the_tokens(tmp_path: Path, labels: np.ndarray, most: int) -> None:
+    dataset = on_disk([{"input_ids": TOKENS, "labels": labels}], tmp_path)
+    assert size(tmp_path, 0) == 60_000 * 2
+    assert size(tmp_path, 1) <= most
+    assert dataset[0]["input_ids"].dtype == dataset[0]["labels"].dtype == np.int32
+    np.testing.assert_array_equal(dataset[0]["input_ids"], TOKENS)
+    np.testing.assert_array_equal(dataset[0]["labels"], labels)
+
+
+def test_a_large_number_makes_room_for_all(tmp_path: Path) -> None:
+    samples = [{"input_ids": [number] * 300} for number in (7, 70_000, 8, -1)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encode, "CHUNK_RECORDS", 1)
+        dataset = on_disk(samples, tmp_path)
+    assert size(tmp_path, 0) == 4 * 300 * 4
+    check_equal(dataset, samples)
+
+
+@st.composite
+def labelled_samples(draw: st.DrawFn) -> list[dict[str, Any]]:
+    """Tokens, and labels that are a few of them, or are of other lengths and kinds."""
+    samples = []
+    for tokens in draw(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=6), min_size=1, max_size=7)):
+        alike = [draw(st.sampled_from([token, token, -100, 70_000])) for token in tokens]
+        other = draw(st.lists(st.integers(0, 3), max_size=6))
+        samples.append({"input_ids": tokens, "labels": draw(st.sampled_from([alike, alike, alike, other]))})
+    if draw(st.integers(0, 4)) == 0:
+        samples[-1]["labels"] = [float(label) for label in samples[-1]["labels"]]
+    return samples
+
+
+@given(samples=labelled_samples(), chunk=st.integers(1, 4), block=st.integers(1, 9))
+@settings(max_examples=150, deadline=None)
+def test_labels_of_any_kind_come_back(samples: list[dict[str, Any]], chunk: int, block: int) -> None:
+    # under another name, every value is stored
+    plain = encode_records([{"labels": sample["labels"]} for sample in samples], lambda sample: sample, describe=str)
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encode, "CHUNK_RECORDS", chunk)
+        for module in (columns, differences):
+            patch.setattr(module, "BLOCK_VALUES", block)
+        dataset = on_disk(samples, Path(folder))
+        check_equal(dataset, samples)
+        found = np.concatenate([*dataset.columns["labels"].blocks(), np.empty(0, dataset.columns["labels"].dtype)])
+        np.testing.assert_array_equal(found, np.concatenate([plain[i]["labels"] for i in range(len(plain))]))
+        assert dataset.columns["labels"].dtype == plain.columns["labels"].dtype
+
+
+def test_labels_are_not_taken_for_numbers_that_round_to_them() -> None:
+    sample = {"input_ids": np.array([2.0**53]), "labels": np.array([2**53 + 1])}
+    dataset = encode_records([sample], lambda sample: sample, describe=str)
+    assert dataset[0]["labels"].tolist() == [2**53 + 1]
+
+
+def test_the_fingerprint_does_not_depend_on_how_samples_are_stored() -> None:
+    """It is what checkpoints of older runs say."""
+    samples = [
+        {"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "x": 2, "name": "a", "picture": np.ones((2, 2), np.uint8)},
+        {"input_ids": [300], "labels": [300], "x": 1.5, "name": "b", "picture": np.ones((1, 2), np.uint8)},
+    ]
+    assert (
+        encode_records(samples, lambda sample: sample, describe=str).fingerprint == "ea4c516ad70208d89530e5c7db9251d2"
+    )
+
+
+def test_values_stay_in_their_file(tmp_path: Path) -> None:
+    """Nor are they mapped: what is mapped and looked at is memory of the process."""
     dataset = on_disk([{"x": [1, 2, 3]}, {"x": [4]}], tmp_path)
-    values = dataset.columns["x"].values
-    assert isinstance(values.base, np.memmap)
-    with pytest.raises(ValueError, match="read-only"):
-        values[0] = 7
+    assert isinstance(dataset.columns["x"].values, FileValues)
+    dataset[0]["x"][:] = 7
+    assert dataset[0]["x"].tolist() == [1, 2, 3]
 
 
 def test_samples_without_fields() -> None:

@@ -18,6 +18,7 @@ import pytest
 from drawbar.data import encode
 from drawbar.data.columns import MemoryStorage
 from drawbar.data.dataset import EncodedDataset, encode_records, read_samples, write_samples
+from drawbar.data.reading import read_list
 from drawbar.errors import ExitCode, UserError
 from drawbar.runtime.log import logger
 
@@ -85,9 +86,8 @@ def encoded(
     storage = MemoryStorage()
     about = write_samples(
         storage,
-        RECORDS,
+        read_list(RECORDS, lambda i: f"file:{i + 1}"),
         encoder,
-        describe=lambda i: f"file:{i + 1}",
         progress=options.get("progress"),
         on_bad_record=on_bad_record,
         workers=workers,
@@ -165,7 +165,7 @@ def test_slow_records_are_no_lost_worker(monkeypatch: pytest.MonkeyPatch) -> Non
     """Nobody knows at first how long a record takes: a worker's deadline is one for few of them."""
     monkeypatch.setattr(encode, "ProcessPoolExecutor", lambda count, *_, **__: ThreadPoolExecutor(count))
     monkeypatch.setattr(encode, "_encode", slow, raising=False)
-    chunks = encode.encode_chunks(RECORDS[:8], slow, skip=False, workers=1, timeout=1)
+    chunks = encode.encode_chunks(read_list(RECORDS[:8], str), slow, skip=False, workers=1, timeout=1)
     assert sum(chunk.records for chunk in chunks) == 8
 
 
@@ -189,10 +189,11 @@ def test_a_process_that_is_ended_leaves_no_words_of_pythons_own(tmp_path: Path) 
     program = """
 import os
 from drawbar.data.encode import encode_chunks
+from drawbar.data.reading import read_list
 def encode(record):
     return record
 if __name__ == "__main__":
-    chunks = encode_chunks([{"n": 1}] * 500, encode, skip=False, workers=1, timeout=60)
+    chunks = encode_chunks(read_list([{"n": 1}] * 500, str), encode, skip=False, workers=1, timeout=60)
     next(chunks)
     os.write(1, os.environ["PYTHONWARNINGS"].encode())
     os._exit(75)  # as after a signal
@@ -219,12 +220,13 @@ def test_a_task_of_a_notebook_is_encoded_here(tmp_path: Path) -> None:
 import logging, os
 from drawbar.data.columns import MemoryStorage
 from drawbar.data.dataset import write_samples
+from drawbar.data.reading import read_list
 logging.basicConfig()
 def encode(record):
     return {"here": os.getpid() == HERE}
 HERE = os.getpid()
 storage = MemoryStorage()
-write_samples(storage, [{}] * 40, encode, describe=str, progress=None, on_bad_record="error", workers=2)
+write_samples(storage, read_list([{}] * 40, str), encode, progress=None, on_bad_record="error", workers=2)
 print(storage.array("00.values.bin", bool).all())
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=tmp_path)

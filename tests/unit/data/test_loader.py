@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from drawbar.data.dataset import EncodedDataset, encode_records
 from drawbar.data.loader import EvalLoader, MicroBatchSize, SampleRows, TrainLoader
 from drawbar.data.order import order
-from drawbar.data.packing import PackedRows, plan_packs
+from drawbar.data.packing import PackedRows
+from drawbar.data.plan import plan_packs
 from drawbar.data.sampler import Grouped, InOrder, Sampler, Shuffled
 from drawbar.errors import UserError
 

@@ -7,63 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drawbar.data.dataset import EncodedDataset, encode_records
-from drawbar.data.packing import Layout, PackedRows, Targets, packed_lengths, plan_packs, split_tokens
+from drawbar.data.packing import Layout, PackedRows, Targets, packed_lengths, split_tokens
+from drawbar.data.plan import plan_packs
 from drawbar.errors import UserError
 from drawbar.tasks.batch import pad_and_stack
+from plans import plan_of
 
-LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=300).map(lambda lengths: np.array(lengths))
 SEEDS = st.integers(0, 2**63 - 1)
 
 
 def dataset(samples: list[dict[str, Any]]) -> EncodedDataset:
     return encode_records(samples, lambda sample: sample, describe=str)
-
-
-@given(lengths=LENGTHS, capacity=st.integers(50, 120), seed=SEEDS)
-def test_plan_holds_every_sample_once_and_no_row_too_long(lengths: np.ndarray, capacity: int, seed: int) -> None:
-    plan = plan_packs(lengths, capacity, seed)
-    assert sorted(sample for pack in plan for sample in pack) == list(range(len(lengths)))
-    assert all(0 < lengths[pack].sum() <= capacity for pack in plan)
-    assert plan == sorted(sorted(pack) for pack in plan)
-
-
-@given(lengths=LENGTHS, capacity=st.integers(50, 120), seed=SEEDS)
-def test_plan_is_tight(lengths: np.ndarray, capacity: int, seed: int) -> None:
-    """Any two rows hold more than one row could, or best-fit would have joined them; and Johnson's bound holds."""
-    loads = sorted(int(lengths[pack].sum()) for pack in plan_packs(lengths, capacity, seed))
-    assert len(loads) < 2 or loads[0] + loads[1] > capacity
-    fewest = -(-int(lengths.sum()) // capacity)
-    assert len(loads) <= 2 * fewest
-
-
-@given(lengths=LENGTHS, seed=SEEDS)
-def test_plan_is_the_textbook_best_fit_decreasing(lengths: np.ndarray, seed: int) -> None:
-    free: list[int] = []
-    for length in sorted(lengths.tolist(), reverse=True):
-        fits = [row for row, room in enumerate(free) if room >= length]
-        if fits:
-            free[min(fits, key=lambda row: free[row])] -= length
-        else:
-            free.append(64 - length)
-    loads = [int(lengths[pack].sum()) for pack in plan_packs(lengths, 64, seed)]
-    assert sorted(loads) == sorted(64 - room for room in free)
-
-
-def test_plan_depends_on_lengths_and_seed_alone() -> None:
-    lengths = np.tile([30, 20, 10, 5], 50)
-    assert plan_packs(lengths, 64, 1) == plan_packs(lengths.copy(), 64, 1)
-    assert plan_packs(lengths, 64, 1) != plan_packs(lengths, 64, 2)
-
-
-def test_many_samples() -> None:
-    lengths = np.random.default_rng(0).integers(1, 2048, size=100_000)
-    plan = plan_packs(lengths, 2048, 0)
-    assert lengths.sum() / (len(plan) * 2048) > 0.99
-
-
-def test_sample_longer_than_a_row() -> None:
-    with pytest.raises(UserError, match="sample 1 is 9 tokens long; a packed row holds 8"):
-        plan_packs(np.array([3, 9]), 8, 0)
 
 
 def join(samples: EncodedDataset, numbers: list[int], targets: Targets) -> dict[str, Any]:
@@ -167,7 +121,7 @@ def test_neither_side_of_a_decoders_row_is_too_long(sizes: list[tuple[int, int]]
 
 def test_the_fields_of_samples_come_in_the_order_of_the_ids() -> None:
     samples = dataset([{"input_ids": [1] * (number + 1), "labels": number, "score": number / 2} for number in range(6)])
-    rows = PackedRows(samples, [[0, 3], [1, 4], [2], [5]], "sample")
+    rows = PackedRows(samples, plan_of([[0, 3], [1, 4], [2], [5]]), "sample")
     batch = pad_and_stack([rows.row(index, lambda sample: sample) for index in (1, 3, 0, 2)])
     assert batch.ids == [1, 4, 5, 0, 3, 2]
     assert batch["labels"].tolist() == batch.ids
@@ -177,7 +131,7 @@ def test_the_fields_of_samples_come_in_the_order_of_the_ids() -> None:
 
 
 def test_each_sample_of_a_row_is_varied_by_itself() -> None:
-    rows = PackedRows(dataset([{"input_ids": [1, 2]}, {"input_ids": [3]}]), [[0, 1]], "next_token")
+    rows = PackedRows(dataset([{"input_ids": [1, 2]}, {"input_ids": [3]}]), plan_of([[0, 1]]), "next_token")
     row = rows.row(0, lambda sample: {**sample, "input_ids": np.append(sample["input_ids"], 10 * sample["id"])})
     assert row["input_ids"].tolist() == [1, 2, 0, 3, 10]
     assert row["segment_ids"].tolist() == [0, 0, 0, 1, 1]
@@ -185,7 +139,7 @@ def test_each_sample_of_a_row_is_varied_by_itself() -> None:
 
 def test_a_field_that_the_layout_does_not_know_is_refused() -> None:
     """Labels that ``augment`` adds would be lost in silence."""
-    rows = PackedRows(dataset([{"input_ids": [1, 2]}]), [[0]], "token")
+    rows = PackedRows(dataset([{"input_ids": [1, 2]}]), plan_of([[0]]), "token")
     with pytest.raises(UserError, match="the task's augment adds labels, which its encode does not give"):
         rows.row(0, lambda sample: {**sample, "labels": sample["input_ids"]})
 
@@ -216,7 +170,7 @@ def test_packing_keeps_every_token_and_every_target(documents: list[list[int]], 
 def test_packed_fingerprint_sees_base_and_plan() -> None:
     base = dataset([{"input_ids": [token]} for token in (1, 2, 3)])
     other = dataset([{"input_ids": [token]} for token in (1, 2, 4)])
-    plans = [[[0, 1], [2]], [[0], [1, 2]], [[0], [1], [2]], [[2], [0, 1]]]
+    plans = [plan_of(rows) for rows in ([[0, 1], [2]], [[0], [1, 2]], [[0], [1], [2]], [[2], [0, 1]])]
     found = {PackedRows(base, plan, "next_token").fingerprint for plan in plans}
     found.add(PackedRows(other, plans[0], "next_token").fingerprint)
     assert len(found | {base.fingerprint}) == 6
@@ -247,7 +201,7 @@ def test_packed_fingerprint_sees_base_and_plan() -> None:
 def test_samples_that_cannot_be_packed(samples: list[dict[str, Any]], targets: Targets, what: str) -> None:
     base = dataset(samples)
     with pytest.raises(UserError, match=what) as caught:
-        PackedRows(base, [[index] for index in range(len(base))], targets)
+        PackedRows(base, plan_of([index] for index in range(len(base))), targets)
     assert caught.value.where == "data.batching"
     assert caught.value.remedy == "set data.batching=grouped, or padded"
 

@@ -217,7 +217,10 @@ def test_a_bad_record_is_named_or_left_out(tmp_path: Path, name: str, content: b
     assert "data.on_bad_record=skip" in str(error.remedy)
     records = opened(path, on_bad_record="skip")
     assert len(records) == 1
-    (message,) = records.skipped
+    reading = records.reading()
+    assert len(list(reading)) == 1
+    assert (reading.total, reading.bad_count) == (2, 1)
+    (message,) = reading.bad
     assert message.startswith(f"{path}{where}: ")
     assert what in message
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from drawbar.data.cache import encode_cached, entry_folder, remove_cached
+from drawbar.data.reading import read_list
 from drawbar.data.reuse import is_kept, why_not_kept
 
 MADE_OF = {"the records": "1", "the tokenizer": "2", "words/clean.py": "3"}
@@ -10,13 +11,12 @@ MADE_OF = {"the records": "1", "the tokenizer": "2", "words/clean.py": "3"}
 
 def encode(cache: Path, made_of: dict[str, str]) -> None:
     encode_cached(
-        [1, 2],  # type: ignore[list-item]
+        lambda: read_list([1, 2], str),  # type: ignore[list-item]
         lambda number: {"x": number},
         made_of=made_of,
         cache=cache,
         workers=0,
         name="train",
-        describe=str,
         on_bad_record="error",
         progress=None,
         timeout=60,

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drawbar.config.data import DataSection, LimitSection, SourceSection
+from drawbar.data.digests import file_digest
 from drawbar.data.sources import Records, open_records
 from drawbar.errors import UserError
 
@@ -139,7 +140,7 @@ def test_unreadable_file(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot read"):
         len(records)
     with pytest.raises(UserError, match="cannot read"):
-        _ = records.digest
+        _ = records.digest(file_digest)
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +192,7 @@ def numbers(tmp_path: Path) -> Path:
 def test_nothing_is_read_before_a_record_is_needed(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("no JSON")
     records = opened(f"{tmp_path}/a.jsonl")
-    assert len(records.digest) == 32
+    assert len(records.digest(file_digest)) == 32
     with pytest.raises(UserError, match="not valid JSON"):
         _ = records[0]
 
@@ -205,9 +206,10 @@ def test_records_know_their_source(numbers: Path) -> None:
     both = SourceSection(files=[f"{numbers}/c.jsonl", f"{numbers}/a.jsonl"], weight=0.5)
     records = opened([both, SourceSection(files=f"{numbers}/b.jsonl", weight=2.0)])
     assert [record["n"] for record in records] == [7, 8, 9, 0, 1, 2, 3, 4, 5, 6]
-    assert records.source_of.tolist() == [0] * 7 + [1] * 3
     assert [stream.weight for stream in records.streams] == [0.5, 2.0]
-    assert records.skipped == []
+    reading = records.reading()
+    assert [number for number, _, _ in reading] == list(range(10))
+    assert (reading.counts, reading.total, reading.bad) == ([7, 3], 10, [])
 
 
 def test_records_can_be_sent_to_another_process(numbers: Path) -> None:
@@ -286,32 +288,32 @@ def test_no_data() -> None:
 
 def test_digest_is_of_contents_and_settings_not_of_paths(numbers: Path) -> None:
     a, b, c = (f"{numbers}/{name}.jsonl" for name in "abc")
-    digest = opened([a, b]).digest
+    digest = opened([a, b]).digest(file_digest)
     os.rename(a, f"{numbers}/moved.jsonl")
-    assert opened([f"{numbers}/moved.jsonl", b]).digest == digest
+    assert opened([f"{numbers}/moved.jsonl", b]).digest(file_digest) == digest
     os.rename(f"{numbers}/moved.jsonl", a)
     share = DataSection(train=[a, b], validation_share=0.5)
     others = [
-        opened([b, a]).digest,
-        opened([a, c]).digest,
-        opened([a]).digest,
-        opened([SourceSection(files=[a, b])]).digest,
-        opened([a, b], limit=LimitSection(train=3)).digest,
-        opened([a, b], rename={"x": "n"}).digest,
-        opened([a, b], on_bad_record="skip").digest,
-        open_records(share, "train").digest,
-        open_records(share, "validation").digest,
+        opened([b, a]).digest(file_digest),
+        opened([a, c]).digest(file_digest),
+        opened([a]).digest(file_digest),
+        opened([SourceSection(files=[a, b])]).digest(file_digest),
+        opened([a, b], limit=LimitSection(train=3)).digest(file_digest),
+        opened([a, b], rename={"x": "n"}).digest(file_digest),
+        opened([a, b], on_bad_record="skip").digest(file_digest),
+        open_records(share, "train").digest(file_digest),
+        open_records(share, "validation").digest(file_digest),
     ]
     assert len({digest, *others}) == len(others) + 1
-    assert opened([a, b], sample_by="document", columns=["x"], limit=LimitSection(test=3)).digest == digest
+    assert opened([a, b], sample_by="document", columns=["x"], limit=LimitSection(test=3)).digest(file_digest) == digest
 
 
 def test_digest_knows_what_text_and_tables_are_read_as(tmp_path: Path) -> None:
     for name in ("a.txt", "a.tsv", "a.csv"):
         (tmp_path / name).write_text("a\n1\n")
-    digests = {opened(f"{tmp_path}/a{suffix}").digest for suffix in (".txt", ".tsv", ".csv")}
-    digests |= {opened(f"{tmp_path}/a.txt", sample_by).digest for sample_by in ("paragraph", "document")}
-    digests |= {opened(f"{tmp_path}/a.csv", columns=["x"]).digest}
+    digests = {opened(f"{tmp_path}/a{suffix}").digest(file_digest) for suffix in (".txt", ".tsv", ".csv")}
+    digests |= {opened(f"{tmp_path}/a.txt", sample_by).digest(file_digest) for sample_by in ("paragraph", "document")}
+    digests |= {opened(f"{tmp_path}/a.csv", columns=["x"]).digest(file_digest)}
     assert len(digests) == 6
 
 
@@ -382,17 +384,19 @@ def test_dataset_in_a_folder(folder: Path, streaming: bool) -> None:
     assert len(test) == 2
     other = SourceSection(dataset=str(folder), split="test")
     assert opened(other, streaming=streaming)[1] == {"text": "test 1", "label": 1}
-    assert opened(other, streaming=streaming).digest != opened(source, streaming=streaming).digest
+    assert opened(other, streaming=streaming).digest(file_digest) != opened(source, streaming=streaming).digest(
+        file_digest
+    )
 
 
 def test_dataset_that_was_moved_or_changed(folder: Path) -> None:
-    before = opened(SourceSection(dataset=str(folder))).digest
+    before = opened(SourceSection(dataset=str(folder))).digest(file_digest)
     moved = folder.rename(folder.parent / "moved")
     (moved / ".cache").mkdir()
     (moved / ".cache" / "a").write_text("hidden")
-    assert opened(SourceSection(dataset=str(moved))).digest == before
+    assert opened(SourceSection(dataset=str(moved))).digest(file_digest) == before
     (moved / "train.parquet").rename(moved / "validation.parquet")
-    assert opened(SourceSection(dataset=str(moved))).digest != before
+    assert opened(SourceSection(dataset=str(moved))).digest(file_digest) != before
 
 
 def test_dataset_without_such_a_split(folder: Path) -> None:

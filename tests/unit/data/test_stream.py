@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from drawbar.data.dataset import Sample, encode_records
 from drawbar.data.loader import MicroBatchSize, Rows, SampleRows
-from drawbar.data.packing import PackedRows, plan_packs
+from drawbar.data.packing import PackedRows
+from drawbar.data.plan import plan_packs
 from drawbar.data.sources import Located
 from drawbar.data.stream import StreamLoader, StreamSettings
 from drawbar.errors import UserError
@@ -290,6 +291,20 @@ def test_what_two_ranks_saved_goes_on_at_one_and_at_three(
         check_fillers(of_three)
         last = replace(case, first=case.steps - 1, state=of_three[2][-2].state)
         assert batches([run(last, alone())]) == batches(of_two)[-1:], case
+
+
+def test_fillers_are_the_same_in_a_run_that_is_resumed(at_two_ranks: list[tuple[Case, list[list[Step]]]]) -> None:
+    """Dropout draws numbers for them, too. A rank without rows in its first step knows no row of its own."""
+    expected, resumed = [], []
+    for case, of_ranks in at_two_ranks:
+        bare = [step for step in range(1, case.steps) if not all(steps[step].counted for steps in of_ranks)]
+        resumed += [replace(case, first=step, state=of_ranks[0][step - 1].state) for step in bare[:1]]
+        expected += [[[step.fillers for step in steps[bare[0] :]] for steps in of_ranks]] if bare else []
+    found = [
+        [[step.fillers for step in steps] for steps in of_ranks]
+        for of_ranks in zip(*run_ranks(run_all, 2, resumed), strict=True)
+    ]
+    assert found == expected != []
 
 
 @settings(max_examples=25)

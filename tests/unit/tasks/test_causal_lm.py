@@ -13,7 +13,8 @@ from drawbar.config.schema import DataSection, RunConfig
 from drawbar.config.tasks import CausalLMConfig, TokenizerTraining
 from drawbar.data.dataset import EncodedDataset, encode_records
 from drawbar.data.loader import Rows, SampleRows
-from drawbar.data.packing import PackedRows, plan_packs
+from drawbar.data.packing import PackedRows
+from drawbar.data.plan import plan_packs
 from drawbar.data.tokenizer import train_byte_bpe, wrap_texts
 from drawbar.errors import UserError
 from drawbar.tasks.batch import Batch

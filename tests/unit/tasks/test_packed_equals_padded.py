@@ -8,9 +8,11 @@ import torch
 from torch.nn import functional
 
 from drawbar.data.dataset import encode_records
-from drawbar.data.packing import PackedRows, plan_packs
+from drawbar.data.packing import PackedRows
+from drawbar.data.plan import plan_packs
 from drawbar.models.packed import allow_packing
 from drawbar.tasks.batch import Batch
+from plans import plan_of
 from tiny import LENGTH, VOCABULARY, Numbers, tiny_config, tiny_task
 
 FAMILIES = pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -59,7 +61,7 @@ def test_loss_and_gradients_are_those_of_padded_rows(family: str, tied: bool) ->
 def packed_row(task: Numbers, documents: list[list[int]]) -> Batch:
     records = [{"tokens": tokens, "context": 0} for tokens in documents]
     samples = encode_records(records, lambda record: task.encode(record, True), describe=str)
-    row = PackedRows(samples, [list(range(len(samples)))], "next_token").row(0, lambda sample: sample)
+    row = PackedRows(samples, plan_of([range(len(samples))]), "next_token").row(0, lambda sample: sample)
     return task.collate([row])
 
 

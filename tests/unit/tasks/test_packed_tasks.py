@@ -12,7 +12,8 @@ from drawbar.config.schema import DataSection, RunConfig, RunSection
 from drawbar.config.tasks import BUILT_IN_TASKS, TaskConfig
 from drawbar.data.dataset import EncodedDataset, encode_records
 from drawbar.data.loader import Vary
-from drawbar.data.packing import PackedRows, plan_packs
+from drawbar.data.packing import PackedRows
+from drawbar.data.plan import Plan, plan_packs
 from drawbar.data.tokenizer import train_byte_bpe
 from drawbar.errors import UserError
 from drawbar.models.huggingface import build_from_scratch
@@ -24,6 +25,7 @@ from drawbar.tasks.registry import task_class
 from drawbar.tasks.task import Task
 from drawbar.tracking.console import make_console
 from drawbar.train.data import make_loader, varied_by
+from plans import plan_of
 from tiny import CPU
 
 LENGTH = 48
@@ -91,7 +93,7 @@ def encoded(task: Task, rows: list[dict[str, Any]]) -> EncodedDataset:
     return encode_records(rows, lambda record: task.encode(record, True), describe=str)
 
 
-def packed(task: Task, samples: EncodedDataset, plan: list[list[int]], vary: Vary) -> Batch:
+def packed(task: Task, samples: EncodedDataset, plan: Plan, vary: Vary) -> Batch:
     assert task.targets is not None
     rows = PackedRows(samples, plan, task.targets)
     return task.collate([rows.row(number, lambda sample: vary(sample, 0)) for number in range(len(rows))])
@@ -150,7 +152,7 @@ def test_a_sample_does_not_see_the_others(name: str, family: str, options: dict[
 def sample_losses(task: Task, model: nn.Module, rows: list[dict[str, Any]]) -> list[float]:
     """The loss of each sample of one packed row."""
     samples = encoded(task, rows)
-    batch = packed(task, samples, [list(range(len(samples)))], lambda sample, epoch: sample)
+    batch = packed(task, samples, plan_of([range(len(samples))]), lambda sample, epoch: sample)
     logits = task.forward(model, batch).logits
     logits, labels = logits.flatten(0, -2), batch["labels"].flatten()
     each = functional.cross_entropy(logits, labels, ignore_index=-100, reduction="none")

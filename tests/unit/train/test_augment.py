@@ -9,7 +9,8 @@ from drawbar.config.schema import RunConfig, RunSection
 from drawbar.config.tasks import TaskConfig
 from drawbar.data.dataset import Sample, encode_records
 from drawbar.data.loader import EvalLoader, Loader, MicroBatchSize, Rows, SampleRows, TrainLoader, Vary
-from drawbar.data.packing import PackedRows, plan_packs
+from drawbar.data.packing import PackedRows
+from drawbar.data.plan import plan_packs
 from drawbar.data.sampler import Shuffled
 from drawbar.data.sources import Located
 from drawbar.data.stream import StreamLoader, StreamSettings

@@ -1,0 +1,112 @@
+"""A column that is stored as what differs from another: the labels of language models are mostly the tokens themselves.
+
+Of each sample it has runs, (first position, length), and the values in them; everything else is as in the other column.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from drawbar.data.columns import BLOCK_VALUES, Column, ColumnWriter, Kind, Layout, Piece, Storage, read_column
+
+BASES = {"labels": "input_ids"}
+"""Fields that are stored so, and what they are compared with."""
+RUNS = "runs"
+
+
+def base_of(name: str, layout: Layout) -> str | None:
+    """The field that this one is stored as differing from; None for none."""
+    base = BASES.get(name)
+    return base if layout[name] == ("array", 1) and base is not None and layout.get(base) == ("array", 1) else None
+
+
+class DifferenceWriter:
+    """As ``ColumnWriter``, of a column and the one that it is compared with."""
+
+    def __init__(self, storage: Storage, name: str, base: str) -> None:
+        self.base = base
+        self.kind: Kind = "array"
+        self.dims = 1
+        self._values = ColumnWriter(storage, name, "array", 1)
+        self._runs = ColumnWriter(storage, f"{name}.{RUNS}", "array", 1)
+
+    def add(self, piece: Piece, base: Piece) -> None:
+        ends = np.cumsum(piece.shapes[:, 0])
+        differs = _differing(piece, base)
+        before = np.concatenate([[0], np.cumsum(differs)])
+        self._values.add_stored(piece, piece.values[differs], np.diff(before[ends], prepend=0))
+        self._runs.add(_runs(differs, ends))
+
+    def finish(self) -> dict[str, Any]:
+        """What ``read_differences`` needs to know, as plain values."""
+        return {**self._values.finish(), "base": self.base, RUNS: self._runs.finish()}
+
+
+def _differing(piece: Piece, base: Piece) -> NDArray[np.bool_]:
+    """Shape (values,): which values are to be stored; all of them, where the two cannot be compared one by one."""
+    whole = all(values.dtype.kind in "iu" for values in (piece.values, base.values))
+    comparable = whole and np.array_equal(piece.shapes, base.shapes)
+    return piece.values != base.values if comparable else np.ones(len(piece.values), np.bool_)
+
+
+def _runs(differs: NDArray[np.bool_], ends: NDArray[np.int64]) -> Piece:
+    """The runs of each sample; none goes on from one sample into the next."""
+    begins_sample = np.zeros(len(differs) + 1, np.bool_)
+    begins_sample[0] = begins_sample[ends] = True
+    follows, goes_on = np.zeros((2, len(differs)), np.bool_)
+    # a run goes on from one value to the next where both differ, and are of one sample
+    follows[1:] = goes_on[:-1] = differs[:-1] & differs[1:] & ~begins_sample[1:-1]
+    starts, stops = np.flatnonzero(differs & ~follows), np.flatnonzero(differs & ~goes_on) + 1
+    samples = np.searchsorted(ends, starts, side="right")
+    begins = np.concatenate([[0], ends])[samples]
+    counts = 2 * np.bincount(samples, minlength=len(ends))
+    flat = np.stack([starts - begins, stops - starts], axis=1).ravel().astype(np.int64)
+    return Piece("array", flat, counts[:, None], frozenset({flat.dtype.str}))
+
+
+@dataclass(frozen=True)
+class DifferenceColumn(Column):
+    """A column of which ``values`` are those that differ from the ones of ``base``."""
+
+    base: Column
+    runs: Column
+
+    def __getitem__(self, index: int) -> NDArray[Any]:
+        return self._range(index, index + 1)
+
+    @property
+    def size(self) -> int:
+        return int(self.shapes.sum())
+
+    def blocks(self) -> Iterator[NDArray[Any]]:
+        first = 0
+        while first < len(self.shapes):
+            begin = self.base.ends[first - 1] if first else 0
+            last = max(first + 1, int(np.searchsorted(self.base.ends, begin + BLOCK_VALUES, side="right")))
+            yield self._range(first, last)
+            first = last
+
+    def _range(self, first: int, last: int) -> NDArray[Any]:
+        """The values of some samples, end to end."""
+        lengths = self.shapes[first:last, 0]
+        if not np.array_equal(lengths, self.base.shapes[first:last, 0]):
+            if last - first > 1:
+                return np.concatenate([self._range(index, index + 1) for index in range(first, last)])
+            return self.stored(first, last).astype(self.dtype)  # nothing was compared: all of it is stored
+        values = self.base.stored(first, last).astype(self.dtype)
+        runs = self.runs.stored(first, last).astype(np.int64).reshape(-1, 2)
+        if len(runs):
+            of_sample = np.diff(self.runs.ends[first:last], prepend=self.runs.ends[first - 1] if first else 0) // 2
+            starts = runs[:, 0] + np.repeat(np.cumsum(lengths) - lengths, of_sample)
+            within = np.arange(runs[:, 1].sum()) - np.repeat(np.cumsum(runs[:, 1]) - runs[:, 1], runs[:, 1])
+            values[np.repeat(starts, runs[:, 1]) + within] = self.stored(first, last)
+        return values
+
+
+def read_differences(storage: Storage, about: dict[str, Any], base: Column, samples: int) -> DifferenceColumn:
+    plain = read_column(storage, about, samples)
+    runs = read_column(storage, about[RUNS], samples)
+    return DifferenceColumn(plain.kind, plain.dtype, plain.values, plain.shapes, plain.ends, base, runs)

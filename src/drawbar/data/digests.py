@@ -1,0 +1,78 @@
+"""Digests of data files: one rank reads every byte for all that see the same files, and once, until a file changes."""
+
+import hashlib
+import json
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from drawbar.data.heartbeat import replace_text
+from drawbar.data.sources import Records
+from drawbar.runtime.dist import World
+from drawbar.runtime.files import identity
+
+FILE = "digests.json"
+"""Beside the encoded data."""
+MOST_KEPT = 100_000
+"""Digests; then the oldest are forgotten."""
+SETTLED_NS = 2 * 10**9
+"""Nanoseconds without a change until a file's times tell all later changes: some file systems count in steps of 2 s."""
+
+
+class KeptDigests:
+    """Digests of the content of files, by path and ``identity``: a file that has not changed is not read again.
+
+    Args:
+        folder: where they are kept; it need not exist.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / FILE
+        self._kept = _read(self._path)
+        self._new: dict[str, str] = {}
+
+    def of(self, file: Path) -> str:
+        """Hex digest of every byte of a file. Raises OSError where it cannot be read."""
+        found, began = identity(file), time.time_ns()
+        key = json.dumps([str(file.absolute()), *found])
+        digest = self._kept.get(key)
+        if digest is None:
+            digest = file_digest(file)
+            _, *times, _ = found
+            if identity(file) == found and began - max(times) > SETTLED_NS:
+                self._new[key] = digest
+        return digest
+
+    def save(self) -> None:
+        """Keep what was found out, where the folder can be written."""
+        if self._new:
+            others = _read(self._path)  # that other processes have kept in the meantime
+            latest = list({**others, **self._new}.items())[-MOST_KEPT:]
+            with suppress(OSError):
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                replace_text(self._path, json.dumps(dict(latest), indent=0))
+
+
+def _read(path: Path) -> dict[str, str]:
+    with suppress(OSError, ValueError):
+        found = json.loads(path.read_text("utf-8"))
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def file_digest(file: Path) -> str:
+    """Hex digest of every byte of a file."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def digest_for_all(records: Records, kept: KeptDigests, world: World) -> str:
+    """``records.digest``. Of the ranks that see the same files, one reads them. Every rank must call it."""
+    leader = world.first_alike(records.identity())
+    own = None
+    if leader == world.rank:
+        with world.working("hashing the data"):
+            own = records.digest(kept.of)
+    found = world.share(own)[leader]
+    assert found is not None
+    return found

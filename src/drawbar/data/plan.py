@@ -1,0 +1,249 @@
+"""Which samples share a row: planned from their lengths, in arrays, and kept where that takes long."""
+
+import bisect
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from drawbar.data.cache import made_once
+from drawbar.data.columns import BLOCK_VALUES, FolderStorage, Values
+from drawbar.data.encode import Progress
+from drawbar.data.order import order
+from drawbar.errors import UserError
+from drawbar.runtime.log import logger
+
+NAME = "packs"
+"""Of plans in the cache."""
+KEPT_FROM = 2**20
+"""Samples. A plan of fewer takes a second or two."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which samples each row holds: ascending in a row, and rows of one source ascending by their first sample."""
+
+    samples: Values
+    """Sample numbers, row after row."""
+    ends: NDArray[np.int64]
+    """Shape (rows,): where each row's samples end."""
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, row: int) -> NDArray[Any]:
+        """The samples of a row."""
+        return self.samples[self.ends[row - 1] if row else 0 : self.ends[row]]
+
+    def blocks(self) -> Iterator[tuple[NDArray[Any], NDArray[np.int64]]]:
+        """Some rows at a time: their samples, row after row, and how many each row has."""
+        first = 0
+        while first < len(self):
+            begin = self.ends[first - 1] if first else 0
+            last = max(first + 1, int(np.searchsorted(self.ends, begin + BLOCK_VALUES, side="right")))
+            yield self.samples[begin : self.ends[last - 1]], np.diff(self.ends[first:last], prepend=begin)
+            first = last
+
+    def row_lengths(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Shape (rows,): the lengths of each row's samples together."""
+        sums = [
+            np.add.reduceat(lengths[samples], np.cumsum(counts) - counts, dtype=np.int64)
+            for samples, counts in self.blocks()
+        ]
+        return np.concatenate([np.empty(0, np.int64), *sums])
+
+    def digest(self, of_samples: str) -> str:
+        """Hex digest of the plan, and of what it is the plan of."""
+        digest = hashlib.blake2b(of_samples.encode(), digest_size=16)
+        for samples, counts in self.blocks():
+            digest.update(np.insert(samples.astype(np.int64), np.cumsum(counts) - counts, counts).tobytes())
+        return digest.hexdigest()
+
+
+def plan_sources(lengths: NDArray[np.int64], sizes: Sequence[int], capacity: int, seed: int) -> tuple[Plan, list[int]]:
+    """A plan in which no row holds samples of two sources, and the rows of each source. See ``plan_packs``.
+
+    Args:
+        sizes: samples of each source; they stand source by source.
+    """
+    samples = np.empty(len(lengths), _number_type(len(lengths)))
+    ends, rows, first = [], list[int](), 0
+    for size in sizes:
+        plan = plan_packs(lengths[first : first + size], capacity, seed)
+        samples[first : first + size] = plan.samples[:]
+        samples[first : first + size] += first
+        ends.append(plan.ends + first)
+        rows.append(len(plan))
+        first += size
+    return Plan(samples, np.concatenate(ends)), rows
+
+
+def keep_plan(
+    lengths: NDArray[np.int64], sizes: Sequence[int], capacity: int, seed: int, *, cache: Path, timeout: float
+) -> tuple[Plan, list[int]]:
+    """As ``plan_sources``, by one process for all, and for the runs to come.
+
+    Args:
+        cache, timeout: see ``made_once``.
+    """
+
+    def write(draft: FolderStorage, _: Progress) -> dict[str, Any]:
+        plan, rows = plan_sources(lengths, sizes, capacity, seed)
+        for block in range(0, len(lengths), BLOCK_VALUES):
+            draft.append("samples.bin", plan.samples[block : block + BLOCK_VALUES].tobytes())
+        draft.append("ends.bin", plan.ends.tobytes())
+        return {"rows": rows, "dtype": _number_type(len(lengths)).str}
+
+    def read(folder: FolderStorage, about: dict[str, Any]) -> tuple[Plan, list[int]]:
+        samples = folder.values("samples.bin", np.dtype(about["dtype"]))
+        return Plan(samples, folder.array("ends.bin", np.dtype(np.int64))), about["rows"]
+
+    digest = hashlib.blake2b(digest_size=20)
+    for block in range(0, len(lengths), BLOCK_VALUES):
+        digest.update(lengths[block : block + BLOCK_VALUES].tobytes())
+    made_of = {
+        "the lengths": digest.hexdigest(),
+        "the sources": repr(list(sizes)),
+        "data.sequence_length": str(capacity),
+        "run.seed": str(seed),
+    }
+    try:
+        return made_once(cache, NAME, made_of, write=write, read=read, progress=None, timeout=timeout, eager=True)
+    except UserError as error:  # such as a folder that can only be read
+        logger.warning("the plan of the rows is not kept, and every process makes it: %s", error.what)
+        return plan_sources(lengths, sizes, capacity, seed)
+
+
+def plan_packs(lengths: NDArray[np.int64], capacity: int, seed: int) -> Plan:
+    """Which samples share a row: best-fit decreasing bin packing (Johnson 1973).
+
+    The longest samples are placed first, each into the fullest row that still has room for it; that needs at most
+    11/9 of the fewest possible rows, plus a constant. The seed decides which of several equally long samples comes
+    first, and so which samples meet. The plan depends on the arguments alone. In memory it takes about four numbers
+    for each sample.
+
+    Args:
+        lengths: shape (samples,), tokens in each sample.
+        capacity: tokens that a row can hold.
+        seed: 0 <= seed < 2**64.
+
+    Raises:
+        UserError: a sample is longer than a row.
+    """
+    if len(lengths) and lengths.max() > capacity:
+        sample = int(lengths.argmax())
+        raise UserError(
+            f"sample {sample} is {lengths[sample]} tokens long; a packed row holds {capacity}",
+            where="data.sequence_length",
+            remedy="raise data.sequence_length, or cut long samples in the task's encode",
+        )
+    counts = np.bincount(lengths, minlength=1)
+    packs, pack_of = _best_fit(counts, capacity)
+    pack_of_sample = np.empty_like(pack_of)
+    pack_of_sample[_longest_first(lengths, counts, seed)] = pack_of
+    return _rows(pack_of_sample, packs)
+
+
+def _number_type(count: int) -> np.dtype[Any]:
+    return np.dtype(np.int32 if count <= np.iinfo(np.int32).max else np.int64)
+
+
+def _longest_first(lengths: NDArray[np.int64], counts: NDArray[np.int64], seed: int) -> NDArray[Any]:
+    """The samples by falling length, equally long ones in an order that the seed decides."""
+    size = len(lengths)
+    found = np.empty(size, _number_type(size))
+    next_places = np.cumsum(counts[::-1])[::-1] - counts
+    for first in range(0, size, BLOCK_VALUES):
+        samples = order(seed, 0, np.arange(first, min(first + BLOCK_VALUES, size)), size)
+        _deal(samples, lengths[samples], found, next_places)
+    return found
+
+
+def _best_fit(counts: NDArray[np.int64], capacity: int) -> tuple[int, NDArray[Any]]:
+    """How many rows there are, and the row of each sample, longest first. All samples of a length are placed together:
+    a row that gets one of them is then the fullest with room, and gets more until it is full.
+
+    Args:
+        counts: samples of each length.
+    """
+    row_of = np.empty(int(counts.sum()), _number_type(int(counts.sum())))
+    with_room: dict[int, list[NDArray[Any]]] = {}  # free tokens → rows with exactly that many, the newest last
+    rooms: list[int] = []  # the keys of with_room, ascending
+    rows = placed = 0
+    for length in np.flatnonzero(counts)[::-1].tolist():
+        end = placed + int(counts[length])
+        while placed < end:
+            fit = bisect.bisect_left(rooms, length)
+            room = rooms[fit] if fit < len(rooms) else capacity
+            each = room // length if length else end - placed  # empty samples all go into one row
+            wanted = -(-(end - placed) // each)
+            if fit < len(rooms):
+                chosen = _pop(with_room[room], wanted)
+                if not with_room[room]:
+                    del with_room[room], rooms[fit]
+            else:
+                chosen = np.arange(rows, rows + wanted, dtype=row_of.dtype)
+                rows += wanted
+            got = min(end - placed, each * len(chosen))
+            row_of[placed : placed + got] = np.repeat(chosen, each)[:got]
+            placed += got
+            for part, samples in ((chosen[: got // each], each), (chosen[got // each :], got % each)):
+                left = room - samples * length
+                if len(part) and left not in with_room:
+                    with_room[left] = []
+                    bisect.insort(rooms, left)
+                if len(part):
+                    with_room[left].append(part)
+    return rows, row_of
+
+
+def _pop(stack: list[NDArray[Any]], count: int) -> NDArray[Any]:
+    """Take so many off a stack, or all that there are; the newest first."""
+    taken = []
+    while stack and count:
+        part = stack.pop()
+        keep = max(0, len(part) - count)
+        if keep:
+            stack.append(part[:keep])
+        taken.append(part[keep:][::-1])
+        count -= len(taken[-1])
+    return np.concatenate(taken)
+
+
+def _rows(pack_of: NDArray[Any], packs: int) -> Plan:
+    """The plan, from the pack of each sample. Packs become rows in the order of their first samples."""
+    size = len(pack_of)
+    first_of = np.empty(packs, pack_of.dtype)
+    for end in range(size, 0, -BLOCK_VALUES):
+        begin = max(0, end - BLOCK_VALUES)
+        first_of[pack_of[begin:end][::-1]] = np.arange(begin, end)[::-1]  # of several numbers, the last stays
+    row_of = np.empty(packs, pack_of.dtype)
+    row_of[np.argsort(first_of)] = np.arange(packs)
+    counts = np.empty(packs, np.int64)
+    counts[row_of] = np.bincount(pack_of, minlength=packs)
+    ends = np.cumsum(counts)
+    samples, next_places = np.empty(size, pack_of.dtype), ends - counts
+    for begin in range(0, size, BLOCK_VALUES):
+        numbers = np.arange(begin, min(begin + BLOCK_VALUES, size))
+        _deal(numbers, row_of[pack_of[numbers]], samples, next_places)
+    return Plan(samples, ends)
+
+
+def _deal(numbers: NDArray[Any], groups: NDArray[Any], into: NDArray[Any], next_places: NDArray[np.int64]) -> None:
+    """Put each number into the part of ``into`` that is its group's, behind those that are there.
+
+    Args:
+        groups: of each number.
+        next_places: where each group's next number goes; moved on.
+    """
+    by_group = np.argsort(groups, kind="stable")
+    ordered = groups[by_group]
+    begins = np.flatnonzero(np.diff(ordered, prepend=-1))
+    counts = np.diff(begins, append=len(ordered))
+    within = np.arange(len(ordered)) - np.repeat(begins, counts)
+    into[next_places[ordered] + within] = numbers[by_group]
+    next_places[ordered[begins]] += counts

@@ -1,0 +1,108 @@
+"""What a start reads of its data, and what of it is in memory."""
+
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from drawbar.config.data import SourceSection
+from drawbar.config.schema import DataSection, RunConfig, RunSection, TrainSection
+from drawbar.data import digests, encode, plan
+from drawbar.data.readers import JsonLines
+from drawbar.evaluation.evaluate import Split
+from drawbar.runtime.dist import World
+from drawbar.runtime.env import Place
+from drawbar.runtime.log import logger
+from drawbar.tasks.task import Task
+from drawbar.tracking.console import make_console
+from drawbar.train import data as train_data
+from drawbar.train.data import load_split, rows_and_order
+
+RECORDS = 600
+
+
+class Numbers(Task):
+    targets = "token"
+
+    def encode(self, record: dict[str, Any], train: bool) -> Any:
+        return {"input_ids": [record["n"]] * (1 + record["n"] % 7)}
+
+
+class Tracked(dict[str, Any]):
+    """A record that can be seen to be alive."""
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> list[SourceSection]:
+    """A third of the records, three times as heavy as the other two, one line of which is bad."""
+    lines = [f'{{"n": {number}}}\n' for number in range(RECORDS)]
+    (tmp_path / "a.jsonl").write_text("".join(lines[: RECORDS // 3]))
+    (tmp_path / "b.jsonl").write_text("".join(["{not JSON\n", *lines[RECORDS // 3 :]]))
+    return [SourceSection(files=f"{tmp_path}/a.jsonl", weight=3), SourceSection(files=f"{tmp_path}/b.jsonl", weight=1)]
+
+
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many records were alive, each time that one was decoded."""
+    alive: weakref.WeakValueDictionary[int, Tracked] = weakref.WeakValueDictionary()
+    counts: list[int] = []
+    decode = JsonLines.decode
+
+    def track(reader: JsonLines, unit: Any) -> Tracked:
+        record = Tracked(decode(reader, unit))
+        alive[id(record)] = record
+        counts.append(len(alive))
+        return record
+
+    monkeypatch.setattr(JsonLines, "decode", track)
+    monkeypatch.setattr(encode, "CHUNK_RECORDS", 8)
+    return counts
+
+
+def load(sources: list[SourceSection], folder: Path, batching: str = "padded") -> tuple[Numbers, RunConfig, Split]:
+    data = DataSection(train=sources, on_bad_record="skip", workers=0, sequence_length=16, batching=batching)
+    config = RunConfig(data=data, train=TrainSection(steps=1), run=RunSection(dir=str(folder / "runs")), device="cpu")
+    task = Numbers(config)
+    world = World(Place.from_environment(), torch.device("cpu"), timeout=60)
+    return task, config, load_split(task, "train", config, world, make_console(False))
+
+
+def test_few_records_are_in_memory_while_all_are_encoded(
+    sources: list[SourceSection], tmp_path: Path, decoded: list[int]
+) -> None:
+    _, _, split = load(sources, tmp_path)
+    assert len(split.samples) == RECORDS
+    assert max(decoded) < 20
+
+
+@pytest.mark.parametrize("batching", ["padded", "packed"])
+def test_a_warm_start_opens_no_file_of_the_data(
+    sources: list[SourceSection],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    batching: str,
+) -> None:
+    """Neither for its digest, nor for the messages of bad records, nor for the source of each, by which weights go."""
+    monkeypatch.setattr(digests, "SETTLED_NS", -1, raising=False)  # files may be hashed as soon as they are written
+    monkeypatch.setattr(train_data, "KEPT_FROM", 1, raising=False)  # samples: as if these were many
+    task, config, split = load(sources, tmp_path, batching)
+    rows_and_order(task, split, config)
+    monkeypatch.setattr(plan, "plan_packs", lambda *_: pytest.fail("planned again"))
+    opened = []
+    open_path = Path.open
+    monkeypatch.setattr(Path, "open", lambda path, *rest, **more: opened.append(path) or open_path(path, *rest, **more))
+    logger.addHandler(caplog.handler)
+    try:
+        task, config, split = load(sources, tmp_path, batching)
+        sampler, rows = rows_and_order(task, split, config)
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert [path for path in opened if path.suffix == ".jsonl"] == []
+    assert f"1 bad record left out:\n  {tmp_path}/b.jsonl:1: the line is not valid JSON" in caplog.text
+    drawn = sampler.rows(0, np.arange(sampler.size))
+    first = [rows.row(int(row), lambda sample: sample)["input_ids"][0] for row in drawn]
+    assert np.mean(np.array(first) < RECORDS // 3) == pytest.approx(0.75, abs=0.01)
