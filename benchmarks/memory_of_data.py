@@ -25,7 +25,7 @@ from drawbar.tracking.table import print_table
 MB = 10**6
 MIB = 2**20
 VOCABULARY = 5000
-"""Words, as in ``words.py``."""
+"""Words, as in ``language_of_words.py``."""
 CONFIG = """
 task:
   type: causal_lm
@@ -83,7 +83,7 @@ def compare(megabytes: list[float], ranks: int, workers: str, folder: Path) -> d
         (run / "config.yaml").write_text(CONFIG, encoding="utf-8")
         write_records(run / "train.jsonl", round(size * MB))
         time.sleep(3)  # a file that changed a moment ago is hashed again
-        drawbar = [sys.executable, str(Path(__file__).with_name("words.py"))]
+        drawbar = [sys.executable, str(Path(__file__).with_name("language_of_words.py"))]
         commands = {
             "encode": [*drawbar, "prepare", "config.yaml", f"data.workers={workers}"],
             "start": [*drawbar, "train", "config.yaml", f"launch.nproc={ranks}"],
