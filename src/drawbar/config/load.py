@@ -19,6 +19,9 @@ from drawbar.config.source import DEFAULT, Origin, Settings, apply_override, con
 from drawbar.config.tasks import BUILT_IN_TASKS, TaskConfig
 from drawbar.errors import UserError, nearest
 
+SCRIPT_FILE = "script.json"
+"""In a run directory: which script defines the task, where ``task.type`` does not name its class."""
+
 
 @dataclass(frozen=True)
 class LoadedConfig:
@@ -91,9 +94,26 @@ def load_run_config(
             where="RUN",
             remedy=f"did you mean {folder.parent / guess}?" if guess else "give the folder that training wrote",
         )
+    if task is None and not any(setting.startswith(("task.type=", "task=")) for setting in overrides):
+        _expect_no_script(folder)
     place = (f"run.dir={json.dumps(str(folder.parent))}", f"run.name={json.dumps(folder.name)}")  # quoted for YAML
     with config_of_run(folder) as path:
         return load_config(path, [*overrides, *place], task=task)
+
+
+def _expect_no_script(folder: Path) -> None:
+    """Refuse a run whose task is a class that a script defines, and that ``task.type`` does not name."""
+    try:
+        script = json.loads((folder / SCRIPT_FILE).read_text("utf-8"))
+        name, path = script["class"], Path(script["script"])
+    except (OSError, ValueError, KeyError, TypeError):  # a help to the user, and no part of the run
+        return
+    raise UserError(
+        f"the task of this run is the class {name} of the script {path}, which `drawbar` does not know",
+        where="RUN",
+        remedy=f"give the command to the script (`python {path} …`); or, where the command takes settings, set "
+        f"task.type={path.stem}:{name} in the folder of the script; in Python, load_run(…, task={name})",
+    )
 
 
 def dump_yaml(config: RunConfig, comments: Mapping[str, str] | None = None) -> str:

@@ -1,6 +1,7 @@
 """Pydantic's errors, put into words that a user of the YAML file can act on: one line for each key."""
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -85,6 +86,8 @@ def _section_hint(section: str, value: Any, known: dict[str, Setting]) -> str:
 
 def _hint(value: Any, setting: Setting) -> str:
     """The value that was probably meant, as a question; or nothing."""
+    if isinstance(value, int) and not isinstance(value, bool) and setting.allowed.startswith("text of"):
+        return f'; did you mean the text "{value}", in quotes? On the command line: {setting.key}=\'"{value}"\''
     meant = _meant(value, setting)
     return f"; did you mean {meant}?" if meant else ""
 
@@ -112,6 +115,8 @@ def _number(text: str) -> str | None:
     try:
         number = float(text.removesuffix("%"))
     except ValueError:
+        return None
+    if not math.isfinite(number):  # as `nan`, which no setting takes
         return None
     return f"{number / 100:g}" if text.endswith("%") else text
 

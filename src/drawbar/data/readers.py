@@ -165,6 +165,16 @@ def not_utf8(path: Path, line: int, byte: str) -> BadRecord:
     )
 
 
+def expect_no_utf16(path: Path) -> None:
+    """Raise ``BadRecord`` where the file begins as UTF-16 does: with its mark, or with NUL bytes."""
+    with open_binary(path) as stream:
+        begin = stream.read(256)
+    if begin[:2] in (BOM_UTF16_LE, BOM_UTF16_BE):
+        raise not_utf8(path, 1, f"byte 0x{begin[0]:02x}")
+    if b"\0" in begin:
+        raise holds_nul(path, 1, f"the first is byte {begin.index(0) + 1} of the file")
+
+
 def _is_blank(data: bytes) -> bool:
     # bytes.strip is the quick answer, and str.strip the right one: it knows the spaces beyond ASCII too
     return not data.strip() or not data.decode("utf-8", "replace").strip()

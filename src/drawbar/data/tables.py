@@ -14,6 +14,7 @@ from drawbar.data.readers import (
     Record,
     Unit,
     binary_lines,
+    expect_no_utf16,
     holds_nul,
     not_utf8,
     text_of,
@@ -119,6 +120,8 @@ class CsvTable(_Table):
 
     def fields(self, row: Unit) -> list[str]:
         where = self.where(row)
+        if isinstance(row.raw, csv.Error):
+            expect_no_utf16(row.path)  # there, the carriage return of an ordinary line break stands alone
         if isinstance(row.raw, csv.Error) and "new-line character" in str(row.raw):  # Python speaks to programmers here
             raise BadRecord(
                 "the row holds a carriage return outside of quotes",

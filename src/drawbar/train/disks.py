@@ -14,13 +14,14 @@ from drawbar.checkpoint.directory import BEST_FILE, CheckpointDirectory
 from drawbar.checkpoint.format import MANIFEST_FILE, FileEntry, describe
 from drawbar.checkpoint.load import read_state
 from drawbar.checkpoint.space import check_writable
+from drawbar.config.load import SCRIPT_FILE
 from drawbar.runtime.dist import World
 from drawbar.runtime.files import sync
 from drawbar.runtime.log import logger
 from drawbar.train.rundir import Start
 
 _METRICS = "metrics.jsonl"
-_RUN_FILES = ("config.yaml", "task.json", _METRICS, "tokenizer/*", f"checkpoints/{BEST_FILE}")
+_RUN_FILES = ("config.yaml", "task.json", SCRIPT_FILE, _METRICS, "tokenizer/*", f"checkpoints/{BEST_FILE}")
 """What goes with the checkpoints."""
 _LOOKING = "looking for the newest checkpoint"
 _COPYING = "copying the run to the disks that lack it"

@@ -128,6 +128,7 @@ class EvalHook(Hook):
         self._trackers = trackers
         self._console = console
         self._stop = stop
+        self._said_nan = False
 
     def start(self, progress: Progress, last: bool) -> None:
         if self._config.at_start if progress.step == 0 else owes_evaluation(self._config, progress, last):
@@ -171,6 +172,10 @@ class EvalHook(Hook):
             logger.warning("%s could not be written, and the run goes on: %s", self._folder, error.strerror)
 
     def _compare(self, progress: Progress, score: float) -> None:
+        if math.isnan(score) and not self._said_nan:
+            self._said_nan = True
+            what = "the %s of step %d is nan (as where all predictions are the same), and makes no step the best"
+            logger.warning(what, self._config.metric, progress.step)
         best = progress.best_score
         better = best is None or (score < best if self._config.mode == "min" else score > best)
         if better and not math.isnan(score):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from drawbar.checkpoint.space import rust_errors
 from drawbar.config.compare import Difference
 from drawbar.config.deepspeed import laid_out
 from drawbar.config.fields import show
+from drawbar.config.load import SCRIPT_FILE
 from drawbar.config.schema import OptimSection, ParallelSection, RunConfig, TrainSection
 from drawbar.config.source import read_file
 from drawbar.data.loader import OtherData
@@ -29,6 +31,7 @@ from drawbar.runtime.seed import seed_everything
 from drawbar.tasks.chat import read_template
 from drawbar.tasks.overrides import fault, named_errors
 from drawbar.tasks.pretrained import PretrainedTask
+from drawbar.tasks.registry import BUILT_IN
 from drawbar.tasks.task import Task
 
 TASK_FILE = "task.json"
@@ -111,6 +114,10 @@ def save_task(task: Task, run_dir: Path) -> None:
             sync(path)
         draft.rename(run_dir / "tokenizer")
         sync(run_dir)
+    defined_in = getattr(sys.modules[type(task).__module__], "__file__", None)
+    if BUILT_IN.get(task.config.type) not in (None, type(task)) and defined_in is not None:
+        script = {"script": str(Path(defined_in).absolute()), "class": type(task).__qualname__}
+        write_whole(run_dir / SCRIPT_FILE, json.dumps(script, ensure_ascii=False) + "\n")
     if task.facts and not (run_dir / TASK_FILE).exists():
         write_whole(run_dir / TASK_FILE, json.dumps(task.facts, ensure_ascii=False, indent=2) + "\n")
 

@@ -79,6 +79,7 @@ def test_key_of_a_free_mapping(loaded):
         ("optim.lrr", "did you mean optim.lr?"),
         ("lr", "did you mean optim.lr?"),
         ("zzzz", "sections: run, task, data"),
+        ("optim.zzzz", "in optim: name, lr, weight_decay"),
         ("optim.lr.zzzz", "sections: run, task, data"),
     ],
 )

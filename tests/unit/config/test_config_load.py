@@ -278,6 +278,8 @@ def test_unknown_key_on_the_command_line():
         ("train: {micro_batch: atuo}\n", "expected whole number >= 1 | auto, got 'atuo'; did you mean auto?"),
         ("optim: {warmup: 5%}\n", "got '5%'; did you mean 0.05, without quotes?"),
         ("optim: {warmup: 1.5}\n", "expected whole number >= 0 | number >= 0 and < 1, got 1.5\n"),
+        ("optim: {lr: nan}\n", "optim.lr: expected number >= 0, got 'nan'\n"),
+        ("run: {name: 5}\n", 'got 5; did you mean the text "5", in quotes? On the command line: run.name=\'"5"\''),
         ("optim: {lr: .inf}\n", "optim.lr: expected number >= 0, got Infinity\n"),
         ("optim: {lr: .nan}\n", "optim.lr: expected number >= 0, got NaN\n"),
         ("optim: {betas: [0.9]}\n", "optim.betas: expected list of 2: "),

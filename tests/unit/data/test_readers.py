@@ -340,6 +340,13 @@ def test_utf_16_without_a_mark_is_named(tmp_path: Path) -> None:
     assert "iconv -f UTF-16LE" in str(refused(tmp_path / "a.txt"))
 
 
+@pytest.mark.parametrize("mark", [codecs.BOM_UTF16_LE, b""])
+def test_utf16_with_the_line_breaks_of_windows(tmp_path: Path, mark: bytes) -> None:
+    """As spreadsheets write it: to a reader of bytes, each carriage return stands alone."""
+    (tmp_path / "a.csv").write_bytes(mark + "text,label\r\na road,1\r\n".encode("utf-16-le"))
+    assert "iconv -f UTF-16" in str(refused(tmp_path / "a.csv"))
+
+
 @pytest.mark.parametrize("ending", [".txt", ".csv", ".tsv", ".jsonl", ".txt.gz"])
 @pytest.mark.parametrize("mark", [codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE])
 def test_utf16_says_itself_what_it_is(tmp_path: Path, ending: str, mark: bytes) -> None:

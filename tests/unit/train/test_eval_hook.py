@@ -133,6 +133,13 @@ def test_the_best_is_the_first_of_the_best(scores: list[float], mode: str) -> No
     assert progress.evaluations_since_best == len(scores) - progress.best_step
 
 
+def test_a_score_that_is_nan_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    script = Script(tmp_path, EvalSection(every=1), [math.nan, 1.0, math.nan])
+    with caplog.at_level("WARNING", logger="drawbar"):
+        script.run(3, total=3)
+    assert [record.getMessage()[:27] for record in caplog.records] == ["the loss of step 1 is nan ("]
+
+
 @pytest.mark.parametrize(
     ("scores", "mode", "patience", "stops_at"),
     [

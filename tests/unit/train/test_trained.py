@@ -129,6 +129,10 @@ def test_a_task_of_a_script_is_given(tmp_path: Path) -> None:
     run = drawbar.load_run(tmp_path / "runs" / "run", task=Parity)
     assert set(run.predict({"number": number} for number in range(4))) <= {0, 1}
     assert run.tokenizer is None
+    with pytest.raises(drawbar.UserError, match="the task of this run is the class Parity of the script "):
+        drawbar.load_run(tmp_path / "runs" / "run")
+    named = drawbar.load_run(tmp_path / "runs" / "run", f"task.type={__name__}:Parity")
+    assert len(named.predict([{"number": 3}])) == 1
 
 
 def test_no_run(tmp_path: Path) -> None:
