@@ -45,13 +45,13 @@ def check_space(folder: Path, needed_bytes: int) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Make the folder, and a file in it that vanishes again. Raises UserError where that cannot be done."""
+    """Raise UserError where the folder cannot be made or written. It is not made: a file is, and vanishes again, in it
+    or in the nearest folder above it that exists."""
+    obstacle = _nearest_existing(folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
+        with tempfile.TemporaryFile(dir=obstacle):
             pass
     except OSError as error:
-        obstacle = _nearest_existing(folder)
         reason = "is a file, not a folder" if obstacle.is_file() else f"is not writable ({error.strerror})"
         raise UserError(
             f"cannot write to the folder {folder}: {obstacle} {reason}",

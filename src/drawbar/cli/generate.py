@@ -1,7 +1,6 @@
 """``drawbar generate``."""
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -40,7 +39,6 @@ Examples:
 )
 @click.option(
     "--output",
-    type=click.Path(path_type=Path),
     metavar="FILE",
     help="A .jsonl file to write prompts and texts to, instead of printing them.",
 )
@@ -67,7 +65,7 @@ def generate(
     run: str,
     prompts: tuple[str, ...],
     input_file: str | None,
-    output: Path | None,
+    output: str | None,
     overwrite: bool,
     checkpoint: str | None,
     max_new_tokens: int,
@@ -92,8 +90,7 @@ def generate(
         from drawbar.train.output import check_output, write_lines
 
     loaded = load_run(run, ("launch.nproc=1",), task)
-    if output is not None:
-        check_output(output, overwrite)
+    path = None if output is None else check_output(output, overwrite)
     sampling = Sampling(max_new_tokens, temperature, top_k, top_p, beams)
     messages_column = None if raw else getattr(loaded.config.task, "messages_column", None)
     rename = loaded.config.data.rename or {}
@@ -101,10 +98,10 @@ def generate(
     all_prompts = all_prompts or default_prompts(is_chat=messages_column is not None)
     asked = all_prompts if messages_column is None else [as_messages(prompt) for prompt in all_prompts]
     texts = generate_from_run(loaded.config, task, asked, sampling, checkpoint, seed)
-    if output is None:
+    if path is None:
         _print_texts(all_prompts, texts, are_chats=messages_column is not None)
     else:
-        write_lines(output, ({"prompt": prompt, "text": text} for prompt, text in zip(all_prompts, texts, strict=True)))
+        write_lines(path, ({"prompt": prompt, "text": text} for prompt, text in zip(all_prompts, texts, strict=True)))
     return 0
 
 

@@ -1,7 +1,6 @@
 """``drawbar predict``."""
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -29,9 +28,7 @@ With --probabilities it has "probabilities", too: that of each label, by its nam
 @click.argument("run")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option("--input", "source", metavar="FILE", help="A file of records, or a glob. Default: what data.test says.")
-@click.option(
-    "--output", type=click.Path(path_type=Path), required=True, metavar="FILE", help="A .jsonl file to write."
-)
+@click.option("--output", required=True, metavar="FILE", help="A .jsonl file to write.")
 @click.option("--probabilities", is_flag=True, help="Of classifiers: write the probability of each label as well.")
 @click.option("--overwrite", is_flag=True, help="Replace the output, if it is there.")
 @click.option(
@@ -45,7 +42,7 @@ def predict(
     run: str,
     overrides: tuple[str, ...],
     source: str | None,
-    output: Path,
+    output: str,
     probabilities: bool,
     overwrite: bool,
     checkpoint: str | None,
@@ -60,7 +57,7 @@ def predict(
     given = (f"data.test={json.dumps(source)}", "data.limit.test=null") if source is not None else ()
     loaded = load_run(run, (*given, *overrides), task)
     check_rules(loaded, RULES)
-    check_output(output, overwrite)
+    path = check_output(output, overwrite)
     processes = count_processes(loaded.config)
     if processes > 1:
         from drawbar.runtime.agent import run_processes
@@ -70,5 +67,5 @@ def predict(
     with quick_imports():
         from drawbar.train.inference import predict_from_run
 
-    predict_from_run(loaded.config, task, output, checkpoint, probabilities)
+    predict_from_run(loaded.config, task, path, checkpoint, probabilities)
     return 0

@@ -2,7 +2,9 @@
 
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import nn
+from torch.nn import functional
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
@@ -91,6 +93,22 @@ def check_head(config: PreTrainedConfig, head: Head) -> None:
             where="task.model",
             remedy=f"choose a family that is one, such as {kind.such_as}",
         )
+
+
+class FullPrecisionLinear(nn.Linear):
+    """A linear layer that multiplies in fp32, under autocast too, and gives fp32."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(inputs.device.type, enabled=False):
+            bias = None if self.bias is None else self.bias.float()
+            return functional.linear(inputs.float(), self.weight.float(), bias)
+
+
+def predict_in_fp32(model: nn.Module, outputs: int) -> None:
+    """Make the last layer of so many outputs a ``FullPrecisionLinear``: a number in bf16 has three digits."""
+    layers = [module for module in model.modules() if type(module) is nn.Linear and module.out_features == outputs]
+    if layers:
+        layers[-1].__class__ = FullPrecisionLinear  # in place: its name, its weights and hooks stay
 
 
 def longest_input(model: nn.Module) -> int | None:

@@ -20,6 +20,7 @@ from drawbar.data.tokenizer import Wrapping, encode_to_limit, prefix_space
 from drawbar.errors import UserError
 from drawbar.metrics.registry import load_metrics
 from drawbar.metrics.tags import OUTSIDE, is_entity_tag
+from drawbar.models.heads import predict_in_fp32
 from drawbar.runtime.log import logger
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.labels import (
@@ -146,6 +147,12 @@ class SequenceClassification(PretrainedTask):
         if self.config.problem == "regression":
             return {"num_labels": 1, "problem_type": "regression", **pad}
         return {**self.labels.model_fields(), "problem_type": f"{self.config.problem}_classification", **pad}
+
+    def _fitted(self, model: nn.Module) -> nn.Module:
+        model = super()._fitted(model)
+        if self.config.problem == "regression":
+            predict_in_fp32(model, outputs=1)
+        return model
 
     def wrapping_for(self, tokenizer: Any) -> Wrapping | None:
         """Of two texts, something must say where the second begins."""

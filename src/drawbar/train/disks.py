@@ -73,7 +73,8 @@ def look_at_disks(folder: Path, world: World) -> Disks:
     tag = world.from_first(uuid.uuid4, "looking for a shared disk")
     own = folder / f".{tag}-{world.rank}"
     if leads:
-        check_writable(folder)  # before a bare error of touch(), and it makes the folder
+        check_writable(folder)  # before a bare error of touch()
+        folder.mkdir(parents=True, exist_ok=True)
         own.touch()
     world.barrier("looking for a shared disk")
     keeper = leads and not any((folder / f".{tag}-{rank}").exists() for rank in leaders if rank < world.rank)

@@ -11,20 +11,22 @@ from drawbar.errors import ExitCode, UserError
 from drawbar.runtime.files import replacing
 
 
-def check_output(path: Path, overwrite: bool) -> None:
-    """Refuse, before any work, an ``--output`` that is there already or cannot be written.
+def check_output(text: str, overwrite: bool) -> Path:
+    """The file that ``--output`` names; refused, before any work, if it is there already or cannot be written.
 
     Raises:
         UserError: see above.
     """
-    if path.is_dir():
-        raise UserError(f"{path} is a folder", where="--output", remedy="name a file, such as out.jsonl")
+    path = Path(text)
+    if path.is_dir() or text.endswith("/"):
+        raise UserError(f"{text} is a folder", where="--output", remedy="name a file, such as out.jsonl")
     if path.exists() and not overwrite:
         raise UserError(f"{path} is there already", where="--output", remedy="name another file, or add --overwrite")
     with writing(path, "--output"):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):
             pass
+    return path
 
 
 def write_lines(path: Path, records: Iterable[dict[str, Any]]) -> int:

@@ -224,6 +224,12 @@ def test_a_request_that_is_wrong(
     assert not (trained / "out.jsonl").exists()
 
 
+def test_data_to_predict_for_are_named_with_input(trained: Path) -> None:
+    done = run_cli("predict", "runs/classes", "--output", "out.jsonl", cwd=trained)
+    assert done.code == 2
+    check_one_message(done.out + done.err, "there is no test data", "name a file with --input FILE")
+
+
 def test_an_output_that_is_there_stays(trained: Path) -> None:
     write_unlabelled(trained)
     there = trained / "there.jsonl"
@@ -234,6 +240,8 @@ def test_an_output_that_is_there_stays(trained: Path) -> None:
         check_one_message(done.out + done.err, "there.jsonl is there already", "--overwrite")
         done = run_cli(*arguments, "--output", "runs", cwd=trained)
         check_one_message(done.out + done.err, "runs is a folder", "--output")
+        done = run_cli(*arguments, "--output", "new/", cwd=trained)
+        check_one_message(done.out + done.err, "new/ is a folder", "--output")
         done = run_cli(*arguments, "--output", "there.jsonl/out.jsonl", cwd=trained)
         check_one_message(done.out + done.err, "cannot write there.jsonl/out.jsonl", "--output")
     assert there.read_text() == "mine"

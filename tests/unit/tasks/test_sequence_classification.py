@@ -438,3 +438,16 @@ def test_bad_records_are_named_or_counted(project: Path) -> None:
     log = (project / "runs" / "bad" / "logs" / "rank-0000.log").read_text()
     assert "3 bad" in log
     assert "bad.jsonl:11" in log
+
+
+def test_the_numbers_of_a_regression_have_all_digits_in_bf16() -> None:
+    torch.manual_seed(0)
+    task = task_of(problem="regression")
+    samples = encoded(task, [{"text": "a road" * number, "label": 0} for number in range(1, 9)])
+    model = task.build_model().eval()
+    batch = task.collate([samples[number] for number in range(8)])
+    expected = task.predict(model, batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = task.predict(model, batch)
+    assert found == pytest.approx(expected, abs=0.02)
+    assert any(torch.tensor(number).bfloat16().item() != number for number in found)
