@@ -410,5 +410,5 @@ def snapshot(project: Path, left_out: set[str]) -> dict[str, bytes | None]:
     return {
         str(name): path.read_bytes() if path.is_file() else None
         for name, path in found.items()
-        if str(name) != "runs" and not left_out & set(name.parts)
+        if not left_out & set(name.parts)
     }
