@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers.modeling_outputs import CausalLMOutput
 
 import drawbar
 from conftest import make_project
+from drawbar.errors import UserError
 from harness import run_ranks
 from runs import fit_in, largest_difference, losses, weights
 
@@ -79,3 +81,61 @@ def test_a_run_of_two_ranks_is_that_of_one_process(runs: Path, case: str) -> Non
     assert (wanted["sometimes"].item() != 1.0) == CASES[case].in_some_batches
     for name, tensor in wanted.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-5)
+
+
+class Experts(Spare):
+    """One of two parameters of one size, by the first word of a row."""
+
+    def with_spares(self, model: nn.Module) -> nn.Module:
+        for name in ("for_even", "for_odd"):
+            model.register_parameter(name, nn.Parameter(torch.ones(1)))
+        kind = type(model)
+
+        def forward(self: Any, input_ids: torch.Tensor, **inputs: Any) -> Any:
+            outputs = kind.forward(self, input_ids=input_ids, **inputs)
+            expert = self.for_even if input_ids[0, 1] % 2 == 0 else self.for_odd
+            outputs["logits"] = outputs["logits"] * expert
+            return outputs
+
+        model.__class__ = type("Mixed", (kind,), {"forward": forward})
+        return model
+
+
+class ExpertBlocks(drawbar.CausalLM):
+    """The last block is for rows whose first word is an even token, and the one before it for the others."""
+
+    def build_model(self) -> nn.Module:
+        return self.with_choice(super().build_model())
+
+    def build_structure(self) -> nn.Module:
+        return self.with_choice(super().build_structure())
+
+    def stored_weights(self, structure: nn.Module) -> None:
+        return None
+
+    def with_choice(self, model: nn.Module) -> nn.Module:
+        kind = type(model)
+
+        def forward(self: Any, input_ids: torch.Tensor, **inputs: Any) -> Any:
+            hidden = self.model.embed_tokens(input_ids)
+            positions = torch.arange(input_ids.size(1))[None]
+            block = self.model.layers[int(input_ids[0, 1] % 2)]
+            hidden = block(hidden, position_embeddings=self.model.rotary_emb(hidden, positions))
+            return CausalLMOutput(logits=self.lm_head(hidden))
+
+        model.__class__ = type("Chosen", (kind,), {"forward": forward})
+        return model
+
+
+def train_experts(folder: str, task: type[drawbar.Task]) -> None:
+    with pytest.raises(UserError, match="the ranks used different parts of the model") as error:
+        fit_in(Path(folder), *SETTINGS, "parallel.strategy=fsdp", task=task)
+    assert "ddp" in (error.value.remedy or "")
+
+
+@pytest.mark.parametrize("task", [Experts, ExpertBlocks])
+def test_ranks_of_fsdp_that_use_different_parts_of_one_size_are_stopped(
+    tmp_path: Path, task: type[drawbar.Task]
+) -> None:
+    """One rank would take the other's parameters for its own, and add its gradients to them, in silence."""
+    run_ranks(train_experts, 2, str(make_project(tmp_path)), task)

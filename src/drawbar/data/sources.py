@@ -45,9 +45,13 @@ class Records(Sequence[Record]):
             return iter(self._loaded)
         return (found.record for found in self._good())
 
-    def reading(self) -> Reading:
-        """A pass over the records, for whoever encodes them."""
-        return Reading(self._found(), len(self.streams), lambda: sum(stream.count for stream in self.streams))
+    def reading(self, at_end: Callable[[], None] = lambda: None) -> Reading:
+        """A pass over the records, for whoever encodes them.
+
+        Args:
+            at_end: called behind the last one.
+        """
+        return Reading(self._found(at_end), len(self.streams), lambda: sum(stream.count for stream in self.streams))
 
     def where(self, index: int) -> str:
         """File and line of a record, for messages: ``data/train.jsonl:17``. The files are read as far as that."""
@@ -79,7 +83,7 @@ class Records(Sequence[Record]):
     def _good(self) -> Iterator[Numbered]:
         return iter(self.reading())
 
-    def _found(self) -> Iterator[Found]:
+    def _found(self, at_end: Callable[[], None]) -> Iterator[Found]:
         good = bad = 0
         first: BadRecord | None = None
         for source, stream in enumerate(self.streams):
@@ -91,6 +95,7 @@ class Records(Sequence[Record]):
                 yield Found(source, where, record)
         if not good:
             raise self._nothing_left(first, bad)
+        at_end()
 
     def _nothing_left(self, first: BadRecord | None, bad: int) -> UserError:
         if first is not None:

@@ -18,7 +18,7 @@ from drawbar.data.packing import IGNORED_LABEL
 from drawbar.engines.build import build_spread, build_whole
 from drawbar.engines.engine import Engine
 from drawbar.engines.results import EngineState, EvalResult, StepResult
-from drawbar.errors import UserError
+from drawbar.errors import ExitCode, UserError
 from drawbar.models.heads import longest_input
 from drawbar.models.lora import merged, save_adapter, trained_state
 from drawbar.optim.optimizers import build_optimizers
@@ -28,7 +28,7 @@ from drawbar.parallel.buffers import share_buffers
 from drawbar.parallel.context import ContextParallel, check_context
 from drawbar.parallel.ddp import accumulate, replicate
 from drawbar.parallel.dp import DataParallel
-from drawbar.parallel.fsdp import free_gathered, generate_together
+from drawbar.parallel.fsdp import digest_of_use, free_gathered, generate_together
 from drawbar.parallel.gradients import clip_factor, scale_, settle, squared_norm
 from drawbar.parallel.precision import LossScaler, autocast, choose_formats
 from drawbar.parallel.styles import sharded_logits
@@ -134,6 +134,7 @@ class NativeEngine(Engine):
         loss_sum = torch.zeros((), device=self.world.device)
         # DDP and FSDP average over the ranks that see different tokens, the contract wants the sum
         scale = self.scaler.scale * self.world.data.size * self.world.layout.cp / divisor
+        used = 0
         for index, micro in enumerate(micro_batches):
             last = index == len(micro_batches) - 1
             on_device = micro.batch.to(self.world.device)
@@ -144,7 +145,25 @@ class NativeEngine(Engine):
                     loss = loss * 0  # a filler keeps this rank in step with the others, and adds nothing
                 (loss * scale).backward()
             loss_sum += loss.detach()
+            used = digest_of_use(self.module, used) if self.is_sharded else 0
+        if self.is_sharded:
+            self._check_same_use(used)
         return loss_sum if self.context is None else self.context.sum(loss_sum)
+
+    def _check_same_use(self, digest: int) -> None:
+        """See that all ranks used the same parts of a sharded model.
+
+        Raises:
+            UserError: they did not, and the gradients are worth nothing.
+        """
+        total, squares = self.world.sum_counts([digest >> 8, (digest >> 8) ** 2])  # 24 bits: no sum overflows
+        if total**2 != squares * self.world.size:  # they are equal where all numbers are
+            raise UserError(
+                f"in step {self.step + 1} the ranks used different parts of the model, which fsdp cannot see",
+                where="parallel.strategy=fsdp",
+                remedy="set parallel.strategy=zero1 or ddp, or let the model use the same parts for every batch",
+                exit_code=ExitCode.FAILED,
+            )
 
     def _cut_logits(self) -> AbstractContextManager[None]:
         """Around forward and backward: the logits of tensor-parallel ranks stay cut, where the loss can take them

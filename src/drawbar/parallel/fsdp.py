@@ -1,10 +1,12 @@
 """Sharded parameters, gradients and optimizer state, by torch's FSDP2 (``fully_shard``), and replicas of them."""
 
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from inspect import unwrap
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -54,12 +56,40 @@ def shard(model: nn.Module, mesh: DeviceMesh, parallel: ParallelSection, precisi
     units = _units(model)
     cast = set() if dtype is None else _cast_parameters(model)
     groups = [_own_group(own, cast) for own in _own_parameters(model, units)]
+    _used_units[model] = _UsedUnits(units)
     # the model first: FSDP looks for parameters in no module that it has a hook on
     wrap(model, mp_policy=exact, ignored_params=set().union(*groups))
     for unit, group in zip(units, groups, strict=True):
         if group:
             others = set(unit.parameters()) - group
             wrap(unit, mp_policy=low if group <= cast else exact, ignored_params=others)
+
+
+class _UsedUnits:
+    """A digest of the training forwards of what is gathered by itself, in their order."""
+
+    def __init__(self, units: Iterable[nn.Module]) -> None:
+        self.digest = 0
+        for number, unit in enumerate(units):
+            unit.register_forward_pre_hook(partial(self._add, number))
+
+    def _add(self, number: int, unit: nn.Module, _: object) -> None:
+        if unit.training:
+            self.digest = zlib.crc32(b"%d" % number, self.digest)
+
+
+_used_units: WeakKeyDictionary[nn.Module, _UsedUnits] = WeakKeyDictionary()
+
+
+def digest_of_use(model: nn.Module, before: int) -> int:
+    """What differs from one rank to another where they have used other parts of a model that ``shard`` has cut: 32
+    bits. A rank then takes other parameters for its own, or adds other gradients to them, and nothing else shows it.
+
+    Args:
+        before: the digest of earlier micro-batches.
+    """
+    received = [number for number, parameter in enumerate(model.parameters()) if parameter.grad is not None]
+    return zlib.crc32(f"{before} {_used_units[model].digest} {received}".encode())
 
 
 def _units(model: nn.Module) -> list[nn.Module]:

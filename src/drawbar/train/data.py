@@ -5,6 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from drawbar.config.rules import MICRO_BATCH_TOKENS, resolve_micro_batch
 from drawbar.config.schema import RunConfig
 from drawbar.data.cache import content_key, encode_cached, records_digest, remove_cached
 from drawbar.data.dataset import EncodedDataset, NoSamples, Sample, encode_in_memory
-from drawbar.data.digests import KeptDigests, digest_for_all
+from drawbar.data.digests import KeptDigests, digest_for_all, file_digest
 from drawbar.data.loader import Loader, MicroBatchSize, Rows, SampleRows, TrainLoader, Vary
 from drawbar.data.packing import PackedRows, Targets, packed_lengths
 from drawbar.data.plan import KEPT_FROM, Plan, keep_plan, plan_sources
@@ -21,7 +22,7 @@ from drawbar.data.reuse import is_kept, why_not_kept
 from drawbar.data.sampler import Grouped, InOrder, Mixed, Sampler, Shuffled
 from drawbar.data.sources import Located, Record, Records
 from drawbar.data.stream import StreamLoader, StreamSettings
-from drawbar.errors import UserError
+from drawbar.errors import ExitCode, UserError
 from drawbar.evaluation.evaluate import Split
 from drawbar.runtime.dist import World
 from drawbar.runtime.log import logger
@@ -48,6 +49,24 @@ class Opened:
     """What the cache knows its samples by; None where they cannot be kept, or are not made ahead."""
     digests: KeptDigests | None = None
     """Of the files; to be saved once all is well."""
+    identity: list[Any] | None = None
+    """Of the files, from before they were read."""
+
+    def check_unchanged(self) -> None:
+        """See that the files are still those that ``parts`` was made of: they are read a second time.
+
+        Raises:
+            UserError: they are not.
+        """
+        if not isinstance(self.records, Records) or self.parts is None or self.records.identity() == self.identity:
+            return
+        if self.records.digest(file_digest) != self.parts["the records"]:  # a new name or mode is no change
+            raise UserError(
+                f"the {self.name} data changed while they were read",
+                where=f"data.{self.name}",
+                remedy="start again once nothing writes to them any more",
+                exit_code=ExitCode.FAILED,
+            )
 
 
 def open_data(task: Task, config: RunConfig, world: World) -> tuple[Opened, Opened | None]:
@@ -70,8 +89,8 @@ def open_split(task: Task, name: str, config: RunConfig, world: World) -> Opened
             return Opened(name, _streamed(task, records))
         if not isinstance(records, Sequence):
             records = list(records)
-    digests = KeptDigests(config.cache_dir)
-    return Opened(name, records, _made_of(task, records, name, digests, world), digests)
+    digests, identity = KeptDigests(config.cache_dir), records.identity() if isinstance(records, Records) else None
+    return Opened(name, records, _made_of(task, records, name, digests, world), digests, identity)
 
 
 def first_samples(opened: Opened, task: Task, config: RunConfig, world: World, console: Console) -> Split:
@@ -175,7 +194,7 @@ def _encode(task: Task, opened: Opened, config: RunConfig, world: World, console
 
 def _reading(opened: Opened) -> Reading:
     if isinstance(opened.records, Records):
-        return opened.records.reading()
+        return opened.records.reading(opened.check_unchanged)
     return read_list(opened.records, lambda number: f"{opened.name} record {number}")
 
 

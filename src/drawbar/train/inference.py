@@ -24,7 +24,7 @@ from drawbar.runtime.seed import seed_everything
 from drawbar.tasks.registry import task_class
 from drawbar.tasks.task import Task
 from drawbar.tracking.console import Console, make_console
-from drawbar.train.data import encode_split, eval_micro_batch, open_split, varied_by
+from drawbar.train.data import Opened, encode_split, eval_micro_batch, open_split, varied_by
 from drawbar.train.output import write_lines
 from drawbar.train.setup import build_task, check_predicts, open_checkpoint
 from drawbar.train.trained import TrainedRun
@@ -130,7 +130,7 @@ def predict_from_run(
             }
         if world.first:
             with world.working("writing the predictions"):
-                count = write_lines(output, _with_answers(task, split.records, answers))
+                count = write_lines(output, _with_answers(task, opened, answers))
             left_out = count - len(answers["prediction"])
             missing = f", {left_out:,} without prediction" if left_out else ""
             console.message(f"{output}: {count:,} records{missing}")
@@ -158,16 +158,17 @@ def _hints(task: Task, config: RunConfig) -> Iterator[None]:
         raise
 
 
-def _with_answers(
-    task: Task, records: Iterable[Record], answers: Mapping[str, Mapping[int, Any]]
-) -> Iterator[dict[str, Any]]:
+def _with_answers(task: Task, opened: Opened, answers: Mapping[str, Mapping[int, Any]]) -> Iterator[dict[str, Any]]:
     """Every record of the input with its prediction, by its number; of a bad one, what is wrong with it.
 
     Args:
         answers: what was asked for, by name, and of each the answers by number.
+
+    Raises:
+        UserError: at the end, where the input is no longer what was predicted for.
     """
     number = 0
-    for record in _with_bad(records):
+    for record in _with_bad(opened.records):
         if isinstance(record, BadRecord):
             yield {"error": f"{record.where}: {record.what}", **dict.fromkeys(answers)}
         else:
@@ -176,6 +177,7 @@ def _with_answers(
                 found = {name: task.complete(record, answer) for name, answer in found.items()}
             yield {**record, **found}
             number += 1
+    opened.check_unchanged()
 
 
 def _with_bad(records: Iterable[Record]) -> Iterator[Record | BadRecord]:

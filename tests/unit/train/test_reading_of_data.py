@@ -12,6 +12,7 @@ from drawbar.config.data import SourceSection
 from drawbar.config.schema import DataSection, RunConfig, RunSection, TrainSection
 from drawbar.data import digests, encode, plan
 from drawbar.data.readers import JsonLines
+from drawbar.errors import UserError
 from drawbar.evaluation.evaluate import Split
 from drawbar.runtime.dist import World
 from drawbar.runtime.env import Place
@@ -62,10 +63,12 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-def load(sources: list[SourceSection], folder: Path, batching: str = "padded") -> tuple[Numbers, RunConfig, Split]:
+def load(
+    sources: list[SourceSection], folder: Path, batching: str = "padded", task_type: type[Numbers] = Numbers
+) -> tuple[Numbers, RunConfig, Split]:
     data = DataSection(train=sources, on_bad_record="skip", workers=0, sequence_length=16, batching=batching)
     config = RunConfig(data=data, train=TrainSection(steps=1), run=RunSection(dir=str(folder / "runs")), device="cpu")
-    task = Numbers(config)
+    task = task_type(config)
     world = World(Place.from_environment(), torch.device("cpu"), timeout=60)
     return task, config, load_split(task, "train", config, world, make_console(False))
 
@@ -106,3 +109,30 @@ def test_a_warm_start_opens_no_file_of_the_data(
     drawn = sampler.rows(0, np.arange(sampler.size))
     first = [rows.row(int(row), lambda sample: sample)["input_ids"][0] for row in drawn]
     assert np.mean(np.array(first) < RECORDS // 3) == pytest.approx(0.75, abs=0.01)
+
+
+class Meddling(Numbers):
+    """Somebody changes the file while it is encoded."""
+
+    meddle = staticmethod(lambda: None)
+
+    def encode(self, record: dict[str, Any], train: bool) -> Any:
+        self.meddle()
+        return super().encode(record, train)
+
+
+def test_data_that_change_while_they_are_encoded_are_refused_and_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The samples of one file would be found again under the digest of another."""
+    path, other = tmp_path / "a.jsonl", tmp_path / "other.jsonl"
+    path.write_text('{"n": 1}\n' * 9)
+    other.write_text('{"n": 2}\n' * 9)
+    sources = [SourceSection(files=str(path))]
+    monkeypatch.setattr(Meddling, "meddle", staticmethod(lambda: other.exists() and other.replace(path)))
+    with pytest.raises(UserError, match="the train data changed while they were read"):
+        load(sources, tmp_path, task_type=Meddling)
+    assert not [entry for entry in (tmp_path / "runs" / ".cache").iterdir() if entry.is_dir()]
+    monkeypatch.setattr(Meddling, "meddle", staticmethod(path.touch))  # the same bytes: no reason to stop
+    _, _, split = load(sources, tmp_path, task_type=Meddling)
+    assert split.samples[0]["input_ids"].tolist() == [2, 2, 2]

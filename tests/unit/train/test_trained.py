@@ -12,7 +12,9 @@ from torch import nn
 
 import drawbar
 from conftest import make_project
+from drawbar.errors import UserError
 from drawbar.tasks.batch import Batch
+from drawbar.train import inference
 from drawbar.train.inference import evaluate_run, predict_from_run
 from drawbar.train.trained import TrainedRun
 from runs import fit_in, weights
@@ -77,6 +79,26 @@ def test_predictions_and_probabilities_are_those_of_the_command(project: Path) -
         assert sum(shares.values()) == pytest.approx(1)
         assert max(shares, key=lambda name: shares[name]) == line["prediction"]
     assert run.task.labelled
+
+
+def test_an_input_that_changes_while_it_is_predicted_for_is_no_output(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each prediction would stand beside another record."""
+    path = project / "changing.jsonl"
+    lines = [json.dumps(record) + "\n" for record in CLASSES]
+    path.write_text("".join(lines))
+    run = drawbar.load_run("runs/classes", "data.test=changing.jsonl")
+    predict = inference.predict
+
+    def meddle(*arguments: Any, **options: Any) -> Any:
+        path.write_text("".join(lines[::-1]))
+        return predict(*arguments, **options)
+
+    monkeypatch.setattr(inference, "predict", meddle)
+    with pytest.raises(UserError, match="the test data changed while they were read"):
+        predict_from_run(run.config, None, project / "changed.jsonl", None)
+    assert not (project / "changed.jsonl").exists()
 
 
 def test_words_have_probabilities_of_their_own(project: Path) -> None:
