@@ -195,7 +195,8 @@ def _use_of_cache(name: str, parts: dict[str, str], config: RunConfig, world: Wo
     elif is_kept(cache, name, parts):
         logger.info("%s: taken from the cache: nothing that it depends on has changed", name)
     else:
-        logger.info("%s: encoding; %s", name, why_not_kept(cache, name, parts))
+        why = why_not_kept(cache, name, parts)
+        logger.info("%s: encoding%s", name, f"; {why}" if why else "")
 
 
 def describe_samples(samples: EncodedDataset) -> str:
