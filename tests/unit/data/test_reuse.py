@@ -42,7 +42,7 @@ def test_what_has_changed_is_named(tmp_path: Path) -> None:
 
 def test_the_data_of_another_job_are_not_called_changed(tmp_path: Path) -> None:
     def parts(value: str) -> dict[str, str]:
-        return {name: value for name in ("the records", "the tokenizer", "task.type", *"abcde")}
+        return dict.fromkeys(("the records", "the tokenizer", "task.type", *"abcde"), value)
 
     encode(tmp_path, parts("1"))
     assert why_not_kept(tmp_path, "train", parts("2")) is None
