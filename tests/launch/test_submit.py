@@ -1,6 +1,7 @@
 """``drawbar submit``: what it takes from the configuration and from profiles, and what it refuses."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -188,6 +189,33 @@ def test_what_cannot_run_is_refused_before_it_waits_in_a_queue(project: Path) ->
     done = submit(project, "config.yaml")
     assert done.code == 2
     check_one_message(done.err, "the command sbatch is not installed", "--dry-run")
+    assert not (project / "runs").exists()
+
+
+NO_CONFIGURATION = """\
+#!/bin/sh
+cat >&2 <<END
+$(basename "$0"): error: resolve_ctls_from_dns_srv: res_nsearch error: Unknown host
+$(basename "$0"): error: fetch_config: DNS SRV lookup failed
+$(basename "$0"): error: _establish_config_source: failed to fetch config
+$(basename "$0"): fatal: Could not establish a configuration source
+END
+exit 1
+"""
+"""Any of Slurm's commands on a machine where they are installed, and no more."""
+
+
+def test_commands_of_slurm_without_a_configuration(project: Path) -> None:
+    tools = project / "bin"
+    tools.mkdir()
+    for name in ("sbatch", "squeue", "scontrol", "sinfo"):
+        (tools / name).write_text(NO_CONFIGURATION)
+        (tools / name).chmod(0o755)
+    environ = {"PATH": f"{tools}:{os.environ['PATH']}", "XDG_CONFIG_HOME": str(project / "home")}
+    done = run_cli("submit", "config.yaml", "--to", "slurm", cwd=project, env=environ)
+    assert done.code == 2
+    check_one_message(done.err, "Slurm is not configured on this machine", "slurm.conf", "a login node of the cluster")
+    assert "resolve_ctls" not in done.err
     assert not (project / "runs").exists()
 
 

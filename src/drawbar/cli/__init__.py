@@ -26,6 +26,7 @@ from drawbar.cli.resume import resume
 from drawbar.cli.status import status
 from drawbar.cli.submit import submit
 from drawbar.cli.train import train
+from drawbar.cli.usage import explain_option
 from drawbar.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def _invoke(task: "type[Task] | None") -> int:
         return int(group.main(prog_name="drawbar", standalone_mode=False, obj=task) or ExitCode.DONE)
     except click.ClickException as error:
         _let_the_first_rank_speak()
-        error.show()
+        explain_option(error, sys.argv[1:], task).show()
         return ExitCode.WRONG_REQUEST
     except UserError as error:
         _tell(error, f"error: {error}")

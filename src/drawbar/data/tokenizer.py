@@ -239,7 +239,10 @@ def _own_special_tokens(tokenizer: PreTrainedTokenizerBase) -> UserError:
 
 def _unusable(name: str, is_folder: bool, reason: str) -> UserError:
     place = f"the folder {name}" if is_folder else f"{name!r} on the Hugging Face Hub"
+    why = (reason.strip().splitlines() or [""])[0].strip()
+    if why.endswith(":") or not why:  # a list of the files that would do
+        why = "it has none of the files of one"
     return UserError(
-        f"{place} holds no tokenizer that can be loaded: {reason.strip().splitlines()[0]}",
+        f"{place} holds no tokenizer that can be loaded: {why}",
         remedy="tokenizer.json and tokenizer_config.json are what tokenizer.save_pretrained(folder) writes",
     )

@@ -21,6 +21,7 @@ from drawbar.engines.results import EngineState, EvalResult, StepResult
 from drawbar.errors import ExitCode, UserError
 from drawbar.models.heads import longest_input
 from drawbar.models.lora import merged, save_adapter, trained_state
+from drawbar.models.saving import save_transformers
 from drawbar.optim.optimizers import build_optimizers
 from drawbar.optim.schedules import learning_rate_scale, set_learning_rate
 from drawbar.optim.state import check_optimizer_state, load_optimizer_state, optimizer_state
@@ -339,9 +340,9 @@ class NativeEngine(Engine):
                 remedy="its weights are in the run's checkpoints, as safetensors",
             )
         if self.config.lora is None:
-            self.module.save_pretrained(folder, max_shard_size=LARGEST_FILE)
+            save_transformers(self.module, folder, LARGEST_FILE)
         elif merge:
-            merged(self.module).save_pretrained(folder, max_shard_size=LARGEST_FILE)
+            save_transformers(merged(self.module), folder, LARGEST_FILE)
         else:
             save_adapter(self.module, folder, base_name)
 

@@ -25,6 +25,8 @@ COLUMNS = {
     "Name": 160,
 }
 """Fields of ``squeue --Format``, and their widths; what others may have written comes last."""
+_NOT_CONFIGURED = re.compile("Could not establish a configuration source|Unable to process configuration file")
+"""What each of Slurm's commands says last where it finds no ``slurm.conf``, or none that names a cluster."""
 ENDED = {
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED",
     "TIMEOUT",
@@ -151,8 +153,25 @@ def run(*command: str) -> "subprocess.CompletedProcess[str]":
         ) from error
 
 
+def check_configured(said: str) -> None:
+    """See that it is not for want of a configuration that one of Slurm's commands has failed.
+
+    Args:
+        said: what the command has written on stderr.
+
+    Raises:
+        UserError: this machine belongs to no cluster, though Slurm's commands are installed.
+    """
+    if _NOT_CONFIGURED.search(said):
+        raise UserError(
+            "Slurm is not configured on this machine: it has no slurm.conf that can be read, and finds no controller",
+            remedy="work on a login node of the cluster; there, `sinfo` lists partitions",
+        )
+
+
 def _check(done: "subprocess.CompletedProcess[str]") -> None:
     if done.returncode:
+        check_configured(done.stderr)
         said = "; ".join(line for line in done.stderr.strip().splitlines() if line) or "it does not say why"
         raise UserError(
             f"{done.args[0]} failed: {said}",

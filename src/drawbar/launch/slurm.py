@@ -17,6 +17,7 @@ from drawbar.launch import replace
 from drawbar.launch.allocation import OWN_JOB
 from drawbar.launch.job import Job
 from drawbar.launch.node import CONFIG
+from drawbar.launch.queue import check_configured
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
@@ -192,7 +193,7 @@ def submit(job: Job, script: str) -> str:
     """Give the script to sbatch; the number of the job.
 
     Raises:
-        UserError: there is no sbatch, or it refuses.
+        UserError: there is no sbatch, it has no configuration, or it refuses.
     """
     made = _missing(job.folder)
     job.folder.mkdir(parents=True, exist_ok=True)
@@ -222,6 +223,7 @@ def _sbatch(script: str) -> str:
             remedy="submit on a login node of the cluster; --dry-run prints the script anywhere",
         ) from error
     if done.returncode:
+        check_configured(done.stderr)
         raise UserError(
             f"Slurm refuses the job: {_reason(done.stderr)}",
             where="sbatch",

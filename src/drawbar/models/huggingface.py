@@ -18,6 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
 from drawbar.errors import UserError, nearest
+from drawbar.models.folder import check_model_folder
 from drawbar.models.heads import HEADS, Head, check_head
 from drawbar.runtime.hub import hub_answers
 from drawbar.runtime.log import logger
@@ -333,6 +334,7 @@ def _some(names: list[str]) -> str:
 def from_hub(load: Callable[..., T], name: str) -> T:
     """``load(name, local_files_only=…)``, with transformers' many exceptions as one that says what to do."""
     is_folder = Path(name).is_dir()
+    check_model_folder(name)
     guess = nearest(name, CONFIG_MAPPING_NAMES)
     hint = f" (did you mean {guess}?)" if guess else ""
     try:

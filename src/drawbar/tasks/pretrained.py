@@ -27,6 +27,7 @@ from drawbar.data.tokenizer import (
 )
 from drawbar.errors import UserError
 from drawbar.metrics.registry import compute, load_metrics
+from drawbar.models.folder import check_model_folder
 from drawbar.models.heads import Head, longest_input
 from drawbar.models.huggingface import (
     attention_refused,
@@ -92,7 +93,12 @@ class PretrainedTask(Task):
                 where="task.tokenizer",
                 remedy="name one (task.tokenizer=gpt2), or train one (task.tokenizer={train: byte_bpe})",
             )
-        return load_tokenizer(wanted or self.config.model)
+        try:
+            return load_tokenizer(wanted or self.config.model)
+        except UserError:
+            if wanted is None:  # it may be for want of a model that there is no tokenizer
+                check_model_folder(self.config.model)
+            raise
 
     def texts(self, record: dict[str, Any]) -> list[str]:
         """The texts of a record, for the training of a tokenizer."""

@@ -31,6 +31,7 @@ from drawbar.tasks.encoder import TaskEncoder, code_of, made_of, settings_of
 from drawbar.tasks.overrides import fault, named_errors
 from drawbar.tasks.task import Task
 from drawbar.tracking.console import Console
+from drawbar.train.shares import warn_of_share
 
 SHOWN_BAD_RECORDS = 10
 FIRST_RECORDS = 8
@@ -119,8 +120,13 @@ def load_data(
 ) -> tuple[Loader[Batch], Split | None]:
     """The training batches of this rank, and the validation data, where there are any."""
     train, validation = opened
-    loader = _loader(task, train, config, world, console)
-    return loader, None if validation is None else encode_split(task, validation, config, world, console)
+    loader, train_split = _load_train(task, train, config, world, console)
+    if validation is None:
+        return loader, None
+    validation_split = encode_split(task, validation, config, world, console)
+    if train_split is not None:
+        warn_of_share(config.data, train_split, validation_split)
+    return loader, validation_split
 
 
 def load_split(task: Task, name: str, config: RunConfig, world: World, console: Console) -> Split:
@@ -214,7 +220,8 @@ def _use_of_cache(name: str, parts: dict[str, str], config: RunConfig, world: Wo
     elif is_kept(cache, name, parts):
         logger.info("%s: taken from the cache: nothing that it depends on has changed", name)
     else:
-        logger.info("%s: encoding; %s", name, why_not_kept(cache, name, parts))
+        why = why_not_kept(cache, name, parts)
+        logger.info("%s: encoding%s", name, f"; {why}" if why else "")
 
 
 def describe_samples(samples: EncodedDataset) -> str:
@@ -243,16 +250,19 @@ def varied_by(task: Task, config: RunConfig, train: bool) -> Vary:
 
 def make_loader(task: Task, config: RunConfig, world: World, console: Console) -> Loader[Batch]:
     """The training batches of this rank, from encoded samples or from a stream."""
-    return _loader(task, open_split(task, "train", config, world), config, world, console)
+    return _load_train(task, open_split(task, "train", config, world), config, world, console)[0]
 
 
-def _loader(task: Task, opened: Opened, config: RunConfig, world: World, console: Console) -> Loader[Batch]:
+def _load_train(
+    task: Task, opened: Opened, config: RunConfig, world: World, console: Console
+) -> tuple[Loader[Batch], Split | None]:
+    """The training batches, and the samples that they are made of; None for those of a stream."""
     if isinstance(opened.records, Records) and config.data.streaming:
-        return _stream_loader(task, opened.records, config, world)
+        return _stream_loader(task, opened.records, config, world), None
     split = encode_split(task, opened, config, world, console)
     with world.working("planning the rows"):
         sampler, rows = rows_and_order(task, split, config)
-    return TrainLoader(
+    loader = TrainLoader(
         rows,
         sampler,
         global_batch=config.train.global_batch,
@@ -262,6 +272,7 @@ def _loader(task: Task, opened: Opened, config: RunConfig, world: World, console
         collate=task.collate,
         vary=varied_by(task, config, train=True),
     )
+    return loader, split
 
 
 def rows_and_order(task: Task, split: Split, config: RunConfig) -> tuple[Sampler, Rows]:

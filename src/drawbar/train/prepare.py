@@ -25,6 +25,7 @@ from drawbar.tracking.histogram import print_histogram
 from drawbar.tracking.table import print_table
 from drawbar.train.data import load_split, rows_and_order, train_micro_batch
 from drawbar.train.setup import build_task
+from drawbar.train.shares import warn_of_share
 
 ROWS_TOGETHER = 2**16
 """Rows of which the order is in memory at a time."""
@@ -46,6 +47,8 @@ def prepare_run(config: RunConfig, task_type: type[Task] | None) -> None:
             names = _splits(config, console)
             task = build_task(found, config, world, config.run_dir)
             splits = [_load(task, name, config, world, console) for name in names]
+            if names[:2] == ["train", "validation"]:
+                warn_of_share(config.data, *splits[:2])
         finally:
             console.stop()  # before the tables: a live bar would be torn by them
         _describe(splits, config.data)

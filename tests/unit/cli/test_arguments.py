@@ -48,6 +48,42 @@ def test_the_first_argument_is_a_file_unless_it_is_an_override(project: Path) ->
         load(("missing.yaml",), None)
 
 
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        ("--gradient_accumulation_steps 4", "Did you mean train.global_batch?"),
+        ("--learning_rate=1e-4", "Did you mean optim.lr?"),
+        ("--per-device-train-batch-size 8", "Did you mean train.micro_batch?"),
+        ("--bf16", "Did you mean precision=bf16?"),
+        ("--lr 1e-4", "Settings are written KEY=VALUE: optim.lr=1e-4\n"),
+        ("--train.steps 10", "Settings are written KEY=VALUE: train.steps=10\n"),
+        ("--train.steps=10 --fork new", "Settings are written KEY=VALUE: train.steps=10\n"),
+        ("--train.global-batch run.name=a", "Settings are written KEY=VALUE: train.global_batch=VALUE\n"),
+        ("--train.step 10", "Did you mean train.steps?"),
+    ],
+)
+def test_a_setting_written_as_an_option_is_named(
+    words: str, hint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert hint in refused_option(words, monkeypatch, capsys)
+
+
+def test_other_options_that_there_are_not_are_left_to_click(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words in ("--frk new", "--nonsense_of_mine 3", "-x"):
+        assert "KEY=VALUE" not in refused_option(words, monkeypatch, capsys).partition("Error: ")[2]
+
+
+def refused_option(words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    """What is said of words behind ``drawbar train c.yaml``."""
+    monkeypatch.setattr(sys, "argv", ["drawbar", "train", "c.yaml", *words.split()])
+    with pytest.raises(SystemExit) as caught:
+        drawbar.cli.run()
+    assert caught.value.code == 2
+    return capsys.readouterr().err
+
+
 def test_a_task_brings_its_own_options(project: Path) -> None:
     loaded = load((str(project / "config.yaml"), "task.loudness=3"), Shouting)
     assert loaded.config.task.loudness == 3

@@ -1,6 +1,8 @@
 """``drawbar export``: what transformers and peft load is the model of the run."""
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import chdir, closing
 from pathlib import Path
@@ -146,13 +148,28 @@ def test_transformers_loads_the_model_of_the_run(trained: Path, tmp_path: Path, 
 def test_what_libraries_print_is_no_answer(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """transformers imports DeepSpeed to save a model, which then says on standard output what it has found."""
+    """Whatever a library says on standard output, as DeepSpeed does when it is imported."""
     monkeypatch.setattr("drawbar.engines.native.NativeEngine.export", lambda *_: print("a library's warning"))
     with chdir(trained):
         export_run(load_run("runs/bert", (), None).config, None, tmp_path / "to", None, merge=False)
     said = capsys.readouterr()
     assert said.out.splitlines() == [f"{tmp_path / 'to'}: model and tokenizer"]
     assert "a library's warning" in said.err
+
+
+@pytest.mark.parametrize("command", [("llama",), ("lora", "--merge")])
+def test_to_save_a_model_does_not_import_deepspeed(trained: Path, tmp_path: Path, command: tuple[str, ...]) -> None:
+    """Which would take seconds, and warn of a machine without GPU."""
+    run, *options = command
+    script = "import sys, atexit; atexit.register(lambda: print('imported:', 'deepspeed' in sys.modules))"
+    words = [sys.executable, "-c", f"{script}; import drawbar.cli; drawbar.cli.run()", "export", f"runs/{run}"]
+    # a process of its own: one that is forked has what the tests have imported
+    done = subprocess.run(
+        [*words, "--to", str(tmp_path / "to"), *options], cwd=trained, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "imported: False" in done.stdout
+    assert "Setting accelerator" not in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("command", [("train", "lora-classes.yaml"), ("eval", "runs/lora-classes", "--split", "train")])

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from drawbar.data.loader import MicroBatchSize
 from drawbar.data.sampler import Grouped, InOrder, Shuffled
+from drawbar.data.source_stream import Side
 from drawbar.data.tokenizer import train_byte_bpe
 from drawbar.train.prepare import padding_share
 from harness import Finished, run_cli
@@ -172,6 +173,27 @@ def test_a_validation_share_and_test_data(project: Path) -> None:
     assert train + validation == 90
     assert validation
     assert test == 17
+
+
+def test_a_share_that_equal_records_make_much_larger(project: Path) -> None:
+    validation = Side(0.1, "validation")
+    texts = [f"text number {number} of these" for number in range(100)]
+    ours = next(text for text in texts if validation.has(text.encode()))
+    other = next(text for text in texts if not validation.has(text.encode()))
+    settings = ("data.train=few.txt", "data.validation=null", "data.validation_share=0.1", "data.batching=padded")
+    (project / "few.txt").write_text(f"{ours}\n" * 122 + f"{other}\n" * 78)
+    done = prepare(project, *settings)
+    assert table(done.out, "records") == ["78", "122"]
+    trained = run_cli("train", "config.yaml", *settings, "train.steps=3", cwd=project)
+    assert trained.code == 0, trained.err
+    for said in (done.err, trained.err):
+        assert said.count("data.validation_share=0.1, but 122 of 200 records (61.0%) are for validation") == 1, said
+        assert "few records here are distinct" in said
+
+    limited = prepare(project, *settings, "data.limit.validation=100")  # on purpose
+    assert "data.validation_share=0.1, but" not in limited.err
+    (project / "few.txt").write_text("".join(f"{text}\n" for text in texts))
+    assert "data.validation_share=0.1, but" not in prepare(project, *settings).err
 
 
 def test_samples_that_are_not_text(project: Path) -> None:

@@ -34,10 +34,24 @@ def test_what_has_changed_is_named(tmp_path: Path) -> None:
     assert (
         why_not_kept(tmp_path, "train", changed) == "changed since those that are kept: words/clean.py"
     )  # of the entry most like it
-    assert why_not_kept(tmp_path, "train", {**MADE_OF, "words/new.py": "5"}).endswith(": words/new.py")
+    assert str(why_not_kept(tmp_path, "train", {**MADE_OF, "words/new.py": "5"})).endswith(": words/new.py")
     assert why_not_kept(tmp_path, "validation", MADE_OF) == f"no validation data are kept in {tmp_path}"
     many = {f"{number}.py": "" for number in range(7)}
-    assert why_not_kept(tmp_path, "train", {**MADE_OF, **many}).endswith("0.py, 1.py, 2.py, 3.py, 4.py and 2 more")
+    assert str(why_not_kept(tmp_path, "train", {**MADE_OF, **many})).endswith("0.py, 1.py, 2.py, 3.py, 4.py and 2 more")
+
+
+def test_the_data_of_another_job_are_not_called_changed(tmp_path: Path) -> None:
+    def parts(value: str) -> dict[str, str]:
+        return dict.fromkeys(("the records", "the tokenizer", "task.type", *"abcde"), value)
+
+    encode(tmp_path, parts("1"))
+    assert why_not_kept(tmp_path, "train", parts("2")) is None
+    same_task = {**parts("2"), "task.type": "1"}
+    assert why_not_kept(tmp_path, "train", same_task) is None
+    same_both = {**same_task, "the records": "1"}  # nothing but code, settings and versions
+    assert str(why_not_kept(tmp_path, "train", same_both)).endswith("the tokenizer, a, b, c, d and 1 more")
+    few = {**parts("1"), "the records": "2", "task.type": "2"}
+    assert str(why_not_kept(tmp_path, "train", few)).endswith(": the records, task.type")
 
 
 def test_a_damaged_entry_says_nothing(tmp_path: Path) -> None:

@@ -120,6 +120,7 @@ def test_folder_without_a_tokenizer(tmp_path: Path, files: dict[str, str]) -> No
     with pytest.raises(UserError, match="holds no tokenizer that can be loaded") as caught:
         load_tokenizer(str(tmp_path))
     assert str(tmp_path) in caught.value.what
+    assert not caught.value.what.rstrip().endswith(":")
     assert "tokenizer.json" in str(caught.value.remedy)
 
 
