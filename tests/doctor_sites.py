@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest import SkipTest
 
-from drawbar.tools import doctor
-from drawbar.tools.doctor import finding
-from drawbar.tools.doctor.finding import Finding
+from drawbar import doctor
+from drawbar.doctor import finding
+from drawbar.doctor.finding import Finding
 
 if TYPE_CHECKING:
     import pytest  # the tests' children need not wait for it

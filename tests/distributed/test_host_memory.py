@@ -20,7 +20,7 @@ from drawbar.engines.native import NativeEngine
 from drawbar.runtime.dist import World
 from drawbar.runtime.env import Place
 from drawbar.runtime.mesh import Layout
-from drawbar.runtime.tensors import parameters_on_meta
+from drawbar.runtime.safetensors_reader import parameters_on_meta
 from drawbar.tasks.causal_lm import CausalLM
 from harness import run_ranks
 

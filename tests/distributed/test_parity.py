@@ -19,16 +19,16 @@ from drawbar.config.compatibility import parallel_cases
 from drawbar.config.schema import RunConfig
 from drawbar.engines import build, native
 from drawbar.parallel import ddp
+from drawbar.parity.cases import parse_case, written
+from drawbar.parity.comparison import KINDS
+from drawbar.parity.reference import make_reference
+from drawbar.parity.result import Result
+from drawbar.parity.run import Request, describe, run_case
+from drawbar.parity.workload import Subject
 from drawbar.runtime.dist import World
 from drawbar.runtime.env import Place
 from drawbar.runtime.mesh import Layout
 from drawbar.tasks.registry import task_class
-from drawbar.tools.cases import parse_case, written
-from drawbar.tools.compare import KINDS
-from drawbar.tools.parity import Request, describe, run_case
-from drawbar.tools.reference import make_reference
-from drawbar.tools.result import Result
-from drawbar.tools.subject import Subject
 from harness import run_cli, run_ranks, run_script
 from tiny import CPU
 

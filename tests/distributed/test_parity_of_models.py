@@ -9,15 +9,15 @@ import pytest
 import torch
 
 import drawbar
+from drawbar.parity.cases import parse_case
+from drawbar.parity.reference import make_reference
+from drawbar.parity.result import Result
+from drawbar.parity.run import Request, run_case
+from drawbar.parity.workload import Subject
 from drawbar.runtime.dist import World
 from drawbar.runtime.env import Place
 from drawbar.runtime.mesh import Layout
 from drawbar.tasks.registry import task_class
-from drawbar.tools.cases import parse_case
-from drawbar.tools.parity import Request, run_case
-from drawbar.tools.reference import make_reference
-from drawbar.tools.result import Result
-from drawbar.tools.subject import Subject
 from harness import run_ranks
 from runs import fit_in
 from tiny import CPU

@@ -9,7 +9,7 @@ import torch
 
 from conftest import make_project
 from drawbar.engines.native import NativeEngine
-from drawbar.tools.trace import unequal_weights
+from drawbar.parity.recorder import unequal_weights
 from harness import run_ranks
 from runs import fit_in, losses
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from drawbar.tools.doctor.ask import ask, check_device, driver_version
-from drawbar.tools.doctor.finding import Level
+from drawbar.doctor.ask import ask, check_device, driver_version
+from drawbar.doctor.finding import Level
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

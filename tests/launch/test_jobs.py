@@ -20,10 +20,10 @@ from drawbar.launch import allocation
 from drawbar.launch.allocation import Allocation
 from drawbar.launch.cpus import few_cpus
 from drawbar.launch.follow import Follower
+from drawbar.launch.job_status import judge
 from drawbar.launch.progress import Best, read_progress
 from drawbar.launch.queue import COLUMNS, Entry, expand, parse
 from drawbar.launch.records import End, Record, find, keep, read, run_file, user_file
-from drawbar.launch.standing import judge
 from harness import Finished, run_cli
 from messages import check_one_message
 
@@ -395,7 +395,7 @@ def test_a_sweep_in_an_allocation_is_refused(project: Path) -> None:
 
 
 def test_nothing_about_jobs_imports_torch() -> None:
-    modules = "cli.sending, drawbar.launch.standing, drawbar.launch.progress, drawbar.launch.follow"
+    modules = "cli.sending, drawbar.launch.job_status, drawbar.launch.progress, drawbar.launch.follow"
     script = f"import sys, drawbar.{modules}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

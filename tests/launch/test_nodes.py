@@ -11,9 +11,9 @@ import pytest
 
 from drawbar.config.imports import SNAPSHOT
 from drawbar.launch.head import PORTS, choose_address, choose_port, main
-from drawbar.launch.meeting import VARIABLE, Meeting
 from drawbar.launch.network import address_towards, interface_address, interfaces, is_free
 from drawbar.launch.node import CONFIG, find_way
+from drawbar.launch.rendezvous import VARIABLE, Meeting
 from drawbar.launch.restarts import MOST, count_restart, newest_step
 
 

@@ -18,8 +18,8 @@ from drawbar.config.load import load_config
 from drawbar.errors import UserError
 from drawbar.launch.fleet import run
 from drawbar.launch.job import Job
-from drawbar.launch.order import ANSWER, answer, order_line, read_order, say
 from drawbar.launch.pdsh import pdsh_command
+from drawbar.launch.protocol import ANSWER, answer, order_line, read_order, say
 from drawbar.launch.remote import address_for
 from drawbar.launch.ssh import describe, forwarded, render
 from harness import run_cli

@@ -26,7 +26,7 @@ from drawbar.checkpoint.format import (
 from drawbar.errors import ExitCode, UserError
 from drawbar.runtime.dist import World
 from drawbar.runtime.files import identity, retried
-from drawbar.runtime.tensors import TensorFiles
+from drawbar.runtime.safetensors_reader import TensorFiles
 
 T = TypeVar("T")
 

@@ -26,7 +26,7 @@ from drawbar.checkpoint.format import (
 )
 from drawbar.checkpoint.space import rust_errors
 from drawbar.runtime.files import sync
-from drawbar.runtime.tensors import read_header
+from drawbar.runtime.safetensors_reader import read_header
 
 
 def host_copies(

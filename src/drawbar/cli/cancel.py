@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
+    from drawbar.launch.job_status import Standing
     from drawbar.launch.records import Record
-    from drawbar.launch.standing import Standing
 
 ASK_SECONDS = 1.0
 
@@ -31,9 +31,9 @@ RUN|JOB is a run's folder, the name of a run or sweep that was submitted, or the
 def cancel(what: str, grace: int) -> None:
     """End a job for good: it saves first, and does not go back into the queue. `drawbar resume` goes on with it."""
     from drawbar.errors import UserError
+    from drawbar.launch.job_status import stand
     from drawbar.launch.queue import cancel as to_slurm
     from drawbar.launch.records import find
-    from drawbar.launch.standing import stand
 
     standings = stand(find(what))
     active = [standing for standing in standings if standing.is_active]
@@ -61,7 +61,7 @@ def cancel(what: str, grace: int) -> None:
 
 def _wait(records: "list[Record]", seconds: float) -> "list[Record]":
     """Wait for their end; those that have not ended by then."""
-    from drawbar.launch.standing import stand
+    from drawbar.launch.job_status import stand
 
     end, left = time.monotonic() + seconds, list(records)
     while left and (left := [standing.record for standing in stand(left) if standing.is_active]):

@@ -35,7 +35,7 @@ def doctor(task: "type[Task] | None", arguments: tuple[str, ...], as_json: bool)
         return 0  # the first process of each machine speaks
     from drawbar.cli.arguments import load
     from drawbar.cli.train import processes_to_start
-    from drawbar.tools.doctor.examine import examine
+    from drawbar.doctor.examine import examine
 
     loaded = load(arguments, task)
     is_watched = sys.stderr.isatty()

@@ -20,9 +20,9 @@ The list is kept in ~/.local/state/drawbar/jobs.jsonl, and in the folder launch/
 @click.option("--all", "show_all", is_flag=True, help="Also the jobs that ended, or were submitted, before yesterday.")
 def jobs(show_all: bool) -> None:
     """List the jobs that you have submitted: how they stand, and how far their runs are."""
+    from drawbar.launch.job_status import is_recent, stand
     from drawbar.launch.progress import read_progress
     from drawbar.launch.records import End, read, user_file
-    from drawbar.launch.standing import is_recent, stand
     from drawbar.tracking.table import print_table
 
     known = {record.number: record for record in read(user_file())}  # numbers come again: the newest has it

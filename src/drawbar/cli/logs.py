@@ -8,8 +8,8 @@ import click
 
 if TYPE_CHECKING:
     from drawbar.launch.follow import Output
+    from drawbar.launch.job_status import Standing
     from drawbar.launch.records import Record
-    from drawbar.launch.standing import Standing
 
 LOOK_SECONDS = 0.5
 """Between two looks at the files."""
@@ -39,8 +39,8 @@ def logs(what: str, follow: bool, rank: int | None) -> int:
     """Show the log of a job."""
     from drawbar.errors import UserError
     from drawbar.launch.follow import Follower, Output
+    from drawbar.launch.job_status import stand
     from drawbar.launch.records import find
-    from drawbar.launch.standing import stand
 
     records = find(what)
     files = {record.number: _file(record, rank) for record in records}
@@ -93,7 +93,7 @@ def _follow(records: "list[Record]", output: "Output") -> int:
 def _ask(records: "list[Record]") -> "list[Standing]":
     """How they stand. A controller that is restarted does not end the looking."""
     from drawbar.errors import UserError
-    from drawbar.launch.standing import stand
+    from drawbar.launch.job_status import stand
 
     end = time.monotonic() + PATIENCE
     while True:

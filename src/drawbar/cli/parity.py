@@ -10,9 +10,9 @@ import click
 
 if TYPE_CHECKING:
     from drawbar.config.schema import RunConfig
+    from drawbar.parity.results_dir import Folder
+    from drawbar.parity.run import Request
     from drawbar.tasks.task import Task
-    from drawbar.tools.folder import Folder
-    from drawbar.tools.parity import Request
 
 FOLDER = "DRAWBAR_PARITY_FOLDER"
 """Environment variable: where the processes leave their results for the command that started them."""
@@ -75,10 +75,10 @@ def parity(
     count = int(os.environ.get("WORLD_SIZE", "1")) if started else ranks or _usual_ranks(loaded.config)
 
     with quick_imports():
-        from drawbar.tools.cases import default_cases, parse_cases
-        from drawbar.tools.folder import Folder
-        from drawbar.tools.parity import Request
-        from drawbar.tools.result import Report
+        from drawbar.parity.cases import default_cases, parse_cases
+        from drawbar.parity.result import Report
+        from drawbar.parity.results_dir import Folder
+        from drawbar.parity.run import Request
 
     if strategies is None:
         request = Request(default_cases(loaded.config, count, precision), precision, asked_for=False)
@@ -114,9 +114,9 @@ def _compare(
     as_json: bool,
 ) -> None:
     """The part of one process."""
+    from drawbar.parity.run import run_process
+    from drawbar.parity.workload import Subject
     from drawbar.tasks.registry import task_class
-    from drawbar.tools.parity import run_process
-    from drawbar.tools.subject import Subject
     from drawbar.tracking.console import SilentConsole, make_console
 
     console = SilentConsole() if as_json else make_console(os.environ.get("RANK", "0") == "0")
@@ -131,8 +131,8 @@ def _start(task: "type[Task] | None", request: "Request", folder: "Folder", rank
     """Start the processes; again, where a case has ended them. An exit code, where there is nothing to tell."""
     from drawbar.cli.train import own_command
     from drawbar.errors import ExitCode
+    from drawbar.parity.result import Result
     from drawbar.runtime.agent import run_processes
-    from drawbar.tools.result import Result
 
     os.environ[FOLDER] = str(folder.path)
     rest = list(request.cases)

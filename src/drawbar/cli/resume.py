@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
+    from drawbar.launch.job_status import Standing
     from drawbar.launch.records import Record
-    from drawbar.launch.standing import Standing
     from drawbar.tasks.task import Task
 
 
@@ -37,8 +37,8 @@ def resume(task: "type[Task] | None", what: str, settings: tuple[str, ...], dry_
     from drawbar.cli.submit import own_program, send
     from drawbar.errors import UserError
     from drawbar.launch.code import code_version
+    from drawbar.launch.job_status import stand
     from drawbar.launch.records import find
-    from drawbar.launch.standing import stand
 
     wanted = can_go_on(what, stand(find(what)), settings)
     first = wanted[0].record

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
+    from drawbar.launch.job_status import Standing
     from drawbar.launch.progress import Progress
     from drawbar.launch.records import Record
-    from drawbar.launch.standing import Standing
 
 
 @click.command(
@@ -50,8 +50,8 @@ def status(what: str, as_json: bool) -> None:
 def find_runs(what: str) -> "list[tuple[Path, Standing | None]]":
     """The folders of the runs that a user means, each with its newest job. Raises UserError where there is none."""
     from drawbar.errors import UserError
+    from drawbar.launch.job_status import stand
     from drawbar.launch.records import find
-    from drawbar.launch.standing import stand
 
     try:
         records = find(what)

@@ -55,8 +55,8 @@ def start(task: "type[Task] | None", arguments: tuple[str, ...], resume: str, fo
     from drawbar.cli.imports import quick_imports
     from drawbar.config.deepspeed_json import check_deepspeed
     from drawbar.config.rules import RULES, TRAIN_RULES, check_rules, check_world
-    from drawbar.launch.alone import check_alone
-    from drawbar.launch.meeting import Meeting
+    from drawbar.launch.foreign_launcher import check_alone
+    from drawbar.launch.rendezvous import Meeting
 
     meeting = Meeting.take()
     if meeting is None:
@@ -67,7 +67,7 @@ def start(task: "type[Task] | None", arguments: tuple[str, ...], resume: str, fo
     total = processes * (meeting.nodes if meeting else 1)
     if total > 1:
         from drawbar.runtime.agent import run_processes
-        from drawbar.runtime.rollcall import RollCall
+        from drawbar.runtime.node_check import RollCall
 
         config = loaded.config
         check_world(config, total)

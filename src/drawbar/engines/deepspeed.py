@@ -22,9 +22,9 @@ from drawbar.models.plans import plan_for
 from drawbar.optim.optimizers import build_optimizers
 from drawbar.optim.state import check_optimizer_state
 from drawbar.parallel.apply import parallelize
+from drawbar.parallel.deepspeed_state import STEP, Masters, cut, gathered, import_deepspeed, is_cut, start
 from drawbar.parallel.precision import LossScaler, autocast
 from drawbar.parallel.weights import check_weights, materialize, named_tensors, sent_from_first, without_room
-from drawbar.parallel.zero import STEP, Masters, cut, gathered, import_deepspeed, is_cut, start
 from drawbar.runtime.log import logger
 from drawbar.runtime.mesh import Layout
 from drawbar.tasks.batch import Batch

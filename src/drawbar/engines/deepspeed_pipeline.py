@@ -23,11 +23,11 @@ from drawbar.parallel.deepspeed_stages import (
     cut_layers,
     pipeline_module,
 )
+from drawbar.parallel.deepspeed_state import FlatMasters, Masters, import_deepspeed, start
+from drawbar.parallel.pipeline_inference import Relay
 from drawbar.parallel.precision import LossScaler
-from drawbar.parallel.relay import Relay
 from drawbar.parallel.stages import Parts, is_tied
 from drawbar.parallel.weights import materialize
-from drawbar.parallel.zero import FlatMasters, Masters, import_deepspeed, start
 from drawbar.runtime.log import logger
 from drawbar.runtime.mesh import Layout, build_mesh
 

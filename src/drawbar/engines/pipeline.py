@@ -21,16 +21,16 @@ from drawbar.optim.state import check_optimizer_state
 from drawbar.parallel.apply import parallelize
 from drawbar.parallel.fsdp import free_gathered
 from drawbar.parallel.gradients import squared_norm
+from drawbar.parallel.pipeline_inference import Relay
+from drawbar.parallel.pipeline_schedule import Pipeline, add_up_tied
 from drawbar.parallel.precision import autocast
-from drawbar.parallel.relay import Relay
-from drawbar.parallel.schedule import Pipeline, add_up_tied
 from drawbar.parallel.stages import Parts, cut_stage, is_tied, split_layers
 from drawbar.parallel.tensor import packed_parameters
 from drawbar.parallel.weights import check_weights, fill, materialize
 from drawbar.runtime.log import logger
 from drawbar.runtime.mesh import Layout, build_mesh
 from drawbar.runtime.plan import PipelinePlan
-from drawbar.runtime.tensors import TensorFiles
+from drawbar.runtime.safetensors_reader import TensorFiles
 from drawbar.tasks.batch import Ask, Batch
 
 

@@ -9,7 +9,7 @@ from drawbar.engines.engine import Engine
 from drawbar.errors import UserError
 from drawbar.runtime.log import logger
 from drawbar.tasks.chat import chat_prompt
-from drawbar.tasks.writing import left_padded
+from drawbar.tasks.generation import left_padded
 
 
 @dataclass(frozen=True)

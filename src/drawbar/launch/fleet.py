@@ -12,10 +12,10 @@ from contextlib import suppress
 from typing import Any
 
 from drawbar.errors import ExitCode, UserError
-from drawbar.launch import members, pdsh
-from drawbar.launch.members import Member
-from drawbar.launch.order import HEARTBEAT_SECONDS
+from drawbar.launch import pdsh, remote_hosts
+from drawbar.launch.protocol import HEARTBEAT_SECONDS
 from drawbar.launch.remote import GRACE
+from drawbar.launch.remote_hosts import Member
 from drawbar.launch.ssh import SSH_FAILED, Start, no_answer, no_start
 
 _QUIET = (ExitCode.DONE, ExitCode.REQUEUE, ExitCode.INTERRUPTED)
@@ -60,7 +60,7 @@ class _Fleet:
         for number in _PASSED_ON:
             loop.add_signal_handler(number, self._on_signal, number)
         signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # stopped, it would be silent, and the hosts would end the run
-        connect_all = pdsh.connect_all if program == "pdsh" else members.connect_all
+        connect_all = pdsh.connect_all if program == "pdsh" else remote_hosts.connect_all
         async with connect_all(starts) as connections:
             self._members = [Member(*pair) for pair in zip(starts, connections, strict=True)]
             work, beat = asyncio.create_task(self._work()), asyncio.create_task(self._beat())

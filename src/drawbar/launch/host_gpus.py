@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from drawbar.config.cluster import ClusterSection
 from drawbar.config.hosts import Host
 from drawbar.launch.job import Job
-from drawbar.launch.order import ANSWER
+from drawbar.launch.protocol import ANSWER
 from drawbar.launch.ssh import no_answer, no_start, ssh_command, start_script
 
 

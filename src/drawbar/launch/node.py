@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from drawbar.config.imports import SNAPSHOT
-from drawbar.launch.meeting import Meeting, job_name
 from drawbar.launch.network import address_of_host_name, address_towards, interfaces
+from drawbar.launch.rendezvous import Meeting, job_name
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 NODES = "DRAWBAR_NODES"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from drawbar.errors import ExitCode, UserError
-from drawbar.launch.members import Connection
+from drawbar.launch.remote_hosts import Connection
 from drawbar.launch.ssh import Start
 
 _SECONDS = 60

@@ -14,7 +14,7 @@ import subprocess
 import sys
 from types import FrameType
 
-from drawbar.launch.order import answer
+from drawbar.launch.protocol import answer
 
 
 def main(arguments: list[str]) -> int:

@@ -2,7 +2,7 @@
 
     python -P -m drawbar.launch.remote
 
-Reads lines of :mod:`drawbar.launch.order` from its standard input: the order, where to meet, signals to pass on. Its
+Reads lines of :mod:`drawbar.launch.protocol` from its standard input: the order, where to meet, signals to pass on. Its
 end, or a long silence, means that the launcher is gone.
 """
 
@@ -23,11 +23,11 @@ from typing import Any
 
 from drawbar.errors import ExitCode
 from drawbar.launch.head import choose_address, choose_port
-from drawbar.launch.meeting import Meeting
 from drawbar.launch.network import address_towards
 from drawbar.launch.node import describe, find_way
-from drawbar.launch.order import Order, answer, read_order
-from drawbar.launch.tree import adopt_orphans, die_with_parent, end_tree
+from drawbar.launch.process_tree import adopt_orphans, die_with_parent, end_tree
+from drawbar.launch.protocol import Order, answer, read_order
+from drawbar.launch.rendezvous import Meeting
 
 GRACE = 5.0
 """Seconds that the command has to end by itself before it is killed."""

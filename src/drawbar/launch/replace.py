@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from drawbar.launch.bad_nodes import LOST, attempt, bad_nodes
-from drawbar.launch.meeting import job_name
 from drawbar.launch.partitions import ask, facts, read_nodes
+from drawbar.launch.rendezvous import job_name
 
 BACK, ENDS, NONE = 0, 3, 1
 

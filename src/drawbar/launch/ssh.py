@@ -15,7 +15,7 @@ from drawbar.config.cluster import ClusterSection
 from drawbar.config.hosts import Host
 from drawbar.errors import ExitCode, UserError
 from drawbar.launch.job import Job
-from drawbar.launch.order import Order, say
+from drawbar.launch.protocol import Order, say
 
 _OPTIONS = {
     "BatchMode": "yes",  # nobody is there to answer for each host

@@ -22,7 +22,7 @@ from drawbar.models.folder import check_model_folder
 from drawbar.models.heads import HEADS, Head, check_head
 from drawbar.runtime.hub import hub_answers
 from drawbar.runtime.log import logger
-from drawbar.runtime.tensors import parameters_on_meta
+from drawbar.runtime.safetensors_reader import parameters_on_meta
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ from transformers.utils.hub import get_checkpoint_shard_files
 
 from drawbar.models.heads import HEADS, Head, check_head
 from drawbar.models.huggingface import from_hub, quiet_transformers, set_fields, warn_of_unused
-from drawbar.runtime.tensors import TensorFiles, parameters_on_meta
+from drawbar.runtime.safetensors_reader import TensorFiles, parameters_on_meta
 
 _ROWS = 512
 """How many rows of two tensors are compared at once."""

@@ -7,9 +7,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from drawbar.config.schema import ParallelSection
+from drawbar.parallel.activation_checkpointing import recompute
 from drawbar.parallel.compile import compile_blocks
 from drawbar.parallel.fsdp import replicate_parts, shard
-from drawbar.parallel.recompute import recompute
 from drawbar.parallel.tensor import tensor_parallel
 from drawbar.runtime.mesh import Layout
 from drawbar.runtime.plan import ParallelPlan

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from drawbar.errors import UserError
+from drawbar.parallel.deepspeed_state import is_cut
+from drawbar.parallel.pipeline_schedule import Inputs, Loss
 from drawbar.parallel.precision import autocast
-from drawbar.parallel.schedule import Inputs, Loss
 from drawbar.parallel.tensor import check_degree
-from drawbar.parallel.zero import is_cut
 from drawbar.runtime.mesh import Layout
 from drawbar.runtime.plan import ParallelPlan, Style
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from drawbar.errors import UserError
 from drawbar.parallel.tensor import Packed
-from drawbar.runtime.tensors import read_part, shape_of
+from drawbar.runtime.safetensors_reader import read_part, shape_of
 
 
 def materialize(

@@ -25,9 +25,9 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from drawbar.errors import ExitCode, UserError
-from drawbar.launch.meeting import Meeting
+from drawbar.launch.rendezvous import Meeting
 from drawbar.runtime.interrupt import ECHO_SECONDS, INTERRUPT, REQUEUE, code_of, farewell, handle
-from drawbar.runtime.rollcall import RollCall
+from drawbar.runtime.node_check import RollCall
 from drawbar.runtime.watchdog import LAUNCHER
 
 STATUS_FILE = "DRAWBAR_STATUS_FILE"

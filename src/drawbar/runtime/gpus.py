@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-from drawbar.launch.order import answer
+from drawbar.launch.protocol import answer
 
 
 def main() -> None:

@@ -18,9 +18,9 @@ from drawbar.parallel.styles import cross_entropy_sum
 from drawbar.runtime.log import logger
 from drawbar.tasks.batch import Batch, pad_and_stack
 from drawbar.tasks.chat import ChatFormat, chat_prompt, check_message, message_text, read_template
+from drawbar.tasks.generation import continuations, stop_with
 from drawbar.tasks.pretrained import PretrainedTask, mean_and_perplexity
 from drawbar.tasks.task import require
-from drawbar.tasks.writing import continuations, stop_with
 
 
 class CausalLM(PretrainedTask):

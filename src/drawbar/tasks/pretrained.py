@@ -40,8 +40,8 @@ from drawbar.models.stored import build_structure, stored_tensors
 from drawbar.parallel.styles import cross_entropy_sum
 from drawbar.runtime.log import logger
 from drawbar.tasks.batch import Batch, pad_and_stack
+from drawbar.tasks.generation import generation_defaults
 from drawbar.tasks.task import Task, of_every
-from drawbar.tasks.writing import generation_defaults
 
 
 class PretrainedTask(Task):

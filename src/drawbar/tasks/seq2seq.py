@@ -12,9 +12,9 @@ from drawbar.errors import UserError
 from drawbar.models.heads import longest_input
 from drawbar.models.huggingface import load_model_config
 from drawbar.tasks.batch import Batch
+from drawbar.tasks.generation import generation_options
 from drawbar.tasks.pretrained import TokenTask, mean_and_perplexity
 from drawbar.tasks.task import require
-from drawbar.tasks.writing import generation_options
 
 BEGINS_WITH_THE_LAST = {"mbart", "plbart"}
 """Families whose decoder reads a target with its last token moved to the front."""

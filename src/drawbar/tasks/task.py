@@ -19,7 +19,7 @@ from drawbar.data.nested import columns_of, misread_header, value_at
 from drawbar.data.packing import Targets
 from drawbar.data.sources import Records, open_records
 from drawbar.errors import UserError
-from drawbar.runtime.tensors import parameters_on_meta
+from drawbar.runtime.safetensors_reader import parameters_on_meta
 from drawbar.tasks.batch import Batch, pad_and_stack
 
 T = TypeVar("T")

@@ -18,9 +18,9 @@ from drawbar.engines.engine import Engine
 from drawbar.errors import ExitCode
 from drawbar.evaluation.evaluate import Evaluation, Split, evaluate
 from drawbar.parallel.precision import choose_formats
+from drawbar.runtime.allreduce_check import check_links
 from drawbar.runtime.dist import World
 from drawbar.runtime.env import Place, choose_device, is_placed
-from drawbar.runtime.links import check_links
 from drawbar.runtime.log import errors_in_log, logger, open_log_file, start_logging
 from drawbar.runtime.mesh import Layout
 from drawbar.runtime.seed import rng_state, seed_everything, set_rng_state, use_deterministic_kernels

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from drawbar.tools.doctor.finding import Finding, Fix, Level, Report
+from drawbar.doctor.finding import Finding, Fix, Level, Report
 from harness import run_cli
 from messages import check_one_message
 
@@ -136,5 +136,5 @@ def test_a_fix_can_be_copied() -> None:
 
 def test_torch_stays_out_of_the_doctors_own_process() -> None:
     """A torch that cannot be imported must not end it."""
-    code = "import sys, drawbar.cli.doctor, drawbar.tools.doctor.examine; sys.exit('torch' in sys.modules)"
+    code = "import sys, drawbar.cli.doctor, drawbar.doctor.examine; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -16,7 +16,7 @@ from drawbar.config.load import LoadedConfig, dump_yaml, load_config
 from drawbar.config.rules import RULES, TRAIN_RULES, check_rules
 from drawbar.config.schema import RunConfig
 from drawbar.errors import ExitCode, UserError
-from drawbar.parallel.zero import import_deepspeed
+from drawbar.parallel.deepspeed_state import import_deepspeed
 
 FILES = Path(__file__).parent / "deepspeed"
 LITERAL = [  # what zero2.json says in numbers

@@ -10,8 +10,8 @@ from drawbar.config.deepspeed_json import check_deepspeed, deepspeed_json
 from drawbar.config.load import load_config
 from drawbar.config.schema import ParallelSection, RunConfig
 from drawbar.errors import UserError
+from drawbar.parallel.deepspeed_state import import_deepspeed
 from drawbar.parallel.precision import LossScaler
-from drawbar.parallel.zero import import_deepspeed
 
 
 def config_of(*settings: str) -> RunConfig:

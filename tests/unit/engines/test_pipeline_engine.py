@@ -17,7 +17,7 @@ from drawbar.data.loader import MicroBatch
 from drawbar.engines.native import NativeEngine
 from drawbar.engines.pipeline import PipelineEngine
 from drawbar.errors import UserError
-from drawbar.parallel.schedule import _Stage
+from drawbar.parallel.pipeline_schedule import _Stage
 from drawbar.runtime.dist import World
 from drawbar.runtime.env import Place
 from drawbar.runtime.mesh import Layout

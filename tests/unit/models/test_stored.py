@@ -17,7 +17,7 @@ from drawbar.models.heads import HEADS, Head
 from drawbar.models.huggingface import build_from_scratch, fit_embeddings, load_pretrained
 from drawbar.models.lora import add_adapters
 from drawbar.models.stored import _paths, build_structure, stored_tensors
-from drawbar.runtime.tensors import parameters_on_meta
+from drawbar.runtime.safetensors_reader import parameters_on_meta
 
 LLAMA = {
     "hidden_size": 16,

@@ -6,8 +6,8 @@ from torch._dynamo.utils import counters
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from drawbar.errors import UserError
+from drawbar.parallel.activation_checkpointing import recompute
 from drawbar.parallel.compile import check_compiler, compile_blocks
-from drawbar.parallel.recompute import recompute
 from harness import run_ranks
 
 LENGTHS = [12, 12, 17, 23, 9, 31]

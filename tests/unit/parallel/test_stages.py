@@ -15,7 +15,7 @@ from drawbar.errors import UserError
 from drawbar.models.plans import plan_for
 from drawbar.parallel.stages import Parts, _balanced, cut_stage, is_tied, split_layers
 from drawbar.runtime.plan import PipelinePlan
-from drawbar.runtime.tensors import parameters_on_meta
+from drawbar.runtime.safetensors_reader import parameters_on_meta
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_hidden_layers": 5}
 SIZES |= {"vocab_size": 40, "max_position_embeddings": 32, "pad_token_id": 0, "initializer_range": 0.2}

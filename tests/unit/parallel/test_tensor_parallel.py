@@ -20,15 +20,15 @@ from drawbar.errors import UserError
 from drawbar.models.heads import Head
 from drawbar.models.huggingface import build_from_scratch
 from drawbar.models.plans import plan_for
+from drawbar.parallel.activation_checkpointing import recompute
 from drawbar.parallel.fsdp import shard
-from drawbar.parallel.recompute import recompute
 from drawbar.parallel.styles import cross_entropy_sum, sharded_logits
 from drawbar.parallel.tensor import Packed, check_degree, packed_parameters, tensor_parallel
 from drawbar.parallel.weights import materialize, named_tensors, spread, whole
 from drawbar.runtime.dist import World
 from drawbar.runtime.env import Place
 from drawbar.runtime.mesh import Layout, build_mesh
-from drawbar.runtime.tensors import parameters_on_meta
+from drawbar.runtime.safetensors_reader import parameters_on_meta
 from harness import run_ranks
 
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ from torch import nn
 
 from drawbar.errors import UserError
 from drawbar.parallel.weights import check_weights, materialize
-from drawbar.runtime.tensors import parameters_on_meta
+from drawbar.runtime.safetensors_reader import parameters_on_meta
 
 
 def test_weights_that_do_not_fit_are_refused_by_name() -> None:

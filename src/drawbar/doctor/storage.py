@@ -1,0 +1,40 @@
+"""The folders that a run writes to."""
+
+import errno
+import os
+import shlex
+from collections.abc import Iterator
+
+from drawbar.doctor.finding import Finding, Fix, Level, size
+from drawbar.launch.storage import MIB, Folder
+
+SECTION = "Storage"
+
+
+def check_folder(folder: Folder, enough: int, trouble: Level = Level.PROBLEM) -> Iterator[Finding]:
+    """Args:
+    enough: bytes, below which there is a warning.
+    trouble: of what kind it is that nothing can be written.
+    """
+    new = "" if folder.place == folder.path else ", not made yet"
+    network = " (a network file system)" if folder.is_on_network else ""
+    what = f"{folder.path}{new}: {size(folder.free)} free, {folder.kind or 'unknown file system'}{network}"
+    quoted = shlex.quote(folder.place)
+    if folder.is_full or (not folder.error and folder.free < 64 * MIB):
+        fix = Fix(f"df -h {quoted}", f"make room there, or {folder.change}")
+        yield Finding(SECTION, folder.purpose, trouble, f"{folder.path}: the disk is full", folder.error, fix)
+    elif folder.error:
+        fix = Fix(f"ls -ld {quoted}", f"make it yours (sudo chown $USER …), or {folder.change}")
+        if folder.error == os.strerror(errno.EFBIG):
+            fix = Fix("ulimit -f unlimited")
+        what = f"{folder.path} cannot be written: {folder.error}"
+        yield Finding(SECTION, folder.purpose, trouble, what, fix=fix)
+    elif not folder.locks:
+        why = "two runs could write to one folder, or two processes encode the same data"
+        fix = Fix("", f"mount it with locks (NFS: without nolock; Lustre: -o flock), or {folder.change}")
+        yield Finding(SECTION, folder.purpose, trouble, f"{what}; flock does not work", why, fix)
+    elif folder.free < enough:
+        fix = Fix(f"df -h {quoted}", f"make room there, or {folder.change}")
+        yield Finding(SECTION, folder.purpose, Level.WARNING, what, f"{size(enough)} are soon used", fix)
+    else:
+        yield Finding(SECTION, folder.purpose, Level.OK, what, "writable, flock works")

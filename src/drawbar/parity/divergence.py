@@ -1,0 +1,330 @@
+"""Where a strategy leaves the path of one process: the first module whose output, or whose gradient, differs.
+
+A step of very few rows is made twice more, from the first weights: alone and under the strategy. Hooks on every module
+see its outputs in the forward pass, and their gradients in the backward pass. The reference's are kept, and sent to
+the ranks that have the same rows; each compares its own as they come. Where a rank has a part of an output, that is
+looked for in the whole.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree
+
+from drawbar.config.schema import RunConfig
+from drawbar.data.loader import MicroBatch
+from drawbar.engines.engine import Engine
+from drawbar.engines.native import NativeEngine
+from drawbar.parallel.stages import Received, Zero
+from drawbar.parity.comparison import EXACT, Differences, Limits, difference, gradient_differences, norm
+from drawbar.parity.recorder import before_update, clean_name, modules_of, tied_names
+from drawbar.parity.rounding import limits, noises
+from drawbar.parity.workload import Subject
+from drawbar.runtime.dist import World
+from drawbar.runtime.env import Place
+from drawbar.tasks.batch import Batch
+
+MicroBatches = list[MicroBatch[Batch]]
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Event:
+    """An output, or its gradient, that differs from the reference's."""
+
+    kind: str
+    """``output`` or ``gradient``."""
+    module: str
+    value: float
+    rank: int
+    whole: bool
+    """Whether this rank has all of it."""
+
+
+@dataclass
+class Record:
+    """What flows through the modules in one micro-batch; by ``module#call#number``, in the order of execution."""
+
+    outputs: Tensors = field(default_factory=dict)
+    gradients: Tensors = field(default_factory=dict)
+    limits: dict[str, Limits] = field(default_factory=dict)
+    """By kind (``output`` or ``gradient``): the largest differences that are no fault."""
+
+    def differences(self, other: "Record") -> dict[str, Differences]:
+        """How far another one of the same rows is from this, by kind."""
+        pairs = {"output": (other.outputs, self.outputs), "gradient": (other.gradients, self.gradients)}
+        return {
+            kind: {key: difference(found[key], tensor) for key, tensor in expected.items() if key in found}
+            for kind, (found, expected) in pairs.items()
+        }
+
+
+@dataclass
+class Probe:
+    """A step of few rows."""
+
+    events: list[Event]
+    agreed: set[tuple[str, str]]
+    """(kind, module) of what some rank has the whole of, and equal."""
+    parts: set[tuple[str, str]]
+    """The same of what some rank has a part of that is found in the whole."""
+    order: dict[str, list[str]]
+    """By kind: the modules in the order in which the reference computes them."""
+    found: Tensors
+    expected: Tensors
+    """The gradients of the parameters."""
+    limits: Limits
+    """The largest differences of these that are no fault."""
+    ties: list[list[str]]
+
+
+@dataclass(frozen=True)
+class _Flow:
+    """A step of one process."""
+
+    records: list[Record]
+    """Of each data-parallel rank's first micro-batch."""
+    gradients: Tensors
+    ties: list[list[str]]
+
+
+def find_divergence(subject: Subject, config: RunConfig, reference: RunConfig, world: World) -> Probe | None:
+    """Make the step of few rows; every rank calls it. What came of it, on rank 0.
+
+    Args:
+        config: the subject's, run in the way that failed.
+        reference: the subject's, run in one process.
+    """
+    rows = 2 * config.parallel.pipeline if config.parallel.pipeline > 1 else 1  # every stage is to have work
+    few = {"global_batch": rows * world.data.size, "micro_batch": 1, "micro_batch_tokens": None}
+    train = config.train.model_copy(update=few)
+    loader = subject.loader(config.model_copy(update={"train": train}), world)
+    _, micro_batches = next(iter(loader.steps(0, 1)))
+    of_ranks = world.data.gather(micro_batches)
+    records = [Record() for _ in range(world.data.size)]
+    flow, of_gradients = _Flow(records, {}, []), EXACT.gradients
+    if of_ranks is not None:
+        with world.working("making a step in one process"):
+            flow = _record(subject, reference, world, of_ranks)
+            of_gradients = _measure(subject, reference, config.precision, world, of_ranks, flow)
+    own = _own_record(flow.records, world)
+    engine = subject.engine(config, world, loader.steps_per_epoch)
+    comparer = _Comparer(own, world)
+    comparer.watch(engine, staged=config.parallel.pipeline > 1)
+    found = _step(engine, micro_batches)
+    reports = world.gather((comparer.events, comparer.agreed, comparer.parts))
+    if reports is None:
+        return None
+    order = {"output": _modules(own.outputs), "gradient": _modules(own.gradients)}
+    events = [event for events, *_ in reports for event in events]
+    agreed, parts = (set().union(*(report[place] for report in reports)) for place in (1, 2))
+    return Probe(events, agreed, parts, order, found, flow.gradients, of_gradients, flow.ties)
+
+
+def _record(subject: Subject, config: RunConfig, world: World, of_ranks: Sequence[MicroBatches]) -> _Flow:
+    """One process's step over the micro-batches of all ranks."""
+    alone = World(Place(), world.device, world.timeout.total_seconds())
+    engine = subject.engine(config, alone, None if config.train.steps else 1)
+    starts, total = [], 0
+    for micro_batches in of_ranks:
+        starts.append(total)
+        total += len(micro_batches)
+    recorder = _Recorder({start: Record() for start in starts})
+    recorder.watch(engine)
+    gradients = _step(engine, [micro for micro_batches in of_ranks for micro in micro_batches])
+    return _Flow(list(recorder.records.values()), gradients, tied_names(recorder.tied(engine)))
+
+
+def _measure(
+    subject: Subject, config: RunConfig, precision: str, world: World, of_ranks: Sequence[MicroBatches], flow: _Flow
+) -> Limits:
+    """What rounding does in this step: to what flows, which is noted in the records, and to the gradients."""
+    low = config.model_copy(update={"precision": precision})
+    apart: list[Differences] = []
+    of_records: list[list[dict[str, Differences]]] = [[] for _ in flow.records]
+    for noise in noises(precision):
+        other = _record(replace(subject, noise=noise), low, world, of_ranks)
+        apart.append(gradient_differences(other.gradients, flow.gradients))
+        for found, record, rounded in zip(of_records, flow.records, other.records, strict=True):
+            found.append(record.differences(rounded))
+    for found, record in zip(of_records, flow.records, strict=True):
+        record.limits = {kind: limits(EXACT.gradients, [one[kind] for one in found]) for kind in ("output", "gradient")}
+    return limits(EXACT.gradients, apart)
+
+
+def _step(engine: Engine, micro_batches: MicroBatches) -> Tensors:
+    """The gradients of one step."""
+    kept: list[Tensors] = []
+    with closing(engine), before_update(engine, lambda: kept.append(engine.gradients())):
+        engine.train_step(micro_batches)
+    return kept[0] if kept else {}
+
+
+def _own_record(records: Sequence[Record], world: World) -> Record:
+    """Sent from rank 0 to the ranks that have the same rows."""
+    own = Record()
+    for number in range(world.data.size):
+        record = records[number]
+        outputs, order, gradients, backward, allowed = world.from_first(
+            lambda record=record: (  # type: ignore[misc]
+                save(record.outputs),
+                list(record.outputs),
+                save(record.gradients),
+                list(record.gradients),
+                record.limits,
+            ),
+            "sending a record",
+        )
+        if number == world.data.rank:
+            flow, back = load(outputs), load(gradients)
+            own = Record({key: flow[key] for key in order}, {key: back[key] for key in backward}, allowed)
+    return own
+
+
+def _modules(keys: Any) -> list[str]:
+    return list(dict.fromkeys(key.partition("#")[0] for key in keys))
+
+
+class _Hooks:
+    """Sees every output of every module, by ``module#call#number``, and its gradient."""
+
+    def watch(self, engine: Engine, staged: bool = False) -> None:
+        """Args: staged: whether the modules are stages. What stands in the place of others, and what that is in, is
+        left out."""
+        for root in modules_of(engine):
+            replaced = [
+                f"{name}." for name, module in root.named_modules() if staged and isinstance(module, _STAND_INS)
+            ]
+            for name, module in root.named_modules():
+                inside = f"{name}." if name else ""
+                if not any(other.startswith(inside) for other in replaced):
+                    module.register_forward_hook(self._hook(clean_name(name)))
+        self.calls: Counter[str] = Counter()
+
+    def _hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        @torch.compiler.disable
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            call = self.calls[name]
+            self.calls[name] += 1
+            leaves = [
+                leaf for leaf in _pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()
+            ]
+            for number, tensor in enumerate(leaves):
+                self._see(f"{name}#{call}#{number}", tensor)
+
+        return after
+
+    def _see(self, key: str, tensor: Tensor) -> None:
+        raise NotImplementedError
+
+
+class _Recorder(_Hooks):
+    """Keeps what flows in some of the micro-batches."""
+
+    def __init__(self, records: dict[int, Record]) -> None:
+        self.records = records
+        self._micro = -1
+
+    def watch(self, engine: Engine, staged: bool = False) -> None:
+        super().watch(engine)
+        assert isinstance(engine, NativeEngine), "the reference is one process"
+        forward = engine.task.forward
+
+        def counted(model: nn.Module, batch: Batch) -> Any:
+            self._micro += 1
+            self.calls.clear()
+            return forward(model, batch)
+
+        vars(engine.task)["forward"] = counted
+
+    def _see(self, key: str, tensor: Tensor) -> None:
+        record = self.records.get(self._micro)
+        if record is None:
+            return
+        record.outputs[key] = _copy(tensor)
+        if tensor.requires_grad:
+            tensor.register_hook(lambda gradient: record.gradients.__setitem__(key, _copy(gradient)))
+
+    def tied(self, engine: Engine) -> Tensors:
+        return {name: p for root in modules_of(engine) for name, p in root.named_parameters(remove_duplicate=False)}
+
+
+class _Comparer(_Hooks):
+    """Compares what flows in the first micro-batch with the reference's."""
+
+    def __init__(self, record: Record, world: World) -> None:
+        self.events: list[Event] = []
+        self.agreed: set[tuple[str, str]] = set()
+        self.parts: set[tuple[str, str]] = set()
+        self._record = record
+        self._world = world
+        self._scale: float | None = None
+
+    def _see(self, key: str, tensor: Tensor) -> None:
+        expected = self._record.outputs.get(key)
+        if expected is None:  # a later micro-batch, or computed again for the backward pass
+            return
+        self._compare("output", key, _copy(tensor), expected)
+        if tensor.requires_grad and key in self._record.gradients:
+            tensor.register_hook(lambda gradient: self._see_gradient(key, _copy(gradient)))
+
+    def _see_gradient(self, key: str, gradient: Tensor) -> None:
+        expected = self._record.gradients[key]
+        if self._scale is None:  # of the loss: it differs from strategy to strategy, but not from module to module
+            self._scale = float(self._world.data.size)
+            if gradient.shape == expected.shape and norm(expected) > 0:
+                self._scale = float((gradient.double() * expected.double()).sum()) / norm(expected) ** 2 or 1.0
+        self._compare("gradient", key, gradient / self._scale, expected)
+
+    def _compare(self, kind: str, key: str, found: Tensor, expected: Tensor) -> None:
+        module = key.partition("#")[0]
+        whole = found.shape == expected.shape
+        value = min((difference(found, piece) for piece in pieces(expected, found.shape)), default=math.inf)
+        if value > self._record.limits[kind].of(key):
+            self.events.append(Event(kind, module, value, self._world.rank, whole))
+        else:
+            (self.agreed if whole else self.parts).add((kind, module))
+
+
+_STAND_INS = (nn.Identity, Received, Zero)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    return tensor.to("cpu", torch.float32, copy=True).contiguous()
+
+
+def pieces(whole: Tensor, shape: torch.Size) -> Iterator[Tensor]:
+    """The parts of this shape that a rank may have of a tensor, cut along each dim that is shorter: in a row; from each
+    of several layers in one; or from both ends of a sequence."""
+    if whole.shape == shape:
+        yield whole
+        return
+    if whole.ndim != len(shape):
+        return
+    dim = next(d for d in range(whole.ndim) if whole.shape[d] != shape[d])
+    size, part = whole.shape[dim], shape[dim]
+    if part == 0 or part > size:
+        return
+    for ranks in [size // part] if size % part == 0 else range(2, size + 1):
+        cuts = list(whole.chunk(ranks, dim))
+        for layers in (2, 3):
+            if size % (layers * ranks) == 0:
+                parts = whole.unflatten(dim, (layers, -1)).chunk(ranks, dim + 1)
+                cuts += [piece.flatten(dim, dim + 1) for piece in parts]
+        if size % (2 * ranks) == 0:
+            ends = whole.chunk(2 * ranks, dim)
+            cuts += [torch.cat([ends[i], ends[-1 - i]], dim) for i in range(ranks)]
+        for cut in cuts:
+            if cut.shape[dim] == part:
+                yield from pieces(cut, shape)

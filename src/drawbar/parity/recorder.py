@@ -1,0 +1,195 @@
+"""A short training, and all that can be seen of it."""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from drawbar.config.schema import RunConfig
+from drawbar.engines.engine import Engine
+from drawbar.engines.native import NativeEngine
+from drawbar.engines.results import EngineState
+from drawbar.errors import ExitCode, UserError
+from drawbar.parallel.stages import Parts
+from drawbar.parity.comparison import Note, Start, Trace
+from drawbar.parity.workload import Subject, drops
+from drawbar.runtime.dist import World
+from drawbar.runtime.seed import seed_everything
+from drawbar.tracking.console import Console
+
+Part = tuple[str, tuple[tuple[int, int], ...]]
+"""A parameter's name, and where along which axes of its mesh the part stands."""
+
+
+def train(
+    subject: Subject,
+    config: RunConfig,
+    world: World,
+    console: Console | None = None,
+    start: Start | None = None,
+    until: int | None = None,
+) -> Trace:
+    """Make the first steps; every rank of ``world`` calls it.
+
+    Args:
+        config: the subject's, run in one of its ways.
+        start: where to go on from.
+        until: the last step; by default the subject's.
+
+    Raises:
+        UserError: the configuration cannot be run so, or the loss is no number.
+    """
+    loader = subject.loader(config, world, console)
+    engine = subject.engine(config, world, loader.steps_per_epoch)
+    first, last = 1, until or subject.steps
+    if start is not None:
+        values = {**start.engine.values, "precision": config.precision}
+        # copies: an optimizer keeps what it is given, and changes it
+        moments = {name: tensor.clone() for name, tensor in start.engine.optimizer.items()}
+        engine.load(EngineState(start.engine.model, moments, values))
+        loader.load(start.data)
+        first = start.step + 1
+    trace = Trace(weights_from=first)
+    with closing(engine):
+        for step, micro_batches in loader.steps(first - 1, last):
+            with before_update(engine, partial(_look, trace, step, (first, last), engine, world)):
+                result = engine.train_step(micro_batches)
+            trace.losses[step] = float(result.loss)
+            trace.grad_norms[step] = float(result.grad_norm)
+            trace.skipped += [step] if result.skipped else []
+            if step == last - 1 and config.precision != "fp32":
+                trace.before_last = Start(step, engine.state(), loader.state())
+        trace.weights = dict(engine.state().model)
+        trace.ties = tied_names(trace.weights)
+        trace.unequal += unequal_weights(engine, world, trace.ties, "after the last step")
+    reports = world.gather(repr((trace.losses, trace.grad_norms)))
+    for rank, report in enumerate(reports or []):
+        if report != repr((trace.losses, trace.grad_norms)):  # as text, NaN is equal to itself
+            trace.unequal.append(Note("", f"rank {rank} reports other losses or gradient norms than rank 0"))
+    return trace
+
+
+def train_dropping(subject: Subject, config: RunConfig, world: World) -> list[Note]:
+    """What ranks hold differently after two steps with the model's own dropout, seeded as in a run; on rank 0.
+
+    Tensor-parallel ranks must draw the same numbers: where one draws more than another, replicas drift apart.
+    """
+    subject = replace(subject, drops=True)
+    loader = subject.loader(config, world)
+    engine = subject.engine(config, world, loader.steps_per_epoch)
+    with closing(engine):
+        if not any(drops(module) for module in modules_of(engine)):
+            return []
+        seed_everything(config.run.seed, world.layout.seed_rank(world.rank))
+        for _, micro_batches in loader.steps(0, 2):
+            engine.train_step(micro_batches)
+        return unequal_weights(engine, world, [], "after two steps with dropout")
+
+
+def _look(trace: Trace, step: int, ends: tuple[int, int], engine: Engine, world: World) -> None:
+    """Keep the gradients of the first and of the last step; each step's would be too many."""
+    if step not in ends:
+        return
+    trace.gradients[step] = engine.gradients()
+    trace.unequal += unequal_parts(native(engine).comparable_gradients(), world, "gradients", f"in step {step}")
+
+
+@contextmanager
+def before_update(engine: Engine, look: Callable[[], None]) -> Iterator[None]:
+    """Call ``look()`` in the step made inside, when its gradients are complete, and neither clipped nor used."""
+    kept, native(engine).before_update = native(engine).before_update, look
+    try:
+        yield
+    finally:
+        native(engine).before_update = kept
+
+
+def check_finite(trace: Trace) -> None:
+    """Refuse a reference that nothing can be compared with.
+
+    Raises:
+        UserError: its loss, or its gradient, is no number.
+    """
+    for what, values in (("loss", trace.losses), ("gradient norm", trace.grad_norms)):
+        for step, value in values.items():
+            if not math.isfinite(value):
+                raise UserError(
+                    f"the {what} of step {step} is {value}, in one process and fp32: there is nothing to compare with",
+                    remedy="mend the task, or lower optim.lr",
+                    exit_code=ExitCode.FAILED,
+                )
+
+
+def native(engine: Engine) -> NativeEngine:
+    assert isinstance(engine, NativeEngine), "every engine of this program is one"
+    return engine
+
+
+def modules_of(engine: Engine) -> list[nn.Module]:
+    """The model, or the stages of it, that this rank computes with, without what replicates it."""
+    module = native(engine).module
+    return list(module.parts) if isinstance(module, Parts) else [module]
+
+
+def clean_name(name: str) -> str:
+    """A module's or parameter's name without what wrappers add to it."""
+    parts = [part for part in name.split(".") if part not in ("_orig_mod", "_checkpoint_wrapped_module")]
+    return ".".join(parts)
+
+
+def tied_names(tensors: dict[str, Tensor]) -> list[list[str]]:
+    """Names of one and the same tensor."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        names.setdefault(id(tensor), []).append(name)
+    return [tied for tied in names.values() if len(tied) > 1]
+
+
+def unequal_weights(engine: Engine, world: World, ties: Sequence[Sequence[str]], when: str) -> list[Note]:
+    """:func:`unequal_parts` of the weights."""
+    return unequal_parts(native(engine).comparable(), world, "weights", when, ties)
+
+
+def unequal_parts(
+    tensors: Mapping[str, Tensor], world: World, what: str, when: str, ties: Sequence[Sequence[str]] = ()
+) -> list[Note]:
+    """Which tensors differ, in any bit, between ranks that hold the same part of them; on rank 0.
+
+    Nothing ever makes them equal again: where a run begins with one bit, the ranks drift apart.
+    """
+    digests = {_part(clean_name(name), tensor): _digest(tensor) for name, tensor in tensors.items()}
+    first_names = {name: names[0] for names in ties for name in names}  # a pipeline's copies of a tied weight
+    seen: dict[Part, tuple[int, bytes]] = {}
+    unequal: dict[str, tuple[int, int]] = {}
+    for rank, report in enumerate(world.gather(digests) or []):
+        for (name, place), digest in report.items():
+            first, expected = seen.setdefault((first_names.get(name, name), place), (rank, digest))
+            if digest != expected:
+                unequal.setdefault(name, (first, rank))
+    return [
+        Note(name, f"ranks {first} and {rank} hold different {what} of {name} {when}")
+        for name, (first, rank) in unequal.items()
+    ]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _part(name: str, tensor: Tensor) -> Part:
+    if not isinstance(tensor, DTensor):
+        return name, ()
+    at = tensor.device_mesh.get_coordinate() or []
+    cut = [(axis, at[axis]) for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    return name, tuple(cut)
+
+
+def _digest(tensor: Tensor) -> bytes:
+    numbers = _local(tensor).cpu().contiguous().flatten().view(torch.uint8)
+    return hashlib.sha256(numbers.numpy()).digest()

@@ -1,0 +1,91 @@
+"""What trainings are compared with: what one process computes, in fp32.
+
+In fp32 a strategy must come along the same way, step by step. In a lower precision two right trainings drift apart,
+however little they differ at first, as the optimizer makes steps of full size of gradients that are nothing but
+rounding. So there the first and the last step are each made again by one process, from the state that the strategy had
+before: in fp32, and several times in the lower precision, with noise, to see what rounding does to this very step.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from drawbar.config.deepspeed import laid_out
+from drawbar.config.schema import ParallelSection, RunConfig
+from drawbar.parity.comparison import EXACT, Limits, Reference, Tolerances, Trace, distances
+from drawbar.parity.recorder import Start, check_finite, train
+from drawbar.parity.rounding import known, noises, tolerances
+from drawbar.parity.workload import Subject
+from drawbar.runtime.dist import World
+from drawbar.runtime.env import Place
+from drawbar.tracking.console import Console
+
+
+def reference_config(config: RunConfig, precision: str = "fp32") -> RunConfig:
+    """One process, and nothing computed twice."""
+    return laid_out(config, ParallelSection(strategy="single")).model_copy(update={"precision": precision})
+
+
+def make_reference(
+    subject: Subject, device: torch.device, precision: str = "fp32", console: Console | None = None
+) -> Reference:
+    """All steps; but for what is to be compared in a lower precision, the first.
+
+    Raises:
+        UserError: the training cannot be made, or its loss is no number.
+    """
+    if precision != "fp32":
+        reference = repeat_step(subject, device, precision, None, console)
+    else:
+        trace = train(subject, reference_config(subject.config), _alone(subject, device), console)
+        reference = Reference(trace, EXACT)
+    check_finite(reference.trace)
+    return reference
+
+
+def with_last_step(
+    reference: Reference, subject: Subject, device: torch.device, precision: str, trace: Trace
+) -> Reference:
+    """Complete a reference for what ``trace`` did in a lower precision: with the last step, from where that was."""
+    if trace.before_last is None:
+        return reference
+    last = repeat_step(subject, device, precision, trace.before_last)
+    one, other = reference.trace, last.trace
+    both = replace(
+        other,
+        losses=one.losses | other.losses,
+        grad_norms=one.grad_norms | other.grad_norms,
+        gradients=one.gradients | other.gradients,
+    )
+    return Reference(both, _merged(reference.tolerances, last.tolerances))
+
+
+def _merged(first: Tolerances, last: Tolerances) -> Tolerances:
+    """A loss is one number, which rounding may leave right by chance: both steps are one sample."""
+    return Tolerances(
+        loss=Limits(max(first.loss.least, last.loss.least)),
+        grad_norm=Limits(max(first.grad_norm.least, last.grad_norm.least)),
+        gradients=Limits(last.gradients.least, {**first.gradients.at, **last.gradients.at}),
+        weights=last.weights,
+        known=last.known,
+    )
+
+
+def repeat_step(
+    subject: Subject, device: torch.device, precision: str, start: Start | None, console: Console | None = None
+) -> Reference:
+    """One step of one process: in fp32, and in another precision as often as it takes to see what rounding does.
+
+    Args:
+        start: where it begins; by default, where the training does.
+    """
+    until = 1 if start is None else start.step + 1
+    alone = _alone(subject, device)
+    trace = train(subject, reference_config(subject.config), alone, console, start, until)
+    low = reference_config(subject.config, precision)
+    rounded = (train(replace(subject, noise=noise), low, alone, None, start, until) for noise in noises(precision))
+    return Reference(trace, tolerances(precision, [distances(one, trace, known(precision)) for one in rounded]))
+
+
+def _alone(subject: Subject, device: torch.device) -> World:
+    return World(Place(), device, subject.config.launch.timeout)

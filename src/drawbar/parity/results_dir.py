@@ -1,0 +1,86 @@
+"""What the processes of a comparison leave for those that come after them: a case that crashes takes its processes
+along, and the next ones go on."""
+
+import json
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from drawbar.parity.comparison import KINDS, Limits, Note, Reference, Tolerances, Trace
+from drawbar.parity.result import Result
+
+_REFERENCE = "reference.json"
+_RESULTS = "results.jsonl"
+_CRASH = "crash.txt"
+
+
+class Folder:
+    """A folder that is there for one comparison alone."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def has_reference(self) -> bool:
+        return (self.path / _REFERENCE).exists()
+
+    def keep_reference(self, reference: Reference) -> None:
+        trace = reference.trace
+        save_file(_untied(trace.weights, trace.ties), self.path / "weights.safetensors")
+        for step, gradients in trace.gradients.items():
+            save_file(gradients, self.path / f"gradients-{step}.safetensors")
+        numbers = {"losses": list(trace.losses.items()), "grad_norms": list(trace.grad_norms.items())}
+        values = {**vars(trace), **numbers, "weights": None, "gradients": list(trace.gradients)}
+        values["unequal"] = [asdict(note) for note in trace.unequal]
+        whole = {"trace": values, "tolerances": asdict(reference.tolerances)}
+        (self.path / _REFERENCE).write_text(json.dumps(whole), encoding="utf-8")
+
+    def reference(self) -> Reference:
+        whole = json.loads((self.path / _REFERENCE).read_text("utf-8"))
+        values, tolerances = whole["trace"], whole["tolerances"]
+        weights = load_file(self.path / "weights.safetensors")
+        for names in values["ties"]:
+            weights |= dict.fromkeys(names, weights[names[0]])
+        values["weights"] = weights
+        values["gradients"] = {
+            step: load_file(self.path / f"gradients-{step}.safetensors") for step in values["gradients"]
+        }
+        values |= {name: dict(values[name]) for name in ("losses", "grad_norms")}
+        values["unequal"] = [Note(**note) for note in values["unequal"]]
+        limits = {kind: Limits(**tolerances[kind]) for kind in KINDS}
+        return Reference(Trace(**values), Tolerances(**limits, known=tolerances["known"]))
+
+    def add(self, result: Result) -> None:
+        with (self.path / _RESULTS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(result)) + "\n")
+
+    def results(self) -> list[Result]:
+        path = self.path / _RESULTS
+        lines = path.read_text("utf-8").splitlines() if path.exists() else []
+        return [Result(**json.loads(line)) for line in lines]
+
+    def names(self) -> set[str]:
+        """The cases that have a result."""
+        return {result.name for result in self.results()}
+
+    def keep_crash(self, text: str) -> None:
+        """Of several ranks, the first counts: the others fail because of it."""
+        with suppress(FileExistsError), (self.path / _CRASH).open("x", encoding="utf-8") as file:
+            file.write(text)
+
+    def take_crash(self) -> str:
+        path = self.path / _CRASH
+        if not path.exists():
+            return "a process was killed"
+        text = path.read_text("utf-8")
+        path.unlink()
+        return text
+
+
+def _untied(tensors: dict[str, Tensor], ties: list[list[str]]) -> dict[str, Tensor]:
+    """Each tied tensor once: the format has no names for one tensor."""
+    left_out = {name for names in ties for name in names[1:]}
+    return {name: tensor for name, tensor in tensors.items() if name not in left_out}

@@ -1,0 +1,96 @@
+"""What rounding alone does to a step in low precision: measured on the machine at hand, since it depends on the model,
+on its weights and on the processor's kernels.
+
+One process makes the step several times in that precision, and every module rounds its outputs once more, each time by
+other random numbers (Monte Carlo arithmetic: Parker 1997; for training: TTrace, Jiang et al. 2025, arXiv:2506.09280).
+The gradients that flow back are rounded alike. So whatever a strategy rounds otherwise (sums in another order, parts of
+sums, states between blocks) is among what is tried, and how far these steps come from that in fp32 is how far another
+right one may come.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+from drawbar.parity.comparison import EXACT, Differences, Distances, Limits, Tolerances
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DRAWS = 8
+"""Steps that are measured."""
+MARGIN = 5.0
+"""How far another step may come, as a multiple of the farthest of these."""
+LARGEST = 0.9
+"""Never allowed: what is missing, or there twice, differs by 1."""
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Rounds what flows through a model once more."""
+
+    precision: str
+    seed: int
+
+    def add_to(self, model: nn.Module) -> None:
+        """To the outputs of all modules, for good."""
+        unit = torch.finfo(DTYPES[self.precision]).eps / 2
+        generators: dict[torch.device, torch.Generator] = {}  # their own: the model's are to draw what they always do
+
+        def rounded(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+                return leaf
+            if leaf.device not in generators:
+                generators[leaf.device] = torch.Generator(leaf.device).manual_seed(self.seed)
+            change = torch.empty(leaf.shape, device=leaf.device)
+            change.uniform_(-unit, unit, generator=generators[leaf.device])
+            return (leaf * (1 + change)).to(leaf.dtype)
+
+        def after(module: nn.Module, args: Any, output: Any) -> Any:
+            return _pytree.tree_map(rounded, output)
+
+        for module in model.modules():
+            module.register_forward_hook(after)
+
+
+def noises(precision: str) -> Sequence[Noise]:
+    """What is to be tried; nothing for fp32."""
+    return [Noise(precision, seed) for seed in range(DRAWS)] if precision in DTYPES else []
+
+
+def known(precision: str) -> float:
+    """``Tolerances.known``: all but three of the bits that numbers have."""
+    return 8 * torch.finfo(DTYPES[precision]).eps if precision in DTYPES else EXACT.known
+
+
+def tolerances(precision: str, tried: Sequence[Distances]) -> Tolerances:
+    """Those of a precision, after a step was tried with ``noises``."""
+    anywhere = {
+        kind: max(
+            [getattr(EXACT, kind).least, *(allowed(value) for one in tried for value in getattr(one, kind).values())]
+        )
+        for kind in ("loss", "grad_norm")
+    }
+    return Tolerances(
+        loss=Limits(anywhere["loss"]),
+        grad_norm=Limits(anywhere["grad_norm"]),
+        gradients=limits(EXACT.gradients, [one.gradients for one in tried]),
+        weights=limits(EXACT.weights, [one.weights for one in tried]),
+        known=known(precision),
+    )
+
+
+def limits(least: Limits, tried: Sequence[Differences]) -> Limits:
+    """By place."""
+    at: dict[str, float] = {}
+    for differences in tried:
+        for where, value in differences.items():
+            at[where] = max(at.get(where, 0.0), allowed(value))
+    return Limits(least.least, at)
+
+
+def allowed(value: float) -> float:
+    """What may be, where this was."""
+    return min(MARGIN * value, LARGEST)

@@ -1,0 +1,182 @@
+"""``drawbar parity``: does a strategy compute what one process computes?
+
+Rank 0 trains alone first, in fp32. Then all ranks train under one strategy after another, each in a world of its own.
+Where the two differ, a step of few rows is made again to find the module where that begins.
+"""
+
+import gc
+import logging
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from drawbar.errors import ExitCode, UserError
+from drawbar.parity.cases import Case, check_case
+from drawbar.parity.comparison import Reference, compare
+from drawbar.parity.divergence import find_divergence
+from drawbar.parity.recorder import clean_name, train, train_dropping
+from drawbar.parity.reference import make_reference, reference_config, with_last_step
+from drawbar.parity.result import Result
+from drawbar.parity.results_dir import Folder
+from drawbar.parity.verdict import explain
+from drawbar.parity.workload import Subject
+from drawbar.runtime.dist import World
+from drawbar.runtime.env import Place, choose_device
+from drawbar.runtime.log import logger
+from drawbar.runtime.mesh import Layout
+from drawbar.runtime.seed import use_deterministic_kernels
+from drawbar.tracking.console import Console
+
+T = TypeVar("T")
+Tell = Callable[[str], None]
+"""Says to a person how far it is."""
+
+PATIENCE = 24 * 3600
+"""Seconds that ranks wait for rank 0 while it trains alone: as long as that takes."""
+AGREEMENT = timedelta(seconds=60)
+"""In this time all ranks must have refused a case, if one has."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be compared."""
+
+    cases: Sequence[Case]
+    precision: str = "fp32"
+    asked_for: bool = True
+    """Whether the user named the cases."""
+
+
+def run_case(subject: Subject, case: Case, world: World, expected: Reference | None, request: Request) -> Result | None:
+    """Train under a strategy, and compare; every rank of ``world`` calls it.
+
+    Args:
+        world: with the layout of the case.
+        expected: the reference; on rank 0.
+
+    Returns:
+        What came of it, on rank 0.
+
+    Raises:
+        UserError: the strategy cannot run here.
+    """
+    config = case.of(subject.config, request.precision)
+    trace = train(subject, config, world)
+    gc.collect()  # the engine's gradients and buckets, before there is another engine
+    if case.parallel.tensor > 1:
+        trace.unequal += train_dropping(subject, config, world)
+        gc.collect()
+    comparison = None
+    if expected is not None:
+        with world.working("making the last step in one process"):
+            expected = with_last_step(expected, subject, world.device, request.precision, trace)
+        comparison = compare(trace, expected.trace, expected.tolerances)
+    passes = world.from_first(lambda: comparison is not None and comparison.passes, "comparing")
+    probe = None
+    if not passes:
+        probe = find_divergence(subject, config, reference_config(subject.config), world)
+    gc.collect()
+    if comparison is None or expected is None:
+        return None
+    divergence = None if probe is None else explain(probe, comparison, trace, expected)
+    return Result.of(case.name, request.asked_for, comparison, divergence)
+
+
+def run_process(subject: Subject, request: Request, folder: Folder, tell: Tell, console: Console) -> None:
+    """What each process does: the reference, and then every case that ``folder`` has no result of.
+
+    Args:
+        subject: without the tokenizer and the facts of its task.
+        folder: rank 0 keeps the reference and the results there.
+
+    Raises:
+        UserError: the reference cannot be trained.
+    """
+    place = Place.from_environment()
+    device = choose_device(subject.config.device, place)
+    logger.setLevel(logging.WARNING if place.first else logging.CRITICAL)
+    if subject.config.run.deterministic:
+        use_deterministic_kernels()
+    expected = None
+    if place.first:
+        subject = subject.with_task()
+        if not folder.has_reference:
+            tell(f"one process, fp32: {subject.steps if request.precision == 'fp32' else 1} steps")
+            folder.keep_reference(make_reference(subject, device, request.precision, console))
+        expected = folder.reference()
+    tokenizer, facts, done = _meet(place, device, lambda: (subject.tokenizer, subject.facts, folder.names()))
+    subject = replace(subject, tokenizer=tokenizer, facts=facts)
+    for case in request.cases:
+        if case.name in done:
+            continue
+        result = _try_case(subject, case, place, device, expected, request, folder)
+        if place.first and result is not None:
+            folder.add(result)
+            tell(result.line())
+
+
+def _meet(place: Place, device: torch.device, make: Callable[[], T]) -> T:
+    """What ``make`` returns on rank 0, for all ranks, which wait for it as long as it takes."""
+    made = make() if place.first else None
+    with World(place, device, PATIENCE) as world:
+        return world.from_first(lambda: made, "the next case")  # type: ignore[return-value]
+
+
+def _try_case(
+    subject: Subject,
+    case: Case,
+    place: Place,
+    device: torch.device,
+    expected: Reference | None,
+    request: Request,
+    folder: Folder,
+) -> Result | None:
+    """One case, in a world of its own."""
+    config = case.of(subject.config, request.precision)
+    alone = case.alone or place.world_size == 1
+    try:
+        check_case(case, subject.config, place.world_size, request.precision)
+        if alone:
+            world = World(Place(), device, config.launch.timeout)
+            result = run_case(subject, case, world, expected, request) if place.first else None
+    except UserError as error:
+        return _refused(case, request, error)
+    if alone:
+        _meet(place, device, lambda: None)
+        return result
+    with World(place, device, config.launch.timeout, Layout.of(case.parallel, place.world_size)) as world:
+        group = dist.new_group(backend="gloo")
+        try:
+            return run_case(subject, case, world, expected, request)
+        except UserError as error:
+            if error.exit_code is not ExitCode.WRONG_REQUEST:
+                raise
+            # where one rank alone refuses, the others wait for it in vain, and this process must end
+            dist.monitored_barrier(group, timeout=AGREEMENT)
+            return _refused(case, request, error)
+        except Exception as error:
+            folder.keep_crash(describe(error))
+            raise
+
+
+def _refused(case: Case, request: Request, error: UserError) -> Result:
+    return Result(case.name, "refused", request.asked_for, [str(error)])
+
+
+def describe(error: Exception) -> str:
+    """What went wrong, and in which module, where it came out of a module's forward."""
+    owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    modules = [owner for owner in owners if isinstance(owner, nn.Module)]
+    text = f"{type(error).__name__}: {error}"
+    for root in modules:
+        names = {id(module): name for name, module in root.named_modules()}
+        name = clean_name(names.get(id(modules[-1]), "")).removeprefix("module.")
+        if name:
+            return f"in {name}: {text}"
+    return text

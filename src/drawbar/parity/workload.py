@@ -1,0 +1,167 @@
+"""What is trained again and again: a user's configuration, such that every strategy must do exactly the same.
+
+The steps are the first ones of the configuration: its task, data, batches, optimizer and schedule. Two things change.
+Dropout is switched off, since ranks draw other random numbers than one process does. And the model is made smaller
+where that is asked for. (Two more for what is measured beside: the model rounds more often, or drops what it drops.)
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from drawbar.config.schema import RunConfig
+from drawbar.data.loader import Loader
+from drawbar.engines.choose import choose_engine
+from drawbar.engines.engine import Engine
+from drawbar.errors import UserError
+from drawbar.models.huggingface import load_model_config
+from drawbar.parity.rounding import Noise
+from drawbar.runtime.dist import World
+from drawbar.runtime.env import Place
+from drawbar.runtime.seed import seed_everything
+from drawbar.tasks.batch import Batch
+from drawbar.tasks.overrides import named_errors
+from drawbar.tasks.pretrained import PretrainedTask
+from drawbar.tasks.task import Task
+from drawbar.tracking.console import Console, SilentConsole
+from drawbar.train.data import make_loader
+from drawbar.train.setup import build_task, count_steps
+
+_HOST = torch.device("cpu")
+LAYER_COUNTS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
+"""What architectures call the number of their blocks."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A configuration, and what every process must know alike of its task."""
+
+    config: RunConfig
+    task_type: type[Task]
+    steps: int
+    layers: int | None = None
+    """Blocks to keep of the model; None for all."""
+    noise: Noise | None = None
+    """What the model rounds otherwise."""
+    drops: bool = False
+    """Whether dropout stays on."""
+    tokenizer: Any = None
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def with_task(self) -> "Subject":
+        """With the tokenizer and the facts, made in this process alone."""
+        alone = World(Place(), _HOST, self.config.launch.timeout)
+        task = build_task(self.task_type, self.config, alone, self.config.run_dir)
+        return replace(self, tokenizer=task.tokenizer, facts=task.facts)
+
+    def task(self, config: RunConfig) -> Task:
+        task = self.task_type(config)
+        task.tokenizer, task.facts = self.tokenizer, self.facts
+        return task
+
+    def loader(self, config: RunConfig, world: World, console: Console | None = None) -> Loader[Batch]:
+        return make_loader(self.task(config), config, world, console or SilentConsole())
+
+    def engine(self, config: RunConfig, world: World, steps_per_epoch: int | None) -> Engine:
+        """An engine whose model starts from the same weights in every world."""
+        if config.lora is not None and not self.drops:
+            config = config.model_copy(update={"lora": config.lora.model_copy(update={"dropout": 0.0})})
+        task = self.task(config)
+        self._change(task)
+        total = max(self.steps, count_steps(config.train, steps_per_epoch))
+        seed_everything(config.run.seed)
+        with named_errors(task):
+            return choose_engine(task, config, world, total)
+
+    def _change(self, task: Task) -> None:
+        """Let the task build its model as it is to be here."""
+        layers, by_config = self.layers, False
+        if layers is not None and isinstance(task, PretrainedTask):
+            by_config = type(task).build_model is PretrainedTask.build_model
+            if by_config:  # then the blocks to leave out are never built, or read
+                fields = {**task.model_fields(), **_fewer_layers(task, layers)}
+                vars(task)["model_fields"] = lambda: fields
+
+        def changed(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+            def build_changed() -> nn.Module:
+                model = build()
+                if layers is not None and not by_config:
+                    keep_blocks(model, layers)
+                if not self.drops:
+                    switch_off_dropout(model)
+                if self.noise is not None:
+                    self.noise.add_to(model)
+                return model
+
+            return build_changed
+
+        # attributes of this task, not a class of its own: encoded data and strategies depend on the class
+        vars(task)["build_model"] = changed(task.build_model)
+        vars(task)["build_structure"] = changed(task.build_structure)
+
+
+def _fewer_layers(task: PretrainedTask, layers: int) -> dict[str, Any]:
+    """Fields of the model's own config that leave it ``layers`` blocks."""
+    options = task.config
+    config = load_model_config(options.model, options.from_scratch, task.tokenizer)
+    counts = {name: getattr(config, name, None) for name in LAYER_COUNTS}
+    fields: dict[str, Any] = {name: min(value, layers) for name, value in counts.items() if isinstance(value, int)}
+    if not fields:
+        raise UserError(
+            f"a {config.model_type} model does not say how many layers it has",
+            where="--layers",
+            remedy="leave out --layers, or set the number in task.from_scratch",
+        )
+    whole = max(value for value in counts.values() if isinstance(value, int))
+    for name, value in config.to_dict().items():
+        if isinstance(value, list) and len(value) == whole > layers and name.startswith("layer"):  # layer_types
+            fields[name] = value[:layers]
+    return fields
+
+
+def keep_blocks(model: nn.Module, layers: int) -> None:
+    """Keep the first blocks of each list of alike modules, in place.
+
+    Raises:
+        UserError: there is no such list.
+    """
+    lists = [child for child in model.modules() if isinstance(child, nn.ModuleList) and len(child) > 1]
+    if not lists:
+        raise UserError(
+            f"a {type(model).__name__} has no nn.ModuleList of blocks to leave some out of",
+            where="--layers",
+            remedy="leave out --layers, and make the model smaller by its own settings",
+        )
+    inside = {id(part) for whole in lists for block in whole for part in block.modules()}
+    for blocks in lists:
+        if id(blocks) not in inside:
+            del blocks[layers:]
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "num_hidden_layers"):
+        config.num_hidden_layers = min(layers, config.num_hidden_layers)
+
+
+def switch_off_dropout(model: nn.Module) -> None:
+    """Every probability to drop something becomes 0."""
+    for holder, name in _probabilities(model):
+        setattr(holder, name, 0.0)
+
+
+def drops(model: nn.Module) -> bool:
+    """Whether the model drops anything when it is trained."""
+    return any(getattr(holder, name) > 0 for holder, name in _probabilities(model))
+
+
+def _probabilities(model: nn.Module) -> Iterator[tuple[Any, str]]:
+    """Where a model keeps its probabilities to drop something: in modules, for functions that a module calls, and in
+    its own config."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            yield module, "p"
+        for holder in (module, getattr(module, "config", None)):
+            for name, value in list(getattr(holder, "__dict__", {}).items()):
+                if "drop" in name and isinstance(value, float):
+                    yield holder, name
