@@ -20,8 +20,8 @@ from transformers import Trainer, TrainingArguments
 
 import drawbar
 from drawbar.data.packing import IGNORED_LABEL
-from drawbar.runtime.dist import World
-from drawbar.runtime.env import Place
+from drawbar.runtime.dist import Distributed
+from drawbar.runtime.env import RankInfo
 from drawbar.runtime.seed import seed_everything
 from drawbar.tracking.console import make_console
 from drawbar.tracking.table import print_table
@@ -107,7 +107,7 @@ class InOrder(Trainer):
 
 def train_transformers(config: Any, folder: Path) -> dict[str, float]:
     """transformers' Trainer on what drawbar's loader gives, step by step."""
-    world = World(Place(), torch.device("cpu"), timeout=60)
+    world = Distributed(RankInfo(), torch.device("cpu"), timeout=60)
     seed_everything(config.run.seed)
     task = build_task(drawbar.CausalLM, config, world, config.run_dir)
     loader: Any = make_loader(task, config, world, make_console(False))
@@ -151,7 +151,7 @@ def collate(task: Any, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def validation_loss(task: Any, model: Any, config: Any, world: World) -> float:
+def validation_loss(task: Any, model: Any, config: Any, world: Distributed) -> float:
     """Loss a token over the validation samples, one at a time."""
     samples = load_split(task, "validation", config, world, make_console(False)).samples
     model.eval()

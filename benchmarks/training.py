@@ -21,8 +21,8 @@ import drawbar
 from drawbar.data.loader import MicroBatch
 from drawbar.engines.choose import choose_engine
 from drawbar.parallel.precision import autocast, choose_precision
-from drawbar.runtime.dist import World
-from drawbar.runtime.env import Place, choose_device
+from drawbar.runtime.dist import Distributed
+from drawbar.runtime.env import RankInfo, choose_device
 from drawbar.tracking.table import print_table
 
 OVERRIDES = [
@@ -67,7 +67,7 @@ def measure(device: str, precision: str, rows: int, micro_batches: int, pairs: i
     with tempfile.TemporaryDirectory() as folder:
         settings = [*OVERRIDES, f"run.dir={folder}", f"device={device}", f"precision={precision}"]
         config = drawbar.load_config(None, settings).config
-    world = World(Place(), choose_device(config.device, Place()), timeout=60)
+    world = Distributed(RankInfo(), choose_device(config.device, RankInfo()), timeout=60)
     task = drawbar.CausalLM(config)
     task.tokenizer = Tokens(4096)
     engine = choose_engine(task, config, world, total_steps=1_000_000)
@@ -143,7 +143,7 @@ def timed(step: Callable[[], object], device: torch.device) -> float:
 
 
 def machine(device: str) -> dict[str, str]:
-    chosen = choose_device(device, Place())
+    chosen = choose_device(device, RankInfo())
     processor = torch.cpu.get_capabilities().get("cpu_name") or platform.machine()
     name = torch.cuda.get_device_name(chosen) if chosen.type == "cuda" else processor
     return {

@@ -3,19 +3,19 @@
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from drawbar.runtime.dist import World
+from drawbar.runtime.dist import Distributed
 
 
 class SecondRank:
-    """Stands for a :class:`World`.
+    """Stands for a :class:`Distributed`.
 
     Args:
         answers_of_first: what rank 0 shares, one after another.
     """
 
     rank = 1
-    first_alike = World.first_alike
-    together = World.together
+    first_alike = Distributed.first_alike
+    together = Distributed.together
 
     def __init__(self, *answers_of_first: Any) -> None:
         self.answers = list(answers_of_first)

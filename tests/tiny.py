@@ -11,8 +11,8 @@ from drawbar.data.loader import MicroBatch
 from drawbar.data.packing import IGNORED_LABEL
 from drawbar.data.tokenizer import train_byte_bpe
 from drawbar.engines.native import NativeEngine
-from drawbar.runtime.dist import World
-from drawbar.runtime.env import Place
+from drawbar.runtime.dist import Distributed
+from drawbar.runtime.env import RankInfo
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.causal_lm import CausalLM
 
@@ -81,10 +81,12 @@ def tiny_task(config: RunConfig) -> Numbers:
     return task
 
 
-def tiny_engine(config: RunConfig, world: World | None = None, seed: int = 0, total_steps: int = 10) -> NativeEngine:
+def tiny_engine(
+    config: RunConfig, world: Distributed | None = None, seed: int = 0, total_steps: int = 10
+) -> NativeEngine:
     """An engine whose weights depend on ``seed`` alone; by default one process on the CPU."""
     torch.manual_seed(seed)
-    return NativeEngine(tiny_task(config), config, world or World(Place(), CPU, timeout=60), total_steps)
+    return NativeEngine(tiny_task(config), config, world or Distributed(RankInfo(), CPU, timeout=60), total_steps)
 
 
 def random_batch(task: CausalLM, rows: int, seed: int) -> Batch:

@@ -11,19 +11,19 @@ import torch.distributed as dist
 
 from drawbar.errors import UserError
 from drawbar.runtime.allreduce_check import _judge, check_links
-from drawbar.runtime.dist import World
-from drawbar.runtime.env import NODE, Place
+from drawbar.runtime.dist import Distributed
+from drawbar.runtime.env import NODE, RankInfo
 from drawbar.runtime.log import logger
 from harness import run_ranks
 
 
 def look(fault: str, folder: str) -> dict[str, Any]:
     """What one of three ranks, each on a node of its own, gets to know. Rank 1 is the one at fault."""
-    place = Place.from_environment()
+    place = RankInfo.from_environment()
     rank = place.rank
     os.environ[NODE] = f"n{rank + 1}"
     os.environ["TORCHELASTIC_RUN_ID"] = "drawbar-7"
-    place = Place(rank, place.world_size, 0, 1)
+    place = RankInfo(rank, place.world_size, 0, 1)
     said: list[str] = []
     logger.setLevel("INFO")
     logger.info = lambda message, *values: said.append(message % values)  # type: ignore[method-assign]
@@ -38,7 +38,7 @@ def look(fault: str, folder: str) -> dict[str, Any]:
         return result
 
     dist.all_reduce = all_reduce
-    world = World(place, torch.device("cpu"), 30).__enter__()
+    world = Distributed(place, torch.device("cpu"), 30).__enter__()
     begin = time.monotonic()
     try:
         if fault == "absent" and rank == 1:

@@ -20,9 +20,9 @@ SECONDS = 300
 TASK = '''
 import os, signal
 import drawbar
-from drawbar.runtime.env import Place
+from drawbar.runtime.env import RankInfo
 
-PLACE = Place.from_environment()
+PLACE = RankInfo.from_environment()
 FATE = os.environ.get("FATE")
 
 
@@ -101,7 +101,7 @@ def test_the_rank_that_raised_speaks_alone(mine: Path) -> None:
     done = finish(start_deepspeed(*module, cwd=mine, fate="raise"))
     assert done.code == 1, done.out + done.err
     # both processes are on this machine: the launcher says so in other words than torchrun
-    planted = "ValueError: planted in Place(rank=1, world_size=2, local_rank=1, local_world_size=2)"
+    planted = "ValueError: planted in RankInfo(rank=1, world_size=2, local_rank=1, local_world_size=2)"
     assert [line for line in done.err.splitlines() if line.startswith("ValueError")] == [planted]
     assert done.err.count("Traceback") == 1
 

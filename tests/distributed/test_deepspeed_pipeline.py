@@ -14,9 +14,9 @@ from drawbar.parity.reference import make_reference
 from drawbar.parity.result import Result
 from drawbar.parity.run import Request, run_case
 from drawbar.parity.workload import Subject
-from drawbar.runtime.dist import World
-from drawbar.runtime.env import Place
-from drawbar.runtime.mesh import Layout
+from drawbar.runtime.dist import Distributed
+from drawbar.runtime.env import RankInfo
+from drawbar.runtime.mesh import ParallelDims
 from drawbar.tasks.registry import task_class
 from harness import run_ranks
 from runs import fit_in, largest_difference, losses, scores, weights
@@ -64,7 +64,7 @@ FOUR: Cases = [
 
 def compare(folder: str, cases: Cases) -> list[Result | str]:
     """On one rank: what came of each case, or the error that refused it; on rank 0."""
-    place = Place.from_environment()
+    place = RankInfo.from_environment()
     results: list[Result | str | None] = []
     expected = {}
     with chdir(folder):
@@ -75,7 +75,7 @@ def compare(folder: str, cases: Cases) -> list[Result | str]:
             if place.first and kind not in expected:
                 expected[kind] = make_reference(subject, CPU, precision)
             case = parse_case(name, config)
-            with World(place, CPU, 60, Layout.of(case.parallel, place.world_size)) as world:
+            with Distributed(place, CPU, 60, ParallelDims.of(case.parallel, place.world_size)) as world:
                 try:
                     results.append(run_case(subject, case, world, expected.get(kind), Request([case], precision)))
                 except UserError as error:

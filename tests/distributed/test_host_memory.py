@@ -17,9 +17,9 @@ from drawbar.config.schema import CausalLMConfig, DataSection, OptimSection, Par
 from drawbar.data.tokenizer import train_byte_bpe
 from drawbar.engines.deepspeed import DeepSpeedEngine
 from drawbar.engines.native import NativeEngine
-from drawbar.runtime.dist import World
-from drawbar.runtime.env import Place
-from drawbar.runtime.mesh import Layout
+from drawbar.runtime.dist import Distributed
+from drawbar.runtime.env import RankInfo
+from drawbar.runtime.mesh import ParallelDims
 from drawbar.runtime.safetensors_reader import parameters_on_meta
 from drawbar.tasks.causal_lm import CausalLM
 from harness import run_ranks
@@ -62,7 +62,7 @@ def saved(folder: Path) -> Mapping[str, torch.Tensor]:
     return read(folder / "checkpoints" / "step-00000001").model
 
 
-def build(kind: type[NativeEngine], folder: Path, parallel: ParallelSection, world: World) -> NativeEngine:
+def build(kind: type[NativeEngine], folder: Path, parallel: ParallelSection, world: Distributed) -> NativeEngine:
     config = RunConfig(
         task=CausalLMConfig(model=str(folder)),
         data=DataSection(sequence_length=32),
@@ -82,8 +82,8 @@ def load_and_measure(folder: str, parallel: ParallelSection) -> dict[str, int]:
     # freed memory goes back at once, as it does by itself for tensors of more than 32 MiB
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MIB)
     kind = DeepSpeedEngine if parallel.strategy == "deepspeed" else NativeEngine
-    place = Place.from_environment()
-    with World(place, CPU, 60, Layout.of(parallel, place.world_size)) as world:
+    place = RankInfo.from_environment()
+    with Distributed(place, CPU, 60, ParallelDims.of(parallel, place.world_size)) as world:
         # whatever Python and torch load once is there afterwards
         engine = build(kind, Path(folder) / "small", parallel, world)
         check_values(engine, 0.0)

@@ -26,8 +26,8 @@ from drawbar.data.packing import IGNORED_LABEL, PackedRows
 from drawbar.data.plan import plan_packs
 from drawbar.data.sampler import InOrder
 from drawbar.engines.native import NativeEngine
-from drawbar.runtime.dist import World
-from drawbar.runtime.env import Place
+from drawbar.runtime.dist import Distributed
+from drawbar.runtime.env import RankInfo
 from drawbar.tasks.batch import Batch
 from harness import run_ranks
 from plans import plan_of, rows_of
@@ -155,7 +155,7 @@ HARD_CASES = (
 @example(case=HARD_CASES[2])
 @example(case=HARD_CASES[4])
 def test_one_process(case: Case) -> None:
-    with World(Place(), CPU, timeout=60) as world:
+    with Distributed(RankInfo(), CPU, timeout=60) as world:
         check(case, train(case, world))
 
 
@@ -186,11 +186,11 @@ def drawn(count: int) -> list[Case]:
 
 def train_all(chosen: list[Case]) -> list[Update]:
     """On one rank of several."""
-    with World(Place.from_environment(), CPU, timeout=60) as world:
+    with Distributed(RankInfo.from_environment(), CPU, timeout=60) as world:
         return [train(case, world) for case in chosen]
 
 
-def train(case: Case, world: World) -> Update:
+def train(case: Case, world: Distributed) -> Update:
     """The engine's update, by the loader and the collate of a real run."""
     torch.manual_seed(case.seed)
     engine = NativeEngine(tiny_task(case.config), case.config, world, STEPS)
@@ -289,7 +289,7 @@ class SmallUnits(Numbers):
 def test_the_scale_of_the_weights_does_not_matter() -> None:
     case = HARD_CASES[0]
     torch.manual_seed(case.seed)
-    with World(Place(), CPU, timeout=60) as world:
+    with Distributed(RankInfo(), CPU, timeout=60) as world:
         task = SmallUnits(case.config)
         task.tokenizer = task.build_tokenizer()
         engine = NativeEngine(task, case.config, world, STEPS)
@@ -303,7 +303,7 @@ def test_the_scale_of_the_weights_does_not_matter() -> None:
 
 def test_a_batch_without_targets_has_no_loss() -> None:
     case = dataclasses.replace(HARD_CASES[0], documents=(Document(4, context=4),))
-    with World(Place(), CPU, timeout=60) as world:
+    with Distributed(RankInfo(), CPU, timeout=60) as world:
         update = train(case, world)
     assert update.losses == [0.0, 0.0]
     assert update.norms == [0.0, 0.0]

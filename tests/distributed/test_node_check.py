@@ -17,7 +17,7 @@ import torch
 
 from drawbar.errors import UserError
 from drawbar.launch.bad_nodes import bad_nodes
-from drawbar.launch.rendezvous import Meeting
+from drawbar.launch.rendezvous import Rendezvous
 from drawbar.runtime import node_check, node_facts
 from drawbar.runtime.env import NODE
 from drawbar.runtime.node_check import RollCall
@@ -47,7 +47,7 @@ def take_part(ports: list[int], folder: str) -> dict[str, dict[str, Any]]:
 
 
 def _case(case: str, node: int, port: int, run_dir: Path) -> dict[str, Any]:
-    meeting = Meeting(f"drawbar-{port}", f"127.0.0.1:{port}", len(NAMES), node, "127.0.0.1", NAMES)
+    meeting = Rendezvous(f"drawbar-{port}", f"127.0.0.1:{port}", len(NAMES), node, "127.0.0.1", NAMES)
     absent = case.endswith("absent") and case.startswith(NAMES[node])
     odd = case.startswith("another") and node == 1
     config = "other" if odd and case == "another config" else "same"
@@ -140,7 +140,7 @@ def test_a_node_that_comes_late_blames_nobody(tmp_path: Path, monkeypatch: pytes
     node_check.record_bad_nodes(tmp_path, "drawbar-7", {"n2": "node n2 did not answer within 60 s"})
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    meeting = Meeting("drawbar-7", f"127.0.0.1:{port}", 2, 1, "127.0.0.1", ("n1", "n2"))
+    meeting = Rendezvous("drawbar-7", f"127.0.0.1:{port}", 2, 1, "127.0.0.1", ("n1", "n2"))
     monkeypatch.setenv(NODE, "n2")
     with pytest.raises(UserError, match="the first node, n1, did not answer"):
         RollCall("same", "cpu", 1, tmp_path, seconds=0.2).hold(meeting)
@@ -152,10 +152,10 @@ def test_a_stranger_at_the_port_is_no_hang(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         script = (
-            "from pathlib import Path; from drawbar.launch.rendezvous import Meeting\n"
+            "from pathlib import Path; from drawbar.launch.rendezvous import Rendezvous\n"
             "from drawbar.runtime import rollcall\n"
             "rollcall._ATTEMPT = 1\n"
-            f"meeting = Meeting('drawbar-7', '127.0.0.1:{port}', 2, 1, '127.0.0.1', ('n1', 'n2'))\n"
+            f"meeting = Rendezvous('drawbar-7', '127.0.0.1:{port}', 2, 1, '127.0.0.1', ('n1', 'n2'))\n"
             f"rollcall.RollCall('same', 'cpu', 1, Path({str(tmp_path)!r}), seconds=1).hold(meeting)"
         )
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)

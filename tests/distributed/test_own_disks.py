@@ -13,8 +13,8 @@ import drawbar
 from conftest import make_project
 from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.errors import UserError
-from drawbar.runtime.dist import World
-from drawbar.runtime.env import Place
+from drawbar.runtime.dist import Distributed
+from drawbar.runtime.env import RankInfo
 from drawbar.train.disks import Disks, find_start_everywhere, look_at_disks
 from drawbar.train.rundir import find_start
 from harness import run_ranks
@@ -49,7 +49,7 @@ def fit(folder: Path, node: int, stop_at: int | None = None) -> int:
 def in_turn(folder: str, *turns: tuple[tuple[int, int], int | None]) -> list[int]:
     """What each turn ended with: the nodes of the two ranks, and the step in which the first one is told to stop."""
     torch.set_num_threads(1)
-    rank = Place.from_environment().rank
+    rank = RankInfo.from_environment().rank
     codes = []
     for nodes, stop_at in turns:
         os.environ["DRAWBAR_NODE"] = f"n{nodes[rank]}"
@@ -102,7 +102,7 @@ STRATEGIES = [
 
 
 def save_with_all(folder: str) -> None:
-    rank = Place.from_environment().rank
+    rank = RankInfo.from_environment().rank
     os.environ["DRAWBAR_NODE"] = f"n{rank}"
     for number, settings in enumerate(STRATEGIES):
         parallel = [f"parallel.{setting}" for setting in settings]
@@ -122,8 +122,8 @@ def test_every_disk_gets_whole_checkpoints(tmp_path: Path) -> None:
 
 
 def look_at(folder: str) -> Disks:
-    place = Place.from_environment()
-    with World(place, CPU, 60) as world:
+    place = RankInfo.from_environment()
+    with Distributed(place, CPU, 60) as world:
         return look_at_disks(Path(folder) / f"disk-{place.rank // 2}", world)
 
 
@@ -136,10 +136,10 @@ def test_some_nodes_share_a_disk(tmp_path: Path) -> None:
 
 def begin(folder: str, *cases: str) -> list[tuple[str, list[str]]]:
     """Of each case: the checkpoint that a rank would begin with, or why it cannot, and what it has to set aside."""
-    rank = Place.from_environment().rank
+    rank = RankInfo.from_environment().rank
     os.environ["DRAWBAR_NODE"] = f"n{rank}"
     found = []
-    with World(Place.from_environment(), CPU, 60) as world:
+    with Distributed(RankInfo.from_environment(), CPU, 60) as world:
         for case in cases:
             with chdir(Path(folder) / case / f"node-{rank}"):
                 config = drawbar.load_config("config.yaml").config

@@ -25,9 +25,9 @@ from drawbar.parity.reference import make_reference
 from drawbar.parity.result import Result
 from drawbar.parity.run import Request, describe, run_case
 from drawbar.parity.workload import Subject
-from drawbar.runtime.dist import World
-from drawbar.runtime.env import Place
-from drawbar.runtime.mesh import Layout
+from drawbar.runtime.dist import Distributed
+from drawbar.runtime.env import RankInfo
+from drawbar.runtime.mesh import ParallelDims
 from drawbar.tasks.registry import task_class
 from harness import run_cli, run_ranks, run_script
 from tiny import CPU
@@ -47,7 +47,7 @@ def compare_all(
     """On one rank: the results of all cases; on rank 0. The first setting may be a file."""
     with chdir(folder):
         file, *rest = settings if settings[0].endswith(".yaml") else ["config.yaml", *settings]
-        place = Place.from_environment()
+        place = RankInfo.from_environment()
         rows = 2 if place.world_size == 2 else 1  # a micro-batch for each stage, and as few as that
         config = drawbar.load_config(file, [*rest, f"train.micro_batch={rows}"]).config
         subject = Subject(config, task_class(config.task.type), steps).with_task()
@@ -55,7 +55,7 @@ def compare_all(
         results = []
         for name in names:
             case = parse_case(name, config)
-            with World(place, CPU, 60, Layout.of(case.parallel, place.world_size)) as world:
+            with Distributed(place, CPU, 60, ParallelDims.of(case.parallel, place.world_size)) as world:
                 results.append(run_case(subject, case, world, expected, Request([case], precision)))
     return [result for result in results if result is not None]
 
@@ -124,16 +124,16 @@ def not_reduced() -> Iterator[None]:
 def other_on_rank_1() -> Iterator[None]:
     """One gradient is another on rank 1 alone, which cannot be seen from those of rank 0."""
     watched: list[nn.Parameter] = []
-    settle = native.settle
+    reduce_partial_grads = native.reduce_partial_grads
 
     def spoil(parameters: list[nn.Parameter]) -> None:
-        settle(parameters)
+        reduce_partial_grads(parameters)
         for parameter in watched:
             if parameter.grad is not None and os.environ["RANK"] == "1":
                 parameter.grad *= 1.001
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "settle", spoil)
+        patch.setattr(native, "reduce_partial_grads", spoil)
         with before_replicating(lambda model: watched.append(model.get_parameter(f"{SPOILED}.weight"))):
             yield
 
@@ -142,16 +142,16 @@ def other_on_rank_1() -> Iterator[None]:
 def slightly_too_large() -> Iterator[None]:
     """One gradient is a sixth too large, on every rank."""
     watched: list[nn.Parameter] = []
-    settle = native.settle
+    reduce_partial_grads = native.reduce_partial_grads
 
     def spoil(parameters: list[nn.Parameter]) -> None:
-        settle(parameters)
+        reduce_partial_grads(parameters)
         for parameter in watched:
             if parameter.grad is not None:
                 parameter.grad *= 7 / 6
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "settle", spoil)
+        patch.setattr(native, "reduce_partial_grads", spoil)
         with before_replicating(lambda model: watched.append(model.get_parameter(f"{SPOILED}.weight"))):
             yield
 
@@ -160,7 +160,7 @@ def slightly_too_large() -> Iterator[None]:
 def other_dropout() -> Iterator[None]:
     """Tensor-parallel ranks draw other random numbers."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Layout, "seed_rank", lambda layout, rank: rank)
+        patch.setattr(ParallelDims, "seed_rank", lambda layout, rank: rank)
         yield
 
 

@@ -14,9 +14,9 @@ from drawbar.parity.reference import make_reference
 from drawbar.parity.result import Result
 from drawbar.parity.run import Request, run_case
 from drawbar.parity.workload import Subject
-from drawbar.runtime.dist import World
-from drawbar.runtime.env import Place
-from drawbar.runtime.mesh import Layout
+from drawbar.runtime.dist import Distributed
+from drawbar.runtime.env import RankInfo
+from drawbar.runtime.mesh import ParallelDims
 from drawbar.tasks.registry import task_class
 from harness import run_ranks
 from runs import fit_in
@@ -122,7 +122,7 @@ def write_project(folder: Path) -> None:
 
 def compare_all(folder: str) -> dict[str, list[Result]]:
     """Every job, on one of two ranks; the results are rank 0's."""
-    place = Place.from_environment()
+    place = RankInfo.from_environment()
     found: dict[str, list[Result]] = {}
     with chdir(folder):
         for job, ((file, *settings), names, precision) in JOBS.items():
@@ -132,7 +132,7 @@ def compare_all(folder: str) -> dict[str, list[Result]]:
             found[job] = []
             for name in names:
                 case = parse_case(name, config)
-                with World(place, CPU, 60, Layout.of(case.parallel, place.world_size)) as world:
+                with Distributed(place, CPU, 60, ParallelDims.of(case.parallel, place.world_size)) as world:
                     result = run_case(subject, case, world, expected, Request([case], precision))
                 if result is not None:
                     found[job].append(result)

@@ -16,8 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import drawbar
 from conftest import make_project
-from drawbar.runtime.dist import World
-from drawbar.runtime.env import Place
+from drawbar.runtime.dist import Distributed
+from drawbar.runtime.env import RankInfo
 from harness import Finished, run_cli, run_ranks
 from messages import check_one_message
 from runs import weights
@@ -371,7 +371,7 @@ def test_a_port_that_is_taken(taken_port: int, project: Path) -> None:
 
 
 def join() -> None:
-    World(Place.from_environment(), torch.device("cpu"), timeout=1).__enter__()
+    Distributed(RankInfo.from_environment(), torch.device("cpu"), timeout=1).__enter__()
 
 
 def test_a_port_where_a_stranger_listens(taken_port: int) -> None:

@@ -16,7 +16,7 @@ import torch
 import drawbar
 from conftest import make_project
 from drawbar.checkpoint.directory import CheckpointDirectory
-from drawbar.runtime.env import Place
+from drawbar.runtime.env import RankInfo
 from harness import run_cli, run_ranks, start_cli
 from runs import losses, metrics, scores, weights
 
@@ -87,7 +87,7 @@ def telling_writer() -> Iterator[None]:
 
 def train_all(folder: str) -> dict[str, int]:
     """Every phase, told to one rank or to all: stopped, and gone on with; the exit code of each first part."""
-    rank = Place.from_environment().rank
+    rank = RankInfo.from_environment().rank
     codes = {}
 
     def fit(name: str) -> int:

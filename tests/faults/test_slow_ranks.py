@@ -14,8 +14,8 @@ import drawbar
 from conftest import make_project
 from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.errors import UserError
-from drawbar.runtime.dist import World
-from drawbar.runtime.env import Place
+from drawbar.runtime.dist import Distributed
+from drawbar.runtime.env import RankInfo
 from harness import run_ranks, wait_until
 from runs import metrics
 from tiny import CPU
@@ -48,7 +48,7 @@ class Told(drawbar.CausalLM):
 
     def forward(self, model: Any, batch: Any) -> Any:
         Told.forwards += model.training
-        if Told.forwards == 2 and Place.from_environment().first:
+        if Told.forwards == 2 and RankInfo.from_environment().first:
             os.kill(os.getpid(), signal.SIGTERM)
         return super().forward(model, batch)
 
@@ -59,7 +59,7 @@ def slow_disk(writer: int) -> Iterator[None]:
     write = CheckpointDirectory.write
 
     def written_slowly(self: CheckpointDirectory, snapshot: Any) -> None:
-        if Place.from_environment().rank == writer:
+        if RankInfo.from_environment().rank == writer:
             time.sleep(SLOW)
         write(self, snapshot)
 
@@ -85,7 +85,7 @@ def fit(task: type[drawbar.CausalLM], *settings: str) -> int:
 
 def train_slowly(folder: str) -> int:
     """Facts, scores, a save that the next one has to wait for, and the last save."""
-    come_together(Path(folder), Place.from_environment().rank)
+    come_together(Path(folder), RankInfo.from_environment().rank)
     with chdir(folder), slow_disk(writer=0):
         return fit(Slow, "train.steps=3", "eval.every=2", "checkpoint.every=2")
 
@@ -99,7 +99,7 @@ def test_what_rank_0_does_for_all_takes_as_long_as_it_takes(tmp_path: Path) -> N
 
 def stop_with_a_slow_disk(folder: str) -> int:
     """Nodes that share no disk."""
-    rank = Place.from_environment().rank
+    rank = RankInfo.from_environment().rank
     os.environ["DRAWBAR_NODE"] = f"n{rank}"
     come_together(Path(folder), rank)
     with chdir(Path(folder) / f"node-{rank}"), slow_disk(writer=1):
@@ -118,10 +118,10 @@ def test_the_save_of_a_signal_takes_as_long_as_the_slowest_disk(tmp_path: Path) 
 
 def be_stopped_at_work(folder: str) -> str:
     """What rank 0 says of rank 1, which the system stops while it writes."""
-    rank = Place.from_environment().rank
+    rank = RankInfo.from_environment().rank
     stopped = Path(folder) / "stopped"
     come_together(Path(folder), rank)
-    world = World(Place.from_environment(), CPU, TIMEOUT).__enter__()
+    world = Distributed(RankInfo.from_environment(), CPU, TIMEOUT).__enter__()
     if rank == 1:
         with world.working("writing the checkpoint of step 3"):
             time.sleep(1)  # the others know what it does

@@ -15,8 +15,8 @@ from drawbar.engines.native import NativeEngine
 from drawbar.engines.results import EngineState
 from drawbar.parallel.ddp import accumulate, replicate
 from drawbar.parallel.precision import choose_precision
-from drawbar.runtime.dist import World
-from drawbar.runtime.env import Place, choose_device
+from drawbar.runtime.dist import Distributed
+from drawbar.runtime.env import RankInfo, choose_device
 from drawbar.runtime.seed import rng_state, seed_everything, set_rng_state, use_deterministic_kernels
 from harness import run_cli, run_ranks
 from runs import losses, weights
@@ -29,7 +29,7 @@ DROPOUT = {"resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.2}
 
 
 def engine_on(device: torch.device, family: str = "llama", **sections: Any) -> NativeEngine:
-    return tiny_engine(tiny_config(family, **sections), World(Place(), device, timeout=60))
+    return tiny_engine(tiny_config(family, **sections), Distributed(RankInfo(), device, timeout=60))
 
 
 def trace(engine: NativeEngine, steps: int = 15) -> torch.Tensor:
@@ -134,7 +134,7 @@ def resume_with_dropout() -> list[bool]:
     same = []
     for precision in ("fp32", "bf16", "fp16"):
         config = tiny_config("gpt2", DROPOUT, precision=precision)
-        world = World(Place(), CUDA, timeout=60)
+        world = Distributed(RankInfo(), CUDA, timeout=60)
         straight, resumed = tiny_engine(config, world), tiny_engine(config, world, seed=1)
         seed_everything(3)
         train(straight, 1, 3)
@@ -179,10 +179,10 @@ def test_a_run_resumes_bit_by_bit(tmp_path: Path) -> None:
 
 def test_one_process_of_torchrun_has_the_first_device() -> None:
     environ = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    place = Place.from_environment(environ)
+    place = RankInfo.from_environment(environ)
     device = choose_device("auto", place)
     assert device == CUDA
-    with World(place, device, timeout=60):
+    with Distributed(place, device, timeout=60):
         assert not dist.is_initialized()
 
 

@@ -8,9 +8,9 @@ import torch
 from drawbar.config.schema import OptimSection, ParallelSection, RunConfig
 from drawbar.data.loader import MicroBatch
 from drawbar.engines.native import NativeEngine
-from drawbar.runtime.dist import World
-from drawbar.runtime.env import Place
-from drawbar.runtime.mesh import Layout
+from drawbar.runtime.dist import Distributed
+from drawbar.runtime.env import RankInfo
+from drawbar.runtime.mesh import ParallelDims
 from drawbar.tasks.batch import Batch
 from harness import run_ranks
 from tiny import random_batch, random_step, tiny_config, tiny_engine
@@ -57,7 +57,7 @@ def stretched(tensor_BL: torch.Tensor, length: int) -> torch.Tensor:
     return tensor_BL.repeat(1, 1 + length // tensor_BL.shape[1])[:, :length]
 
 
-def trace(config: RunConfig, world: World) -> list[float]:
+def trace(config: RunConfig, world: Distributed) -> list[float]:
     """Losses of some steps on one batch, and that of an evaluation after them."""
     engine = tiny_engine(config, world)
     results = [engine.train_step(long_step(engine)) for _ in range(STEPS)]
@@ -67,14 +67,14 @@ def trace(config: RunConfig, world: World) -> list[float]:
 
 
 def on_two_gpus() -> dict[tuple[str, str], list[float]]:
-    place = Place.from_environment()
+    place = RankInfo.from_environment()
     device = torch.device("cuda", place.local_rank)
     torch.cuda.set_device(device)
     found = {}
     for name, (family, parallel) in CASES.items():
         for precision in TOLERANCES:
             config = configured(family, {**parallel, "context": 2}, precision)
-            with World(place, device, 120, Layout.of(config.parallel, 2)) as world:
+            with Distributed(place, device, 120, ParallelDims.of(config.parallel, 2)) as world:
                 found[name, precision] = trace(config, world)
     return found
 
@@ -88,7 +88,7 @@ def found() -> dict[tuple[str, str], list[float]]:
 @pytest.mark.parametrize("name", CASES)
 def test_losses_are_those_of_one_gpu(found: dict[tuple[str, str], list[float]], name: str, precision: str) -> None:
     single = configured(CASES[name][0], {"strategy": "single"}, "fp32")
-    wanted = trace(single, World(Place(), torch.device("cuda", 0), timeout=60))
+    wanted = trace(single, Distributed(RankInfo(), torch.device("cuda", 0), timeout=60))
     assert wanted[STEPS - 1] < wanted[0] - 0.1
     assert found[name, precision] == pytest.approx(wanted, rel=TOLERANCES[precision])
 
@@ -101,13 +101,13 @@ def test_a_long_sequence_takes_less_memory() -> None:
 
 
 def peaks_of_both() -> tuple[int, int]:
-    place = Place.from_environment()
+    place = RankInfo.from_environment()
     device = torch.device("cuda", place.local_rank)
     torch.cuda.set_device(device)
     peaks = []
     for degree in (1, 2):
         config = configured("llama", {"strategy": "ddp", "context": degree}, "bf16")
-        with World(place, device, 120, Layout.of(config.parallel, 2)) as world:
+        with Distributed(place, device, 120, ParallelDims.of(config.parallel, 2)) as world:
             engine = tiny_engine(config, world)
             steps = random_step(engine, seed=1, micro_batches=1)
             for name, tensor in steps[0].batch.items():

@@ -13,9 +13,9 @@ from drawbar.config.tasks import MaskedLMConfig
 from drawbar.data.tokenizer import train_byte_bpe
 from drawbar.engines.choose import choose_engine
 from drawbar.engines.native import NativeEngine
-from drawbar.runtime.dist import World
-from drawbar.runtime.env import Place
-from drawbar.runtime.mesh import Layout
+from drawbar.runtime.dist import Distributed
+from drawbar.runtime.env import RankInfo
+from drawbar.runtime.mesh import ParallelDims
 from drawbar.tasks.masked_lm import MaskedLM
 from harness import run_ranks
 from tiny import random_step, tiny_config, tiny_task
@@ -50,7 +50,7 @@ def configured(parallel: dict[str, Any], precision: str, **task: Any) -> RunConf
     return config.model_copy(update={"task": config.task.model_copy(update=task)})
 
 
-def trace(config: RunConfig, world: World) -> tuple[list[float], dict[str, torch.Tensor]]:
+def trace(config: RunConfig, world: Distributed) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses of some steps, and the weights after them."""
     torch.manual_seed(0)
     engine = choose_engine(tiny_task(config), config, world, total_steps=STEPS)
@@ -63,7 +63,7 @@ def trace(config: RunConfig, world: World) -> tuple[list[float], dict[str, torch
 
 def on_one_gpu(parallel: dict[str, Any], precision: str, **task: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
     config = configured(parallel, precision, **task)
-    with World(Place(), torch.device("cuda", 0), 120, Layout.of(config.parallel, 1)) as world:
+    with Distributed(RankInfo(), torch.device("cuda", 0), 120, ParallelDims.of(config.parallel, 1)) as world:
         return trace(config, world)
 
 
@@ -85,7 +85,7 @@ def test_offloaded_parameters_leave_the_buffers_on_the_gpu() -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
     task = MaskedLM(config.model_copy(update={"task": MaskedLMConfig(model="bert", from_scratch=sizes)}))
     task.tokenizer = train_byte_bpe([], 300, task.special_tokens)
-    with World(Place(), torch.device("cuda", 0), 120, Layout.of(config.parallel, 1)) as world:
+    with Distributed(RankInfo(), torch.device("cuda", 0), 120, ParallelDims.of(config.parallel, 1)) as world:
         engine = choose_engine(task, task.run_config, world, total_steps=STEPS)
         assert isinstance(engine, NativeEngine)
         assert {buffer.device.type for buffer in engine.module.buffers()} == {"cuda"}
@@ -101,7 +101,7 @@ def test_the_loss_scale_of_deepspeed_is_resumed(stage: int) -> None:
     """The first steps overflow, until the scale fits; what it came to is part of the state."""
     config = configured({"strategy": "deepspeed", "zero_stage": stage}, "fp16")
     values = []
-    with World(Place(), torch.device("cuda", 0), 120, Layout.of(config.parallel, 1)) as world:
+    with Distributed(RankInfo(), torch.device("cuda", 0), 120, ParallelDims.of(config.parallel, 1)) as world:
         for _ in range(2):
             engine = choose_engine(tiny_task(config), config, world, total_steps=STEPS)
             if values:
@@ -144,11 +144,11 @@ TWO_GPUS: dict[str, dict[str, Any]] = {
 def on_two_gpus() -> dict[str, list[float]]:
     found = {}
     for name, parallel in TWO_GPUS.items():
-        place = Place.from_environment()
+        place = RankInfo.from_environment()
         device = torch.device("cuda", place.local_rank)
         torch.cuda.set_device(device)
         config = configured(parallel, "fp32")
-        with World(place, device, 120, Layout.of(config.parallel, 2)) as world:
+        with Distributed(place, device, 120, ParallelDims.of(config.parallel, 2)) as world:
             found[name] = trace(config, world)[0]
     return found
 

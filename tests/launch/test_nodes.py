@@ -13,7 +13,7 @@ from drawbar.config.imports import SNAPSHOT
 from drawbar.launch.head import PORTS, choose_address, choose_port, main
 from drawbar.launch.network import address_towards, interface_address, interfaces, is_free
 from drawbar.launch.node import CONFIG, find_way
-from drawbar.launch.rendezvous import VARIABLE, Meeting
+from drawbar.launch.rendezvous import VARIABLE, Rendezvous
 from drawbar.launch.restarts import MOST, count_restart, newest_step
 
 
@@ -64,12 +64,12 @@ def test_the_way_of_the_libraries() -> None:
 
 
 def test_a_meeting_is_taken_once() -> None:
-    meeting = Meeting("job-7", "10.0.0.1:20000", nodes=2, node=1, address="10.0.0.2")
+    meeting = Rendezvous("job-7", "10.0.0.1:20000", nodes=2, node=1, address="10.0.0.2")
     environ: dict[str, str] = {}
     meeting.announce(environ)
     assert list(environ) == [VARIABLE]
-    assert Meeting.take(environ) == meeting
-    assert Meeting.take(environ) is None
+    assert Rendezvous.take(environ) == meeting
+    assert Rendezvous.take(environ) is None
 
 
 def run_node(endpoint: str, config: Path, **environ: str) -> "subprocess.CompletedProcess[str]":
@@ -94,7 +94,7 @@ def test_a_node_becomes_its_command(tmp_path: Path) -> None:
     assert list(config.parent.iterdir()) == [config]
     said, announced = done.stdout.splitlines()
     assert said.startswith("drawbar: node 2 of 2, n2: meets the others at 127.0.0.1:20000 over lo (127.0.0.1)")
-    assert Meeting.take({VARIABLE: announced}) == Meeting(
+    assert Rendezvous.take({VARIABLE: announced}) == Rendezvous(
         "drawbar-7", "127.0.0.1:20000", 2, 1, "127.0.0.1", ("n1", "n2")
     )
 

@@ -24,7 +24,7 @@ from drawbar.checkpoint.format import (
     step_name,
 )
 from drawbar.errors import ExitCode, UserError
-from drawbar.runtime.dist import World
+from drawbar.runtime.dist import Distributed
 from drawbar.runtime.files import identity, retried
 from drawbar.runtime.safetensors_reader import TensorFiles
 
@@ -41,7 +41,7 @@ def read(path: Path) -> Snapshot:
     return open_snapshot(path)
 
 
-def read_together(path: Path, world: World) -> Snapshot:
+def read_together(path: Path, world: Distributed) -> Snapshot:
     """As ``read``, on every rank; of those that see the same files, one verifies them."""
     with usable(path):
         leader = world.first_alike([_look(name, partial(identity, path / name)) for name in check_sizes(path).files])

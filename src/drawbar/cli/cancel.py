@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from drawbar.launch.job_status import Standing
+    from drawbar.launch.job_status import JobStatus
     from drawbar.launch.records import Record
 
 ASK_SECONDS = 1.0
@@ -71,7 +71,7 @@ def _wait(records: "list[Record]", seconds: float) -> "list[Record]":
     return left
 
 
-def _tell(standing: "Standing") -> str:
+def _tell(standing: "JobStatus") -> str:
     from pathlib import Path
 
     from drawbar.errors import ExitCode

@@ -72,9 +72,9 @@ def _show_deepspeed(loaded: "LoadedConfig") -> None:
     precision: str = loaded.config.precision
     if precision == "auto":
         from drawbar.parallel.precision import choose_precision
-        from drawbar.runtime.env import Place, choose_device
+        from drawbar.runtime.env import RankInfo, choose_device
 
-        precision = choose_precision(precision, choose_device(loaded.config.device, Place(world_size=processes)))
+        precision = choose_precision(precision, choose_device(loaded.config.device, RankInfo(world_size=processes)))
     found = deepspeed_json(loaded, processes, precision)
     for note in found.notes:
         click.echo(f"note: {note}", err=True)

@@ -8,7 +8,7 @@ import click
 
 if TYPE_CHECKING:
     from drawbar.launch.follow import Output
-    from drawbar.launch.job_status import Standing
+    from drawbar.launch.job_status import JobStatus
     from drawbar.launch.records import Record
 
 LOOK_SECONDS = 0.5
@@ -90,7 +90,7 @@ def _follow(records: "list[Record]", output: "Output") -> int:
     return next((code for code in codes.values() if code), 0)
 
 
-def _ask(records: "list[Record]") -> "list[Standing]":
+def _ask(records: "list[Record]") -> "list[JobStatus]":
     """How they stand. A controller that is restarted does not end the looking."""
     from drawbar.errors import UserError
     from drawbar.launch.job_status import stand

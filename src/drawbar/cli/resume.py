@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from drawbar.launch.job_status import Standing
+    from drawbar.launch.job_status import JobStatus
     from drawbar.launch.records import Record
     from drawbar.tasks.task import Task
 
@@ -81,7 +81,7 @@ def _submitted(record: "Record", settings: tuple[str, ...]) -> tuple[str, ...] |
     return (str(file), *settings, *record.settings) if file.is_file() else None
 
 
-def can_go_on(what: str, standings: "list[Standing]", settings: tuple[str, ...]) -> "list[Standing]":
+def can_go_on(what: str, standings: "list[JobStatus]", settings: tuple[str, ...]) -> "list[JobStatus]":
     """What of it can go on: what is not complete, or all of it where the settings ask for another number of steps.
 
     Raises:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from drawbar.launch.job_status import Standing
+    from drawbar.launch.job_status import JobStatus
     from drawbar.launch.progress import Progress
     from drawbar.launch.records import Record
 
@@ -47,7 +47,7 @@ def status(what: str, as_json: bool) -> None:
             click.echo(f"{name:<11} {text}")
 
 
-def find_runs(what: str) -> "list[tuple[Path, Standing | None]]":
+def find_runs(what: str) -> "list[tuple[Path, JobStatus | None]]":
     """The folders of the runs that a user means, each with its newest job. Raises UserError where there is none."""
     from drawbar.errors import UserError
     from drawbar.launch.job_status import stand
@@ -62,7 +62,7 @@ def find_runs(what: str) -> "list[tuple[Path, Standing | None]]":
     return [(Path(standing.record.run_dir), standing) for standing in stand(records)]
 
 
-def _lines(folder: Path, standing: "Standing | None", progress: "Progress") -> list[tuple[str, str]]:
+def _lines(folder: Path, standing: "JobStatus | None", progress: "Progress") -> list[tuple[str, str]]:
     from drawbar.tracking.lines import duration, number, speed
 
     now = time.time()
@@ -98,7 +98,7 @@ def _lines(folder: Path, standing: "Standing | None", progress: "Progress") -> l
     return lines
 
 
-def _values(folder: Path, standing: "Standing | None", progress: "Progress") -> dict[str, Any]:
+def _values(folder: Path, standing: "JobStatus | None", progress: "Progress") -> dict[str, Any]:
     return {
         "run": folder.name,
         "folder": str(folder),
@@ -107,7 +107,7 @@ def _values(folder: Path, standing: "Standing | None", progress: "Progress") -> 
     }
 
 
-def _job(standing: "Standing", record: "Record") -> dict[str, Any]:
+def _job(standing: "JobStatus", record: "Record") -> dict[str, Any]:
     return {
         "number": record.number,
         "state": standing.state,

@@ -56,9 +56,9 @@ def start(task: "type[Task] | None", arguments: tuple[str, ...], resume: str, fo
     from drawbar.config.deepspeed_json import check_deepspeed
     from drawbar.config.rules import RULES, TRAIN_RULES, check_rules, check_world
     from drawbar.launch.foreign_launcher import check_alone
-    from drawbar.launch.rendezvous import Meeting
+    from drawbar.launch.rendezvous import Rendezvous
 
-    meeting = Meeting.take()
+    meeting = Rendezvous.take()
     if meeting is None:
         check_alone()
     loaded = load(arguments, task)
@@ -77,10 +77,10 @@ def start(task: "type[Task] | None", arguments: tuple[str, ...], resume: str, fo
         return run_processes(own_command(task), processes, meeting, config.launch.timeout, roll_call)
 
     with quick_imports():
-        from drawbar.runtime.env import Place
+        from drawbar.runtime.env import RankInfo
         from drawbar.train.trainer import Trainer
 
-    check_deepspeed(loaded, Place.from_environment().world_size)
+    check_deepspeed(loaded, RankInfo.from_environment().world_size)
     return Trainer(loaded.config, task, resume=resume, fork=fork).fit().exit_code
 
 

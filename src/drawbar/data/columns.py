@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 Sample = dict[str, Any]
 """One encoded example: each field a numpy array, or a plain bool, int, float or str."""
 Kind = Literal["array", "number", "text"]
-Layout = dict[str, tuple[Kind, int]]
+FieldKinds = dict[str, tuple[Kind, int]]
 """Field name → what it is, and its number of dims."""
 
 BLOCK_VALUES = 1 << 20  # values read at a time where a whole file passes through memory
@@ -151,7 +151,7 @@ class Piece:
     """Those that the samples came in; ``values`` has one that they all fit in."""
 
 
-def layout_of(sample: Sample) -> Layout:
+def layout_of(sample: Sample) -> FieldKinds:
     def kind(value: Any) -> tuple[Kind, int]:
         if isinstance(value, np.ndarray):
             return "array", value.ndim
@@ -160,7 +160,7 @@ def layout_of(sample: Sample) -> Layout:
     return {name: kind(value) for name, value in sample.items()}
 
 
-def difference(expected: Layout, found: Layout) -> str:
+def difference(expected: FieldKinds, found: FieldKinds) -> str:
     """What is wrong with a sample that is laid out otherwise than those before it."""
 
     def words(kind: Kind, dims: int) -> str:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from drawbar.data.columns import (
     Column,
     ColumnWriter,
-    Layout,
+    FieldKinds,
     MemoryStorage,
     Sample,
     Storage,
@@ -184,10 +184,10 @@ class _SamplesWriter:
         self.skipped_count += len(chunk.skipped)
 
     def _add_samples(self, chunk: Chunk) -> None:
-        layout: Layout = {name: (piece.kind, piece.shapes.shape[1]) for name, piece in chunk.pieces.items()}
+        layout: FieldKinds = {name: (piece.kind, piece.shapes.shape[1]) for name, piece in chunk.pieces.items()}
         if not self.samples:
             self.columns = {name: self._column(number, name, layout) for number, name in enumerate(layout)}
-        expected: Layout = {name: (column.kind, column.dims) for name, column in self.columns.items()}
+        expected: FieldKinds = {name: (column.kind, column.dims) for name, column in self.columns.items()}
         if layout != expected:
             raise layout_error(difference(expected, layout), chunk.where)
         for name, piece in chunk.pieces.items():
@@ -198,7 +198,7 @@ class _SamplesWriter:
                 column.add(piece)
         self.storage.append(RECORD_OF, chunk.record_of.tobytes())
 
-    def _column(self, number: int, name: str, layout: Layout) -> ColumnWriter | DifferenceWriter:
+    def _column(self, number: int, name: str, layout: FieldKinds) -> ColumnWriter | DifferenceWriter:
         base = base_of(name, layout)
         if base is not None:
             return DifferenceWriter(self.storage, f"{number:02d}", base)

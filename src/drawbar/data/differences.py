@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from drawbar.data.columns import BLOCK_VALUES, Column, ColumnWriter, Kind, Layout, Piece, Storage, read_column
+from drawbar.data.columns import BLOCK_VALUES, Column, ColumnWriter, FieldKinds, Kind, Piece, Storage, read_column
 
 BASES = {"labels": "input_ids"}
 """Fields that are stored so, and what they are compared with."""
 RUNS = "runs"
 
 
-def base_of(name: str, layout: Layout) -> str | None:
+def base_of(name: str, layout: FieldKinds) -> str | None:
     """The field that this one is stored as differing from; None for none."""
     base = BASES.get(name)
     return base if layout[name] == ("array", 1) and base is not None and layout.get(base) == ("array", 1) else None

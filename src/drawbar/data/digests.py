@@ -8,7 +8,7 @@ from pathlib import Path
 
 from drawbar.data.heartbeat import replace_text
 from drawbar.data.sources import Records
-from drawbar.runtime.dist import World
+from drawbar.runtime.dist import Distributed
 from drawbar.runtime.files import identity
 
 FILE = "digests.json"
@@ -66,7 +66,7 @@ def file_digest(file: Path) -> str:
         return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
-def digest_for_all(records: Records, kept: KeptDigests, world: World) -> str:
+def digest_for_all(records: Records, kept: KeptDigests, world: Distributed) -> str:
     """``records.digest``. Of the ranks that see the same files, one reads them. Every rank must call it."""
     leader = world.first_alike(records.identity())
     own = None

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from drawbar.data.columns import Layout, Piece, Sample, difference, layout_of, number_dtype, stack
+from drawbar.data.columns import FieldKinds, Piece, Sample, difference, layout_of, number_dtype, stack
 from drawbar.data.readers import Record
 from drawbar.data.reading import Numbered, Reading
 from drawbar.errors import ExitCode, UserError
@@ -62,7 +62,7 @@ def encode_chunk(encode: Encode, numbered: Iterator[Numbered], skip: bool, secon
     started = time.monotonic()
     samples: list[Sample] = []
     record_of: list[int] = []
-    layout: Layout | None = None
+    layout: FieldKinds | None = None
     for index, where, record in numbered:
         chunk.records += 1
         try:

@@ -34,7 +34,7 @@ class PackedRows:
     def __init__(self, samples: EncodedDataset, plan: Plan, targets: Targets) -> None:
         self.samples = samples
         self.plan = plan
-        self._layout = Layout.of(samples, targets)
+        self._layout = RowLayout.of(samples, targets)
         self.lengths = plan.row_lengths(packed_lengths(samples, targets))
         self.fingerprint = plan.digest(samples.fingerprint)
 
@@ -54,7 +54,7 @@ def packed_lengths(samples: EncodedDataset, targets: Targets) -> NDArray[np.int6
 
 
 @dataclass(frozen=True)
-class Layout:
+class RowLayout:
     """How the fields of several samples are laid into one row."""
 
     targets: Targets
@@ -66,7 +66,7 @@ class Layout:
     """Fields with one value, of any shape, for each sample."""
 
     @classmethod
-    def of(cls, samples: EncodedDataset, targets: Targets) -> "Layout":
+    def of(cls, samples: EncodedDataset, targets: Targets) -> "RowLayout":
         """The layout of these samples.
 
         Raises:

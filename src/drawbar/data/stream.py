@@ -19,7 +19,7 @@ from drawbar.data.loader import Batch, Collate, Loader, MicroBatch, MicroBatchSi
 from drawbar.data.order import order
 from drawbar.data.sources import Located
 from drawbar.errors import UserError
-from drawbar.runtime.dist import DataRanks
+from drawbar.runtime.dist import DataParallelGroup
 from drawbar.runtime.log import logger
 
 LARGEST_BLOCK = 2**32
@@ -109,7 +109,7 @@ class StreamLoader(Loader[Batch]):
         settings: StreamSettings,
         encode: Callable[[list[Located]], Rows | None],
         *,
-        ranks: DataRanks,
+        ranks: DataParallelGroup,
         micro_batch: MicroBatchSize,
         collate: Collate[Batch],
         vary: Vary = lambda sample, epoch: sample,
@@ -330,7 +330,7 @@ class StreamLoader(Loader[Batch]):
 class _Reader:
     """This rank's records of one source, read onwards; they are found anew only where the position jumps."""
 
-    def __init__(self, stream: Stream, ranks: DataRanks) -> None:
+    def __init__(self, stream: Stream, ranks: DataParallelGroup) -> None:
         self.stream = stream
         self.rank, self.ranks = ranks.rank, ranks.size
         self.ends = 0

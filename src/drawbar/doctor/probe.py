@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from drawbar.errors import UserError
 from drawbar.parallel.precision import choose_precision
-from drawbar.runtime.env import Place, choose_device
+from drawbar.runtime.env import RankInfo, choose_device
 
 SIDE = 256
 """Of the matrices that are multiplied."""
@@ -37,12 +37,12 @@ def look_at_device(wanted: str, precision: str, processes: int) -> dict[str, Any
         "errors": {},
     }
     try:
-        place = Place.from_environment()
+        place = RankInfo.from_environment()
     except UserError as error:
         facts["errors"]["launcher"] = _told(error)
-        place = Place()
+        place = RankInfo()
     try:
-        place = place if place.world_size > 1 else Place(world_size=processes, local_world_size=processes)
+        place = place if place.world_size > 1 else RankInfo(world_size=processes, local_world_size=processes)
         device = choose_device(wanted, place)
         facts["device"] = device.type
         facts["precision"] = choose_precision(precision, device)

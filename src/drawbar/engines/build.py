@@ -14,10 +14,10 @@ from drawbar.models.packed import allow_packing
 from drawbar.models.plans import plan_for
 from drawbar.parallel.apply import parallelize
 from drawbar.parallel.tensor import Packed, packed_parameters
-from drawbar.parallel.weights import fill, materialize, named_tensors, spread
-from drawbar.runtime.dist import World
+from drawbar.parallel.weights import broadcast_shards, load_shard, materialize, named_tensors
+from drawbar.runtime.dist import Distributed
 from drawbar.runtime.log import logger
-from drawbar.runtime.mesh import Layout
+from drawbar.runtime.mesh import ParallelDims
 from drawbar.tasks.task import Task
 
 
@@ -45,20 +45,20 @@ def pack(model: nn.Module, task: Task, config: RunConfig) -> None:
 
 
 def build_whole(
-    task: Task, config: RunConfig, world: World, device: torch.device, precision: str
+    task: Task, config: RunConfig, world: Distributed, device: torch.device, precision: str
 ) -> tuple[nn.Module, Base | None]:
     """The model of one process, also where it is replicated, and what is below its adapters. It is made on the CPU, so
     that it starts from the same random numbers on every device."""
     with world.together("building the model"):
         model, base = _build_adapted(task, config)
         pack(model, task, config)
-        parallelize(model, plan_for(model), config.parallel, Layout(), None, precision)
+        parallelize(model, plan_for(model), config.parallel, ParallelDims(), None, precision)
         model = model.to(device)
     return model, world.from_first(lambda: base, "building the model")  # its weights are those of all
 
 
 def build_spread(
-    task: Task, config: RunConfig, world: World, layout: Layout, mesh: DeviceMesh, precision: str
+    task: Task, config: RunConfig, world: Distributed, dims: ParallelDims, mesh: DeviceMesh, precision: str
 ) -> tuple[nn.Module, dict[str, Packed], Base | None]:
     """The parts of the model that this rank holds, which of its parameters are stored in another order, and what is
     below its adapters.
@@ -68,7 +68,7 @@ def build_spread(
     """
     structure, source, base = build_structure(task, config, world)
     pack(structure, task, config)
-    parallelize(structure, plan_for(structure), config.parallel, layout, mesh, precision)
+    parallelize(structure, plan_for(structure), config.parallel, dims, mesh, precision)
     packed = packed_parameters(structure)
     materialize(structure, torch.device("cpu") if config.parallel.offload else world.device, world.device)
     fill_parts(structure, source, packed, world)
@@ -79,19 +79,19 @@ def fill_parts(
     module: nn.Module,
     source: Mapping[str, torch.Tensor] | nn.Module | None,
     packed: Mapping[str, Packed],
-    world: World,
+    world: Distributed,
 ) -> None:
     """The first weights of what this rank holds of a model, from where ``build_structure`` says."""
     if isinstance(source, Mapping):
         with world.together("reading the weights"):
             for name, parameter in module.named_parameters():
-                fill(parameter, source, name, packed.get(name))
+                load_shard(parameter, source, name, packed.get(name))
     else:
-        spread(named_tensors(module), source, packed, world.device)
+        broadcast_shards(named_tensors(module), source, packed, world.device)
 
 
 def build_structure(
-    task: Task, config: RunConfig, world: World
+    task: Task, config: RunConfig, world: Distributed
 ) -> tuple[nn.Module, Mapping[str, torch.Tensor] | nn.Module | None, Base | None]:
     """The model without its parameters; where they come from: files, or the whole model, which rank 0 has; and what is
     below its adapters."""

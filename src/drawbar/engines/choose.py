@@ -14,7 +14,7 @@ from drawbar.engines.pipeline import PipelineEngine
 from drawbar.errors import UserError
 from drawbar.parallel.compile import check_compiler
 from drawbar.parallel.precision import choose_formats
-from drawbar.runtime.dist import World
+from drawbar.runtime.dist import Distributed
 from drawbar.runtime.log import logger
 from drawbar.tasks.pretrained import PretrainedTask
 from drawbar.tasks.task import Task
@@ -32,7 +32,7 @@ SHARE_FOR_STATE = 0.6
 """Of a rank's memory; the rest is for activations."""
 
 
-def choose_engine(task: Task, config: RunConfig, world: World, total_steps: int = 0) -> Engine:
+def choose_engine(task: Task, config: RunConfig, world: Distributed, total_steps: int = 0) -> Engine:
     """Build the engine for this world.
 
     Args:
@@ -53,14 +53,14 @@ def choose_engine(task: Task, config: RunConfig, world: World, total_steps: int 
     return _ENGINES[strategy == "deepspeed", config.parallel.pipeline > 1](task, config, world, total_steps)
 
 
-def _as_it_runs(config: RunConfig, world: World) -> RunConfig:
+def _as_it_runs(config: RunConfig, world: Distributed) -> RunConfig:
     """The configuration with nothing left to choose: rules may refuse what ``auto`` came to."""
     launch = config.launch.model_copy(update={"nproc": world.size})
     formats_chosen = choose_formats(config, world.device)
     return formats_chosen.model_copy(update={"device": world.device.type, "launch": launch})
 
 
-def _choose_strategy(task: Task, config: RunConfig, world: World) -> tuple[str, str]:
+def _choose_strategy(task: Task, config: RunConfig, world: Distributed) -> tuple[str, str]:
     """The strategy that ``auto`` stands for, and why."""
     if config.deepspeed is not None:
         return "deepspeed", "the configuration has settings of it"
@@ -70,7 +70,7 @@ def _choose_strategy(task: Task, config: RunConfig, world: World) -> tuple[str, 
         return "ddp", "the ranks share one model, and there is nothing to replicate"
     if type(task).build_model is not PretrainedTask.build_model:
         return "ddp", f"{world.size} processes"  # to find the size of a user's own model is to build it
-    model_ranks = world.layout.tp * world.layout.pp  # those that share a sequence have copies
+    model_ranks = world.dims.tp * world.dims.pp  # those that share a sequence have copies
     with world.working("finding the size of the model"):
         parameters = sum(parameter.numel() for parameter in task.build_structure().parameters())
     needed, room = parameters * BYTES_PER_PARAMETER / model_ranks, _memory_of_a_rank(world)
@@ -79,14 +79,14 @@ def _choose_strategy(task: Task, config: RunConfig, world: World) -> tuple[str, 
     return ("ddp", f"{world.size} processes; {amounts}") if fits else ("fsdp", amounts)
 
 
-def _memory_of_a_rank(world: World) -> float:
+def _memory_of_a_rank(world: Distributed) -> float:
     """Bytes."""
     if world.device.type == "cuda":
         return torch.cuda.get_device_properties(world.device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / world.place.local_world_size
 
 
-def _check(strategy: str, world: World) -> None:
+def _check(strategy: str, world: Distributed) -> None:
     if strategy == "single" and world.size > 1:
         raise UserError(
             f"parallel.strategy is single, but {world.size} processes were started",

@@ -26,7 +26,7 @@ from drawbar.parallel.deepspeed_state import STEP, Masters, cut, gathered, impor
 from drawbar.parallel.precision import LossScaler, autocast
 from drawbar.parallel.weights import check_weights, materialize, named_tensors, sent_from_first, without_room
 from drawbar.runtime.log import logger
-from drawbar.runtime.mesh import Layout
+from drawbar.runtime.mesh import ParallelDims
 from drawbar.tasks.batch import Batch
 
 _HOST = torch.device("cpu")
@@ -41,7 +41,7 @@ class DeepSpeedEngine(NativeEngine):
         UserError: DeepSpeed is missing, or refuses the run.
     """
 
-    def _build(self, layout: Layout) -> None:
+    def _build(self, dims: ParallelDims) -> None:
         task, config, world = self.task, self.config, self.world
         import_deepspeed(world.device)
         world.join_alone()
@@ -56,7 +56,7 @@ class DeepSpeedEngine(NativeEngine):
         else:
             self.module, self.weights, self.base = build_structure(task, config, world)
             pack(self.module, task, config)
-            parallelize(self.module, plan_for(self.module), config.parallel, Layout(), None, self.precision)
+            parallelize(self.module, plan_for(self.module), config.parallel, ParallelDims(), None, self.precision)
             for parameter in self.module.parameters():
                 parameter.data = parameter.data.to(_DTYPES[self.precision])
             materialize(self.module, _HOST, _HOST, without_room)
@@ -154,7 +154,7 @@ class DeepSpeedEngine(NativeEngine):
             for key in self.masters.keys:
                 tensor = self.masters.state(parameter, key)
                 tensor = tensor if key == STEP else gathered(parameter, tensor)
-                if self._leads(writers):
+                if self._keeps_full_copy(writers):
                     copies[f"{name}/{key}"] = tensor.to("cpu", copy=True)
         return copies
 
@@ -164,7 +164,7 @@ class DeepSpeedEngine(NativeEngine):
             gradient = self.masters.gradient(parameter)
             if gradient is not None:
                 whole = gathered(parameter, gradient.float())
-                if self._leads((0,)):
+                if self._keeps_full_copy((0,)):
                     found[name] = whole.to("cpu", copy=True) / self._loss_scale()
         return found
 

@@ -24,12 +24,12 @@ from drawbar.parallel.deepspeed_stages import (
     pipeline_module,
 )
 from drawbar.parallel.deepspeed_state import FlatMasters, Masters, import_deepspeed, start
-from drawbar.parallel.pipeline_inference import Relay
+from drawbar.parallel.pipeline_inference import PipelineInference
 from drawbar.parallel.precision import LossScaler
-from drawbar.parallel.stages import Parts, is_tied
+from drawbar.parallel.stages import LocalStages, is_tied
 from drawbar.parallel.weights import materialize
 from drawbar.runtime.log import logger
-from drawbar.runtime.mesh import Layout, build_mesh
+from drawbar.runtime.mesh import ParallelDims, build_mesh
 
 _FOR_PIPELINES: dict[str, Any] = {
     # else it cuts hidden states over the tensor-parallel ranks, by the shapes of the first step
@@ -47,39 +47,39 @@ class DeepSpeedPipelineEngine(PipelineEngine, DeepSpeedEngine):
         UserError: DeepSpeed is missing or refuses the run, or the model cannot be cut so.
     """
 
-    def _build(self, layout: Layout) -> None:
+    def _build(self, dims: ParallelDims) -> None:
         task, config, world = self.task, self.config, self.world
         import_deepspeed(world.device).init_distributed(dist_init_required=False)
         self.scaler = LossScaler("fp32")  # DeepSpeed scales by itself
-        self.layout = layout
+        self.dims = dims
         self.structure, source, self.base = build_structure(task, config, world)
         plan = plan_for(self.structure)
         if plan.pipeline is None:
             raise UserError(plan.refusal, where="parallel.pipeline", remedy="set parallel.pipeline=1")
-        if layout.tp > 1:
-            check_layers(self.structure, plan, layout.tp)
-        mesh = build_mesh(layout, world.device)
+        if dims.tp > 1:
+            check_layers(self.structure, plan, dims.tp)
+        mesh = build_mesh(dims, world.device)
         self.group = mesh["pp"].get_group()
-        parts = self._cut(plan.pipeline, layout.pp)
+        parts = self._cut(plan.pipeline, dims.pp)
         self._connect(parts)
         (part,) = parts
         pack(part, task, config)
         cast_received(part)
         materialize(part, torch.device("cpu"), torch.device("cpu"))  # DeepSpeed casts and moves it
-        module = Parts(parts, self.structure, plan.pipeline)
+        module = LocalStages(parts, self.structure, plan.pipeline)
         fill_parts(module, source, {}, world)
         tied = f"{plan.pipeline.embedding}.weight" if is_tied(self.structure, plan.pipeline) else ""
         self.tied = dict(module.named_parameters()).get(tied)  # on the first and the last stage
-        if layout.tp > 1:
+        if dims.tp > 1:
             cut_layers(part, plan, self.tied, mesh["tp"].get_group())
-        parallelize(part, plan, config.parallel, Layout(), None, self.precision)
+        parallelize(part, plan, config.parallel, ParallelDims(), None, self.precision)
         self.module = module
-        self.layer = Stage(part, self.group.rank(), layout.pp)
+        self.layer = Stage(part, self.group.rank(), dims.pp)
 
     def _connect(self, parts: list[nn.Module]) -> None:
         assert isinstance(self.structure, PreTrainedModel)
         text = self.structure.config.get_text_config()
-        self.relay = Relay(parts, self.group, self.world.device, text.hidden_size, text.vocab_size)
+        self.relay = PipelineInference(parts, self.group, self.world.device, text.hidden_size, text.vocab_size)
 
     def _build_optimizers(self) -> list[Optimizer]:
         optimizers = build_optimizers(self.module, self.config.optim)
@@ -89,7 +89,7 @@ class DeepSpeedPipelineEngine(PipelineEngine, DeepSpeedEngine):
             logger.warning("deepspeed: %s", note)
         values = {**found.values, **_FOR_PIPELINES}
         values.pop("tensor_parallel", None)  # the layers are cut
-        module = pipeline_module(self.layer, self.tied, self.layout)
+        module = pipeline_module(self.layer, self.tied, self.dims)
         exact = {parameter: parameter.detach() for parameter in self.module.parameters()}
         self.model = start(module, optimizers[0], values, self.world.device, in_pieces=False)
         pipeline: Any = DeepSpeedPipeline(self.model, self.layer, self.world.device, self.precision)

@@ -30,15 +30,15 @@ from drawbar.parallel.context import ContextParallel, check_context
 from drawbar.parallel.ddp import accumulate, replicate
 from drawbar.parallel.dp import DataParallel
 from drawbar.parallel.fsdp import digest_of_use, free_gathered, generate_together
-from drawbar.parallel.gradients import clip_factor, scale_, settle, squared_norm
+from drawbar.parallel.gradients import clip_factor, reduce_partial_grads, scale_, squared_norm
 from drawbar.parallel.precision import LossScaler, autocast, choose_formats
 from drawbar.parallel.styles import sharded_logits
 from drawbar.parallel.tensor import Packed
-from drawbar.parallel.weights import check_weights, fill, like, whole
-from drawbar.parallel.zero1 import own_part, share_out
-from drawbar.runtime.dist import World
+from drawbar.parallel.weights import check_weights, full_tensor, load_shard, shard_like
+from drawbar.parallel.zero1 import local_optimizer, zero1_optimizer
+from drawbar.runtime.dist import Distributed
 from drawbar.runtime.log import logger
-from drawbar.runtime.mesh import Layout, build_mesh, replicas
+from drawbar.runtime.mesh import ParallelDims, build_mesh, replicas
 from drawbar.tasks.batch import Ask, Batch
 from drawbar.tasks.task import Task
 
@@ -56,7 +56,7 @@ class NativeEngine(Engine):
         total_steps: optimizer steps of the whole run, for the schedule.
     """
 
-    def __init__(self, task: Task, config: RunConfig, world: World, total_steps: int) -> None:
+    def __init__(self, task: Task, config: RunConfig, world: Distributed, total_steps: int) -> None:
         self.task = task
         self.config = choose_formats(config, world.device)
         self.world = world
@@ -70,7 +70,7 @@ class NativeEngine(Engine):
         self.before_update: Callable[[], None] = lambda: None
         """Called in each step that updates, when the gradients are complete, and neither clipped nor used."""
         self.scaler = LossScaler(self.precision)
-        self._build(Layout.of(config.parallel, world.size))
+        self._build(ParallelDims.of(config.parallel, world.size))
         self.positions = longest_input(self.structure)
         self.optimizers = self._build_optimizers()
         world.limit_waiting()  # all process groups are there now
@@ -78,22 +78,22 @@ class NativeEngine(Engine):
     def _build_optimizers(self) -> list[Optimizer]:
         optimizers = build_optimizers(self.module, self.config.optim)
         sharded = self.config.parallel.strategy == "zero1" and self.world.size > 1
-        return [share_out(optimizer) for optimizer in optimizers] if sharded else optimizers
+        return [zero1_optimizer(optimizer) for optimizer in optimizers] if sharded else optimizers
 
-    def _build(self, layout: Layout) -> None:
+    def _build(self, dims: ParallelDims) -> None:
         """Sets ``module``, what this rank has of the model; ``model``, what micro-batches go through: the same, or what
         replicates it; and ``structure``, which has all of the model's parameters, if not their values."""
         task, config, world = self.task, self.config, self.world
         self.is_sharded = config.parallel.strategy == "fsdp"
-        if layout.cp > 1:
+        if dims.cp > 1:
             check_context(world.device, task.targets)
-        is_spread = self.is_sharded or layout.tp * layout.cp > 1
+        is_spread = self.is_sharded or dims.tp * dims.cp > 1
         if is_spread:
             world.join_alone()
-            mesh = build_mesh(layout, world.device)
+            mesh = build_mesh(dims, world.device)
             self.replicas = replicas(mesh)
-            module, self.packed, self.base = build_spread(task, config, world, layout, mesh, self.precision)
-            if layout.cp > 1:
+            module, self.packed, self.base = build_spread(task, config, world, dims, mesh, self.precision)
+            if dims.cp > 1:
                 self.context = ContextParallel(module, mesh["cp"], IGNORED_LABEL)
             if self.is_sharded:
                 generate_together(module)
@@ -134,7 +134,7 @@ class NativeEngine(Engine):
         """Backward through every micro-batch; the sum of this rank's loss (0-d)."""
         loss_sum = torch.zeros((), device=self.world.device)
         # DDP and FSDP average over the ranks that see different tokens, the contract wants the sum
-        scale = self.scaler.scale * self.world.data.size * self.world.layout.cp / divisor
+        scale = self.scaler.scale * self.world.data.size * self.world.dims.cp / divisor
         used = 0
         for index, micro in enumerate(micro_batches):
             last = index == len(micro_batches) - 1
@@ -169,7 +169,7 @@ class NativeEngine(Engine):
     def _cut_logits(self) -> AbstractContextManager[None]:
         """Around forward and backward: the logits of tensor-parallel ranks stay cut, where the loss can take them
         so."""
-        cut = self.world.layout.tp > 1 and self.task.vocabulary_parallel
+        cut = self.world.dims.tp > 1 and self.task.vocabulary_parallel
         return sharded_logits() if cut else nullcontext()
 
     @contextmanager
@@ -188,7 +188,7 @@ class NativeEngine(Engine):
     def _update(self) -> tuple[torch.Tensor, bool]:
         """Clip once, update, and clear the gradients; the norm before clipping, and whether fp16 overflowed."""
         parameters = [parameter for parameter in self.module.parameters() if parameter.grad is not None]
-        settle(parameters)
+        reduce_partial_grads(parameters)
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         grad_norm = (self._squared_norm(parameters).sqrt() / self.scaler.scale).float()
         # asked of all gradients at once: one optimizer, or one rank, must not update without the others
@@ -250,7 +250,7 @@ class NativeEngine(Engine):
 
     def _whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         self.world.note(f"copying {name}")  # which the others may wait for
-        return whole(tensor, self.packed.get(name))
+        return full_tensor(tensor, self.packed.get(name))
 
     def _saved(self, module: nn.Module) -> dict[str, torch.Tensor]:
         """What a checkpoint holds of a module: the live tensors."""
@@ -264,7 +264,7 @@ class NativeEngine(Engine):
             "scaler": self.scaler.state_dict(),
         }
 
-    def _leads(self, writers: Sequence[int]) -> bool:
+    def _keeps_full_copy(self, writers: Sequence[int]) -> bool:
         """Whether this rank keeps copies of the whole tensors that it takes part in making for ``writers``."""
         return self.world.rank in writers
 
@@ -274,18 +274,22 @@ class NativeEngine(Engine):
         return EngineState(model=self._model_copies(writers), optimizer=optimizer, values=self._values())
 
     def _model_copies(self, writers: Sequence[int]) -> dict[str, torch.Tensor]:
-        return host_copies(self._saved(self.module), self._leads(writers), self._whole)
+        return host_copies(self._saved(self.module), self._keeps_full_copy(writers), self._whole)
 
     def _optimizer_copies(self, writers: Sequence[int]) -> dict[str, torch.Tensor]:
-        optimizer = optimizer_state(self._names(), [own_part(optimizer) for optimizer in self.optimizers])
+        optimizer = optimizer_state(self._names(), [local_optimizer(optimizer) for optimizer in self.optimizers])
         if self.config.parallel.strategy == "zero1":
             return self.world.collect(host_copies(optimizer), writers)
-        return host_copies(optimizer, self._leads(writers), lambda name, t: self._whole(name.rpartition("/")[0], t))
+        return host_copies(
+            optimizer, self._keeps_full_copy(writers), lambda name, t: self._whole(name.rpartition("/")[0], t)
+        )
 
     def gradients(self) -> dict[str, torch.Tensor]:
         live = {name: parameter.grad for name, parameter in self.module.named_parameters()}
         present = {name: gradient for name, gradient in live.items() if gradient is not None}
-        return host_copies(present, self._leads((0,)), lambda name, t: self._whole(name, t) / self.scaler.scale)
+        return host_copies(
+            present, self._keeps_full_copy((0,)), lambda name, t: self._whole(name, t) / self.scaler.scale
+        )
 
     def comparable(self) -> dict[str, nn.Parameter]:
         """What this rank trains, by name: other ranks that hold the same part of it must hold the same values."""
@@ -301,7 +305,7 @@ class NativeEngine(Engine):
         names = self._names()
         check_optimizer_state({name for p, name in names.items() if p.requires_grad}, state.optimizer)
         self.load_model(state.model)
-        parts = [own_part(optimizer) for optimizer in self.optimizers]
+        parts = [local_optimizer(optimizer) for optimizer in self.optimizers]
         load_optimizer_state(names, parts, state.optimizer, partial(self._place, names))
         self._load_values(state)
 
@@ -324,13 +328,13 @@ class NativeEngine(Engine):
         self, names: Mapping[nn.Parameter, str], parameter: nn.Parameter, tensors: Mapping[str, torch.Tensor], name: str
     ) -> torch.Tensor:
         """A tensor of the optimizer, spread as its parameter is."""
-        return like(parameter, tensors, name, self.packed.get(names[parameter]))
+        return shard_like(parameter, tensors, name, self.packed.get(names[parameter]))
 
     def load_model(self, tensors: Mapping[str, torch.Tensor]) -> None:
         here = self._saved(self.module)
         check_weights(here, tensors)
         for name, tensor in here.items():
-            fill(tensor, tensors, name, self.packed.get(name))
+            load_shard(tensor, tensors, name, self.packed.get(name))
 
     def export(self, folder: Path, base_name: str, merge: bool) -> None:
         if not hasattr(self.module, "save_pretrained"):

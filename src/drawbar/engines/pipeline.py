@@ -21,14 +21,14 @@ from drawbar.optim.state import check_optimizer_state
 from drawbar.parallel.apply import parallelize
 from drawbar.parallel.fsdp import free_gathered
 from drawbar.parallel.gradients import squared_norm
-from drawbar.parallel.pipeline_inference import Relay
+from drawbar.parallel.pipeline_inference import PipelineInference
 from drawbar.parallel.pipeline_schedule import Pipeline, add_up_tied
 from drawbar.parallel.precision import autocast
-from drawbar.parallel.stages import Parts, cut_stage, is_tied, split_layers
+from drawbar.parallel.stages import LocalStages, cut_stage, is_tied, split_layers
 from drawbar.parallel.tensor import packed_parameters
-from drawbar.parallel.weights import check_weights, fill, materialize
+from drawbar.parallel.weights import check_weights, load_shard, materialize
 from drawbar.runtime.log import logger
-from drawbar.runtime.mesh import Layout, build_mesh
+from drawbar.runtime.mesh import ParallelDims, build_mesh
 from drawbar.runtime.plan import PipelinePlan
 from drawbar.runtime.safetensors_reader import TensorFiles
 from drawbar.tasks.batch import Ask, Batch
@@ -43,23 +43,23 @@ class PipelineEngine(NativeEngine):
         UserError: the model cannot be cut into stages, or not into so many, or nothing is trained in one of them.
     """
 
-    def _build(self, layout: Layout) -> None:
+    def _build(self, dims: ParallelDims) -> None:
         task, config, world = self.task, self.config, self.world
         self.is_sharded = config.parallel.strategy == "fsdp"
         self.structure, source, self.base = build_structure(task, config, world)
         plan = plan_for(self.structure)
         if plan.pipeline is None:
             raise UserError(plan.refusal, where="parallel.pipeline", remedy="set parallel.pipeline=1")
-        mesh = build_mesh(layout, world.device)
+        mesh = build_mesh(dims, world.device)
         self.group = mesh["pp"].get_group()
-        parts = self._cut(plan.pipeline, layout.pp)
+        parts = self._cut(plan.pipeline, dims.pp)
         self._connect(parts)
         for part in parts:
             pack(part, task, config)
-            parallelize(part, plan, config.parallel, layout, mesh, self.precision)
+            parallelize(part, plan, config.parallel, dims, mesh, self.precision)
             self.packed |= packed_parameters(part)
             materialize(part, torch.device("cpu") if config.parallel.offload else world.device, world.device)
-        module = Parts(parts, self.structure, plan.pipeline)
+        module = LocalStages(parts, self.structure, plan.pipeline)
         fill_parts(module, source, self.packed, world)
         tied = f"{plan.pipeline.embedding}.weight" if is_tied(self.structure, plan.pipeline) else ""
         self.tied = dict(module.named_parameters()).get(tied)  # on the first and the last stage
@@ -86,7 +86,7 @@ class PipelineEngine(NativeEngine):
         device, width, parallel = self.world.device, config.hidden_size, self.config.parallel
         reshard = parallel.reshard is True
         self.pipeline = Pipeline(parts, parallel.schedule, self.group, device, width, self.precision, reshard)
-        self.relay = Relay(parts, self.group, device, width, config.vocab_size)
+        self.relay = PipelineInference(parts, self.group, device, width, config.vocab_size)
         if self.is_sharded:
             # a rank whose texts have ended must go on taking part in the others' forwards
             self.relay.model.generate = partial(self.relay.model.generate, synced_gpus=True)
@@ -163,9 +163,9 @@ class PipelineEngine(NativeEngine):
         self.module.eval()
         self.relay.model.eval()
 
-    def _leads(self, writers: Sequence[int]) -> bool:
+    def _keeps_full_copy(self, writers: Sequence[int]) -> bool:
         """Whether this rank speaks for its stage: the writers get what these collect."""
-        at = self.world.layout.coordinates(self.world.rank)
+        at = self.world.dims.coordinates(self.world.rank)
         return all(number == 0 for axis, number in at.items() if axis != "pp")
 
     def _model_copies(self, writers: Sequence[int]) -> dict[str, torch.Tensor]:
@@ -193,7 +193,7 @@ class PipelineEngine(NativeEngine):
     def load_model(self, tensors: Mapping[str, torch.Tensor]) -> None:
         check_weights(self._saved(self.structure), tensors)
         for name, tensor in self._saved(self.module).items():
-            fill(tensor, tensors, name, self.packed.get(name))
+            load_shard(tensor, tensors, name, self.packed.get(name))
 
     def export(self, folder: Path, base_name: str, merge: bool) -> None:
         raise UserError(

@@ -15,7 +15,7 @@ from drawbar.data.loader import EvalLoader, MicroBatchSize, SampleRows, Vary
 from drawbar.engines.engine import Engine
 from drawbar.engines.results import EvalResult
 from drawbar.errors import ExitCode, UserError, nearest
-from drawbar.runtime.dist import World
+from drawbar.runtime.dist import Distributed
 from drawbar.runtime.files import replacing, write_whole
 from drawbar.tasks.batch import Ask, Batch
 from drawbar.tasks.task import Task
@@ -48,7 +48,7 @@ class EvaluationFailed(UserError):
     """The traceback on that rank."""
 
     @classmethod
-    def of(cls, error: Exception, world: World) -> Self:
+    def of(cls, error: Exception, world: Distributed) -> Self:
         """What ``error`` says, and of anything but a UserError also where it comes from."""
         on_rank = f" on rank {world.rank}" if world.size > 1 else ""
         known = error
@@ -71,7 +71,7 @@ def evaluate(
     engine: Engine,
     task: Task,
     split: Split,
-    world: World,
+    world: Distributed,
     micro_batch: MicroBatchSize,
     vary: Vary,
     progress: Callable[[int, int], None] = lambda done, total: None,
@@ -135,7 +135,7 @@ class _Wish(IntEnum):
     FAIL = 2
 
 
-def _agree_to_go_on(failure: Exception | None, stop: bool, world: World) -> bool:
+def _agree_to_go_on(failure: Exception | None, stop: bool, world: Distributed) -> bool:
     """Whether every rank goes on with the next batch. What failed on one of them is raised on all."""
     own = _Wish.FAIL if failure is not None else _Wish.STOP if stop else _Wish.GO_ON
     try:
@@ -150,7 +150,7 @@ def _agree_to_go_on(failure: Exception | None, stop: bool, world: World) -> bool
     return agreed == _Wish.GO_ON
 
 
-def _score(task: Task, split: Split, share: _Share, world: World) -> Evaluation:
+def _score(task: Task, split: Split, share: _Share, world: Distributed) -> Evaluation:
     """The scores of what all ranks have found out."""
     loss, weight = world.data.sum(share.loss), world.data.sum(share.weight)
     gathered = world.data.gather(share.predictions)
@@ -170,7 +170,7 @@ def _score(task: Task, split: Split, share: _Share, world: World) -> Evaluation:
     return Evaluation(scores, records)
 
 
-def _loader(task: Task, split: Split, world: World, micro_batch: MicroBatchSize, vary: Vary) -> EvalLoader[Batch]:
+def _loader(task: Task, split: Split, world: Distributed, micro_batch: MicroBatchSize, vary: Vary) -> EvalLoader[Batch]:
     """This rank's batches."""
     return EvalLoader(
         SampleRows(split.samples),
@@ -216,7 +216,7 @@ def predict(
     engine: Engine,
     task: Task,
     split: Split,
-    world: World,
+    world: Distributed,
     micro_batch: MicroBatchSize,
     vary: Vary,
     ask: Ask,

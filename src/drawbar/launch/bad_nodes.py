@@ -25,7 +25,7 @@ def record_bad_nodes(run_dir: Path, job: str, reasons: Mapping[str, str]) -> Non
     """Add an entry. Raises OSError where it cannot be written.
 
     Args:
-        job: as the job's ``Meeting`` has it.
+        job: as the job's ``Rendezvous`` has it.
         reasons: what is wrong with each node, by its name.
     """
     path = run_dir / FOLDER / FILE

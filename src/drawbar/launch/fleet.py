@@ -15,7 +15,7 @@ from drawbar.errors import ExitCode, UserError
 from drawbar.launch import pdsh, remote_hosts
 from drawbar.launch.protocol import HEARTBEAT_SECONDS
 from drawbar.launch.remote import GRACE
-from drawbar.launch.remote_hosts import Member
+from drawbar.launch.remote_hosts import RemoteHost
 from drawbar.launch.ssh import SSH_FAILED, Start, no_answer, no_start
 
 _QUIET = (ExitCode.DONE, ExitCode.REQUEUE, ExitCode.INTERRUPTED)
@@ -48,7 +48,7 @@ def run(starts: Sequence[Start], program: str, timeout: float) -> int:
 class _Fleet:
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
-        self._members: list[Member] = []
+        self._members: list[RemoteHost] = []
         self._signals = 0
         self._running = False
         self._stopped: asyncio.Future[int]
@@ -62,7 +62,7 @@ class _Fleet:
         signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # stopped, it would be silent, and the hosts would end the run
         connect_all = pdsh.connect_all if program == "pdsh" else remote_hosts.connect_all
         async with connect_all(starts) as connections:
-            self._members = [Member(*pair) for pair in zip(starts, connections, strict=True)]
+            self._members = [RemoteHost(*pair) for pair in zip(starts, connections, strict=True)]
             work, beat = asyncio.create_task(self._work()), asyncio.create_task(self._beat())
             try:
                 await asyncio.wait({work, self._stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -146,7 +146,7 @@ class _Fleet:
                 codes.append(code)
         return next((code for code in reversed(_QUIET) if code in codes), ExitCode.DONE)
 
-    def _one_failed(self, member: Member, code: int) -> int:
+    def _one_failed(self, member: RemoteHost, code: int) -> int:
         if code == SSH_FAILED or code < 0:
             raise _lost(member)
         if len(self._members) > 1:
@@ -174,7 +174,7 @@ class _Fleet:
                 await end
 
 
-def _lost(member: Member) -> UserError:
+def _lost(member: RemoteHost) -> UserError:
     return UserError(
         f"lost the host {member.name}: its connection ended, or what drawbar runs there was killed",
         remedy="see whether the host is up and has memory left; the same command goes on from the last checkpoint",
@@ -182,7 +182,7 @@ def _lost(member: Member) -> UserError:
     )
 
 
-def _left_behind(running: Sequence[Member]) -> UserError:
+def _left_behind(running: Sequence[RemoteHost]) -> UserError:
     names = ", ".join(member.name for member in running)
     return UserError(
         f"still running {_TOGETHER_SECONDS}s after another host had ended: {names}",

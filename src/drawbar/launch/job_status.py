@@ -22,7 +22,7 @@ _MEANINGS = {
 
 
 @dataclass(frozen=True)
-class Standing:
+class JobStatus:
     """One job, now."""
 
     record: Record
@@ -52,7 +52,7 @@ class Standing:
         return f"{self.used}/{self.limit}" if self.used and self.limit else self.used
 
 
-def stand(records: Iterable[Record]) -> list[Standing]:
+def stand(records: Iterable[Record]) -> list[JobStatus]:
     """How these jobs stand. Slurm is asked once for all.
 
     Raises:
@@ -76,18 +76,18 @@ def stand(records: Iterable[Record]) -> list[Standing]:
     return found
 
 
-def judge(record: Record, entry: Entry | None, end: End | None) -> Standing:
+def judge(record: Record, entry: Entry | None, end: End | None) -> JobStatus:
     """From both sources. What has ended may be put back into the queue, so Slurm has the last word as long as it knows
     the job."""
     if entry is not None and entry.is_active:
-        return Standing(record, entry.state, _where(entry), True, entry.restarts, used=entry.used, limit=entry.limit)
+        return JobStatus(record, entry.state, _where(entry), True, entry.restarts, used=entry.used, limit=entry.limit)
     if entry is None and end is None:
-        return Standing(record, LOST, "Slurm has forgotten it, and it left no exit code: killed, or its node was lost")
+        return JobStatus(record, LOST, "Slurm has forgotten it, and it left no exit code: killed, or its node was lost")
     code = _exit_code(entry, end)
     state = entry.state if entry is not None else "COMPLETED" if code == ExitCode.DONE else "FAILED"
     if state == "FAILED" and code in (ExitCode.REQUEUE, ExitCode.INTERRUPTED):
         state = STOPPED
-    return Standing(
+    return JobStatus(
         record,
         state,
         "; ".join(filter(None, (_nodes_lost(entry), explain(code)))),

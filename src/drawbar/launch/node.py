@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from drawbar.config.imports import SNAPSHOT
 from drawbar.launch.network import address_of_host_name, address_towards, interfaces
-from drawbar.launch.rendezvous import Meeting, job_name
+from drawbar.launch.rendezvous import Rendezvous, job_name
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 NODES = "DRAWBAR_NODES"
@@ -26,7 +26,7 @@ CONFIG = "DRAWBAR_CONFIG"
 
 
 @dataclass(frozen=True)
-class Way:
+class NetworkRoute:
     """How a node reaches the first one."""
 
     address: str
@@ -37,7 +37,7 @@ class Way:
     """What to set so that gloo and NCCL take the same way."""
 
 
-def find_way(head: str, environ: Mapping[str, str]) -> Way:
+def find_way(head: str, environ: Mapping[str, str]) -> NetworkRoute:
     """The way to the machine ``head``. What the user has set stays.
 
     Raises:
@@ -53,10 +53,10 @@ def find_way(head: str, environ: Mapping[str, str]) -> Way:
         others = [name for name in known if name not in (interface, "lo") and not name.startswith("docker")]
         if NCCL not in environ and (others or interface == "lo"):  # NCCL never takes lo, and may take any other
             variables[NCCL] = interface
-    return Way(address, interface, variables)
+    return NetworkRoute(address, interface, variables)
 
 
-def describe(way: Way, meeting: Meeting, environ: Mapping[str, str]) -> str:
+def describe(way: NetworkRoute, meeting: Rendezvous, environ: Mapping[str, str]) -> str:
     """One line for the job's log."""
     kept = [f"{name}={environ[name]} was set already" for name in (GLOO, NCCL) if name in environ]
     said = [f"{name}={value}" for name, value in way.variables.items()] + kept
@@ -95,7 +95,7 @@ def main(arguments: list[str]) -> NoReturn:
         _refuse(f"node {host} has no copy of the code that was submitted: {snapshot}", fix)
     names = tuple(os.environ.get(NODES, "").split())
     job = job_name(os.environ["SLURM_JOB_ID"])
-    meeting = Meeting(job, endpoint, nodes, node, way.address, names if len(names) == nodes else ())
+    meeting = Rendezvous(job, endpoint, nodes, node, way.address, names if len(names) == nodes else ())
     print(describe(way, meeting, os.environ), flush=True)
     os.environ.update(way.variables)
     if nodes > 1:

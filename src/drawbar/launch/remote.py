@@ -27,7 +27,7 @@ from drawbar.launch.network import address_towards
 from drawbar.launch.node import describe, find_way
 from drawbar.launch.process_tree import adopt_orphans, die_with_parent, end_tree
 from drawbar.launch.protocol import Order, answer, read_order
-from drawbar.launch.rendezvous import Meeting
+from drawbar.launch.rendezvous import Rendezvous
 
 GRACE = 5.0
 """Seconds that the command has to end by itself before it is killed."""
@@ -44,7 +44,7 @@ class _Ended(Exception):
         self.code = code
 
 
-class Wire:
+class LauncherChannel:
     """The lines from the launcher; they end with the process ``keeper``, too."""
 
     def __init__(self, keeper: int, descriptor: int = 0) -> None:
@@ -105,7 +105,7 @@ def main() -> int:
 
 def work(keeper: int) -> int:
     """Do what the launcher orders. ``keeper`` is the parent, and its end means an end."""
-    wire = Wire(keeper=keeper)
+    wire = LauncherChannel(keeper=keeper)
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         wire.put(signal=number)
@@ -147,7 +147,7 @@ def _enter(order: Order) -> None:
         )
 
 
-def _meet(order: Order, wire: Wire) -> str:
+def _meet(order: Order, wire: LauncherChannel) -> str:
     """Where the nodes meet: the first one chooses, and the launcher tells all."""
     if order.nodes > 1 and order.node == 0:
         peers = wire.wait_for("meet", order.patience)
@@ -174,7 +174,7 @@ def address_for(peers: Sequence[str], launcher: str, own: str) -> str:
     return own if ipaddress.ip_address(own).is_loopback else address_towards(launcher)
 
 
-def _run(order: Order, endpoint: str, wire: Wire) -> int:
+def _run(order: Order, endpoint: str, wire: LauncherChannel) -> int:
     environ = {**os.environ, **order.environment}
     if order.nodes > 1:
         head = endpoint.rpartition(":")[0]
@@ -183,7 +183,7 @@ def _run(order: Order, endpoint: str, wire: Wire) -> int:
         except OSError as error:
             fix = "set cluster.interface to a network that all hosts are on"
             raise _fail(f"no way to the first host, {head}: {error}", fix, ExitCode.FAILED) from error
-        meeting = Meeting(order.job, endpoint, order.nodes, order.node, way.address, order.names)
+        meeting = Rendezvous(order.job, endpoint, order.nodes, order.node, way.address, order.names)
         _write(1, f"{describe(way, meeting, environ)}\n".encode())
         environ.update(way.variables)
         meeting.announce(environ)
@@ -206,7 +206,7 @@ def _run(order: Order, endpoint: str, wire: Wire) -> int:
         return code
 
 
-def _watch(child: "subprocess.Popen[bytes]", wire: Wire, patience: float) -> int:
+def _watch(child: "subprocess.Popen[bytes]", wire: LauncherChannel, patience: float) -> int:
     """Wait for the command, and pass signals on; its exit code."""
     told: set[int] = set()
     while (code := child.poll()) is None:

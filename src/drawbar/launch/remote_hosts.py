@@ -27,7 +27,7 @@ class Connection:
     kill: Callable[[], None]
 
 
-class Member:
+class RemoteHost:
     """A host that takes part. It gets its order at once."""
 
     def __init__(self, start: Start, connection: Connection) -> None:

@@ -1,4 +1,4 @@
-"""``Meeting``: what the launcher on one node must know to meet those on the others."""
+"""``Rendezvous``: what the launcher on one node must know to meet those on the others."""
 
 import json
 import os
@@ -15,7 +15,7 @@ def job_name(number: str) -> str:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """One node's part in a job of several."""
 
     job: str
@@ -39,10 +39,10 @@ class Meeting:
         environ[VARIABLE] = json.dumps(asdict(self))
 
     @staticmethod
-    def take(environ: MutableMapping[str, str] = os.environ) -> "Meeting | None":
+    def take(environ: MutableMapping[str, str] = os.environ) -> "Rendezvous | None":
         """The meeting that was announced. It is for one launcher alone: the ranks that it starts do not find it."""
         text = environ.pop(VARIABLE, None)
         if text is None:
             return None
         values = json.loads(text)
-        return Meeting(**{**values, "names": tuple(values["names"])})
+        return Rendezvous(**{**values, "names": tuple(values["names"])})

@@ -1,4 +1,4 @@
-"""A ``ParallelPlan`` for each architecture: transformers' own where a model has one, and plans for those without."""
+"""A ``ModelParallelPlan`` for each architecture: transformers' own where a model has one, else one of ours."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from drawbar.runtime.plan import ParallelPlan, PipelinePlan, Style
+from drawbar.runtime.plan import ModelParallelPlan, PipelinePlan, Style
 
 _HUGGINGFACE: dict[str, Style] = {
     "colwise": "colwise",
@@ -97,7 +97,7 @@ _TENSOR_FAMILIES = ", ".join(sorted({*_OWN, *_LLAMA_LIKE, "phi", "gpt_neox"}))
 _PIPELINE_FAMILIES = ", ".join(sorted(_STAGES))
 
 
-def plan_for(model: nn.Module) -> ParallelPlan:
+def plan_for(model: nn.Module) -> ModelParallelPlan:
     """How the model can be cut, in one piece and with its adapters injected, if any.
 
     Returns:
@@ -105,7 +105,7 @@ def plan_for(model: nn.Module) -> ParallelPlan:
     """
     if not isinstance(model, PreTrainedModel):
         what = f"{type(model).__name__} is no model of transformers"
-        return ParallelPlan(
+        return ModelParallelPlan(
             tensor_refusal=f"{what}: nothing says how to cut its layers; these families can be: {_TENSOR_FAMILIES}",
             refusal=f"{what}: nothing says where to cut it into stages; these families can be: {_PIPELINE_FAMILIES}",
         )
@@ -125,7 +125,7 @@ def plan_for(model: nn.Module) -> ParallelPlan:
     return replace(plan, pipeline=stages)
 
 
-def _tensor_plan(model: PreTrainedModel) -> ParallelPlan:
+def _tensor_plan(model: PreTrainedModel) -> ModelParallelPlan:
     config: Any = model.config
     kind = config.model_type
     family = _OWN.get(kind)
@@ -134,14 +134,14 @@ def _tensor_plan(model: PreTrainedModel) -> ParallelPlan:
         unknown = set((theirs or {}).values()) - set(_HUGGINGFACE)
         if not theirs or unknown:
             why = f"its plan has styles that are not known here ({', '.join(sorted(unknown))})" if theirs else "no plan"
-            return ParallelPlan(
+            return ModelParallelPlan(
                 tensor_refusal=f"the layers of {kind} cannot be cut: {why}; these families can be: {_TENSOR_FAMILIES}"
             )
         styles = {name: _HUGGINGFACE[style] for name, style in theirs.items()}
         family = _Family({**_norms_of_heads(styles), **styles})
     base = next(name for name, module in model.named_modules() if module is model.base_model)
     prefix = f"{base}." if base else ""
-    return ParallelPlan(
+    return ModelParallelPlan(
         tensor={**{prefix + name: style for name, style in family.tensor.items()}, **_vocabulary(model)},
         packed={prefix + name: parts for name, parts in family.packed.items()},
         local={prefix + name: attributes for name, attributes in family.local.items()},
@@ -182,7 +182,7 @@ def _weight(module: nn.Module) -> Any:
     return _base(module).weight
 
 
-def _with_adapters(model: nn.Module, plan: ParallelPlan) -> ParallelPlan:
+def _with_adapters(model: nn.Module, plan: ModelParallelPlan) -> ModelParallelPlan:
     """The plan with styles for low-rank adapters: of B A x, the one of the two that has the dim which is cut."""
     if plan.tensor is None:
         return plan

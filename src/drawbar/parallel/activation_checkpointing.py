@@ -26,7 +26,7 @@ KEPT = {
 """What ``selective`` keeps: the results that cost most to compute."""
 
 
-def recompute(model: nn.Module, setting: Literal["none", "full", "selective"] | EveryBlock) -> None:
+def checkpoint_activations(model: nn.Module, setting: Literal["none", "full", "selective"] | EveryBlock) -> None:
     """Let the repeated blocks be computed again in the backward pass, in place; nothing is renamed or wrapped.
 
     Random numbers are drawn again as they were, so dropout drops the same. Blocks compute as before where no backward

@@ -7,12 +7,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from drawbar.config.schema import ParallelSection
-from drawbar.parallel.activation_checkpointing import recompute
+from drawbar.parallel.activation_checkpointing import checkpoint_activations
 from drawbar.parallel.compile import compile_blocks
 from drawbar.parallel.fsdp import replicate_parts, shard
 from drawbar.parallel.tensor import tensor_parallel
-from drawbar.runtime.mesh import Layout
-from drawbar.runtime.plan import ParallelPlan
+from drawbar.runtime.mesh import ParallelDims
+from drawbar.runtime.plan import ModelParallelPlan
 
 
 def _quiet() -> None:
@@ -24,9 +24,9 @@ def _quiet() -> None:
 
 def parallelize(
     model: nn.Module,
-    plan: ParallelPlan,
+    plan: ModelParallelPlan,
     parallel: ParallelSection,
-    layout: Layout,
+    dims: ParallelDims,
     mesh: DeviceMesh | None,
     precision: str,
 ) -> None:
@@ -39,21 +39,21 @@ def parallelize(
 
     Args:
         parallel: with ``strategy`` resolved: not ``auto``.
-        mesh: all axes of ``layout``; None for one process.
+        mesh: all axes of ``dims``; None for one process.
     """
-    if mesh is not None and layout.tp > 1:
+    if mesh is not None and dims.tp > 1:
         _quiet()
         tensor_parallel(model, plan, mesh["tp"], parallel.sequence)
-    recompute(model, parallel.activation_checkpointing)
+    checkpoint_activations(model, parallel.activation_checkpointing)
     if parallel.compile:
         compile_blocks(model)
     if mesh is None:
         return
     # ranks that share a sequence see different tokens: for the parameters they are as data-parallel ranks
     if parallel.strategy == "fsdp":
-        shards = mesh["dp_shard", "cp"]._flatten("dp_shard_cp") if layout.cp > 1 else mesh["dp_shard"]
-        axes = mesh["dp_replicate", shards.mesh_dim_names[0]] if layout.dp_replicate > 1 else shards
+        shards = mesh["dp_shard", "cp"]._flatten("dp_shard_cp") if dims.cp > 1 else mesh["dp_shard"]
+        axes = mesh["dp_replicate", shards.mesh_dim_names[0]] if dims.dp_replicate > 1 else shards
         shard(model, axes, parallel, precision)
-    elif layout.data_size * layout.cp > 1 and layout.tp * layout.cp * layout.pp > 1:
-        replicas = mesh["dp_replicate", "cp"]._flatten("dp_replicate_cp") if layout.cp > 1 else mesh["dp_replicate"]
+    elif dims.dp_size * dims.cp > 1 and dims.tp * dims.cp * dims.pp > 1:
+        replicas = mesh["dp_replicate", "cp"]._flatten("dp_replicate_cp") if dims.cp > 1 else mesh["dp_replicate"]
         replicate_parts(model, replicas)

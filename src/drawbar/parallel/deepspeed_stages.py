@@ -20,8 +20,8 @@ from drawbar.parallel.deepspeed_state import is_cut
 from drawbar.parallel.pipeline_schedule import Inputs, Loss
 from drawbar.parallel.precision import autocast
 from drawbar.parallel.tensor import check_degree
-from drawbar.runtime.mesh import Layout
-from drawbar.runtime.plan import ParallelPlan, Style
+from drawbar.runtime.mesh import ParallelDims
+from drawbar.runtime.plan import ModelParallelPlan, Style
 
 
 class Stage(nn.Module):
@@ -70,7 +70,7 @@ def cast_received(part: nn.Module) -> None:
     part.register_forward_pre_hook(cast, prepend=True)
 
 
-def pipeline_module(stage: Stage, tied: nn.Parameter | None, layout: Layout) -> nn.Module:
+def pipeline_module(stage: Stage, tied: nn.Parameter | None, dims: ParallelDims) -> nn.Module:
     """DeepSpeed's ``PipelineModule``, on this rank with its own stage alone.
 
     Args:
@@ -79,8 +79,8 @@ def pipeline_module(stage: Stage, tied: nn.Parameter | None, layout: Layout) -> 
     from deepspeed.pipe import PipelineModule
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
-    topology = PipeModelDataParallelTopology(num_pp=layout.pp, num_mp=layout.tp, num_dp=layout.data_size)
-    layers = [stage if number == stage.number else nn.Identity() for number in range(layout.pp)]
+    topology = PipeModelDataParallelTopology(num_pp=dims.pp, num_mp=dims.tp, num_dp=dims.dp_size)
+    layers = [stage if number == stage.number else nn.Identity() for number in range(dims.pp)]
     with redirect_stdout(StringIO()):  # it prints what it does
         module: Any = PipelineModule(layers, topology=topology, partition_method="uniform", dynamic_shape=True)
     group = _ends(topology.get_axis_comm_lists("pipe"))
@@ -166,7 +166,7 @@ class DeepSpeedPipeline:
         engine.train_batch(iter([(nothing, nothing)] * len(inputs)))
 
 
-def check_layers(model: nn.Module, plan: ParallelPlan, degree: int) -> None:
+def check_layers(model: nn.Module, plan: ModelParallelPlan, degree: int) -> None:
     """Refuse a model that ``cut_layers`` cannot cut.
 
     Args:
@@ -192,7 +192,7 @@ def check_layers(model: nn.Module, plan: ParallelPlan, degree: int) -> None:
     check_degree({**plan.heads, **sizes}, degree)
 
 
-def cut_layers(part: nn.Module, plan: ParallelPlan, tied: nn.Parameter | None, group: dist.ProcessGroup) -> None:
+def cut_layers(part: nn.Module, plan: ModelParallelPlan, tied: nn.Parameter | None, group: dist.ProcessGroup) -> None:
     """Cut the layers of a stage over tensor-parallel ranks, in place, by the layers of DeepSpeed's AutoTP.
 
     The plan says which: AutoTP's own rules look at whole models. The token embedding stays whole.

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 
-def settle(parameters: Iterable[nn.Parameter]) -> None:
+def reduce_partial_grads(parameters: Iterable[nn.Parameter]) -> None:
     """Sum up gradients that are still in parts, one on each tensor-parallel rank."""
     for parameter in parameters:
         gradient = parameter.grad

@@ -26,7 +26,7 @@ _HOOKS = (
 )
 
 
-class Relay:
+class PipelineInference:
     """The stages of this rank as ``model``: an object of the model's own class, which shares its modules.
 
     Make it before FSDP and the hooks of packed rows get hold of the stages: they work inside them.

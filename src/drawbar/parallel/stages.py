@@ -19,7 +19,7 @@ from drawbar.runtime.plan import PipelinePlan
 T = TypeVar("T")
 
 
-class Received(nn.Module):
+class StageInput(nn.Module):
     """Stands in the token embedding's place: gives the hidden states that came from the stage before."""
 
     hidden_BLH: Tensor | None = None
@@ -111,7 +111,7 @@ def cut_stage(model: nn.Module, plan: PipelinePlan, layers: Sequence[int], stage
     _keep_blocks(part, plan, start, stop)
     received = None
     if stage > 0:
-        received = Received()
+        received = StageInput()
         part.set_submodule(plan.embedding, received)
         for name in plan.before:
             replacement = Zero() if isinstance(part.get_submodule(name), nn.Embedding) else nn.Identity()
@@ -139,7 +139,7 @@ def _keep_blocks(part: nn.Module, plan: PipelinePlan, start: int, stop: int) -> 
         config.layer_types = kinds[start:stop]
 
 
-def _take_and_give_tensors(part: nn.Module, received: Received | None) -> None:
+def _take_and_give_tensors(part: nn.Module, received: StageInput | None) -> None:
     def take(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
         if received is not None:
             (received.hidden_BLH,) = args
@@ -154,7 +154,7 @@ def _take_and_give_tensors(part: nn.Module, received: Received | None) -> None:
     part.register_forward_hook(give)
 
 
-class Parts(nn.Module):
+class LocalStages(nn.Module):
     """The stages of one rank as one module. Parameters and buffers have their names in the whole model.
 
     Args:

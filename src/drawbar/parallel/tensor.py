@@ -1,4 +1,4 @@
-"""Tensor parallelism (Shoeybi et al. 2019, arXiv:1909.08053) by DTensor, as a ``ParallelPlan`` says."""
+"""Tensor parallelism (Shoeybi et al. 2019, arXiv:1909.08053) by DTensor, as a ``ModelParallelPlan`` says."""
 
 import math
 import re
@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from drawbar.errors import UserError
 from drawbar.parallel.sequence import cut_between
 from drawbar.parallel.styles import Colwise, Embedding, Rowwise, Vocabulary, use_local
-from drawbar.runtime.plan import ParallelPlan, Style
+from drawbar.runtime.plan import ModelParallelPlan, Style
 
 T = TypeVar("T")
 Styled = Mapping[str, tuple[nn.Module, Style]]
@@ -57,7 +57,7 @@ def packed_parameters(model: nn.Module) -> dict[str, Packed]:
     }
 
 
-def tensor_parallel(model: nn.Module, plan: ParallelPlan, mesh: DeviceMesh, sequence: bool = False) -> None:
+def tensor_parallel(model: nn.Module, plan: ModelParallelPlan, mesh: DeviceMesh, sequence: bool = False) -> None:
     """Cut a model over the ranks of ``mesh``, in place. Parameters keep their names, and tied ones stay one.
 
     Every parameter becomes a ``DTensor``: cut as the plan says, or the same on every rank. Inputs and outputs of the

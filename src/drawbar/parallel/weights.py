@@ -45,7 +45,7 @@ def without_room(parameter: Tensor, device: torch.device) -> Tensor:
     return torch.empty((), dtype=parameter.dtype, device=device).expand(parameter.shape)
 
 
-def whole(tensor: Tensor, packed: Packed | None = None) -> Tensor:
+def full_tensor(tensor: Tensor, packed: Packed | None = None) -> Tensor:
     """A tensor as one process has it. Every rank that holds a part of it must call this."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
@@ -54,7 +54,7 @@ def whole(tensor: Tensor, packed: Packed | None = None) -> Tensor:
 
 
 @torch.no_grad()
-def fill(tensor: Tensor, tensors: Mapping[str, Tensor], name: str, packed: Packed | None = None) -> None:
+def load_shard(tensor: Tensor, tensors: Mapping[str, Tensor], name: str, packed: Packed | None = None) -> None:
     """Set a parameter, a buffer or a tensor of the optimizer to ``tensors[name]``, of which only this part is read."""
     if not isinstance(tensor, DTensor):
         tensor.copy_(tensors[name])
@@ -69,12 +69,14 @@ def fill(tensor: Tensor, tensors: Mapping[str, Tensor], name: str, packed: Packe
     local.copy_(read_part(source, name, index))
 
 
-def like(parameter: nn.Parameter, tensors: Mapping[str, Tensor], name: str, packed: Packed | None = None) -> Tensor:
+def shard_like(
+    parameter: nn.Parameter, tensors: Mapping[str, Tensor], name: str, packed: Packed | None = None
+) -> Tensor:
     """``tensors[name]``, spread as the parameter that it belongs to is; as it is, where it has another shape."""
     if not isinstance(parameter, DTensor) or shape_of(tensors, name) != parameter.shape:
         return tensors[name]
     part = torch.empty_like(parameter)
-    fill(part, tensors, name, packed)
+    load_shard(part, tensors, name, packed)
     return part
 
 
@@ -128,7 +130,7 @@ def sent_from_first(source: nn.Module | None, device: torch.device) -> Iterator[
 
 
 @torch.no_grad()
-def spread(
+def broadcast_shards(
     targets: Mapping[str, Tensor], source: nn.Module | None, packed: Mapping[str, Packed], device: torch.device
 ) -> None:
     """Fill the parts of a spread model from a whole one on rank 0. Every rank calls it.
@@ -141,4 +143,4 @@ def spread(
     """
     for name, full in sent_from_first(source, device):
         if name in targets:
-            fill(targets[name], {name: full}, name, packed.get(name))
+            load_shard(targets[name], {name: full}, name, packed.get(name))

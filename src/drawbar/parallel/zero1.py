@@ -7,7 +7,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
 
-def share_out(optimizer: Optimizer) -> ZeroRedundancyOptimizer:
+def zero1_optimizer(optimizer: Optimizer) -> ZeroRedundancyOptimizer:
     """The same optimizer, with its parameters dealt out to the ranks. It must not have made a step."""
     groups = [
         {name: value for name, value in group.items() if name != "param_names"} for group in optimizer.param_groups
@@ -17,6 +17,6 @@ def share_out(optimizer: Optimizer) -> ZeroRedundancyOptimizer:
     return ZeroRedundancyOptimizer(groups, optimizer_class=type(optimizer), **defaults)
 
 
-def own_part(optimizer: Optimizer) -> Optimizer:
+def local_optimizer(optimizer: Optimizer) -> Optimizer:
     """The optimizer that holds this rank's part of the state."""
     return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer

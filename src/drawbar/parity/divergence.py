@@ -23,13 +23,13 @@ from drawbar.config.schema import RunConfig
 from drawbar.data.loader import MicroBatch
 from drawbar.engines.engine import Engine
 from drawbar.engines.native import NativeEngine
-from drawbar.parallel.stages import Received, Zero
+from drawbar.parallel.stages import StageInput, Zero
 from drawbar.parity.comparison import EXACT, Differences, Limits, difference, gradient_differences, norm
 from drawbar.parity.recorder import before_update, clean_name, modules_of, tied_names
 from drawbar.parity.rounding import limits, noises
 from drawbar.parity.workload import Subject
-from drawbar.runtime.dist import World
-from drawbar.runtime.env import Place
+from drawbar.runtime.dist import Distributed
+from drawbar.runtime.env import RankInfo
 from drawbar.tasks.batch import Batch
 
 MicroBatches = list[MicroBatch[Batch]]
@@ -96,7 +96,7 @@ class _Flow:
     ties: list[list[str]]
 
 
-def find_divergence(subject: Subject, config: RunConfig, reference: RunConfig, world: World) -> Probe | None:
+def find_divergence(subject: Subject, config: RunConfig, reference: RunConfig, world: Distributed) -> Probe | None:
     """Make the step of few rows; every rank calls it. What came of it, on rank 0.
 
     Args:
@@ -129,9 +129,9 @@ def find_divergence(subject: Subject, config: RunConfig, reference: RunConfig, w
     return Probe(events, agreed, parts, order, found, flow.gradients, of_gradients, flow.ties)
 
 
-def _record(subject: Subject, config: RunConfig, world: World, of_ranks: Sequence[MicroBatches]) -> _Flow:
+def _record(subject: Subject, config: RunConfig, world: Distributed, of_ranks: Sequence[MicroBatches]) -> _Flow:
     """One process's step over the micro-batches of all ranks."""
-    alone = World(Place(), world.device, world.timeout.total_seconds())
+    alone = Distributed(RankInfo(), world.device, world.timeout.total_seconds())
     engine = subject.engine(config, alone, None if config.train.steps else 1)
     starts, total = [], 0
     for micro_batches in of_ranks:
@@ -144,7 +144,12 @@ def _record(subject: Subject, config: RunConfig, world: World, of_ranks: Sequenc
 
 
 def _measure(
-    subject: Subject, config: RunConfig, precision: str, world: World, of_ranks: Sequence[MicroBatches], flow: _Flow
+    subject: Subject,
+    config: RunConfig,
+    precision: str,
+    world: Distributed,
+    of_ranks: Sequence[MicroBatches],
+    flow: _Flow,
 ) -> Limits:
     """What rounding does in this step: to what flows, which is noted in the records, and to the gradients."""
     low = config.model_copy(update={"precision": precision})
@@ -168,7 +173,7 @@ def _step(engine: Engine, micro_batches: MicroBatches) -> Tensors:
     return kept[0] if kept else {}
 
 
-def _own_record(records: Sequence[Record], world: World) -> Record:
+def _own_record(records: Sequence[Record], world: Distributed) -> Record:
     """Sent from rank 0 to the ranks that have the same rows."""
     own = Record()
     for number in range(world.data.size):
@@ -260,7 +265,7 @@ class _Recorder(_Hooks):
 class _Comparer(_Hooks):
     """Compares what flows in the first micro-batch with the reference's."""
 
-    def __init__(self, record: Record, world: World) -> None:
+    def __init__(self, record: Record, world: Distributed) -> None:
         self.events: list[Event] = []
         self.agreed: set[tuple[str, str]] = set()
         self.parts: set[tuple[str, str]] = set()
@@ -294,7 +299,7 @@ class _Comparer(_Hooks):
             (self.agreed if whole else self.parts).add((kind, module))
 
 
-_STAND_INS = (nn.Identity, Received, Zero)
+_STAND_INS = (nn.Identity, StageInput, Zero)
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -16,10 +16,10 @@ from drawbar.engines.engine import Engine
 from drawbar.engines.native import NativeEngine
 from drawbar.engines.results import EngineState
 from drawbar.errors import ExitCode, UserError
-from drawbar.parallel.stages import Parts
+from drawbar.parallel.stages import LocalStages
 from drawbar.parity.comparison import Note, Start, Trace
 from drawbar.parity.workload import Subject, drops
-from drawbar.runtime.dist import World
+from drawbar.runtime.dist import Distributed
 from drawbar.runtime.seed import seed_everything
 from drawbar.tracking.console import Console
 
@@ -30,7 +30,7 @@ Part = tuple[str, tuple[tuple[int, int], ...]]
 def train(
     subject: Subject,
     config: RunConfig,
-    world: World,
+    world: Distributed,
     console: Console | None = None,
     start: Start | None = None,
     until: int | None = None,
@@ -75,7 +75,7 @@ def train(
     return trace
 
 
-def train_dropping(subject: Subject, config: RunConfig, world: World) -> list[Note]:
+def train_dropping(subject: Subject, config: RunConfig, world: Distributed) -> list[Note]:
     """What ranks hold differently after two steps with the model's own dropout, seeded as in a run; on rank 0.
 
     Tensor-parallel ranks must draw the same numbers: where one draws more than another, replicas drift apart.
@@ -86,13 +86,13 @@ def train_dropping(subject: Subject, config: RunConfig, world: World) -> list[No
     with closing(engine):
         if not any(drops(module) for module in modules_of(engine)):
             return []
-        seed_everything(config.run.seed, world.layout.seed_rank(world.rank))
+        seed_everything(config.run.seed, world.dims.seed_rank(world.rank))
         for _, micro_batches in loader.steps(0, 2):
             engine.train_step(micro_batches)
         return unequal_weights(engine, world, [], "after two steps with dropout")
 
 
-def _look(trace: Trace, step: int, ends: tuple[int, int], engine: Engine, world: World) -> None:
+def _look(trace: Trace, step: int, ends: tuple[int, int], engine: Engine, world: Distributed) -> None:
     """Keep the gradients of the first and of the last step; each step's would be too many."""
     if step not in ends:
         return
@@ -134,7 +134,7 @@ def native(engine: Engine) -> NativeEngine:
 def modules_of(engine: Engine) -> list[nn.Module]:
     """The model, or the stages of it, that this rank computes with, without what replicates it."""
     module = native(engine).module
-    return list(module.parts) if isinstance(module, Parts) else [module]
+    return list(module.parts) if isinstance(module, LocalStages) else [module]
 
 
 def clean_name(name: str) -> str:
@@ -151,13 +151,13 @@ def tied_names(tensors: dict[str, Tensor]) -> list[list[str]]:
     return [tied for tied in names.values() if len(tied) > 1]
 
 
-def unequal_weights(engine: Engine, world: World, ties: Sequence[Sequence[str]], when: str) -> list[Note]:
+def unequal_weights(engine: Engine, world: Distributed, ties: Sequence[Sequence[str]], when: str) -> list[Note]:
     """:func:`unequal_parts` of the weights."""
     return unequal_parts(native(engine).comparable(), world, "weights", when, ties)
 
 
 def unequal_parts(
-    tensors: Mapping[str, Tensor], world: World, what: str, when: str, ties: Sequence[Sequence[str]] = ()
+    tensors: Mapping[str, Tensor], world: Distributed, what: str, when: str, ties: Sequence[Sequence[str]] = ()
 ) -> list[Note]:
     """Which tensors differ, in any bit, between ranks that hold the same part of them; on rank 0.
 

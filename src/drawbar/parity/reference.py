@@ -16,8 +16,8 @@ from drawbar.parity.comparison import EXACT, Limits, Reference, Tolerances, Trac
 from drawbar.parity.recorder import Start, check_finite, train
 from drawbar.parity.rounding import known, noises, tolerances
 from drawbar.parity.workload import Subject
-from drawbar.runtime.dist import World
-from drawbar.runtime.env import Place
+from drawbar.runtime.dist import Distributed
+from drawbar.runtime.env import RankInfo
 from drawbar.tracking.console import Console
 
 
@@ -87,5 +87,5 @@ def repeat_step(
     return Reference(trace, tolerances(precision, [distances(one, trace, known(precision)) for one in rounded]))
 
 
-def _alone(subject: Subject, device: torch.device) -> World:
-    return World(Place(), device, subject.config.launch.timeout)
+def _alone(subject: Subject, device: torch.device) -> Distributed:
+    return Distributed(RankInfo(), device, subject.config.launch.timeout)

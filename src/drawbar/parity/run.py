@@ -26,10 +26,10 @@ from drawbar.parity.result import Result
 from drawbar.parity.results_dir import Folder
 from drawbar.parity.verdict import explain
 from drawbar.parity.workload import Subject
-from drawbar.runtime.dist import World
-from drawbar.runtime.env import Place, choose_device
+from drawbar.runtime.dist import Distributed
+from drawbar.runtime.env import RankInfo, choose_device
 from drawbar.runtime.log import logger
-from drawbar.runtime.mesh import Layout
+from drawbar.runtime.mesh import ParallelDims
 from drawbar.runtime.seed import use_deterministic_kernels
 from drawbar.tracking.console import Console
 
@@ -53,7 +53,9 @@ class Request:
     """Whether the user named the cases."""
 
 
-def run_case(subject: Subject, case: Case, world: World, expected: Reference | None, request: Request) -> Result | None:
+def run_case(
+    subject: Subject, case: Case, world: Distributed, expected: Reference | None, request: Request
+) -> Result | None:
     """Train under a strategy, and compare; every rank of ``world`` calls it.
 
     Args:
@@ -98,7 +100,7 @@ def run_process(subject: Subject, request: Request, folder: Folder, tell: Tell, 
     Raises:
         UserError: the reference cannot be trained.
     """
-    place = Place.from_environment()
+    place = RankInfo.from_environment()
     device = choose_device(subject.config.device, place)
     logger.setLevel(logging.WARNING if place.first else logging.CRITICAL)
     if subject.config.run.deterministic:
@@ -121,17 +123,17 @@ def run_process(subject: Subject, request: Request, folder: Folder, tell: Tell, 
             tell(result.line())
 
 
-def _meet(place: Place, device: torch.device, make: Callable[[], T]) -> T:
+def _meet(place: RankInfo, device: torch.device, make: Callable[[], T]) -> T:
     """What ``make`` returns on rank 0, for all ranks, which wait for it as long as it takes."""
     made = make() if place.first else None
-    with World(place, device, PATIENCE) as world:
+    with Distributed(place, device, PATIENCE) as world:
         return world.from_first(lambda: made, "the next case")  # type: ignore[return-value]
 
 
 def _try_case(
     subject: Subject,
     case: Case,
-    place: Place,
+    place: RankInfo,
     device: torch.device,
     expected: Reference | None,
     request: Request,
@@ -143,14 +145,14 @@ def _try_case(
     try:
         check_case(case, subject.config, place.world_size, request.precision)
         if alone:
-            world = World(Place(), device, config.launch.timeout)
+            world = Distributed(RankInfo(), device, config.launch.timeout)
             result = run_case(subject, case, world, expected, request) if place.first else None
     except UserError as error:
         return _refused(case, request, error)
     if alone:
         _meet(place, device, lambda: None)
         return result
-    with World(place, device, config.launch.timeout, Layout.of(case.parallel, place.world_size)) as world:
+    with Distributed(place, device, config.launch.timeout, ParallelDims.of(case.parallel, place.world_size)) as world:
         group = dist.new_group(backend="gloo")
         try:
             return run_case(subject, case, world, expected, request)

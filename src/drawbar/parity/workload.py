@@ -19,8 +19,8 @@ from drawbar.engines.engine import Engine
 from drawbar.errors import UserError
 from drawbar.models.huggingface import load_model_config
 from drawbar.parity.rounding import Noise
-from drawbar.runtime.dist import World
-from drawbar.runtime.env import Place
+from drawbar.runtime.dist import Distributed
+from drawbar.runtime.env import RankInfo
 from drawbar.runtime.seed import seed_everything
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.overrides import named_errors
@@ -53,7 +53,7 @@ class Subject:
 
     def with_task(self) -> "Subject":
         """With the tokenizer and the facts, made in this process alone."""
-        alone = World(Place(), _HOST, self.config.launch.timeout)
+        alone = Distributed(RankInfo(), _HOST, self.config.launch.timeout)
         task = build_task(self.task_type, self.config, alone, self.config.run_dir)
         return replace(self, tokenizer=task.tokenizer, facts=task.facts)
 
@@ -62,10 +62,10 @@ class Subject:
         task.tokenizer, task.facts = self.tokenizer, self.facts
         return task
 
-    def loader(self, config: RunConfig, world: World, console: Console | None = None) -> Loader[Batch]:
+    def loader(self, config: RunConfig, world: Distributed, console: Console | None = None) -> Loader[Batch]:
         return make_loader(self.task(config), config, world, console or SilentConsole())
 
-    def engine(self, config: RunConfig, world: World, steps_per_epoch: int | None) -> Engine:
+    def engine(self, config: RunConfig, world: Distributed, steps_per_epoch: int | None) -> Engine:
         """An engine whose model starts from the same weights in every world."""
         if config.lora is not None and not self.drops:
             config = config.model_copy(update={"lora": config.lora.model_copy(update={"dropout": 0.0})})

@@ -25,7 +25,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from drawbar.errors import ExitCode, UserError
-from drawbar.launch.rendezvous import Meeting
+from drawbar.launch.rendezvous import Rendezvous
 from drawbar.runtime.interrupt import ECHO_SECONDS, INTERRUPT, REQUEUE, code_of, farewell, handle
 from drawbar.runtime.node_check import RollCall
 from drawbar.runtime.watchdog import LAUNCHER
@@ -43,7 +43,7 @@ _QUIET_CODES = (ExitCode.REQUEUE, ExitCode.INTERRUPTED)
 def run_processes(
     arguments: list[str],
     nproc: int,
-    meeting: Meeting | None = None,
+    meeting: Rendezvous | None = None,
     timeout: float = 600,
     roll_call: RollCall | None = None,
 ) -> int:
@@ -60,7 +60,7 @@ def run_processes(
         status = Path(folder) / "status"
         os.environ[STATUS_FILE] = str(status)
         _handle_signals(folder)
-        place = meeting or Meeting(Path(folder).name, "127.0.0.1:0", nodes=1, node=0, address="127.0.0.1")
+        place = meeting or Rendezvous(Path(folder).name, "127.0.0.1:0", nodes=1, node=0, address="127.0.0.1")
         config = LaunchConfig(
             min_nodes=place.nodes,
             max_nodes=place.nodes,
@@ -92,7 +92,7 @@ def run_processes(
     return ExitCode.DONE
 
 
-def _nobody_came(meeting: Meeting, timeout: float) -> UserError:
+def _nobody_came(meeting: Rendezvous, timeout: float) -> UserError:
     return UserError(
         f"node {meeting.node + 1} of {meeting.nodes} did not meet all the others at {meeting.endpoint} "
         f"within {timeout:.0f}s",

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from drawbar.errors import ExitCode, UserError
 from drawbar.launch.bad_nodes import record_bad_nodes
-from drawbar.runtime.dist import World
+from drawbar.runtime.dist import Distributed
 from drawbar.runtime.log import logger
 
 SECONDS = 60.0
@@ -21,7 +21,7 @@ _BYTES = {"cuda": 64 * 2**20, "cpu": 2**20}
 _POLL = 0.02
 
 
-def check_links(world: World, run_dir: Path, seconds: float = SECONDS) -> None:
+def check_links(world: Distributed, run_dir: Path, seconds: float = SECONDS) -> None:
     """Sum a tensor over all ranks, where they are on several nodes, and log how fast each node could.
 
     Raises:
@@ -64,7 +64,7 @@ def check_links(world: World, run_dir: Path, seconds: float = SECONDS) -> None:
         logger.info("%s", _describe(told, world.nodes, world.device.type))
 
 
-def _sum_twice(world: World) -> tuple[list[int], float]:
+def _sum_twice(world: Distributed) -> tuple[list[int], float]:
     """The ranks whose part of the sum is wrong here, and the bytes a second that this rank sent and received.
 
     Every rank fills a part of its own, and adds zeros to the others' parts: so a wrong part tells whose it is.
@@ -106,7 +106,7 @@ def _describe(told: Sequence[tuple[list[int], float]], nodes: Sequence[str], dev
     return f"a sum over {len(slowest)} nodes is right ({device}): {speeds}"
 
 
-def _no_sum(world: World, run_dir: Path, seconds: float) -> UserError:
+def _no_sum(world: Distributed, run_dir: Path, seconds: float) -> UserError:
     missing = [rank for rank in range(world.size) if not world.store.check([f"links/{rank}"])]
     others = [rank for rank in range(world.size) if rank not in missing]
     if not missing:

@@ -2,7 +2,7 @@
 
 Everything here works for one process too, where it does nothing. Small control messages (stop flags, weights, scores)
 go over gloo on the host, so that they never wait for the GPU. They wait without a deadline for a rank that is at work
-(:meth:`World.working`); the collectives of the engines have ``launch.timeout``, so that ranks meet here before them.
+(:meth:`Distributed.working`); the collectives of the engines have ``launch.timeout``, so ranks meet here before them.
 """
 
 import os
@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 from drawbar.errors import ExitCode, UserError
-from drawbar.runtime.env import Place, has_launcher, node_name
+from drawbar.runtime.env import RankInfo, has_launcher, node_name
 from drawbar.runtime.liveness import Liveness
-from drawbar.runtime.mesh import Layout
+from drawbar.runtime.mesh import ParallelDims
 from drawbar.runtime.watchdog import Address, Watchdog
 
 T = TypeVar("T")
@@ -36,21 +36,21 @@ _FOREVER = timedelta(days=3650)
 """What gloo is told where :class:`Liveness` decides how long a rank waits."""
 
 
-class World:
+class Distributed:
     """The process group of a run; a context manager, so that it is left in good order.
 
     Args:
         place: this process's place.
         device: what the data-parallel collectives run on (nccl on CUDA, else gloo).
         timeout: seconds that a process waits for a sign of life of its peers.
-        layout: how the ranks stand on the mesh; by default each has data of its own.
+        dims: how the ranks stand on the mesh; by default each has data of its own.
     """
 
-    def __init__(self, place: Place, device: torch.device, timeout: float, layout: Layout | None = None) -> None:
+    def __init__(self, place: RankInfo, device: torch.device, timeout: float, dims: ParallelDims | None = None) -> None:
         self.place = place
         self.device = device
-        self.layout = layout or Layout(dp_replicate=place.world_size)
-        self.data = DataRanks(self)
+        self.dims = dims or ParallelDims(dp_replicate=place.world_size)
+        self.data = DataParallelGroup(self)
         self.timeout = timedelta(seconds=timeout)
         self.nodes: tuple[str, ...] = (node_name(),)
         """The name of each rank's node."""
@@ -342,35 +342,35 @@ class World:
         return box[0]  # type: ignore[return-value]
 
 
-class DataRanks:
+class DataParallelGroup:
     """The data-parallel ranks. Ranks that hold parts of one model read the same rows, and one of them speaks for all:
     sums and lists over the data-parallel ranks then count each row once."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: Distributed) -> None:
         self._world = world
-        self.rank = world.layout.data_rank(world.rank)
-        self.size = world.layout.data_size
-        self.speaks = world.layout.speaks(world.rank)
+        self.rank = world.dims.dp_rank(world.rank)
+        self.size = world.dims.dp_size
+        self.is_dp_leader = world.dims.is_dp_leader(world.rank)
 
     def working(self, activity: str) -> AbstractContextManager[None]:
         return self._world.working(activity)
 
     def sum(self, value: float) -> float:
-        return self._world.sum(value if self.speaks else 0.0)
+        return self._world.sum(value if self.is_dp_leader else 0.0)
 
     def sum_counts(self, values: list[int]) -> list[int]:
-        return self._world.sum_counts(values if self.speaks else [0] * len(values))
+        return self._world.sum_counts(values if self.is_dp_leader else [0] * len(values))
 
     def sum_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum of a device tensor, in place."""
-        return self._world.sum_tensor(tensor if self.speaks else tensor.zero_())
+        return self._world.sum_tensor(tensor if self.is_dp_leader else tensor.zero_())
 
     def largest(self, value: int) -> int:
         return self._world.largest(value)
 
     def gather(self, value: Any) -> list[Any] | None:
         """Every data-parallel rank's value, in order, on global rank 0; None elsewhere."""
-        gathered = self._world.gather((self.speaks, value if self.speaks else None))
+        gathered = self._world.gather((self.is_dp_leader, value if self.is_dp_leader else None))
         return None if gathered is None else [value for speaks, value in gathered if speaks]
 
 
@@ -388,7 +388,7 @@ _stores: list[dist.Store] = []
 
 
 def _own_store(timeout: timedelta) -> dist.Store:
-    """A part of the store for one :class:`World`: a second one in this process must not find the first one's keys."""
+    """A part of the store for one :class:`Distributed`: a second one in this process must not find its keys."""
     if not _stores:
         store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
         _stores.append(store)

@@ -18,7 +18,7 @@ _STAYING_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "CROSS_SIZE")
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """Which process this is. ``rank`` is global; ``local_rank`` is within this machine."""
 
     rank: int = 0
@@ -36,7 +36,7 @@ class Place:
         return self.world_size > self.local_world_size
 
     @staticmethod
-    def from_environment(environ: Mapping[str, str] = os.environ) -> "Place":
+    def from_environment(environ: Mapping[str, str] = os.environ) -> "RankInfo":
         """The place that torchrun or DeepSpeed's launcher gave this process; one process alone where nothing did.
 
         Raises:
@@ -45,7 +45,7 @@ class Place:
         """
         if not is_placed(environ):
             check_alone(environ)
-            return Place()
+            return RankInfo()
         missing = [name for name in _RANK_VARIABLES if name not in environ]
         if missing:
             raise UserError(
@@ -57,7 +57,7 @@ class Place:
             world_size, local_rank = int(environ["WORLD_SIZE"]), int(environ["LOCAL_RANK"])
             # torchrun's name, and DeepSpeed's
             local_world_size = int(environ.get("LOCAL_WORLD_SIZE") or environ.get("LOCAL_SIZE") or world_size)
-            place = Place(int(environ["RANK"]), world_size, local_rank, local_world_size)
+            place = RankInfo(int(environ["RANK"]), world_size, local_rank, local_world_size)
         except ValueError as error:
             raise UserError(
                 f"RANK, WORLD_SIZE and LOCAL_RANK must be whole numbers: {error}",
@@ -88,7 +88,7 @@ def has_launcher(environ: Mapping[str, str] = os.environ) -> bool:
     return any(name in environ for name in _STAYING_LAUNCHERS)
 
 
-def choose_device(wanted: str, place: Place) -> torch.device:
+def choose_device(wanted: str, place: RankInfo) -> torch.device:
     """The device of this process, for the setting ``device``.
 
     Raises:

@@ -17,7 +17,7 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParallelDims:
     """How many ranks there are along each axis of the mesh."""
 
     pp: int = 1
@@ -27,18 +27,18 @@ class Layout:
     tp: int = 1
 
     @staticmethod
-    def of(parallel: ParallelSection, world_size: int) -> "Layout":
-        """The layout of ``world_size`` ranks; ``config.rules.check_world`` refuses what does not divide."""
+    def of(parallel: ParallelSection, world_size: int) -> "ParallelDims":
+        """The dims of ``world_size`` ranks; ``config.rules.check_world`` refuses what does not divide."""
         data = world_size // (parallel.pipeline * parallel.context * parallel.tensor)
         replicate = parallel.replicate if parallel.strategy == "fsdp" else data
-        return Layout(parallel.pipeline, replicate, data // replicate, parallel.context, parallel.tensor)
+        return ParallelDims(parallel.pipeline, replicate, data // replicate, parallel.context, parallel.tensor)
 
     @property
     def size(self) -> int:
         return math.prod(astuple(self))
 
     @property
-    def data_size(self) -> int:
+    def dp_size(self) -> int:
         """Data-parallel ranks: how many parts a global batch is cut into."""
         return self.dp_replicate * self.dp_shard
 
@@ -49,7 +49,7 @@ class Layout:
             rank, found[axis] = divmod(rank, getattr(self, axis))
         return found
 
-    def data_rank(self, rank: int) -> int:
+    def dp_rank(self, rank: int) -> int:
         """Which part of a global batch this rank reads; that of all ranks that hold parts of one model."""
         at = self.coordinates(rank)
         return at["dp_replicate"] * self.dp_shard + at["dp_shard"]
@@ -59,7 +59,7 @@ class Layout:
         of them, and dropout must leave them equal."""
         return rank // self.tp
 
-    def speaks(self, rank: int) -> bool:
+    def is_dp_leader(self, rank: int) -> bool:
         """Whether the rank speaks for those that hold parts of one model: it has the loss, on the last stage."""
         at = self.coordinates(rank)
         return at["tp"] == 0 and at["cp"] == 0 and at["pp"] == self.pp - 1
@@ -70,6 +70,6 @@ def replicas(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
     return [mesh.get_group(axis) for axis in AXES if axis != "pp" and mesh[axis].size() > 1]
 
 
-def build_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
-    """The mesh with all five axes; every rank calls it, after joining its ``World``."""
-    return init_device_mesh(device.type, astuple(layout), mesh_dim_names=AXES)
+def build_mesh(dims: ParallelDims, device: torch.device) -> DeviceMesh:
+    """The mesh with all five axes; every rank calls it, after joining its ``Distributed``."""
+    return init_device_mesh(device.type, astuple(dims), mesh_dim_names=AXES)

@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from drawbar.errors import ExitCode, UserError
 from drawbar.launch.bad_nodes import LOST, attempt, bad_nodes, record_bad_nodes
-from drawbar.launch.rendezvous import Meeting
+from drawbar.launch.rendezvous import Rendezvous
 from drawbar.runtime.env import NODE
 from drawbar.runtime.node_facts import NodeFacts, Verdict, collect_facts, judge, judge_clocks
 
@@ -57,7 +57,7 @@ class RollCall:
     run_dir: Path
     seconds: float
 
-    def hold(self, meeting: Meeting) -> "Attendance":
+    def hold(self, meeting: Rendezvous) -> "Attendance":
         """Answer, and wait for the verdict.
 
         Raises:
@@ -84,7 +84,7 @@ class RollCall:
             print(f"drawbar: the {meeting.nodes} nodes have answered: {', '.join(meeting.names)}", flush=True)
         return Attendance(store, meeting, self.run_dir)
 
-    def _connect(self, meeting: Meeting) -> dist.TCPStore:
+    def _connect(self, meeting: Rendezvous) -> dist.TCPStore:
         gone = self._no_head(meeting, f"did not answer within {self.seconds:.0f} s")
         if meeting.node == 0:
             return self._listen_at(meeting)
@@ -108,7 +108,7 @@ class RollCall:
         self._blame_head(meeting)
         raise gone
 
-    def _listen_at(self, meeting: Meeting) -> dist.TCPStore:
+    def _listen_at(self, meeting: Rendezvous) -> dist.TCPStore:
         host, _, port = meeting.endpoint.rpartition(":")
         try:  # multi-tenant: torch's launcher in this process will find it, and share it
             return dist.TCPStore(host, int(port), is_master=True, multi_tenant=True, wait_for_workers=False)
@@ -119,7 +119,7 @@ class RollCall:
                 exit_code=ExitCode.FAILED,
             ) from error
 
-    def _call(self, store: dist.Store, meeting: Meeting) -> Verdict:
+    def _call(self, store: dist.Store, meeting: Rendezvous) -> Verdict:
         """On the first node: hear all, judge, and tell."""
         answers: dict[int, NodeFacts] = {}
         heard: dict[int, float] = {}
@@ -145,7 +145,7 @@ class RollCall:
             _wait(lambda: not others or store.check(others), _FAREWELL)
         return verdict
 
-    def _listen(self, store: dist.Store, meeting: Meeting) -> Verdict:
+    def _listen(self, store: dist.Store, meeting: Rendezvous) -> Verdict:
         """On the other nodes."""
         if not _wait(lambda: store.check(["verdict"]), self.seconds + _FAREWELL):
             raise self._no_head(meeting, f"said nothing for {self.seconds + _FAREWELL:.0f} s")
@@ -153,7 +153,7 @@ class RollCall:
         store.set(f"heard/{meeting.node}", "")
         return verdict
 
-    def _no_head(self, meeting: Meeting, what: str) -> UserError:
+    def _no_head(self, meeting: Rendezvous, what: str) -> UserError:
         return UserError(
             f"node {meeting.name(meeting.node)}: the first node, {meeting.name(0)}, {what}",
             where=meeting.endpoint,
@@ -162,7 +162,7 @@ class RollCall:
             exit_code=ExitCode.FAILED,
         )
 
-    def _blame_head(self, meeting: Meeting) -> None:
+    def _blame_head(self, meeting: Rendezvous) -> None:
         """Unless the first node has given up waiting for this one."""
         if meeting.name(meeting.node) not in bad_nodes(self.run_dir, meeting.job, attempt()):
             reason = f"node {meeting.name(0)} did not answer within {self.seconds:.0f} s"
@@ -178,7 +178,7 @@ class Attendance:
         run_dir: where a lost node is written down.
     """
 
-    def __init__(self, store: dist.Store, meeting: Meeting, run_dir: Path) -> None:
+    def __init__(self, store: dist.Store, meeting: Rendezvous, run_dir: Path) -> None:
         self._store = store
         self._meeting = meeting
         self._run_dir = run_dir
@@ -272,7 +272,7 @@ def _lost_peer(failure: ProcessFailure) -> bool:
     return isinstance(message, dict) and bool(message["extraInfo"].get("lost_peer"))
 
 
-def _is_open(meeting: Meeting) -> bool:
+def _is_open(meeting: Rendezvous) -> bool:
     """Whether somebody listens there. torch could wait for it, too, but would fill the log, and heed no signal."""
     host, _, port = meeting.endpoint.rpartition(":")
     try:
@@ -282,18 +282,18 @@ def _is_open(meeting: Meeting) -> bool:
         return False
 
 
-def _reconnect(meeting: Meeting) -> dist.TCPStore:
+def _reconnect(meeting: Rendezvous) -> dist.TCPStore:
     if not _is_open(meeting):
         raise dist.DistNetworkError(f"nobody listens at {meeting.endpoint}")
     return _connect_once(meeting)
 
 
-def _connect_once(meeting: Meeting) -> dist.TCPStore:
+def _connect_once(meeting: Rendezvous) -> dist.TCPStore:
     host, _, port = meeting.endpoint.rpartition(":")
     return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_ATTEMPT))
 
 
-def _record(run_dir: Path, meeting: Meeting, reasons: Mapping[str, str]) -> None:
+def _record(run_dir: Path, meeting: Rendezvous, reasons: Mapping[str, str]) -> None:
     try:
         record_bad_nodes(run_dir, meeting.job, reasons)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""``ParallelPlan``: how a model describes itself to the strategies, which know no model."""
+"""``ModelParallelPlan``: how a model describes itself to the strategies, which know no model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -48,7 +48,7 @@ class PipelinePlan:
 
 
 @dataclass(frozen=True)
-class ParallelPlan:
+class ModelParallelPlan:
     """How a model's modules map to mesh axes."""
 
     tensor: Mapping[str, Style] | None = None

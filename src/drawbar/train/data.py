@@ -24,7 +24,7 @@ from drawbar.data.sources import Located, Record, Records
 from drawbar.data.stream import StreamLoader, StreamSettings
 from drawbar.errors import ExitCode, UserError
 from drawbar.evaluation.evaluate import Split
-from drawbar.runtime.dist import World
+from drawbar.runtime.dist import Distributed
 from drawbar.runtime.log import logger
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.encoder import TaskEncoder, code_of, made_of, settings_of
@@ -70,7 +70,7 @@ class Opened:
             )
 
 
-def open_data(task: Task, config: RunConfig, world: World) -> tuple[Opened, Opened | None]:
+def open_data(task: Task, config: RunConfig, world: Distributed) -> tuple[Opened, Opened | None]:
     """The training data, and the validation data where there are any: a missing file is found before anything else."""
     has_validation = config.data.validation is not None or config.data.validation_share is not None
     return open_split(task, "train", config, world), (
@@ -78,7 +78,7 @@ def open_data(task: Task, config: RunConfig, world: World) -> tuple[Opened, Open
     )
 
 
-def open_split(task: Task, name: str, config: RunConfig, world: World) -> Opened:
+def open_split(task: Task, name: str, config: RunConfig, world: Distributed) -> Opened:
     """Find one part of the data. Nothing is encoded.
 
     Raises:
@@ -94,7 +94,7 @@ def open_split(task: Task, name: str, config: RunConfig, world: World) -> Opened
     return Opened(name, records, _made_of(task, records, name, digests, world), digests, identity)
 
 
-def first_samples(opened: Opened, task: Task, config: RunConfig, world: World, console: Console) -> Split:
+def first_samples(opened: Opened, task: Task, config: RunConfig, world: Distributed, console: Console) -> Split:
     """The first samples of a part of the data, to try a task on before all of them are encoded; where they are all in
     the cache, these.
 
@@ -116,7 +116,7 @@ def first_samples(opened: Opened, task: Task, config: RunConfig, world: World, c
 
 
 def load_data(
-    task: Task, opened: tuple[Opened, Opened | None], config: RunConfig, world: World, console: Console
+    task: Task, opened: tuple[Opened, Opened | None], config: RunConfig, world: Distributed, console: Console
 ) -> tuple[Loader[Batch], Split | None]:
     """The training batches of this rank, and the validation data, where there are any."""
     train, validation = opened
@@ -129,12 +129,12 @@ def load_data(
     return loader, validation_split
 
 
-def load_split(task: Task, name: str, config: RunConfig, world: World, console: Console) -> Split:
+def load_split(task: Task, name: str, config: RunConfig, world: Distributed, console: Console) -> Split:
     """Read and encode one part of the data, or take it from the cache. Raises: as its two parts."""
     return encode_split(task, open_split(task, name, config, world), config, world, console)
 
 
-def encode_split(task: Task, opened: Opened, config: RunConfig, world: World, console: Console) -> Split:
+def encode_split(task: Task, opened: Opened, config: RunConfig, world: Distributed, console: Console) -> Split:
     """Encode a part of the data, or take it from the cache.
 
     Raises:
@@ -163,7 +163,7 @@ def encode_split(task: Task, opened: Opened, config: RunConfig, world: World, co
 
 
 def _made_of(
-    task: Task, records: Sequence[Record], name: str, digests: KeptDigests, world: World
+    task: Task, records: Sequence[Record], name: str, digests: KeptDigests, world: Distributed
 ) -> dict[str, str] | None:
     """Everything that the samples depend on, by name; None where a part of it has no content that could be told."""
     with world.working(f"reading {name}"), named_errors(task):
@@ -174,7 +174,7 @@ def _made_of(
     return None if of_records is None else {"the records": of_records, **parts}
 
 
-def _encode(task: Task, opened: Opened, config: RunConfig, world: World, console: Console) -> EncodedDataset:
+def _encode(task: Task, opened: Opened, config: RunConfig, world: Distributed, console: Console) -> EncodedDataset:
     """The samples of one part of the data."""
 
     def progress(done: int, total: int) -> None:
@@ -209,7 +209,7 @@ def _read_again(found: Sequence[Numbered] | Sequence[Located]) -> Reading:
     return read_list([one.record for one in found], [one.where for one in found].__getitem__)
 
 
-def _use_of_cache(name: str, parts: dict[str, str], config: RunConfig, world: World) -> None:
+def _use_of_cache(name: str, parts: dict[str, str], config: RunConfig, world: Distributed) -> None:
     """Say whether samples are taken from the cache, and why not; first take them out of it where a user says so."""
     cache = config.cache_dir
     if config.data.rebuild:
@@ -248,13 +248,13 @@ def varied_by(task: Task, config: RunConfig, train: bool) -> Vary:
     return vary
 
 
-def make_loader(task: Task, config: RunConfig, world: World, console: Console) -> Loader[Batch]:
+def make_loader(task: Task, config: RunConfig, world: Distributed, console: Console) -> Loader[Batch]:
     """The training batches of this rank, from encoded samples or from a stream."""
     return _load_train(task, open_split(task, "train", config, world), config, world, console)[0]
 
 
 def _load_train(
-    task: Task, opened: Opened, config: RunConfig, world: World, console: Console
+    task: Task, opened: Opened, config: RunConfig, world: Distributed, console: Console
 ) -> tuple[Loader[Batch], Split | None]:
     """The training batches, and the samples that they are made of; None for those of a stream."""
     if isinstance(opened.records, Records) and config.data.streaming:
@@ -327,7 +327,7 @@ def _streamed(task: Task, records: Iterable[Record]) -> Records:
     )
 
 
-def _stream_loader(task: Task, records: Records, config: RunConfig, world: World) -> StreamLoader[Batch]:
+def _stream_loader(task: Task, records: Records, config: RunConfig, world: Distributed) -> StreamLoader[Batch]:
     encode = TaskEncoder(task, train=True)
     # a stream is told by what it is made of, not by its samples: changed code, such as a metric's, ends no run
     of_files = [stream.fingerprint for stream in records.streams]
@@ -363,7 +363,7 @@ def _stream_loader(task: Task, records: Records, config: RunConfig, world: World
     )
 
 
-def train_micro_batch(config: RunConfig, world: World, in_tokens: bool) -> MicroBatchSize:
+def train_micro_batch(config: RunConfig, world: Distributed, in_tokens: bool) -> MicroBatchSize:
     """What one forward of training takes on one process.
 
     Args:
@@ -376,7 +376,7 @@ def train_micro_batch(config: RunConfig, world: World, in_tokens: bool) -> Micro
     return MicroBatchSize(rows=resolve_micro_batch(config, world.data.size))
 
 
-def _rows_for_stages(config: RunConfig, world: World) -> int | None:
+def _rows_for_stages(config: RunConfig, world: Distributed) -> int | None:
     """At most so many rows, that a pipeline has four micro-batches for each stage: it then idles a fifth or less."""
     stages = config.parallel.pipeline
     return max(1, config.train.global_batch // world.data.size // (4 * stages)) if stages > 1 else None

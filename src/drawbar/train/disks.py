@@ -15,7 +15,7 @@ from drawbar.checkpoint.format import MANIFEST_FILE, FileEntry, describe
 from drawbar.checkpoint.load import read_state
 from drawbar.checkpoint.space import check_writable
 from drawbar.config.load import SCRIPT_FILE
-from drawbar.runtime.dist import World
+from drawbar.runtime.dist import Distributed
 from drawbar.runtime.files import sync
 from drawbar.runtime.log import logger
 from drawbar.train.rundir import Start
@@ -60,7 +60,7 @@ class _Offer:
         return self.step, max((file.size for path, file in self.files.items() if path.name == _METRICS), default=0)
 
 
-def look_at_disks(folder: Path, world: World) -> Disks:
+def look_at_disks(folder: Path, world: Distributed) -> Disks:
     """Which nodes see the same ``folder``: each writes there, and looks for what those before it wrote.
 
     Raises:
@@ -84,7 +84,7 @@ def look_at_disks(folder: Path, world: World) -> Disks:
     return Disks(writers, keeper)
 
 
-def find_start_everywhere(find: Callable[[], Start], disks: Disks, world: World) -> Start:
+def find_start_everywhere(find: Callable[[], Start], disks: Disks, world: Distributed) -> Start:
     """Where the run begins. Afterwards every disk has that checkpoint, and the best one.
 
     Args:
@@ -99,7 +99,7 @@ def find_start_everywhere(find: Callable[[], Start], disks: Disks, world: World)
     return start
 
 
-def _compare(find: Callable[[], Start], disks: Disks, world: World) -> Start:
+def _compare(find: Callable[[], Start], disks: Disks, world: Distributed) -> Start:
     """The best start of all disks, once each has it; what this rank's disk has to set aside stays its own."""
     with world.working(_LOOKING):
         own = _offer(find()) if disks.keeper else None
@@ -139,7 +139,7 @@ def _offer(start: Start) -> _Offer:
     return _Offer(start, step, checkpoints, {path: describe(path) for path in files})
 
 
-def _complete(offer: _Offer, best: _Offer, source: int, target: int, world: World) -> None:
+def _complete(offer: _Offer, best: _Offer, source: int, target: int, world: Distributed) -> None:
     """Send what the disk of rank ``target`` has not, or not so. The other ranks wait for these two."""
     for folder, (manifest, names) in best.checkpoints.items():
         if folder in offer.checkpoints and offer.checkpoints[folder][0] == manifest:
@@ -157,7 +157,7 @@ def _complete(offer: _Offer, best: _Offer, source: int, target: int, world: Worl
                 world.send_file(path, source, target)
 
 
-def _send(names: list[str], source: int, target: int, world: World, folder: Path) -> None:
+def _send(names: list[str], source: int, target: int, world: Distributed, folder: Path) -> None:
     """Send what is in ``folder`` on the one rank, to a new ``folder`` on the other."""
     if world.rank == target:
         folder.mkdir()

@@ -13,8 +13,8 @@ from drawbar.checkpoint.space import rust_errors
 from drawbar.config.schema import RunConfig
 from drawbar.engines.engine import Engine
 from drawbar.errors import UserError
-from drawbar.runtime.dist import World
-from drawbar.runtime.env import Place
+from drawbar.runtime.dist import Distributed
+from drawbar.runtime.env import RankInfo
 from drawbar.runtime.log import start_logging
 from drawbar.tasks.pretrained import PretrainedTask
 from drawbar.tasks.registry import task_class
@@ -39,11 +39,11 @@ def export_run(config: RunConfig, task_type: type[Task] | None, folder: Path, wh
     config = on_one_process(config)
     folder = folder.absolute()
     _check(config, folder, merge)
-    place = Place()
+    place = RankInfo()
     console = make_console(place.first)
     start_logging(place.rank, console.logging_handler())
     transformers_logging.disable_progress_bar()
-    with World(place, torch.device("cpu"), config.launch.timeout) as world:
+    with Distributed(place, torch.device("cpu"), config.launch.timeout) as world:
         task = build_task(task_type or task_class(config.task.type), config, world, config.run_dir)
         engine, _ = open_checkpoint(task, config, which, world)
         with closing(engine), redirect_stdout(sys.stderr):  # what libraries say is not what the command answers

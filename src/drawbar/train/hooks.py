@@ -16,7 +16,7 @@ from drawbar.config.schema import EvalSection, ProfileSection
 from drawbar.data.loader import Loader
 from drawbar.errors import ExitCode, UserError
 from drawbar.evaluation.evaluate import Evaluation, EvaluationFailed, unknown_metric, write_results
-from drawbar.runtime.dist import World
+from drawbar.runtime.dist import Distributed
 from drawbar.runtime.log import log_to_file, logger
 from drawbar.tracking.console import Console
 from drawbar.tracking.meters import Throughput, peak_memory
@@ -47,7 +47,7 @@ class LogHook(Hook):
         self,
         every: int,
         loader: Loader,
-        world: World,
+        world: Distributed,
         meter: Throughput,
         trackers: Trackers,
         console: Console,
@@ -116,7 +116,7 @@ class EvalHook(Hook):
         config: EvalSection,
         evaluate: Callable[[], Evaluation | None],
         run_dir: Path,
-        world: World,
+        world: Distributed,
         trackers: Trackers,
         console: Console,
         stop: Stop,
@@ -252,7 +252,7 @@ class SaveScoreHook(Hook):
 class ProfileHook(Hook):
     """A torch.profiler trace of some steps, one file a rank, for chrome://tracing or Perfetto."""
 
-    def __init__(self, config: ProfileSection, run_dir: Path, world: World, first_step: int) -> None:
+    def __init__(self, config: ProfileSection, run_dir: Path, world: Distributed, first_step: int) -> None:
         self._start = config.start
         self._last = config.start + config.steps - 1
         self._world = world

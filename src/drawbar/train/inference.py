@@ -16,10 +16,10 @@ from drawbar.data.sources import Record, Records
 from drawbar.errors import UserError
 from drawbar.evaluation.evaluate import evaluate, predict, write_results
 from drawbar.evaluation.generate import Prompt, Sampling
-from drawbar.runtime.dist import World
-from drawbar.runtime.env import Place, choose_device
+from drawbar.runtime.dist import Distributed
+from drawbar.runtime.env import RankInfo, choose_device
 from drawbar.runtime.log import errors_in_log, open_log_file, start_logging
-from drawbar.runtime.mesh import Layout
+from drawbar.runtime.mesh import ParallelDims
 from drawbar.runtime.seed import seed_everything
 from drawbar.tasks.registry import task_class
 from drawbar.tasks.task import Task
@@ -31,17 +31,17 @@ from drawbar.train.trained import TrainedRun
 
 
 @contextmanager
-def _joined(config: RunConfig) -> Iterator[tuple[World, Console]]:
+def _joined(config: RunConfig) -> Iterator[tuple[Distributed, Console]]:
     """The processes of a command, and where it tells a person how far it is."""
-    place = Place.from_environment()
+    place = RankInfo.from_environment()
     check_layout(config, place.world_size)
-    layout = Layout.of(config.parallel, place.world_size)
+    dims = ParallelDims.of(config.parallel, place.world_size)
     device = choose_device(config.device, place)
     console = make_console(place.first)
     start_logging(place.rank, console.logging_handler())
-    seed_everything(config.run.seed, layout.seed_rank(place.rank))  # for predictions that are drawn by chance
+    seed_everything(config.run.seed, dims.seed_rank(place.rank))  # for predictions that are drawn by chance
     try:
-        with errors_in_log(), World(place, device, config.launch.timeout, layout) as world:
+        with errors_in_log(), Distributed(place, device, config.launch.timeout, dims) as world:
             yield world, console
     finally:
         console.stop()

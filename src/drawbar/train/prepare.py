@@ -14,8 +14,8 @@ from drawbar.data.loader import MicroBatchSize
 from drawbar.data.sampler import Sampler
 from drawbar.errors import UserError
 from drawbar.evaluation.evaluate import Split
-from drawbar.runtime.dist import World
-from drawbar.runtime.env import Place, choose_device
+from drawbar.runtime.dist import Distributed
+from drawbar.runtime.env import RankInfo, choose_device
 from drawbar.runtime.log import logger, start_logging
 from drawbar.tasks.overrides import check_signatures
 from drawbar.tasks.registry import task_class
@@ -37,12 +37,12 @@ def prepare_run(config: RunConfig, task_type: type[Task] | None) -> None:
     Raises:
         UserError: as the run itself would; or there is nothing to prepare.
     """
-    place = Place()
+    place = RankInfo()
     console = make_console(place.first)
     start_logging(place.rank, console.logging_handler())
     found = task_type or task_class(config.task.type)
     check_signatures(found)
-    with World(place, choose_device(config.device, place), config.launch.timeout) as world:
+    with Distributed(place, choose_device(config.device, place), config.launch.timeout) as world:
         try:
             names = _splits(config, console)
             task = build_task(found, config, world, config.run_dir)
@@ -78,7 +78,7 @@ def _splits(config: RunConfig, console: Console) -> list[str]:
     return names
 
 
-def _load(task: Task, name: str, config: RunConfig, world: World, console: Console) -> Split:
+def _load(task: Task, name: str, config: RunConfig, world: Distributed, console: Console) -> Split:
     split = load_split(task, name, config, world, console)
     if not split.kept:
         logger.warning(
@@ -133,7 +133,7 @@ def _counts(split: Split) -> dict[str, str]:
     }
 
 
-def _describe_batches(task: Task, split: Split, config: RunConfig, world: World) -> int:
+def _describe_batches(task: Task, split: Split, config: RunConfig, world: Distributed) -> int:
     """Where samples have lengths, a table of what each way of batching would cost.
 
     Returns:

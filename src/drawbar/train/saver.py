@@ -22,7 +22,7 @@ from drawbar.engines.results import EngineState
 from drawbar.errors import UserError
 from drawbar.evaluation.evaluate import Split
 from drawbar.parallel.precision import choose_precision
-from drawbar.runtime.dist import World
+from drawbar.runtime.dist import Distributed
 from drawbar.runtime.files import sync
 from drawbar.runtime.log import logger
 from drawbar.runtime.seed import rng_state, seed_everything, set_rng_state
@@ -48,7 +48,7 @@ class Saver:
         config: RunConfig,
         engine: Engine,
         loader: Loader,
-        world: World,
+        world: Distributed,
         disks: Disks,
         stop: Stop,
         progress: Progress,
@@ -185,7 +185,7 @@ def formats_as_begun(config: RunConfig, checkpoint: Path, device: torch.device) 
     return begun
 
 
-def restore_engine(checkpoint: Path, forked: bool, engine: Engine, world: World) -> Snapshot:
+def restore_engine(checkpoint: Path, forked: bool, engine: Engine, world: Distributed) -> Snapshot:
     """Put back weights and optimizer. A fork takes the weights, and the optimizer where it fits.
 
     Returns:
@@ -211,7 +211,7 @@ def restore_position(
     seed: int,
     loader: Loader,
     validation: Split | None,
-    world: World,
+    world: Distributed,
 ) -> Progress:
     """Put back all else, so that the next step is the one that would have followed.
 
@@ -288,8 +288,8 @@ def _load_where_it_fits(loader: Loader, data: dict[str, Any]) -> None:
         logger.warning("the data begins at its first sample: %s", error.what)
 
 
-def _restore_generators(rng: dict[str, torch.Tensor], seed: int, step: int, world: World) -> None:
-    seed_rank = world.layout.seed_rank
+def _restore_generators(rng: dict[str, torch.Tensor], seed: int, step: int, world: Distributed) -> None:
+    seed_rank = world.dims.seed_rank
     first = next(rank for rank in range(world.size) if seed_rank(rank) == seed_rank(world.rank))
     for prefix in (f"{_generator(world, world.rank)}/", f"rank-{first:04d}/"):  # older checkpoints kept them by rank
         own = {name.removeprefix(prefix): tensor for name, tensor in rng.items() if name.startswith(prefix)}
@@ -299,7 +299,7 @@ def _restore_generators(rng: dict[str, torch.Tensor], seed: int, step: int, worl
     seed_everything(seed + step, seed_rank(world.rank))  # the saving run had fewer
 
 
-def _generator(world: World, rank: int) -> str:
+def _generator(world: Distributed, rank: int) -> str:
     """Under what a checkpoint keeps the generators of a rank: by its seed rank, so that ranks that must draw the same
     find the same state, whatever the layout of the run that saved it was."""
-    return f"seed-{world.layout.seed_rank(rank):04d}"
+    return f"seed-{world.dims.seed_rank(rank):04d}"

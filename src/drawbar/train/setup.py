@@ -24,7 +24,7 @@ from drawbar.engines.choose import choose_engine
 from drawbar.engines.engine import Engine
 from drawbar.errors import UserError
 from drawbar.optim.schedules import learning_rate_scale
-from drawbar.runtime.dist import World
+from drawbar.runtime.dist import Distributed
 from drawbar.runtime.files import sync, write_whole
 from drawbar.runtime.log import logger
 from drawbar.runtime.seed import seed_everything
@@ -39,7 +39,7 @@ WRAPS_TEXTS = "wraps_texts"
 """Beside a run's tokenizer: it puts itself around a text what the model is to see. In older runs, tasks did that."""
 
 
-def build_task(task_type: type[Task], config: RunConfig, world: World, origin: Path) -> Task:
+def build_task(task_type: type[Task], config: RunConfig, world: Distributed, origin: Path) -> Task:
     """The task with its tokenizer and its facts: those of the run directory ``origin``, which the weights come from,
     where there is one; else made once, on rank 0, for all.
 
@@ -163,7 +163,7 @@ def check_predicts(task: Task, probabilities: bool) -> None:
         )
 
 
-def open_checkpoint(task: Task, config: RunConfig, which: str | None, world: World) -> tuple[Engine, int]:
+def open_checkpoint(task: Task, config: RunConfig, which: str | None, world: Distributed) -> tuple[Engine, int]:
     """An engine with the weights of a checkpoint, and its step.
 
     Args:
@@ -178,7 +178,7 @@ def open_checkpoint(task: Task, config: RunConfig, which: str | None, world: Wor
     task.has_checkpoint = True
     seed_everything(config.run.seed)  # as in training: a task may draw weights that adapters leave as they are
     engine = choose_engine(task, config, world)
-    seed_everything(config.run.seed, world.layout.seed_rank(world.rank))
+    seed_everything(config.run.seed, world.dims.seed_rank(world.rank))
     try:
         check_base(snapshot, engine)
     except UserError as error:

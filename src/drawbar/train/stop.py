@@ -9,7 +9,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from drawbar.errors import ExitCode, UserError
-from drawbar.runtime.dist import World
+from drawbar.runtime.dist import Distributed
 from drawbar.runtime.env import has_launcher
 from drawbar.runtime.interrupt import ECHO_SECONDS, INTERRUPT, REQUEUE, handle, leave
 from drawbar.runtime.log import logger
@@ -46,7 +46,7 @@ class Stop:
     Until :meth:`begin`, when there is nothing to save, so does the first.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: Distributed) -> None:
         self._world = world
         self._wanted = [Reason.NONE]
         self.reason = Reason.NONE

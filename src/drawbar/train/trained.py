@@ -14,8 +14,8 @@ from drawbar.data.loader import MicroBatchSize, Vary
 from drawbar.engines.native import NativeEngine
 from drawbar.evaluation.evaluate import Split, evaluate, predict
 from drawbar.evaluation.generate import Prompt, Sampling, generate_text
-from drawbar.runtime.dist import World
-from drawbar.runtime.env import Place, choose_device
+from drawbar.runtime.dist import Distributed
+from drawbar.runtime.env import RankInfo, choose_device
 from drawbar.tasks.batch import Ask
 from drawbar.tasks.encoder import TaskEncoder
 from drawbar.tasks.registry import task_class
@@ -49,7 +49,7 @@ class TrainedRun:
 
     def __init__(self, config: RunConfig, task: type[Task] | None, checkpoint: str | None) -> None:
         self.config = on_one_process(config)
-        self._world = World(Place(), choose_device(config.device, Place()), config.launch.timeout)
+        self._world = Distributed(RankInfo(), choose_device(config.device, RankInfo()), config.launch.timeout)
         self.task = build_task(task or task_class(config.task.type), self.config, self._world, config.run_dir)
         self._engine, self.step = open_checkpoint(self.task, self.config, checkpoint, self._world)
         self.model.eval()

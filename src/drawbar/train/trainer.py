@@ -19,10 +19,10 @@ from drawbar.errors import ExitCode
 from drawbar.evaluation.evaluate import Evaluation, Split, evaluate
 from drawbar.parallel.precision import choose_formats
 from drawbar.runtime.allreduce_check import check_links
-from drawbar.runtime.dist import World
-from drawbar.runtime.env import Place, choose_device, is_placed
+from drawbar.runtime.dist import Distributed
+from drawbar.runtime.env import RankInfo, choose_device, is_placed
 from drawbar.runtime.log import errors_in_log, logger, open_log_file, start_logging
-from drawbar.runtime.mesh import Layout
+from drawbar.runtime.mesh import ParallelDims
 from drawbar.runtime.seed import rng_state, seed_everything, set_rng_state, use_deterministic_kernels
 from drawbar.runtime.streams import outlive_readers
 from drawbar.tasks.overrides import check_signatures, named_errors
@@ -90,10 +90,10 @@ class Trainer:
         Raises:
             UserError: the request is wrong, or the run failed for a reason that the user can mend.
         """
-        place = Place.from_environment()
+        place = RankInfo.from_environment()
         check_world(self.config, place.world_size)
         device = choose_device(self.config.device, place)
-        layout = Layout.of(self.config.parallel, place.world_size)
+        dims = ParallelDims.of(self.config.parallel, place.world_size)
         outlive_readers()
         console = make_console(place.first)
         start_logging(place.rank, console.logging_handler())
@@ -102,7 +102,7 @@ class Trainer:
             with (
                 errors_in_log(),
                 explain_full_disk(self.config.run_dir),
-                World(place, device, self.config.launch.timeout, layout) as world,
+                Distributed(place, device, self.config.launch.timeout, dims) as world,
                 Stop(world) as stop,
             ):
                 check_links(world, self.config.run_dir)
@@ -125,7 +125,7 @@ class Trainer:
                 *(wanted, wanted),
             )
 
-    def _fit(self, world: World, stop: Stop, console: Console) -> Outcome:
+    def _fit(self, world: Distributed, stop: Stop, console: Console) -> Outcome:
         config = self.config
         disks = look_at_disks(Path(config.run.dir), world)
         start = find_start_everywhere(self._find_start, disks, world)
@@ -153,7 +153,7 @@ class Trainer:
         loader, validation = load_data(task, opened, config, world, console)
         engine.total_steps = total_steps = count_steps(config.train, loader.steps_per_epoch)
 
-        seed_everything(config.run.seed, world.layout.seed_rank(world.rank))  # from here on a rank's dropout is its own
+        seed_everything(config.run.seed, world.dims.seed_rank(world.rank))  # from here on a rank's dropout is its own
         progress = Progress()
         if start.checkpoint is not None:
             of_run = (start.checkpoint, rest, start.forked, config.run.seed)
@@ -173,7 +173,7 @@ class Trainer:
         engine: Engine,
         opened: tuple[Opened, Opened | None],
         config: RunConfig,
-        world: World,
+        world: Distributed,
         console: Console,
     ) -> None:
         """Find what is wrong with the task, the model or the settings on a few samples: hours may go into encoding all,
@@ -191,7 +191,7 @@ class Trainer:
             self._lock = lock_run_dir(self.config.run_dir)  # first: another process may be writing a checkpoint
         return find_start(self.source, self.resume, self.fork)
 
-    def _open(self, task: Task, engine: Engine, world: World, disks: Disks, start: Start) -> None:
+    def _open(self, task: Task, engine: Engine, world: Distributed, disks: Disks, start: Start) -> None:
         """Only now, with everything ready to train, does the run directory come into being, or change."""
         folder = self.config.run_dir
         checkpoints = CheckpointDirectory(folder / "checkpoints")
@@ -214,7 +214,7 @@ class _Run:
     """The parts of a run, ready to train."""
 
     config: RunConfig
-    world: World
+    world: Distributed
     disks: Disks
     stop: Stop
     console: Console

@@ -21,8 +21,8 @@ from transformers import (
 
 from drawbar.cli.arguments import load_run
 from drawbar.data.tokenizer import train_byte_bpe
-from drawbar.runtime.dist import World
-from drawbar.runtime.env import Place
+from drawbar.runtime.dist import Distributed
+from drawbar.runtime.env import RankInfo
 from drawbar.tasks.registry import task_class
 from drawbar.train.export import export_run
 from drawbar.train.setup import build_task, open_checkpoint
@@ -106,7 +106,7 @@ def inputs(run: str) -> dict[str, torch.Tensor]:
 
 
 def logits_of_run(project: Path, run: str, which: str | None = None) -> torch.Tensor:
-    with chdir(project), World(Place(), CPU, timeout=60) as world:
+    with chdir(project), Distributed(RankInfo(), CPU, timeout=60) as world:
         config = load_run(f"runs/{run}", ("precision=fp32", "data.batching=padded"), None).config
         task = build_task(task_class(config.task.type), config, world, config.run_dir)
         engine, _ = open_checkpoint(task, config, which, world)

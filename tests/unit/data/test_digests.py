@@ -11,7 +11,7 @@ from drawbar.config.schema import DataSection
 from drawbar.data import digests
 from drawbar.data.digests import KeptDigests, digest_for_all, file_digest
 from drawbar.data.sources import Records, open_records
-from drawbar.runtime.dist import World
+from drawbar.runtime.dist import Distributed
 from ranks import SecondRank
 
 HashedFiles = list[str]
@@ -99,10 +99,10 @@ def test_one_of_the_ranks_that_see_the_same_files_reads_them(tmp_path: Path, has
     records: Records = open_records(DataSection(train=str(path)), "train")
     kept = KeptDigests(tmp_path / "cache")
     same = SecondRank(records.identity(), "what the first has found")
-    assert digest_for_all(records, kept, cast(World, same)) == "what the first has found"
+    assert digest_for_all(records, kept, cast(Distributed, same)) == "what the first has found"
     assert hashed == []
     kept.save()
     assert not (tmp_path / "cache").exists()
     other = SecondRank([[[1, 2, 3, 4]]], "of other files")
-    assert digest_for_all(records, kept, cast(World, other)) == records.digest(file_digest)
+    assert digest_for_all(records, kept, cast(Distributed, other)) == records.digest(file_digest)
     assert hashed == ["a.txt"]

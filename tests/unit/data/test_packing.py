@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drawbar.data.dataset import EncodedDataset, encode_records
-from drawbar.data.packing import Layout, PackedRows, Targets, packed_lengths, split_tokens
+from drawbar.data.packing import PackedRows, RowLayout, Targets, packed_lengths, split_tokens
 from drawbar.data.plan import plan_packs
 from drawbar.errors import UserError
 from drawbar.tasks.batch import pad_and_stack
@@ -22,7 +22,7 @@ def dataset(samples: list[dict[str, Any]]) -> EncodedDataset:
 
 def join(samples: EncodedDataset, numbers: list[int], targets: Targets) -> dict[str, Any]:
     """A row, with its arrays as lists."""
-    row = Layout.of(samples, targets).join([samples[number] for number in numbers])
+    row = RowLayout.of(samples, targets).join([samples[number] for number in numbers])
     return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in row.items()}
 
 
@@ -78,7 +78,7 @@ def test_a_row_for_whole_samples(labels: list[float]) -> None:
 def test_a_row_for_whole_samples_with_arrays_for_labels() -> None:
     """As long as the tokens by chance, or not: they belong to the sample."""
     samples = dataset([{"input_ids": [5, 6], "labels": [1, 0]}, {"input_ids": [7], "labels": [1, 1]}])
-    row = Layout.of(samples, "sample").join([samples[0], samples[1]])
+    row = RowLayout.of(samples, "sample").join([samples[0], samples[1]])
     assert [labels.tolist() for labels in row["labels"]] == [[1, 0], [1, 1]]
     batch = pad_and_stack([row])
     assert batch["labels"].tolist() == [[1, 0], [1, 1]]

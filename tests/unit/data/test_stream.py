@@ -18,8 +18,8 @@ from drawbar.data.plan import plan_packs
 from drawbar.data.sources import Located
 from drawbar.data.stream import StreamLoader, StreamSettings
 from drawbar.errors import UserError
-from drawbar.runtime.dist import World
-from drawbar.runtime.env import Place
+from drawbar.runtime.dist import Distributed
+from drawbar.runtime.env import RankInfo
 from drawbar.runtime.log import logger
 from harness import run_ranks
 from tiny import CPU
@@ -101,7 +101,7 @@ class Case:
         return [Numbers(*of_source) for of_source in zip(starts, self.sizes, weights, strict=True)]
 
     def loader(
-        self, world: World, encode: Encode = samples_of, sources: list[Numbers] | None = None
+        self, world: Distributed, encode: Encode = samples_of, sources: list[Numbers] | None = None
     ) -> StreamLoader[Batch]:
         loader = StreamLoader(
             sources or self.sources,
@@ -143,7 +143,7 @@ class Step:
     state: dict[str, Any]
 
 
-def run(case: Case, world: World, encode: Encode = samples_of) -> list[Step]:
+def run(case: Case, world: Distributed, encode: Encode = samples_of) -> list[Step]:
     loader = case.loader(world, encode)
     return [
         Step(
@@ -156,8 +156,8 @@ def run(case: Case, world: World, encode: Encode = samples_of) -> list[Step]:
     ]
 
 
-def alone() -> World:
-    return World(Place(), CPU, timeout=60)
+def alone() -> Distributed:
+    return Distributed(RankInfo(), CPU, timeout=60)
 
 
 def batches(of_ranks: list[list[Step]]) -> list[Batch]:
@@ -252,7 +252,7 @@ def test_shuffle_changes_with_the_epoch() -> None:
 
 def run_all(chosen: list[Case]) -> list[list[Step]]:
     """On one rank of several."""
-    with World(Place.from_environment(), CPU, timeout=60) as world:
+    with Distributed(RankInfo.from_environment(), CPU, timeout=60) as world:
         return [run(case, world) for case in chosen]
 
 

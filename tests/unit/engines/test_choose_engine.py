@@ -9,23 +9,25 @@ from drawbar.config.schema import ParallelSection
 from drawbar.engines.choose import choose_engine
 from drawbar.engines.native import NativeEngine
 from drawbar.errors import UserError
-from drawbar.runtime.dist import World
-from drawbar.runtime.env import Place
-from drawbar.runtime.mesh import Layout
+from drawbar.runtime.dist import Distributed
+from drawbar.runtime.env import RankInfo
+from drawbar.runtime.mesh import ParallelDims
 from tiny import CPU, tiny_config, tiny_task
 
 
 @pytest.mark.parametrize("strategy", ["auto", "single", "ddp", "zero1"])
 def test_one_process_trains_the_bare_model(strategy: str) -> None:
     config = tiny_config(parallel=ParallelSection(strategy=strategy))
-    engine = choose_engine(tiny_task(config), config, World(Place(), CPU, timeout=60), total_steps=1)
+    engine = choose_engine(tiny_task(config), config, Distributed(RankInfo(), CPU, timeout=60), total_steps=1)
     assert isinstance(engine, NativeEngine)
     assert not isinstance(engine.model, DistributedDataParallel)
 
 
 def test_single_refuses_two_processes() -> None:
     config = tiny_config(parallel=ParallelSection(strategy="single"))
-    world = World(Place(rank=0, world_size=2, local_rank=0, local_world_size=2), torch.device("cpu"), timeout=60)
+    world = Distributed(
+        RankInfo(rank=0, world_size=2, local_rank=0, local_world_size=2), torch.device("cpu"), timeout=60
+    )
     with pytest.raises(UserError, match=r"2 processes[\s\S]*parallel.strategy=ddp"):
         choose_engine(tiny_task(config), config, world, total_steps=1)
 
@@ -33,14 +35,14 @@ def test_single_refuses_two_processes() -> None:
 def test_what_cannot_run_here_is_refused() -> None:
     config = tiny_config(parallel=ParallelSection(strategy="dp"))
     with pytest.raises(UserError, match=r"dp[\s\S]*several CUDA devices"):
-        choose_engine(tiny_task(config), config, World(Place(), CPU, timeout=60), total_steps=1)
+        choose_engine(tiny_task(config), config, Distributed(RankInfo(), CPU, timeout=60), total_steps=1)
 
 
 def test_one_process_can_be_sharded() -> None:
     """Of use on one GPU with offload."""
     config = tiny_config(parallel=ParallelSection(strategy="fsdp"))
-    layout = Layout.of(config.parallel, 1)
-    with World(Place(), CPU, 60, layout) as world:
+    dims = ParallelDims.of(config.parallel, 1)
+    with Distributed(RankInfo(), CPU, 60, dims) as world:
         engine = choose_engine(tiny_task(config), config, world, total_steps=1)
         assert isinstance(engine.model, FSDPModule)
     assert not torch.distributed.is_initialized()

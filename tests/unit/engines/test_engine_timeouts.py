@@ -7,15 +7,15 @@ import torch
 import torch.distributed as dist
 
 from drawbar.config.schema import ParallelSection
-from drawbar.runtime.dist import World
-from drawbar.runtime.env import Place
+from drawbar.runtime.dist import Distributed
+from drawbar.runtime.env import RankInfo
 from harness import run_ranks
 from tiny import CPU, tiny_config, tiny_engine
 
 
 def wait_alone() -> dict[str, float]:
     """How long rank 0 waits in each group that holds parts of the model; the other ranks stay away."""
-    with World(Place.from_environment(), CPU, timeout=60) as world:
+    with Distributed(RankInfo.from_environment(), CPU, timeout=60) as world:
         world.timeout = timedelta(seconds=1)  # only now: joining may take longer on a busy machine
         parallel = ParallelSection(strategy="fsdp", tensor=2)
         engine = tiny_engine(tiny_config(parallel=parallel), world)

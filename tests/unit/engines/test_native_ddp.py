@@ -7,14 +7,14 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from drawbar.runtime.dist import World
-from drawbar.runtime.env import Place
+from drawbar.runtime.dist import Distributed
+from drawbar.runtime.env import RankInfo
 from harness import run_ranks
 from tiny import CPU, random_step, tiny_config, tiny_engine, vector
 
 
 def count_reductions() -> dict[str, Any]:
-    with World(Place.from_environment(), CPU, timeout=60) as world:
+    with Distributed(RankInfo.from_environment(), CPU, timeout=60) as world:
         engine = tiny_engine(tiny_config(), world, seed=world.rank)
         assert isinstance(engine.model, DistributedDataParallel)
         found: dict[str, Any] = {"buckets": [], "results": [], "start": vector(engine).numpy()}

@@ -8,8 +8,8 @@ import torch
 
 from drawbar.config.schema import OptimSection
 from drawbar.engines.native import NativeEngine
-from drawbar.runtime.dist import World
-from drawbar.runtime.env import Place
+from drawbar.runtime.dist import Distributed
+from drawbar.runtime.env import RankInfo
 from drawbar.tasks.batch import Batch
 from harness import run_ranks
 from tiny import CPU, Numbers, random_step, tiny_config, tiny_engine, tiny_task, vector
@@ -116,11 +116,11 @@ class OverflowOnRankOne(Numbers):
 
     def loss(self, outputs: Any, batch: Batch) -> torch.Tensor:
         loss = super().loss(outputs, batch)
-        return loss * 1e30 if self.on and Place.from_environment().rank == 1 else loss
+        return loss * 1e30 if self.on and RankInfo.from_environment().rank == 1 else loss
 
 
 def overflow_on_one_rank() -> dict[str, Any]:
-    with World(Place.from_environment(), CPU, timeout=60) as world:
+    with Distributed(RankInfo.from_environment(), CPU, timeout=60) as world:
         config = tiny_config(precision="fp16")
         task = OverflowOnRankOne(config)
         task.tokenizer = tiny_task(config).tokenizer

@@ -18,9 +18,9 @@ from drawbar.engines.native import NativeEngine
 from drawbar.engines.pipeline import PipelineEngine
 from drawbar.errors import UserError
 from drawbar.parallel.pipeline_schedule import _Stage
-from drawbar.runtime.dist import World
-from drawbar.runtime.env import Place
-from drawbar.runtime.mesh import Layout
+from drawbar.runtime.dist import Distributed
+from drawbar.runtime.env import RankInfo
+from drawbar.runtime.mesh import ParallelDims
 from drawbar.tasks.batch import Batch
 from harness import run_ranks
 from tiny import CPU, LENGTH, VOCABULARY, Numbers, random_batch, tiny_config, tiny_task
@@ -45,11 +45,11 @@ class Case:
         fields = {**BLOCKS[self.family], "tie_word_embeddings": self.tied}
         return tiny_config(self.family, fields, parallel=ParallelSection(**parallel), **self.sections)
 
-    def build(self, world: World | None) -> NativeEngine:
+    def build(self, world: Distributed | None) -> NativeEngine:
         torch.manual_seed(0)
         if world is None:
             config = self.config({"strategy": "single"})
-            return NativeEngine(tiny_task(config), config, World(Place(), CPU, timeout=60), 10)
+            return NativeEngine(tiny_task(config), config, Distributed(RankInfo(), CPU, timeout=60), 10)
         config = self.config({"strategy": "ddp", **self.parallel})
         return PipelineEngine(tiny_task(config), config, world, 10)
 
@@ -112,7 +112,7 @@ def train(case: Case, engine: NativeEngine, rank: int = 0, ranks: int = 1) -> di
     length = {"max_new_tokens": 8, "pad_token_id": 0, "eos_token_id": None}
     greedy = engine.generate(inputs, do_sample=False, **length)
     beams = engine.generate(inputs, do_sample=False, num_beams=3, **length)
-    torch.manual_seed(engine.world.layout.coordinates(engine.world.rank)["pp"])  # each stage has its own random numbers
+    torch.manual_seed(engine.world.dims.coordinates(engine.world.rank)["pp"])  # each stage has its own random numbers
     sampled = engine.generate(inputs, do_sample=True, **length)
     state = engine.state()
     return {
@@ -144,15 +144,15 @@ def count_whole_gradients(engine: NativeEngine) -> list[int]:
     return found
 
 
-def layout_of(case: Case) -> Layout:
-    return Layout.of(ParallelSection(**{"pipeline": 2, **case.parallel}), Place.from_environment().world_size)
+def layout_of(case: Case) -> ParallelDims:
+    return ParallelDims.of(ParallelSection(**{"pipeline": 2, **case.parallel}), RankInfo.from_environment().world_size)
 
 
 def train_all(cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
     results = {}
     for name, case in cases.items():
         case = Case(case.family, {"pipeline": 2, **case.parallel}, case.sections, case.tied, case.rows)
-        with World(Place.from_environment(), CPU, timeout=60, layout=layout_of(case)) as world:
+        with Distributed(RankInfo.from_environment(), CPU, timeout=60, dims=layout_of(case)) as world:
             results[name] = train(case, case.build(world), world.data.rank, world.data.size)
     return results
 
@@ -196,7 +196,7 @@ def test_a_pipeline_is_one_process(found: dict[str, list[dict[str, Any]]], name:
 def resume_all() -> list[Any]:
     """From a checkpoint of one process to a pipeline; then an fp16 step that overflows, and weights that do not fit."""
     case = Case("llama", {"pipeline": 2, "schedule": "interleaved"}, {"precision": "fp16"})
-    with World(Place.from_environment(), CPU, timeout=60, layout=Layout(pp=2)) as world:
+    with Distributed(RankInfo.from_environment(), CPU, timeout=60, dims=ParallelDims(pp=2)) as world:
         one, other = case.build(None), case.build(world)
         one.train_step(case.step(one, 0))
         other.load(one.state())
@@ -245,7 +245,7 @@ class Masked(Numbers):
 def refuse_all() -> list[str]:
     refusals = []
     frozen = {"lora": LoraSection(modules=["layers.4.self_attn.q_proj"])}
-    with World(Place.from_environment(), CPU, timeout=60, layout=Layout(pp=2)) as world:
+    with Distributed(RankInfo.from_environment(), CPU, timeout=60, dims=ParallelDims(pp=2)) as world:
         for task_type, sections in ((Masked, {}), (Numbers, frozen), (OwnLoss, {}), (Silent, {})):
             config = Case("llama", {}, sections).config({"strategy": "ddp", "pipeline": 2})
             task = task_type(config)
@@ -272,7 +272,7 @@ def test_what_a_pipeline_cannot_do_is_refused_with_the_reason() -> None:
 
 def change_shapes() -> list[bool]:
     case = Case("llama", {"pipeline": 2, "schedule": "interleaved"})
-    with World(Place.from_environment(), CPU, timeout=60, layout=Layout(pp=2)) as world:
+    with Distributed(RankInfo.from_environment(), CPU, timeout=60, dims=ParallelDims(pp=2)) as world:
         engine = case.build(world)
         assert isinstance(engine, PipelineEngine)
         gc.collect()

@@ -27,8 +27,8 @@ from drawbar.config.schema import LoraSection
 from drawbar.errors import UserError
 from drawbar.models.huggingface import load_pretrained, weights_without_file
 from drawbar.models.lora import add_adapters, add_adapters_to_base, merged, save_adapter, trained_state
-from drawbar.runtime.dist import World
-from drawbar.runtime.env import Place
+from drawbar.runtime.dist import Distributed
+from drawbar.runtime.env import RankInfo
 
 torch.set_num_threads(1)  # tiny tensors: threads would only wait for one another
 TOKENS = torch.tensor([[5, 6, 7, 8, 9, 1], [9, 3, 7, 4, 2, 1]])
@@ -417,7 +417,7 @@ def test_an_adapter_on_an_embedding_and_on_a_convolution() -> None:
 
 
 def test_ddp_accepts_the_model() -> None:
-    with World(Place(), torch.device("cpu"), timeout=60) as world:
+    with Distributed(RankInfo(), torch.device("cpu"), timeout=60) as world:
         world.join_alone()
         alone, replicated = adapted("bert"), DistributedDataParallel(adapted("bert"))
         optimizer = torch.optim.AdamW([p for p in replicated.parameters() if p.requires_grad], lr=0.02)

@@ -12,8 +12,8 @@ from drawbar.errors import UserError
 from drawbar.models.heads import HEADS, Head
 from drawbar.models.huggingface import build_from_scratch
 from drawbar.models.packed import DECODERS, ENCODER_DECODERS, ENCODERS, allow_packing, count_positions
-from drawbar.runtime.dist import World
-from drawbar.runtime.env import Place
+from drawbar.runtime.dist import Distributed
+from drawbar.runtime.env import RankInfo
 
 torch.set_num_threads(1)  # tiny tensors
 
@@ -291,7 +291,7 @@ def test_hooks_work_inside_ddp() -> None:
     samples = random_samples(ROWS)
     expected = packed_logits(model, "sequence_classification", samples, [])
     expected_gradient = gradient(model, expected)
-    with World(Place(), torch.device("cpu"), timeout=60) as world:
+    with Distributed(RankInfo(), torch.device("cpu"), timeout=60) as world:
         world.join_alone()
         found = packed_logits(nn.parallel.DistributedDataParallel(model), "sequence_classification", samples, [])
         assert torch.equal(torch.stack(found), torch.stack(expected))

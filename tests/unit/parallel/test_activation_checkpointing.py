@@ -16,13 +16,13 @@ from drawbar.errors import UserError
 from drawbar.models.lora import add_adapters
 from drawbar.models.packed import allow_packing
 from drawbar.models.plans import plan_for
-from drawbar.parallel.activation_checkpointing import recompute
+from drawbar.parallel.activation_checkpointing import checkpoint_activations
 from drawbar.parallel.blocks import repeated_blocks
 from drawbar.parallel.fsdp import shard
 from drawbar.parallel.tensor import tensor_parallel
-from drawbar.runtime.dist import World
-from drawbar.runtime.env import Place
-from drawbar.runtime.mesh import Layout, build_mesh
+from drawbar.runtime.dist import Distributed
+from drawbar.runtime.env import RankInfo
+from drawbar.runtime.mesh import ParallelDims, build_mesh
 from harness import run_ranks
 
 CPU = torch.device("cpu")
@@ -97,14 +97,14 @@ def operations(model: nn.Module) -> int:
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("family", SIZES)
 def test_gradients_and_names_stay_the_same(family: str, kind: Any) -> None:
-    plain, model = build(family), build(family, lambda model: recompute(model, kind))
+    plain, model = build(family), build(family, lambda model: checkpoint_activations(model, kind))
     assert [name for name, _ in model.named_modules()] == [name for name, _ in plain.named_modules()]
     assert model.state_dict().keys() == plain.state_dict().keys()
     assert_same(backward(model), backward(plain))
 
 
 def test_bf16_gradients_stay_the_same() -> None:
-    plain, model = build("gpt2"), build("gpt2", lambda model: recompute(model, "selective"))
+    plain, model = build("gpt2"), build("gpt2", lambda model: checkpoint_activations(model, "selective"))
     with torch.autocast("cpu", torch.bfloat16):
         assert_same(backward(model), backward(plain))
 
@@ -112,7 +112,8 @@ def test_bf16_gradients_stay_the_same() -> None:
 @pytest.mark.parametrize("family", ["llama", "gpt2", "t5"])
 def test_less_is_kept(family: str) -> None:
     none, full, second = (
-        kept_bytes(build(family, lambda m, k=kind: recompute(m, k))) for kind in ("none", "full", EveryBlock(every=2))
+        kept_bytes(build(family, lambda m, k=kind: checkpoint_activations(m, k)))
+        for kind in ("none", "full", EveryBlock(every=2))
     )
     assert full < 0.5 * none
     assert full < second < none
@@ -126,7 +127,7 @@ def test_a_layer_keeps_what_the_documentation_says(kind: Any, wanted: float) -> 
     for layers in (1, 3):
         config = AutoConfig.for_model("llama", **sizes, num_hidden_layers=layers)
         model = AutoModelForCausalLM.from_config(config).train()
-        recompute(model, kind)
+        checkpoint_activations(model, kind)
         with torch.autocast("cpu", torch.bfloat16):
             kept[layers] = kept_bytes(model, rows=6) - kept_bytes(model, rows=2)  # without copies of the weights
     assert (kept[3] - kept[1]) / 2 / (4 * 12 * 64) == pytest.approx(wanted, rel=0.02)
@@ -134,19 +135,20 @@ def test_a_layer_keeps_what_the_documentation_says(kind: Any, wanted: float) -> 
 
 def test_selective_multiplies_no_matrices_again() -> None:
     none, selective, full = (
-        operations(build("llama", lambda m, k=kind: recompute(m, k))) for kind in ("none", "selective", "full")
+        operations(build("llama", lambda m, k=kind: checkpoint_activations(m, k)))
+        for kind in ("none", "selective", "full")
     )
     assert none == selective < full
 
 
 def test_every_third_block() -> None:
-    model = build("llama", lambda model: recompute(model, EveryBlock(every=3)))
+    model = build("llama", lambda model: checkpoint_activations(model, EveryBlock(every=3)))
     kinds = [type(block) for _, block in repeated_blocks(model)]
     assert kinds[1] is kinds[2] is not kinds[0]
 
 
 def test_evaluation_and_generation_are_left_alone() -> None:
-    plain, model = build("llama").eval(), build("llama", lambda model: recompute(model, "full")).eval()
+    plain, model = build("llama").eval(), build("llama", lambda model: checkpoint_activations(model, "full")).eval()
     calls = []
     model.model.layers[0].self_attn.register_forward_hook(lambda *_: calls.append(1))
     options = {"max_new_tokens": 5, "do_sample": False}
@@ -167,7 +169,7 @@ def test_adapters() -> None:
                 nn.init.normal_(parameter)
 
     plain = build("llama", adapt)
-    model = build("llama", lambda model: (adapt(model), recompute(model, "full")))
+    model = build("llama", lambda model: (adapt(model), checkpoint_activations(model, "full")))
     assert_same(backward(model), backward(plain))
 
 
@@ -182,7 +184,7 @@ def test_packed_rows(family: str) -> None:
         allow_packing(model, per_sample=False)
 
     plain = build(family, pack)
-    model = build(family, lambda model: (pack(model), recompute(model, "selective")))
+    model = build(family, lambda model: (pack(model), checkpoint_activations(model, "selective")))
     assert_same(backward(model, lambda m: m(**batch).loss), backward(plain, lambda m: m(**batch).loss))
 
 
@@ -206,7 +208,7 @@ def test_blocks_of_any_model() -> None:
     assert [name for name, _ in repeated_blocks(model)] == ["blocks.0", "blocks.1", "blocks.2"]
     inputs = torch.ones(2, 4)
     wanted = torch.autograd.grad(model(inputs).sum(), list(model.parameters()))
-    recompute(model, EveryBlock(every=2))
+    checkpoint_activations(model, EveryBlock(every=2))
     assert [name for name, _ in repeated_blocks(model)] == ["blocks.0", "blocks.1", "blocks.2"]
     found = torch.autograd.grad(model(inputs).sum(), list(model.parameters()))
     assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
@@ -215,7 +217,7 @@ def test_blocks_of_any_model() -> None:
 def test_a_copy_of_a_block_computes_with_its_own_weights() -> None:
     """``nn.DataParallel`` makes copies that share everything but the weights."""
     model = Own()
-    recompute(model, "full")
+    checkpoint_activations(model, "full")
     copy = model.blocks[0]._replicate_for_data_parallel()
     copy._modules = {name: nn.Identity() for name in copy._modules}
     assert torch.equal(copy(torch.ones(2, 4, requires_grad=True)), torch.ones(2, 4))
@@ -223,29 +225,29 @@ def test_a_copy_of_a_block_computes_with_its_own_weights() -> None:
 
 def test_a_model_without_blocks_is_refused() -> None:
     with pytest.raises(UserError, match="Linear has no repeated blocks"):
-        recompute(nn.Linear(2, 2), "full")
-    recompute(nn.Linear(2, 2), "none")
+        checkpoint_activations(nn.Linear(2, 2), "full")
+    checkpoint_activations(nn.Linear(2, 2), "none")
 
 
-def spread(model: nn.Module, layout: Layout, kind: Any) -> nn.Module:
+def spread(model: nn.Module, dims: ParallelDims, kind: Any) -> nn.Module:
     """In the order of ``parallel.apply``."""
-    mesh = build_mesh(layout, CPU)
-    if layout.tp > 1:
+    mesh = build_mesh(dims, CPU)
+    if dims.tp > 1:
         tensor_parallel(model, plan_for(model), mesh["tp"])
-    recompute(model, kind)
-    if layout.dp_shard > 1:
+    checkpoint_activations(model, kind)
+    if dims.dp_shard > 1:
         shard(model, mesh["dp_shard"], ParallelSection(strategy="fsdp"), "fp32")
-    return DistributedDataParallel(model) if layout.dp_replicate > 1 else model
+    return DistributedDataParallel(model) if dims.dp_replicate > 1 else model
 
 
 def compare_over_ranks(kinds: list[Any]) -> None:
     """Gradients under tensor parallelism, FSDP2 and DDP, against those without checkpointing. Every rank has the same
     tokens and draws the same random numbers."""
-    for layout in (Layout(tp=2), Layout(dp_shard=2), Layout(dp_replicate=2)):
-        with World(Place.from_environment(), CPU, timeout=60, layout=layout):
-            wanted = backward(spread(build("llama"), layout, "none"))
+    for dims in (ParallelDims(tp=2), ParallelDims(dp_shard=2), ParallelDims(dp_replicate=2)):
+        with Distributed(RankInfo.from_environment(), CPU, timeout=60, dims=dims):
+            wanted = backward(spread(build("llama"), dims, "none"))
             for kind in kinds:
-                assert_same(backward(spread(build("llama"), layout, kind)), wanted)
+                assert_same(backward(spread(build("llama"), dims, kind)), wanted)
 
 
 def test_with_other_ranks() -> None:

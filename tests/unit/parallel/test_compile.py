@@ -6,7 +6,7 @@ from torch._dynamo.utils import counters
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from drawbar.errors import UserError
-from drawbar.parallel.activation_checkpointing import recompute
+from drawbar.parallel.activation_checkpointing import checkpoint_activations
 from drawbar.parallel.compile import check_compiler, compile_blocks
 from harness import run_ranks
 
@@ -37,7 +37,7 @@ def train(model: torch.nn.Module) -> list[float]:
 def test_losses_are_equal_and_lengths_are_compiled_once() -> None:
     plain, model = build(), build()
     names = [name for name, _ in model.named_parameters()]
-    recompute(model, "selective")
+    checkpoint_activations(model, "selective")
     compile_blocks(model)
     assert [name for name, _ in model.named_parameters()] == names
     torch._dynamo.reset()

@@ -19,9 +19,9 @@ from drawbar.data.loader import MicroBatch
 from drawbar.errors import UserError
 from drawbar.parallel import context
 from drawbar.parallel.context import FAMILIES, ContextParallel, check_context
-from drawbar.runtime.dist import World
-from drawbar.runtime.env import Place
-from drawbar.runtime.mesh import Layout, build_mesh
+from drawbar.runtime.dist import Distributed
+from drawbar.runtime.env import RankInfo
+from drawbar.runtime.mesh import ParallelDims, build_mesh
 from drawbar.tasks.batch import Batch
 from harness import run_ranks
 from tiny import ARCHITECTURES, CPU, random_batch, tiny_config, tiny_engine, tiny_task
@@ -98,15 +98,15 @@ def configured(family: str, parallel: dict[str, Any]) -> RunConfig:
     return config.model_copy(update={"task": task})
 
 
-def micro_batches(config: RunConfig, data_rank: int, data_ranks: int) -> list[MicroBatch[Batch]]:
+def micro_batches(config: RunConfig, dp_rank: int, data_ranks: int) -> list[MicroBatch[Batch]]:
     """This rank's of four micro-batches of different lengths: the second with a mask, the last a filler."""
     task = tiny_task(config)
     batches = [random_batch(task, rows=3, seed=seed) for seed in range(4)]
     batches[1]["attention_mask"] = (batches[1]["labels"] >= 0).long()
-    return [MicroBatch(batch, counts=index < 3) for index, batch in enumerate(batches)][data_rank::data_ranks]
+    return [MicroBatch(batch, counts=index < 3) for index, batch in enumerate(batches)][dp_rank::data_ranks]
 
 
-def one_step(config: RunConfig, world: World) -> dict[str, Any]:
+def one_step(config: RunConfig, world: Distributed) -> dict[str, Any]:
     """Loss, weight, gradients and norm of one step, and the loss of an evaluation after it."""
     engine = tiny_engine(config, world)
     gradients: dict[str, torch.Tensor] = {}
@@ -129,14 +129,14 @@ def on_ranks(cases: dict[str, tuple[str, dict[str, Any]]], size: int) -> dict[st
     teach_cpu()
     configs = {name: configured(family, {"context": 2, **parallel}) for name, (family, parallel) in cases.items()}
     found = {}
-    for layout, names in groupby(configs, lambda name: Layout.of(configs[name].parallel, size)):
-        with World(Place.from_environment(), CPU, 60, layout) as world:  # to join takes longer than most steps
+    for dims, names in groupby(configs, lambda name: ParallelDims.of(configs[name].parallel, size)):
+        with Distributed(RankInfo.from_environment(), CPU, 60, dims) as world:  # to join takes longer than most steps
             found |= {name: one_step(configs[name], world) for name in names}
     return found
 
 
 def in_one_process(family: str) -> dict[str, Any]:
-    return one_step(configured(family, {"strategy": "single"}), World(Place(), CPU, timeout=60))
+    return one_step(configured(family, {"strategy": "single"}), Distributed(RankInfo(), CPU, timeout=60))
 
 
 @pytest.fixture(scope="module")
@@ -195,10 +195,10 @@ def test_a_piece_goes_with_what_follows_it() -> None:
 
 def pieces_of_a_row() -> dict[str, Any]:
     teach_cpu()
-    layout = Layout(cp=2)
-    with World(Place.from_environment(), CPU, 60, layout) as world:
+    dims = ParallelDims(cp=2)
+    with Distributed(RankInfo.from_environment(), CPU, 60, dims) as world:
         model = tiny_task(configured("llama", {})).build_model().train()
-        parallel = ContextParallel(model, build_mesh(layout, world.device)["cp"], -100)
+        parallel = ContextParallel(model, build_mesh(dims, world.device)["cp"], -100)
         row = torch.arange(10, 17)[None]
         batch = {"input_ids": row, "labels": row}
         with parallel.cut(batch) as piece:

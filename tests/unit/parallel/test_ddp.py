@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 from drawbar.parallel.ddp import accumulate, replicate
-from drawbar.runtime.dist import World
-from drawbar.runtime.env import Place
+from drawbar.runtime.dist import Distributed
+from drawbar.runtime.env import RankInfo
 from harness import run_ranks
 
 CPU = torch.device("cpu")
@@ -21,7 +21,7 @@ def total(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 def gradients_after_each_backward() -> list[float]:
     """Of a weight whose gradient is 1 on rank 0 and 3 on rank 1, for three micro-batches."""
-    with World(Place.from_environment(), CPU, timeout=60) as world:
+    with Distributed(RankInfo.from_environment(), CPU, timeout=60) as world:
         model = nn.Linear(1, 1, bias=False)
         replica = replicate(model, total)
         found = []
@@ -39,7 +39,7 @@ def test_gradients_are_averaged_after_the_last_micro_batch() -> None:
 
 def outlived() -> bool:
     """Whether the process group is still there when the last replica is gone, which must not be the one to free it."""
-    with World(Place.from_environment(), CPU, timeout=60) as world:
+    with Distributed(RankInfo.from_environment(), CPU, timeout=60) as world:
         replica = replicate(nn.Linear(1, 1), total)
         replica(torch.ones(1, 1)).backward()
         group = weakref.ref(dist.group.WORLD)

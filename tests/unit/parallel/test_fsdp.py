@@ -11,9 +11,9 @@ from transformers import AutoModelForSeq2SeqLM, T5Config
 
 from drawbar.config.schema import LoraSection, ParallelSection
 from drawbar.parallel.fsdp import generate_together, shard
-from drawbar.runtime.dist import World
-from drawbar.runtime.env import Place
-from drawbar.runtime.mesh import Layout, build_mesh
+from drawbar.runtime.dist import Distributed
+from drawbar.runtime.env import RankInfo
+from drawbar.runtime.mesh import ParallelDims, build_mesh
 from tiny import CPU, random_step, tiny_config, tiny_engine
 
 FSDP = ParallelSection(strategy="fsdp")
@@ -29,7 +29,7 @@ def train(name: str, parallel: ParallelSection, precision: str, **sections: Any)
     """Losses, gradient norms and the weights after some steps."""
     family, fields = MODELS[name]
     config = tiny_config(family, fields, precision=precision, parallel=parallel, **sections)
-    with World(Place(), CPU, 60, Layout.of(parallel, 1)) as world:
+    with Distributed(RankInfo(), CPU, 60, ParallelDims.of(parallel, 1)) as world:
         engine = tiny_engine(config, world)
         results = [engine.train_step(random_step(engine, seed)) for seed in range(3)]
         found = {"loss": np.array([float(result.loss) for result in results])}
@@ -94,9 +94,9 @@ def test_what_is_gathered_in_16_bits(own: bool) -> None:
     def look(module: nn.Module, inputs: Any) -> None:
         found.update({name: p.dtype for name, p in model.named_parameters() if not hasattr(p, "placements")})
 
-    with World(Place(), CPU, 60, Layout.of(FSDP, 1)) as world:
+    with Distributed(RankInfo(), CPU, 60, ParallelDims.of(FSDP, 1)) as world:
         world.join_alone()
-        shard(model, build_mesh(Layout.of(FSDP, 1), CPU)["dp_shard"], FSDP, "bf16")
+        shard(model, build_mesh(ParallelDims.of(FSDP, 1), CPU)["dp_shard"], FSDP, "bf16")
         model.blocks[0].norm.register_forward_pre_hook(look)
         model.head.register_forward_pre_hook(look)
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -116,9 +116,9 @@ def test_a_sharded_encoder_decoder_writes_the_same() -> None:
     model = AutoModelForSeq2SeqLM.from_config(T5).eval()
     tokens = torch.arange(2, 12).reshape(2, 5)
     expected = model.generate(tokens, max_new_tokens=5)
-    with World(Place(), CPU, 60, Layout.of(FSDP, 1)) as world:
+    with Distributed(RankInfo(), CPU, 60, ParallelDims.of(FSDP, 1)) as world:
         world.join_alone()
-        shard(model, build_mesh(Layout.of(FSDP, 1), CPU)["dp_shard"], FSDP, "fp32")
+        shard(model, build_mesh(ParallelDims.of(FSDP, 1), CPU)["dp_shard"], FSDP, "fp32")
         generate_together(model)
         for _ in range(2):
             assert torch.equal(model.generate(tokens, max_new_tokens=5), expected)

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from drawbar.errors import UserError
 from drawbar.models.plans import plan_for
-from drawbar.parallel.stages import Parts, _balanced, cut_stage, is_tied, split_layers
+from drawbar.parallel.stages import LocalStages, _balanced, cut_stage, is_tied, split_layers
 from drawbar.runtime.plan import PipelinePlan
 from drawbar.runtime.safetensors_reader import parameters_on_meta
 
@@ -68,7 +68,7 @@ def test_the_stages_one_after_another_are_the_model(family: str, tied: bool) -> 
     found.square().sum().backward()
     wanted = {name: parameter.grad for name, parameter in model.named_parameters()}
     gradients: dict[str, torch.Tensor] = {}
-    for name, parameter in Parts(stages, model, plan).named_parameters():
+    for name, parameter in LocalStages(stages, model, plan).named_parameters():
         assert parameter.grad is not None
         gradients[name] = gradients.get(name, 0) + parameter.grad  # a tied weight is in two stages
     assert gradients.keys() == wanted.keys()
@@ -99,7 +99,7 @@ def test_a_tied_weight_goes_by_its_one_name_and_a_stage_holds_nothing_of_others(
         model = tiny("llama", tie_word_embeddings=True)
     plan = pipeline_plan(model)
     assert is_tied(model, plan)
-    first, middle, last = (Parts([cut_stage(model, plan, [2, 1, 2], stage)], model, plan) for stage in range(3))
+    first, middle, last = (LocalStages([cut_stage(model, plan, [2, 1, 2], stage)], model, plan) for stage in range(3))
     assert "model.embed_tokens.weight" in dict(first.named_parameters())
     assert {name.split(".")[2] for name, _ in middle.named_parameters()} == {"2"}
     assert "model.embed_tokens.weight" in dict(last.named_parameters())

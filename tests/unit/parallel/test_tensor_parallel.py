@@ -20,14 +20,14 @@ from drawbar.errors import UserError
 from drawbar.models.heads import Head
 from drawbar.models.huggingface import build_from_scratch
 from drawbar.models.plans import plan_for
-from drawbar.parallel.activation_checkpointing import recompute
+from drawbar.parallel.activation_checkpointing import checkpoint_activations
 from drawbar.parallel.fsdp import shard
 from drawbar.parallel.styles import cross_entropy_sum, sharded_logits
 from drawbar.parallel.tensor import Packed, check_degree, packed_parameters, tensor_parallel
-from drawbar.parallel.weights import materialize, named_tensors, spread, whole
-from drawbar.runtime.dist import World
-from drawbar.runtime.env import Place
-from drawbar.runtime.mesh import Layout, build_mesh
+from drawbar.parallel.weights import broadcast_shards, full_tensor, materialize, named_tensors
+from drawbar.runtime.dist import Distributed
+from drawbar.runtime.env import RankInfo
+from drawbar.runtime.mesh import ParallelDims, build_mesh
 from drawbar.runtime.safetensors_reader import parameters_on_meta
 from harness import run_ranks
 
@@ -163,7 +163,7 @@ def backward(model: nn.Module, case: Case, batch: dict[str, Tensor]) -> Tensor:
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     packed = packed_parameters(model)
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return {name: whole(grad, packed.get(name)) for name, grad in found.items() if grad is not None}
+    return {name: full_tensor(grad, packed.get(name)) for name, grad in found.items() if grad is not None}
 
 
 def distance(found: Tensor, wanted: Tensor, least: float = 0.0) -> float:
@@ -202,7 +202,7 @@ def compare(case: Case, mesh: DeviceMesh, sequence: bool = False, length: int = 
     assert list(dict(cut.named_parameters())) == list(dict(model.named_parameters()))  # tied ones too
     tokens = []
     if sequence:
-        recompute(cut, "full")
+        checkpoint_activations(cut, "full")
         last = dict(cut.named_modules())[f"{plan_for(cut).sequence}.1"]
         last.register_forward_pre_hook(lambda module, args: tokens.append(args[0].shape[1]))
     batch = {name: tensor[:, :length] for name, tensor in inputs(case).items()}
@@ -232,43 +232,43 @@ def written(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return model.generate(**row, max_new_tokens=3, do_sample=False)
 
 
-def sharded_too(case: Case, mesh: DeviceMesh, data_rank: int, sequence: bool = False) -> dict[str, Any]:
+def sharded_too(case: Case, mesh: DeviceMesh, dp_rank: int, sequence: bool = False) -> dict[str, Any]:
     """Built without weights, cut, computed again in the backward pass, and sharded: in the engines' order."""
     with parameters_on_meta():
         cut = build(case)
     tensor_parallel(cut, plan_for(cut), mesh["tp"], sequence)
-    recompute(cut, "full")
+    checkpoint_activations(cut, "full")
     shard(cut, mesh["dp_shard"], ParallelSection(strategy="fsdp"), "fp32")
     materialize(cut, CPU, CPU)
     model = filled(case)
-    spread(named_tensors(cut), model, packed_parameters(cut), CPU)
+    broadcast_shards(named_tensors(cut), model, packed_parameters(cut), CPU)
     batches = [inputs(case, seed) for seed in range(2)]
     wanted_loss = [backward(model, case, batch) for batch in batches]
-    loss = backward(cut, case, batches[data_rank])
+    loss = backward(cut, case, batches[dp_rank])
     averaged = {name: grad / 2 for name, grad in gradients(model).items()}
     largest, name = worst(gradients(cut), averaged)
-    return {"loss": distance(loss, wanted_loss[data_rank]), "gradient": largest, "worst": name}
+    return {"loss": distance(loss, wanted_loss[dp_rank]), "gradient": largest, "worst": name}
 
 
 def rank_shards() -> dict[str, Any]:
-    layout = Layout(dp_shard=2, tp=2)
+    dims = ParallelDims(dp_shard=2, tp=2)
     torch.set_num_threads(1)
     found = {}
-    place = Place.from_environment()
-    with World(place, CPU, timeout=60, layout=layout):
-        mesh = build_mesh(layout, CPU)
+    place = RankInfo.from_environment()
+    with Distributed(place, CPU, timeout=60, dims=dims):
+        mesh = build_mesh(dims, CPU)
         for case in SHARDED:
-            found[case.name] = sharded_too(case, mesh, layout.data_rank(place.rank))
-        found["cut along the sequence"] = sharded_too(ODD, mesh, layout.data_rank(place.rank), sequence=True)
+            found[case.name] = sharded_too(case, mesh, dims.dp_rank(place.rank))
+        found["cut along the sequence"] = sharded_too(ODD, mesh, dims.dp_rank(place.rank), sequence=True)
     return found
 
 
 def rank_compares() -> dict[str, Any]:
-    layout = Layout(tp=2)
+    dims = ParallelDims(tp=2)
     torch.set_num_threads(1)
     found = {}
-    with World(Place.from_environment(), CPU, timeout=60, layout=layout):
-        mesh = build_mesh(layout, CPU)["tp"]
+    with Distributed(RankInfo.from_environment(), CPU, timeout=60, dims=dims):
+        mesh = build_mesh(dims, CPU)["tp"]
         for case in CASES:
             found[case.name] = compare(case, mesh)
         for case in SEQUENCES:

@@ -8,9 +8,9 @@ from torch import nn
 
 from drawbar.config.schema import OptimSection
 from drawbar.optim.optimizers import build_optimizers
-from drawbar.parallel.zero1 import share_out
-from drawbar.runtime.dist import World
-from drawbar.runtime.env import Place
+from drawbar.parallel.zero1 import zero1_optimizer
+from drawbar.runtime.dist import Distributed
+from drawbar.runtime.env import RankInfo
 from harness import run_ranks
 
 FORMATS = ("fp32", "bf16")
@@ -22,7 +22,7 @@ def train(muon_precision: str, shared: bool) -> list[list[float]]:
     model = nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise((6, 4, 8, 3))))
     optimizers = build_optimizers(model, OptimSection(name="muon", lr=0.1, muon_precision=muon_precision))
     if shared:
-        optimizers = [share_out(optimizer) for optimizer in optimizers]
+        optimizers = [zero1_optimizer(optimizer) for optimizer in optimizers]
     for _ in range(2):
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)
@@ -32,7 +32,7 @@ def train(muon_precision: str, shared: bool) -> list[list[float]]:
 
 
 def train_on_ranks() -> list[list[list[float]]]:
-    with World(Place.from_environment(), torch.device("cpu"), timeout=60):
+    with Distributed(RankInfo.from_environment(), torch.device("cpu"), timeout=60):
         return [train(muon_precision, shared=True) for muon_precision in FORMATS]
 
 

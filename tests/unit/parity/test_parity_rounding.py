@@ -14,8 +14,8 @@ from drawbar.parity.recorder import train
 from drawbar.parity.reference import make_reference, reference_config, with_last_step
 from drawbar.parity.rounding import LARGEST, MARGIN, Noise, limits, tolerances
 from drawbar.parity.workload import Subject
-from drawbar.runtime.dist import World
-from drawbar.runtime.env import Place
+from drawbar.runtime.dist import Distributed
+from drawbar.runtime.env import RankInfo
 from drawbar.tasks.registry import task_class
 from tiny import CPU
 
@@ -63,7 +63,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trace, Reference]
         config = drawbar.load_config("config.yaml", ["optim.lr=3.0e-2"]).config
         subject = Subject(config, task_class(config.task.type), STEPS).with_task()
         noisy = replace(subject, noise=Noise("bf16", seed=1001))
-        trace = train(noisy, reference_config(config, "bf16"), World(Place(), CPU, timeout=60))
+        trace = train(noisy, reference_config(config, "bf16"), Distributed(RankInfo(), CPU, timeout=60))
         first = make_reference(subject, CPU, "bf16")
         return trace, with_last_step(first, subject, CPU, "bf16", trace)
 

@@ -13,8 +13,8 @@ from drawbar.data.tokenizer import train_byte_bpe
 from drawbar.errors import UserError
 from drawbar.parallel.blocks import repeated_blocks
 from drawbar.parity.workload import Subject
-from drawbar.runtime.dist import World
-from drawbar.runtime.env import Place
+from drawbar.runtime.dist import Distributed
+from drawbar.runtime.env import RankInfo
 from drawbar.tasks.causal_lm import CausalLM
 from drawbar.tasks.masked_lm import MaskedLM
 from drawbar.tasks.seq2seq import Seq2Seq
@@ -49,7 +49,7 @@ class Flat(Task):
 def build(kind: type[Task], task: TaskConfig, layers: int | None = None, **sections: Any) -> nn.Module:
     config = tiny_config(**sections).model_copy(update={"task": task})
     subject = Subject(config, kind, steps=1, layers=layers, tokenizer=TOKENIZER)
-    return subject.engine(config, World(Place(), CPU, 60), None).module  # type: ignore[attr-defined]
+    return subject.engine(config, Distributed(RankInfo(), CPU, 60), None).module  # type: ignore[attr-defined]
 
 
 def dropped(model: nn.Module) -> list[str]:

@@ -10,15 +10,15 @@ import torch
 import torch.distributed as dist
 
 from drawbar.errors import ExitCode, UserError
-from drawbar.runtime.dist import World
-from drawbar.runtime.env import Place
+from drawbar.runtime.dist import Distributed
+from drawbar.runtime.env import RankInfo
 from harness import run_ranks
 
 CPU = torch.device("cpu")
 
 
 def collectives() -> dict[str, Any]:
-    with World(Place.from_environment(), CPU, timeout=60) as world:
+    with Distributed(RankInfo.from_environment(), CPU, timeout=60) as world:
         made: list[int] = []
 
         def make() -> dict[str, int]:
@@ -40,7 +40,7 @@ def collectives() -> dict[str, Any]:
 def one_world_after_the_other() -> list[float]:
     totals = []
     for _ in range(4):
-        with World(Place.from_environment(), CPU, timeout=30) as world:
+        with Distributed(RankInfo.from_environment(), CPU, timeout=30) as world:
             totals.append(world.sum(world.rank + 1.0))
     return totals
 
@@ -64,7 +64,7 @@ def test_three_ranks() -> None:
 
 
 def test_one_process_needs_no_group() -> None:
-    with World(Place(), CPU, timeout=60) as world:
+    with Distributed(RankInfo(), CPU, timeout=60) as world:
         world.barrier("a test")
         assert world.sum(1.5) == 1.5
         assert world.largest(7) == 7
@@ -76,7 +76,7 @@ def test_one_process_needs_no_group() -> None:
 
 def wait_for_rank_one(done: str) -> tuple[str, int] | None:
     """The error of rank 0; rank 1 stays away, and alive, until rank 0 has given up."""
-    world = World(Place.from_environment(), CPU, timeout=60).__enter__()
+    world = Distributed(RankInfo.from_environment(), CPU, timeout=60).__enter__()
     if world.rank == 1:
         end = time.monotonic() + 60
         while not Path(done).exists() and time.monotonic() < end:
@@ -103,7 +103,7 @@ def test_a_barrier_names_the_rank_that_does_not_come(tmp_path: Path) -> None:
 
 def die_at_work() -> float:
     """Seconds until rank 0 knows it."""
-    world = World(Place.from_environment(), CPU, timeout=60).__enter__()
+    world = Distributed(RankInfo.from_environment(), CPU, timeout=60).__enter__()
     if world.rank == 1:
         with world.working("writing the checkpoint of step 3"):
             time.sleep(1)
@@ -121,7 +121,7 @@ def test_a_rank_that_dies_at_work_is_noticed_at_once() -> None:
 
 def join_alone() -> tuple[str, int] | None:
     try:
-        World(Place.from_environment(), CPU, timeout=1).__enter__()
+        Distributed(RankInfo.from_environment(), CPU, timeout=1).__enter__()
     except UserError as error:
         return str(error), error.exit_code
     return None

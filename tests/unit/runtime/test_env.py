@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from drawbar.errors import UserError
-from drawbar.runtime.env import Place, choose_device, has_launcher
+from drawbar.runtime.env import RankInfo, choose_device, has_launcher
 
 TORCHRUN = {
     "RANK": "5",
@@ -18,25 +18,25 @@ TORCHRUN = {
 
 def test_alone_without_a_launcher() -> None:
     for environ in ({}, {"LOCAL_RANK": "3", "MASTER_ADDR": "here"}):
-        assert Place.from_environment(environ) == Place(0, 1, 0, 1)
-    assert Place().first
+        assert RankInfo.from_environment(environ) == RankInfo(0, 1, 0, 1)
+    assert RankInfo().first
 
 
 def test_the_place_that_torchrun_gives() -> None:
-    place = Place.from_environment(TORCHRUN)
-    assert place == Place(rank=5, world_size=8, local_rank=1, local_world_size=4)
+    place = RankInfo.from_environment(TORCHRUN)
+    assert place == RankInfo(rank=5, world_size=8, local_rank=1, local_world_size=4)
     assert not place.first
 
 
 def test_without_the_local_size_all_processes_are_on_this_machine() -> None:
     environ = {name: value for name, value in TORCHRUN.items() if name != "LOCAL_WORLD_SIZE"}
-    assert Place.from_environment(environ).local_world_size == 8
+    assert RankInfo.from_environment(environ).local_world_size == 8
 
 
 def test_the_place_that_deepspeed_gives() -> None:
     environ = {name: value for name, value in TORCHRUN.items() if name != "LOCAL_WORLD_SIZE"}
     environ |= {"LOCAL_SIZE": "4", "CROSS_RANK": "1", "CROSS_SIZE": "2"}
-    assert Place.from_environment(environ) == Place(rank=5, world_size=8, local_rank=1, local_world_size=4)
+    assert RankInfo.from_environment(environ) == RankInfo(rank=5, world_size=8, local_rank=1, local_world_size=4)
 
 
 def test_whose_parent_is_a_launcher() -> None:
@@ -48,39 +48,39 @@ def test_whose_parent_is_a_launcher() -> None:
 @pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"])
 def test_several_by_mpi_are_not_each_alone(name: str) -> None:
     with pytest.raises(UserError, match=rf"MPI started 4 processes[\s\S]*{name}[\s\S]*fix:.*torchrun"):
-        Place.from_environment({name: "4"})
-    assert Place.from_environment({name: "1"}) == Place()
-    assert Place.from_environment({**TORCHRUN, name: "8"}).rank == 5
+        RankInfo.from_environment({name: "4"})
+    assert RankInfo.from_environment({name: "1"}) == RankInfo()
+    assert RankInfo.from_environment({**TORCHRUN, name: "8"}).rank == 5
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
 def test_half_an_environment_names_what_is_missing(name: str) -> None:
     environ = {key: value for key, value in TORCHRUN.items() if key != name}
     with pytest.raises(UserError, match=rf"\b{name} is not set[\s\S]*fix:") as caught:
-        Place.from_environment(environ)
+        RankInfo.from_environment(environ)
     assert "torchrun" in str(caught.value)
 
 
 @pytest.mark.parametrize("change", [{"RANK": "first"}, {"WORLD_SIZE": ""}, {"LOCAL_RANK": "0.5"}])
 def test_what_is_no_number_is_refused(change: dict[str, str]) -> None:
     with pytest.raises(UserError, match="whole numbers"):
-        Place.from_environment({**TORCHRUN, **change})
+        RankInfo.from_environment({**TORCHRUN, **change})
 
 
 @pytest.mark.parametrize("rank", ["8", "-1"])
 def test_a_rank_outside_the_world_is_refused(rank: str) -> None:
     with pytest.raises(UserError, match=f"RANK={rank} is not below WORLD_SIZE=8"):
-        Place.from_environment({**TORCHRUN, "RANK": rank})
+        RankInfo.from_environment({**TORCHRUN, "RANK": rank})
 
 
 def test_the_processor_is_always_there() -> None:
-    assert choose_device("cpu", Place()) == torch.device("cpu")
+    assert choose_device("cpu", RankInfo()) == torch.device("cpu")
 
 
 def test_cuda_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match=r"no CUDA device[\s\S]*device=cpu"):
-        choose_device("cuda", Place())
+        choose_device("cuda", RankInfo())
 
 
 def test_more_processes_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +88,7 @@ def test_more_processes_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for wanted in ("cuda", "auto"):
         with pytest.raises(UserError, match=r"4 processes[\s\S]*2 GPUs[\s\S]*launch.nproc=2"):
-            choose_device(wanted, Place(2, 4, 2, 4))
+            choose_device(wanted, RankInfo(2, 4, 2, 4))
 
 
 def test_each_process_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +96,7 @@ def test_each_process_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    assert choose_device("auto", Place(7, 8, 3, 4)) == torch.device("cuda", 3)
+    assert choose_device("auto", RankInfo(7, 8, 3, 4)) == torch.device("cuda", 3)
     assert chosen == [torch.device("cuda", 3)]
 
 
@@ -105,21 +105,21 @@ def test_a_launcher_may_show_each_process_its_own_gpu_alone(monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    assert choose_device("auto", Place(7, 8, 3, 4)) == torch.device("cuda", 0)
+    assert choose_device("auto", RankInfo(7, 8, 3, 4)) == torch.device("cuda", 0)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     with pytest.raises(UserError, match=r"4 processes[\s\S]*1 GPUs are visible"):
-        choose_device("auto", Place(7, 8, 3, 4))
+        choose_device("auto", RankInfo(7, 8, 3, 4))
 
 
 @pytest.mark.parametrize(("there", "processes", "expected"), [(True, 1, "mps"), (True, 2, "cpu"), (False, 1, "cpu")])
 def test_auto_without_cuda(there: bool, processes: int, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: there)
-    assert choose_device("auto", Place(0, processes, 0, processes)) == torch.device(expected)
+    assert choose_device("auto", RankInfo(0, processes, 0, processes)) == torch.device(expected)
 
 
 @pytest.mark.parametrize(("there", "processes", "message"), [(False, 1, "has none"), (True, 2, "one process")])
 def test_mps_that_cannot_be(there: bool, processes: int, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: there)
     with pytest.raises(UserError, match=rf"{message}[\s\S]*fix:"):
-        choose_device("mps", Place(0, processes, 0, processes))
+        choose_device("mps", RankInfo(0, processes, 0, processes))

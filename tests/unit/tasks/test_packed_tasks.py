@@ -18,8 +18,8 @@ from drawbar.data.tokenizer import train_byte_bpe
 from drawbar.errors import UserError
 from drawbar.models.huggingface import build_from_scratch
 from drawbar.models.packed import allow_packing
-from drawbar.runtime.dist import World
-from drawbar.runtime.env import Place
+from drawbar.runtime.dist import Distributed
+from drawbar.runtime.env import RankInfo
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.registry import task_class
 from drawbar.tasks.task import Task
@@ -215,4 +215,4 @@ def test_one_that_does_not_say_where_its_targets_are_cannot(tmp_path: Any) -> No
     task = Unsure(config)
     task.tokenizer = TOKENIZER
     with pytest.raises(UserError, match=r"Unsure does not say where its targets are[\s\S]*set `targets` in the class"):
-        make_loader(task, config, World(Place(), CPU, timeout=60), make_console(False))
+        make_loader(task, config, Distributed(RankInfo(), CPU, timeout=60), make_console(False))

@@ -14,8 +14,8 @@ from drawbar.data.plan import plan_packs
 from drawbar.data.sampler import Shuffled
 from drawbar.data.sources import Located
 from drawbar.data.stream import StreamLoader, StreamSettings
-from drawbar.runtime.dist import World
-from drawbar.runtime.env import Place
+from drawbar.runtime.dist import Distributed
+from drawbar.runtime.env import RankInfo
 from drawbar.train.data import varied_by
 from harness import run_ranks
 from tiny import CPU
@@ -63,7 +63,7 @@ class Source:
             yield Located(number // lanes, {"number": number}, str(number))
 
 
-def loader_of(layout: str, seed: int, world: World) -> Loader[Draws]:
+def loader_of(layout: str, seed: int, world: Distributed) -> Loader[Draws]:
     packed, micro_batch, vary = "packed" in layout, MicroBatchSize(rows=2), vary_of(seed, train=True)
     if "streaming" in layout:
         settings = StreamSettings(seed=0, shuffle=True, lanes=2, records=4, global_batch=5, fingerprint="")
@@ -88,7 +88,7 @@ def loader_of(layout: str, seed: int, world: World) -> Loader[Draws]:
     )
 
 
-def draws(layout: str, seed: int, world: World) -> list[Draws]:
+def draws(layout: str, seed: int, world: Distributed) -> list[Draws]:
     """What this rank drew in each of two epochs."""
     epochs: list[Draws] = [{}, {}]
     loader = loader_of(layout, seed, world)
@@ -106,7 +106,7 @@ def draws(layout: str, seed: int, world: World) -> list[Draws]:
 
 def draws_of_all(seeds: list[int]) -> list[list[Draws]]:
     """On one rank of several."""
-    with World(Place.from_environment(), CPU, timeout=60) as world:
+    with Distributed(RankInfo.from_environment(), CPU, timeout=60) as world:
         return [draws(layout, seed, world) for layout in LAYOUTS for seed in seeds]
 
 
@@ -128,7 +128,7 @@ def test_two_processes_draw_what_one_draws() -> None:
 
 
 def test_packing_changes_no_draw() -> None:
-    world = World(Place(), CPU, timeout=60)
+    world = Distributed(RankInfo(), CPU, timeout=60)
     assert draws("padded", 0, world) == draws("packed", 0, world)
     assert draws("streaming", 0, world) == draws("packed streaming", 0, world)
 

@@ -14,8 +14,8 @@ from drawbar.config.schema import EvalSection
 from drawbar.engines.results import StepResult
 from drawbar.errors import ExitCode
 from drawbar.evaluation.evaluate import Evaluation
-from drawbar.runtime.dist import World
-from drawbar.runtime.env import Place
+from drawbar.runtime.dist import Distributed
+from drawbar.runtime.env import RankInfo
 from drawbar.tracking.console import make_console
 from drawbar.tracking.trackers import JsonlTracker, Trackers
 from drawbar.train.hooks import EvalHook
@@ -29,7 +29,7 @@ class Script:
     """An EvalHook that gets one scripted score after another, and a run of steps to call it."""
 
     def __init__(self, folder: Path, config: EvalSection, scores: list[float]) -> None:
-        world = World(Place(), torch.device("cpu"), timeout=60)
+        world = Distributed(RankInfo(), torch.device("cpu"), timeout=60)
         self.stop = Stop(world)
         self.progress = Progress()
         self.evaluated: list[int] = []

@@ -9,7 +9,7 @@ import torch
 
 from drawbar.errors import ExitCode, UserError
 from drawbar.evaluation.evaluate import EvaluationFailed
-from drawbar.runtime.env import Place
+from drawbar.runtime.env import RankInfo
 from drawbar.tasks.causal_lm import CausalLM
 from drawbar.tracking.trackers import JsonlTracker
 from drawbar.train.step import Progress
@@ -138,7 +138,7 @@ class FailsInABlock(Scored):
 
 
 def fail_on_ranks(project: str, task: type[Scored], *settings: str) -> str:
-    FailsOnRank1.rank = Place.from_environment().rank
+    FailsOnRank1.rank = RankInfo.from_environment().rank
     try:
         fit_in(Path(project), *SETTINGS, "checkpoint.every=null", *settings, task=task)
     except UserError as error:

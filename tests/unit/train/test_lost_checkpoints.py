@@ -17,7 +17,7 @@ from drawbar.checkpoint import CheckpointDirectory, directory
 from drawbar.checkpoint.format import MODEL_FILE, Manifest, Snapshot
 from drawbar.errors import ExitCode, UserError
 from drawbar.runtime import files
-from drawbar.runtime.env import Place
+from drawbar.runtime.env import RankInfo
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.causal_lm import CausalLM
 from drawbar.train.stop import Reason, Stop
@@ -259,7 +259,7 @@ def test_the_last_save_that_fails_is_an_error(fit: Fit, monkeypatch: pytest.Monk
 
 def fit_with_a_full_disk(folder: str) -> str:
     """What a rank says at the end, on two nodes that share no disk; that of the second is full at step 4."""
-    rank = Place.from_environment().rank
+    rank = RankInfo.from_environment().rank
     os.environ["DRAWBAR_NODE"] = f"n{rank}"
     directory.write_files = Disk(*[4][:rank])
     try:

@@ -10,8 +10,8 @@ from transformers import BertTokenizerFast, PreTrainedTokenizerBase
 from drawbar.config.schema import DataSection, RunConfig
 from drawbar.config.tasks import BUILT_IN_TASKS
 from drawbar.data.tokenizer import load_tokenizer, special_tokens_around, train_byte_bpe
-from drawbar.runtime.dist import World
-from drawbar.runtime.env import Place
+from drawbar.runtime.dist import Distributed
+from drawbar.runtime.env import RankInfo
 from drawbar.tasks.pretrained import PretrainedTask
 from drawbar.tasks.registry import task_class
 from drawbar.tasks.task import Task
@@ -59,7 +59,7 @@ def task_in(run_dir: Path, name: str, **options: Any) -> Task:
     model = {"seq2seq": "t5", "masked_lm": "bert"}.get(kind, "llama")
     task = BUILT_IN_TASKS[kind](type=kind, model=model, **{"from_scratch": {}, **options})
     config = RunConfig(task=task, data=DataSection(sequence_length=16))
-    with World(Place(), torch.device("cpu"), timeout=60) as world:
+    with Distributed(RankInfo(), torch.device("cpu"), timeout=60) as world:
         return build_task(task_class(kind), config, world, run_dir)
 
 

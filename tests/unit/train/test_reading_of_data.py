@@ -14,8 +14,8 @@ from drawbar.data import digests, encode, plan
 from drawbar.data.readers import JsonLines
 from drawbar.errors import UserError
 from drawbar.evaluation.evaluate import Split
-from drawbar.runtime.dist import World
-from drawbar.runtime.env import Place
+from drawbar.runtime.dist import Distributed
+from drawbar.runtime.env import RankInfo
 from drawbar.runtime.log import logger
 from drawbar.tasks.task import Task
 from drawbar.tracking.console import make_console
@@ -69,7 +69,7 @@ def load(
     data = DataSection(train=sources, on_bad_record="skip", workers=0, sequence_length=16, batching=batching)
     config = RunConfig(data=data, train=TrainSection(steps=1), run=RunSection(dir=str(folder / "runs")), device="cpu")
     task = task_type(config)
-    world = World(Place.from_environment(), torch.device("cpu"), timeout=60)
+    world = Distributed(RankInfo.from_environment(), torch.device("cpu"), timeout=60)
     return task, config, load_split(task, "train", config, world, make_console(False))
 
 

@@ -16,8 +16,8 @@ from torch import nn
 
 from drawbar.data.stream import StreamLoader
 from drawbar.errors import ExitCode, UserError
-from drawbar.runtime.dist import World
-from drawbar.runtime.env import Place
+from drawbar.runtime.dist import Distributed
+from drawbar.runtime.env import RankInfo
 from drawbar.runtime.seed import rng_state
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.causal_lm import CausalLM
@@ -380,7 +380,7 @@ def test_a_run_that_goes_on_does_not_encode_its_data_again(
 
 
 def test_a_checkpoint_that_keeps_generators_by_rank_is_put_back() -> None:
-    world = World(Place(), torch.device("cpu"), timeout=60)
+    world = Distributed(RankInfo(), torch.device("cpu"), timeout=60)
     before = {f"rank-0000/{name}": tensor for name, tensor in rng_state(world.device).items()}
     expected = torch.rand(3)
     _restore_generators(before, 0, 5, world)

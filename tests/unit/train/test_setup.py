@@ -12,8 +12,8 @@ import drawbar
 from drawbar.data.dataset import encode_records
 from drawbar.data.loader import MicroBatchSize
 from drawbar.errors import UserError
-from drawbar.runtime.dist import World
-from drawbar.runtime.env import Place
+from drawbar.runtime.dist import Distributed
+from drawbar.runtime.env import RankInfo
 from drawbar.tasks.causal_lm import CausalLM
 from drawbar.tracking.console import make_console
 from drawbar.train.data import describe_samples, eval_micro_batch, load_split, train_micro_batch
@@ -21,8 +21,8 @@ from drawbar.train.setup import build_task
 from harness import run_ranks
 
 
-def world() -> World:
-    return World(Place.from_environment(), torch.device("cpu"), timeout=60)
+def world() -> Distributed:
+    return Distributed(RankInfo.from_environment(), torch.device("cpu"), timeout=60)
 
 
 def load_odd_split(folder: str) -> str:

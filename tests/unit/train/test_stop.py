@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from drawbar.errors import ExitCode
-from drawbar.runtime.dist import World
-from drawbar.runtime.env import Place
+from drawbar.runtime.dist import Distributed
+from drawbar.runtime.env import RankInfo
 from drawbar.runtime.interrupt import ECHO_SECONDS
 from drawbar.train.stop import Reason, Stop
 from harness import run_ranks
@@ -18,7 +18,7 @@ from harness import run_ranks
 
 @pytest.fixture
 def stop() -> Stop:
-    return Stop(World(Place(), torch.device("cpu"), timeout=60))
+    return Stop(Distributed(RankInfo(), torch.device("cpu"), timeout=60))
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def be_told_twice(name: str, launcher: bool) -> None:
     for patience, is_echo in ((0.0, launcher or name == "SIGTERM"), (ECHO_SECONDS, False)):
         child = os.fork()
         if child == 0:
-            with Stop(World(Place(), torch.device("cpu"), timeout=60)) as stop:
+            with Stop(Distributed(RankInfo(), torch.device("cpu"), timeout=60)) as stop:
                 stop.begin()
                 os.kill(os.getpid(), signal.Signals[name])
                 time.sleep(patience)
