@@ -12,7 +12,7 @@ from drawbar.errors import UserError
 from drawbar.parity.cases import parse_case
 from drawbar.parity.reference import make_reference
 from drawbar.parity.result import Result
-from drawbar.parity.run import Request, run_case
+from drawbar.parity.run import ParityRequest, run_case
 from drawbar.parity.workload import Subject
 from drawbar.runtime.dist import Distributed
 from drawbar.runtime.env import RankInfo
@@ -77,7 +77,7 @@ def compare(folder: str, cases: Cases) -> list[Result | str]:
             case = parse_case(name, config)
             with Distributed(place, CPU, 60, ParallelDims.of(case.parallel, place.world_size)) as world:
                 try:
-                    results.append(run_case(subject, case, world, expected.get(kind), Request([case], precision)))
+                    results.append(run_case(subject, case, world, expected.get(kind), ParityRequest([case], precision)))
                 except UserError as error:
                     results.append(str(error) if place.first else None)
     return [result for result in results if result is not None]

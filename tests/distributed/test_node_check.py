@@ -153,10 +153,10 @@ def test_a_stranger_at_the_port_is_no_hang(tmp_path: Path) -> None:
         port = server.getsockname()[1]
         script = (
             "from pathlib import Path; from drawbar.launch.rendezvous import Rendezvous\n"
-            "from drawbar.runtime import rollcall\n"
-            "rollcall._ATTEMPT = 1\n"
+            "from drawbar.runtime import node_check\n"
+            "node_check._ATTEMPT = 1\n"
             f"meeting = Rendezvous('drawbar-7', '127.0.0.1:{port}', 2, 1, '127.0.0.1', ('n1', 'n2'))\n"
-            f"rollcall.RollCall('same', 'cpu', 1, Path({str(tmp_path)!r}), seconds=1).hold(meeting)"
+            f"node_check.RollCall('same', 'cpu', 1, Path({str(tmp_path)!r}), seconds=1).hold(meeting)"
         )
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1

@@ -23,7 +23,7 @@ from drawbar.parity.cases import parse_case, written
 from drawbar.parity.comparison import KINDS
 from drawbar.parity.reference import make_reference
 from drawbar.parity.result import Result
-from drawbar.parity.run import Request, describe, run_case
+from drawbar.parity.run import ParityRequest, describe, run_case
 from drawbar.parity.workload import Subject
 from drawbar.runtime.dist import Distributed
 from drawbar.runtime.env import RankInfo
@@ -56,7 +56,7 @@ def compare_all(
         for name in names:
             case = parse_case(name, config)
             with Distributed(place, CPU, 60, ParallelDims.of(case.parallel, place.world_size)) as world:
-                results.append(run_case(subject, case, world, expected, Request([case], precision)))
+                results.append(run_case(subject, case, world, expected, ParityRequest([case], precision)))
     return [result for result in results if result is not None]
 
 

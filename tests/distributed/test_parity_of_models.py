@@ -12,7 +12,7 @@ import drawbar
 from drawbar.parity.cases import parse_case
 from drawbar.parity.reference import make_reference
 from drawbar.parity.result import Result
-from drawbar.parity.run import Request, run_case
+from drawbar.parity.run import ParityRequest, run_case
 from drawbar.parity.workload import Subject
 from drawbar.runtime.dist import Distributed
 from drawbar.runtime.env import RankInfo
@@ -133,7 +133,7 @@ def compare_all(folder: str) -> dict[str, list[Result]]:
             for name in names:
                 case = parse_case(name, config)
                 with Distributed(place, CPU, 60, ParallelDims.of(case.parallel, place.world_size)) as world:
-                    result = run_case(subject, case, world, expected, Request([case], precision))
+                    result = run_case(subject, case, world, expected, ParityRequest([case], precision))
                 if result is not None:
                     found[job].append(result)
     return found

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from drawbar.cli.resume import can_go_on
-from drawbar.cli.sending import Request, plan
+from drawbar.cli.sending import Submission, plan
 from drawbar.config.cluster import ClusterSection
 from drawbar.config.schema import LaunchSection, RunConfig
 from drawbar.errors import UserError
@@ -21,9 +21,9 @@ from drawbar.launch.allocation import Allocation
 from drawbar.launch.cpus import few_cpus
 from drawbar.launch.follow import Follower
 from drawbar.launch.job_status import judge
-from drawbar.launch.progress import Best, read_progress
-from drawbar.launch.queue import COLUMNS, Entry, expand, parse
-from drawbar.launch.records import End, Record, find, keep, read, run_file, user_file
+from drawbar.launch.progress import BestScore, read_progress
+from drawbar.launch.queue import COLUMNS, QueueEntry, expand, parse
+from drawbar.launch.records import End, JobRecord, find, keep, read, run_file, user_file
 from harness import Finished, run_cli
 from messages import check_one_message
 
@@ -36,21 +36,21 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
-def record(number: str, run_dir: Path, **values: object) -> Record:
+def record(number: str, run_dir: Path, **values: object) -> JobRecord:
     folder = run_dir / "launch"
     known = {"number": number, "time": 1000.0, "run": run_dir.name, "run_dir": str(run_dir), "workdir": str(run_dir)}
     known |= {"log": str(folder / f"slurm-{number}.log"), "script": str(folder / f"job-{number.split('_')[0]}.sh")}
-    return Record(**{**known, "nodes": 1, "processes": 2, "arguments": (), **values})  # type: ignore[arg-type]
+    return JobRecord(**{**known, "nodes": 1, "processes": 2, "arguments": (), **values})  # type: ignore[arg-type]
 
 
-def end(job: Record, code: int, when: float = 2000.0, restarts: int = 0) -> None:
+def end(job: JobRecord, code: int, when: float = 2000.0, restarts: int = 0) -> None:
     job.end_file.parent.mkdir(parents=True, exist_ok=True)
     job.end_file.write_text(json.dumps({"code": code, "time": when, "restarts": restarts}))
 
 
-def entry(number: str = "7", state: str = "RUNNING", **values: object) -> Entry:
+def entry(number: str = "7", state: str = "RUNNING", **values: object) -> QueueEntry:
     known = {"status": 0, "restarts": 0, "start": "N/A", "used": "0:05", "limit": "1:00:00", "reason": "None"}
-    return Entry(number, state, **{**known, "nodes": "n[1-2]", "name": "tiny", **values})  # type: ignore[arg-type]
+    return QueueEntry(number, state, **{**known, "nodes": "n[1-2]", "name": "tiny", **values})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("word", HOSTILE)
@@ -149,7 +149,7 @@ def test_elements_that_slurm_lists_together(number: str, elements: list[str]) ->
     ],
 )
 def test_how_a_job_stands(
-    tmp_path: Path, says: Entry | None, left: tuple[int, int] | None, state: str, words: str, code: int | None
+    tmp_path: Path, says: QueueEntry | None, left: tuple[int, int] | None, state: str, words: str, code: int | None
 ) -> None:
     job = record("7", tmp_path / "tiny")
     if left is not None:
@@ -194,7 +194,7 @@ def test_how_far_a_run_is(tmp_path: Path) -> None:
     found = read_progress(tmp_path)
     assert (found.step_of_total, found.checkpoint, found.written) == ("2/12", 2, 1031.0)
     assert found.loss != found.loss  # not a number
-    assert found.best == Best(2, "loss", 3.0)
+    assert found.best == BestScore(2, "loss", 3.0)
     assert not found.is_stale(1031.0 + 299)  # a line took 30 seconds
     assert found.is_stale(1031.0 + 301)
 
@@ -347,13 +347,13 @@ def test_a_job_that_is_submitted_again_waits_for_nobody(project: Path, monkeypat
     monkeypatch.chdir(project)
     monkeypatch.setenv("PATH", "/nowhere")
     dependency = "cluster.options.dependency=afterok:5"
-    assert f"--{dependency[16:]}" in plan(Request(("config.yaml", dependency))).script()
+    assert f"--{dependency[16:]}" in plan(Submission(("config.yaml", dependency))).script()
     kept = (project / "config.yaml").read_text() + "cluster: {options: {dependency: 'afterok:5', qos: high}}\n"
     (project / "kept.yaml").write_text(kept)
-    script = plan(Request((), submitted=("kept.yaml",))).script()
+    script = plan(Submission((), submitted=("kept.yaml",))).script()
     assert "--qos=high" in script
     assert "dependency" not in script.partition("drawbar_yaml")[0]
-    assert f"--{dependency[16:]}" in plan(Request((), submitted=("kept.yaml", dependency))).script()
+    assert f"--{dependency[16:]}" in plan(Submission((), submitted=("kept.yaml", dependency))).script()
 
 
 def test_several_tasks_are_no_world(project: Path) -> None:

@@ -7,7 +7,7 @@ import click
 
 if TYPE_CHECKING:
     from drawbar.launch.job_status import JobStatus
-    from drawbar.launch.records import Record
+    from drawbar.launch.records import JobRecord
 
 ASK_SECONDS = 1.0
 
@@ -59,7 +59,7 @@ def cancel(what: str, grace: int) -> None:
         click.echo(_tell(standing))
 
 
-def _wait(records: "list[Record]", seconds: float) -> "list[Record]":
+def _wait(records: "list[JobRecord]", seconds: float) -> "list[JobRecord]":
     """Wait for their end; those that have not ended by then."""
     from drawbar.launch.job_status import stand
 

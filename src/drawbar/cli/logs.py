@@ -9,7 +9,7 @@ import click
 if TYPE_CHECKING:
     from drawbar.launch.follow import Output
     from drawbar.launch.job_status import JobStatus
-    from drawbar.launch.records import Record
+    from drawbar.launch.records import JobRecord
 
 LOOK_SECONDS = 0.5
 """Between two looks at the files."""
@@ -57,11 +57,11 @@ def logs(what: str, follow: bool, rank: int | None) -> int:
     return 0
 
 
-def _file(record: "Record", rank: int | None) -> Path:
+def _file(record: "JobRecord", rank: int | None) -> Path:
     return Path(record.log) if rank is None else Path(record.run_dir) / "logs" / f"rank-{rank:04d}.log"
 
 
-def _follow(records: "list[Record]", output: "Output") -> int:
+def _follow(records: "list[JobRecord]", output: "Output") -> int:
     """Until all jobs have ended; the exit code of the first that failed."""
     from drawbar.launch.records import End
 
@@ -90,7 +90,7 @@ def _follow(records: "list[Record]", output: "Output") -> int:
     return next((code for code in codes.values() if code), 0)
 
 
-def _ask(records: "list[Record]") -> "list[JobStatus]":
+def _ask(records: "list[JobRecord]") -> "list[JobStatus]":
     """How they stand. A controller that is restarted does not end the looking."""
     from drawbar.errors import UserError
     from drawbar.launch.job_status import stand

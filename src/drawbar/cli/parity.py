@@ -10,8 +10,8 @@ import click
 
 if TYPE_CHECKING:
     from drawbar.config.schema import RunConfig
-    from drawbar.parity.results_dir import Folder
-    from drawbar.parity.run import Request
+    from drawbar.parity.results_dir import ResultsDir
+    from drawbar.parity.run import ParityRequest
     from drawbar.tasks.task import Task
 
 FOLDER = "DRAWBAR_PARITY_FOLDER"
@@ -76,23 +76,23 @@ def parity(
 
     with quick_imports():
         from drawbar.parity.cases import default_cases, parse_cases
-        from drawbar.parity.result import Report
-        from drawbar.parity.results_dir import Folder
-        from drawbar.parity.run import Request
+        from drawbar.parity.result import ParityReport
+        from drawbar.parity.results_dir import ResultsDir
+        from drawbar.parity.run import ParityRequest
 
     if strategies is None:
-        request = Request(default_cases(loaded.config, count, precision), precision, asked_for=False)
+        request = ParityRequest(default_cases(loaded.config, count, precision), precision, asked_for=False)
     else:
-        request = Request(parse_cases(strategies, loaded.config), precision)
+        request = ParityRequest(parse_cases(strategies, loaded.config), precision)
     with tempfile.TemporaryDirectory(prefix="drawbar-") as own:
-        folder = Folder(Path(os.environ.get(FOLDER, own)))
+        folder = ResultsDir(Path(os.environ.get(FOLDER, own)))
         if started or count == 1:
             _compare(loaded.config, task, request, folder, steps, layers, as_json)
             if FOLDER in os.environ or os.environ.get("RANK", "0") != "0":
                 return 0  # who started it has the results, and tells
         elif code := _start(task, request, folder, count):
             return code
-        report = Report(folder.results(), steps, count, precision, layers)
+        report = ParityReport(folder.results(), steps, count, precision, layers)
         if as_json:
             click.echo(report.as_json())
         else:
@@ -107,8 +107,8 @@ def _usual_ranks(config: "RunConfig") -> int:
 def _compare(
     config: "RunConfig",
     task: "type[Task] | None",
-    request: "Request",
-    folder: "Folder",
+    request: "ParityRequest",
+    folder: "ResultsDir",
     steps: int,
     layers: int | None,
     as_json: bool,
@@ -127,7 +127,7 @@ def _compare(
         console.stop()
 
 
-def _start(task: "type[Task] | None", request: "Request", folder: "Folder", ranks: int) -> int:
+def _start(task: "type[Task] | None", request: "ParityRequest", folder: "ResultsDir", ranks: int) -> int:
     """Start the processes; again, where a case has ended them. An exit code, where there is nothing to tell."""
     from drawbar.cli.train import own_command
     from drawbar.errors import ExitCode

@@ -9,7 +9,7 @@ import click
 
 if TYPE_CHECKING:
     from drawbar.launch.job_status import JobStatus
-    from drawbar.launch.records import Record
+    from drawbar.launch.records import JobRecord
     from drawbar.tasks.task import Task
 
 
@@ -33,7 +33,7 @@ Of a sweep, the runs that are not complete are submitted as a new one.
 @click.pass_obj
 def resume(task: "type[Task] | None", what: str, settings: tuple[str, ...], dry_run: bool) -> None:
     """Submit a job again, as it was: its run goes on from the newest checkpoint."""
-    from drawbar.cli.sending import Request, plan, plan_sweep
+    from drawbar.cli.sending import Submission, plan, plan_sweep
     from drawbar.cli.submit import own_program, send
     from drawbar.errors import UserError
     from drawbar.launch.code import code_version
@@ -58,7 +58,7 @@ def resume(task: "type[Task] | None", what: str, settings: tuple[str, ...], dry_
             where=first.workdir,
             remedy="go where the data and the configuration are now, and use `drawbar submit`",
         ) from error
-    request = Request(
+    request = Submission(
         (*first.arguments, *settings),
         task,
         first.profile,
@@ -75,7 +75,7 @@ def resume(task: "type[Task] | None", what: str, settings: tuple[str, ...], dry_
     send(plan_sweep(request, first.sweep, elements, submitted=submitted), dry_run)
 
 
-def _submitted(record: "Record", settings: tuple[str, ...]) -> tuple[str, ...] | None:
+def _submitted(record: "JobRecord", settings: tuple[str, ...]) -> tuple[str, ...] | None:
     """Its configuration as it was submitted, and what is to change. None where an older drawbar kept none."""
     file = record.config_file
     return (str(file), *settings, *record.settings) if file.is_file() else None

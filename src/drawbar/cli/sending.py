@@ -25,7 +25,7 @@ from drawbar.launch.code import copy_code, is_tracked
 from drawbar.launch.container import PYTHON, VARIABLES, Container, check_image, make_container
 from drawbar.launch.cpus import few_cpus, with_cpus
 from drawbar.launch.job import Job
-from drawbar.launch.records import Record, keep
+from drawbar.launch.records import JobRecord, keep
 from drawbar.launch.slurm import log_path, render
 from drawbar.launch.slurm import submit as to_slurm
 from drawbar.launch.sweep import name_runs
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Request:
+class Submission:
     """What a user wants to be run, in the current folder."""
 
     arguments: tuple[str, ...]
@@ -68,7 +68,7 @@ class Request:
 class Sending:
     """A job, checked and ready to go."""
 
-    request: Request
+    request: Submission
     job: Job
     cluster: ClusterSection
     elements: tuple[tuple[str, ...], ...] = ()
@@ -79,7 +79,7 @@ class Sending:
     def script(self) -> str:
         return render(self.job, self.cluster)
 
-    def submit(self) -> list[Record]:
+    def submit(self) -> list[JobRecord]:
         """Give it to Slurm and write it down. What cannot be written is only told: the job is submitted."""
         if self.job.container is not None:
             check_image(self.job.container)
@@ -118,9 +118,9 @@ class Sending:
     def _script_file(self, number: str) -> Path:
         return self.job.folder / f"job-{number}.sh"
 
-    def _records(self, number: str) -> list[Record]:
+    def _records(self, number: str) -> list[JobRecord]:
         job, request = self.job, self.request
-        whole = Record(
+        whole = JobRecord(
             number=number,
             time=time.time(),
             run=job.name,
@@ -153,7 +153,7 @@ class Sending:
         ]
 
 
-def plan(request: Request) -> Sending:
+def plan(request: Submission) -> Sending:
     """Check everything that can be checked before the job waits in a queue.
 
     Raises:
@@ -163,7 +163,7 @@ def plan(request: Request) -> Sending:
     return replace(sending, job=_with_code(sending.job, request))
 
 
-def _plan_run(request: Request) -> Sending:
+def _plan_run(request: Submission) -> Sending:
     loaded = request.load()
     check_rules(loaded, RULES + TRAIN_RULES + SUBMIT_RULES)
     allocation = Allocation.here()
@@ -185,7 +185,7 @@ def _plan_run(request: Request) -> Sending:
     return Sending(request, job, section, notes=tuple(notes))
 
 
-def _queued(request: Request, loaded: LoadedConfig) -> ClusterSection:
+def _queued(request: Submission, loaded: LoadedConfig) -> ClusterSection:
     """The section ``cluster`` of a job that is to wait in the queue. One that is submitted again has waited for others
     (``dependency``) before, and Slurm may not know them any more."""
     section = loaded.config.cluster or ClusterSection()
@@ -197,7 +197,7 @@ def _queued(request: Request, loaded: LoadedConfig) -> ClusterSection:
     return section.model_copy(update={"options": options})
 
 
-def name_elements(request: Request, elements: Sequence[tuple[str, ...]]) -> tuple[str, list[tuple[str, ...]]]:
+def name_elements(request: Submission, elements: Sequence[tuple[str, ...]]) -> tuple[str, list[tuple[str, ...]]]:
     """The name of a sweep, and the settings of its elements with a name for each run."""
     base = load((*request.arguments, *elements[0]), request.task, request.profile).config.run.name
     names = name_runs(base, elements)
@@ -205,7 +205,7 @@ def name_elements(request: Request, elements: Sequence[tuple[str, ...]]) -> tupl
 
 
 def plan_sweep(
-    request: Request,
+    request: Submission,
     name: str,
     elements: Sequence[tuple[str, ...]],
     at_once: int | None = None,
@@ -216,7 +216,7 @@ def plan_sweep(
     Args:
         elements: the settings of each run, its name among them.
         at_once: so many elements run at the same time, at most.
-        submitted: of each element that is submitted again, see ``Request``.
+        submitted: of each element that is submitted again, see ``Submission``.
 
     Raises:
         UserError: one of the runs could not start; it is named.
@@ -243,7 +243,7 @@ def plan_sweep(
     return Sending(request, _with_code(whole, request), sendings[0].cluster, tuple(elements), tuple(notes))
 
 
-def _plan_element(request: Request, settings: tuple[str, ...]) -> Sending:
+def _plan_element(request: Submission, settings: tuple[str, ...]) -> Sending:
     try:
         return _plan_run(replace(request, arguments=(*request.arguments, *settings)))
     except UserError as error:
@@ -252,7 +252,7 @@ def _plan_element(request: Request, settings: tuple[str, ...]) -> Sending:
         ) from error
 
 
-def make_job(config: RunConfig, cluster: ClusterSection, request: Request) -> Job:
+def make_job(config: RunConfig, cluster: ClusterSection, request: Submission) -> Job:
     """``drawbar train`` on the nodes, with the configuration as it is now."""
     container = make_container(config, cluster, Path.cwd())
     default = cluster.gpu_count or 1 if config.takes_all_gpus else 1
@@ -272,7 +272,7 @@ def make_job(config: RunConfig, cluster: ClusterSection, request: Request) -> Jo
     )
 
 
-def _with_code(job: Job, request: Request) -> Job:
+def _with_code(job: Job, request: Submission) -> Job:
     """Which code the job is submitted with, and the copy that it uses."""
     if request.snapshot is None:
         return replace(job, version=request.version)

@@ -9,8 +9,8 @@ import click
 
 if TYPE_CHECKING:
     from drawbar.launch.job_status import JobStatus
-    from drawbar.launch.progress import Progress
-    from drawbar.launch.records import Record
+    from drawbar.launch.progress import LoggedProgress
+    from drawbar.launch.records import JobRecord
 
 
 @click.command(
@@ -62,7 +62,7 @@ def find_runs(what: str) -> "list[tuple[Path, JobStatus | None]]":
     return [(Path(standing.record.run_dir), standing) for standing in stand(records)]
 
 
-def _lines(folder: Path, standing: "JobStatus | None", progress: "Progress") -> list[tuple[str, str]]:
+def _lines(folder: Path, standing: "JobStatus | None", progress: "LoggedProgress") -> list[tuple[str, str]]:
     from drawbar.tracking.lines import duration, number, speed
 
     now = time.time()
@@ -98,7 +98,7 @@ def _lines(folder: Path, standing: "JobStatus | None", progress: "Progress") -> 
     return lines
 
 
-def _values(folder: Path, standing: "JobStatus | None", progress: "Progress") -> dict[str, Any]:
+def _values(folder: Path, standing: "JobStatus | None", progress: "LoggedProgress") -> dict[str, Any]:
     return {
         "run": folder.name,
         "folder": str(folder),
@@ -107,7 +107,7 @@ def _values(folder: Path, standing: "JobStatus | None", progress: "Progress") ->
     }
 
 
-def _job(standing: "JobStatus", record: "Record") -> dict[str, Any]:
+def _job(standing: "JobStatus", record: "JobRecord") -> dict[str, Any]:
     return {
         "number": record.number,
         "state": standing.state,

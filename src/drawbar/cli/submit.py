@@ -11,7 +11,7 @@ from drawbar.errors import ExitCode
 
 if TYPE_CHECKING:
     from drawbar.cli.sending import Sending
-    from drawbar.launch.records import Record
+    from drawbar.launch.records import JobRecord
     from drawbar.tasks.task import Task
 
 
@@ -69,7 +69,7 @@ def submit(
     of CONFIG. An interrupted job saves, goes back into the queue, and goes on from where it was. Over ssh, this command
     stays until the run is over, and ends with its exit code.
     """
-    from drawbar.cli.sending import Request, name_elements, plan, plan_sweep
+    from drawbar.cli.sending import Submission, name_elements, plan, plan_sweep
     from drawbar.launch.code import code_version, snapshot_name
     from drawbar.launch.sweep import combine
 
@@ -88,7 +88,7 @@ def submit(
     settings = settings if nodes is None else (*settings, f"cluster.nodes={nodes}")
     here = Path.cwd()
     copy = snapshot_name(here) if snapshot else None
-    request = Request(settings, task, cluster, own_program(task), code_version(here), copy)
+    request = Submission(settings, task, cluster, own_program(task), code_version(here), copy)
     if sweep:
         send(plan_sweep(request, *name_elements(request, combine(sweep)), at_once), dry_run)
     else:
@@ -113,7 +113,7 @@ def own_program(task: "type[Task] | None") -> str | None:
     return None if task is None else str(Path(sys.argv[0]).absolute())
 
 
-def tell_submitted(records: "list[Record]") -> None:
+def tell_submitted(records: "list[JobRecord]") -> None:
     """What the job is called, where its log is, and how to see more."""
     first = records[0]
     size = f"{first.nodes} × {first.processes} processes"
@@ -129,7 +129,7 @@ def tell_submitted(records: "list[Record]") -> None:
     click.echo(f"logs: {first.log.replace(first.number, f'{first.array}_*')}")
 
 
-def _tell_code(record: "Record") -> None:
+def _tell_code(record: "JobRecord") -> None:
     if record.snapshot is not None:
         click.echo(f"code: a copy in {record.snapshot}")
     elif record.code is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from drawbar.config.deepspeed import NOWHERE, offload_optimizer, offload_parameters, zero_stage
-from drawbar.config.deepspeed_file import JsonFile, place_of
+from drawbar.config.deepspeed_file import DeepSpeedFile, place_of
 from drawbar.config.deepspeed_keys import ZERO_SECTION
 from drawbar.config.fields import lookup, show
 from drawbar.config.load import LoadedConfig
@@ -18,10 +18,10 @@ PARAMS, WARMUP = "optimizer.params", "scheduler.params"
 
 
 @dataclass
-class Comparison:
+class FileCheck:
     """A file beside a configuration."""
 
-    file: JsonFile
+    file: DeepSpeedFile
     loaded: LoadedConfig
 
     def same(self, key: str, setting: str, expected: Any, remedy: str | None = None) -> None:
@@ -68,7 +68,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def compare(
-    file: JsonFile, loaded: LoadedConfig, precision: str, generated: Mapping[str, Any], names: Mapping[str, str]
+    file: DeepSpeedFile, loaded: LoadedConfig, precision: str, generated: Mapping[str, Any], names: Mapping[str, str]
 ) -> None:
     """Add what contradicts the configuration to ``file.problems``.
 
@@ -77,7 +77,7 @@ def compare(
         generated: the JSON that this configuration makes without the file.
         names: settings of the section ``deepspeed``, and their names in ``zero_optimization``.
     """
-    comparison = Comparison(file, loaded)
+    comparison = FileCheck(file, loaded)
     _compare_batches(comparison, generated)
     _compare_layout(comparison, precision)
     _compare_zero(comparison, names)
@@ -86,7 +86,7 @@ def compare(
     _warn(file)
 
 
-def _compare_batches(comparison: Comparison, generated: Mapping[str, Any]) -> None:
+def _compare_batches(comparison: FileCheck, generated: Mapping[str, Any]) -> None:
     file, train = comparison.file, comparison.loaded.config.train
     comparison.same("train_batch_size", "train.global_batch", train.global_batch)
     key = "train_micro_batch_size_per_gpu"
@@ -101,7 +101,7 @@ def _compare_batches(comparison: Comparison, generated: Mapping[str, Any]) -> No
     comparison.same("gradient_clipping", "train.gradient_clip", train.gradient_clip or 0.0, remedy)
 
 
-def _compare_layout(comparison: Comparison, precision: str) -> None:
+def _compare_layout(comparison: FileCheck, precision: str) -> None:
     file, tensor = comparison.file, comparison.loaded.config.parallel.tensor
     for name in ("bf16", "fp16") if precision != "auto" else ():
         key = f"{name}.enabled"
@@ -112,7 +112,7 @@ def _compare_layout(comparison: Comparison, precision: str) -> None:
             comparison.same(key, "parallel.tensor", tensor)
 
 
-def _compare_accumulation(comparison: Comparison, rows: int, steps: int) -> None:
+def _compare_accumulation(comparison: FileCheck, rows: int, steps: int) -> None:
     key, train = "gradient_accumulation_steps", comparison.loaded.config.train
     value, share = comparison.file.at(key), rows * steps
     if value is None or value == steps:
@@ -128,7 +128,7 @@ def _compare_accumulation(comparison: Comparison, rows: int, steps: int) -> None
     comparison.contradict(key, "train.global_batch", reason, remedy)
 
 
-def _compare_zero(comparison: Comparison, names: Mapping[str, str]) -> None:
+def _compare_zero(comparison: FileCheck, names: Mapping[str, str]) -> None:
     config, file = comparison.loaded.config, comparison.file
     assert config.deepspeed is not None
     comparison.same(f"{ZERO_SECTION}.stage", "parallel.zero_stage", zero_stage(config))
@@ -153,7 +153,7 @@ def _compare_zero(comparison: Comparison, names: Mapping[str, str]) -> None:
             comparison.same(f"{ZERO_SECTION}.{name}", f"deepspeed.{setting}", value)
 
 
-def _compare_optimizer(comparison: Comparison) -> None:
+def _compare_optimizer(comparison: FileCheck) -> None:
     file, optim = comparison.file, comparison.loaded.config.optim
     kind = file.at("optimizer.type")
     if kind is not None:
@@ -179,7 +179,7 @@ def _compare_optimizer(comparison: Comparison) -> None:
         comparison.never(f"{PARAMS}.bias_correction", False, "adamw here corrects the bias", "remove it")
 
 
-def _compare_schedule(comparison: Comparison) -> None:
+def _compare_schedule(comparison: FileCheck) -> None:
     file, config = comparison.file, comparison.loaded.config
     kind = file.at("scheduler.type")
     if kind is None:
@@ -206,7 +206,7 @@ def _compare_schedule(comparison: Comparison) -> None:
     _compare_steps(comparison)
 
 
-def _compare_steps(comparison: Comparison) -> None:
+def _compare_steps(comparison: FileCheck) -> None:
     file, config = comparison.file, comparison.loaded.config
     total, warmup = config.train.steps, config.optim.warmup
     steps: int | None = warmup if isinstance(warmup, int) else None
@@ -236,7 +236,7 @@ def _compare_steps(comparison: Comparison) -> None:
         )
 
 
-def _warn(file: JsonFile) -> None:
+def _warn(file: DeepSpeedFile) -> None:
     if file.at("gradient_allreduce_op") not in (None, "mean"):
         reason = "the loss is divided by the batch's weight, not left as a sum"
         file.refuse("gradient_allreduce_op", file.at("gradient_allreduce_op"), reason, "remove it from the file")

@@ -39,7 +39,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 @dataclass
-class JsonFile:
+class DeepSpeedFile:
     """What a file says, as DeepSpeed spells it today, and what there is to say about it."""
 
     path: str
@@ -64,13 +64,13 @@ class JsonFile:
         self.problems.append((f"{self.path}: {key} = {json.dumps(value)}: {reason}", remedy))
 
 
-def read_json(path: str) -> JsonFile:
+def read_json(path: str) -> DeepSpeedFile:
     """The file, checked as far as it can be without the run's configuration.
 
     Raises:
         UserError: it cannot be read, or is not JSON. All else that is wrong with it is in ``problems``.
     """
-    file = JsonFile(path, _parse(Path(path)))
+    file = DeepSpeedFile(path, _parse(Path(path)))
     _drop_nulls(file.values)
     _translate(file)
     _check_keys(file, "", TOP)
@@ -148,7 +148,7 @@ def _drop_nulls(values: dict[str, Any]) -> None:
             _drop_nulls(value)
 
 
-def _translate(file: JsonFile) -> None:
+def _translate(file: DeepSpeedFile) -> None:
     """Older spellings to those of today."""
     values = file.values
     _rename(file, values, "", "bfloat16", "bf16")
@@ -166,7 +166,7 @@ def _translate(file: JsonFile) -> None:
     _translate_offload(file, zero)
 
 
-def _rename(file: JsonFile, section: dict[str, Any], prefix: str, old: str, new: str) -> None:
+def _rename(file: DeepSpeedFile, section: dict[str, Any], prefix: str, old: str, new: str) -> None:
     if old not in section:
         return
     value = section.pop(old)
@@ -176,7 +176,7 @@ def _rename(file: JsonFile, section: dict[str, Any], prefix: str, old: str, new:
         file.note(f"{prefix}{old}", f"read as {new}")
 
 
-def _translate_offload(file: JsonFile, zero: dict[str, Any]) -> None:
+def _translate_offload(file: DeepSpeedFile, zero: dict[str, Any]) -> None:
     flags = {name: zero.pop(name) for name in LEGACY_FLAGS if name in zero}
     for name, flag in flags.items():
         if not isinstance(flag, bool):
@@ -197,7 +197,7 @@ def _translate_offload(file: JsonFile, zero: dict[str, Any]) -> None:
         file.note(f"{ZERO_SECTION}.{PIN_MEMORY}", "read as pin_memory in offload_optimizer and offload_param")
 
 
-def _check_keys(file: JsonFile, section: str, known: Mapping[str, str | None]) -> None:
+def _check_keys(file: DeepSpeedFile, section: str, known: Mapping[str, str | None]) -> None:
     """Take out of one section what does not belong there."""
     values = file.at(section) if section else file.values
     if not isinstance(values, dict):
@@ -221,7 +221,7 @@ def _check_keys(file: JsonFile, section: str, known: Mapping[str, str | None]) -
         del values[name]
 
 
-def _check_offload(file: JsonFile) -> None:
+def _check_offload(file: DeepSpeedFile) -> None:
     for name in ("offload_optimizer", "offload_param"):
         key = f"{ZERO_SECTION}.{name}"
         device, folder = file.at(f"{key}.device"), file.at(f"{key}.nvme_path")
@@ -312,7 +312,7 @@ def _is_said_otherwise(setting: str, settings: Settings) -> bool:
     return setting.startswith("deepspeed.offload") and bool(parallel.get("offload"))
 
 
-def stated(file: JsonFile) -> Iterator[tuple[str, Any, str]]:
+def stated(file: DeepSpeedFile) -> Iterator[tuple[str, Any, str]]:
     """What a file decides where the run's configuration leaves it open: the setting, its value, and where it stands."""
     if file.problems:
         return

@@ -17,7 +17,7 @@ import numpy as np
 
 from drawbar.data.columns import FolderStorage
 from drawbar.data.dataset import EncodedDataset, read_samples, write_samples
-from drawbar.data.encode import Encode, Progress
+from drawbar.data.encode import Encode, OnProgress
 from drawbar.data.heartbeat import Failure, Heartbeat, Watch
 from drawbar.data.readers import Record
 from drawbar.data.reading import Reading
@@ -106,7 +106,7 @@ def encode_cached(
     workers: int | Literal["auto"],
     name: str,
     on_bad_record: str,
-    progress: Progress | None,
+    progress: OnProgress | None,
     timeout: float,
     eager: bool,
 ) -> EncodedDataset:
@@ -123,7 +123,7 @@ def encode_cached(
         UserError: as ``encode_records`` and ``made_once``.
     """
 
-    def write(draft: FolderStorage, report: Progress) -> dict[str, Any]:
+    def write(draft: FolderStorage, report: OnProgress) -> dict[str, Any]:
         return write_samples(
             draft, read(), encoder, progress=report, on_bad_record=on_bad_record, workers=workers, timeout=timeout
         )
@@ -138,9 +138,9 @@ def made_once(
     name: str,
     made_of: Mapping[str, str],
     *,
-    write: Callable[[FolderStorage, Progress], dict[str, Any]],
+    write: Callable[[FolderStorage, OnProgress], dict[str, Any]],
     read: Callable[[FolderStorage, dict[str, Any]], T],
-    progress: Progress | None,
+    progress: OnProgress | None,
     timeout: float,
     eager: bool,
 ) -> T:
@@ -156,7 +156,7 @@ def made_once(
         write: puts it into an empty folder, and returns what ``read`` needs to know, as plain values. The second
             argument is to be told how far it is.
         read: opens it; raises ValueError where it is damaged.
-        progress: see ``Progress``; told of the work of the process that writes, whichever it is.
+        progress: see ``OnProgress``; told of the work of the process that writes, whichever it is.
         timeout: longest wait for a sign of life from a process that writes, in seconds.
         eager: try to be the one that writes; others give it a head start.
 
@@ -301,7 +301,7 @@ def _is_dead(lock: Path, *, ours: bool) -> bool:
 
 
 def _wait_or_make(
-    entry: _Entry[T], make: Callable[[Heartbeat], None], progress: Progress | None, timeout: float, eager: bool
+    entry: _Entry[T], make: Callable[[Heartbeat], None], progress: OnProgress | None, timeout: float, eager: bool
 ) -> T:
     watch = Watch(entry.beside(".progress"))
     failure = Failure(entry.beside(".error"))

@@ -20,7 +20,7 @@ from drawbar.data.columns import (
     read_column,
 )
 from drawbar.data.differences import DifferenceWriter, base_of, read_differences
-from drawbar.data.encode import RESERVED_FIELDS, Chunk, Encode, Progress, encode_chunks, layout_error
+from drawbar.data.encode import RESERVED_FIELDS, Chunk, Encode, OnProgress, encode_chunks, layout_error
 from drawbar.data.readers import Record
 from drawbar.data.reading import KEPT_MESSAGES, Reading, read_list
 from drawbar.errors import UserError
@@ -30,7 +30,7 @@ __all__ = [
     "Encode",
     "EncodedDataset",
     "NoSamples",
-    "Progress",
+    "OnProgress",
     "Sample",
     "encode_in_memory",
     "encode_records",
@@ -105,7 +105,7 @@ def encode_records(
     encode: Encode,
     *,
     describe: Callable[[int], str],
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
     on_bad_record: str = "error",
 ) -> EncodedDataset:
     """Encode every record, in order, in memory and in this process.
@@ -115,7 +115,7 @@ def encode_records(
         encode: see ``Encode``. Lists and tensors become numpy arrays. The field ``truncated`` of a sample says
             whether it was cut: it is counted, not stored.
         describe: says where record i came from, for messages.
-        progress: see ``Progress``; the last call is (n, n).
+        progress: see ``OnProgress``; the last call is (n, n).
         on_bad_record: ``skip`` leaves out records that ``encode`` fails on; ``error`` stops at the first.
 
     Raises:
@@ -126,7 +126,7 @@ def encode_records(
 
 
 def encode_in_memory(
-    reading: Reading, encode: Encode, *, progress: Progress | None = None, on_bad_record: str
+    reading: Reading, encode: Encode, *, progress: OnProgress | None = None, on_bad_record: str
 ) -> EncodedDataset:
     """As ``encode_records``, of records on their way."""
     storage = MemoryStorage()
@@ -139,7 +139,7 @@ def write_samples(
     reading: Reading,
     encode: Encode,
     *,
-    progress: Progress | None,
+    progress: OnProgress | None,
     on_bad_record: str,
     workers: int | Literal["auto"],
     timeout: float = float("inf"),

@@ -27,7 +27,7 @@ from drawbar.runtime.log import logger
 
 Encode = Callable[[Record], Any]
 """record → a sample, a list of samples, or None to leave the record out."""
-Progress = Callable[[int, int], None]
+OnProgress = Callable[[int, int], None]
 """Told (records done, records in all) now and then."""
 
 RESERVED_FIELDS = ("id", "ids", "segment_ids", "draw", "draws")

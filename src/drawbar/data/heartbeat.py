@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from drawbar.data.encode import Progress
+from drawbar.data.encode import OnProgress
 from drawbar.errors import ExitCode, UserError
 
 BEAT_SECONDS = 1.0
@@ -62,7 +62,7 @@ class Watch:
         self._changed = time.monotonic()
         self._about: dict[str, Any] = {}
 
-    def look(self, progress: Progress | None) -> None:
+    def look(self, progress: OnProgress | None) -> None:
         try:
             text = self.path.read_text()
         except OSError:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from drawbar.data.cache import made_once
 from drawbar.data.columns import BLOCK_VALUES, FolderStorage, Values
-from drawbar.data.encode import Progress
+from drawbar.data.encode import OnProgress
 from drawbar.data.order import order
 from drawbar.errors import UserError
 from drawbar.runtime.log import logger
@@ -91,7 +91,7 @@ def keep_plan(
         cache, timeout: see ``made_once``.
     """
 
-    def write(draft: FolderStorage, _: Progress) -> dict[str, Any]:
+    def write(draft: FolderStorage, _: OnProgress) -> dict[str, Any]:
         plan, rows = plan_sources(lengths, sizes, capacity, seed)
         for block in range(0, len(lengths), BLOCK_VALUES):
             draft.append("samples.bin", plan.samples[block : block + BLOCK_VALUES].tobytes())

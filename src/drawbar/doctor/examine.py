@@ -15,7 +15,7 @@ from drawbar.config.rules import RULES, TRAIN_RULES, check_rules, check_world
 from drawbar.config.schema import RunConfig
 from drawbar.doctor.ask import Question, ask, check_device, check_meeting, driver_version
 from drawbar.doctor.environment import LAUNCH, check_hub, check_launcher, check_slurm_gpus, is_offline
-from drawbar.doctor.finding import Finding, Fix, Level, Report, problem_of
+from drawbar.doctor.finding import Finding, Findings, Fix, Level, problem_of
 from drawbar.doctor.host import check_compiler, check_host, collect_compiler, collect_host
 from drawbar.doctor.libraries import check_libraries, collect_libraries
 from drawbar.doctor.network import check_network, collect_network, has_other_hosts, is_this_host
@@ -27,7 +27,7 @@ from drawbar.runtime.hub import hub_answers
 CONFIG = "Configuration"
 
 
-def examine(loaded: LoadedConfig, given: bool, count: Callable[[int], int]) -> Report:
+def examine(loaded: LoadedConfig, given: bool, count: Callable[[int], int]) -> Findings:
     """Look at this machine, and at what this configuration would do on it. Takes a few seconds.
 
     Args:
@@ -41,7 +41,7 @@ def examine(loaded: LoadedConfig, given: bool, count: Callable[[int], int]) -> R
     facts = ask("device", config.device, config.precision, str(expected)).answer()
     gpus = len(facts.get("gpus", []))
     processes = _processes_here(count(gpus))
-    return Report(list(_findings(loaded, given, facts, meeting, processes)))
+    return Findings(list(_findings(loaded, given, facts, meeting, processes)))
 
 
 def _findings(

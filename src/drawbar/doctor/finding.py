@@ -78,7 +78,7 @@ def problem_of(section: str, name: str, error: UserError) -> Finding:
 
 
 @dataclass(frozen=True)
-class Report:
+class Findings:
     """All findings, those of a section one after another."""
 
     findings: Sequence[Finding]

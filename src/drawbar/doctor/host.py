@@ -21,7 +21,7 @@ _PROGRAM = "#include <vector>\nint main() { return std::vector<int>(1)[0]; }\n"
 
 
 @dataclass(frozen=True)
-class Host:
+class HostFacts:
     """Facts. Sizes are in bytes; a limit of None is none."""
 
     name: str
@@ -42,12 +42,12 @@ class Host:
     most_open_files: int
 
 
-def collect_host(environ: Mapping[str, str] = os.environ, shared_memory: str = "/dev/shm") -> Host:
+def collect_host(environ: Mapping[str, str] = os.environ, shared_memory: str = "/dev/shm") -> HostFacts:
     usage = shutil.disk_usage(shared_memory) if os.path.isdir(shared_memory) else None
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     all_cores = os.cpu_count() or 1
-    return Host(
+    return HostFacts(
         name=platform.node(),
         system=f"{platform.system()} {platform.release()}, {platform.machine()}, Python {platform.python_version()}",
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else all_cores,
@@ -96,7 +96,7 @@ def _cpu_quota() -> float | None:
     return int(quota) / int(period) if quota.isdigit() and int(quota) > 0 and int(period) > 0 else None
 
 
-def check_host(host: Host, processes: int) -> Iterator[Finding]:
+def check_host(host: HostFacts, processes: int) -> Iterator[Finding]:
     """Args: processes: that a run would have on this machine."""
     yield Finding(SECTION, "host", Level.OK, f"{host.name}: {host.system}")
     yield _cores(host, processes)
@@ -106,7 +106,7 @@ def check_host(host: Host, processes: int) -> Iterator[Finding]:
     yield _open_files(host)
 
 
-def _cores(host: Host, processes: int) -> Finding:
+def _cores(host: HostFacts, processes: int) -> Finding:
     of = "" if host.cores == host.all_cores else f" of {host.all_cores}, as this process's affinity has it"
     what = f"{host.cores} core{'s' * (host.cores > 1)}{of}"
     usable = min(host.cores, host.cpu_quota or host.cores)
@@ -119,7 +119,7 @@ def _cores(host: Host, processes: int) -> Finding:
     return Finding(SECTION, "CPU", Level.OK, what)
 
 
-def _threads(host: Host, processes: int) -> Finding:
+def _threads(host: HostFacts, processes: int) -> Finding:
     share = max(1, int(min(host.cores, host.cpu_quota or host.cores)) // processes)
     each = f"{share} thread{'s' * (share > 1)}" + (f" in each of {processes} processes" if processes > 1 else "")
     given = host.omp_threads
@@ -135,7 +135,7 @@ def _threads(host: Host, processes: int) -> Finding:
     return Finding(SECTION, "OMP threads", Level.OK, f"{given.strip()} in each process", "OMP_NUM_THREADS")
 
 
-def _memory(host: Host) -> Finding:
+def _memory(host: HostFacts) -> Finding:
     limit = f", of which the container gets {size(host.memory_limit)}" if host.memory_limit else ""
     available = min(host.memory_available, host.memory_limit or host.memory_available)
     what = f"{size(host.memory)}{limit}; {size(available)} available"
@@ -148,7 +148,7 @@ def _memory(host: Host) -> Finding:
     return Finding(SECTION, "memory", Level.OK, what)
 
 
-def _shared_memory(host: Host) -> Finding:
+def _shared_memory(host: HostFacts) -> Finding:
     if host.shared_memory is None or host.shared_memory_free is None:
         return Finding(SECTION, "/dev/shm", Level.NOTE, "there is none", "NCCL and data workers want to use it")
     what = f"{size(host.shared_memory)}, {size(host.shared_memory_free)} free"
@@ -161,7 +161,7 @@ def _shared_memory(host: Host) -> Finding:
     return Finding(SECTION, "/dev/shm", Level.OK, what)
 
 
-def _open_files(host: Host) -> Finding:
+def _open_files(host: HostFacts) -> Finding:
     what = f"{host.open_files:,} at once"
     if host.open_files < FEW_FILES:
         level = Level.PROBLEM if host.open_files < FEWEST_FILES else Level.WARNING

@@ -6,12 +6,12 @@ import shlex
 from collections.abc import Iterator
 
 from drawbar.doctor.finding import Finding, Fix, Level, size
-from drawbar.launch.storage import MIB, Folder
+from drawbar.launch.storage import MIB, FolderFacts
 
 SECTION = "Storage"
 
 
-def check_folder(folder: Folder, enough: int, trouble: Level = Level.PROBLEM) -> Iterator[Finding]:
+def check_folder(folder: FolderFacts, enough: int, trouble: Level = Level.PROBLEM) -> Iterator[Finding]:
     """Args:
     enough: bytes, below which there is a warning.
     trouble: of what kind it is that nothing can be written.

@@ -16,7 +16,7 @@ from drawbar.launch import pdsh, remote_hosts
 from drawbar.launch.protocol import HEARTBEAT_SECONDS
 from drawbar.launch.remote import GRACE
 from drawbar.launch.remote_hosts import RemoteHost
-from drawbar.launch.ssh import SSH_FAILED, Start, no_answer, no_start
+from drawbar.launch.ssh import SSH_FAILED, RemoteStart, no_answer, no_start
 
 _QUIET = (ExitCode.DONE, ExitCode.REQUEUE, ExitCode.INTERRUPTED)
 _PASSED_ON = {
@@ -31,7 +31,7 @@ _MORE_BAD_HOSTS_SECONDS = 12
 """How long to look for further hosts that cannot start, after the first: all are named in one error."""
 
 
-def run(starts: Sequence[Start], program: str, timeout: float) -> int:
+def run(starts: Sequence[RemoteStart], program: str, timeout: float) -> int:
     """Run the job on all hosts; the exit code of the run.
 
     Args:
@@ -54,7 +54,7 @@ class _Fleet:
         self._stopped: asyncio.Future[int]
         """The exit code, where a signal ends it all."""
 
-    async def run(self, starts: Sequence[Start], program: str) -> int:
+    async def run(self, starts: Sequence[RemoteStart], program: str) -> int:
         loop = asyncio.get_running_loop()
         self._stopped = loop.create_future()
         for number in _PASSED_ON:

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from drawbar.errors import ExitCode, UserError
-from drawbar.launch.queue import Entry, ask, lost_nodes
-from drawbar.launch.records import End, Record
+from drawbar.launch.queue import QueueEntry, ask, lost_nodes
+from drawbar.launch.records import End, JobRecord
 
 LOST = "LOST"
 """Slurm has forgotten the job, and its script could not say how it ended."""
@@ -25,7 +25,7 @@ _MEANINGS = {
 class JobStatus:
     """One job, now."""
 
-    record: Record
+    record: JobRecord
     state: str
     """Slurm's word, or ``LOST`` or ``STOPPED``."""
     detail: str = ""
@@ -52,7 +52,7 @@ class JobStatus:
         return f"{self.used}/{self.limit}" if self.used and self.limit else self.used
 
 
-def stand(records: Iterable[Record]) -> list[JobStatus]:
+def stand(records: Iterable[JobRecord]) -> list[JobStatus]:
     """How these jobs stand. Slurm is asked once for all.
 
     Raises:
@@ -61,7 +61,7 @@ def stand(records: Iterable[Record]) -> list[JobStatus]:
     wanted = list(records)
     ends = {record: End.read(record) for record in wanted}
     try:
-        entries: Mapping[str, Entry] = ask(record.number for record in wanted)
+        entries: Mapping[str, QueueEntry] = ask(record.number for record in wanted)
     except UserError:
         if None in ends.values():
             raise
@@ -76,7 +76,7 @@ def stand(records: Iterable[Record]) -> list[JobStatus]:
     return found
 
 
-def judge(record: Record, entry: Entry | None, end: End | None) -> JobStatus:
+def judge(record: JobRecord, entry: QueueEntry | None, end: End | None) -> JobStatus:
     """From both sources. What has ended may be put back into the queue, so Slurm has the last word as long as it knows
     the job."""
     if entry is not None and entry.is_active:
@@ -107,19 +107,19 @@ def explain(code: int) -> str:
     return f"exit code {code}" + (f": {meaning}" if meaning else "")
 
 
-def is_recent(record: Record, end: End | None, now: float) -> bool:
+def is_recent(record: JobRecord, end: End | None, now: float) -> bool:
     """Whether a job was submitted, or ended, less than a day ago."""
     return now - max(record.time, end.time if end is not None else 0) < _DAY
 
 
-def _where(entry: Entry) -> str:
+def _where(entry: QueueEntry) -> str:
     if entry.state == "PENDING":
         start = "" if entry.start in ("N/A", "") else f", starts about {entry.start.replace('T', ' ')}"
         return f"waits: {entry.reason}{start}"
     return f"on {entry.nodes}" if entry.nodes else ""
 
 
-def _exit_code(entry: Entry | None, end: End | None) -> int:
+def _exit_code(entry: QueueEntry | None, end: End | None) -> int:
     """That of the run; where the script was killed, what Slurm made of it. Never 0 for what did not complete."""
     if end is not None:
         return end.code
@@ -127,7 +127,7 @@ def _exit_code(entry: Entry | None, end: End | None) -> int:
     return entry.exit_code or (ExitCode.DONE if entry.state == "COMPLETED" else ExitCode.FAILED)
 
 
-def _nodes_lost(entry: Entry | None) -> str:
+def _nodes_lost(entry: QueueEntry | None) -> str:
     if entry is None or entry.state != "NODE_FAIL":
         return ""
     lost = lost_nodes(entry.nodes)

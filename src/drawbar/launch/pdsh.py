@@ -17,13 +17,13 @@ from typing import Any
 
 from drawbar.errors import ExitCode, UserError
 from drawbar.launch.remote_hosts import Connection
-from drawbar.launch.ssh import Start
+from drawbar.launch.ssh import RemoteStart
 
 _SECONDS = 60
 _Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-def pdsh_command(starts: Sequence[Start], socket: str) -> tuple[str, ...]:
+def pdsh_command(starts: Sequence[RemoteStart], socket: str) -> tuple[str, ...]:
     """What starts all hosts at once. pdsh writes a host's name for %h.
 
     Raises:
@@ -46,7 +46,7 @@ def pdsh_command(starts: Sequence[Start], socket: str) -> tuple[str, ...]:
 
 
 @asynccontextmanager
-async def connect_all(starts: Sequence[Start]) -> AsyncIterator[list[Connection]]:
+async def connect_all(starts: Sequence[RemoteStart]) -> AsyncIterator[list[Connection]]:
     """The streams of the ssh of each host.
 
     Raises:

@@ -20,7 +20,7 @@ _QUIET = 120.0
 
 
 @dataclass(frozen=True)
-class Best:
+class BestScore:
     """``checkpoints/best.json``."""
 
     step: int
@@ -29,7 +29,7 @@ class Best:
 
 
 @dataclass(frozen=True)
-class Progress:
+class LoggedProgress:
     """What a run has come to. None where it has not said so yet."""
 
     step: int | None = None
@@ -43,7 +43,7 @@ class Progress:
     """Seconds after ``written`` until a run that trains should have written more."""
     checkpoint: int | None = None
     """Step of the newest checkpoint."""
-    best: Best | None = None
+    best: BestScore | None = None
 
     @property
     def step_of_total(self) -> str:
@@ -56,7 +56,7 @@ class Progress:
         return self.written is not None and now - self.written > self.patience
 
 
-def read_progress(run_dir: Path) -> Progress:
+def read_progress(run_dir: Path) -> LoggedProgress:
     """Read what is there; a run that has not begun has nothing."""
     lines = _metrics(run_dir / "metrics.jsonl")
     trained = [line for line in lines if "train/loss" in line]
@@ -64,7 +64,7 @@ def read_progress(run_dir: Path) -> Progress:
     times = [line["time"] for line in lines[-20:]]
     gaps = [after - before for before, after in itertools.pairwise(times)]
     checkpoint = newest_step(run_dir)
-    return Progress(
+    return LoggedProgress(
         step=lines[-1]["step"] if lines else None,
         total=_total_steps(run_dir / "config.yaml", last),
         loss=_number(last.get("train/loss")),
@@ -109,9 +109,9 @@ def _total_steps(file: Path, last: dict[str, Any]) -> int | None:
     return math.ceil(round(last["step"] / done * float(epochs), 6)) if epochs and done else None
 
 
-def _best(file: Path) -> Best | None:
+def _best(file: Path) -> BestScore | None:
     try:
-        return Best(**json.loads(file.read_bytes()))
+        return BestScore(**json.loads(file.read_bytes()))
     except (OSError, ValueError, TypeError):
         return None
 

@@ -37,7 +37,7 @@ _SECONDS = 60
 
 
 @dataclass(frozen=True)
-class Entry:
+class QueueEntry:
     """A job as Slurm knows it; it forgets those that ended some minutes ago (MinJobAge)."""
 
     number: str
@@ -63,7 +63,7 @@ class Entry:
         return self.status >> 8 or (128 + (self.status & 0x7F) if self.status & 0x7F else 0)
 
 
-def ask(numbers: Iterable[str]) -> dict[str, Entry]:
+def ask(numbers: Iterable[str]) -> dict[str, QueueEntry]:
     """What Slurm knows of jobs, elements of arrays one by one; those that it has forgotten are not there.
 
     Raises:
@@ -82,14 +82,14 @@ def ask(numbers: Iterable[str]) -> dict[str, Entry]:
     return {number: replace(entry, number=number) for entry in entries for number in expand(entry.number)}
 
 
-def parse(line: str) -> Entry:
+def parse(line: str) -> QueueEntry:
     """One line of ``squeue`` with ``COLUMNS``."""
     cells, begin = [], 0
     for width in COLUMNS.values():
         cells.append(line[begin : begin + width].strip())
         begin += width
     number, state, status, restarts, start, used, limit, reason, nodes, name = cells
-    return Entry(number, state, int(status), int(restarts), start, used, limit, reason, nodes, name)
+    return QueueEntry(number, state, int(status), int(restarts), start, used, limit, reason, nodes, name)
 
 
 def expand(number: str) -> list[str]:

@@ -20,7 +20,7 @@ NUMBER = re.compile(r"[0-9]+(_[0-9]+)?")
 
 
 @dataclass(frozen=True)
-class Record:
+class JobRecord:
     """A job of one run."""
 
     number: str
@@ -80,7 +80,7 @@ class End:
     restarts: int
 
     @staticmethod
-    def read(record: Record) -> "End | None":
+    def read(record: JobRecord) -> "End | None":
         """None where it has not ended, or was killed with all that it had."""
         try:
             return End(**json.loads(record.end_file.read_text()))
@@ -97,7 +97,7 @@ def run_file(run_dir: Path) -> Path:
     return run_dir / FOLDER / FILE
 
 
-def keep(records: Iterable[Record]) -> None:
+def keep(records: Iterable[JobRecord]) -> None:
     """Write down a new job: with its runs, with the sweep that they belong to, and in the user's list.
 
     Raises:
@@ -111,7 +111,7 @@ def keep(records: Iterable[Record]) -> None:
     _append(user_file(), kept)
 
 
-def read(file: Path) -> list[Record]:
+def read(file: Path) -> list[JobRecord]:
     """The records of a file, oldest first; lines that are none, such as one of a later drawbar, are left out."""
     try:
         lines = file.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
@@ -120,7 +120,7 @@ def read(file: Path) -> list[Record]:
     return [record for line in lines if (record := _parse(line)) is not None]
 
 
-def find(what: str) -> list[Record]:
+def find(what: str) -> list[JobRecord]:
     """The newest job that a number, a run's folder or a run's name stands for: several records for a whole sweep.
 
     Raises:
@@ -144,7 +144,7 @@ def find(what: str) -> list[Record]:
     )
 
 
-def _newest(records: list[Record], fits: Callable[[Record], bool]) -> list[Record]:
+def _newest(records: list[JobRecord], fits: Callable[[JobRecord], bool]) -> list[JobRecord]:
     """Of the job that was submitted last, what fits. Numbers come again, after years or on other clusters."""
     fitting = [record for record in records if fits(record)]
     if not fitting:
@@ -153,18 +153,18 @@ def _newest(records: list[Record], fits: Callable[[Record], bool]) -> list[Recor
     return [record for record in fitting if (record.array, record.time) == (last.array, last.time)]
 
 
-def _append(file: Path, records: list[Record]) -> None:
+def _append(file: Path, records: list[JobRecord]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a", encoding="utf-8", errors="surrogateescape") as lines:
         fcntl.flock(lines, fcntl.LOCK_EX)  # appending is not atomic on network filesystems
         lines.writelines(json.dumps(asdict(record)) + "\n" for record in records)
 
 
-def _parse(line: str) -> Record | None:
+def _parse(line: str) -> JobRecord | None:
     try:
         values = json.loads(line)
-        known = {field.name for field in fields(Record)}
-        record = Record(**{name: value for name, value in values.items() if name in known})
+        known = {field.name for field in fields(JobRecord)}
+        record = JobRecord(**{name: value for name, value in values.items() if name in known})
     except (ValueError, TypeError, AttributeError):
         return None
     return replace(record, arguments=tuple(record.arguments), settings=tuple(record.settings))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from drawbar.launch.protocol import ANSWER, order_line, say
-from drawbar.launch.ssh import SSH_FAILED, Start
+from drawbar.launch.ssh import SSH_FAILED, RemoteStart
 
 _LONGEST_LINE = 2**16
 
@@ -30,7 +30,7 @@ class Connection:
 class RemoteHost:
     """A host that takes part. It gets its order at once."""
 
-    def __init__(self, start: Start, connection: Connection) -> None:
+    def __init__(self, start: RemoteStart, connection: Connection) -> None:
         loop = asyncio.get_running_loop()
         self.name = start.host.name
         self.greeting: asyncio.Future[dict[str, str]] = loop.create_future()
@@ -132,7 +132,7 @@ async def lines(stream: asyncio.StreamReader) -> AsyncIterator[bytes]:
 
 
 @asynccontextmanager
-async def connect_all(starts: Sequence[Start]) -> AsyncIterator[list[Connection]]:
+async def connect_all(starts: Sequence[RemoteStart]) -> AsyncIterator[list[Connection]]:
     """Start an ssh for each host, all at the same time."""
     yield list(await asyncio.gather(*(_connect(start.command) for start in starts)))
 

@@ -33,7 +33,7 @@ SSH_FAILED = 255
 
 
 @dataclass(frozen=True)
-class Start:
+class RemoteStart:
     """How one host is started."""
 
     host: Host
@@ -44,7 +44,7 @@ class Start:
     order: Order
 
 
-def render(job: Job, cluster: ClusterSection, hosts: Sequence[Host]) -> list[Start]:
+def render(job: Job, cluster: ClusterSection, hosts: Sequence[Host]) -> list[RemoteStart]:
     """The starts of all hosts."""
     order = Order(
         job=f"drawbar-{secrets.token_hex(8)}",
@@ -59,7 +59,8 @@ def render(job: Job, cluster: ClusterSection, hosts: Sequence[Host]) -> list[Sta
     )
     script = start_script(job, cluster, "drawbar.launch.remote")
     return [
-        Start(host, ssh_command(cluster, host), script, replace(order, node=node)) for node, host in enumerate(hosts)
+        RemoteStart(host, ssh_command(cluster, host), script, replace(order, node=node))
+        for node, host in enumerate(hosts)
     ]
 
 
@@ -98,7 +99,7 @@ def forwarded(patterns: Iterable[str], environ: Mapping[str, str], set_already: 
     }
 
 
-def describe(name: str, starts: Sequence[Start], commands: Sequence[Sequence[str]]) -> str:
+def describe(name: str, starts: Sequence[RemoteStart], commands: Sequence[Sequence[str]]) -> str:
     """What would run, for people and for bash: the commands, and what each host reads."""
     first = starts[0]
     hidden = dict.fromkeys(first.order.environment, _HIDDEN)

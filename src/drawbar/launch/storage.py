@@ -17,7 +17,7 @@ _FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 @dataclass(frozen=True)
-class Folder:
+class FolderFacts:
     """Facts about a folder, or where it does not exist about the one that it would be made in."""
 
     purpose: str
@@ -42,7 +42,7 @@ class Folder:
         return self.kind in NETWORK
 
 
-def collect_folder(purpose: str, path: str | Path, change: str) -> Folder:
+def collect_folder(purpose: str, path: str | Path, change: str) -> FolderFacts:
     """Writes 1 MiB, and removes it: permissions alone tell little of quotas, read-only mounts and root."""
     wanted = Path(path).expanduser().absolute()
     place = wanted
@@ -63,7 +63,7 @@ def collect_folder(purpose: str, path: str | Path, change: str) -> Folder:
         free = shutil.disk_usage(place).free
     except OSError:
         free = 0
-    return Folder(purpose, str(wanted), change, str(place), _kind(place), free, error, is_full, locks)
+    return FolderFacts(purpose, str(wanted), change, str(place), _kind(place), free, error, is_full, locks)
 
 
 def _lock(descriptor: int) -> bool:

@@ -1,1 +1,1 @@
-"""How a model is computed and spread: number formats and data parallelism."""
+"""How a model is trained on many processes: data, sharded, tensor, context and pipeline parallelism; number formats."""

@@ -77,7 +77,7 @@ class Note:
 
 
 @dataclass(frozen=True)
-class Start:
+class StepStart:
     """Where a training goes on from."""
 
     step: int
@@ -105,7 +105,7 @@ class Trace:
     """Names of one and the same weight."""
     unequal: list[Note] = field(default_factory=list)
     """Where ranks should hold the same, and do not."""
-    before_last: Start | None = None
+    before_last: StepStart | None = None
     """In a lower precision: what it was before the last of several steps."""
 
 

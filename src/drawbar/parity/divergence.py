@@ -50,7 +50,7 @@ class Event:
 
 
 @dataclass
-class Record:
+class ModuleRecord:
     """What flows through the modules in one micro-batch; by ``module#call#number``, in the order of execution."""
 
     outputs: Tensors = field(default_factory=dict)
@@ -58,7 +58,7 @@ class Record:
     limits: dict[str, Limits] = field(default_factory=dict)
     """By kind (``output`` or ``gradient``): the largest differences that are no fault."""
 
-    def differences(self, other: "Record") -> dict[str, Differences]:
+    def differences(self, other: "ModuleRecord") -> dict[str, Differences]:
         """How far another one of the same rows is from this, by kind."""
         pairs = {"output": (other.outputs, self.outputs), "gradient": (other.gradients, self.gradients)}
         return {
@@ -90,7 +90,7 @@ class Probe:
 class _Flow:
     """A step of one process."""
 
-    records: list[Record]
+    records: list[ModuleRecord]
     """Of each data-parallel rank's first micro-batch."""
     gradients: Tensors
     ties: list[list[str]]
@@ -109,7 +109,7 @@ def find_divergence(subject: Subject, config: RunConfig, reference: RunConfig, w
     loader = subject.loader(config.model_copy(update={"train": train}), world)
     _, micro_batches = next(iter(loader.steps(0, 1)))
     of_ranks = world.data.gather(micro_batches)
-    records = [Record() for _ in range(world.data.size)]
+    records = [ModuleRecord() for _ in range(world.data.size)]
     flow, of_gradients = _Flow(records, {}, []), EXACT.gradients
     if of_ranks is not None:
         with world.working("making a step in one process"):
@@ -137,7 +137,7 @@ def _record(subject: Subject, config: RunConfig, world: Distributed, of_ranks: S
     for micro_batches in of_ranks:
         starts.append(total)
         total += len(micro_batches)
-    recorder = _Recorder({start: Record() for start in starts})
+    recorder = _Recorder({start: ModuleRecord() for start in starts})
     recorder.watch(engine)
     gradients = _step(engine, [micro for micro_batches in of_ranks for micro in micro_batches])
     return _Flow(list(recorder.records.values()), gradients, tied_names(recorder.tied(engine)))
@@ -173,9 +173,9 @@ def _step(engine: Engine, micro_batches: MicroBatches) -> Tensors:
     return kept[0] if kept else {}
 
 
-def _own_record(records: Sequence[Record], world: Distributed) -> Record:
+def _own_record(records: Sequence[ModuleRecord], world: Distributed) -> ModuleRecord:
     """Sent from rank 0 to the ranks that have the same rows."""
-    own = Record()
+    own = ModuleRecord()
     for number in range(world.data.size):
         record = records[number]
         outputs, order, gradients, backward, allowed = world.from_first(
@@ -190,7 +190,7 @@ def _own_record(records: Sequence[Record], world: Distributed) -> Record:
         )
         if number == world.data.rank:
             flow, back = load(outputs), load(gradients)
-            own = Record({key: flow[key] for key in order}, {key: back[key] for key in backward}, allowed)
+            own = ModuleRecord({key: flow[key] for key in order}, {key: back[key] for key in backward}, allowed)
     return own
 
 
@@ -234,7 +234,7 @@ class _Hooks:
 class _Recorder(_Hooks):
     """Keeps what flows in some of the micro-batches."""
 
-    def __init__(self, records: dict[int, Record]) -> None:
+    def __init__(self, records: dict[int, ModuleRecord]) -> None:
         self.records = records
         self._micro = -1
 
@@ -265,7 +265,7 @@ class _Recorder(_Hooks):
 class _Comparer(_Hooks):
     """Compares what flows in the first micro-batch with the reference's."""
 
-    def __init__(self, record: Record, world: Distributed) -> None:
+    def __init__(self, record: ModuleRecord, world: Distributed) -> None:
         self.events: list[Event] = []
         self.agreed: set[tuple[str, str]] = set()
         self.parts: set[tuple[str, str]] = set()

@@ -17,7 +17,7 @@ from drawbar.engines.native import NativeEngine
 from drawbar.engines.results import EngineState
 from drawbar.errors import ExitCode, UserError
 from drawbar.parallel.stages import LocalStages
-from drawbar.parity.comparison import Note, Start, Trace
+from drawbar.parity.comparison import Note, StepStart, Trace
 from drawbar.parity.workload import Subject, drops
 from drawbar.runtime.dist import Distributed
 from drawbar.runtime.seed import seed_everything
@@ -32,7 +32,7 @@ def train(
     config: RunConfig,
     world: Distributed,
     console: Console | None = None,
-    start: Start | None = None,
+    start: StepStart | None = None,
     until: int | None = None,
 ) -> Trace:
     """Make the first steps; every rank of ``world`` calls it.
@@ -64,7 +64,7 @@ def train(
             trace.grad_norms[step] = float(result.grad_norm)
             trace.skipped += [step] if result.skipped else []
             if step == last - 1 and config.precision != "fp32":
-                trace.before_last = Start(step, engine.state(), loader.state())
+                trace.before_last = StepStart(step, engine.state(), loader.state())
         trace.weights = dict(engine.state().model)
         trace.ties = tied_names(trace.weights)
         trace.unequal += unequal_weights(engine, world, trace.ties, "after the last step")

@@ -13,7 +13,7 @@ import torch
 from drawbar.config.deepspeed import laid_out
 from drawbar.config.schema import ParallelSection, RunConfig
 from drawbar.parity.comparison import EXACT, Limits, Reference, Tolerances, Trace, distances
-from drawbar.parity.recorder import Start, check_finite, train
+from drawbar.parity.recorder import StepStart, check_finite, train
 from drawbar.parity.rounding import known, noises, tolerances
 from drawbar.parity.workload import Subject
 from drawbar.runtime.dist import Distributed
@@ -72,7 +72,7 @@ def _merged(first: Tolerances, last: Tolerances) -> Tolerances:
 
 
 def repeat_step(
-    subject: Subject, device: torch.device, precision: str, start: Start | None, console: Console | None = None
+    subject: Subject, device: torch.device, precision: str, start: StepStart | None, console: Console | None = None
 ) -> Reference:
     """One step of one process: in fp32, and in another precision as often as it takes to see what rounding does.
 

@@ -47,7 +47,7 @@ SHOWN_NOTES = 3
 
 
 @dataclass(frozen=True)
-class Report:
+class ParityReport:
     """All cases of one comparison."""
 
     results: Sequence[Result]

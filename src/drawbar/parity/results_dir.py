@@ -17,7 +17,7 @@ _RESULTS = "results.jsonl"
 _CRASH = "crash.txt"
 
 
-class Folder:
+class ResultsDir:
     """A folder that is there for one comparison alone."""
 
     def __init__(self, path: Path) -> None:

@@ -23,7 +23,7 @@ from drawbar.parity.divergence import find_divergence
 from drawbar.parity.recorder import clean_name, train, train_dropping
 from drawbar.parity.reference import make_reference, reference_config, with_last_step
 from drawbar.parity.result import Result
-from drawbar.parity.results_dir import Folder
+from drawbar.parity.results_dir import ResultsDir
 from drawbar.parity.verdict import explain
 from drawbar.parity.workload import Subject
 from drawbar.runtime.dist import Distributed
@@ -44,7 +44,7 @@ AGREEMENT = timedelta(seconds=60)
 
 
 @dataclass(frozen=True)
-class Request:
+class ParityRequest:
     """What is to be compared."""
 
     cases: Sequence[Case]
@@ -54,7 +54,7 @@ class Request:
 
 
 def run_case(
-    subject: Subject, case: Case, world: Distributed, expected: Reference | None, request: Request
+    subject: Subject, case: Case, world: Distributed, expected: Reference | None, request: ParityRequest
 ) -> Result | None:
     """Train under a strategy, and compare; every rank of ``world`` calls it.
 
@@ -90,7 +90,7 @@ def run_case(
     return Result.of(case.name, request.asked_for, comparison, divergence)
 
 
-def run_process(subject: Subject, request: Request, folder: Folder, tell: Tell, console: Console) -> None:
+def run_process(subject: Subject, request: ParityRequest, folder: ResultsDir, tell: Tell, console: Console) -> None:
     """What each process does: the reference, and then every case that ``folder`` has no result of.
 
     Args:
@@ -136,8 +136,8 @@ def _try_case(
     place: RankInfo,
     device: torch.device,
     expected: Reference | None,
-    request: Request,
-    folder: Folder,
+    request: ParityRequest,
+    folder: ResultsDir,
 ) -> Result | None:
     """One case, in a world of its own."""
     config = case.of(subject.config, request.precision)
@@ -167,7 +167,7 @@ def _try_case(
             raise
 
 
-def _refused(case: Case, request: Request, error: UserError) -> Result:
+def _refused(case: Case, request: ParityRequest, error: UserError) -> Result:
     return Result(case.name, "refused", request.asked_for, [str(error)])
 
 

@@ -28,7 +28,7 @@ _NAMED = 4
 
 
 @dataclass(frozen=True)
-class Entry:
+class RankActivity:
     """What a rank tells the others."""
 
     entered: int = 0
@@ -51,15 +51,15 @@ class Liveness:
         self._store = store
         self._rank = rank
         self._peers = [peer for peer in range(size) if peer != rank]
-        self._activity = Entry.activity
+        self._activity = RankActivity.activity
         self._entered = 0
         self._notes = 0
         self._beats = 0
         """Written by the thread alone, and the three above it by the main thread alone."""
         self._is_working = False
         self._is_waiting = False
-        self._told: Entry | None = None
-        self._seen: dict[int, Entry] = {}
+        self._told: RankActivity | None = None
+        self._seen: dict[int, RankActivity] = {}
         self._over = threading.Event()
 
     def join(self) -> None:
@@ -120,7 +120,7 @@ class Liveness:
             for peer in self._peers:
                 silent[peer] = silent[peer] + 1 if seen.get(peer) == last.get(peer) else 0
             last = seen
-            missing = [peer for peer in self._peers if seen.get(peer, Entry()).entered < self._entered]
+            missing = [peer for peer in self._peers if seen.get(peer, RankActivity()).entered < self._entered]
             stuck = 0 if missing else stuck + 1
             if lost := [peer for peer in self._peers if silent[peer] * look > self.timeout]:
                 raise self._lost(f"{_describe(lost, seen)}; no sign of life since then")
@@ -151,14 +151,14 @@ class Liveness:
                 logger.info("the other ranks wait for this one: %s (%.0f s)", self._activity, awaited * period)
 
     def _tell(self) -> None:
-        entry = Entry(self._entered, self._notes + self._beats, self._activity)
+        entry = RankActivity(self._entered, self._notes + self._beats, self._activity)
         if entry != self._told:
             self._store.set(_key(self._rank), json.dumps(astuple(entry)))
             self._told = entry
 
-    def _look(self) -> dict[int, Entry]:
+    def _look(self) -> dict[int, RankActivity]:
         texts = self._store.multi_get([_key(peer) for peer in self._peers])
-        return {peer: Entry(*json.loads(text)) for peer, text in zip(self._peers, texts, strict=True)}
+        return {peer: RankActivity(*json.loads(text)) for peer, text in zip(self._peers, texts, strict=True)}
 
 
 def _key(rank: int) -> str:
@@ -180,8 +180,8 @@ def _is_time_to_tell(count: int, period: float) -> bool:
     return count > 0 and count % max(1, round(TELL_SECONDS / period)) == 0
 
 
-def _describe(ranks: Sequence[int], seen: dict[int, Entry]) -> str:
+def _describe(ranks: Sequence[int], seen: dict[int, RankActivity]) -> str:
     """``rank 0 (writing the checkpoint of step 3), rank 2 (step 4)``"""
-    named = [f"rank {rank} ({seen.get(rank, Entry()).activity})" for rank in ranks[:_NAMED]]
+    named = [f"rank {rank} ({seen.get(rank, RankActivity()).activity})" for rank in ranks[:_NAMED]]
     more = len(ranks) - len(named)
     return ", ".join(named) + (f" and {more} more" if more else "")

@@ -18,7 +18,7 @@ from drawbar.config.load import SCRIPT_FILE
 from drawbar.runtime.dist import Distributed
 from drawbar.runtime.files import sync
 from drawbar.runtime.log import logger
-from drawbar.train.rundir import Start
+from drawbar.train.rundir import RunStart
 
 _METRICS = "metrics.jsonl"
 _RUN_FILES = ("config.yaml", "task.json", SCRIPT_FILE, _METRICS, "tokenizer/*", f"checkpoints/{BEST_FILE}")
@@ -46,7 +46,7 @@ class Disks:
 class _Offer:
     """What a disk has."""
 
-    start: Start
+    start: RunStart
     step: int
     """-1 for none."""
     checkpoints: dict[Path, tuple[bytes, list[str]]]
@@ -84,7 +84,7 @@ def look_at_disks(folder: Path, world: Distributed) -> Disks:
     return Disks(writers, keeper)
 
 
-def find_start_everywhere(find: Callable[[], Start], disks: Disks, world: Distributed) -> Start:
+def find_start_everywhere(find: Callable[[], RunStart], disks: Disks, world: Distributed) -> RunStart:
     """Where the run begins. Afterwards every disk has that checkpoint, and the best one.
 
     Args:
@@ -99,7 +99,7 @@ def find_start_everywhere(find: Callable[[], Start], disks: Disks, world: Distri
     return start
 
 
-def _compare(find: Callable[[], Start], disks: Disks, world: Distributed) -> Start:
+def _compare(find: Callable[[], RunStart], disks: Disks, world: Distributed) -> RunStart:
     """The best start of all disks, once each has it; what this rank's disk has to set aside stays its own."""
     with world.working(_LOOKING):
         own = _offer(find()) if disks.keeper else None
@@ -122,7 +122,7 @@ def _compare(find: Callable[[], Start], disks: Disks, world: Distributed) -> Sta
     return replace(best.start, unusable=left)
 
 
-def _offer(start: Start) -> _Offer:
+def _offer(start: RunStart) -> _Offer:
     if start.checkpoint is None:
         return _Offer(start, -1, {}, {})
     directory = CheckpointDirectory(start.checkpoint.parent)

@@ -22,14 +22,14 @@ from drawbar.tracking.console import Console
 from drawbar.tracking.meters import Throughput, peak_memory
 from drawbar.tracking.trackers import Trackers
 from drawbar.train.saver import Saver
-from drawbar.train.step import Progress, StepInfo
+from drawbar.train.step import RunProgress, StepInfo
 from drawbar.train.stop import Reason, Stop
 
 
 class Hook(ABC):
     """What the trainer calls."""
 
-    def start(self, progress: Progress, last: bool) -> None:  # noqa: B027 - most hooks have nothing to do yet
+    def start(self, progress: RunProgress, last: bool) -> None:  # noqa: B027 - most hooks have nothing to do yet
         """Once, before the first step that this process makes; ``last``: there is none left to make."""
 
     @abstractmethod
@@ -130,7 +130,7 @@ class EvalHook(Hook):
         self._stop = stop
         self._said_nan = False
 
-    def start(self, progress: Progress, last: bool) -> None:
+    def start(self, progress: RunProgress, last: bool) -> None:
         if self._config.at_start if progress.step == 0 else owes_evaluation(self._config, progress, last):
             self._run(progress)
 
@@ -138,7 +138,7 @@ class EvalHook(Hook):
         if owes_evaluation(self._config, info.progress, info.last):
             self._run(info.progress)
 
-    def _run(self, progress: Progress) -> None:
+    def _run(self, progress: RunProgress) -> None:
         try:
             evaluation = self._evaluate()
             if evaluation is None:
@@ -171,7 +171,7 @@ class EvalHook(Hook):
         except OSError as error:
             logger.warning("%s could not be written, and the run goes on: %s", self._folder, error.strerror)
 
-    def _compare(self, progress: Progress, score: float) -> None:
+    def _compare(self, progress: RunProgress, score: float) -> None:
         if math.isnan(score) and not self._said_nan:
             self._said_nan = True
             what = "the %s of step %d is nan (as where all predictions are the same), and makes no step the best"
@@ -190,13 +190,13 @@ class EvalHook(Hook):
             self._stop.request(Reason.EARLY)
 
 
-def owes_evaluation(config: EvalSection, progress: Progress, last: bool) -> bool:
+def owes_evaluation(config: EvalSection, progress: RunProgress, last: bool) -> bool:
     """Whether the step that the run has come to is one to evaluate at, and that has not been done."""
     due = last or (config.every is not None and progress.step % config.every == 0)
     return due and progress.evaluated_step != progress.step
 
 
-def out_of_patience(config: EvalSection, progress: Progress) -> bool:
+def out_of_patience(config: EvalSection, progress: RunProgress) -> bool:
     """Whether the run is to stop early: its score has not got better for too long."""
     return config.patience is not None and progress.evaluations_since_best >= config.patience
 
@@ -232,7 +232,7 @@ class SaveScoreHook(Hook):
         self._saver = saver
         self._meter = meter
 
-    def start(self, progress: Progress, last: bool) -> None:
+    def start(self, progress: RunProgress, last: bool) -> None:
         if progress.step > 0 and self._is_due(progress):
             self._saver.save(progress)
 
@@ -242,7 +242,7 @@ class SaveScoreHook(Hook):
             with self._meter.paused():
                 self._saver.save(info.progress)
 
-    def _is_due(self, progress: Progress) -> bool:
+    def _is_due(self, progress: RunProgress) -> bool:
         saved = self._saver.saved
         if saved is not None and saved.step == progress.step:
             return saved != progress

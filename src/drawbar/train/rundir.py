@@ -30,7 +30,7 @@ CONFIG_DRAFT = "config.yaml.tmp"
 
 
 @dataclass(frozen=True)
-class Start:
+class RunStart:
     """Where a run begins."""
 
     checkpoint: Path | None = None
@@ -47,7 +47,7 @@ class Start:
     """Which score the run has taken for the better one until now; None for a run that does not exist yet."""
 
 
-def find_start(config: RunConfig, resume: str, fork: str | None) -> Start:
+def find_start(config: RunConfig, resume: str, fork: str | None) -> RunStart:
     """Decide, on rank 0 and before anything is written, where the run begins.
 
     Args:
@@ -69,11 +69,11 @@ def _eval_mode(config: RunConfig) -> str | None:
     return load_config(written, task=type(config.task)).config.eval.mode if written.exists() else None
 
 
-def _find(config: RunConfig, resume: str) -> Start:
+def _find(config: RunConfig, resume: str) -> RunStart:
     folder = config.run_dir
     if not (folder / "config.yaml").exists():
         _check_no_stranger(folder)
-        return Start() if resume in ("auto", "never") else Start(CheckpointDirectory(folder).resolve(resume))
+        return RunStart() if resume in ("auto", "never") else RunStart(CheckpointDirectory(folder).resolve(resume))
     checkpoints = CheckpointDirectory(folder / "checkpoints")
     found = checkpoints.survey()
     refusal = _refusal(found, checkpoints.path)
@@ -85,14 +85,14 @@ def _find(config: RunConfig, resume: str) -> Start:
         )
     changed = check_same(folder, config)
     if resume == "never":
-        return Start(None, unusable=found.unusable)
+        return RunStart(None, unusable=found.unusable)
     if found.newest is not None and refusal is not None:
         raise refusal
     if resume == "auto":
-        return Start(found.newest, unusable=found.unusable, changed_length=changed, refusal=refusal)
+        return RunStart(found.newest, unusable=found.unusable, changed_length=changed, refusal=refusal)
     chosen = checkpoints.resolve(resume).resolve()
     if chosen.parent != checkpoints.path.resolve():  # where the run began: the same command again goes on with it
-        return Start(found.newest or chosen, unusable=found.unusable, changed_length=changed)
+        return RunStart(found.newest or chosen, unusable=found.unusable, changed_length=changed)
     if refusal is not None:
         raise refusal
     if found.newest is None or chosen != found.newest.resolve():
@@ -101,7 +101,7 @@ def _find(config: RunConfig, resume: str) -> Start:
             where="--resume",
             remedy="leave --resume out to go on from the newest, or add --fork NEWNAME to branch off from this one",
         )
-    return Start(found.newest, unusable=found.unusable, changed_length=changed)
+    return RunStart(found.newest, unusable=found.unusable, changed_length=changed)
 
 
 def _refusal(found: Survey, folder: Path) -> UserError | None:
@@ -144,7 +144,7 @@ def renamed(config: RunConfig, name: str) -> RunConfig:
     return config.model_copy(update={"run": run})
 
 
-def _find_fork(config: RunConfig, resume: str, target: RunConfig) -> Start:
+def _find_fork(config: RunConfig, resume: str, target: RunConfig) -> RunStart:
     source = config.run_dir
     if (target.run_dir / "config.yaml").exists():  # the same command again: go on with the fork
         start = _find(target, "auto")
@@ -161,7 +161,7 @@ def _find_fork(config: RunConfig, resume: str, target: RunConfig) -> Start:
             remedy="set run.dir and run.name to the run to begin from; or leave out --fork, and delete that folder if "
             "it is a run of other settings",
         )
-    return Start(checkpoint, forked=True)
+    return RunStart(checkpoint, forked=True)
 
 
 def _check_no_stranger(folder: Path) -> None:

@@ -28,7 +28,7 @@ from drawbar.runtime.log import logger
 from drawbar.runtime.seed import rng_state, seed_everything, set_rng_state
 from drawbar.train.disks import Disks
 from drawbar.train.setup import check_base
-from drawbar.train.step import Progress
+from drawbar.train.step import RunProgress
 from drawbar.train.stop import Reason, Stop
 
 
@@ -51,7 +51,7 @@ class Saver:
         world: Distributed,
         disks: Disks,
         stop: Stop,
-        progress: Progress,
+        progress: RunProgress,
         validation: Split | None,
     ) -> None:
         self._config = config.checkpoint
@@ -68,14 +68,14 @@ class Saver:
         self._writer = AsyncWriter()
         world.end_only_after(self._writer.is_writing)
         resumed = world.from_first(lambda: progress.step in self._directory.steps(), "looking at the checkpoints")
-        self._saved: Progress | None = replace(progress) if resumed else None
+        self._saved: RunProgress | None = replace(progress) if resumed else None
 
     @property
-    def saved(self) -> Progress | None:
+    def saved(self) -> RunProgress | None:
         """What the newest checkpoint says of the run; None once all know that a save failed: it may be that one."""
         return None if self._stop.reason is Reason.UNSAVED else self._saved
 
-    def save(self, progress: Progress) -> None:
+    def save(self, progress: RunProgress) -> None:
         """Save this step; where that is done, let its checkpoint say what has come of the step since. Every rank must
         call it."""
         best = (progress.best_step, progress.best_score)
@@ -212,7 +212,7 @@ def restore_position(
     loader: Loader,
     validation: Split | None,
     world: Distributed,
-) -> Progress:
+) -> RunProgress:
     """Put back all else, so that the next step is the one that would have followed.
 
     A fork takes the position in the data where that fits, and forgets the scores of the run it came from.
@@ -230,7 +230,7 @@ def restore_position(
         loader.load(values["data"])
         _check_validation(values.get("validation"), validation)
     _restore_generators(rest.rng, seed, rest.step, world)
-    progress = Progress(**values["progress"])
+    progress = RunProgress(**values["progress"])
     if forked:
         progress.best_step = progress.best_score = None
         progress.evaluations_since_best = 0

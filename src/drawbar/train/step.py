@@ -7,7 +7,7 @@ from drawbar.engines.results import StepResult
 
 
 @dataclass
-class Progress:
+class RunProgress:
     """How far a run is; saved in every checkpoint."""
 
     step: int = 0
@@ -37,6 +37,6 @@ class StepInfo:
 
     step: int
     result: StepResult
-    progress: Progress
+    progress: RunProgress
     last: bool
     """Whether the run is complete with this step."""

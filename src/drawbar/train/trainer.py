@@ -46,10 +46,10 @@ from drawbar.train.hooks import (
     out_of_patience,
     owes_evaluation,
 )
-from drawbar.train.rundir import Start, encoded_once, find_start, lock_run_dir, renamed, write_config
+from drawbar.train.rundir import RunStart, encoded_once, find_start, lock_run_dir, renamed, write_config
 from drawbar.train.saver import Saver, formats_as_begun, restore_engine, restore_position
 from drawbar.train.setup import build_task, chats_as_then, count_steps, save_task, tell_length
-from drawbar.train.step import Progress, StepInfo
+from drawbar.train.step import RunProgress, StepInfo
 from drawbar.train.stop import Stop
 
 
@@ -59,7 +59,7 @@ class Outcome:
 
     exit_code: ExitCode
     run_dir: Path
-    progress: Progress
+    progress: RunProgress
 
 
 class Trainer:
@@ -154,7 +154,7 @@ class Trainer:
         engine.total_steps = total_steps = count_steps(config.train, loader.steps_per_epoch)
 
         seed_everything(config.run.seed, world.dims.seed_rank(world.rank))  # from here on a rank's dropout is its own
-        progress = Progress()
+        progress = RunProgress()
         if start.checkpoint is not None:
             of_run = (start.checkpoint, rest, start.forked, config.run.seed)
             with chats_as_then(task, origin):
@@ -185,13 +185,13 @@ class Trainer:
             check_evaluation(task, engine, first, config.eval.metric)
             check_mode(config.eval)
 
-    def _find_start(self) -> Start:
+    def _find_start(self) -> RunStart:
         check_writable(Path(self.config.run.dir))
         if self.config.run_dir.is_dir():
             self._lock = lock_run_dir(self.config.run_dir)  # first: another process may be writing a checkpoint
         return find_start(self.source, self.resume, self.fork)
 
-    def _open(self, task: Task, engine: Engine, world: Distributed, disks: Disks, start: Start) -> None:
+    def _open(self, task: Task, engine: Engine, world: Distributed, disks: Disks, start: RunStart) -> None:
         """Only now, with everything ready to train, does the run directory come into being, or change."""
         folder = self.config.run_dir
         checkpoints = CheckpointDirectory(folder / "checkpoints")
@@ -222,7 +222,7 @@ class _Run:
     engine: Engine
     loader: Loader
     validation: Split | None
-    progress: Progress
+    progress: RunProgress
     meter: Throughput = field(default_factory=Throughput)
     trackers: Trackers = field(default_factory=Trackers)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from drawbar.doctor.finding import Finding, Fix, Level, Report
+from drawbar.doctor.finding import Finding, Findings, Fix, Level
 from harness import run_cli
 from messages import check_one_message
 
@@ -123,13 +123,13 @@ def test_a_fix_can_be_copied() -> None:
         ),
     ]
     stream = io.StringIO()
-    Report(findings).draw(Console(file=stream, width=80, highlight=False))
+    Findings(findings).draw(Console(file=stream, width=80, highlight=False))
     lines = stream.getvalue().splitlines()
     assert [len(line) <= 80 for line in lines if command.strip() not in line].count(False) == 0
     assert sum(command.strip() in line for line in lines) == 1
     assert "a [bold]name[/bold] in brackets" in stream.getvalue()
     assert "GLOO_SOCKET_IFNAME" in stream.getvalue()
-    plain = "\n".join(Report(findings).lines())
+    plain = "\n".join(Findings(findings).lines())
     assert f"fix: {command}   # {words.strip()}" in plain
     assert plain.endswith("1 problem (GLOO_SOCKET_IFNAME): a run would fail here.")
 

@@ -19,7 +19,7 @@ from drawbar.runtime.env import RankInfo
 from drawbar.tracking.console import make_console
 from drawbar.tracking.trackers import JsonlTracker, Trackers
 from drawbar.train.hooks import EvalHook
-from drawbar.train.step import Progress, StepInfo
+from drawbar.train.step import RunProgress, StepInfo
 from drawbar.train.stop import Reason, Stop
 
 RESULT = StepResult(torch.tensor(1.0), torch.tensor(1.0), weight=1.0, lr=0.1, skipped=False)
@@ -31,7 +31,7 @@ class Script:
     def __init__(self, folder: Path, config: EvalSection, scores: list[float]) -> None:
         world = Distributed(RankInfo(), torch.device("cpu"), timeout=60)
         self.stop = Stop(world)
-        self.progress = Progress()
+        self.progress = RunProgress()
         self.evaluated: list[int] = []
         self.metrics = folder / "metrics.jsonl"
         trackers = Trackers([JsonlTracker(self.metrics, None)])

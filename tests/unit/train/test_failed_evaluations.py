@@ -12,7 +12,7 @@ from drawbar.evaluation.evaluate import EvaluationFailed
 from drawbar.runtime.env import RankInfo
 from drawbar.tasks.causal_lm import CausalLM
 from drawbar.tracking.trackers import JsonlTracker
-from drawbar.train.step import Progress
+from drawbar.train.step import RunProgress
 from harness import run_ranks
 from runs import Fit, fit_in, losses, metrics, weights
 
@@ -47,10 +47,10 @@ def saved(run: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in (run / "checkpoints").glob("step-*"))
 
 
-def progress(run: Path, step: int) -> Progress:
+def progress(run: Path, step: int) -> RunProgress:
     """What a checkpoint says."""
     state = json.loads((run / "checkpoints" / f"step-{step:08d}" / "state.json").read_text())
-    return Progress(**state["progress"])
+    return RunProgress(**state["progress"])
 
 
 def lines(run: Path) -> list[tuple[int, list[str]]]:
