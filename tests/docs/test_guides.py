@@ -73,7 +73,7 @@ def test_every_command_about_data_runs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("page", "block"), PARTS, ids=lambda value: getattr(value, "name", ""))
 def test_settings_are_those_of_the_program(page: Path, block: Block, tmp_path: Path) -> None:
-    """LocalStages of a configuration load, tasks take them, and the data that they name can be read."""
+    """Parts of a configuration load, tasks take them, and the data that they name can be read."""
     (tmp_path / "part.yaml").write_text(block.text, encoding="utf-8")
     write_data(tmp_path)
     with chdir(tmp_path):

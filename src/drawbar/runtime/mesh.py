@@ -28,7 +28,7 @@ class ParallelDims:
 
     @staticmethod
     def of(parallel: ParallelSection, world_size: int) -> "ParallelDims":
-        """The dims of ``world_size`` ranks; ``config.rules.check_world`` refuses what does not divide."""
+        """The degrees of ``world_size`` ranks; ``config.rules.check_world`` refuses what does not divide."""
         data = world_size // (parallel.pipeline * parallel.context * parallel.tensor)
         replicate = parallel.replicate if parallel.strategy == "fsdp" else data
         return ParallelDims(parallel.pipeline, replicate, data // replicate, parallel.context, parallel.tensor)

@@ -1,4 +1,4 @@
-"""LocalStages of an output that a rank may hold are found in the whole, and nothing else is."""
+"""Parts of an output that a rank may hold are found in the whole, and nothing else is."""
 
 import pytest
 import torch
