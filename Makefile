@@ -12,10 +12,10 @@ install = $(UV) $(1) || $(PIP) --no-build-isolation $(1)
 demo: .venv/installed
 	$(BIN)/python examples/python_stdlib/demo.py
 
-# compiled first: tests start some hundred processes. Two files of tests at once, since one is mostly on one core
+# compiled first: tests start some hundred processes. Three files of tests at once: tests with a scheduler mostly wait
 test: lint
 	$(BIN)/python -m compileall -q src
-	$(BIN)/pytest -q --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -q --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

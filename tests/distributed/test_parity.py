@@ -36,7 +36,7 @@ TIED = "task.from_scratch.tie_word_embeddings=true"
 UNTIED = "task.from_scratch.tie_word_embeddings=false"
 TWO_BLOCKS = "task.from_scratch.num_hidden_layers=2"
 FOUR_BLOCKS = "task.from_scratch.num_hidden_layers=4"
-STEPS = 6
+STEPS = 4
 CASES = {ranks: [written(case) for case in parallel_cases(RunConfig(device="cpu"), ranks)] for ranks in (2, 4)}
 """All layouts that the table of rules allows."""
 

@@ -25,7 +25,7 @@ from tiny import CPU
 CONFIG = """\
 task: {TASK, tokenizer: {train: byte_bpe, vocab_size: 280}}
 data: {train: records.jsonl, sequence_length: 40}
-train: {global_batch: 8, steps: 6}
+train: {global_batch: 8, steps: 4}
 optim: {lr: 1.0e-2, warmup: 2}
 precision: fp32
 device: cpu
@@ -127,7 +127,7 @@ def compare_all(folder: str) -> dict[str, list[Result]]:
     with chdir(folder):
         for job, ((file, *settings), names, precision) in JOBS.items():
             config = drawbar.load_config(file, settings).config
-            subject = Subject(config, task_class(config.task.type), steps=6).with_task()
+            subject = Subject(config, task_class(config.task.type), steps=4).with_task()
             expected = make_reference(subject, CPU, precision) if place.first else None
             found[job] = []
             for name in names:

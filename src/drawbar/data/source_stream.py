@@ -12,7 +12,6 @@ from drawbar.data.hub_dataset import HubDataset
 from drawbar.data.nested import columns_of, old_name, value_at
 from drawbar.data.readers import BadRecord, Reader, Record, Unit
 from drawbar.errors import UserError
-from drawbar.runtime.env import node_name
 from drawbar.runtime.files import identity
 from drawbar.runtime.log import logger
 
@@ -153,6 +152,8 @@ class SourceStream:
 
     def identity(self) -> list[Any]:
         """Of each file what ``identity`` says; of a dataset that is no folder the node, which has a copy."""
+        from drawbar.runtime.env import node_name  # it loads torch, which a submission does without
+
         try:
             return [[*map(identity, reader.files)] or node_name() for reader in self._readers]
         except OSError as error:

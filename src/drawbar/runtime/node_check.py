@@ -191,7 +191,8 @@ class Attendance:
         self._over = threading.Event()
 
     def __enter__(self) -> Self:
-        threading.Thread(target=self._watch, name="signs of life", daemon=True).start()
+        # no daemon: one that is inside a call of the store when the interpreter ends would abort the process
+        threading.Thread(target=self._watch, name="signs of life").start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
