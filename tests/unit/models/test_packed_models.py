@@ -194,7 +194,8 @@ def test_a_sample_does_not_see_its_neighbours(family: str, head: Head, attention
         after = packed_logits(model, head, samples, targets)
     assert (before[0] - after[0]).abs().max() > 1e-3
     for old, new in zip(before[1:], after[1:], strict=True):
-        torch.testing.assert_close(new, old, rtol=0, atol=1e-6)
+        # rounding alone: the rows of a matrix product (an expert's, say) are others, and so is the order of its sums
+        torch.testing.assert_close(new, old, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("family", "head"), [("bert", "sequence_classification"), ("gpt2", "causal_lm")])

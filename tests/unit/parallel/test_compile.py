@@ -1,5 +1,9 @@
 """Compiled blocks: the same losses, compiled once for all blocks and all lengths; and machines that cannot compile."""
 
+import os
+import tempfile
+from pathlib import Path
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -11,6 +15,13 @@ from drawbar.parallel.compile import check_compiler, compile_blocks
 from harness import run_ranks
 
 LENGTHS = [12, 12, 17, 23, 9, 31]
+
+
+@pytest.fixture(autouse=True)
+def cache_of_this_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch keeps what it has compiled; for another set of instructions (ATEN_CPU_CAPABILITY) that may be wrong."""
+    name = f"drawbar-inductor-{os.getuid()}-{torch.backends.cpu.get_cpu_capability()}"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / name))
 
 
 def build() -> torch.nn.Module:
