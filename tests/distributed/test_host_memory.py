@@ -23,6 +23,7 @@ from drawbar.runtime.mesh import ParallelDims
 from drawbar.runtime.safetensors_reader import parameters_on_meta
 from drawbar.tasks.causal_lm import CausalLM
 from harness import run_ranks
+from memory import memory
 
 MIB = 2**20
 CPU = torch.device("cpu")
@@ -115,13 +116,6 @@ def forget_highest() -> int:
     """Bytes in use; what was more than that counts no longer."""
     Path("/proc/self/clear_refs").write_text("5")
     return memory("VmRSS")
-
-
-def memory(name: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError(name)
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux says how much memory a process took")

@@ -45,16 +45,16 @@ def check_space(folder: Path, needed_bytes: int) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Raise UserError where the folder cannot be made or written. It is not made: a file is, and vanishes again, in it
-    or in the nearest folder above it that exists."""
-    obstacle = _nearest_existing(folder)
+    """Try to write a temporary file in the folder, or in the nearest parent that exists; the folder is not made. Raises
+    UserError where that fails."""
+    existing = _nearest_existing(folder)
     try:
-        with tempfile.TemporaryFile(dir=obstacle):
+        with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
-        reason = "is a file, not a folder" if obstacle.is_file() else f"is not writable ({error.strerror})"
+        reason = "is a file, not a folder" if existing.is_file() else f"is not writable ({error.strerror})"
         raise UserError(
-            f"cannot write to the folder {folder}: {obstacle} {reason}",
+            f"cannot write to the folder {folder}: {existing} {reason}",
             where=str(folder),
             remedy="use another folder (run.dir), or make that one writable",
         ) from error

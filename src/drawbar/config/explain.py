@@ -105,13 +105,9 @@ def _explain_free(key: str, loaded: LoadedConfig, known: dict[str, Setting]) -> 
     holder = next((known[ancestor] for ancestor in ancestors(key) if ancestor in known), None)
     if holder is None or not holder.is_mapping:
         meant = suggestions(known, key)
-        inside = holder is not None and holder.is_section
-        there = f"in {holder.key}" if holder is not None and inside else "sections"
-        listed = children(known, holder.key if holder is not None and inside else "")
-        raise UserError(
-            f"there is no setting {key}",
-            remedy=f"did you mean {' or '.join(meant)}?" if meant else f"{there}: {', '.join(listed)}",
-        )
+        section = holder.key if holder is not None and holder.is_section else ""
+        listed = f"{f'in {section}' if section else 'sections'}: {', '.join(children(known, section))}"
+        raise UserError(f"there is no setting {key}", remedy=f"did you mean {' or '.join(meant)}?" if meant else listed)
     return "\n".join(
         [
             f"{key} = {_value(key, loaded)}",

@@ -145,7 +145,8 @@ def _hints(task: Task, config: RunConfig) -> Iterator[None]:
     except UserError as error:
         if error.where == "data.test":
             error.where = "--input"
-            error.remedy = (error.remedy or "").replace("set data.test=FILE", "name a file with --input FILE")
+            if config.data.test is None:
+                error.remedy = "name a file with --input FILE"
         hint = ""
         if config.data.columns is not None and "the setting columns names" in error.what:
             hint = f"name the columns that it has, as in data.columns=[{config.data.columns[0]}]"

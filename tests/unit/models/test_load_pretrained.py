@@ -17,6 +17,7 @@ from drawbar.models.huggingface import fit_embeddings, load_pretrained
 from drawbar.models.stored import build_structure, stored_tensors
 from drawbar.runtime.log import logger
 from harness import run_ranks
+from memory import memory
 from tiny import ARCHITECTURES
 
 FIELDS = {"vocab_size": 257, **ARCHITECTURES["llama"]}
@@ -166,13 +167,6 @@ def load_and_measure(folder: str) -> tuple[int, int]:
     for parameter in model.parameters():
         parameter.data.add_(0)  # all of it is in memory, and can be written
     return sum(parameter.nbytes for parameter in model.parameters()), max(highest, memory("VmHWM")) - before
-
-
-def memory(name: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError(name)
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux says how much memory a process took")

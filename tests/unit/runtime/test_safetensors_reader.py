@@ -14,6 +14,7 @@ from torch import nn
 from drawbar.runtime import safetensors_reader
 from drawbar.runtime.safetensors_reader import DTYPES, TensorFiles, parameters_on_meta, read_part, shape_of
 from harness import run_ranks
+from memory import memory
 
 MIB = 2**20
 
@@ -133,13 +134,6 @@ def rise_while_reading(path: str) -> tuple[dict[str, int], dict[str, int]]:
         sizes[name] = way()
         rises[name] = memory("VmHWM") - before
     return sizes, rises
-
-
-def memory(name: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError(name)
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux says how much memory a process took")
