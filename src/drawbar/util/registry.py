@@ -1,0 +1,98 @@
+"""``Registry``: the implementations of one kind by name, with those that installed packages bring as entry points."""
+
+from collections.abc import Callable
+from importlib.metadata import EntryPoint, entry_points
+from typing import Generic, TypeVar
+
+from drawbar.errors import UserError, nearest
+
+T = TypeVar("T")
+_T = TypeVar("_T")
+
+
+class Registry(Generic[T]):
+    """Implementations of one kind, such as launchers or trackers. Nothing is imported before it is asked for.
+
+    Args:
+        kind: what one of them is called in messages: ``launcher``.
+        group: the group of entry points by which other packages add theirs: ``drawbar.launchers``.
+    """
+
+    def __init__(self, kind: str, group: str) -> None:
+        self.kind = kind
+        self.group = group
+        self._registered: dict[str, T] = {}
+        self._lazy: dict[str, EntryPoint] = {}
+
+    def register(self, name: str) -> "Callable[[_T], _T]":
+        """Decorator: what it stands above is the implementation of this name."""
+
+        def add(implementation: _T) -> _T:
+            self._check_new(name)
+            self._registered[name] = implementation  # type: ignore[assignment]  # a decorator keeps the exact type
+            return implementation
+
+        return add
+
+    def register_lazy(self, name: str, path: str) -> None:
+        """Add the implementation at ``package.module:attribute``, which is imported when it is first asked for."""
+        self._check_new(name)
+        self._lazy[name] = EntryPoint(name, path, self.group)
+
+    def get(self, name: str, where: str) -> T:
+        """The implementation of this name. One that is registered goes before one of an installed package.
+
+        Args:
+            where: the setting or option that names it, for the error.
+
+        Raises:
+            UserError: there is none, several packages bring one, or it cannot be imported.
+        """
+        if name in self._registered:
+            return self._registered[name]
+        points = [self._lazy[name]] if name in self._lazy else list(entry_points(group=self.group, name=name))
+        if not points:
+            raise self._unknown(name, where)
+        if len(points) > 1:
+            packages = ", ".join(sorted(_package(point) for point in points))
+            raise UserError(
+                f"several packages bring the {self.kind} {name!r}: {packages}",
+                where=where,
+                remedy="uninstall all of them but one",
+            )
+        return self._load(points[0], where)
+
+    def names(self) -> list[str]:
+        """All names: those that are registered, then those of installed packages."""
+        installed = sorted(point.name for point in entry_points(group=self.group))
+        return list(dict.fromkeys([*self._registered, *self._lazy, *installed]))
+
+    def _load(self, point: EntryPoint, where: str) -> T:
+        try:
+            found: T = point.load()
+        except Exception as error:
+            raise UserError(
+                f"the {self.kind} {point.name!r} ({point.value}) cannot be imported: {type(error).__name__}: {error}",
+                where=where,
+                remedy=f"reinstall or correct {_package(point)}, or choose another {self.kind}",
+            ) from error
+        return found
+
+    def _unknown(self, name: str, where: str) -> UserError:
+        names = self.names()
+        near = nearest(name, names)
+        hint = f"did you mean {near}? " if near else ""
+        return UserError(
+            f"there is no {self.kind} {name!r}",
+            where=where,
+            remedy=f"{hint}There are: {', '.join(names)}; a package adds one by the entry point group {self.group}",
+        )
+
+    def _check_new(self, name: str) -> None:
+        if name in self._registered or name in self._lazy:
+            raise ValueError(f"the {self.kind} {name!r} is registered already")
+
+
+def _package(point: EntryPoint) -> str:
+    """The installed package that an entry point belongs to."""
+    return point.dist.name if point.dist is not None else "drawbar"
