@@ -19,7 +19,7 @@ from torch import nn
 
 import drawbar
 from drawbar.data.loader import MicroBatch
-from drawbar.engines.choose import choose_engine
+from drawbar.engines.build import build_engine
 from drawbar.parallel.precision import autocast, choose_precision
 from drawbar.runtime.dist import Distributed
 from drawbar.runtime.env import RankInfo, choose_device
@@ -70,7 +70,7 @@ def measure(device: str, precision: str, rows: int, micro_batches: int, pairs: i
     world = Distributed(RankInfo(), choose_device(config.device, RankInfo()), timeout=60)
     task = drawbar.CausalLM(config)
     task.tokenizer = Tokens(4096)
-    engine = choose_engine(task, config, world, total_steps=1_000_000)
+    engine = build_engine(task, config, world, total_steps=1_000_000)
     generator = torch.Generator().manual_seed(0)
     batches = [
         drawbar.Batch({"input_ids": ids, "labels": ids}, ids=list(range(rows)))

@@ -10,11 +10,14 @@ from drawbar.data.dataset import Sample
 from drawbar.data.loader import MicroBatch
 from drawbar.data.packing import IGNORED_LABEL
 from drawbar.data.tokenizer import train_byte_bpe
-from drawbar.engines.native import NativeEngine
+from drawbar.engines.build import assemble_engine
+from drawbar.engines.engine import Engine
+from drawbar.parallel.precision import choose_formats
 from drawbar.runtime.dist import Distributed
 from drawbar.runtime.env import RankInfo
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.causal_lm import CausalLM
+from drawbar.tasks.task import Task
 
 VOCABULARY = 257
 LENGTH = 48
@@ -81,12 +84,17 @@ def tiny_task(config: RunConfig) -> Numbers:
     return task
 
 
-def tiny_engine(
-    config: RunConfig, world: Distributed | None = None, seed: int = 0, total_steps: int = 10
-) -> NativeEngine:
+def tiny_engine(config: RunConfig, world: Distributed | None = None, seed: int = 0, total_steps: int = 10) -> Engine:
     """An engine whose weights depend on ``seed`` alone; by default one process on the CPU."""
     torch.manual_seed(seed)
-    return NativeEngine(tiny_task(config), config, world or Distributed(RankInfo(), CPU, timeout=60), total_steps)
+    return unchecked_engine(tiny_task(config), config, world or Distributed(RankInfo(), CPU, timeout=60), total_steps)
+
+
+def unchecked_engine(task: Task, config: RunConfig, world: Distributed, total_steps: int = 10) -> Engine:
+    """An engine, whether or not the rules would let a user have it; ``auto`` is ``ddp``."""
+    strategy = "ddp" if config.parallel.strategy == "auto" else config.parallel.strategy
+    config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"strategy": strategy})})
+    return assemble_engine(task, choose_formats(config, world.device), world, total_steps)
 
 
 def random_batch(task: CausalLM, rows: int, seed: int) -> Batch:
@@ -99,11 +107,11 @@ def random_batch(task: CausalLM, rows: int, seed: int) -> Batch:
     return task.collate(samples)
 
 
-def random_step(engine: NativeEngine, seed: int, micro_batches: int = 2, rows: int = 2) -> list[MicroBatch[Batch]]:
+def random_step(engine: Engine, seed: int, micro_batches: int = 2, rows: int = 2) -> list[MicroBatch[Batch]]:
     """What ``train_step`` takes; every rank may give another seed."""
     return [MicroBatch(random_batch(engine.task, rows, 1000 * seed + i), True) for i in range(micro_batches)]
 
 
-def vector(engine: NativeEngine) -> torch.Tensor:
+def vector(engine: Engine) -> torch.Tensor:
     """A copy of all weights in one row; tied ones once."""
     return torch.nn.utils.parameters_to_vector(engine.module.parameters()).detach().cpu().clone()

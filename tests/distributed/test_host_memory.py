@@ -13,13 +13,13 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from drawbar.checkpoint import CheckpointDirectory, Snapshot, read
+from drawbar.config.parallel_dims import ParallelDims
 from drawbar.config.schema import CausalLMConfig, DataSection, OptimSection, ParallelSection, RunConfig, TrainSection
 from drawbar.data.tokenizer import train_byte_bpe
-from drawbar.engines.deepspeed import DeepSpeedEngine
-from drawbar.engines.native import NativeEngine
+from drawbar.engines.build import build_engine
+from drawbar.engines.engine import Engine
 from drawbar.runtime.dist import Distributed
 from drawbar.runtime.env import RankInfo
-from drawbar.runtime.mesh import ParallelDims
 from drawbar.runtime.safetensors_reader import parameters_on_meta
 from drawbar.tasks.causal_lm import CausalLM
 from harness import run_ranks
@@ -63,7 +63,7 @@ def saved(folder: Path) -> Mapping[str, torch.Tensor]:
     return read(folder / "checkpoints" / "step-00000001").model
 
 
-def build(kind: type[NativeEngine], folder: Path, parallel: ParallelSection, world: Distributed) -> NativeEngine:
+def build(folder: Path, parallel: ParallelSection, world: Distributed) -> Engine:
     config = RunConfig(
         task=CausalLMConfig(model=str(folder)),
         data=DataSection(sequence_length=32),
@@ -75,24 +75,23 @@ def build(kind: type[NativeEngine], folder: Path, parallel: ParallelSection, wor
     )
     task = CausalLM(config)
     task.tokenizer = train_byte_bpe([], 257)
-    return kind(task, config, world, total_steps=1)
+    return build_engine(task, config, world, total_steps=1)
 
 
 def load_and_measure(folder: str, parallel: ParallelSection) -> dict[str, int]:
     """Bytes of this rank's parameters, and how far its memory rises at its highest in building and in loading."""
     # freed memory goes back at once, as it does by itself for tensors of more than 32 MiB
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MIB)
-    kind = DeepSpeedEngine if parallel.strategy == "deepspeed" else NativeEngine
     place = RankInfo.from_environment()
     with Distributed(place, CPU, 60, ParallelDims.of(parallel, place.world_size)) as world:
         # whatever Python and torch load once is there afterwards
-        engine = build(kind, Path(folder) / "small", parallel, world)
+        engine = build(Path(folder) / "small", parallel, world)
         check_values(engine, 0.0)
         engine.load_model(saved(Path(folder) / "small"))
         check_values(engine, 1.0)
 
         before = forget_highest()
-        engine = build(kind, Path(folder) / "large", parallel, world)
+        engine = build(Path(folder) / "large", parallel, world)
         building = memory("VmHWM") - before
 
         before = forget_highest()
@@ -102,9 +101,9 @@ def load_and_measure(folder: str, parallel: ParallelSection) -> dict[str, int]:
     return {"own": own, "building": building, "loading": loading}
 
 
-def check_values(engine: NativeEngine, more: float) -> None:
+def check_values(engine: Engine, more: float) -> None:
     for first, (name, parameter) in enumerate(engine.module.named_parameters()):
-        whole = engine._whole(name, parameter)
+        whole = engine._state._full(name, parameter)
         assert whole.equal(numbers(whole.shape, first) + more), name
 
 

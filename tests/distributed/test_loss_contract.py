@@ -25,13 +25,12 @@ from drawbar.data.loader import MicroBatch, MicroBatchSize, Rows, SampleRows, Tr
 from drawbar.data.packing import IGNORED_LABEL, PackedRows
 from drawbar.data.plan import plan_packs
 from drawbar.data.sampler import InOrder
-from drawbar.engines.native import NativeEngine
 from drawbar.runtime.dist import Distributed
 from drawbar.runtime.env import RankInfo
 from drawbar.tasks.batch import Batch
 from harness import run_ranks
 from plans import plan_of, rows_of
-from tiny import CPU, LENGTH, VOCABULARY, Numbers, tiny_config, tiny_task, vector
+from tiny import CPU, LENGTH, VOCABULARY, Numbers, tiny_config, tiny_task, unchecked_engine, vector
 
 TOLERANCE = 1e-5
 STEPS = 2
@@ -193,7 +192,7 @@ def train_all(chosen: list[Case]) -> list[Update]:
 def train(case: Case, world: Distributed) -> Update:
     """The engine's update, by the loader and the collate of a real run."""
     torch.manual_seed(case.seed)
-    engine = NativeEngine(tiny_task(case.config), case.config, world, STEPS)
+    engine = unchecked_engine(tiny_task(case.config), case.config, world, STEPS)
     samples = encode_records(case.records, lambda record: engine.task.encode(record, True), describe=str)
 
     def collate(rows: list[Sample]) -> Batch:
@@ -292,7 +291,7 @@ def test_the_scale_of_the_weights_does_not_matter() -> None:
     with Distributed(RankInfo(), CPU, timeout=60) as world:
         task = SmallUnits(case.config)
         task.tokenizer = task.build_tokenizer()
-        engine = NativeEngine(task, case.config, world, STEPS)
+        engine = unchecked_engine(task, case.config, world, STEPS)
         samples = encode_records(case.records, lambda record: task.encode(record, True), describe=str)
         batches = [task.collate([samples[number] for number in documents]) for documents in global_batches(case)]
         before = vector(engine).numpy()

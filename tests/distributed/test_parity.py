@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import drawbar
 from drawbar.config.compatibility import parallel_cases
+from drawbar.config.parallel_dims import ParallelDims
 from drawbar.config.schema import RunConfig
 from drawbar.engines import build, native
 from drawbar.parallel import ddp
@@ -27,7 +28,6 @@ from drawbar.parity.run import ParityRequest, describe, run_case
 from drawbar.parity.workload import Subject
 from drawbar.runtime.dist import Distributed
 from drawbar.runtime.env import RankInfo
-from drawbar.runtime.mesh import ParallelDims
 from drawbar.tasks.registry import task_class
 from harness import run_cli, run_ranks, run_script
 from tiny import CPU

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import drawbar
+from drawbar.config.parallel_dims import ParallelDims
 from drawbar.parity.cases import parse_case
 from drawbar.parity.reference import make_reference
 from drawbar.parity.result import Result
@@ -16,7 +17,6 @@ from drawbar.parity.run import ParityRequest, run_case
 from drawbar.parity.workload import Subject
 from drawbar.runtime.dist import Distributed
 from drawbar.runtime.env import RankInfo
-from drawbar.runtime.mesh import ParallelDims
 from drawbar.tasks.registry import task_class
 from harness import run_ranks
 from runs import fit_in

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from conftest import make_project
-from drawbar.engines.native import NativeEngine
+from drawbar.engines.engine import Engine
 from drawbar.parity.recorder import unequal_weights
 from harness import run_ranks
 from runs import fit_in, losses
@@ -29,14 +29,14 @@ Fitted = dict[str, tuple[list[str], list[int]]]
 
 def fit(project: Path, layout: str, name: str) -> Fitted:
     told: list[str] = []
-    close = NativeEngine.close
+    close = Engine.close
 
-    def look(engine: NativeEngine) -> None:
+    def look(engine: Engine) -> None:
         told.extend(note.text for note in unequal_weights(engine, engine.world, [], "at the end"))
         close(engine)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(NativeEngine, "close", look)
+        patch.setattr(Engine, "close", look)
         fit_in(project, *SETTINGS, *LAYOUTS[layout], f"run.name={name}")
     return {name: (told, torch.randint(1_000_000, (4,)).tolist())}
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from conftest import make_project
-from drawbar.engines.deepspeed import DeepSpeedEngine
+from drawbar.engines.deepspeed_parts import DeepSpeedUpdater
 from harness import run_ranks
 from runs import fit_in, largest_difference, losses, weights
 
@@ -29,14 +29,14 @@ def fit_whole(folder: str) -> None:
 
 def fit_and_die(folder: str, stage: int, step: int) -> None:
     """SIGKILL for every rank, in its backward pass, while a checkpoint may still be on its way to the disk."""
-    update = DeepSpeedEngine._update
+    update = DeepSpeedUpdater.step
 
-    def die(engine: DeepSpeedEngine) -> object:
-        if engine.step + 1 == step:
+    def die(updater: DeepSpeedUpdater, *args: object) -> object:
+        if updater.backend.global_steps + 1 == step:
             os.kill(os.getpid(), signal.SIGKILL)
-        return update(engine)
+        return update(updater, *args)
 
-    DeepSpeedEngine._update = die  # type: ignore[method-assign,assignment]
+    DeepSpeedUpdater.step = die  # type: ignore[method-assign,assignment]
     fit(Path(folder), stage, f"killed-{stage}")
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from conftest import make_project
 from drawbar.config.schema import OptimSection, TrainSection
-from drawbar.engines.native import NativeEngine
+from drawbar.engines.engine import Engine
 from drawbar.engines.results import EngineState
 from drawbar.parallel.ddp import accumulate, replicate
 from drawbar.parallel.precision import choose_precision
@@ -28,11 +28,11 @@ CUDA = torch.device("cuda", 0)
 DROPOUT = {"resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.2}
 
 
-def engine_on(device: torch.device, family: str = "llama", **sections: Any) -> NativeEngine:
+def engine_on(device: torch.device, family: str = "llama", **sections: Any) -> Engine:
     return tiny_engine(tiny_config(family, **sections), Distributed(RankInfo(), device, timeout=60))
 
 
-def trace(engine: NativeEngine, steps: int = 15) -> torch.Tensor:
+def trace(engine: Engine, steps: int = 15) -> torch.Tensor:
     """The losses of steps on one batch, so that they fall."""
     return torch.tensor([float(engine.train_step(random_step(engine, seed=1)).loss) for _ in range(steps)])
 
@@ -94,7 +94,7 @@ def test_fp16_trains_and_leaves_out_an_overflow(name: str) -> None:
 
 def test_adamw_is_fused_and_everything_is_on_the_device() -> None:
     engine = engine_on(CUDA)
-    (optimizer,) = engine.optimizers
+    (optimizer,) = engine.updater.optimizers
     assert optimizer.defaults["fused"] is True
     result = engine.train_step(random_step(engine, seed=1))
     assert result.loss.device == result.grad_norm.device == CUDA
@@ -146,7 +146,7 @@ def resume_with_dropout() -> list[bool]:
     return same
 
 
-def train(engine: NativeEngine, first: int, last: int) -> list[float]:
+def train(engine: Engine, first: int, last: int) -> list[float]:
     return [float(engine.train_step(random_step(engine, seed=number)).loss) for number in range(first, last + 1)]
 
 

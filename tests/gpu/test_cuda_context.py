@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 import torch
 
+from drawbar.config.parallel_dims import ParallelDims
 from drawbar.config.schema import OptimSection, ParallelSection, RunConfig
 from drawbar.data.loader import MicroBatch
-from drawbar.engines.native import NativeEngine
+from drawbar.engines.engine import Engine
 from drawbar.runtime.dist import Distributed
 from drawbar.runtime.env import RankInfo
-from drawbar.runtime.mesh import ParallelDims
 from drawbar.tasks.batch import Batch
 from harness import run_ranks
 from tiny import random_batch, random_step, tiny_config, tiny_engine
@@ -44,7 +44,7 @@ def configured(family: str, parallel: dict[str, Any], precision: str) -> RunConf
     )
 
 
-def long_step(engine: NativeEngine) -> list[MicroBatch[Batch]]:
+def long_step(engine: Engine) -> list[MicroBatch[Batch]]:
     """Two micro-batches of two rows, repeated to 200 tokens: each rank then has targets in both of its pieces."""
     step = random_step(engine, seed=1)
     for micro in step:

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from drawbar.config.parallel_dims import ParallelDims
 from drawbar.config.schema import EveryBlock, OptimSection, ParallelSection, RunConfig
 from drawbar.config.tasks import MaskedLMConfig
 from drawbar.data.tokenizer import train_byte_bpe
-from drawbar.engines.choose import choose_engine
-from drawbar.engines.native import NativeEngine
+from drawbar.engines.build import build_engine
 from drawbar.runtime.dist import Distributed
 from drawbar.runtime.env import RankInfo
-from drawbar.runtime.mesh import ParallelDims
 from drawbar.tasks.masked_lm import MaskedLM
 from harness import run_ranks
 from tiny import random_step, tiny_config, tiny_task
@@ -53,8 +52,7 @@ def configured(parallel: dict[str, Any], precision: str, **task: Any) -> RunConf
 def trace(config: RunConfig, world: Distributed) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses of some steps, and the weights after them."""
     torch.manual_seed(0)
-    engine = choose_engine(tiny_task(config), config, world, total_steps=STEPS)
-    assert isinstance(engine, NativeEngine)
+    engine = build_engine(tiny_task(config), config, world, total_steps=STEPS)
     losses = [float(engine.train_step(random_step(engine, seed=1)).loss) for _ in range(STEPS)]
     weights = dict(engine.state().model)
     engine.close()
@@ -86,8 +84,7 @@ def test_offloaded_parameters_leave_the_buffers_on_the_gpu() -> None:
     task = MaskedLM(config.model_copy(update={"task": MaskedLMConfig(model="bert", from_scratch=sizes)}))
     task.tokenizer = train_byte_bpe([], 300, task.special_tokens)
     with Distributed(RankInfo(), torch.device("cuda", 0), 120, ParallelDims.of(config.parallel, 1)) as world:
-        engine = choose_engine(task, task.run_config, world, total_steps=STEPS)
-        assert isinstance(engine, NativeEngine)
+        engine = build_engine(task, task.run_config, world, total_steps=STEPS)
         assert {buffer.device.type for buffer in engine.module.buffers()} == {"cuda"}
         assert {parameter.device.type for parameter in engine.module.parameters()} == {"cpu"}
         samples = task.encode({"text": "the load and the engine"}, train=False)
@@ -103,7 +100,7 @@ def test_the_loss_scale_of_deepspeed_is_resumed(stage: int) -> None:
     values = []
     with Distributed(RankInfo(), torch.device("cuda", 0), 120, ParallelDims.of(config.parallel, 1)) as world:
         for _ in range(2):
-            engine = choose_engine(tiny_task(config), config, world, total_steps=STEPS)
+            engine = build_engine(tiny_task(config), config, world, total_steps=STEPS)
             if values:
                 engine.load(values[-1])
             else:

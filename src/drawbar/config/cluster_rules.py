@@ -56,7 +56,7 @@ SUBMIT_RULES: tuple[Rule, ...] = (
     Rule(
         "one process on several nodes",
         ("parallel.strategy", "cluster.nodes"),
-        lambda c: c.parallel.strategy in ("single", "dp") and _cluster(c).nodes > 1,
+        lambda c: c.parallel.features.one_process and _cluster(c).nodes > 1,
         "this strategy has one process, which runs on one node",
         "set parallel.strategy=ddp or fsdp, or cluster.nodes=1",
     ),

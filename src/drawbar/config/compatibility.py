@@ -156,7 +156,7 @@ def _fits(config: RunConfig, parallel: Mapping[str, Any], ranks: int) -> bool:
     except UserError:
         return False
     # one shard is not sharded, and one replica not replicated
-    return data > section.replicate if section.strategy == "fsdp" else data > 1 or data < ranks
+    return data > section.replicate if section.features.shards_parameters else data > 1 or data < ranks
 
 
 def markdown() -> str:

@@ -1,6 +1,7 @@
 """What a configuration means to DeepSpeed, after presets and the settings of ``parallel``."""
 
 from drawbar.config.schema import ParallelSection, RunConfig
+from drawbar.config.strategies import AUTO
 
 NOWHERE = "none"
 """Not offloaded."""
@@ -9,8 +10,8 @@ HOST = "cpu"
 
 def is_deepspeed(config: RunConfig) -> bool:
     """Whether DeepSpeed runs it: it is named, or nothing else is and there is a section ``deepspeed``."""
-    strategy = config.parallel.strategy
-    return strategy == "deepspeed" or (strategy == "auto" and config.deepspeed is not None)
+    parallel = config.parallel
+    return parallel.features.is_deepspeed or (parallel.strategy == AUTO and config.deepspeed is not None)
 
 
 def zero_stage(config: RunConfig) -> int:

@@ -9,11 +9,6 @@ DEFAULTS = ParallelSection()
 DEGREES = ("parallel.tensor", "parallel.pipeline", "parallel.context")
 
 
-def _model_ranks(config: RunConfig) -> int:
-    """How many ranks share one model."""
-    return config.parallel.tensor * config.parallel.pipeline * config.parallel.context
-
-
 def _attention(config: RunConfig) -> str:
     return getattr(config.task, "attention", "auto")  # a user's task may have no such option
 
@@ -30,14 +25,16 @@ DATA_PARALLEL = (
     Rule(
         "reshard and replicate",
         ("parallel.strategy", "parallel.reshard", "parallel.replicate"),
-        lambda c: c.parallel.strategy != "fsdp" and (c.parallel.reshard is not None or c.parallel.replicate > 1),
+        lambda c: (
+            not c.parallel.features.shards_parameters and (c.parallel.reshard is not None or c.parallel.replicate > 1)
+        ),
         "only fsdp shards parameters, so only it can reshard or replicate them",
         "set parallel.strategy=fsdp, or remove parallel.reshard and parallel.replicate",
     ),
     Rule(
         "offload",
         ("parallel.strategy", "parallel.offload"),
-        lambda c: c.parallel.offload and c.parallel.strategy != "fsdp" and not is_deepspeed(c),
+        lambda c: c.parallel.offload and not c.parallel.features.offloads and not is_deepspeed(c),
         "only fsdp and deepspeed can keep parameters in host memory",
         "set parallel.strategy=fsdp, or remove parallel.offload",
     ),
@@ -65,35 +62,35 @@ DATA_PARALLEL = (
     Rule(
         "dp without CUDA",
         ("parallel.strategy", "device"),
-        lambda c: c.parallel.strategy == "dp" and c.device in ("cpu", "mps"),
+        lambda c: c.parallel.features.many_devices and c.device in ("cpu", "mps"),
         "nn.DataParallel needs several CUDA devices",
         "set parallel.strategy=ddp, which works on CPUs too",
     ),
     Rule(
         "dp with packed rows",
         ("parallel.strategy", "data.batching"),
-        lambda c: c.parallel.strategy == "dp" and c.data.batching == "packed",
+        lambda c: c.parallel.features.many_devices and c.data.batching == "packed",
         "nn.DataParallel runs copies of the model at the same time, which would mix up whose samples begin where",
         "set parallel.strategy=ddp, or data.batching=grouped",
     ),
     Rule(
         "one process with model parallelism",
         ("parallel.strategy", *DEGREES),
-        lambda c: c.parallel.strategy in ("single", "dp") and _model_ranks(c) > 1,
+        lambda c: c.parallel.features.one_process and c.parallel.model_ranks > 1,
         "this strategy is one process, and a model is cut over several",
         "set parallel.strategy=ddp or fsdp",
     ),
     Rule(
         "zero1 with model parallelism",
         ("parallel.strategy", *DEGREES),
-        lambda c: c.parallel.strategy == "zero1" and _model_ranks(c) > 1,
+        lambda c: c.parallel.strategy == "zero1" and c.parallel.model_ranks > 1,
         "torch's ZeroRedundancyOptimizer deals out whole parameters, and knows none that are cut",
         "set parallel.strategy=fsdp, which shards more, or ddp",
     ),
     Rule(
         "adafactor with cut parameters",
         ("optim.name", "parallel.strategy", "parallel.tensor"),
-        lambda c: c.optim.name == "adafactor" and (c.parallel.strategy == "fsdp" or c.parallel.tensor > 1),
+        lambda c: c.optim.name == "adafactor" and (c.parallel.features.shards_parameters or c.parallel.tensor > 1),
         "torch's Adafactor takes norms of rows and columns in place, which it cannot where they lie on several ranks",
         "set optim.name=adamw or muon, or parallel.strategy=zero1 or ddp without parallel.tensor",
     ),
@@ -107,7 +104,7 @@ DATA_PARALLEL = (
     Rule(
         "mps with model parallelism",
         ("device", *DEGREES),
-        lambda c: c.device == "mps" and _model_ranks(c) > 1,
+        lambda c: c.device == "mps" and c.parallel.model_ranks > 1,
         "Apple's MPS is one device, and torch has no collectives for it",
         "set device=cpu, or the degrees to 1",
     ),

@@ -255,7 +255,7 @@ def check_layout(config: RunConfig, world_size: int) -> int:
         UserError: the processes do not make up whole pipelines, tensor-parallel groups or replicas.
     """
     parallel = config.parallel
-    model_ranks = parallel.pipeline * parallel.context * parallel.tensor
+    model_ranks = parallel.model_ranks
     if world_size % model_ranks:
         above = -(-world_size // model_ranks) * model_ranks
         raise UserError(
@@ -266,7 +266,7 @@ def check_layout(config: RunConfig, world_size: int) -> int:
             f"{world_size}",
         )
     data = world_size // model_ranks
-    if parallel.strategy == "fsdp" and data % parallel.replicate:
+    if parallel.features.shards_parameters and data % parallel.replicate:
         raise UserError(
             f"parallel.replicate={parallel.replicate} does not divide the {data} data-parallel ranks",
             where="parallel.replicate",

@@ -8,13 +8,16 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, SerializeAsAny, create_model
+from pydantic import AfterValidator, Field, SerializeAsAny, create_model
+from pydantic_core import PydanticCustomError
 
 from drawbar.config.cluster import ClusterSection
 from drawbar.config.data import DataSection
 from drawbar.config.deepspeed_section import DeepSpeedSection
 from drawbar.config.section import Auto, Count, Fraction, PathText, Section, text_of
+from drawbar.config.strategies import BUILT_IN, Strategy, find_strategy
 from drawbar.config.tasks import CausalLMConfig, TaskConfig
+from drawbar.errors import UserError
 
 RUN_NAME = "letters, digits, dots, dashes and underscores (first a letter, a digit or an underscore)"
 
@@ -93,8 +96,24 @@ class EveryBlock(Section):
     """Recompute every so many-th block: 1 is the same as `full`."""
 
 
+def _known_strategy(name: str) -> str:
+    try:
+        find_strategy(name)
+    except UserError as error:
+        if ":" in name:
+            raise ValueError(f"{error.what}; {error.remedy}") from error
+        raise PydanticCustomError("unknown_strategy", "no such strategy") from error
+    return name
+
+
+StrategyName = Annotated[
+    str, AfterValidator(_known_strategy), Field(json_schema_extra={"enum": ["auto", *(one.name for one in BUILT_IN)]})
+]
+"""A registered strategy, or ``package.module:name``."""
+
+
 class ParallelSection(Section):
-    strategy: Literal["auto", "single", "dp", "ddp", "zero1", "fsdp", "deepspeed"] = "auto"
+    strategy: StrategyName = "auto"
     """How parameters, gradients and optimizer state are laid out over the data-parallel ranks. `auto`: one process;
     or `ddp` where the model's state fits into each rank's memory, else `fsdp`; or `deepspeed` where there is a section
     `deepspeed`."""
@@ -126,6 +145,16 @@ class ParallelSection(Section):
     zero_stage: Annotated[int, Field(ge=0, le=3)] | None = None
     """deepspeed: ZeRO stage: 0 shards nothing, 1 the optimizer's state, 2 gradients as well, 3 parameters as well.
     Default: 2, or 1 with a pipeline."""
+
+    @property
+    def features(self) -> Strategy:
+        """What the strategy can do: code asks for this, and not for a name."""
+        return find_strategy(self.strategy)
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that hold one model together."""
+        return self.tensor * self.pipeline * self.context
 
 
 class EvalSection(Section):
@@ -218,7 +247,7 @@ class RunConfig(Section):
     @property
     def takes_all_gpus(self) -> bool:
         """Whether a machine runs a process for each of its GPUs, and so their number must be known."""
-        one_process = self.device in ("cpu", "mps") or self.parallel.strategy in ("single", "dp")
+        one_process = self.device in ("cpu", "mps") or self.parallel.features.one_process
         return self.launch.nproc == "auto" and not one_process
 
     @property

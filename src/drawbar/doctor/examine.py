@@ -13,6 +13,7 @@ from drawbar.config.deepspeed_json import check_deepspeed
 from drawbar.config.load import LoadedConfig
 from drawbar.config.rules import RULES, TRAIN_RULES, check_rules, check_world
 from drawbar.config.schema import RunConfig
+from drawbar.config.strategies import AUTO
 from drawbar.doctor.ask import Question, ask, check_device, check_meeting, driver_version
 from drawbar.doctor.environment import LAUNCH, check_hub, check_launcher, check_slurm_gpus, is_offline
 from drawbar.doctor.finding import Finding, Findings, Fix, Level, problem_of
@@ -164,9 +165,9 @@ def strategy(config: RunConfig, ranks: int) -> tuple[str, str]:
     degrees = {name: getattr(parallel, name) for name in ("pipeline", "context", "tensor", "replicate")}
     composed = "".join(f" × {name} {degree}" for name, degree in degrees.items() if degree > 1)
     if is_deepspeed(config):
-        why = "parallel.strategy" if parallel.strategy == "deepspeed" else "there is a section deepspeed"
+        why = "parallel.strategy" if parallel.features.is_deepspeed else "there is a section deepspeed"
         return f"deepspeed, ZeRO stage {zero_stage(config)}{composed}", why
-    if parallel.strategy != "auto":
+    if parallel.strategy != AUTO:
         return f"{parallel.strategy}{composed}", "parallel.strategy"
     if ranks == 1:
         return f"single{composed}", "auto: one process"

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from drawbar.errors import UserError
 from drawbar.parallel.precision import choose_precision
 from drawbar.runtime.env import RankInfo, choose_device
+from drawbar.util.dtypes import DTYPES
 
 SIDE = 256
 """Of the matrices that are multiplied."""
@@ -64,7 +65,7 @@ def _gpu(index: int) -> dict[str, Any]:
 
 def _multiply(device: torch.device, precision: str) -> dict[str, Any]:
     """A product of whole numbers that every format holds exactly, so that there is one right result."""
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+    dtype = DTYPES.get(precision, torch.float32)
     left = torch.ones(SIDE, SIDE, dtype=dtype, device=device)
     begin = time.perf_counter()
     total = float((left @ left).float().sum())

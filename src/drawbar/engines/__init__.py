@@ -1,1 +1,1 @@
-"""What runs a step under a strategy."""
+"""One optimizer step under any strategy: an engine, and the parts that it is put together from."""

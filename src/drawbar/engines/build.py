@@ -1,112 +1,89 @@
-"""From a task to a model on this rank: whole, or the parts of it that are this rank's."""
+"""From a configuration to an engine: ``auto`` is resolved, and the strategy's builder called."""
 
-from collections.abc import Mapping
+import os
 
 import torch
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from transformers import PreTrainedModel
 
+from drawbar.config.parallel_dims import ParallelDims
+from drawbar.config.rules import check_rules
 from drawbar.config.schema import RunConfig
-from drawbar.models.huggingface import weights_without_file
-from drawbar.models.lora import Base, add_adapters, add_adapters_to_base
-from drawbar.models.packed import allow_packing
-from drawbar.models.plans import plan_for
-from drawbar.parallel.apply import parallelize
-from drawbar.parallel.tensor import Packed, packed_parameters
-from drawbar.parallel.weights import broadcast_shards, load_shard, materialize, named_tensors
+from drawbar.config.strategies import AUTO
+from drawbar.engines.engine import Engine
+from drawbar.errors import UserError
+from drawbar.parallel.compile import check_compiler
+from drawbar.parallel.precision import choose_formats
 from drawbar.runtime.dist import Distributed
 from drawbar.runtime.log import logger
-from drawbar.runtime.mesh import ParallelDims
+from drawbar.tasks.pretrained import PretrainedTask
 from drawbar.tasks.task import Task
 
+BYTES_PER_PARAMETER = 16
+"""Weight, gradient and AdamW's two moments, in fp32."""
+SHARE_FOR_STATE = 0.6
+"""Of a rank's memory; the rest is for activations."""
 
-def with_adapters(structure: nn.Module, config: RunConfig, base: Base | None) -> nn.Module:
-    """A model without its weights, with the adapters of the run, where it has any.
+
+def build_engine(task: Task, config: RunConfig, world: Distributed, total_steps: int = 0) -> Engine:
+    """Build the engine for these processes; every rank calls it.
 
     Args:
-        base: what the whole model was found to be.
+        total_steps: see ``Engine``; 0 where that is not known yet, or nothing is trained.
+
+    Raises:
+        UserError: the strategy cannot run on these processes.
     """
-    return structure if config.lora is None or base is None else add_adapters(structure, config.lora, base.new)
+    strategy: str = config.parallel.strategy
+    if strategy == AUTO:
+        strategy, reason = _choose_strategy(task, config, world)
+        logger.info("strategy: %s (%s)", strategy, reason)
+        config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"strategy": strategy})})
+    if config.parallel.features.one_process and world.size > 1:
+        raise UserError(
+            f"parallel.strategy is {strategy}, but {world.size} processes were started",
+            where="parallel.strategy",
+            remedy="set parallel.strategy=ddp, which has a process for each device, or start one process",
+        )
+    config = choose_formats(config, world.device)
+    check_rules(_as_it_runs(config, world))
+    if config.parallel.compile:
+        check_compiler(world.device)
+    return assemble_engine(task, config, world, total_steps)
 
 
-def _build_adapted(task: Task, config: RunConfig) -> tuple[nn.Module, Base | None]:
-    """The whole model, with the adapters of the run, where it has any, and what there is to know below them."""
-    model = task.build_model()
-    if config.lora is None:
-        return model, None
-    return model, add_adapters_to_base(model, config.lora, weights_without_file(model))
+def assemble_engine(task: Task, config: RunConfig, world: Distributed, total_steps: int = 0) -> Engine:
+    """The engine of a configuration with nothing left to choose or to check: see :func:`build_engine`."""
+    world.shard_over(ParallelDims.of(config.parallel, world.size))
+    parts = config.parallel.features.build(task, config, world)
+    return Engine(task, config, world, parts, total_steps)
 
 
-def pack(model: nn.Module, task: Task, config: RunConfig) -> None:
-    """Let the model take packed rows, where the data are packed."""
-    if config.data.batching == "packed" and isinstance(model, PreTrainedModel):
-        allow_packing(model, per_sample=task.targets == "sample")
+def _as_it_runs(config: RunConfig, world: Distributed) -> RunConfig:
+    """The configuration as the rules see it, with nothing left to choose: they may refuse what ``auto`` came to."""
+    launch = config.launch.model_copy(update={"nproc": world.size})
+    return config.model_copy(update={"device": world.device.type, "launch": launch})
 
 
-def build_whole(
-    task: Task, config: RunConfig, world: Distributed, device: torch.device, precision: str
-) -> tuple[nn.Module, Base | None]:
-    """The model of one process, also where it is replicated, and what is below its adapters. It is made on the CPU, so
-    that it starts from the same random numbers on every device."""
-    with world.together("building the model"):
-        model, base = _build_adapted(task, config)
-        pack(model, task, config)
-        parallelize(model, plan_for(model), config.parallel, ParallelDims(), None, precision)
-        model = model.to(device)
-    return model, world.from_first(lambda: base, "building the model")  # its weights are those of all
+def _choose_strategy(task: Task, config: RunConfig, world: Distributed) -> tuple[str, str]:
+    """The strategy that ``auto`` stands for, and why."""
+    if config.deepspeed is not None:
+        return "deepspeed", "the configuration has settings of it"
+    if world.size == 1:
+        return "single", "one process"
+    if world.data.size == 1:
+        return "ddp", "the ranks share one model, and there is nothing to replicate"
+    if type(task).build_model is not PretrainedTask.build_model:
+        return "ddp", f"{world.size} processes"  # to find the size of a user's own model is to build it
+    model_ranks = world.dims.tp * world.dims.pp  # those that share a sequence have copies
+    with world.working("finding the size of the model"):
+        parameters = sum(parameter.numel() for parameter in task.build_structure().parameters())
+    needed, room = parameters * BYTES_PER_PARAMETER / model_ranks, _memory_of_a_rank(world)
+    fits = world.data.sum(needed <= SHARE_FOR_STATE * room) == world.data.size
+    amounts = f"the model's state takes {needed / 2**30:.1f} GiB, and a rank has {room / 2**30:.1f} GiB"
+    return ("ddp", f"{world.size} processes; {amounts}") if fits else ("fsdp", amounts)
 
 
-def build_spread(
-    task: Task, config: RunConfig, world: Distributed, dims: ParallelDims, mesh: DeviceMesh, precision: str
-) -> tuple[nn.Module, dict[str, Packed], Base | None]:
-    """The parts of the model that this rank holds, which of its parameters are stored in another order, and what is
-    below its adapters.
-
-    Where the task can say in which files the weights are, each rank reads its own; else rank 0 builds the whole model,
-    and the others get their parts from it.
-    """
-    structure, source, base = build_structure(task, config, world)
-    pack(structure, task, config)
-    parallelize(structure, plan_for(structure), config.parallel, dims, mesh, precision)
-    packed = packed_parameters(structure)
-    materialize(structure, torch.device("cpu") if config.parallel.offload else world.device, world.device)
-    fill_parts(structure, source, packed, world)
-    return structure, packed, base
-
-
-def fill_parts(
-    module: nn.Module,
-    source: Mapping[str, torch.Tensor] | nn.Module | None,
-    packed: Mapping[str, Packed],
-    world: Distributed,
-) -> None:
-    """The first weights of what this rank holds of a model, from where ``build_structure`` says."""
-    if isinstance(source, Mapping):
-        with world.together("reading the weights"):
-            for name, parameter in module.named_parameters():
-                load_shard(parameter, source, name, packed.get(name))
-    else:
-        broadcast_shards(named_tensors(module), source, packed, world.device)
-
-
-def build_structure(
-    task: Task, config: RunConfig, world: Distributed
-) -> tuple[nn.Module, Mapping[str, torch.Tensor] | nn.Module | None, Base | None]:
-    """The model without its parameters; where they come from: files, or the whole model, which rank 0 has; and what is
-    below its adapters."""
-    files = None
-    if config.lora is None:
-        with world.working("finding the weights"):
-            structure = task.build_structure()
-            files = task.stored_weights(structure)
-        if world.sum(files is not None) == world.size:
-            return structure, files, None
-    # first the whole model: it must start from the same random numbers as that of one process
-    with world.together("building the model"):
-        source, base = _build_adapted(task, config) if world.first else (None, None)
-    base = world.from_first(lambda: base, "building the model")
-    with world.together("building the model"):
-        structure = with_adapters(task.build_structure(), config, base)
-    logger.info("weights: rank 0 builds the model, and sends each process its part")
-    return structure, source, base
+def _memory_of_a_rank(world: Distributed) -> float:
+    """Bytes."""
+    if world.device.type == "cuda":
+        return torch.cuda.get_device_properties(world.device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / world.place.local_world_size

@@ -1,84 +1,188 @@
-"""The seam between the loop and every strategy.
+"""One optimizer step under any strategy: the seam between the loop and what spreads a model over ranks.
 
-The trainer hands over micro-batches and gets a :class:`StepResult`; it never names a strategy. The engine owns the
-model, the optimizer and the loss contract: gradients are those of ``sum(loss) / sum(weight)`` over the global batch.
+The trainer hands over micro-batches and gets a :class:`StepResult`; it never names a strategy. The engine owns the loss
+contract: gradients are those of ``sum(loss) / sum(weight)`` over the global batch.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, final
 
 import torch
+from torch import nn
 
+from drawbar.config.schema import RunConfig
 from drawbar.data.loader import MicroBatch
+from drawbar.engines.parts import EngineParts
 from drawbar.engines.results import EngineState, EvalResult, StepResult
-from drawbar.models.lora import Base
+from drawbar.errors import UserError
+from drawbar.models.heads import longest_input
+from drawbar.models.lora import Base, saved_tensors
+from drawbar.optim.schedules import learning_rate_scale
+from drawbar.optim.state import check_optimizer_state
+from drawbar.parallel.buffers import share_buffers
+from drawbar.parallel.weights import check_weights
+from drawbar.runtime.dist import Distributed
+from drawbar.runtime.log import logger
 from drawbar.tasks.batch import Ask, Batch
+from drawbar.tasks.task import Task
 
 
-class Engine(ABC):
-    """Runs training and evaluation steps under one strategy."""
+@final
+class Engine:
+    """Trains and evaluates a task under the strategy that its parts were built for.
 
-    positions: int | None
-    """Most tokens of a text that the model has positions for; None where there is no such limit."""
-    base: Base | None
-    """What is below the adapters of the run, the same on every rank; None of a run without adapters."""
-    total_steps: int
-    """Optimizer steps of the whole run, for the schedule; it must be set before the first."""
+    Args:
+        task: built, with its tokenizer.
+        config: the whole run's, with ``parallel.strategy`` and number formats resolved.
+        world: the processes of the run, already joined.
+        parts: from the strategy's builder.
+        total_steps: optimizer steps of the whole run, for the schedule; it must be set before the first.
+    """
+
+    def __init__(
+        self, task: Task, config: RunConfig, world: Distributed, parts: EngineParts, total_steps: int = 0
+    ) -> None:
+        self.task = task
+        self.config = config
+        self.world = world
+        self.total_steps = total_steps
+        self.step = 0
+        self.positions = longest_input(parts.model.meta_model)
+        """Most tokens of a text that the model has positions for; None where there is no such limit."""
+        self.executor = parts.executor
+        self.updater = parts.updater
+        self._local = parts.model
+        self._state = parts.state
+        self._before_update: Callable[[], None] = lambda: None
+        world.limit_waiting()  # all process groups are there now
 
     @property
-    @abstractmethod
+    def module(self) -> nn.Module:
+        """What this rank has of the model: all of it, shards, or stages."""
+        return self._local.module
+
+    @property
+    def base(self) -> Base | None:
+        """What is below the adapters of the run, the same on every rank; None of a run without adapters."""
+        return self._local.base
+
+    @property
     def checkpoint_bytes(self) -> int:
         """About how large a full checkpoint is."""
+        sizes = {True: 0, False: 0}
+        for parameter in self._local.meta_model.parameters():
+            sizes[parameter.requires_grad] += parameter.numel() * parameter.element_size()
+        # the optimizer keeps up to two more numbers for each trained weight; with LoRA the others are not saved
+        return 3 * sizes[True] + (sizes[False] if self.config.lora is None else 0)
 
-    @abstractmethod
     def train_step(self, micro_batches: list[MicroBatch[Batch]]) -> StepResult:
         """Forward, backward, reduce, clip and update for one global batch, of which this is the rank's share."""
+        lr = self.config.optim.lr * learning_rate_scale(self.step, self.total_steps, self.config.optim)
+        # the weight of the whole global batch is known before the first backward, so nothing is rescaled after it
+        weight = self.world.data.sum(sum(self.task.weight(micro.batch) for micro in micro_batches if micro.counts))
+        divisor = weight or 1.0  # a batch without units has no loss and no gradient
+        # executors average over the ranks that see different tokens, the contract wants the sum
+        scale = self.updater.loss_scale * self.world.data.size * self.world.dims.cp / divisor
+        loss_sum = self.executor.forward_backward(micro_batches, scale)
+        update = self.updater.step(lr, self._before_update)
+        self.step += 1
+        loss = self.world.data.sum_tensor(loss_sum) / divisor
+        return StepResult(loss=loss, grad_norm=update.grad_norm, weight=weight, lr=lr, skipped=update.skipped)
 
-    @abstractmethod
     def share_buffers(self) -> None:
         """Make the buffers that training changes the same on all ranks, before they evaluate. Every rank calls it."""
+        share_buffers(self.module, self._local.replicas)
 
-    @abstractmethod
     def eval_step(self, batch: Batch) -> EvalResult:
         """Loss and predictions of this rank's batch, without gradients. All ranks call it equally often."""
+        weight = self.task.weight(batch)
+        loss, predictions = self.executor.evaluate(batch.to(self.world.device))
+        return EvalResult(loss=loss, weight=weight, predictions=predictions)
 
-    @abstractmethod
     def predict_step(self, batch: Batch, ask: Ask) -> list[Any]:
         """What ``ask`` (``task.predict``, say) answers to this rank's batch alone: its records need no labels."""
+        with self.executor.inference() as model:
+            return ask(model, batch.to(self.world.device))
 
-    @abstractmethod
     def generate(self, inputs: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:
-        """Token ids (B, L): the inputs and what the model goes on with, by transformers' ``generate(**options)``."""
+        """Token ids (B, L): the inputs and what the model goes on with, by transformers' ``generate(**options)``.
 
-    @abstractmethod
+        Raises:
+            UserError: the model writes no text.
+        """
+        moved = {name: tensor.to(self.world.device) for name, tensor in inputs.items()}
+        with self.executor.inference() as model:
+            if not hasattr(model, "generate"):
+                raise UserError(
+                    f"a {type(model).__name__} writes no text: it has no generate()",
+                    where="RUN",
+                    remedy="name the run of a language model; `drawbar eval` works for any",
+                )
+            tokens_BL: torch.Tensor = model.generate(**moved, **options)
+            return tokens_BL
+
     def state(self, writers: Sequence[int] = (0,)) -> EngineState:
         """The full state, in host memory on the ranks ``writers``, rank 0 among them, sharing nothing with the live
         one; no tensors on other ranks. Every rank calls it."""
+        self.share_buffers()
+        optimizer = self._state.optimizer(writers)
+        values = {
+            "step": self.step,
+            "optimizer": self.config.optim.name,
+            "precision": self.config.precision,
+            "scaler": self.updater.scaler_state(),
+        }
+        return EngineState(model=self._state.model(writers), optimizer=optimizer, values=values)
 
-    @abstractmethod
+    def load(self, state: EngineState) -> None:
+        """Put back a state of any strategy and world size. Raises ``UserError`` for another model or optimizer."""
+        saved = state.values["optimizer"]
+        if saved != self.config.optim.name:
+            raise UserError(
+                f"the checkpoint's optimizer state is that of {saved}, not of {self.config.optim.name}",
+                where="optim.name",
+                remedy="resume with the optimizer that wrote it, or start from its weights with --fork NEWNAME",
+            )
+        trained = {name for name, parameter in self._local.meta_model.named_parameters() if parameter.requires_grad}
+        check_optimizer_state(trained, state.optimizer)
+        self.load_model(state.model)
+        self._state.load_optimizer(state.optimizer)
+        self.step = state.values["step"]
+        self.updater.load_scaler_state(state.values["scaler"])
+        if state.values["precision"] != self.config.precision:
+            logger.warning("saved with precision %s, resumed with %s", state.values["precision"], self.config.precision)
+
+    def load_model(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Put back the weights alone, for evaluation, generation and a fork. Raises ``UserError`` for another model."""
+        check_weights(saved_tensors(self._local.meta_model, self.config), tensors)
+        self._state.load_model(tensors)
+
+    def close(self) -> None:
+        """Free what the engine holds."""
+        self.updater.close()
+
+    # what parity and the watchdogs look at, between backward and update
+
+    @contextmanager
+    def inspecting(self, look: Callable[[], None]) -> Iterator[None]:
+        """Call ``look()`` in each step made inside that updates, when its gradients are complete, and neither clipped
+        nor used."""
+        kept, self._before_update = self._before_update, look
+        try:
+            yield
+        finally:
+            self._before_update = kept
+
     def gradients(self) -> dict[str, torch.Tensor]:
         """The full gradients by parameter name, before clipping, in host memory on rank 0, nothing on other ranks.
         Every rank calls it, between backward and update."""
+        return self._state.gradients()
 
-    @abstractmethod
-    def load(self, state: EngineState) -> None:
-        """Put back a state of any strategy and world size. Raises ``UserError`` for another model or optimizer."""
+    def replicated(self) -> dict[str, nn.Parameter]:
+        """See :class:`StateAccess`."""
+        return self._state.replicated()
 
-    @abstractmethod
-    def load_model(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Put back the weights alone, for evaluation, generation and a fork."""
-
-    @abstractmethod
-    def export(self, folder: Path, base_name: str, merge: bool) -> None:
-        """Write the model as a folder that transformers loads; of a LoRA run the adapter of the model ``base_name``
-        alone, or, with ``merge``, a whole model: the engine is of no more use then.
-
-        Raises:
-            UserError: the model is none of transformers'.
-        """
-
-    @abstractmethod
-    def close(self) -> None:
-        """Free what the engine holds."""
+    def replicated_gradients(self) -> dict[str, torch.Tensor]:
+        """See :class:`StateAccess`."""
+        return self._state.replicated_gradients()

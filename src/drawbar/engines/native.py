@@ -1,359 +1,214 @@
-"""One model on every rank, whole or in parts: torch alone, in the order that a step is written on paper."""
+"""The strategies of torch alone: ``single``, ``dp``, ``ddp``, ``zero1`` and ``fsdp``, with tensor, context and pipeline
+parallelism. Each builder puts the parts of an engine together."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from drawbar.checkpoint.save import host_copies
 from drawbar.config.schema import RunConfig
-from drawbar.data.loader import MicroBatch
 from drawbar.data.packing import IGNORED_LABEL
-from drawbar.engines.build import build_spread, build_whole
-from drawbar.engines.engine import Engine
-from drawbar.engines.results import EngineState, EvalResult, StepResult
+from drawbar.engines.executors import ModelExecutor, PipelineExecutor, TrainedModel, task_loss
+from drawbar.engines.local_model import LocalModel, build_shards, build_whole, pack
+from drawbar.engines.parts import EngineParts, Executor
+from drawbar.engines.stage_building import build_stages
+from drawbar.engines.state_access import Keeps, StagesState, TorchState, is_stage_leader, is_writer
+from drawbar.engines.updaters import SquaredNorm, StagesNorm, TorchUpdater, model_norm
 from drawbar.errors import ExitCode, UserError
-from drawbar.models.heads import longest_input
-from drawbar.models.lora import merged, save_adapter, trained_state
-from drawbar.models.saving import save_transformers
 from drawbar.optim.optimizers import build_optimizers
-from drawbar.optim.schedules import learning_rate_scale, set_learning_rate
-from drawbar.optim.state import check_optimizer_state, load_optimizer_state, optimizer_state
-from drawbar.parallel.buffers import share_buffers
+from drawbar.parallel.apply import parallelize
 from drawbar.parallel.context import ContextParallel, check_context
 from drawbar.parallel.ddp import accumulate, replicate
 from drawbar.parallel.dp import DataParallel
-from drawbar.parallel.fsdp import digest_of_use, free_gathered, generate_together
-from drawbar.parallel.gradients import clip_factor, reduce_partial_grads, scale_, squared_norm
-from drawbar.parallel.precision import LossScaler, autocast, choose_formats
-from drawbar.parallel.styles import sharded_logits
-from drawbar.parallel.tensor import Packed
-from drawbar.parallel.weights import check_weights, full_tensor, load_shard, shard_like
-from drawbar.parallel.zero1 import local_optimizer, zero1_optimizer
+from drawbar.parallel.fsdp import digest_of_use, generate_together
+from drawbar.parallel.pipeline_schedule import Pipeline
+from drawbar.parallel.precision import LossScaler
+from drawbar.parallel.synced_generate import synchronize_generate
+from drawbar.parallel.tensor import Packed, packed_parameters
+from drawbar.parallel.weights import materialize
+from drawbar.parallel.zero1 import zero1_optimizer
 from drawbar.runtime.dist import Distributed
-from drawbar.runtime.log import logger
-from drawbar.runtime.mesh import ParallelDims, build_mesh, replicas
-from drawbar.tasks.batch import Ask, Batch
+from drawbar.runtime.mesh import build_mesh
 from drawbar.tasks.task import Task
 
-LARGEST_FILE = "5GB"
-"""A larger model is exported in several files, so that those who load it need not read all of it to have a part."""
+
+def build_single(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
+    """One process, one device."""
+    local = build_whole(task, config, world, world.device)
+    return assemble(task, config, world, local, _alone(task, local.module))
 
 
-class NativeEngine(Engine):
-    """The strategies ``single``, ``dp``, ``ddp``, ``zero1`` and ``fsdp``, with tensor and context parallelism.
+def build_dp(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
+    """One process with several CUDA devices.
 
-    Args:
-        task: built, with its tokenizer.
-        config: the whole run's, with ``parallel.strategy`` resolved.
-        world: the processes of the run, already joined.
-        total_steps: optimizer steps of the whole run, for the schedule.
+    Raises:
+        UserError: there are not.
     """
+    devices = torch.cuda.device_count() if world.device.type == "cuda" else 0
+    if devices < 2:
+        raise UserError(
+            "parallel.strategy is dp, which is one process with several CUDA devices: here "
+            + (f"are {devices}" if devices != 1 else "is 1"),
+            where="parallel.strategy",
+            remedy="set parallel.strategy=ddp, which has a process for each device, and is faster",
+        )
+    local = build_whole(task, config, world, world.device)
+    model = DataParallel(local.module, config.precision, world.device)
+    return assemble(task, config, world, local, _alone(task, model))
 
-    def __init__(self, task: Task, config: RunConfig, world: Distributed, total_steps: int) -> None:
-        self.task = task
-        self.config = choose_formats(config, world.device)
-        self.world = world
-        self.total_steps = total_steps
-        self.precision = self.config.precision
-        self.step = 0
-        self.packed: dict[str, Packed] = {}
-        self.context: ContextParallel | None = None
-        self.replicas: list[dist.ProcessGroup] = []
-        """Of ranks that have the same buffers."""
-        self.before_update: Callable[[], None] = lambda: None
-        """Called in each step that updates, when the gradients are complete, and neither clipped nor used."""
-        self.scaler = LossScaler(self.precision)
-        self._build(ParallelDims.of(config.parallel, world.size))
-        self.positions = longest_input(self.structure)
-        self.optimizers = self._build_optimizers()
-        world.limit_waiting()  # all process groups are there now
 
-    def _build_optimizers(self) -> list[Optimizer]:
-        optimizers = build_optimizers(self.module, self.config.optim)
-        sharded = self.config.parallel.strategy == "zero1" and self.world.size > 1
-        return [zero1_optimizer(optimizer) for optimizer in optimizers] if sharded else optimizers
+def build_ddp(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
+    """A replica on every data-parallel rank."""
+    if world.dims.pp > 1:
+        return _pipeline(task, config, world)
+    if world.dims.model_size > 1:
+        return _shards(task, config, world)
+    return replicas(task, config, world)
 
-    def _build(self, dims: ParallelDims) -> None:
-        """Sets ``module``, what this rank has of the model; ``model``, what micro-batches go through: the same, or what
-        replicates it; and ``structure``, which has all of the model's parameters, if not their values."""
-        task, config, world = self.task, self.config, self.world
-        self.is_sharded = config.parallel.strategy == "fsdp"
-        if dims.cp > 1:
-            check_context(world.device, task.targets)
-        is_spread = self.is_sharded or dims.tp * dims.cp > 1
-        if is_spread:
-            world.join_alone()
-            mesh = build_mesh(dims, world.device)
-            self.replicas = replicas(mesh)
-            module, self.packed, self.base = build_spread(task, config, world, dims, mesh, self.precision)
-            if dims.cp > 1:
-                self.context = ContextParallel(module, mesh["cp"], IGNORED_LABEL)
-            if self.is_sharded:
-                generate_together(module)
-        else:
-            module, self.base = build_whole(task, config, world, world.device, self.precision)
-        self.module = self.model = self.structure = module
-        if config.parallel.strategy == "dp":
-            self.model = DataParallel(module, self.precision, world.device)
-        self.loss_of: Callable[[Batch], torch.Tensor] = partial(self._loss, self.model)
-        if world.size > 1 and not is_spread:
-            self.model = self.loss_of = replicate(module, self._loss)
-            self.replicas = [dist.group.WORLD]
 
-    @property
-    def checkpoint_bytes(self) -> int:
-        sizes = {True: 0, False: 0}
-        for parameter in self.structure.parameters():
-            sizes[parameter.requires_grad] += parameter.numel() * parameter.element_size()
-        # the optimizer keeps up to two more numbers for each trained weight; with LoRA the others are not saved
-        return 3 * sizes[True] + (sizes[False] if self.config.lora is None else 0)
+def build_zero1(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
+    """Replicas, with the optimizer's state dealt out to the ranks."""
+    deal_out: Callable[[Optimizer], Optimizer] = zero1_optimizer if world.size > 1 else lambda optimizer: optimizer
+    return replicas(task, config, world, deal_out)
 
-    def train_step(self, micro_batches: list[MicroBatch[Batch]]) -> StepResult:
-        self.model.train()
-        lr = self.config.optim.lr * learning_rate_scale(self.step, self.total_steps, self.config.optim)
-        set_learning_rate(self.optimizers, lr)
 
-        # the weight of the whole global batch is known before the first backward, so nothing is rescaled after it
-        weight = self.world.data.sum(sum(self.task.weight(micro.batch) for micro in micro_batches if micro.counts))
-        divisor = weight or 1.0  # a batch without units has no loss and no gradient
-        loss_sum = self._accumulate_gradients(micro_batches, divisor)
-        grad_norm, skipped = self._update()
-        self.step += 1
+def build_fsdp(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
+    """A shard of every parameter on each data-parallel rank."""
+    return _pipeline(task, config, world) if world.dims.pp > 1 else _shards(task, config, world)
 
-        loss = self.world.data.sum_tensor(loss_sum) / divisor
-        return StepResult(loss=loss, grad_norm=grad_norm, weight=weight, lr=lr, skipped=skipped)
 
-    def _accumulate_gradients(self, micro_batches: list[MicroBatch[Batch]], divisor: float) -> torch.Tensor:
-        """Backward through every micro-batch; the sum of this rank's loss (0-d)."""
-        loss_sum = torch.zeros((), device=self.world.device)
-        # DDP and FSDP average over the ranks that see different tokens, the contract wants the sum
-        scale = self.scaler.scale * self.world.data.size * self.world.dims.cp / divisor
-        used = 0
-        for index, micro in enumerate(micro_batches):
-            last = index == len(micro_batches) - 1
-            on_device = micro.batch.to(self.world.device)
-            with accumulate(self.model, last), self._cut_logits(), self._piece(on_device) as batch:
-                with autocast(self.precision, self.world.device):
-                    loss = self.loss_of(batch)
-                if not micro.counts:
-                    loss = loss * 0  # a filler keeps this rank in step with the others, and adds nothing
-                (loss * scale).backward()
-            loss_sum += loss.detach()
-            used = digest_of_use(self.module, used) if self.is_sharded else 0
-        if self.is_sharded:
-            self._check_same_use(used)
-        return loss_sum if self.context is None else self.context.sum(loss_sum)
+def replicas(
+    task: Task,
+    config: RunConfig,
+    world: Distributed,
+    wrap_optimizer: Callable[[Optimizer], Optimizer] = lambda optimizer: optimizer,
+) -> EngineParts:
+    """A whole model on every rank, by torch's DistributedDataParallel where there are several."""
+    local = build_whole(task, config, world, world.device)
+    trained = _alone(task, local.module)
+    if world.size > 1:
+        model = replicate(local.module, partial(task_loss, task, None))
+        trained = TrainedModel(model, model, partial(accumulate, model))
+    return assemble(task, config, world, local, trained, wrap_optimizer)
 
-    def _check_same_use(self, digest: int) -> None:
-        """See that all ranks used the same parts of a sharded model.
+
+def _alone(task: Task, model: nn.Module) -> TrainedModel:
+    return TrainedModel(model, partial(task_loss, task, None, model))
+
+
+def _shards(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
+    """A model of which this rank holds shards, or that others on the mesh compute with it."""
+    if world.dims.cp > 1:
+        check_context(world.device, task.targets)
+    world.join_alone()
+    mesh = build_mesh(world.dims, world.device)
+    local = build_shards(task, config, world, mesh)
+    module = local.module
+    context = ContextParallel(module, mesh["cp"], IGNORED_LABEL) if world.dims.cp > 1 else None
+    synchronizing: Callable[[bool], AbstractContextManager[None]] = partial(accumulate, module)
+    if config.parallel.features.shards_parameters:
+        generate_together(module)
+        synchronizing = _SameUse(module, world).synchronizing
+    trained = TrainedModel(module, partial(task_loss, task, context, module), synchronizing)
+    return assemble(task, config, world, local, trained, context=context)
+
+
+def assemble(
+    task: Task,
+    config: RunConfig,
+    world: Distributed,
+    local: LocalModel,
+    trained: TrainedModel,
+    wrap_optimizer: Callable[[Optimizer], Optimizer] = lambda optimizer: optimizer,
+    context: ContextParallel | None = None,
+) -> EngineParts:
+    """The parts of an engine whose ranks compute one model each, or together, without stages."""
+    executor = ModelExecutor(task, local.module, trained, world, config.precision, context, _shards_logits(task, world))
+    optimizers = [wrap_optimizer(optimizer) for optimizer in build_optimizers(local.module, config.optim)]
+    return _with_optimizers(config, world, local, executor, optimizers, model_norm, is_writer(world))
+
+
+def _with_optimizers(
+    config: RunConfig,
+    world: Distributed,
+    local: LocalModel,
+    executor: Executor,
+    optimizers: list[Optimizer],
+    norm: SquaredNorm,
+    keeps: Keeps,
+) -> EngineParts:
+    scaler = LossScaler(config.precision)
+    updater = TorchUpdater(local.module, optimizers, scaler, world.device, config.train.gradient_clip, norm)
+    return EngineParts(local, executor, updater, TorchState(local, optimizers, scaler, config, world, keeps))
+
+
+def _shards_logits(task: Task, world: Distributed) -> bool:
+    return world.dims.tp > 1 and task.vocabulary_parallel
+
+
+def _pipeline(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
+    """Stages on ranks that pass hidden states on to one another."""
+    stages = build_stages(task, config, world)
+    parallel, precision = config.parallel, config.precision
+    pipeline = Pipeline(
+        stages.parts,
+        parallel.schedule,
+        stages.group,
+        world.device,
+        stages.hidden_size,
+        precision,
+        parallel.reshard is True,
+    )
+    relay = stages.relay(world)
+    if parallel.features.shards_parameters:
+        synchronize_generate(relay.model)
+    fused: dict[str, Packed] = {}
+    for part in stages.parts:
+        pack(part, task, config)
+        parallelize(part, stages.plan, parallel, world.dims, stages.mesh, precision)
+        fused |= packed_parameters(part)
+        materialize(part, torch.device("cpu") if parallel.offload else world.device, world.device)
+    local, tied = stages.load(fused, world)
+    executor = PipelineExecutor(
+        task, local.module, local.module, pipeline, relay, world, precision, _shards_logits(task, world)
+    )
+    optimizers = build_optimizers(local.module, config.optim)
+    norm = StagesNorm(stages.group, tied)
+    parts = _with_optimizers(config, world, local, executor, optimizers, norm, is_stage_leader(world))
+    return EngineParts(local, executor, parts.updater, StagesState(parts.state, local, config, world))
+
+
+class _SameUse:
+    """Sees that in each step all ranks use the same parts of a sharded model: else gradients are worth nothing."""
+
+    def __init__(self, module: nn.Module, world: Distributed) -> None:
+        self._module = module
+        self._world = world
+        self._digest = 0
+
+    @contextmanager
+    def synchronizing(self, last: bool) -> Iterator[None]:
+        """See ``TrainedModel``.
 
         Raises:
-            UserError: they did not, and the gradients are worth nothing.
+            UserError: after the last micro-batch, where ranks used different parts.
         """
-        total, squares = self.world.sum_counts([digest >> 8, (digest >> 8) ** 2])  # 24 bits: no sum overflows
-        if total**2 != squares * self.world.size:  # they are equal where all numbers are
+        with accumulate(self._module, last):
+            yield
+        self._digest = digest_of_use(self._module, self._digest)
+        if last:
+            used, self._digest = self._digest, 0
+            self._check(used)
+
+    def _check(self, digest: int) -> None:
+        total, squares = self._world.sum_counts([digest >> 8, (digest >> 8) ** 2])  # 24 bits: no sum overflows
+        if total**2 != squares * self._world.size:  # they are equal where all numbers are
             raise UserError(
-                f"in step {self.step + 1} the ranks used different parts of the model, which fsdp cannot see",
+                "in this step the ranks used different parts of the model, which fsdp cannot see",
                 where="parallel.strategy=fsdp",
                 remedy="set parallel.strategy=zero1 or ddp, or let the model use the same parts for every batch",
                 exit_code=ExitCode.FAILED,
             )
-
-    def _cut_logits(self) -> AbstractContextManager[None]:
-        """Around forward and backward: the logits of tensor-parallel ranks stay cut, where the loss can take them
-        so."""
-        cut = self.world.dims.tp > 1 and self.task.vocabulary_parallel
-        return sharded_logits() if cut else nullcontext()
-
-    @contextmanager
-    def _piece(self, batch: Batch) -> Iterator[Batch]:
-        """What this rank computes of a batch. Forward and backward belong inside."""
-        if self.context is None:
-            yield batch
-        else:
-            with self.context.cut(batch) as piece:
-                yield type(batch)(piece, batch.ids)
-
-    def _loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        outputs = self.task.forward(model, batch)
-        return number(self.task.loss(outputs if self.context is None else self.context.align(outputs), batch))
-
-    def _update(self) -> tuple[torch.Tensor, bool]:
-        """Clip once, update, and clear the gradients; the norm before clipping, and whether fp16 overflowed."""
-        parameters = [parameter for parameter in self.module.parameters() if parameter.grad is not None]
-        reduce_partial_grads(parameters)
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        grad_norm = (self._squared_norm(parameters).sqrt() / self.scaler.scale).float()
-        # asked of all gradients at once: one optimizer, or one rank, must not update without the others
-        overflowed = self.scaler.enabled and not bool(torch.isfinite(grad_norm))
-        clip = self.config.train.gradient_clip
-        if not overflowed:
-            self.before_update()
-            if clip is not None or self.scaler.enabled:
-                factor = clip_factor(grad_norm, clip) if clip is not None else 1.0
-                scale_(gradients, factor / self.scaler.scale)
-            for optimizer in self.optimizers:
-                optimizer.step()
-        self.scaler.update(overflowed)
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=True)
-        return grad_norm, overflowed
-
-    def share_buffers(self) -> None:
-        share_buffers(self.module, self.replicas)
-
-    @torch.no_grad()
-    def eval_step(self, batch: Batch) -> EvalResult:
-        self.module.eval()
-        weight = self.task.weight(batch)
-        batch = batch.to(self.world.device)
-        with free_gathered(self.module), autocast(self.precision, self.world.device):
-            with self._piece(batch) as piece:
-                loss = self._loss(self.module, piece)
-            predictions = self.task.predict(self.module, batch) if self.task.predicts else None
-        if self.context is not None:
-            loss = self.context.sum(loss)
-        return EvalResult(loss=float(loss), weight=weight, predictions=predictions)
-
-    @torch.no_grad()
-    def predict_step(self, batch: Batch, ask: Ask) -> list[Any]:
-        self.module.eval()
-        with free_gathered(self.module), autocast(self.precision, self.world.device):
-            return ask(self.module, batch.to(self.world.device))
-
-    @torch.no_grad()
-    def generate(self, inputs: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:
-        if not hasattr(self.module, "generate"):
-            raise UserError(
-                f"a {type(self.module).__name__} writes no text: it has no generate()",
-                where="RUN",
-                remedy="name the run of a language model; `drawbar eval` works for any",
-            )
-        self.module.eval()
-        moved = {name: tensor.to(self.world.device) for name, tensor in inputs.items()}
-        with free_gathered(self.module), autocast(self.precision, self.world.device):
-            return self.module.generate(**moved, **options)
-
-    def _squared_norm(self, parameters: list[nn.Parameter]) -> torch.Tensor:
-        """Of the whole model's gradient; 0-d."""
-        return squared_norm([p.grad for p in parameters if p.grad is not None], self.world.device)
-
-    def _names(self) -> dict[nn.Parameter, str]:
-        return {parameter: name for name, parameter in self.module.named_parameters()}
-
-    def _whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        self.world.note(f"copying {name}")  # which the others may wait for
-        return full_tensor(tensor, self.packed.get(name))
-
-    def _saved(self, module: nn.Module) -> dict[str, torch.Tensor]:
-        """What a checkpoint holds of a module: the live tensors."""
-        return module.state_dict(keep_vars=True) if self.config.lora is None else trained_state(module)
-
-    def _values(self) -> dict[str, Any]:
-        return {
-            "step": self.step,
-            "optimizer": self.config.optim.name,
-            "precision": self.precision,
-            "scaler": self.scaler.state_dict(),
-        }
-
-    def _keeps_full_copy(self, writers: Sequence[int]) -> bool:
-        """Whether this rank keeps copies of the whole tensors that it takes part in making for ``writers``."""
-        return self.world.rank in writers
-
-    def state(self, writers: Sequence[int] = (0,)) -> EngineState:
-        self.share_buffers()
-        optimizer = self._optimizer_copies(writers)
-        return EngineState(model=self._model_copies(writers), optimizer=optimizer, values=self._values())
-
-    def _model_copies(self, writers: Sequence[int]) -> dict[str, torch.Tensor]:
-        return host_copies(self._saved(self.module), self._keeps_full_copy(writers), self._whole)
-
-    def _optimizer_copies(self, writers: Sequence[int]) -> dict[str, torch.Tensor]:
-        optimizer = optimizer_state(self._names(), [local_optimizer(optimizer) for optimizer in self.optimizers])
-        if self.config.parallel.strategy == "zero1":
-            return self.world.collect(host_copies(optimizer), writers)
-        return host_copies(
-            optimizer, self._keeps_full_copy(writers), lambda name, t: self._whole(name.rpartition("/")[0], t)
-        )
-
-    def gradients(self) -> dict[str, torch.Tensor]:
-        live = {name: parameter.grad for name, parameter in self.module.named_parameters()}
-        present = {name: gradient for name, gradient in live.items() if gradient is not None}
-        return host_copies(
-            present, self._keeps_full_copy((0,)), lambda name, t: self._whole(name, t) / self.scaler.scale
-        )
-
-    def comparable(self) -> dict[str, nn.Parameter]:
-        """What this rank trains, by name: other ranks that hold the same part of it must hold the same values."""
-        return dict(self.module.named_parameters())
-
-    def comparable_gradients(self) -> dict[str, torch.Tensor]:
-        """The same of their gradients, between backward and update."""
-        live = {name: parameter.grad for name, parameter in self.module.named_parameters()}
-        return {name: gradient for name, gradient in live.items() if gradient is not None}
-
-    def load(self, state: EngineState) -> None:
-        self._check_optimizer(state)
-        names = self._names()
-        check_optimizer_state({name for p, name in names.items() if p.requires_grad}, state.optimizer)
-        self.load_model(state.model)
-        parts = [local_optimizer(optimizer) for optimizer in self.optimizers]
-        load_optimizer_state(names, parts, state.optimizer, partial(self._place, names))
-        self._load_values(state)
-
-    def _check_optimizer(self, state: EngineState) -> None:
-        saved = state.values["optimizer"]
-        if saved != self.config.optim.name:
-            raise UserError(
-                f"the checkpoint's optimizer state is that of {saved}, not of {self.config.optim.name}",
-                where="optim.name",
-                remedy="resume with the optimizer that wrote it, or start from its weights with --fork NEWNAME",
-            )
-
-    def _load_values(self, state: EngineState) -> None:
-        self.step = state.values["step"]
-        self.scaler.load_state_dict(state.values["scaler"])
-        if state.values["precision"] != self.precision:
-            logger.warning("saved with precision %s, resumed with %s", state.values["precision"], self.precision)
-
-    def _place(
-        self, names: Mapping[nn.Parameter, str], parameter: nn.Parameter, tensors: Mapping[str, torch.Tensor], name: str
-    ) -> torch.Tensor:
-        """A tensor of the optimizer, spread as its parameter is."""
-        return shard_like(parameter, tensors, name, self.packed.get(names[parameter]))
-
-    def load_model(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        here = self._saved(self.module)
-        check_weights(here, tensors)
-        for name, tensor in here.items():
-            load_shard(tensor, tensors, name, self.packed.get(name))
-
-    def export(self, folder: Path, base_name: str, merge: bool) -> None:
-        if not hasattr(self.module, "save_pretrained"):
-            raise UserError(
-                f"a {type(self.module).__name__} is no transformers model, and has no format to export to",
-                where="RUN",
-                remedy="its weights are in the run's checkpoints, as safetensors",
-            )
-        if self.config.lora is None:
-            save_transformers(self.module, folder, LARGEST_FILE)
-        elif merge:
-            save_transformers(merged(self.module), folder, LARGEST_FILE)
-        else:
-            save_adapter(self.module, folder, base_name)
-
-    def close(self) -> None:
-        self.optimizers.clear()
-
-
-def number(loss: torch.Tensor) -> torch.Tensor:
-    """The loss of a task as a tensor without dimensions; as it is, where it is none with one element."""
-    return loss.reshape(()) if isinstance(loss, torch.Tensor) and loss.numel() == 1 else loss

@@ -24,7 +24,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from drawbar.config.schema import LoraSection
+from drawbar.config.schema import LoraSection, RunConfig
 from drawbar.errors import UserError
 
 _ADAPTER = "default"
@@ -122,6 +122,11 @@ def trained_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """
     frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
     return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in frozen}
+
+
+def saved_tensors(model: nn.Module, config: RunConfig) -> dict[str, torch.Tensor]:
+    """What a checkpoint holds of a model, or of stages of it: the live tensors by name."""
+    return model.state_dict(keep_vars=True) if config.lora is None else trained_state(model)
 
 
 def merged(model: nn.Module) -> nn.Module:

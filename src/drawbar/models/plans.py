@@ -1,7 +1,6 @@
 """A ``ModelParallelPlan`` for each architecture: transformers' own where a model has one, else one of ours."""
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -9,6 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from drawbar.runtime.plan import ModelParallelPlan, PipelinePlan, Style
+from drawbar.util.module_patterns import matching
 
 _HUGGINGFACE: dict[str, Style] = {
     "colwise": "colwise",
@@ -188,7 +188,7 @@ def _with_adapters(model: nn.Module, plan: ModelParallelPlan) -> ModelParallelPl
         return plan
     tensor, packed = dict(plan.tensor), dict(plan.packed)
     for pattern, style in plan.tensor.items():
-        if not any(hasattr(module, "lora_A") for module in _matching(model, pattern)):
+        if not any(hasattr(module, "lora_A") for _, module, _ in matching(model.named_modules(), {pattern: None})):
             continue
         tensor[f"{pattern}.base_layer"] = style
         part = "lora_A" if style.startswith("rowwise") else "lora_B"
@@ -196,8 +196,3 @@ def _with_adapters(model: nn.Module, plan: ModelParallelPlan) -> ModelParallelPl
         if pattern in packed:
             packed[f"{pattern}.base_layer"] = packed[f"{pattern}.lora_B.*"] = packed[pattern]
     return replace(plan, tensor=tensor, packed=packed)
-
-
-def _matching(model: nn.Module, pattern: str) -> Iterator[nn.Module]:
-    compiled = re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))
-    return (module for name, module in model.named_modules() if compiled.fullmatch(name))

@@ -10,6 +10,7 @@ from drawbar.config.schema import OptimSection
 from drawbar.errors import UserError
 from drawbar.optim.groups import parameter_groups, split_by_decay, trained_names, undecayed_names
 from drawbar.optim.muon import Muon
+from drawbar.util.dtypes import DTYPES
 
 FUSED_DEVICES = {"cpu", "cuda", "mps"}
 """Where torch updates all parameters in one kernel."""
@@ -67,7 +68,7 @@ def _muon(model: nn.Module, config: OptimSection) -> list[Optimizer]:
         split_by_decay(model, inside, config.weight_decay),
         lr=config.lr,
         momentum=MUON_MOMENTUM if config.momentum is None else config.momentum,
-        dtype=torch.bfloat16 if config.muon_precision == "bf16" else torch.float32,
+        dtype=DTYPES.get(config.muon_precision, torch.float32),
     )
     rest = split_by_decay(model, [name for name in names if name not in matrices], config.weight_decay)
     return [muon, _adamw(rest, config)] if rest else [muon]

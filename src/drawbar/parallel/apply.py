@@ -6,12 +6,12 @@ import warnings
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from drawbar.config.parallel_dims import ParallelDims
 from drawbar.config.schema import ParallelSection
 from drawbar.parallel.activation_checkpointing import checkpoint_activations
 from drawbar.parallel.compile import compile_blocks
 from drawbar.parallel.fsdp import replicate_parts, shard
 from drawbar.parallel.tensor import tensor_parallel
-from drawbar.runtime.mesh import ParallelDims
 from drawbar.runtime.plan import ModelParallelPlan
 
 
@@ -50,7 +50,7 @@ def parallelize(
     if mesh is None:
         return
     # ranks that share a sequence see different tokens: for the parameters they are as data-parallel ranks
-    if parallel.strategy == "fsdp":
+    if parallel.features.shards_parameters:
         shards = mesh["dp_shard", "cp"]._flatten("dp_shard_cp") if dims.cp > 1 else mesh["dp_shard"]
         axes = mesh["dp_replicate", shards.mesh_dim_names[0]] if dims.dp_replicate > 1 else shards
         shard(model, axes, parallel, precision)

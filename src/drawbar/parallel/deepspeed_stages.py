@@ -4,7 +4,6 @@ To DeepSpeed, a model is as many layers as there are stages. It passes one tenso
 positions and labels a stage takes from its own copy of the micro-batch, which every rank of a pipeline has.
 """
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from io import StringIO
@@ -15,13 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from drawbar.config.parallel_dims import ParallelDims
 from drawbar.errors import UserError
 from drawbar.parallel.deepspeed_state import is_cut
 from drawbar.parallel.pipeline_schedule import Inputs, Loss
 from drawbar.parallel.precision import autocast
 from drawbar.parallel.tensor import check_degree
-from drawbar.runtime.mesh import ParallelDims
 from drawbar.runtime.plan import ModelParallelPlan, Style
+from drawbar.util.module_patterns import matching
 
 
 class Stage(nn.Module):
@@ -214,11 +214,9 @@ def cut_layers(part: nn.Module, plan: ModelParallelPlan, tied: nn.Parameter | No
 
 def _styled(part: nn.Module, styles: Mapping[str, Style]) -> Iterator[tuple[str, nn.Module, Style]]:
     """The layers to change. A stage lacks those of others, in whose places stand modules without weights."""
-    for pattern, style in styles.items():
-        compiled = re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))
-        for name, module in list(part.named_modules()):
-            if compiled.fullmatch(name) and "weight" in module._parameters and style != "embedding":
-                yield name, module, style
+    for name, module, style in matching(list(part.named_modules()), styles):
+        if "weight" in module._parameters and style != "embedding":
+            yield name, module, style
 
 
 def _layer(module: nn.Module, style: Style, group: dist.ProcessGroup, name: str) -> nn.Module:

@@ -24,8 +24,8 @@ from transformers.pytorch_utils import Conv1D
 
 from drawbar.config.schema import ParallelSection
 from drawbar.parallel.blocks import repeated_blocks
-
-DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+from drawbar.parallel.synced_generate import synchronize_generate
+from drawbar.util.dtypes import DTYPES
 
 _CAST_BY_AUTOCAST = {kind.forward for kind in (nn.Linear, Conv1D, nn.Conv1d, nn.Conv2d, nn.Conv3d)}
 """What uses its parameters in operators alone that autocast casts all inputs of."""
@@ -48,7 +48,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, parallel: ParallelSection, precisi
     reshard = parallel.reshard is not False
     wrap = partial(fully_shard, mesh=mesh, reshard_after_forward=reshard, offload_policy=offload)
     exact = MixedPrecisionPolicy(cast_forward_inputs=False)
-    dtype = DTYPES[precision]
+    dtype = None if precision == "fp32" else DTYPES[precision]
     low = exact
     if dtype is not None:
         low = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -132,8 +132,7 @@ def generate_together(model: nn.Module) -> None:
     if hasattr(model, "generate"):
         # it calls the encoder by itself, which needs what is gathered for the whole model
         register_fsdp_forward_method(model, "generate")
-        # a rank whose texts have ended must go on taking part in the others' forwards
-        model.generate = partial(model.generate, synced_gpus=True)
+        synchronize_generate(model)
 
 
 def replicate_parts(model: nn.Module, mesh: DeviceMesh) -> None:

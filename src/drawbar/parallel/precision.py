@@ -6,6 +6,7 @@ import torch
 
 from drawbar.config.schema import RunConfig
 from drawbar.errors import UserError
+from drawbar.util.dtypes import DTYPES
 
 
 def choose_precision(wanted: str, device: torch.device) -> str:
@@ -47,8 +48,7 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Non
     """The context that forward passes run in."""
     if precision == "fp32":
         return nullcontext()
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-    return torch.autocast(device.type, dtype=dtype)
+    return torch.autocast(device.type, dtype=DTYPES[precision])
 
 
 class LossScaler:

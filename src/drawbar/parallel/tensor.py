@@ -1,8 +1,7 @@
 """Tensor parallelism (Shoeybi et al. 2019, arXiv:1909.08053) by DTensor, as a ``ModelParallelPlan`` says."""
 
 import math
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -16,6 +15,7 @@ from drawbar.errors import UserError
 from drawbar.parallel.sequence import cut_between
 from drawbar.parallel.styles import Colwise, Embedding, Rowwise, Vocabulary, use_local
 from drawbar.runtime.plan import ModelParallelPlan, Style
+from drawbar.util.module_patterns import matching
 
 T = TypeVar("T")
 Styled = Mapping[str, tuple[nn.Module, Style]]
@@ -77,15 +77,17 @@ def tensor_parallel(model: nn.Module, plan: ModelParallelPlan, mesh: DeviceMesh,
         raise UserError(plan.sequence_refusal, where="parallel.sequence", remedy="set parallel.sequence=false")
     styles = {
         name: (module, style)
-        for name, module, style in _matching(model, plan.tensor)
+        for name, module, style in matching(model.named_modules(), plan.tensor)
         if "weight" in module._parameters  # a layer with an adapter is none itself: its parts have styles of their own
     }
-    packed = {name: parts for name, _, parts in _matching(model, plan.packed)}
+    packed = {name: parts for name, _, parts in matching(model.named_modules(), plan.packed)}
     check_degree({**plan.heads, **_sizes(styles, packed)}, mesh.size())
     _cut(model, styles, packed, mesh)
-    blocks = [block for _, block, _ in _matching(model, {f"{plan.sequence}.*": None})] if sequence else []
+    blocks = (
+        [block for _, block, _ in matching(model.named_modules(), {f"{plan.sequence}.*": None})] if sequence else []
+    )
     _convert(model, styles, blocks, mesh)
-    for _, module, attributes in _matching(model, plan.local):
+    for _, module, attributes in matching(model.named_modules(), plan.local):
         for attribute in attributes:
             setattr(module, attribute, getattr(module, attribute) // mesh.size())
 
@@ -131,15 +133,6 @@ def _make(style: Style, sequence: bool) -> ParallelStyle | None:
 
 
 _ROWWISE = ("rowwise", "rowwise_split_input")
-
-
-def _matching(model: nn.Module, patterns: Mapping[str, T]) -> Iterator[tuple[str, nn.Module, T]]:
-    """The modules whose names fit a pattern, in which ``*`` stands for one part of a name."""
-    compiled = [(re.compile(re.escape(pattern).replace(r"\*", "[^.]+")), value) for pattern, value in patterns.items()]
-    for name, module in model.named_modules():
-        for pattern, value in compiled:
-            if pattern.fullmatch(name):
-                yield name, module, value
 
 
 def _cut_dim(module: nn.Module, style: Style) -> int | None:

@@ -20,3 +20,8 @@ def zero1_optimizer(optimizer: Optimizer) -> ZeroRedundancyOptimizer:
 def local_optimizer(optimizer: Optimizer) -> Optimizer:
     """The optimizer that holds this rank's part of the state."""
     return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+
+
+def is_zero1(optimizer: Optimizer) -> bool:
+    """Whether its state is dealt out to the ranks."""
+    return isinstance(optimizer, ZeroRedundancyOptimizer)

@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -14,9 +14,8 @@ from drawbar.config.problems import report_errors
 from drawbar.config.rules import RULES, check_rules, check_world
 from drawbar.config.schema import ParallelSection, RunConfig
 from drawbar.config.source import Settings, apply_override
+from drawbar.config.strategies import AUTO, STRATEGIES
 from drawbar.errors import UserError, nearest
-
-STRATEGIES = get_args(ParallelSection.model_fields["strategy"].annotation)
 
 _OUTSIDE_BRACKETS = r"(?![^\[{]*[\]}])"
 _KEPT = ("activation_checkpointing", "compile")
@@ -33,7 +32,7 @@ class Case:
     @property
     def alone(self) -> bool:
         """Whether it runs in one process, however many there are."""
-        return self.parallel.strategy == "single"
+        return _is_alone(self.parallel)
 
     def of(self, config: RunConfig, precision: str) -> RunConfig:
         """The configuration, run in this way."""
@@ -62,12 +61,13 @@ def parse_case(text: str, config: RunConfig) -> Case:
     values = config.parallel.model_dump(mode="json", include=set(_KEPT))
     settings.values["parallel"] = {**values, "strategy": "ddp"}
     for word in re.split(rf" {_OUTSIDE_BRACKETS}", text):
-        if "=" not in word and word not in STRATEGIES:
-            guess = nearest(word, STRATEGIES)
+        names = [AUTO, *STRATEGIES.names()]
+        if "=" not in word and ":" not in word and word not in names:
+            guess = nearest(word, names)
             raise UserError(
                 f"there is no strategy {word!r}" + (f"; did you mean {guess}?" if guess else ""),
                 where="--strategies",
-                remedy=f"name {', '.join(STRATEGIES)}, or settings of parallel such as tensor=2",
+                remedy=f"name {', '.join(names)}, or settings of parallel such as tensor=2",
             )
         apply_override(settings, f"parallel.{word if '=' in word else f'strategy={word}'}")
     try:
@@ -93,14 +93,18 @@ def default_cases(config: RunConfig, ranks: int, precision: str) -> list[Case]:
     if is_deepspeed(config):
         own = own.model_copy(update={"strategy": "deepspeed"})
         cases += [parse_case(written(settings), config) for settings in deepspeed_cases(config, ranks)]
-    elif own.strategy in ("single", "auto") and _model_ranks(own) == 1:
+    elif (_is_alone(own) or own.strategy == AUTO) and own.model_ranks == 1:
         own = own.model_copy(update={"strategy": "single" if ranks == 1 else "ddp"})
     if precision != "fp32" or (ranks == 1 and own != ParallelSection(strategy="single")):
         # beside lower precision, what precision alone does: strategies need not do better
         cases.insert(0, parse_case("single", config))
-    if own not in [case.parallel for case in cases] and own.strategy != "single":
+    if own not in [case.parallel for case in cases] and not _is_alone(own):
         cases.append(Case("as configured", own))
     return cases
+
+
+def _is_alone(parallel: ParallelSection) -> bool:
+    return parallel.features.one_process and not parallel.features.many_devices
 
 
 def written(settings: Mapping[str, Any]) -> str:
@@ -126,7 +130,3 @@ def _placed(case: Case, config: RunConfig, ranks: int, precision: str) -> RunCon
     """The configuration, run in this way on so many processes."""
     launch = config.launch.model_copy(update={"nproc": 1 if case.alone else ranks})
     return case.of(config, precision).model_copy(update={"launch": launch})
-
-
-def _model_ranks(parallel: ParallelSection) -> int:
-    return parallel.tensor * parallel.pipeline * parallel.context

@@ -22,10 +22,9 @@ from torch.utils import _pytree
 from drawbar.config.schema import RunConfig
 from drawbar.data.loader import MicroBatch
 from drawbar.engines.engine import Engine
-from drawbar.engines.native import NativeEngine
 from drawbar.parallel.stages import StageInput, Zero
 from drawbar.parity.comparison import EXACT, Differences, Limits, difference, gradient_differences, norm
-from drawbar.parity.recorder import before_update, clean_name, modules_of, tied_names
+from drawbar.parity.recorder import clean_name, modules_of, tied_names
 from drawbar.parity.rounding import limits, noises
 from drawbar.parity.workload import Subject
 from drawbar.runtime.dist import Distributed
@@ -168,7 +167,7 @@ def _measure(
 def _step(engine: Engine, micro_batches: MicroBatches) -> Tensors:
     """The gradients of one step."""
     kept: list[Tensors] = []
-    with closing(engine), before_update(engine, lambda: kept.append(engine.gradients())):
+    with closing(engine), engine.inspecting(lambda: kept.append(engine.gradients())):
         engine.train_step(micro_batches)
     return kept[0] if kept else {}
 
@@ -240,7 +239,6 @@ class _Recorder(_Hooks):
 
     def watch(self, engine: Engine, staged: bool = False) -> None:
         super().watch(engine)
-        assert isinstance(engine, NativeEngine), "the reference is one process"
         forward = engine.task.forward
 
         def counted(model: nn.Module, batch: Batch) -> Any:

@@ -2,8 +2,8 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 
@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 
 from drawbar.config.schema import RunConfig
 from drawbar.engines.engine import Engine
-from drawbar.engines.native import NativeEngine
 from drawbar.engines.results import EngineState
 from drawbar.errors import ExitCode, UserError
 from drawbar.parallel.stages import LocalStages
@@ -58,7 +57,7 @@ def train(
     trace = Trace(weights_from=first)
     with closing(engine):
         for step, micro_batches in loader.steps(first - 1, last):
-            with before_update(engine, partial(_look, trace, step, (first, last), engine, world)):
+            with engine.inspecting(partial(_look, trace, step, (first, last), engine, world)):
                 result = engine.train_step(micro_batches)
             trace.losses[step] = float(result.loss)
             trace.grad_norms[step] = float(result.grad_norm)
@@ -97,17 +96,7 @@ def _look(trace: Trace, step: int, ends: tuple[int, int], engine: Engine, world:
     if step not in ends:
         return
     trace.gradients[step] = engine.gradients()
-    trace.unequal += unequal_parts(native(engine).comparable_gradients(), world, "gradients", f"in step {step}")
-
-
-@contextmanager
-def before_update(engine: Engine, look: Callable[[], None]) -> Iterator[None]:
-    """Call ``look()`` in the step made inside, when its gradients are complete, and neither clipped nor used."""
-    kept, native(engine).before_update = native(engine).before_update, look
-    try:
-        yield
-    finally:
-        native(engine).before_update = kept
+    trace.unequal += unequal_parts(engine.replicated_gradients(), world, "gradients", f"in step {step}")
 
 
 def check_finite(trace: Trace) -> None:
@@ -126,15 +115,9 @@ def check_finite(trace: Trace) -> None:
                 )
 
 
-def native(engine: Engine) -> NativeEngine:
-    assert isinstance(engine, NativeEngine), "every engine of this program is one"
-    return engine
-
-
 def modules_of(engine: Engine) -> list[nn.Module]:
     """The model, or the stages of it, that this rank computes with, without what replicates it."""
-    module = native(engine).module
-    return list(module.parts) if isinstance(module, LocalStages) else [module]
+    return list(engine.module.parts) if isinstance(engine.module, LocalStages) else [engine.module]
 
 
 def clean_name(name: str) -> str:
@@ -153,7 +136,7 @@ def tied_names(tensors: dict[str, Tensor]) -> list[list[str]]:
 
 def unequal_weights(engine: Engine, world: Distributed, ties: Sequence[Sequence[str]], when: str) -> list[Note]:
     """:func:`unequal_parts` of the weights."""
-    return unequal_parts(native(engine).comparable(), world, "weights", when, ties)
+    return unequal_parts(engine.replicated(), world, "weights", when, ties)
 
 
 def unequal_parts(

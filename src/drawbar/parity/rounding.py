@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from drawbar.parity.comparison import EXACT, Differences, Distances, Limits, Tolerances
+from drawbar.util.dtypes import DTYPES
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 DRAWS = 8
 """Steps that are measured."""
 MARGIN = 5.0
@@ -57,12 +57,12 @@ class Noise:
 
 def noises(precision: str) -> Sequence[Noise]:
     """What is to be tried; nothing for fp32."""
-    return [Noise(precision, seed) for seed in range(DRAWS)] if precision in DTYPES else []
+    return [Noise(precision, seed) for seed in range(DRAWS)] if precision != "fp32" else []
 
 
 def known(precision: str) -> float:
     """``Tolerances.known``: all but three of the bits that numbers have."""
-    return 8 * torch.finfo(DTYPES[precision]).eps if precision in DTYPES else EXACT.known
+    return 8 * torch.finfo(DTYPES[precision]).eps if precision != "fp32" else EXACT.known
 
 
 def tolerances(precision: str, tried: Sequence[Distances]) -> Tolerances:

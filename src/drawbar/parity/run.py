@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from drawbar.config.parallel_dims import ParallelDims
 from drawbar.errors import ExitCode, UserError
 from drawbar.parity.cases import Case, check_case
 from drawbar.parity.comparison import Reference, compare
@@ -29,7 +30,6 @@ from drawbar.parity.workload import Subject
 from drawbar.runtime.dist import Distributed
 from drawbar.runtime.env import RankInfo, choose_device
 from drawbar.runtime.log import logger
-from drawbar.runtime.mesh import ParallelDims
 from drawbar.runtime.seed import use_deterministic_kernels
 from drawbar.tracking.console import Console
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from drawbar.config.schema import RunConfig
 from drawbar.data.loader import Loader
-from drawbar.engines.choose import choose_engine
+from drawbar.engines.build import build_engine
 from drawbar.engines.engine import Engine
 from drawbar.errors import UserError
 from drawbar.models.huggingface import load_model_config
@@ -74,7 +74,7 @@ class Subject:
         total = max(self.steps, count_steps(config.train, steps_per_epoch))
         seed_everything(config.run.seed)
         with named_errors(task):
-            return choose_engine(task, config, world, total)
+            return build_engine(task, config, world, total)
 
     def _change(self, task: Task) -> None:
         """Let the task build its model as it is to be here."""

@@ -18,10 +18,10 @@ from typing import Any, Self, TypeVar
 import torch
 import torch.distributed as dist
 
+from drawbar.config.parallel_dims import ParallelDims
 from drawbar.errors import ExitCode, UserError
 from drawbar.runtime.env import RankInfo, has_launcher, node_name
 from drawbar.runtime.liveness import Liveness
-from drawbar.runtime.mesh import ParallelDims
 from drawbar.runtime.watchdog import Address, Watchdog
 
 T = TypeVar("T")
@@ -58,6 +58,11 @@ class Distributed:
         self._store: dist.Store = dist.HashStore()
         self._watchdog = Watchdog()
         self._liveness = Liveness(self._store, self.rank, self.size, timeout)
+
+    def shard_over(self, dims: ParallelDims) -> None:
+        """Set the degrees, once the strategy is known: replicas become shards. Who reads which rows stays as it is."""
+        assert (dims.dp_size, dims.dp_rank(self.rank)) == (self.data.size, self.data.rank)
+        self.dims = dims
 
     @property
     def rank(self) -> int:

@@ -13,6 +13,8 @@ from drawbar.checkpoint.space import rust_errors
 from drawbar.config.schema import RunConfig
 from drawbar.engines.engine import Engine
 from drawbar.errors import UserError
+from drawbar.models.lora import merged, save_adapter
+from drawbar.models.saving import save_transformers
 from drawbar.runtime.dist import Distributed
 from drawbar.runtime.env import RankInfo
 from drawbar.runtime.log import start_logging
@@ -22,6 +24,9 @@ from drawbar.tasks.task import Task
 from drawbar.tracking.console import make_console
 from drawbar.train.output import writing
 from drawbar.train.setup import build_task, on_one_process, open_checkpoint
+
+LARGEST_FILE = "5GB"
+"""A larger model is exported in several files, so that those who load it need not read all of it to have a part."""
 
 
 def export_run(config: RunConfig, task_type: type[Task] | None, folder: Path, which: str | None, merge: bool) -> None:
@@ -72,7 +77,7 @@ def _write(engine: Engine, task: Task, folder: Path, merge: bool) -> None:
     try:
         with writing(folder, "--to"), rust_errors(draft):
             draft.mkdir(parents=True)
-            engine.export(draft, getattr(task.config, "model", ""), merge)
+            _save_model(engine, draft, getattr(task.config, "model", ""), merge)
             if hasattr(task.tokenizer, "save_pretrained"):
                 tokenizer = task.tokenizer_to_export() if isinstance(task, PretrainedTask) else task.tokenizer
                 tokenizer.save_pretrained(str(draft))
@@ -80,6 +85,24 @@ def _write(engine: Engine, task: Task, folder: Path, merge: bool) -> None:
             draft.rename(folder)  # an empty folder gives way
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def _save_model(engine: Engine, folder: Path, base_name: str, merge: bool) -> None:
+    """As a folder that transformers loads; of a LoRA run the adapter of the model ``base_name`` alone, or, with
+    ``merge``, a whole model: the engine is of no more use then."""
+    model = engine.module
+    if not hasattr(model, "save_pretrained"):
+        raise UserError(
+            f"a {type(model).__name__} is no transformers model, and has no format to export to",
+            where="RUN",
+            remedy="its weights are in the run's checkpoints, as safetensors",
+        )
+    if engine.config.lora is None:
+        save_transformers(model, folder, LARGEST_FILE)
+    elif merge:
+        save_transformers(merged(model), folder, LARGEST_FILE)
+    else:
+        save_adapter(model, folder, base_name)
 
 
 def _share(folder: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from drawbar.checkpoint.space import explain_full_disk
 from drawbar.config.compare import changed_records
 from drawbar.config.load import load_config
+from drawbar.config.parallel_dims import ParallelDims
 from drawbar.config.rules import check_layout
 from drawbar.config.schema import RunConfig
 from drawbar.data.readers import BadRecord
@@ -19,7 +20,6 @@ from drawbar.evaluation.generate import Prompt, Sampling
 from drawbar.runtime.dist import Distributed
 from drawbar.runtime.env import RankInfo, choose_device
 from drawbar.runtime.log import errors_in_log, open_log_file, start_logging
-from drawbar.runtime.mesh import ParallelDims
 from drawbar.runtime.seed import seed_everything
 from drawbar.tasks.registry import task_class
 from drawbar.tasks.task import Task

@@ -20,7 +20,7 @@ from drawbar.config.schema import OptimSection, ParallelSection, RunConfig, Trai
 from drawbar.config.source import read_file
 from drawbar.data.loader import OtherData
 from drawbar.data.tokenizer import load_tokenizer
-from drawbar.engines.choose import choose_engine
+from drawbar.engines.build import build_engine
 from drawbar.engines.engine import Engine
 from drawbar.errors import UserError
 from drawbar.optim.schedules import learning_rate_scale
@@ -177,7 +177,7 @@ def open_checkpoint(task: Task, config: RunConfig, which: str | None, world: Dis
     snapshot = read_together(path, world)
     task.has_checkpoint = True
     seed_everything(config.run.seed)  # as in training: a task may draw weights that adapters leave as they are
-    engine = choose_engine(task, config, world)
+    engine = build_engine(task, config, world)
     seed_everything(config.run.seed, world.dims.seed_rank(world.rank))
     try:
         check_base(snapshot, engine)

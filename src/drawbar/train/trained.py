@@ -11,7 +11,6 @@ from drawbar.config.rules import check_rules
 from drawbar.config.schema import RunConfig
 from drawbar.data.dataset import NoSamples, encode_records
 from drawbar.data.loader import MicroBatchSize, Vary
-from drawbar.engines.native import NativeEngine
 from drawbar.evaluation.evaluate import Split, evaluate, predict
 from drawbar.evaluation.generate import Prompt, Sampling, generate_text
 from drawbar.runtime.dist import Distributed
@@ -57,7 +56,6 @@ class TrainedRun:
     @property
     def model(self) -> nn.Module:
         """The model, on its device."""
-        assert isinstance(self._engine, NativeEngine), "what one process has"
         return self._engine.module
 
     @property

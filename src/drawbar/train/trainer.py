@@ -10,10 +10,11 @@ import torch
 from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.checkpoint.space import check_space, check_writable, explain_full_disk, required_bytes
 from drawbar.config.compare import check_length
+from drawbar.config.parallel_dims import ParallelDims
 from drawbar.config.rules import RULES, TRAIN_RULES, check_rules, check_world
 from drawbar.config.schema import RunConfig
 from drawbar.data.loader import Loader
-from drawbar.engines.choose import choose_engine
+from drawbar.engines.build import build_engine
 from drawbar.engines.engine import Engine
 from drawbar.errors import ExitCode
 from drawbar.evaluation.evaluate import Evaluation, Split, evaluate
@@ -22,7 +23,6 @@ from drawbar.runtime.allreduce_check import check_links
 from drawbar.runtime.dist import Distributed
 from drawbar.runtime.env import RankInfo, choose_device, is_placed
 from drawbar.runtime.log import errors_in_log, logger, open_log_file, start_logging
-from drawbar.runtime.mesh import ParallelDims
 from drawbar.runtime.seed import rng_state, seed_everything, set_rng_state, use_deterministic_kernels
 from drawbar.runtime.streams import outlive_readers
 from drawbar.tasks.overrides import check_signatures, named_errors
@@ -116,7 +116,7 @@ class Trainer:
         """Where a script or a notebook asks for several: it is the commands that start them."""
         wanted = self.config.launch.nproc
         if wanted == "auto":
-            one = device.type != "cuda" or self.config.parallel.strategy in ("single", "dp")
+            one = device.type != "cuda" or self.config.parallel.features.one_process
             wanted = 1 if one else torch.cuda.device_count()
         if wanted > 1 and not is_placed():
             logger.warning(
@@ -146,7 +146,7 @@ class Trainer:
         task.has_checkpoint = start.checkpoint is not None
         opened = open_data(task, config, world)
         with named_errors(task):
-            engine = choose_engine(task, config, world)
+            engine = build_engine(task, config, world)
         if start.checkpoint is not None:
             rest = restore_engine(start.checkpoint, start.forked, engine, world)
         self._try_out(task, engine, opened, config, world, console)

@@ -149,7 +149,7 @@ def test_what_libraries_print_is_no_answer(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Whatever a library says on standard output, as DeepSpeed does when it is imported."""
-    monkeypatch.setattr("drawbar.engines.native.NativeEngine.export", lambda *_: print("a library's warning"))
+    monkeypatch.setattr("drawbar.train.export._save_model", lambda *_: print("a library's warning"))
     with chdir(trained):
         export_run(load_run("runs/bert", (), None).config, None, tmp_path / "to", None, merge=False)
     said = capsys.readouterr()

@@ -6,6 +6,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from drawbar.config.parallel_dims import ParallelDims
 from drawbar.config.schema import ParallelSection
 from drawbar.runtime.dist import Distributed
 from drawbar.runtime.env import RankInfo
@@ -15,9 +16,9 @@ from tiny import CPU, tiny_config, tiny_engine
 
 def wait_alone() -> dict[str, float]:
     """How long rank 0 waits in each group that holds parts of the model; the other ranks stay away."""
-    with Distributed(RankInfo.from_environment(), CPU, timeout=60) as world:
+    parallel = ParallelSection(strategy="fsdp", tensor=2)
+    with Distributed(RankInfo.from_environment(), CPU, 60, ParallelDims.of(parallel, 4)) as world:
         world.timeout = timedelta(seconds=1)  # only now: joining may take longer on a busy machine
-        parallel = ParallelSection(strategy="fsdp", tensor=2)
         engine = tiny_engine(tiny_config(parallel=parallel), world)
         mesh = next(parameter for parameter in engine.module.parameters()).device_mesh
         waited = {}

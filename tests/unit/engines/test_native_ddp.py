@@ -16,7 +16,8 @@ from tiny import CPU, random_step, tiny_config, tiny_engine, vector
 def count_reductions() -> dict[str, Any]:
     with Distributed(RankInfo.from_environment(), CPU, timeout=60) as world:
         engine = tiny_engine(tiny_config(), world, seed=world.rank)
-        assert isinstance(engine.model, DistributedDataParallel)
+        model = engine.executor.trained.module
+        assert isinstance(model, DistributedDataParallel)
         found: dict[str, Any] = {"buckets": [], "results": [], "start": vector(engine).numpy()}
         sizes: list[int] = []
 
@@ -24,7 +25,7 @@ def count_reductions() -> dict[str, Any]:
             sizes.append(bucket.buffer().numel())
             return allreduce_hook(group, bucket)
 
-        engine.model.register_comm_hook(None, counted)
+        model.register_comm_hook(None, counted)
         for micro_batches in (1, 4, 3):
             sizes.clear()
             result = engine.train_step(random_step(engine, seed=10 * world.rank, micro_batches=micro_batches))

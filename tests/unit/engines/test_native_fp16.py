@@ -7,30 +7,30 @@ import pytest
 import torch
 
 from drawbar.config.schema import OptimSection
-from drawbar.engines.native import NativeEngine
+from drawbar.engines.engine import Engine
 from drawbar.runtime.dist import Distributed
 from drawbar.runtime.env import RankInfo
 from drawbar.tasks.batch import Batch
 from harness import run_ranks
-from tiny import CPU, Numbers, random_step, tiny_config, tiny_engine, tiny_task, vector
+from tiny import CPU, Numbers, random_step, tiny_config, tiny_engine, tiny_task, unchecked_engine, vector
 
 OPTIMIZERS = ["adamw", "sgd", "adafactor", "muon"]
 
 
-def fp16_engine(name: str = "adamw", **keywords: Any) -> NativeEngine:
+def fp16_engine(name: str = "adamw", **keywords: Any) -> Engine:
     momentum = 0.9 if name == "sgd" else None
     optim = OptimSection(name=name, lr=0.05, momentum=momentum, schedule="constant")
     return tiny_engine(tiny_config(optim=optim, precision="fp16"), **keywords)
 
 
-def set_scale(engine: NativeEngine, scale: float) -> None:
+def set_scale(engine: Engine, scale: float) -> None:
     """Give the scaler another scale, by the way that a checkpoint takes."""
     state = copy.deepcopy(engine.state())
     state.values["scaler"]["scale"] = scale
     engine.load(state)
 
 
-def train(engine: NativeEngine, steps: int) -> list[float]:
+def train(engine: Engine, steps: int) -> list[float]:
     return [float(engine.train_step(random_step(engine, seed=1)).loss) for _ in range(steps)]
 
 
@@ -125,7 +125,7 @@ def overflow_on_one_rank() -> dict[str, Any]:
         task = OverflowOnRankOne(config)
         task.tokenizer = tiny_task(config).tokenizer
         torch.manual_seed(world.rank)  # weights come from rank 0
-        engine = NativeEngine(task, config, world, total_steps=10)
+        engine = unchecked_engine(task, config, world, total_steps=10)
         found: dict[str, Any] = {"skipped": [], "weights": [], "scales": []}
         for number, on in enumerate((False, True, False)):
             task.on = on

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from drawbar.config.schema import OptimSection, TrainSection
-from drawbar.engines.native import NativeEngine
+from drawbar.engines.engine import Engine
 from drawbar.engines.results import EngineState
 from drawbar.errors import UserError
 from drawbar.runtime.log import logger
@@ -22,13 +22,13 @@ OPTIMIZERS = {
 }
 
 
-def train(engine: NativeEngine, first: int, last: int) -> list[tuple[float, float, float]]:
+def train(engine: Engine, first: int, last: int) -> list[tuple[float, float, float]]:
     """Steps ``first`` to ``last``, each with its own data; loss, gradient norm and learning rate of each."""
     results = [engine.train_step(random_step(engine, seed=number)) for number in range(first, last + 1)]
     return [(float(result.loss), float(result.grad_norm), result.lr) for result in results]
 
 
-def saved(engine: NativeEngine) -> EngineState:
+def saved(engine: Engine) -> EngineState:
     return copy.deepcopy(engine.state())
 
 
@@ -104,7 +104,7 @@ def test_a_parameter_without_a_gradient_has_no_state_and_needs_none() -> None:
     engine, other = (tiny_engine(tiny_config()) for _ in range(2))
     for one in (engine, other):
         one.module.register_parameter("spare", torch.nn.Parameter(torch.ones(3)))
-        one.optimizers[0].add_param_group({"params": [one.module.spare], "param_names": ["spare"]})
+        one.updater.optimizers[0].add_param_group({"params": [one.module.spare], "param_names": ["spare"]})
     train(other, 1, 1)
     engine.load(saved(other))
     assert not any(name.startswith("spare/") for name in engine.state().optimizer)
@@ -123,4 +123,4 @@ def test_another_precision_is_said(caplog: pytest.LogCaptureFixture, monkeypatch
 def test_close_frees_the_optimizer() -> None:
     engine = tiny_engine(tiny_config())
     engine.close()
-    assert not engine.optimizers
+    assert not engine.updater.optimizers

@@ -8,7 +8,7 @@ from torch import nn
 
 from drawbar.config.schema import OptimSection, TrainSection
 from drawbar.data.loader import MicroBatch
-from drawbar.engines.native import NativeEngine
+from drawbar.engines.engine import Engine
 from drawbar.optim.schedules import learning_rate_scale
 from drawbar.parallel.precision import choose_precision
 from drawbar.runtime.seed import rng_state
@@ -18,7 +18,7 @@ PLAIN_SGD = OptimSection(name="sgd", lr=1.0, weight_decay=0.0, schedule="constan
 DROPOUT = {"resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.2}
 
 
-def change(engine: NativeEngine, step: list[MicroBatch]) -> tuple[float, float]:
+def change(engine: Engine, step: list[MicroBatch]) -> tuple[float, float]:
     """The norm of the change of all weights, and the gradient norm that the engine reports."""
     before = vector(engine)
     result = engine.train_step(step)
@@ -72,7 +72,7 @@ def test_the_learning_rate_follows_the_schedule(name: str) -> None:
     for number in range(6):
         result = engine.train_step(random_step(engine, seed=number))
         rates.append(result.lr)
-        assert {group["lr"] for o in engine.optimizers for group in o.param_groups} == {result.lr}
+        assert {group["lr"] for o in engine.updater.optimizers for group in o.param_groups} == {result.lr}
     assert rates == pytest.approx([0.0, 0.25, 0.5, 0.375, 0.25, 0.125])
     assert rates == [0.5 * learning_rate_scale(number, 6, optim) for number in range(6)]
 
@@ -98,8 +98,8 @@ def test_bf16_trains_fp32_weights() -> None:
 
 def test_auto_precision_is_what_the_hardware_says() -> None:
     engine = tiny_engine(tiny_config(precision="auto"))
-    assert engine.precision == choose_precision("auto", CPU)
-    assert engine.state().values["precision"] == engine.precision
+    assert engine.config.precision == choose_precision("auto", CPU)
+    assert engine.state().values["precision"] == engine.config.precision
 
 
 def test_a_filler_adds_nothing() -> None:
@@ -143,7 +143,7 @@ def test_evaluation_and_generation_do_not_show_in_training() -> None:
     assert torch.equal(weights, other_weights)
 
 
-def look(engine: NativeEngine) -> None:
+def look(engine: Engine) -> None:
     """Evaluate and generate, and check that no generator moved."""
     before = rng_state(CPU)
     engine.eval_step(random_batch(engine.task, rows=2, seed=7))

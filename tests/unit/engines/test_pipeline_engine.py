@@ -12,18 +12,18 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, AutoModelForMaskedLM
 
+from drawbar.config.parallel_dims import ParallelDims
 from drawbar.config.schema import DataSection, LoraSection, OptimSection, ParallelSection, RunConfig, TrainSection
 from drawbar.data.loader import MicroBatch
-from drawbar.engines.native import NativeEngine
-from drawbar.engines.pipeline import PipelineEngine
+from drawbar.engines.engine import Engine
+from drawbar.engines.executors import PipelineExecutor
 from drawbar.errors import UserError
 from drawbar.parallel.pipeline_schedule import _Stage
 from drawbar.runtime.dist import Distributed
 from drawbar.runtime.env import RankInfo
-from drawbar.runtime.mesh import ParallelDims
 from drawbar.tasks.batch import Batch
 from harness import run_ranks
-from tiny import CPU, LENGTH, VOCABULARY, Numbers, random_batch, tiny_config, tiny_task
+from tiny import CPU, LENGTH, VOCABULARY, Numbers, random_batch, tiny_config, tiny_task, unchecked_engine
 
 PROMPTS = torch.tensor([[1, 2, 3], [4, 5, 6]])
 BLOCKS = {"llama": {"num_hidden_layers": 5}, "gpt2": {"n_layer": 5}}
@@ -45,15 +45,15 @@ class Case:
         fields = {**BLOCKS[self.family], "tie_word_embeddings": self.tied}
         return tiny_config(self.family, fields, parallel=ParallelSection(**parallel), **self.sections)
 
-    def build(self, world: Distributed | None) -> NativeEngine:
+    def build(self, world: Distributed | None) -> Engine:
         torch.manual_seed(0)
         if world is None:
             config = self.config({"strategy": "single"})
-            return NativeEngine(tiny_task(config), config, Distributed(RankInfo(), CPU, timeout=60), 10)
+            return unchecked_engine(tiny_task(config), config, Distributed(RankInfo(), CPU, timeout=60), 10)
         config = self.config({"strategy": "ddp", **self.parallel})
-        return PipelineEngine(tiny_task(config), config, world, 10)
+        return unchecked_engine(tiny_task(config), config, world, 10)
 
-    def step(self, engine: NativeEngine, number: int, rank: int = 0, ranks: int = 1) -> list[MicroBatch]:
+    def step(self, engine: Engine, number: int, rank: int = 0, ranks: int = 1) -> list[MicroBatch]:
         """The part of one of ``ranks``: every so many-th micro-batch."""
         make = packed_batch if self.sections.get("data") == PACKED else random_batch
         filler = len(self.rows) - 2
@@ -98,10 +98,10 @@ def packed_batch(task: Numbers, rows: int, seed: int) -> Batch:
     return Batch({"input_ids": ids_RL, "labels": labels_RL, "segment_ids": segments_RL}, ids=list(range(3 * rows)))
 
 
-def train(case: Case, engine: NativeEngine, rank: int = 0, ranks: int = 1) -> dict[str, Any]:
+def train(case: Case, engine: Engine, rank: int = 0, ranks: int = 1) -> dict[str, Any]:
     """Three steps, an evaluation and some text: what the engine says of them, in plain numbers."""
     gradients: dict[str, torch.Tensor] = {}
-    hook = engine.optimizers[0].register_step_pre_hook(lambda *_: gradients.update(engine.gradients()))
+    hook = engine.updater.optimizers[0].register_step_pre_hook(lambda *_: gradients.update(engine.gradients()))
     whole = count_whole_gradients(engine)
     results = []
     for number in range(3):
@@ -128,10 +128,10 @@ def train(case: Case, engine: NativeEngine, rank: int = 0, ranks: int = 1) -> di
     }
 
 
-def count_whole_gradients(engine: NativeEngine) -> list[int]:
+def count_whole_gradients(engine: Engine) -> list[int]:
     """FSDP: of how many parameters a rank has the whole gradient, after each backward from here on."""
     found: list[int] = []
-    if isinstance(engine, PipelineEngine) and engine.is_sharded:
+    if isinstance(engine.executor, PipelineExecutor) and engine.config.parallel.features.shards_parameters:
         units = [module for module in engine.module.modules() if isinstance(module, FSDPModule)]
         groups = [group for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups]
         backward = _Stage.backward_one_chunk
@@ -251,12 +251,12 @@ def refuse_all() -> list[str]:
             task = task_type(config)
             task.tokenizer = task.build_tokenizer()
             try:
-                engine = PipelineEngine(task, config, world, 10)
+                engine = unchecked_engine(task, config, world, 10)
                 engine.train_step([MicroBatch(random_batch(task, 2, seed=1), True)])
             except UserError as error:
                 refusals.append(str(error))
         with pytest.raises(UserError) as refusal:
-            engine.relay.outputs(lambda model: (model(PROMPTS), model(PROMPTS)), torch.zeros(2, 3, VOCABULARY))
+            engine.executor.relay.outputs(lambda model: (model(PROMPTS), model(PROMPTS)), torch.zeros(2, 3, VOCABULARY))
         refusals.append(str(refusal.value))
     return refusals
 
@@ -274,13 +274,13 @@ def change_shapes() -> list[bool]:
     case = Case("llama", {"pipeline": 2, "schedule": "interleaved"})
     with Distributed(RankInfo.from_environment(), CPU, timeout=60, dims=ParallelDims(pp=2)) as world:
         engine = case.build(world)
-        assert isinstance(engine, PipelineEngine)
+        assert isinstance(engine.executor, PipelineExecutor)
         gc.collect()
         gc.disable()
         old = []
         for rows in (1, 4, 9):
             engine.train_step([MicroBatch(random_batch(engine.task, rows, seed=rows), True)] * 2)
-            old += map(weakref.ref, engine.pipeline._stages)
+            old += map(weakref.ref, engine.executor.pipeline._stages)
         gc.enable()
         return [reference() is None for reference in old]
 

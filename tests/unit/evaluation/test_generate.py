@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from conftest import make_project
-from drawbar.engines.native import NativeEngine
+from drawbar.engines.engine import Engine
 from drawbar.errors import UserError
 from drawbar.evaluation.generate import Sampling, generate_text
 from drawbar.runtime.log import logger
@@ -19,22 +19,22 @@ GREEDY = Sampling(max_new_tokens=12, temperature=0)
 
 
 @pytest.fixture(scope="module", params=["llama", "gpt2"])
-def engine(request: pytest.FixtureRequest) -> NativeEngine:
+def engine(request: pytest.FixtureRequest) -> Engine:
     """Rotary and learned positions: both must not count the padding."""
     return tiny_engine(tiny_config(request.param))
 
 
-def texts(engine: NativeEngine, prompts: list[str], sampling: Sampling = GREEDY) -> list[str]:
+def texts(engine: Engine, prompts: list[str], sampling: Sampling = GREEDY) -> list[str]:
     return generate_text(engine, engine.task.tokenizer, prompts, sampling)
 
 
-def test_a_batch_goes_on_as_each_prompt_alone(engine: NativeEngine) -> None:
+def test_a_batch_goes_on_as_each_prompt_alone(engine: Engine) -> None:
     together = texts(engine, PROMPTS)
     assert together == [texts(engine, [prompt])[0] for prompt in PROMPTS]
     assert len(set(together)) > 1  # the prompts matter
 
 
-def test_greedy_is_the_likeliest_token_each_time(engine: NativeEngine) -> None:
+def test_greedy_is_the_likeliest_token_each_time(engine: Engine) -> None:
     """Against a loop without padding, batch or cache."""
     tokenizer = engine.task.tokenizer
     ids = list(tokenizer(PROMPTS[2])["input_ids"])
@@ -45,7 +45,7 @@ def test_greedy_is_the_likeliest_token_each_time(engine: NativeEngine) -> None:
     assert texts(engine, [PROMPTS[2]]) == [tokenizer.decode(ids[start:], skip_special_tokens=True)]
 
 
-def test_sampling_depends_on_the_seed_alone(engine: NativeEngine) -> None:
+def test_sampling_depends_on_the_seed_alone(engine: Engine) -> None:
     found = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
@@ -53,11 +53,11 @@ def test_sampling_depends_on_the_seed_alone(engine: NativeEngine) -> None:
     assert found[0] == found[1] != found[2]
 
 
-def test_one_choice_is_greedy(engine: NativeEngine) -> None:
+def test_one_choice_is_greedy(engine: Engine) -> None:
     assert texts(engine, PROMPTS, Sampling(max_new_tokens=12, temperature=2.0, top_k=1)) == texts(engine, PROMPTS)
 
 
-def test_beams_find_what_is_more_likely(engine: NativeEngine) -> None:
+def test_beams_find_what_is_more_likely(engine: Engine) -> None:
     found = {}
     for beams in (1, 8):
         options = Sampling(max_new_tokens=4, temperature=0, beams=beams).options()
@@ -70,22 +70,22 @@ def test_beams_find_what_is_more_likely(engine: NativeEngine) -> None:
 
 def test_a_model_without_generate() -> None:
     engine = tiny_engine(tiny_config())
-    engine.module = torch.nn.Linear(2, 2)
+    engine.executor.module = torch.nn.Linear(2, 2)
     with pytest.raises(UserError, match="Linear writes no text"):
         texts(engine, PROMPTS)
 
 
-def test_a_prompt_that_the_model_has_no_positions_for(engine: NativeEngine) -> None:
+def test_a_prompt_that_the_model_has_no_positions_for(engine: Engine) -> None:
     with pytest.raises(UserError, match=f"prompt 2 has {LENGTH + 1} tokens, and the model {LENGTH} positions") as wrong:
         texts(engine, ["a", "x" * (LENGTH + 1)])
     assert "--max-new-tokens 12" in str(wrong.value.remedy)
 
 
 def test_texts_end_with_the_models_positions(
-    engine: NativeEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logger, "propagate", True)
-    monkeypatch.setattr(engine.structure.generation_config, "eos_token_id", None)
+    monkeypatch.setattr(engine.module.generation_config, "eos_token_id", None)
     prompts, endless = ["a", "x" * LENGTH], Sampling(max_new_tokens=400, temperature=0)
     written = texts(engine, prompts, endless)
     assert f"the model has {LENGTH} positions" in caplog.text

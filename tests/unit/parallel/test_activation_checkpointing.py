@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
+from drawbar.config.parallel_dims import ParallelDims
 from drawbar.config.schema import EveryBlock, LoraSection, ParallelSection
 from drawbar.errors import UserError
 from drawbar.models.lora import add_adapters
@@ -22,7 +23,7 @@ from drawbar.parallel.fsdp import shard
 from drawbar.parallel.tensor import tensor_parallel
 from drawbar.runtime.dist import Distributed
 from drawbar.runtime.env import RankInfo
-from drawbar.runtime.mesh import ParallelDims, build_mesh
+from drawbar.runtime.mesh import build_mesh
 from harness import run_ranks
 
 CPU = torch.device("cpu")

@@ -14,6 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 
+from drawbar.config.parallel_dims import ParallelDims
 from drawbar.config.schema import OptimSection, ParallelSection, RunConfig
 from drawbar.data.loader import MicroBatch
 from drawbar.errors import UserError
@@ -21,7 +22,7 @@ from drawbar.parallel import context
 from drawbar.parallel.context import FAMILIES, ContextParallel, check_context
 from drawbar.runtime.dist import Distributed
 from drawbar.runtime.env import RankInfo
-from drawbar.runtime.mesh import ParallelDims, build_mesh
+from drawbar.runtime.mesh import build_mesh
 from drawbar.tasks.batch import Batch
 from harness import run_ranks
 from tiny import ARCHITECTURES, CPU, random_batch, tiny_config, tiny_engine, tiny_task
@@ -110,7 +111,7 @@ def one_step(config: RunConfig, world: Distributed) -> dict[str, Any]:
     """Loss, weight, gradients and norm of one step, and the loss of an evaluation after it."""
     engine = tiny_engine(config, world)
     gradients: dict[str, torch.Tensor] = {}
-    engine.optimizers[0].register_step_pre_hook(lambda *_: gradients.update(engine.gradients()))
+    engine.updater.optimizers[0].register_step_pre_hook(lambda *_: gradients.update(engine.gradients()))
     before = engine.module.config._attn_implementation
     result = engine.train_step(micro_batches(config, world.data.rank, world.data.size))
     evaluated = engine.eval_step(random_batch(engine.task, rows=2, seed=9))

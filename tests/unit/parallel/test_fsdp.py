@@ -9,11 +9,12 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForSeq2SeqLM, T5Config
 
+from drawbar.config.parallel_dims import ParallelDims
 from drawbar.config.schema import LoraSection, ParallelSection
 from drawbar.parallel.fsdp import generate_together, shard
 from drawbar.runtime.dist import Distributed
 from drawbar.runtime.env import RankInfo
-from drawbar.runtime.mesh import ParallelDims, build_mesh
+from drawbar.runtime.mesh import build_mesh
 from tiny import CPU, random_step, tiny_config, tiny_engine
 
 FSDP = ParallelSection(strategy="fsdp")

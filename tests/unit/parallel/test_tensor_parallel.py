@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from drawbar.config.parallel_dims import ParallelDims
 from drawbar.config.schema import ParallelSection
 from drawbar.data.packing import IGNORED_LABEL
 from drawbar.data.tokenizer import train_byte_bpe
@@ -27,7 +28,7 @@ from drawbar.parallel.tensor import Packed, check_degree, packed_parameters, ten
 from drawbar.parallel.weights import broadcast_shards, full_tensor, materialize, named_tensors
 from drawbar.runtime.dist import Distributed
 from drawbar.runtime.env import RankInfo
-from drawbar.runtime.mesh import ParallelDims, build_mesh
+from drawbar.runtime.mesh import build_mesh
 from drawbar.runtime.safetensors_reader import parameters_on_meta
 from harness import run_ranks
 

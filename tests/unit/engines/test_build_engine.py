@@ -5,22 +5,20 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from drawbar.config.parallel_dims import ParallelDims
 from drawbar.config.schema import ParallelSection
-from drawbar.engines.choose import choose_engine
-from drawbar.engines.native import NativeEngine
+from drawbar.engines.build import build_engine
 from drawbar.errors import UserError
 from drawbar.runtime.dist import Distributed
 from drawbar.runtime.env import RankInfo
-from drawbar.runtime.mesh import ParallelDims
 from tiny import CPU, tiny_config, tiny_task
 
 
 @pytest.mark.parametrize("strategy", ["auto", "single", "ddp", "zero1"])
 def test_one_process_trains_the_bare_model(strategy: str) -> None:
     config = tiny_config(parallel=ParallelSection(strategy=strategy))
-    engine = choose_engine(tiny_task(config), config, Distributed(RankInfo(), CPU, timeout=60), total_steps=1)
-    assert isinstance(engine, NativeEngine)
-    assert not isinstance(engine.model, DistributedDataParallel)
+    engine = build_engine(tiny_task(config), config, Distributed(RankInfo(), CPU, timeout=60), total_steps=1)
+    assert not isinstance(engine.executor.trained.module, DistributedDataParallel)
 
 
 def test_single_refuses_two_processes() -> None:
@@ -29,13 +27,13 @@ def test_single_refuses_two_processes() -> None:
         RankInfo(rank=0, world_size=2, local_rank=0, local_world_size=2), torch.device("cpu"), timeout=60
     )
     with pytest.raises(UserError, match=r"2 processes[\s\S]*parallel.strategy=ddp"):
-        choose_engine(tiny_task(config), config, world, total_steps=1)
+        build_engine(tiny_task(config), config, world, total_steps=1)
 
 
 def test_what_cannot_run_here_is_refused() -> None:
     config = tiny_config(parallel=ParallelSection(strategy="dp"))
     with pytest.raises(UserError, match=r"dp[\s\S]*several CUDA devices"):
-        choose_engine(tiny_task(config), config, Distributed(RankInfo(), CPU, timeout=60), total_steps=1)
+        build_engine(tiny_task(config), config, Distributed(RankInfo(), CPU, timeout=60), total_steps=1)
 
 
 def test_one_process_can_be_sharded() -> None:
@@ -43,6 +41,6 @@ def test_one_process_can_be_sharded() -> None:
     config = tiny_config(parallel=ParallelSection(strategy="fsdp"))
     dims = ParallelDims.of(config.parallel, 1)
     with Distributed(RankInfo(), CPU, 60, dims) as world:
-        engine = choose_engine(tiny_task(config), config, world, total_steps=1)
-        assert isinstance(engine.model, FSDPModule)
+        engine = build_engine(tiny_task(config), config, world, total_steps=1)
+        assert isinstance(engine.executor.trained.module, FSDPModule)
     assert not torch.distributed.is_initialized()

@@ -1,0 +1,71 @@
+"""Where each rank stands on the device mesh: pipeline × replicate × shard × context × tensor.
+
+Ranks that talk most are neighbours: tensor-parallel ranks are numbered next to one another, pipeline stages furthest
+apart. All but the tensor, context and pipeline axes are data parallel: they read different rows.
+"""
+
+import math
+from dataclasses import astuple, dataclass
+
+from drawbar.config.schema import ParallelSection
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+
+@dataclass(frozen=True)
+class ParallelDims:
+    """How many ranks there are along each axis of the mesh."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @staticmethod
+    def of(parallel: ParallelSection, world_size: int) -> "ParallelDims":
+        """The degrees of ``world_size`` ranks; ``config.rules.check_world`` refuses what does not divide."""
+        data = world_size // parallel.model_ranks
+        replicate = parallel.replicate if parallel.features.shards_parameters else data
+        return ParallelDims(parallel.pipeline, replicate, data // replicate, parallel.context, parallel.tensor)
+
+    @property
+    def size(self) -> int:
+        """Ranks in all."""
+        return math.prod(astuple(self))
+
+    @property
+    def dp_size(self) -> int:
+        """Data-parallel ranks: how many parts a global batch is divided into."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def model_size(self) -> int:
+        """Ranks that hold one model together, beside data-parallel shards."""
+        return self.pp * self.cp * self.tp
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Axis → where this rank stands along it."""
+        found = {}
+        for axis in reversed(AXES):
+            rank, found[axis] = divmod(rank, getattr(self, axis))
+        return found
+
+    def dp_rank(self, rank: int) -> int:
+        """Which part of a global batch this rank reads; the same for all ranks that hold parts of one model."""
+        at = self.coordinates(rank)
+        return at["dp_replicate"] * self.dp_shard + at["dp_shard"]
+
+    def seed_rank(self, rank: int) -> int:
+        """What a rank's random numbers depend on. Tensor-parallel ranks draw the same: some activations stand on all
+        of them, and dropout must leave them equal."""
+        return rank // self.tp
+
+    def is_dp_leader(self, rank: int) -> bool:
+        """Whether this is the data-parallel leader: tp rank 0, cp rank 0, last pipeline stage. It has the loss."""
+        at = self.coordinates(rank)
+        return at["tp"] == 0 and at["cp"] == 0 and at["pp"] == self.pp - 1
+
+    def is_stage_leader(self, rank: int) -> bool:
+        """Whether this is the first of the ranks that hold the same pipeline stage."""
+        return all(number == 0 for axis, number in self.coordinates(rank).items() if axis != "pp")

@@ -1,0 +1,90 @@
+"""``Strategy``: what the program must know of a value of ``parallel.strategy``, without torch.
+
+Code asks for a feature (``strategy.shards_parameters``), never for a name. To add a strategy is to write a function
+that builds the parts of its engine (see ``drawbar.engines.parts``), and a ``Strategy`` that names it: registered here,
+in another package as an entry point of the group ``drawbar.strategies``, or nowhere, where a run names it as
+``package.module:name``.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from drawbar.config.imports import cause, import_user_module
+from drawbar.errors import UserError
+from drawbar.util.registry import Registry
+
+AUTO = "auto"
+"""The strategy is chosen when the run starts, by the model's size and the memory of the ranks."""
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How parameters, gradients and optimizer state are laid out over the data-parallel ranks."""
+
+    name: str
+    builder: str | Callable[..., Any]
+    """``build(task, config, world)``, which returns the engine's parts, or where it is (``package.module:function``):
+    only ranks import it."""
+    one_process: bool = False
+    """It runs in one process."""
+    many_devices: bool = False
+    """That process computes on several devices, in threads."""
+    shards_parameters: bool = False
+    """Each data-parallel rank holds a shard of every parameter."""
+    combines: bool = False
+    """It goes with tensor, pipeline and context parallelism."""
+    offloads: bool = False
+    """Its state can lie in host memory."""
+    is_deepspeed: bool = False
+    """DeepSpeed's engine is the backend, and not torch alone."""
+
+    def build(self, *args: Any) -> Any:
+        """The parts of an engine: see ``drawbar.engines.parts.EngineParts``."""
+        if not isinstance(self.builder, str):
+            return self.builder(*args)
+        module, _, function = self.builder.partition(":")
+        return getattr(import_module(module), function)(*args)
+
+
+STRATEGIES = Registry[Strategy]("strategy", "drawbar.strategies")
+
+
+_NATIVE = "drawbar.engines.native"
+_UNDECIDED = Strategy(AUTO, "")
+BUILT_IN = (
+    Strategy("single", f"{_NATIVE}:build_single", one_process=True),
+    Strategy("dp", f"{_NATIVE}:build_dp", one_process=True, many_devices=True),
+    Strategy("ddp", f"{_NATIVE}:build_ddp", combines=True),
+    Strategy("zero1", f"{_NATIVE}:build_zero1"),
+    Strategy("fsdp", f"{_NATIVE}:build_fsdp", shards_parameters=True, combines=True, offloads=True),
+    Strategy("deepspeed", "drawbar.engines.deepspeed:build", combines=True, offloads=True, is_deepspeed=True),
+)
+for _strategy in BUILT_IN:
+    STRATEGIES.register(_strategy.name)(_strategy)
+
+
+def find_strategy(name: str) -> Strategy:
+    """The strategy of a name, or of ``package.module:name``. ``auto`` has no features: it is chosen later.
+
+    Raises:
+        UserError: there is none.
+    """
+    if name == AUTO:
+        return _UNDECIDED
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        return STRATEGIES.get(name, "parallel.strategy")
+    try:
+        found = getattr(import_user_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise _no_strategy(f"there is no strategy {name!r}: {cause(error)}") from error
+    if not isinstance(found, Strategy):
+        raise _no_strategy(f"{name} is no drawbar.Strategy")
+    return found
+
+
+def _no_strategy(what: str) -> UserError:
+    names = ", ".join(STRATEGIES.names())
+    return UserError(what, where="parallel.strategy", remedy=f"give {names}, or your own as package.module:name")

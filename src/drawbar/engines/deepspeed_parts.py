@@ -1,0 +1,156 @@
+"""What DeepSpeed's engine does as parts of ours: the update, and access to its state."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from drawbar.checkpoint.save import host_copies
+from drawbar.config.schema import RunConfig
+from drawbar.engines.local_model import LocalModel
+from drawbar.engines.parts import Update
+from drawbar.engines.state_access import Keeps
+from drawbar.models.lora import saved_tensors
+from drawbar.optim.schedules import set_learning_rate
+from drawbar.parallel.deepspeed_state import STEP, Masters, cut, gathered, is_cut
+from drawbar.runtime.dist import Distributed
+
+
+class DeepSpeedUpdater:
+    """DeepSpeed reduces, clips and updates; it scales the loss by itself.
+
+    Args:
+        masters: of its engine.
+        precision: of the run.
+    """
+
+    loss_scale = 1.0
+
+    def __init__(self, masters: Masters, precision: str) -> None:
+        self.masters = masters
+        self.backend = masters.engine
+        self.precision = precision
+
+    def step(self, lr: float, before_update: Callable[[], None]) -> Update:
+        set_learning_rate([self.backend.optimizer], lr)
+        grad_norm = self._norm_of_stage_0()
+        before_update()
+        self.backend.step()
+        skipped = not self.backend.was_step_applied()
+        if grad_norm is None:
+            found = math.inf if skipped else self.backend.get_global_grad_norm()
+            grad_norm = torch.as_tensor(found, dtype=torch.float32)
+        return Update(grad_norm, skipped)
+
+    def _norm_of_stage_0(self) -> torch.Tensor | None:
+        """In fp32 DeepSpeed clips without saying what the norm was."""
+        if self.masters.wrapper is not self.masters.optimizer:
+            return None
+        from deepspeed.runtime.utils import clip_grad_norm_
+
+        parameters = self.backend.module.parameters()
+        norm = clip_grad_norm_(parameters, max_norm=float("inf"), mpu=self.backend.mpu)
+        return torch.as_tensor(norm, dtype=torch.float32)
+
+    def scaler_state(self) -> dict[str, float]:
+        if self.precision != "fp16":
+            return {}
+        scaler = self.backend.optimizer.loss_scaler
+        # as LossScaler.state_dict: DeepSpeed counts the steps since the last overflow from its own beginning
+        quiet = scaler.cur_iter - scaler.last_overflow_iter - 1
+        return {"scale": scaler.cur_scale, "_growth_tracker": quiet}
+
+    def load_scaler_state(self, state: dict[str, float]) -> None:
+        if self.precision == "fp16" and state:
+            scaler = self.backend.optimizer.loss_scaler
+            scaler.cur_scale = state["scale"]
+            scaler.cur_iter, scaler.last_overflow_iter = int(state["_growth_tracker"]), -1
+
+    def close(self) -> None:
+        self.backend.destroy()
+
+
+class DeepSpeedState:
+    """The fp32 weights and the optimizer's state of a DeepSpeed engine, as full tensors by name."""
+
+    def __init__(
+        self, local: LocalModel, masters: Masters, config: RunConfig, world: Distributed, keeps: Keeps
+    ) -> None:
+        self.module = local.module
+        self.masters = masters
+        self.config = config
+        self.world = world
+        self.keeps = keeps
+
+    def model(self, writers: Sequence[int]) -> dict[str, torch.Tensor]:
+        return host_copies(saved_tensors(self.module, self.config), self.keeps(writers), self._full)
+
+    def optimizer(self, writers: Sequence[int]) -> dict[str, torch.Tensor]:
+        copies = {}
+        for parameter, name in self._trained():
+            for key in self.masters.keys:
+                tensor = self.masters.state(parameter, key)
+                tensor = tensor if key == STEP else gathered(parameter, tensor)
+                if self.keeps(writers):
+                    copies[f"{name}/{key}"] = tensor.to("cpu", copy=True)
+        return copies
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        found = {}
+        for parameter, name in self._trained():
+            gradient = self.masters.gradient(parameter)
+            if gradient is not None:
+                full = gathered(parameter, gradient.float())
+                if self.keeps((0,)):
+                    found[name] = full.to("cpu", copy=True) / self._loss_scale()
+        return found
+
+    def load_model(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.set_weights(saved_tensors(self.module, self.config), tensors)
+
+    def load_optimizer(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        keys = {name.rpartition("/")[2] for name in tensors}
+        if keys:
+            steps = (name for name in tensors if name.endswith(f"/{STEP}"))
+            step = tensors[name] if (name := next(steps, None)) else torch.zeros(())
+            self.masters.prepare(keys, step)
+        for parameter, name in self._trained():
+            for key in keys:
+                if f"{name}/{key}" in tensors:
+                    tensor = tensors[f"{name}/{key}"]
+                    self.masters.set_state(parameter, key, tensor if key == STEP else cut(parameter, tensor))
+
+    @torch.no_grad()
+    def set_weights(self, live: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Set tensors of the module, ``live``, to those of the same names; all ranks have them in the same order."""
+        seen: set[int] = set()
+        for name, tensor in live.items():
+            if not isinstance(tensor, nn.Parameter):
+                tensor.copy_(tensors[name])
+            elif id(tensor) not in seen:
+                seen.add(id(tensor))
+                self.masters.set_weight(tensor, cut(tensor, tensors[name]))
+
+    def replicated(self) -> dict[str, nn.Parameter]:
+        # what is cut is another on each rank, and stage 3 holds pieces
+        return {
+            name: parameter
+            for name, parameter in self.module.named_parameters()
+            if not is_cut(parameter) and not hasattr(parameter, "ds_id")
+        }
+
+    def replicated_gradients(self) -> dict[str, torch.Tensor]:
+        return {}  # what is in .grad may be one rank's alone
+
+    def _full(self, _: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A parameter's fp32 weight, or a buffer, as one process has it."""
+        if not isinstance(tensor, nn.Parameter):
+            return tensor.detach()
+        return gathered(tensor, self.masters.weight(tensor))
+
+    def _trained(self) -> Iterator[tuple[nn.Parameter, str]]:
+        return ((parameter, name) for name, parameter in self.module.named_parameters() if parameter.requires_grad)
+
+    def _loss_scale(self) -> float:
+        return float(getattr(self.masters.engine.optimizer, "cur_scale", 1.0))

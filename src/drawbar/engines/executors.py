@@ -1,0 +1,221 @@
+"""Ways to take micro-batches through a model: the model of one rank, whole or in shards, and a pipeline of stages."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from drawbar.data.loader import MicroBatch
+from drawbar.parallel.context import ContextParallel
+from drawbar.parallel.fsdp import free_gathered
+from drawbar.parallel.pipeline_inference import PipelineInference
+from drawbar.parallel.pipeline_schedule import Inputs, Loss
+from drawbar.parallel.precision import autocast
+from drawbar.parallel.styles import sharded_logits
+from drawbar.runtime.dist import Distributed
+from drawbar.tasks.batch import Batch
+from drawbar.tasks.task import Task
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """What micro-batches go through in training: a model, or what replicates it."""
+
+    module: nn.Module
+    loss: Callable[[Batch], torch.Tensor]
+    """The sum of a batch's loss (0-d)."""
+    synchronizing: Callable[[bool], AbstractContextManager[None]] = lambda last: nullcontext()
+    """Around forward and backward of one micro-batch; it is told whether that is the last one of the step, in which
+    gradients travel between replicas."""
+    backward: Callable[[torch.Tensor], None] = torch.Tensor.backward
+
+
+class ModelExecutor:
+    """Micro-batches one after another through the model of this rank.
+
+    Args:
+        module: what this rank has of the model, for evaluation.
+        trained: the same for training.
+        context: where ranks share a sequence.
+        shards_logits: whether the loss takes logits whose vocabulary is sharded over the tensor-parallel ranks.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        module: nn.Module,
+        trained: TrainedModel,
+        world: Distributed,
+        precision: str,
+        context: ContextParallel | None = None,
+        shards_logits: bool = False,
+    ) -> None:
+        self.task = task
+        self.module = module
+        self.trained = trained
+        self.device = world.device
+        self.precision = precision
+        self.context = context
+        self.shards_logits = shards_logits
+
+    def forward_backward(self, micro_batches: list[MicroBatch[Batch]], scale: float) -> torch.Tensor:
+        self.trained.module.train()
+        loss_sum = torch.zeros((), device=self.device)
+        for index, micro in enumerate(micro_batches):
+            last = index == len(micro_batches) - 1
+            batch = micro.batch.to(self.device)
+            with (
+                self.trained.synchronizing(last),
+                maybe_sharded_logits(self.shards_logits),
+                sequence_shard(self.context, batch) as shard,
+            ):
+                with autocast(self.precision, self.device):
+                    loss = self.trained.loss(shard)
+                loss = without_fillers(loss, micro)
+                self.trained.backward(loss * scale)
+            loss_sum += loss.detach()
+        return loss_sum if self.context is None else self.context.sum(loss_sum)
+
+    def evaluate(self, batch: Batch) -> tuple[float, list[Any] | None]:
+        with self.inference() as model:
+            with sequence_shard(self.context, batch) as shard:
+                loss = task_loss(self.task, self.context, model, shard)
+            predictions = self.task.predict(model, batch) if self.task.predicts else None
+        if self.context is not None:
+            loss = self.context.sum(loss)
+        return float(loss), predictions
+
+    @contextmanager
+    def inference(self) -> Iterator[nn.Module]:
+        with evaluating(self.module, self.precision, self.device):
+            yield self.module
+
+
+class Schedule(Protocol):
+    """Training steps of a pipeline: torch's or DeepSpeed's."""
+
+    def fitting(self, count: int) -> int:
+        """The next number of micro-batches that the schedule can work with."""
+
+    def run(self, inputs: Sequence[Inputs], loss: Loss) -> None:
+        """Forward and backward of all micro-batches; gradients add up in the parameters."""
+
+
+class PipelineExecutor:
+    """Micro-batches through the stages of a pipeline. All ranks of it get the same batches, and call everything equally
+    often; the last stage has the loss.
+
+    Args:
+        stages: those of this rank.
+        trained: them, or what trains them.
+        pipeline: the steps of training.
+        relay: evaluation and generation, through the stages in turn.
+        shards_logits: as for ``ModelExecutor``.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        stages: nn.Module,
+        trained: nn.Module,
+        pipeline: Schedule,
+        relay: PipelineInference,
+        world: Distributed,
+        precision: str,
+        shards_logits: bool,
+    ) -> None:
+        self.task = task
+        self.stages = stages
+        self.trained = trained
+        self.pipeline = pipeline
+        self.relay = relay
+        self.device = world.device
+        self.precision = precision
+        self.shards_logits = shards_logits
+
+    def forward_backward(self, micro_batches: list[MicroBatch[Batch]], scale: float) -> torch.Tensor:
+        self.trained.train()
+        fewest = min(micro_batches, key=lambda micro: next(iter(micro.batch.values())).numel())
+        missing = self.pipeline.fitting(len(micro_batches)) - len(micro_batches)
+        micro_batches = micro_batches + [MicroBatch(fewest.batch, counts=False)] * missing
+        batches = [micro.batch.to(self.device) for micro in micro_batches]
+        forwards = [self._forward(batch) for batch in batches]
+        loss_sum = torch.zeros((), device=self.device)
+
+        def compute_loss(logits: torch.Tensor, index: int) -> torch.Tensor:
+            loss = scalar(self.task.loss(self.relay.outputs(forwards[index], logits), batches[index]))
+            loss = without_fillers(loss, micro_batches[index])
+            loss_sum.add_(loss.detach())
+            return loss * scale
+
+        inputs = [self.relay.inputs(forward) for forward in forwards]
+        with maybe_sharded_logits(self.shards_logits):
+            self.pipeline.run(inputs, compute_loss)
+        return loss_sum
+
+    def evaluate(self, batch: Batch) -> tuple[float, list[Any] | None]:
+        forward = self._forward(batch)
+        with self._evaluating():
+            logits = self.relay.logits(self.relay.inputs(forward))
+            loss = 0.0 if logits is None else float(self.task.loss(self.relay.outputs(forward, logits), batch))
+            predictions = None
+            if self.task.predicts:
+                with self.relay.same_chance():
+                    predictions = self.task.predict(self.relay.model, batch)
+        return loss, predictions
+
+    @contextmanager
+    def inference(self) -> Iterator[nn.Module]:
+        with self._evaluating(), self.relay.same_chance():
+            yield self.relay.model
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        self.relay.model.eval()
+        with evaluating(self.stages, self.precision, self.device):
+            yield
+
+    def _forward(self, batch: Batch) -> Callable[[nn.Module], Any]:
+        return lambda model: self.task.forward(model, batch)
+
+
+def task_loss(task: Task, context: ContextParallel | None, model: nn.Module, batch: Batch) -> torch.Tensor:
+    """The sum of a batch's loss (0-d), by the task's ``forward`` and ``loss``."""
+    outputs = task.forward(model, batch)
+    return scalar(task.loss(outputs if context is None else context.align(outputs), batch))
+
+
+def scalar(loss: torch.Tensor) -> torch.Tensor:
+    """The loss of a task as a tensor without dimensions; as it is, where it is none with one element."""
+    return loss.reshape(()) if isinstance(loss, torch.Tensor) and loss.numel() == 1 else loss
+
+
+def without_fillers(loss: torch.Tensor, micro: MicroBatch[Batch]) -> torch.Tensor:
+    """The loss; zero for a filler, which keeps this rank in step with the others, and adds nothing."""
+    return loss if micro.counts else loss * 0
+
+
+def maybe_sharded_logits(shards_logits: bool) -> AbstractContextManager[None]:
+    """Around forward and backward: the logits of tensor-parallel ranks stay sharded, where the loss takes them so."""
+    return sharded_logits() if shards_logits else nullcontext()
+
+
+@contextmanager
+def sequence_shard(context: ContextParallel | None, batch: Batch) -> Iterator[Batch]:
+    """What this rank computes of a batch. Forward and backward belong inside."""
+    if context is None:
+        yield batch
+    else:
+        with context.cut(batch) as shard:
+            yield type(batch)(shard, batch.ids)
+
+
+@contextmanager
+def evaluating(module: nn.Module, precision: str, device: torch.device) -> Iterator[None]:
+    """Around forwards without gradients, in evaluation mode."""
+    module.eval()
+    with torch.no_grad(), free_gathered(module), autocast(precision, device):
+        yield

@@ -1,0 +1,129 @@
+"""``LocalModel``: what one rank holds of a task's model, all of it, shards, or stages; and how that is built."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+
+from drawbar.config.parallel_dims import ParallelDims
+from drawbar.config.schema import RunConfig
+from drawbar.models.huggingface import weights_without_file
+from drawbar.models.lora import Base, add_adapters, add_adapters_to_base
+from drawbar.models.packed import allow_packing
+from drawbar.models.plans import plan_for
+from drawbar.parallel.apply import parallelize
+from drawbar.parallel.tensor import Packed, packed_parameters
+from drawbar.parallel.weights import broadcast_shards, load_shard, materialize, named_tensors
+from drawbar.runtime.dist import Distributed
+from drawbar.runtime.log import logger
+from drawbar.runtime.mesh import buffer_replicas
+from drawbar.tasks.task import Task
+
+WeightSource: TypeAlias = Mapping[str, torch.Tensor] | nn.Module | None
+"""Where first weights come from: files; or a whole model, which rank 0 has, and the others have not."""
+
+
+@dataclass(frozen=True)
+class LocalModel:
+    """What one rank holds of a model."""
+
+    module: nn.Module
+    """All of it, shards (DTensor), or its stages."""
+    meta_model: nn.Module
+    """All parameters of the whole model, if not their values: ``module``, where that has them."""
+    base: Base | None
+    """What is below the adapters of the run; None of a run without adapters."""
+    fused: dict[str, Packed] = field(default_factory=dict)
+    """Parameters that are stored in another order than in the whole model."""
+    replicas: list[dist.ProcessGroup] = field(default_factory=list)
+    """Of ranks that have the same buffers, one group for each axis of the mesh."""
+
+
+def with_adapters(structure: nn.Module, config: RunConfig, base: Base | None) -> nn.Module:
+    """A model without its weights, with the adapters of the run, where it has any.
+
+    Args:
+        base: what the whole model was found to be.
+    """
+    return structure if config.lora is None or base is None else add_adapters(structure, config.lora, base.new)
+
+
+def _build_adapted(task: Task, config: RunConfig) -> tuple[nn.Module, Base | None]:
+    """The whole model, with the adapters of the run, where it has any, and what there is to know below them."""
+    model = task.build_model()
+    if config.lora is None:
+        return model, None
+    return model, add_adapters_to_base(model, config.lora, weights_without_file(model))
+
+
+def pack(model: nn.Module, task: Task, config: RunConfig) -> None:
+    """Let the model take packed rows, where the data are packed."""
+    if config.data.batching == "packed" and isinstance(model, PreTrainedModel):
+        allow_packing(model, per_sample=task.targets == "sample")
+
+
+def build_whole(task: Task, config: RunConfig, world: Distributed, device: torch.device) -> LocalModel:
+    """All of the model, on every rank. It is made on the CPU, so that it starts from the same random numbers on every
+    device."""
+    with world.together("building the model"):
+        model, base = _build_adapted(task, config)
+        pack(model, task, config)
+        parallelize(model, plan_for(model), config.parallel, ParallelDims(), None, config.precision)
+        model = model.to(device)
+    base = world.from_first(lambda: base, "building the model")  # its weights are those of all
+    return LocalModel(model, model, base, replicas=[dist.group.WORLD] if world.size > 1 else [])
+
+
+def build_shards(task: Task, config: RunConfig, world: Distributed, mesh: DeviceMesh) -> LocalModel:
+    """The shards of the model that this rank holds.
+
+    Where the task can say in which files the weights are, each rank reads its own; else rank 0 builds the whole model,
+    and the others get their shards from it.
+    """
+    model, source, base = build_meta(task, config, world)
+    pack(model, task, config)
+    parallelize(model, plan_for(model), config.parallel, world.dims, mesh, config.precision)
+    fused = packed_parameters(model)
+    materialize(model, torch.device("cpu") if config.parallel.offload else world.device, world.device)
+    load_first_weights(model, source, fused, world)
+    return LocalModel(model, model, base, fused, buffer_replicas(mesh))
+
+
+def load_first_weights(
+    module: nn.Module,
+    source: WeightSource,
+    packed: Mapping[str, Packed],
+    world: Distributed,
+) -> None:
+    """Set the first weights of what this rank holds of a model, from where ``build_meta`` says."""
+    if isinstance(source, Mapping):
+        with world.together("reading the weights"):
+            for name, parameter in module.named_parameters():
+                load_shard(parameter, source, name, packed.get(name))
+    else:
+        broadcast_shards(named_tensors(module), source, packed, world.device)
+
+
+def build_meta(task: Task, config: RunConfig, world: Distributed) -> tuple[nn.Module, WeightSource, Base | None]:
+    """The model without its parameters; where they come from: files, or the whole model, which rank 0 has; and what is
+    below its adapters."""
+    files = None
+    if config.lora is None:
+        with world.working("finding the weights"):
+            structure = task.build_structure()
+            files = task.stored_weights(structure)
+        if world.sum(files is not None) == world.size:
+            return structure, files, None
+    # first the whole model: it must start from the same random numbers as that of one process
+    with world.together("building the model"):
+        source, base = _build_adapted(task, config) if world.first else (None, None)
+    base = world.from_first(lambda: base, "building the model")
+    with world.together("building the model"):
+        structure = with_adapters(task.build_structure(), config, base)
+    logger.info("weights: rank 0 builds the model, and sends each process its part")
+    return structure, source, base

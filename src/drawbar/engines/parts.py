@@ -1,0 +1,99 @@
+"""What an engine is put together from: three parts, each of which knows one thing about a strategy.
+
+None of them inherits code from another: what two of them share is a function. A strategy's builder chooses them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from drawbar.data.loader import MicroBatch
+from drawbar.engines.local_model import LocalModel
+from drawbar.tasks.batch import Batch
+
+
+class Executor(Protocol):
+    """Forward and backward of micro-batches, through what this rank has of the model."""
+
+    def forward_backward(self, micro_batches: list[MicroBatch[Batch]], scale: float) -> torch.Tensor:
+        """Accumulate the gradients of ``scale`` times the loss of every micro-batch, averaged over the data-parallel
+        ranks; return the sum of this rank's losses, without the scale (0-d)."""
+
+    def evaluate(self, batch: Batch) -> tuple[float, list[Any] | None]:
+        """The loss of a batch on the device, and the task's predictions where it makes any; no gradients."""
+
+    def inference(self) -> AbstractContextManager[Any]:
+        """A model that looks whole, for forwards without gradients while the context is open."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """What an update did."""
+
+    grad_norm: torch.Tensor
+    """Global gradient norm before clipping (0-d)."""
+    skipped: bool
+    """Whether fp16 overflowed, and the update was left out on every rank."""
+
+
+class Updater(Protocol):
+    """Gradient norm, clipping and the optimizer's step."""
+
+    @property
+    def loss_scale(self) -> float:
+        """What the executor multiplies the loss by, so that fp16 gradients stay in range."""
+
+    def step(self, lr: float, before_update: Callable[[], None]) -> Update:
+        """Clip once, update, and clear the gradients.
+
+        Args:
+            before_update: called when the gradients are complete, and neither clipped nor used.
+        """
+
+    def scaler_state(self) -> dict[str, float]:
+        """The loss scale, and the steps since it last changed; nothing without fp16."""
+
+    def load_scaler_state(self, state: dict[str, float]) -> None:
+        """Put back what ``scaler_state`` returned, under any strategy."""
+
+    def close(self) -> None:
+        """Free what it holds."""
+
+
+class StateAccess(Protocol):
+    """Tensors by their names in the whole model, out of this rank's shards and into them. Every rank calls each."""
+
+    def model(self, writers: Sequence[int]) -> dict[str, torch.Tensor]:
+        """Full weights in host memory on the ranks ``writers``; nothing on others."""
+
+    def optimizer(self, writers: Sequence[int]) -> dict[str, torch.Tensor]:
+        """The same of the optimizer's state: ``{"<parameter>/<key>": tensor}``."""
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Full gradients, unscaled, in host memory on rank 0; between backward and update."""
+
+    def load_model(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Set this rank's shards; the names and shapes have been checked."""
+
+    def load_optimizer(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """The same of the optimizer's state."""
+
+    def replicated(self) -> dict[str, nn.Parameter]:
+        """This rank's parameters, by name, that other ranks with the same shard must hold bit by bit."""
+
+    def replicated_gradients(self) -> dict[str, torch.Tensor]:
+        """The same of their gradients, between backward and update."""
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """What a strategy's builder returns."""
+
+    model: LocalModel
+    executor: Executor
+    updater: Updater
+    state: StateAccess

@@ -1,0 +1,93 @@
+"""From a task to the pipeline stages of this rank, for torch's pipeline and DeepSpeed's alike."""
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+
+from drawbar.config.schema import RunConfig
+from drawbar.engines.local_model import LocalModel, WeightSource, build_meta, load_first_weights
+from drawbar.errors import UserError
+from drawbar.models.lora import Base
+from drawbar.models.plans import plan_for
+from drawbar.parallel.pipeline_inference import PipelineInference
+from drawbar.parallel.stages import LocalStages, cut_stage, is_tied, split_layers
+from drawbar.parallel.tensor import Packed
+from drawbar.runtime.dist import Distributed
+from drawbar.runtime.log import logger
+from drawbar.runtime.mesh import build_mesh
+from drawbar.runtime.plan import ModelParallelPlan, PipelinePlan
+from drawbar.tasks.task import Task
+
+
+@dataclass(frozen=True)
+class EmptyStages:
+    """The stages of this rank, without weights yet."""
+
+    parts: list[nn.Module]
+    """In order: stage ``i``, and with interleaving ``i + P`` as well, on rank ``i`` of P."""
+    meta_model: PreTrainedModel
+    """What they were cut from."""
+    plan: ModelParallelPlan
+    mesh: DeviceMesh
+    source: WeightSource
+    base: Base | None
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks that hold the model's stages, in their order."""
+        return self.mesh["pp"].get_group()
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.meta_model.config.get_text_config().hidden_size)
+
+    def relay(self, world: Distributed) -> PipelineInference:
+        """Evaluation and generation through the stages; made before anything else gets hold of them."""
+        vocabulary = self.meta_model.config.get_text_config().vocab_size
+        return PipelineInference(self.parts, self.group, world.device, self.hidden_size, vocabulary)
+
+    def load(self, fused: dict[str, Packed], world: Distributed) -> tuple[LocalModel, nn.Parameter | None]:
+        """The stages with their first weights, and the copy that the first and the last have of a tied weight."""
+        assert self.plan.pipeline is not None, "it was cut by it"
+        module = LocalStages(self.parts, self.meta_model, self.plan.pipeline)
+        load_first_weights(module, self.source, fused, world)
+        tied = f"{self.plan.pipeline.embedding}.weight" if is_tied(self.meta_model, self.plan.pipeline) else ""
+        local = LocalModel(module, self.meta_model, self.base, fused)
+        return local, dict(module.named_parameters()).get(tied)
+
+
+def build_stages(task: Task, config: RunConfig, world: Distributed) -> EmptyStages:
+    """Divide the task's model into stages; every rank calls it.
+
+    Raises:
+        UserError: the model cannot be divided, or not into so many, or nothing is trained in one of them.
+    """
+    meta_model, source, base = build_meta(task, config, world)
+    plan = plan_for(meta_model)
+    if plan.pipeline is None:
+        raise UserError(plan.refusal, where="parallel.pipeline", remedy="set parallel.pipeline=1")
+    assert isinstance(meta_model, PreTrainedModel), "only these have a plan"
+    mesh = build_mesh(world.dims, world.device)
+    parts = _cut(meta_model, plan.pipeline, config, world, mesh["pp"].get_local_rank())
+    return EmptyStages(parts, meta_model, plan, mesh, source, base)
+
+
+def _cut(
+    meta_model: nn.Module, plan: PipelinePlan, config: RunConfig, world: Distributed, rank: int
+) -> list[nn.Module]:
+    parallel, ranks = config.parallel, world.dims.pp
+    stages = ranks * (2 if parallel.schedule == "interleaved" else 1)
+    layers = split_layers(meta_model, plan, stages, parallel.cuts)
+    logger.info("pipeline: stages of %s blocks", ", ".join(map(str, layers)))
+    parts = [cut_stage(meta_model, plan, layers, stage) for stage in range(rank, stages, ranks)]
+    idle = sum(not any(parameter.requires_grad for parameter in part.parameters()) for part in parts)
+    if world.sum(idle):
+        raise UserError(
+            f"the stages have {', '.join(map(str, layers))} blocks, and in one of them nothing is trained",
+            where="parallel.pipeline",
+            remedy="set parallel.pipeline=1 or other parallel.cuts, or train more modules",
+        )
+    return parts

@@ -1,0 +1,73 @@
+"""A strategy of somebody else's, as a stranger writes one: DDP whose gradients travel in fp16. One file, one name."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from conftest import make_project
+from drawbar.config.strategies import find_strategy
+from drawbar.errors import UserError
+from harness import run_cli, run_ranks
+from runs import fit_in, largest_difference, losses
+
+STRATEGY = '''\
+"""DistributedDataParallel with torch's fp16 compression hook."""
+
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+from drawbar.config.strategies import Strategy
+from drawbar.engines.native import replicas
+
+
+def build(task, config, world):
+    parts = replicas(task, config, world)
+    if world.size > 1:
+        parts.executor.trained.module.register_comm_hook(None, fp16_compress_hook)
+    return parts
+
+
+compressed = Strategy("compressed", build)
+'''
+ENTRY_POINT = "[drawbar.strategies]\ncompressed = compression:compressed\n"
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    make_project(tmp_path)
+    (tmp_path / "compression.py").write_text(STRATEGY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path
+    sys.modules.pop("compression", None)
+
+
+def train_both(folder: str) -> None:
+    sys.path.insert(0, folder)
+    for name in ("ddp", "compression:compressed"):
+        fit_in(Path(folder), "train.steps=3", f"parallel.strategy={name}", f"run.name={name.partition(':')[0]}")
+
+
+def test_it_trains(project: Path) -> None:
+    run_ranks(train_both, 2, str(project))
+    plain, compressed = (losses(project / "runs" / name) for name in ("ddp", "compression"))
+    assert plain != compressed
+    assert largest_difference(plain, compressed) < 1e-2
+
+
+def test_an_installed_package_brings_one_by_an_entry_point(project: Path) -> None:
+    folder = project / "compression-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: compression\nVersion: 1.0\n")
+    (folder / "entry_points.txt").write_text(ENTRY_POINT)
+    assert find_strategy("compressed").name == "compressed"
+
+
+def test_an_unknown_one_is_refused_with_what_there_is(project: Path) -> None:
+    refused = run_cli("train", "config.yaml", "parallel.strategy=fspd", cwd=project)
+    assert refused.code == 2
+    assert "did you mean fsdp?" in refused.err
+    refused = run_cli("train", "config.yaml", "parallel.strategy=compression:copressed", cwd=project)
+    assert refused.code == 2
+    assert "there is no strategy 'compression:copressed'" in refused.err
+    with pytest.raises(UserError, match="is no drawbar"):
+        find_strategy("compression:build")
