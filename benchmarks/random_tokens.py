@@ -22,7 +22,7 @@ class RandomTokens(drawbar.Task):
         logits, targets = outputs.logits[:, :-1], batch["input_ids"][:, 1:]
         return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
 
-    def weight(self, batch):
+    def num_targets(self, batch):
         return batch["input_ids"][:, 1:].numel()
 
 

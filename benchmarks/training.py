@@ -77,7 +77,7 @@ def measure(device: str, precision: str, rows: int, micro_batches: int, pairs: i
         for ids in (torch.randint(4096, (rows, 256), generator=generator) for _ in range(micro_batches))
     ]
     by_hand = make_step_by_hand(task, precision, world.device, batches)
-    micros = [MicroBatch(batch, counts=True) for batch in batches]
+    micros = [MicroBatch(batch) for batch in batches]
     ours, theirs = [], []
     for pair in range(pairs + 2):  # the first two pairs warm up
         first = timed(lambda: engine.train_step(micros), world.device)

@@ -109,7 +109,7 @@ def random_batch(task: CausalLM, rows: int, seed: int) -> Batch:
 
 def random_step(engine: Engine, seed: int, micro_batches: int = 2, rows: int = 2) -> list[MicroBatch[Batch]]:
     """What ``train_step`` takes; every rank may give another seed."""
-    return [MicroBatch(random_batch(engine.task, rows, 1000 * seed + i), True) for i in range(micro_batches)]
+    return [MicroBatch(random_batch(engine.task, rows, 1000 * seed + i)) for i in range(micro_batches)]
 
 
 def vector(engine: Engine) -> torch.Tensor:

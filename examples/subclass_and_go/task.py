@@ -64,7 +64,7 @@ class Sentiment(drawbar.Task):
         words = self.tokenizer(record["sentence"])["input_ids"][: self.data.sequence_length]
         if not words:
             return None  # dropped, and counted
-        return {"input_ids": words, "labels": int(record["label"])} if self.labelled else {"input_ids": words}
+        return {"input_ids": words, "labels": int(record["label"])} if self.has_labels else {"input_ids": words}
 
     def augment(self, sample, train, rng):
         if not train:
@@ -75,7 +75,7 @@ class Sentiment(drawbar.Task):
     def collate(self, samples):
         words = [torch.as_tensor(sample["input_ids"]).long() for sample in samples]
         tensors = {"words": pad_sequence(words, batch_first=True, padding_value=PAD)}
-        if self.labelled:
+        if self.has_labels:
             tensors["labels"] = torch.tensor([int(sample["labels"]) for sample in samples])
         return drawbar.Batch(tensors, ids=[number for sample in samples for number in sample["ids"]])
 

@@ -281,8 +281,8 @@ class SmallUnits(Numbers):
     def loss(self, outputs: Any, batch: Batch) -> torch.Tensor:
         return super().loss(outputs, batch) / 100
 
-    def weight(self, batch: Batch) -> float:
-        return super().weight(batch) / 100
+    def num_targets(self, batch: Batch) -> float:
+        return super().num_targets(batch) / 100
 
 
 def test_the_scale_of_the_weights_does_not_matter() -> None:
@@ -295,7 +295,7 @@ def test_the_scale_of_the_weights_does_not_matter() -> None:
         samples = encode_records(case.records, lambda record: task.encode(record, True), describe=str)
         batches = [task.collate([samples[number] for number in documents]) for documents in global_batches(case)]
         before = vector(engine).numpy()
-        results = [engine.train_step([MicroBatch(batch, True)]) for batch in batches]
+        results = [engine.train_step([MicroBatch(batch)]) for batch in batches]
         losses, norms = [float(result.loss) for result in results], [float(result.grad_norm) for result in results]
         check(case, Update(losses, norms, before, vector(engine).numpy()))
 

@@ -25,8 +25,8 @@ class Spare(drawbar.CausalLM):
     def build_model(self) -> nn.Module:
         return self.with_spares(super().build_model())
 
-    def build_structure(self) -> nn.Module:
-        return self.with_spares(super().build_structure())
+    def build_meta_model(self) -> nn.Module:
+        return self.with_spares(super().build_meta_model())
 
     def stored_weights(self, structure: nn.Module) -> None:
         return None
@@ -107,8 +107,8 @@ class ExpertBlocks(drawbar.CausalLM):
     def build_model(self) -> nn.Module:
         return self.with_choice(super().build_model())
 
-    def build_structure(self) -> nn.Module:
-        return self.with_choice(super().build_structure())
+    def build_meta_model(self) -> nn.Module:
+        return self.with_choice(super().build_meta_model())
 
     def stored_weights(self, structure: nn.Module) -> None:
         return None

@@ -30,7 +30,7 @@ class Slow(drawbar.CausalLM):
 
     scored = 0
 
-    def find_facts(self) -> dict[str, Any]:
+    def find_dataset_metadata(self) -> dict[str, Any]:
         time.sleep(SLOW)
         return {}
 

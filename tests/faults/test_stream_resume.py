@@ -36,9 +36,9 @@ class Ledger(drawbar.CausalLM):
     def encode(self, record, train):
         return [{**sample, "number": record["number"]} for sample in super().encode(record, train)]
 
-    def weight(self, batch):  # in training it is asked once for every micro-batch that counts, before its forward
+    def num_targets(self, batch):  # in training it is asked once for every micro-batch that counts, before its forward
         self.counted = batch["number"].tolist()
-        return super().weight(batch)
+        return super().num_targets(batch)
 
     def forward(self, model, batch):
         if model.training:

@@ -14,7 +14,7 @@ from drawbar.errors import UserError
 
 Batch = TypeVar("Batch")
 Collate = Callable[[list[Sample]], Batch]
-Vary = Callable[[Sample, int], Sample]
+Augment = Callable[[Sample, int], Sample]
 """(sample, epoch) → the sample as this epoch sees it."""
 
 
@@ -28,7 +28,7 @@ class Rows(Protocol):
     @property
     def lengths(self) -> NDArray[np.int64]: ...
     def __len__(self) -> int: ...
-    def row(self, index: int, vary: Callable[[Sample], Sample]) -> Sample: ...
+    def row(self, index: int, augment: Callable[[Sample], Sample]) -> Sample: ...
 
 
 class SampleRows:
@@ -44,8 +44,8 @@ class SampleRows:
     def __len__(self) -> int:
         return len(self.samples)
 
-    def row(self, index: int, vary: Callable[[Sample], Sample]) -> Sample:
-        return vary(self.samples[index])
+    def row(self, index: int, augment: Callable[[Sample], Sample]) -> Sample:
+        return augment(self.samples[index])
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ class MicroBatch(Generic[Batch]):
     """One forward on one rank."""
 
     batch: Batch
-    counts: bool
-    """False for a filler: a rank without rows runs it, so that all ranks run equally often; its loss is left out."""
+    is_filler: bool = False
+    """A rank without rows runs it, so that all ranks run equally often; its loss is left out."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class TrainLoader(Loader[Batch]):
         micro_batch: most that one forward takes.
         rank, world_size: this process's place among the data-parallel ranks.
         collate: rows → batch.
-        vary: see ``Vary``; by default a sample is the same in every epoch.
+        augment: see ``Augment``; by default a sample is the same in every epoch.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class TrainLoader(Loader[Batch]):
         rank: int,
         world_size: int,
         collate: Collate[Batch],
-        vary: Vary = lambda sample, epoch: sample,
+        augment: Augment = lambda sample, epoch: sample,
     ) -> None:
         self.rows = rows
         self.sampler = sampler
@@ -177,7 +177,7 @@ class TrainLoader(Loader[Batch]):
         self.rank = rank
         self.world_size = world_size
         self.collate = collate
-        self.vary = vary
+        self.augment = augment
         self.steps_per_epoch = -(-sampler.size // global_batch)
         self.position = DataState(epoch=0, consumed=0, fingerprint=rows.fingerprint)
 
@@ -200,7 +200,7 @@ class TrainLoader(Loader[Batch]):
             dealt = self._deal(rows)
             yield (
                 step,
-                [MicroBatch(self._collate(chosen, epoch), counts) for chosen, counts in dealt],
+                [MicroBatch(self._collate(chosen, epoch), is_filler) for chosen, is_filler in dealt],
             )
 
     def _take(self) -> NDArray[np.int64]:
@@ -216,7 +216,7 @@ class TrainLoader(Loader[Batch]):
         return self.sampler.rows(epoch, np.arange(start, stop))
 
     def _deal(self, rows: NDArray[np.int64]) -> list[tuple[NDArray[np.int64], bool]]:
-        """This rank's share of the rows as (rows, counts) for each micro-batch: equally many on every rank.
+        """This rank's share of the rows as (rows, is_filler) for each micro-batch: equally many on every rank.
 
         Collective operations run once a micro-batch, so a rank that ran fewer would leave the others waiting. Where a
         rank has no rows left, a filler of one row stands in.
@@ -226,10 +226,10 @@ class TrainLoader(Loader[Batch]):
             share = rows[rank * len(rows) // self.world_size : (rank + 1) * len(rows) // self.world_size]
             cuts.append(self.micro_batch.cut(share, self.rows.lengths))
         fillers = max(map(len, cuts)) - len(cuts[self.rank])
-        return [(chosen, True) for chosen in cuts[self.rank]] + [(rows[:1], False)] * fillers
+        return [(chosen, False) for chosen in cuts[self.rank]] + [(rows[:1], True)] * fillers
 
     def _collate(self, chosen: NDArray[np.int64], epoch: int) -> Batch:
-        return self.collate([self.rows.row(row, lambda sample: self.vary(sample, epoch)) for row in chosen.tolist()])
+        return self.collate([self.rows.row(row, lambda sample: self.augment(sample, epoch)) for row in chosen.tolist()])
 
 
 class EvalLoader(Generic[Batch]):
@@ -247,20 +247,20 @@ class EvalLoader(Generic[Batch]):
         rank: int,
         world_size: int,
         collate: Collate[Batch],
-        vary: Vary = lambda sample, epoch: sample,
+        augment: Augment = lambda sample, epoch: sample,
     ) -> None:
         self.rows = rows
         self.collate = collate
-        self.vary = vary
+        self.augment = augment
         batches = micro_batch.cut(np.arange(len(rows)), rows.lengths)
         mine = batches[rank::world_size]
         fillers = -(-len(batches) // world_size) - len(mine)
-        self._dealt = [(chosen, True) for chosen in mine] + [(batches[-1][:1], False)] * fillers
+        self._dealt = [(chosen, False) for chosen in mine] + [(batches[-1][:1], True)] * fillers
 
     def __len__(self) -> int:
         return len(self._dealt)
 
     def __iter__(self) -> Iterator[MicroBatch[Batch]]:
-        for chosen, counts in self._dealt:
-            rows = [self.rows.row(row, lambda sample: self.vary(sample, 0)) for row in chosen.tolist()]
-            yield MicroBatch(self.collate(rows), counts)
+        for chosen, is_filler in self._dealt:
+            rows = [self.rows.row(row, lambda sample: self.augment(sample, 0)) for row in chosen.tolist()]
+            yield MicroBatch(self.collate(rows), is_filler)

@@ -41,9 +41,9 @@ class PackedRows:
     def __len__(self) -> int:
         return len(self.plan)
 
-    def row(self, index: int, vary: Callable[[Sample], Sample]) -> Sample:
-        """The joined samples of one row, each as ``vary`` makes it."""
-        return self._layout.join([vary(self.samples[sample]) for sample in self.plan[index].tolist()])
+    def row(self, index: int, augment: Callable[[Sample], Sample]) -> Sample:
+        """The joined samples of one row, each as ``augment`` makes it."""
+        return self._layout.join([augment(self.samples[sample]) for sample in self.plan[index].tolist()])
 
 
 def packed_lengths(samples: EncodedDataset, targets: Targets) -> NDArray[np.int64]:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drawbar.data.dataset import Sample
-from drawbar.data.loader import Batch, Collate, Loader, MicroBatch, MicroBatchSize, Rows, Vary, check_fingerprint
+from drawbar.data.loader import Augment, Batch, Collate, Loader, MicroBatch, MicroBatchSize, Rows, check_fingerprint
 from drawbar.data.order import order
 from drawbar.data.sources import Located
 from drawbar.errors import UserError
@@ -97,7 +97,7 @@ class StreamLoader(Loader[Batch]):
         encode: a lane's records of one block → its rows, or None where they give none. Called in a thread, ahead of
             training.
         ranks: those that share the stream.
-        micro_batch, collate, vary: as for ``TrainLoader``.
+        micro_batch, collate, augment: as for ``TrainLoader``.
 
     """
 
@@ -112,14 +112,14 @@ class StreamLoader(Loader[Batch]):
         ranks: DataParallelGroup,
         micro_batch: MicroBatchSize,
         collate: Collate[Batch],
-        vary: Vary = lambda sample, epoch: sample,
+        augment: Augment = lambda sample, epoch: sample,
     ) -> None:
         assert settings.lanes % ranks.size == 0, "check_world refuses it"
         self.settings = settings
         self.ranks = ranks
         self.micro_batch = micro_batch
         self.collate = collate
-        self.vary = vary
+        self.augment = augment
         self._weights = [stream.weight for stream in streams]
         readers = [_Reader if stream.weight is None else _EndlessReader for stream in streams]
         self._readers = [make(stream, ranks) for make, stream in zip(readers, streams, strict=True)]
@@ -205,7 +205,7 @@ class StreamLoader(Loader[Batch]):
 
         def renumber(sample: Sample) -> Sample:
             number = start + sample["id"]
-            return self.vary({**sample, "id": number, "ids": [number]}, block.start.epoch)
+            return self.augment({**sample, "id": number, "ids": [number]}, block.start.epoch)
 
         rows = block.lanes[lane]
         return rows.row(row, renumber), int(rows.lengths[row])
@@ -214,20 +214,20 @@ class StreamLoader(Loader[Batch]):
         """The rows as micro-batches: equally many on every rank, with fillers where this one has fewer."""
         lengths = np.array([length for _, length in rows], dtype=np.int64)
         batches = [
-            MicroBatch(self.collate([rows[index][0] for index in chosen.tolist()]), True)
+            MicroBatch(self.collate([rows[index][0] for index in chosen.tolist()]))
             for chosen in self.micro_batch.cut(np.arange(len(rows)), lengths)
         ]
         fillers = self.ranks.largest(len(batches)) - len(batches)
         self.tokens = int(self.ranks.sum(lengths.sum()))
         if fillers:
             filler = rows[0][0] if rows else self._any_row()
-            batches += [MicroBatch(self.collate([filler]), False) for _ in range(fillers)]
+            batches += [MicroBatch(self.collate([filler]), is_filler=True) for _ in range(fillers)]
         return batches
 
     def _any_row(self) -> Sample:
         """A row for a rank that has none in a step: the same in every process, as dropout draws for fillers, too."""
         if self._filler is None:
-            self._filler = self._any_rows().row(0, lambda sample: self.vary(sample, 0))
+            self._filler = self._any_rows().row(0, lambda sample: self.augment(sample, 0))
         return self._filler
 
     def _any_rows(self) -> Rows:

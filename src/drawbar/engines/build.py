@@ -75,7 +75,7 @@ def _choose_strategy(task: Task, config: RunConfig, world: Distributed) -> tuple
         return "ddp", f"{world.size} processes"  # to find the size of a user's own model is to build it
     model_ranks = world.dims.tp * world.dims.pp  # those that share a sequence have copies
     with world.working("finding the size of the model"):
-        parameters = sum(parameter.numel() for parameter in task.build_structure().parameters())
+        parameters = sum(parameter.numel() for parameter in task.build_meta_model().parameters())
     needed, room = parameters * BYTES_PER_PARAMETER / model_ranks, _memory_of_a_rank(world)
     fits = world.data.sum(needed <= SHARE_FOR_STATE * room) == world.data.size
     amounts = f"the model's state takes {needed / 2**30:.1f} GiB, and a rank has {room / 2**30:.1f} GiB"

@@ -67,7 +67,7 @@ def _one_model(task: Task, config: RunConfig, world: Distributed) -> EngineParts
     stage = zero_stage(config)
     local, source = _partitioned(task, config, world) if stage == 3 else _replicated(task, config, world)
     # after the model, whose first weights must be those of any other strategy
-    meta_model = with_adapters(task.build_structure(), config, local.base)
+    meta_model = with_adapters(task.build_meta_model(), config, local.base)
     optimizer = _optimizer(local.module, config)
     values = _json(config, world)
     backend = start(local.module, optimizer, values, world.device, in_pieces=stage == 3)

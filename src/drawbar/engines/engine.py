@@ -1,7 +1,7 @@
 """One optimizer step under any strategy: the seam between the loop and what spreads a model over ranks.
 
 The trainer hands over micro-batches and gets a :class:`StepResult`; it never names a strategy. The engine owns the loss
-contract: gradients are those of ``sum(loss) / sum(weight)`` over the global batch.
+contract: gradients are those of ``sum(loss) / sum(num_targets)`` over the global batch.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -79,16 +79,18 @@ class Engine:
     def train_step(self, micro_batches: list[MicroBatch[Batch]]) -> StepResult:
         """Forward, backward, reduce, clip and update for one global batch, of which this is the rank's share."""
         lr = self.config.optim.lr * learning_rate_scale(self.step, self.total_steps, self.config.optim)
-        # the weight of the whole global batch is known before the first backward, so nothing is rescaled after it
-        weight = self.world.data.sum(sum(self.task.weight(micro.batch) for micro in micro_batches if micro.counts))
-        divisor = weight or 1.0  # a batch without units has no loss and no gradient
+        # the targets of the whole global batch are counted before the first backward, so nothing is rescaled after it
+        num_targets = self.world.data.sum(
+            sum(self.task.num_targets(micro.batch) for micro in micro_batches if not micro.is_filler)
+        )
+        divisor = num_targets or 1.0  # a batch without targets has no loss and no gradient
         # executors average over the ranks that see different tokens, the contract wants the sum
         scale = self.updater.loss_scale * self.world.data.size * self.world.dims.cp / divisor
         loss_sum = self.executor.forward_backward(micro_batches, scale)
         update = self.updater.step(lr, self._before_update)
         self.step += 1
         loss = self.world.data.sum_tensor(loss_sum) / divisor
-        return StepResult(loss=loss, grad_norm=update.grad_norm, weight=weight, lr=lr, skipped=update.skipped)
+        return StepResult(loss=loss, grad_norm=update.grad_norm, num_targets=num_targets, lr=lr, skipped=update.skipped)
 
     def share_buffers(self) -> None:
         """Make the buffers that training changes the same on all ranks, before they evaluate. Every rank calls it."""
@@ -96,9 +98,9 @@ class Engine:
 
     def eval_step(self, batch: Batch) -> EvalResult:
         """Loss and predictions of this rank's batch, without gradients. All ranks call it equally often."""
-        weight = self.task.weight(batch)
+        num_targets = self.task.num_targets(batch)
         loss, predictions = self.executor.evaluate(batch.to(self.world.device))
-        return EvalResult(loss=loss, weight=weight, predictions=predictions)
+        return EvalResult(loss=loss, num_targets=num_targets, predictions=predictions)
 
     def predict_step(self, batch: Batch, ask: Ask) -> list[Any]:
         """What ``ask`` (``task.predict``, say) answers to this rank's batch alone: its records need no labels."""

@@ -86,7 +86,7 @@ class ModelExecutor:
             predictions = self.task.predict(model, batch) if self.task.predicts else None
         if self.context is not None:
             loss = self.context.sum(loss)
-        return float(loss), predictions
+        return as_float(loss), predictions
 
     @contextmanager
     def inference(self) -> Iterator[nn.Module]:
@@ -140,7 +140,7 @@ class PipelineExecutor:
         self.trained.train()
         fewest = min(micro_batches, key=lambda micro: next(iter(micro.batch.values())).numel())
         missing = self.pipeline.fitting(len(micro_batches)) - len(micro_batches)
-        micro_batches = micro_batches + [MicroBatch(fewest.batch, counts=False)] * missing
+        micro_batches = micro_batches + [MicroBatch(fewest.batch, is_filler=True)] * missing
         batches = [micro.batch.to(self.device) for micro in micro_batches]
         forwards = [self._forward(batch) for batch in batches]
         loss_sum = torch.zeros((), device=self.device)
@@ -160,7 +160,7 @@ class PipelineExecutor:
         forward = self._forward(batch)
         with self._evaluating():
             logits = self.relay.logits(self.relay.inputs(forward))
-            loss = 0.0 if logits is None else float(self.task.loss(self.relay.outputs(forward, logits), batch))
+            loss = 0.0 if logits is None else as_float(self.task.loss(self.relay.outputs(forward, logits), batch))
             predictions = None
             if self.task.predicts:
                 with self.relay.same_chance():
@@ -193,9 +193,21 @@ def scalar(loss: torch.Tensor) -> torch.Tensor:
     return loss.reshape(()) if isinstance(loss, torch.Tensor) and loss.numel() == 1 else loss
 
 
+class NoNumber(TypeError):
+    """A task's loss is no tensor with one element."""
+
+
+def as_float(loss: torch.Tensor) -> float:
+    """The loss as a plain number. Raises NoNumber."""
+    try:
+        return float(loss)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise NoNumber(str(error)) from error
+
+
 def without_fillers(loss: torch.Tensor, micro: MicroBatch[Batch]) -> torch.Tensor:
     """The loss; zero for a filler, which keeps this rank in step with the others, and adds nothing."""
-    return loss if micro.counts else loss * 0
+    return loss if not micro.is_filler else loss * 0
 
 
 def maybe_sharded_logits(shards_logits: bool) -> AbstractContextManager[None]:

@@ -115,7 +115,7 @@ def build_meta(task: Task, config: RunConfig, world: Distributed) -> tuple[nn.Mo
     files = None
     if config.lora is None:
         with world.working("finding the weights"):
-            structure = task.build_structure()
+            structure = task.build_meta_model()
             files = task.stored_weights(structure)
         if world.sum(files is not None) == world.size:
             return structure, files, None
@@ -124,6 +124,6 @@ def build_meta(task: Task, config: RunConfig, world: Distributed) -> tuple[nn.Mo
         source, base = _build_adapted(task, config) if world.first else (None, None)
     base = world.from_first(lambda: base, "building the model")
     with world.together("building the model"):
-        structure = with_adapters(task.build_structure(), config, base)
+        structure = with_adapters(task.build_meta_model(), config, base)
     logger.info("weights: rank 0 builds the model, and sends each process its part")
     return structure, source, base

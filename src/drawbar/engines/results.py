@@ -12,11 +12,11 @@ class StepResult:
     """What one optimizer step did, the same on every rank. Tensors stay on the device until somebody reads them."""
 
     loss: torch.Tensor
-    """Mean loss over the units of the global batch, before the update (0-d)."""
+    """Mean loss over the targets of the global batch, before the update (0-d)."""
     grad_norm: torch.Tensor
     """Global gradient norm before clipping (0-d)."""
-    weight: float
-    """Units (target tokens, or examples) in the global batch."""
+    num_targets: float
+    """Targets (tokens, examples or decisions) in the global batch."""
     lr: float
     """Learning rate of the update."""
     skipped: bool
@@ -28,9 +28,9 @@ class EvalResult:
     """This rank's share of an evaluation."""
 
     loss: float
-    """Sum of the loss over the batch's units."""
-    weight: float
-    """How many units that is."""
+    """Sum of the loss over the batch's targets."""
+    num_targets: float
+    """How many targets that is."""
     predictions: list[Any] | None
     """One a sample, in the order of the batch's ids; None for a task without ``predict``."""
 

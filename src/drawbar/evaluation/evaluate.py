@@ -11,7 +11,7 @@ from typing import Any, Self
 import numpy as np
 
 from drawbar.data.dataset import EncodedDataset
-from drawbar.data.loader import EvalLoader, MicroBatchSize, SampleRows, Vary
+from drawbar.data.loader import Augment, EvalLoader, MicroBatchSize, SampleRows
 from drawbar.engines.engine import Engine
 from drawbar.engines.results import EvalResult
 from drawbar.errors import ExitCode, UserError, nearest
@@ -73,7 +73,7 @@ def evaluate(
     split: Split,
     world: Distributed,
     micro_batch: MicroBatchSize,
-    vary: Vary,
+    augment: Augment,
     progress: Callable[[int, int], None] = lambda done, total: None,
     stop_wanted: Callable[[], bool] = lambda: False,
 ) -> Evaluation | None:
@@ -81,7 +81,7 @@ def evaluate(
 
     Args:
         micro_batch: most that one forward takes.
-        vary: see ``drawbar.data.loader.Vary``.
+        augment: see ``drawbar.data.loader.Augment``.
         progress: called with (batches done, batches in all) of this rank.
         stop_wanted: whether this rank was told to stop; asked after each batch.
 
@@ -95,14 +95,14 @@ def evaluate(
     """
     world.barrier("evaluating")  # a rank that still does something else is not waited for in a collective
     engine.share_buffers()
-    loader = _loader(task, split, world, micro_batch, vary)
+    loader = _loader(task, split, world, micro_batch, augment)
     batches, share = iter(loader), _Share()
     for done in range(1, len(loader) + 1):
         failure = None
         try:
             micro = next(batches)
             result = engine.eval_step(micro.batch)
-            if micro.counts:
+            if not micro.is_filler:
                 share.add(result, _with_ids(task, micro.batch.ids, result.predictions))
         except Exception as error:  # noqa: BLE001 - every rank raises it, below
             failure = error
@@ -118,12 +118,12 @@ class _Share:
     """What one rank has found out."""
 
     loss: float = 0.0
-    weight: float = 0.0
+    num_targets: float = 0.0
     predictions: list[tuple[int, Any]] = field(default_factory=list)
 
     def add(self, result: EvalResult, predictions: list[tuple[int, Any]]) -> None:
         self.loss += result.loss
-        self.weight += result.weight
+        self.num_targets += result.num_targets
         self.predictions += predictions
 
 
@@ -152,14 +152,14 @@ def _agree_to_go_on(failure: Exception | None, stop: bool, world: Distributed) -
 
 def _score(task: Task, split: Split, share: _Share, world: Distributed) -> Evaluation:
     """The scores of what all ranks have found out."""
-    loss, weight = world.data.sum(share.loss), world.data.sum(share.weight)
+    loss, num_targets = world.data.sum(share.loss), world.data.sum(share.num_targets)
     gathered = world.data.gather(share.predictions)
     records: list[dict[str, Any]] = []
 
     def score() -> dict[str, float] | EvaluationFailed:
         try:
             records.extend(_merge(task, split, [pair for part in gathered or [] for pair in part]))
-            scores = _scores(task, split, loss, weight, records)
+            scores = _scores(task, split, loss, num_targets, records)
             return {name: float(value) for name, value in scores.items()}
         except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer
             return EvaluationFailed.of(error, world)
@@ -170,7 +170,9 @@ def _score(task: Task, split: Split, share: _Share, world: Distributed) -> Evalu
     return Evaluation(scores, records)
 
 
-def _loader(task: Task, split: Split, world: Distributed, micro_batch: MicroBatchSize, vary: Vary) -> EvalLoader[Batch]:
+def _loader(
+    task: Task, split: Split, world: Distributed, micro_batch: MicroBatchSize, augment: Augment
+) -> EvalLoader[Batch]:
     """This rank's batches."""
     return EvalLoader(
         SampleRows(split.samples),
@@ -178,7 +180,7 @@ def _loader(task: Task, split: Split, world: Distributed, micro_batch: MicroBatc
         rank=world.data.rank,
         world_size=world.data.size,
         collate=task.collate,
-        vary=vary,
+        augment=augment,
     )
 
 
@@ -186,14 +188,16 @@ def _standing(what: str, split: Split, done: int, total: int) -> str:
     return f"{what} {split.name}: {done} of {total} batches done"
 
 
-def _scores(task: Task, split: Split, loss: float, weight: float, records: list[dict[str, Any]]) -> dict[str, float]:
-    if weight == 0:
+def _scores(
+    task: Task, split: Split, loss: float, num_targets: float, records: list[dict[str, Any]]
+) -> dict[str, float]:
+    if num_targets == 0:
         raise UserError(
             f"the {split.name} data has nothing to compute a loss over",
             where=f"data.{split.name}",
             remedy="check that its samples have labels",
         )
-    return joined(task, task.loss_scores(loss, weight, records), task.score(records))
+    return joined(task, task.loss_scores(loss, num_targets, records), task.score(records))
 
 
 def joined(task: Task, of_loss: dict[str, float], own: dict[str, float]) -> dict[str, float]:
@@ -218,17 +222,17 @@ def predict(
     split: Split,
     world: Distributed,
     micro_batch: MicroBatchSize,
-    vary: Vary,
+    augment: Augment,
     ask: Ask,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[int, Any]:
     """The answers to ``ask`` by number of record, on rank 0. No labels are needed. Other args as for ``evaluate``."""
     world.barrier("predicting")  # as in evaluate()
     predictions: list[tuple[int, Any]] = []
-    loader = _loader(task, split, world, micro_batch, vary)
+    loader = _loader(task, split, world, micro_batch, augment)
     for done, micro in enumerate(loader, start=1):
         found = _with_ids(task, micro.batch.ids, engine.predict_step(micro.batch, ask))
-        predictions += found if micro.counts else []
+        predictions += found if not micro.is_filler else []
         world.note(_standing("predicting", split, done, len(loader)))
         progress(done, len(loader))
     gathered = world.data.gather(predictions)

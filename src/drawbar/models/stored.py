@@ -26,7 +26,7 @@ _SPECIAL = ("quantization_config", "transformers_weights")
 """Fields of a config by which its weights are in other files, or must be computed from what is stored."""
 
 
-def build_structure(name: str, head: Head = "causal_lm", **fields: Any) -> nn.Module:
+def build_meta_model(name: str, head: Head = "causal_lm", **fields: Any) -> nn.Module:
     """The model of ``load_pretrained`` without its weights: parameters are on the meta device, buffers are real.
 
     Args:
@@ -64,7 +64,7 @@ def stored_tensors(name: str, model: nn.Module) -> TensorFiles | None:
 
     Args:
         name: a folder or a hub name.
-        model: as ``build_structure`` returns it.
+        model: as ``build_meta_model`` returns it.
 
     Raises:
         UserError: the model does not exist, has no safetensors, or one that is cut short.

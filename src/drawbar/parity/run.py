@@ -94,7 +94,7 @@ def run_process(subject: Subject, request: ParityRequest, folder: ResultsDir, te
     """What each process does: the reference, and then every case that ``folder`` has no result of.
 
     Args:
-        subject: without the tokenizer and the facts of its task.
+        subject: without the tokenizer and the dataset's metadata of its task.
         folder: rank 0 keeps the reference and the results there.
 
     Raises:
@@ -112,8 +112,10 @@ def run_process(subject: Subject, request: ParityRequest, folder: ResultsDir, te
             tell(f"one process, fp32: {subject.steps if request.precision == 'fp32' else 1} steps")
             folder.keep_reference(make_reference(subject, device, request.precision, console))
         expected = folder.reference()
-    tokenizer, facts, done = _meet(place, device, lambda: (subject.tokenizer, subject.facts, folder.names()))
-    subject = replace(subject, tokenizer=tokenizer, facts=facts)
+    tokenizer, metadata, done = _meet(
+        place, device, lambda: (subject.tokenizer, subject.dataset_metadata, folder.names())
+    )
+    subject = replace(subject, tokenizer=tokenizer, dataset_metadata=metadata)
     for case in request.cases:
         if case.name in done:
             continue

@@ -49,17 +49,17 @@ class Subject:
     drops: bool = False
     """Whether dropout stays on."""
     tokenizer: Any = None
-    facts: dict[str, Any] = field(default_factory=dict)
+    dataset_metadata: dict[str, Any] = field(default_factory=dict)
 
     def with_task(self) -> "Subject":
-        """With the tokenizer and the facts, made in this process alone."""
+        """With the tokenizer and the dataset's metadata, made in this process alone."""
         alone = Distributed(RankInfo(), _HOST, self.config.launch.timeout)
         task = build_task(self.task_type, self.config, alone, self.config.run_dir)
-        return replace(self, tokenizer=task.tokenizer, facts=task.facts)
+        return replace(self, tokenizer=task.tokenizer, dataset_metadata=task.dataset_metadata)
 
     def task(self, config: RunConfig) -> Task:
         task = self.task_type(config)
-        task.tokenizer, task.facts = self.tokenizer, self.facts
+        task.tokenizer, task.dataset_metadata = self.tokenizer, self.dataset_metadata
         return task
 
     def loader(self, config: RunConfig, world: Distributed, console: Console | None = None) -> Loader[Batch]:
@@ -100,7 +100,7 @@ class Subject:
 
         # attributes of this task, not a class of its own: encoded data and strategies depend on the class
         vars(task)["build_model"] = changed(task.build_model)
-        vars(task)["build_structure"] = changed(task.build_structure)
+        vars(task)["build_meta_model"] = changed(task.build_meta_model)
 
 
 def _fewer_layers(task: PretrainedTask, layers: int) -> dict[str, Any]:

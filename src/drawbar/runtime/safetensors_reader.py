@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 Index = tuple[slice, ...]
 """One slice for each dim, in steps of 1."""
 
-_DTYPES: dict[str, torch.dtype] = {
+STORED_DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -155,7 +155,7 @@ def read_header(file: int, path: Path) -> tuple[dict[str, Any], int]:
 
 
 def _located(entry: dict[str, Any], file: int, path: Path, begin: int) -> _Stored:
-    dtype = _DTYPES.get(entry["dtype"])
+    dtype = STORED_DTYPES.get(entry["dtype"])
     if dtype is None:
         raise ValueError(f"{path} has a tensor of the unknown type {entry['dtype']}")
     return _Stored(file, path, begin + entry["data_offsets"][0], tuple(entry["shape"]), dtype)

@@ -122,7 +122,7 @@ class CausalLM(PretrainedTask):
         tokens, labels = self._chat(record) if chats else self._completion(record)
         limit = self.data.sequence_length
         # the prompt alone fills it; and what goes on from half a prompt is no answer
-        lost = all(label == IGNORED_LABEL for label in labels[1:limit]) if self.labelled else len(tokens) > limit
+        lost = all(label == IGNORED_LABEL for label in labels[1:limit]) if self.has_labels else len(tokens) > limit
         if lost:
             return None
         cut = {"truncated": True} if len(tokens) > limit else {}
@@ -130,7 +130,7 @@ class CausalLM(PretrainedTask):
 
     def _chat(self, record: dict[str, Any]) -> tuple[list[int], list[int]]:
         messages = self._messages(record)
-        if self.labelled:
+        if self.has_labels:
             return self.chat_format.encode(messages, self.config.answers)
         tokens = chat_prompt(self.tokenizer, messages)
         return tokens, [IGNORED_LABEL] * len(tokens)
@@ -144,7 +144,7 @@ class CausalLM(PretrainedTask):
         prompt = [*before, *self._tokens(require(record, config.prompt_column, "task.prompt_column"))]
         prompt = prompt or begin_tokens(self.tokenizer)  # what is generated goes on from some token
         completion = []
-        if self.labelled:
+        if self.has_labels:
             completion = self._tokens(require(record, config.completion_column, "task.completion_column"))
             completion = [*completion, *after, *self._end]
         return prompt + completion, [IGNORED_LABEL] * len(prompt) + completion
@@ -189,7 +189,7 @@ class CausalLM(PretrainedTask):
         logits_BLV, labels_BL = outputs.logits[:, :-1], batch["labels"][:, 1:]
         return cross_entropy_sum(logits_BLV.flatten(0, 1), labels_BL.flatten(), IGNORED_LABEL)
 
-    def weight(self, batch: Batch) -> float:
+    def num_targets(self, batch: Batch) -> float:
         return int((batch["labels"][:, 1:] != IGNORED_LABEL).sum())
 
     @property
@@ -210,9 +210,9 @@ class CausalLM(PretrainedTask):
         assert self.config.completion_column is not None
         return [require(record, self.config.completion_column, "task.completion_column") for record in records]
 
-    def loss_scores(self, loss: float, weight: float, records: list[dict[str, Any]]) -> dict[str, float]:
+    def loss_scores(self, loss: float, num_targets: float, records: list[dict[str, Any]]) -> dict[str, float]:
         """Mean loss (nats a target token), perplexity and, for documents, bits per UTF-8 byte, end tokens included."""
-        scores = mean_and_perplexity(loss, weight)
+        scores = mean_and_perplexity(loss, num_targets)
         if not self.instructs:
             size = sum(len(self._text(record).encode()) for record in records)
             scores["bits_per_byte"] = loss / math.log(2) / max(size, 1)

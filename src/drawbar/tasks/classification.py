@@ -40,8 +40,8 @@ from drawbar.tasks.task import of_every, require
 def _find_labels(
     task: PretrainedTask, column: str, listed: list[Any] | None, labels_of: Callable[[dict[str, Any]], list[Any]]
 ) -> dict[str, Any]:
-    """The facts of a new run: its labels, in the order of its model's outputs, and the names of the classes of its
-    training data, in the order of their numbers, where its files say them (``ClassLabel``).
+    """The metadata of a new run's data: its labels, in the order of its model's outputs, and the names of the classes
+    of its training data, in the order of their numbers, where its files say them (``ClassLabel``).
 
     Args:
         column: the key that holds the labels in a record.
@@ -115,7 +115,7 @@ class SequenceClassification(PretrainedTask):
             usual = {"single_label": ["accuracy"], "multi_label": ["f1_micro"], "regression": ["pearson", "spearman"]}
             self.metrics = load_metrics(usual[self.config.problem])
 
-    def find_facts(self) -> dict[str, Any]:
+    def find_dataset_metadata(self) -> dict[str, Any]:
         if self.config.problem == "regression":
             return {"labels": self.config.labels}
         return _find_labels(self, self.config.label_column, self.config.labels, self._labels_of)
@@ -134,7 +134,7 @@ class SequenceClassification(PretrainedTask):
 
     @cached_property
     def labels(self) -> Labels:
-        return Labels(self.facts["labels"] or [], self.facts.get("classes"))
+        return Labels(self.dataset_metadata["labels"] or [], self.dataset_metadata.get("classes"))
 
     def texts(self, record: dict[str, Any]) -> list[str]:
         text = require(record, self.config.text_column, "task.text_column")
@@ -169,7 +169,7 @@ class SequenceClassification(PretrainedTask):
         if not encoded["input_ids"]:  # an empty text, around which the tokenizer puts nothing
             return None
         sample: dict[str, Any] = {**encoded, **({"truncated": True} if cut else {})}
-        if self.labelled:
+        if self.has_labels:
             sample["labels"] = self._target(record)
         return sample
 
@@ -193,7 +193,7 @@ class SequenceClassification(PretrainedTask):
                 return functional.binary_cross_entropy_with_logits(logits_BC, batch["labels"], reduction="sum")
         return functional.mse_loss(logits_BC.squeeze(-1), batch["labels"].float(), reduction="sum")
 
-    def weight(self, batch: Batch) -> float:
+    def num_targets(self, batch: Batch) -> float:
         """Samples; for ``multi_label`` samples × labels, each of which is a decision of its own."""
         return batch["labels"].numel()
 
@@ -256,12 +256,12 @@ class TokenClassification(TokenTask):
             self.metrics = load_metrics(["entity_f1" if spans else "tag_accuracy"])
         return super().score(records)
 
-    def find_facts(self) -> dict[str, Any]:
+    def find_dataset_metadata(self) -> dict[str, Any]:
         return _find_labels(self, self.config.labels_column, self.config.labels, self._tags)
 
     @cached_property
     def labels(self) -> Labels:
-        return Labels(self.facts["labels"], self.facts.get("classes"))
+        return Labels(self.dataset_metadata["labels"], self.dataset_metadata.get("classes"))
 
     def _words(self, record: dict[str, Any]) -> list[str]:
         return require(record, self.config.tokens_column, "task.tokens_column", list)
@@ -286,7 +286,7 @@ class TokenClassification(TokenTask):
         if not words:
             return None
         # without labels, any label marks the tokens that a prediction is wanted for
-        targets = [self.labels.number(tag) for tag in self._tags(record)] if self.labelled else [0] * len(words)
+        targets = [self.labels.number(tag) for tag in self._tags(record)] if self.has_labels else [0] * len(words)
         limit = self.data.sequence_length
         encoded, cut = encode_to_limit(
             self.tokenizer, limit, "data.sequence_length", self._with_spaces(words), is_split_into_words=True

@@ -37,15 +37,15 @@ class TaskEncoder:
     def __reduce__(self) -> tuple[Any, ...]:
         task = self.task
         config = task.run_config.model_dump_json()
-        return _rebuild, (type(task), config, task.tokenizer, task.facts, task.labelled, self.train)
+        return _rebuild, (type(task), config, task.tokenizer, task.dataset_metadata, task.has_labels, self.train)
 
 
 def _rebuild(
-    task_type: type[Task], config: str, tokenizer: Any, facts: dict[str, Any], labelled: bool, train: bool
+    task_type: type[Task], config: str, tokenizer: Any, metadata: dict[str, Any], has_labels: bool, train: bool
 ) -> TaskEncoder:
     # the type of a configuration is made at run time for each task, and cannot be pickled itself
     task = task_type(run_config_type(task_type.Config).model_validate_json(config))
-    task.tokenizer, task.facts, task.labelled = tokenizer, facts, labelled
+    task.tokenizer, task.dataset_metadata, task.has_labels = tokenizer, metadata, has_labels
     return TaskEncoder(task, train)
 
 
@@ -68,8 +68,8 @@ def made_of(task: Task, train: bool) -> dict[str, str] | None:
 
 
 def settings_of(task: Task, train: bool) -> dict[str, str] | None:
-    """What decides, besides records and code, which samples there are: tokenizer, options and facts of the task, and
-    the files that it declares. None where the tokenizer has no content that could be told."""
+    """What decides, besides records and code, which samples there are: tokenizer, options and dataset metadata of the
+    task, and the files that it declares. None where the tokenizer has no content that could be told."""
     tokenizer = _tokenizer_digest(task.tokenizer)
     if tokenizer is None:
         return None
@@ -79,8 +79,9 @@ def settings_of(task: Task, train: bool) -> dict[str, str] | None:
     return {
         "the tokenizer": tokenizer,
         **{f"task.{name}": json.dumps(value, sort_keys=True) for name, value in options.items()},
-        "the task's facts": content_key(json.dumps(task.facts, sort_keys=True)),
-        "the labels of records": "read" if task.labelled else "left out",
+        # a stream's position is valid for these names and values: they stay as they were
+        "the task's facts": content_key(json.dumps(task.dataset_metadata, sort_keys=True)),
+        "the labels of records": "read" if task.has_labels else "left out",
         "the use of the samples": "training" if train else "evaluation",
         "data.sequence_length": str(task.data.sequence_length),
         "data.on_bad_record": task.data.on_bad_record,

@@ -57,6 +57,6 @@ class MaskedLM(TokenTask):
         changed = np.where(chosen & (fate >= 0.8) & (fate < 0.9), random_tokens, changed)
         return {**sample, "input_ids": changed, "labels": np.where(chosen, tokens, IGNORED_LABEL)}
 
-    def loss_scores(self, loss: float, weight: float, records: list[dict[str, Any]]) -> dict[str, float]:
+    def loss_scores(self, loss: float, num_targets: float, records: list[dict[str, Any]]) -> dict[str, float]:
         """Mean loss (nats a masked token), and its exponential."""
-        return mean_and_perplexity(loss, weight)
+        return mean_and_perplexity(loss, num_targets)

@@ -10,9 +10,14 @@ import torch
 
 from drawbar.config.imports import missing_module
 from drawbar.errors import UserError
+from drawbar.tasks.old_names import METHODS as OLD_METHODS
 from drawbar.tasks.task import Task
 
-METHODS = tuple(name for name, value in vars(Task).items() if inspect.isfunction(value) and not name.startswith("_"))
+METHODS = tuple(
+    name
+    for name, value in vars(Task).items()
+    if inspect.isfunction(value) and not name.startswith("_") and name not in OLD_METHODS
+)
 """What a task may override."""
 
 

@@ -36,7 +36,7 @@ from drawbar.models.huggingface import (
     load_model_config,
     load_pretrained,
 )
-from drawbar.models.stored import build_structure, stored_tensors
+from drawbar.models.stored import build_meta_model, stored_tensors
 from drawbar.parallel.styles import cross_entropy_sum
 from drawbar.runtime.log import logger
 from drawbar.tasks.batch import Batch, pad_and_stack
@@ -125,16 +125,16 @@ class PretrainedTask(Task):
             tell_new = not self.has_checkpoint
             return self._fitted(load_pretrained(name, self.head, tell_new=tell_new, **self._all_fields()))
 
-    def build_structure(self) -> nn.Module:
+    def build_meta_model(self) -> nn.Module:
         if self.config.from_scratch is not None or self.config.resize_embeddings:
-            return super().build_structure()
+            return super().build_meta_model()
         with self._attention_refused():
-            return self._fitted(build_structure(self.config.model, self.head, **self._all_fields()))
+            return self._fitted(build_meta_model(self.config.model, self.head, **self._all_fields()))
 
-    def stored_weights(self, structure: nn.Module) -> Mapping[str, torch.Tensor] | None:
+    def stored_weights(self, meta_model: nn.Module) -> Mapping[str, torch.Tensor] | None:
         if self.config.from_scratch is not None or self.config.resize_embeddings:
             return None
-        return stored_tensors(self.config.model, structure)
+        return stored_tensors(self.config.model, meta_model)
 
     def _all_fields(self) -> dict[str, Any]:
         wanted = self.config.attention
@@ -168,7 +168,9 @@ class PretrainedTask(Task):
         if is_own or not getattr(model.config, "output_router_logits", False):
             return
         what = "the auxiliary loss of the model's router (output_router_logits) is not part of the loss here"
-        remedy = "add it in a task of your own: super().loss(outputs, batch) + coefficient * outputs.aux_loss * weight"
+        remedy = (
+            "add it in a task of your own: super().loss(outputs, batch) + c * outputs.aux_loss * num_targets(batch)"
+        )
         if "output_router_logits" in (self.config.from_scratch or {}):
             remedy = f"remove output_router_logits from it; or {remedy}"
             raise UserError(what, where="task.from_scratch", remedy=remedy)
@@ -254,11 +256,11 @@ class TokenTask(PretrainedTask):
     def loss(self, outputs: Any, batch: Batch) -> torch.Tensor:
         return cross_entropy_sum(outputs.logits.flatten(0, 1), batch["labels"].flatten(), IGNORED_LABEL)
 
-    def weight(self, batch: Batch) -> float:
+    def num_targets(self, batch: Batch) -> float:
         return int((batch["labels"] != IGNORED_LABEL).sum())
 
 
-def mean_and_perplexity(loss: float, weight: float) -> dict[str, float]:
+def mean_and_perplexity(loss: float, num_targets: float) -> dict[str, float]:
     """``loss`` in nats a target token, and its exponential."""
-    mean = loss / weight
+    mean = loss / num_targets
     return {"loss": mean, "perplexity": math.exp(mean) if mean < 700 else math.inf}

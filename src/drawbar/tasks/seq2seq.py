@@ -87,7 +87,7 @@ class Seq2Seq(TokenTask):
         limit = self.data.sequence_length
         source, cut = encode_to_limit(self.tokenizer, limit, "data.sequence_length", self._source(record))
         sample: Sample = {"input_ids": source["input_ids"]}
-        if self.labelled:
+        if self.has_labels:
             labels, cut_target = self._labels(require(record, self.config.target_column, "task.target_column"))
             cut = cut or cut_target
             sample |= {"labels": labels, "decoder_input_ids": [self._decoder_start, *labels[:-1]]}
@@ -122,6 +122,6 @@ class Seq2Seq(TokenTask):
     def references(self, records: list[dict[str, Any]]) -> list[Any]:
         return [require(record, self.config.target_column, "task.target_column") for record in records]
 
-    def loss_scores(self, loss: float, weight: float, records: list[dict[str, Any]]) -> dict[str, float]:
+    def loss_scores(self, loss: float, num_targets: float, records: list[dict[str, Any]]) -> dict[str, float]:
         """Mean loss (nats a target token), and perplexity."""
-        return mean_and_perplexity(loss, weight)
+        return mean_and_perplexity(loss, num_targets)

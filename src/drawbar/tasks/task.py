@@ -1,7 +1,7 @@
 """``Task``: what a user writes. Override one method or all of them.
 
-The engine calls ``forward``, ``loss`` and ``weight`` for training, and ``predict`` for evaluation. A task never divides
-a loss, never moves a tensor to a device and never asks how many processes there are: the engine does.
+The engine calls ``forward``, ``loss`` and ``num_targets`` for training, and ``predict`` for evaluation. A task never
+divides a loss, never moves a tensor to a device and never asks how many processes there are: the engine does.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,6 +21,7 @@ from drawbar.data.sources import Records, open_records
 from drawbar.errors import UserError
 from drawbar.runtime.safetensors_reader import parameters_on_meta
 from drawbar.tasks.batch import Batch, pad_and_stack
+from drawbar.tasks.old_names import keep_old_names, renamed_attribute
 
 T = TypeVar("T")
 
@@ -35,27 +36,35 @@ class Task:
     """Where the ``labels`` of a sample sit: ``next_token``, ``token``, ``sample`` or ``decoder``. A task that says so
     can be packed (``data.batching: packed``): its batches then have ``segment_ids``, which go to the model."""
 
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        keep_old_names(cls)
+
     def __init__(self, run_config: RunConfig) -> None:
         self.run_config = run_config
         self.config: Any = run_config.task
         self.data: DataSection = run_config.data
         self.tokenizer: Any = None
         """What ``build_tokenizer`` returned; set before anything below it is called."""
-        self.facts: dict[str, Any] = {}
-        """What ``find_facts`` returned; set before anything below it is called."""
+        self.dataset_metadata: dict[str, Any] = {}
+        """What ``find_dataset_metadata`` returned; set before anything below it is called."""
         self.has_checkpoint = False
         """Whether the weights of a checkpoint take the place of those that ``build_model`` returns."""
-        self.labelled = True
+        self.has_labels = True
         """False where records have no targets to learn from or to compare with: ``encode`` then leaves them out."""
+
+    facts = renamed_attribute("facts", "dataset_metadata")
+    labelled = renamed_attribute("labelled", "has_labels")
 
     def build_tokenizer(self) -> Any:
         """The tokenizer, or None for a task that needs none. Called once, on rank 0; it is sent to the others."""
         return None
 
-    def find_facts(self) -> dict[str, Any]:
+    def find_dataset_metadata(self) -> dict[str, Any]:
         """What must be known of the training data before it is encoded (its labels, say), as plain values.
 
-        Called once, on rank 0 of a new run; kept in the run's ``task.json``, and found in ``self.facts`` ever after.
+        Called once, on rank 0 of a new run; kept in the run's ``task.json``, and found in ``self.dataset_metadata``
+        ever after.
         """
         return {}
 
@@ -63,15 +72,15 @@ class Task:
         """The model, in fp32, on the CPU."""
         raise NotImplementedError(f"{type(self).__name__} does not define build_model()")
 
-    def build_structure(self) -> nn.Module:
+    def build_meta_model(self) -> nn.Module:
         """The model of ``build_model`` without its weights (parameters on the meta device, buffers as they are), for
         strategies that spread a model over ranks before any of them holds it."""
         with parameters_on_meta():
             return self.build_model()
 
-    def stored_weights(self, structure: nn.Module) -> Mapping[str, torch.Tensor] | None:
-        """The initial weights of all parameters of ``structure`` by name, where they can be read from files one by one;
-        None where ``build_model`` must make them."""
+    def stored_weights(self, meta_model: nn.Module) -> Mapping[str, torch.Tensor] | None:
+        """The initial weights of all parameters of ``meta_model`` by name, where they can be read from files one by
+        one; None where ``build_model`` must make them."""
         return None
 
     @property
@@ -91,7 +100,7 @@ class Task:
         """One record as a sample, or as several; None drops it, and is counted.
 
         It is called once for each record, ahead of training, and must depend on nothing but the record, the task's own
-        options, ``data.sequence_length``, the tokenizer and the facts: the result is kept for the next run.
+        options, ``data.sequence_length``, the tokenizer and ``dataset_metadata``: the result is kept for the next run.
         """
         return record
 
@@ -116,7 +125,7 @@ class Task:
         return model(**batch.inputs)
 
     def loss(self, outputs: Any, batch: Batch) -> torch.Tensor:
-        """The SUM of the loss over the batch's units (never a mean), as a 0-d tensor."""
+        """The SUM of the loss over the batch's targets (never a mean), as a 0-d tensor."""
         raise NotImplementedError(f"{type(self).__name__} does not define loss()")
 
     @property
@@ -124,8 +133,9 @@ class Task:
         """Whether ``loss`` takes logits that are cut along the vocabulary (``parallel.styles.sharded_logits``)."""
         return False
 
-    def weight(self, batch: Batch) -> float:
-        """How many units the loss runs over, from the batch alone; by default its samples."""
+    def num_targets(self, batch: Batch) -> float:
+        """How many targets (tokens, examples or decisions) the loss is summed over, from the batch alone; by default
+        its samples."""
         return len(batch.ids)
 
     def predict(self, model: nn.Module, batch: Batch) -> list[Any]:
@@ -154,9 +164,12 @@ class Task:
         """Scores from the records, each with its ``prediction`` (a list of them, for a record of several samples)."""
         return {}
 
-    def loss_scores(self, loss: float, weight: float, records: list[dict[str, Any]]) -> dict[str, float]:
+    def loss_scores(self, loss: float, num_targets: float, records: list[dict[str, Any]]) -> dict[str, float]:
         """Scores that follow from the summed loss alone; ``records`` are those that were evaluated."""
-        return {"loss": loss / weight}
+        return {"loss": loss / num_targets}
+
+
+keep_old_names(Task)
 
 
 def of_every(records: Iterable[dict[str, Any]], function: Callable[[dict[str, Any]], T], skip_bad: bool) -> Iterator[T]:

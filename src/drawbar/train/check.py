@@ -2,19 +2,19 @@
 
 import json
 import math
-import traceback
 from itertools import islice
 from typing import Any
 
 from drawbar.data.dataset import Sample
 from drawbar.engines.engine import Engine
+from drawbar.engines.executors import NoNumber
 from drawbar.engines.results import EvalResult
 from drawbar.errors import UserError
 from drawbar.evaluation.evaluate import Split, joined, unknown_metric
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.overrides import fault, named_errors
 from drawbar.tasks.task import Task
-from drawbar.train.data import varied_by
+from drawbar.train.data import augmenting
 
 TRIED_SAMPLES = 8
 
@@ -23,28 +23,29 @@ def check_task(task: Task, engine: Engine, split: Split) -> None:
     """Try a task on the first training sample, alone and twice in a batch; every rank calls it.
 
     Raises:
-        UserError: a method fails, ``loss`` returns a mean, ``weight`` does not count, or ``predict`` or ``collate``
+        UserError: a method fails, ``loss`` returns a mean, ``num_targets`` does not count, or ``predict`` or
+            ``collate``
             lose samples. It names the method.
     """
     with named_errors(task):
-        example = varied_by(task, task.run_config, train=True)(split.samples[0], 0)
+        example = augmenting(task, task.run_config, train=True)(split.samples[0], 0)
     one, two = (_evaluate(task, engine, [example] * count) for count in (1, 2))
     for result in (one, two):
         if not math.isfinite(result.loss):
             return  # a model may begin so; training will tell
-    if one.weight and math.isclose(two.weight, one.weight, rel_tol=1e-3):
+    if one.num_targets and math.isclose(two.num_targets, one.num_targets, rel_tol=1e-3):
         raise fault(
             task,
-            "weight",
-            f"returns {one.weight:g} for one sample, and for two of it as well",
-            "return the number of units that the loss sums over: target tokens, or samples",
+            "num_targets",
+            f"returns {one.num_targets:g} for one sample, and for two of it as well",
+            "return the number of targets that the loss sums over: tokens, or samples",
         )
     if one.loss and math.isclose(two.loss, one.loss, rel_tol=1e-2):
         raise fault(
             task,
             "loss",
             f"returns {one.loss:g} for one sample, and for two of it as well: a mean",
-            'return the sum over the batch (reduction="sum"); drawbar divides by weight(batch), over all processes',
+            'return the sum over the batch (reduction="sum"); drawbar divides by num_targets(batch)',
         )
 
 
@@ -57,8 +58,8 @@ def check_evaluation(task: Task, engine: Engine, split: Split, metric: str) -> N
     """
     samples = [split.samples[number] for number in range(min(TRIED_SAMPLES, len(split.samples)))]
     with named_errors(task):
-        vary = varied_by(task, task.run_config, train=False)
-        rows = [vary(sample, 0) for sample in samples]
+        augment = augmenting(task, task.run_config, train=False)
+        rows = [augment(sample, 0) for sample in samples]
     result = _evaluate(task, engine, rows)
     of_records = split.samples.record_of[: len(samples)].tolist()
     first = dict(islice(enumerate(split.records), of_records[-1] + 1))  # without reading all of them on every rank
@@ -73,7 +74,7 @@ def check_evaluation(task: Task, engine: Engine, split: Split, metric: str) -> N
     ]
     try:
         with named_errors(task):
-            of_loss, own = task.loss_scores(result.loss, result.weight or 1.0, records), task.score(records)
+            of_loss, own = task.loss_scores(result.loss, result.num_targets or 1.0, records), task.score(records)
     except UserError as error:
         if isinstance(error.__cause__, ZeroDivisionError):
             return  # what these few samples lack, all of them may have
@@ -102,10 +103,7 @@ def _evaluate(task: Task, engine: Engine, samples: list[Sample]) -> EvalResult:
     with named_errors(task):
         try:
             result = engine.eval_step(batch)
-        except (TypeError, ValueError, RuntimeError) as error:
-            last, _ = list(traceback.walk_tb(error.__traceback__))[-1]
-            if last.f_code.co_name != "eval_step":  # there the loss becomes a plain number
-                raise
+        except NoNumber as error:
             remedy = 'return a tensor with one element: the sum over the batch (reduction="sum")'
             raise fault(task, "loss", f"returns what is no number: {error}", remedy) from error
     _check_predictions(task, result.predictions, wanted)

@@ -14,7 +14,7 @@ from drawbar.config.schema import RunConfig
 from drawbar.data.cache import content_key, encode_cached, records_digest, remove_cached
 from drawbar.data.dataset import EncodedDataset, NoSamples, Sample, encode_in_memory
 from drawbar.data.digests import KeptDigests, digest_for_all, file_digest
-from drawbar.data.loader import Loader, MicroBatchSize, Rows, SampleRows, TrainLoader, Vary
+from drawbar.data.loader import Augment, Loader, MicroBatchSize, Rows, SampleRows, TrainLoader
 from drawbar.data.packing import PackedRows, Targets, packed_lengths
 from drawbar.data.plan import KEPT_FROM, Plan, keep_plan, plan_sources
 from drawbar.data.reading import Numbered, Reading, read_list
@@ -232,20 +232,20 @@ def describe_samples(samples: EncodedDataset) -> str:
     return f"{text}, {int(samples.lengths.sum()):,} tokens" if "input_ids" in samples.fields else text
 
 
-def varied_by(task: Task, config: RunConfig, train: bool) -> Vary:
+def augmenting(task: Task, config: RunConfig, train: bool) -> Augment:
     """``task.augment`` with a generator that is a pure function of seed, epoch and sample."""
     if type(task).augment is Task.augment:
         return lambda sample, epoch: sample
 
-    def vary(sample: Sample, epoch: int) -> Sample:
+    def augment(sample: Sample, epoch: int) -> Sample:
         # a counter-based generator: no two samples or epochs ever share a number
         rng = np.random.Generator(np.random.Philox(key=[config.run.seed, epoch], counter=[0, 0, sample["id"], 0]))
-        varied = task.augment(sample, train, rng)
-        if not isinstance(varied, dict):
-            raise fault(task, "augment", f"returns {type(varied).__name__}", "return the sample: a dict of its fields")
-        return {**varied, "id": sample["id"], "ids": sample["ids"]}
+        augmented = task.augment(sample, train, rng)
+        if not isinstance(augmented, dict):
+            raise fault(task, "augment", f"returns {type(augmented).__name__}", "return the sample as a dict")
+        return {**augmented, "id": sample["id"], "ids": sample["ids"]}
 
-    return vary
+    return augment
 
 
 def make_loader(task: Task, config: RunConfig, world: Distributed, console: Console) -> Loader[Batch]:
@@ -270,7 +270,7 @@ def _load_train(
         rank=world.data.rank,
         world_size=world.data.size,
         collate=task.collate,
-        vary=varied_by(task, config, train=True),
+        augment=augmenting(task, config, train=True),
     )
     return loader, split
 
@@ -359,7 +359,7 @@ def _stream_loader(task: Task, records: Records, config: RunConfig, world: Distr
         ranks=world.data,
         micro_batch=train_micro_batch(config, world, in_tokens=task.tokenizer is not None),
         collate=task.collate,
-        vary=varied_by(task, config, train=True),
+        augment=augmenting(task, config, train=True),
     )
 
 

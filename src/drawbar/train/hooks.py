@@ -76,7 +76,7 @@ class LogHook(Hook):
             "train/loss": float(info.result.loss),
             "train/lr": info.result.lr,
             "train/grad_norm": float(info.result.grad_norm),
-            "train/weight": info.result.weight,
+            "train/weight": info.result.num_targets,
             "train/epoch": self._loader.epoch,
             "train/skipped": info.progress.skipped,
             "train/tokens_per_second": self._meter.read(),

@@ -24,7 +24,7 @@ from drawbar.runtime.seed import seed_everything
 from drawbar.tasks.registry import task_class
 from drawbar.tasks.task import Task
 from drawbar.tracking.console import Console, make_console
-from drawbar.train.data import Opened, encode_split, eval_micro_batch, open_split, varied_by
+from drawbar.train.data import Opened, augmenting, encode_split, eval_micro_batch, open_split
 from drawbar.train.output import write_lines
 from drawbar.train.setup import build_task, check_predicts, open_checkpoint
 from drawbar.train.trained import TrainedRun
@@ -68,7 +68,7 @@ def evaluate_run(
                 split,
                 world,
                 eval_micro_batch(config, in_tokens="input_ids" in split.samples.fields),
-                varied_by(task, config, train=False),
+                augmenting(task, config, train=False),
                 progress=lambda done, total: console.phase(f"evaluating {split_name}", done, total),
             )
         assert evaluation is not None, "nobody asks for a stop"
@@ -107,7 +107,7 @@ def predict_from_run(
     with _joined(config) as (world, console):
         task = build_task(task_type or task_class(config.task.type), config, world, config.run_dir)
         check_predicts(task, probabilities)
-        task.labelled = False
+        task.has_labels = False
         with _hints(task, config):
             opened = open_split(task, "test", config, world)
         engine, _ = open_checkpoint(task, config, which, world)
@@ -122,7 +122,7 @@ def predict_from_run(
                     split,
                     world,
                     eval_micro_batch(config, in_tokens="input_ids" in split.samples.fields),
-                    varied_by(task, config, train=False),
+                    augmenting(task, config, train=False),
                     ask,
                     progress=lambda done, total: console.phase("predicting", done, total),
                 )
@@ -155,7 +155,7 @@ def _hints(task: Task, config: RunConfig) -> Iterator[None]:
         if hint:
             error.remedy = f"{error.remedy}; where the input has no labels, {hint}"
         if not type(task).encode.__module__.startswith("drawbar."):
-            error.remedy = f"{error.remedy}; encode() has to do without targets where self.labelled is False"
+            error.remedy = f"{error.remedy}; encode() has to do without targets where self.has_labels is False"
         raise
 
 

@@ -40,26 +40,28 @@ WRAPS_TEXTS = "wraps_texts"
 
 
 def build_task(task_type: type[Task], config: RunConfig, world: Distributed, origin: Path) -> Task:
-    """The task with its tokenizer and its facts: those of the run directory ``origin``, which the weights come from,
-    where there is one; else made once, on rank 0, for all.
+    """The task with its tokenizer and the metadata of its data: those of the run directory ``origin``, which the
+    weights come from, where there is one; else made once, on rank 0, for all.
 
     Raises:
-        UserError: a method of the task fails, or finds facts that are no plain values.
+        UserError: a method of the task fails, or finds metadata that are no plain values.
     """
     task = task_type(config)
-    tokenizer, facts = origin / "tokenizer", origin / TASK_FILE
+    tokenizer, metadata = origin / "tokenizer", origin / TASK_FILE
     build: Callable[[], Any] = (lambda: _saved(task, origin)) if tokenizer.is_dir() else task.build_tokenizer
-    find: Callable[[], Any] = (lambda: json.loads(facts.read_text("utf-8"))) if facts.exists() else task.find_facts
+    find: Callable[[], Any] = (
+        (lambda: json.loads(metadata.read_text("utf-8"))) if metadata.exists() else task.find_dataset_metadata
+    )
     with named_errors(task):
         task.tokenizer = world.from_first(build, "building the tokenizer")
-        task.facts = world.from_first(find, "finding the facts of the task")
+        task.dataset_metadata = world.from_first(find, "finding the metadata of the data")
     if world.first and not tokenizer.is_dir() and isinstance(task, PretrainedTask):
         logger.info("a text is read as: %s", task.how_texts_are_read())
     try:
-        task.facts = json.loads(json.dumps(task.facts))  # as a resumed run will read them
+        task.dataset_metadata = json.loads(json.dumps(task.dataset_metadata))  # as a resumed run will read them
     except (TypeError, ValueError) as error:
         remedy = "return a dict of plain numbers, strings and lists: a set becomes sorted(...)"
-        raise fault(task, "find_facts", f"returns what JSON cannot hold: {error}", remedy) from error
+        raise fault(task, "find_dataset_metadata", f"returns what JSON cannot hold: {error}", remedy) from error
     return task
 
 
@@ -104,7 +106,8 @@ def chats_as_then(task: Task, origin: Path) -> Iterator[None]:
 
 
 def save_task(task: Task, run_dir: Path) -> None:
-    """Keep tokenizer and facts with the run, so that it can be resumed and used without the place they came from."""
+    """Keep tokenizer and dataset metadata with the run, so that it can be resumed and used without the place they came
+    from."""
     if hasattr(task.tokenizer, "save_pretrained") and not (run_dir / "tokenizer").exists():
         draft = run_dir / "tokenizer.tmp"
         with rust_errors(draft):
@@ -118,8 +121,8 @@ def save_task(task: Task, run_dir: Path) -> None:
     if BUILT_IN.get(task.config.type) not in (None, type(task)) and defined_in is not None:
         script = {"script": str(Path(defined_in).absolute()), "class": type(task).__qualname__}
         write_whole(run_dir / SCRIPT_FILE, json.dumps(script, ensure_ascii=False) + "\n")
-    if task.facts and not (run_dir / TASK_FILE).exists():
-        write_whole(run_dir / TASK_FILE, json.dumps(task.facts, ensure_ascii=False, indent=2) + "\n")
+    if task.dataset_metadata and not (run_dir / TASK_FILE).exists():
+        write_whole(run_dir / TASK_FILE, json.dumps(task.dataset_metadata, ensure_ascii=False, indent=2) + "\n")
 
 
 def on_one_process(config: RunConfig) -> RunConfig:

@@ -12,7 +12,7 @@ class RunProgress:
 
     step: int = 0
     """Optimizer steps made, skipped ones included."""
-    weight: float = 0.0
+    num_targets: float = 0.0
     """Units (target tokens, or examples) trained on."""
     skipped: int = 0
     """Updates left out because fp16 overflowed."""
@@ -24,7 +24,7 @@ class RunProgress:
 
     def advance(self, result: StepResult) -> None:
         self.step += 1
-        self.weight += result.weight
+        self.num_targets += result.num_targets
         self.skipped += result.skipped
 
     def state(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from drawbar.config.load import load_run_config
 from drawbar.config.rules import check_rules
 from drawbar.config.schema import RunConfig
 from drawbar.data.dataset import NoSamples, encode_records
-from drawbar.data.loader import MicroBatchSize, Vary
+from drawbar.data.loader import Augment, MicroBatchSize
 from drawbar.evaluation.evaluate import Split, evaluate, predict
 from drawbar.evaluation.generate import Prompt, Sampling, generate_text
 from drawbar.runtime.dist import Distributed
@@ -20,7 +20,7 @@ from drawbar.tasks.encoder import TaskEncoder
 from drawbar.tasks.registry import task_class
 from drawbar.tasks.task import Task
 from drawbar.tracking.console import SilentConsole
-from drawbar.train.data import eval_micro_batch, load_split, varied_by
+from drawbar.train.data import augmenting, eval_micro_batch, load_split
 from drawbar.train.setup import build_task, check_predicts, on_one_process, open_checkpoint
 
 
@@ -107,13 +107,13 @@ class TrainedRun:
 
     def _ask(self, records: Iterable[dict[str, Any]], ask: Ask) -> list[Any]:
         given = list(records)
-        self.task.labelled = False
+        self.task.has_labels = False
         try:
             samples = encode_records(given, TaskEncoder(self.task, train=False), describe=lambda n: f"record {n}")
         except NoSamples:
             return [None] * len(given)
         finally:
-            self.task.labelled = True
+            self.task.has_labels = True
         split = Split("records", given, samples)
         found = predict(self._engine, self.task, split, self._world, *self._how(split), ask)
         return [
@@ -121,7 +121,7 @@ class TrainedRun:
             for number, record in enumerate(given)
         ]
 
-    def _how(self, split: Split) -> tuple[MicroBatchSize, Vary]:
-        """How a split is batched, and varied."""
+    def _how(self, split: Split) -> tuple[MicroBatchSize, Augment]:
+        """How a split is batched, and augmented."""
         in_tokens = "input_ids" in split.samples.fields
-        return eval_micro_batch(self.config, in_tokens), varied_by(self.task, self.config, train=False)
+        return eval_micro_batch(self.config, in_tokens), augmenting(self.task, self.config, train=False)

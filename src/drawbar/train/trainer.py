@@ -34,7 +34,7 @@ from drawbar.tracking.trackers import Trackers, make_trackers
 from drawbar.train.best import check_mode, settle_mode
 from drawbar.train.check import check_evaluation, check_task
 from drawbar.train.core_wait import CoreWaitHook
-from drawbar.train.data import Opened, eval_micro_batch, first_samples, load_data, open_data, varied_by
+from drawbar.train.data import Opened, augmenting, eval_micro_batch, first_samples, load_data, open_data
 from drawbar.train.disks import Disks, find_start_everywhere, look_at_disks
 from drawbar.train.hooks import (
     EvalHook,
@@ -306,7 +306,7 @@ class _Run:
                     self.validation,
                     self.world,
                     eval_micro_batch(self.config, in_tokens="input_ids" in samples.fields),
-                    varied_by(self.task, self.config, train=False),
+                    augmenting(self.task, self.config, train=False),
                     progress=lambda done, total: self.console.phase("evaluating", done, total),
                     stop_wanted=lambda: self.stop.wanted,
                 )

@@ -45,7 +45,7 @@ class Ending(drawbar.Task):
         if record["text"] == "nothing":
             return None
         sample = {"x": np.eye(2, dtype=np.float32)[int(record["text"].endswith("good"))]}
-        if self.labelled:
+        if self.has_labels:
             sample["labels"] = int(record["label"] == "good")
         return [sample] * (2 if record["text"].startswith("twice") else 1)
 
@@ -207,7 +207,7 @@ def test_a_limit_of_the_run_loses_no_input(project: Path) -> None:
         ("classes", "nwe.tsv", (), ("there is no file nwe.tsv", "--input", "new.tsv")),
         ("classes", "new.tsv", ("data.columns=[id]",), ("new.tsv:1", "2 fields", "data.columns=[")),
         ("classes", "new.tsv", ("data.columns=[id, txt]",), ("new.tsv:1", "has no 'text'")),
-        ("own", "new.tsv", ("data.columns=[id, txt]",), ("encode", "self.labelled")),
+        ("own", "new.tsv", ("data.columns=[id, txt]",), ("encode", "self.has_labels")),
         ("classes", "new.tsv", ("data.rename={label: sentiment}",), ("'sentiment'", "data.rename=null")),
         ("classes", "new.tsv", ("--checkpoint", "999"), ("999", "12")),
         ("nothing", "new.tsv", (), ("no run directory",)),

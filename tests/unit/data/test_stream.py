@@ -147,9 +147,9 @@ def run(case: Case, world: Distributed, encode: Encode = samples_of) -> list[Ste
     loader = case.loader(world, encode)
     return [
         Step(
-            [sample for micro in micro_batches if micro.counts for sample in micro.batch],
+            [sample for micro in micro_batches if not micro.is_filler for sample in micro.batch],
             len(micro_batches),
-            [micro.batch for micro in micro_batches if not micro.counts],
+            [micro.batch for micro in micro_batches if micro.is_filler],
             loader.state(),
         )
         for _, micro_batches in loader.steps(case.first, case.steps)

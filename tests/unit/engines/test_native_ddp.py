@@ -30,7 +30,7 @@ def count_reductions() -> dict[str, Any]:
             sizes.clear()
             result = engine.train_step(random_step(engine, seed=10 * world.rank, micro_batches=micro_batches))
             found["buckets"].append(list(sizes))
-            found["results"].append((float(result.loss), float(result.grad_norm), result.weight, result.lr))
+            found["results"].append((float(result.loss), float(result.grad_norm), result.num_targets, result.lr))
         return {**found, "end": vector(engine).numpy()}
 
 

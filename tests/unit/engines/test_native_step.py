@@ -105,9 +105,9 @@ def test_auto_precision_is_what_the_hardware_says() -> None:
 def test_a_filler_adds_nothing() -> None:
     alone, with_filler = (tiny_engine(tiny_config(optim=PLAIN_SGD)) for _ in range(2))
     step = random_step(alone, seed=1, micro_batches=1)
-    filler = MicroBatch(random_batch(alone.task, rows=3, seed=99), counts=False)
+    filler = MicroBatch(random_batch(alone.task, rows=3, seed=99), is_filler=True)
     expected, found = alone.train_step(step), with_filler.train_step([*step, filler])
-    assert (found.loss, found.grad_norm, found.weight) == (expected.loss, expected.grad_norm, expected.weight)
+    assert (found.loss, found.grad_norm, found.num_targets) == (expected.loss, expected.grad_norm, expected.num_targets)
     assert torch.equal(vector(with_filler), vector(alone))
 
 
@@ -117,7 +117,7 @@ def test_eval_step_is_the_plain_sum_without_dropout() -> None:
     before = vector(engine)
     found = engine.eval_step(batch)
     assert found == engine.eval_step(batch)
-    assert found.weight == engine.task.weight(batch)
+    assert found.num_targets == engine.task.num_targets(batch)
     assert found.predictions is None
     plain = copy.deepcopy(engine.module).eval()
     logits = plain(batch["input_ids"], use_cache=False).logits[:, :-1].flatten(0, 1)

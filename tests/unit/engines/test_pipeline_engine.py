@@ -58,7 +58,7 @@ class Case:
         make = packed_batch if self.sections.get("data") == PACKED else random_batch
         filler = len(self.rows) - 2
         micro_batches = [
-            MicroBatch(make(engine.task, rows, seed=100 * number + i), counts=i != filler)
+            MicroBatch(make(engine.task, rows, seed=100 * number + i), is_filler=i == filler)
             for i, rows in enumerate(self.rows)
         ]
         return micro_batches[rank::ranks]
@@ -120,7 +120,7 @@ def train(case: Case, engine: Engine, rank: int = 0, ranks: int = 1) -> dict[str
         "norms": [float(result.grad_norm) for result in results],
         "skipped": [result.skipped for result in results],
         "whole gradients": max(whole, default=0),
-        "evaluated": (engine.world.data.sum(evaluated.loss) / ranks, evaluated.weight),
+        "evaluated": (engine.world.data.sum(evaluated.loss) / ranks, evaluated.num_targets),
         "texts": [text.tolist() for text in (greedy, beams, sampled)],
         "gradients": {name: tensor.numpy() for name, tensor in gradients.items()},
         "model": {name: tensor.numpy() for name, tensor in state.model.items()},
@@ -239,7 +239,7 @@ class Masked(Numbers):
     def build_model(self) -> nn.Module:
         return AutoModelForMaskedLM.from_config(AutoConfig.for_model("bert", hidden_size=16, num_attention_heads=4))
 
-    build_structure = build_model
+    build_meta_model = build_model
 
 
 def refuse_all() -> list[str]:
@@ -252,7 +252,7 @@ def refuse_all() -> list[str]:
             task.tokenizer = task.build_tokenizer()
             try:
                 engine = unchecked_engine(task, config, world, 10)
-                engine.train_step([MicroBatch(random_batch(task, 2, seed=1), True)])
+                engine.train_step([MicroBatch(random_batch(task, 2, seed=1))])
             except UserError as error:
                 refusals.append(str(error))
         with pytest.raises(UserError) as refusal:
@@ -279,7 +279,7 @@ def change_shapes() -> list[bool]:
         gc.disable()
         old = []
         for rows in (1, 4, 9):
-            engine.train_step([MicroBatch(random_batch(engine.task, rows, seed=rows), True)] * 2)
+            engine.train_step([MicroBatch(random_batch(engine.task, rows, seed=rows))] * 2)
             old += map(weakref.ref, engine.executor.pipeline._stages)
         gc.enable()
         return [reference() is None for reference in old]

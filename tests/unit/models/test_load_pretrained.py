@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, T5Config, T5Model
 from drawbar.data.tokenizer import train_byte_bpe
 from drawbar.errors import UserError
 from drawbar.models.huggingface import fit_embeddings, load_pretrained
-from drawbar.models.stored import build_structure, stored_tensors
+from drawbar.models.stored import build_meta_model, stored_tensors
 from drawbar.runtime.log import logger
 from harness import run_ranks
 from memory import memory
@@ -151,7 +151,7 @@ def test_weights_without_a_place_are_named(
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with caplog.at_level(logging.WARNING, logger="drawbar"):
         if part_by_part:
-            stored_tensors(str(tmp_path), build_structure(str(tmp_path)))
+            stored_tensors(str(tmp_path), build_meta_model(str(tmp_path)))
         else:
             load_pretrained(str(tmp_path))
     (said,) = set(caplog.messages)

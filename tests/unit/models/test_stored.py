@@ -16,7 +16,7 @@ from drawbar.errors import UserError
 from drawbar.models.heads import HEADS, Head
 from drawbar.models.huggingface import build_from_scratch, fit_embeddings, load_pretrained
 from drawbar.models.lora import add_adapters
-from drawbar.models.stored import _paths, build_structure, stored_tensors
+from drawbar.models.stored import _paths, build_meta_model, stored_tensors
 from drawbar.runtime.safetensors_reader import parameters_on_meta
 
 LLAMA = {
@@ -119,7 +119,7 @@ def test_the_structure_filled_from_files_is_the_pretrained_model(
     saved(tmp_path, family, head, fields, max_shard_size="8KB")
     assert (tmp_path / "model.safetensors.index.json").exists()
     random_numbers = torch.get_rng_state()
-    structure = build_structure(str(tmp_path), head)
+    structure = build_meta_model(str(tmp_path), head)
     assert torch.get_rng_state().equal(random_numbers)
     assert all(parameter.is_meta for parameter in structure.parameters())
     assert not any(buffer.is_meta for buffer in structure.buffers())
@@ -128,7 +128,7 @@ def test_the_structure_filled_from_files_is_the_pretrained_model(
 
 def test_smaller_types_are_read_as_they_are(tmp_path: Path) -> None:
     saved(tmp_path, "llama", "causal_lm", LLAMA).bfloat16().save_pretrained(tmp_path)
-    structure = build_structure(str(tmp_path))
+    structure = build_meta_model(str(tmp_path))
     tensors = stored_tensors(str(tmp_path), structure)
     assert tensors is not None
     assert {tensors.dtype(name) for name in tensors} == {torch.bfloat16}
@@ -140,7 +140,7 @@ def test_the_body_alone_has_names_without_its_prefix(tmp_path: Path) -> None:
     """As gpt2 is on the hub: ``h.0.attn``, and not ``transformer.h.0.attn``; the tied head is not there."""
     saved(tmp_path, "gpt2", "causal_lm", GPT2).transformer.save_pretrained(tmp_path)
     assert "h.0.ln_1.bias" in load_file(tmp_path / "model.safetensors")
-    structure = build_structure(str(tmp_path))
+    structure = build_meta_model(str(tmp_path))
     tensors = stored_tensors(str(tmp_path), structure)
     assert tensors is not None
     assert {"transformer.h.0.ln_1.bias", "lm_head.weight"} <= tensors.keys()
@@ -149,7 +149,7 @@ def test_the_body_alone_has_names_without_its_prefix(tmp_path: Path) -> None:
 
 def test_a_head_that_is_in_the_files_is_not_new(tmp_path: Path) -> None:
     saved(tmp_path, "bert", "sequence_classification", {**BERT, "num_labels": 3})
-    structure = build_structure(str(tmp_path), "sequence_classification")
+    structure = build_meta_model(str(tmp_path), "sequence_classification")
     assert_same(filled(tmp_path, structure), load_pretrained(str(tmp_path), "sequence_classification"))
 
 
@@ -162,7 +162,7 @@ def test_old_names_are_understood(tmp_path: Path) -> None:
     }
     assert old.keys() != weights.keys()
     save_file(old, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    structure = build_structure(str(tmp_path), "masked_lm")
+    structure = build_meta_model(str(tmp_path), "masked_lm")
     assert_same(filled(tmp_path, structure), load_pretrained(str(tmp_path), "masked_lm"))
 
 
@@ -177,7 +177,7 @@ def test_weights_that_are_tied_by_the_config_may_be_stored_twice(tmp_path: Path,
     if differs and family == "t5":
         weights["decoder.embed_tokens.weight"] = weights.pop(source)  # and the encoder's is that one, in another place
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    structure = build_structure(str(tmp_path), head)
+    structure = build_meta_model(str(tmp_path), head)
     assert (structure.lm_head.weight is not structure.get_input_embeddings().weight) == differs
     assert_same(filled(tmp_path, structure), load_pretrained(str(tmp_path), head))
 
@@ -187,7 +187,7 @@ def test_stored_buffers_are_loaded(tmp_path: Path) -> None:
     weights = load_file(tmp_path / "model.safetensors")
     weights["final_logits_bias"] = torch.randn(1, VOCABULARY)
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    structure = build_structure(str(tmp_path), "seq2seq")
+    structure = build_meta_model(str(tmp_path), "seq2seq")
     assert structure.final_logits_bias.equal(weights["final_logits_bias"])
     assert_same(filled(tmp_path, structure), load_pretrained(str(tmp_path), "seq2seq"))
 
@@ -196,10 +196,10 @@ def test_how_to_generate_comes_from_its_own_file_or_from_the_config(tmp_path: Pa
     saved(tmp_path, "gpt2", "causal_lm", GPT2)
     settings = json.loads((tmp_path / "generation_config.json").read_text())
     (tmp_path / "generation_config.json").write_text(json.dumps({**settings, "temperature": 0.25, "do_sample": True}))
-    assert build_structure(str(tmp_path)).generation_config.temperature == 0.25
-    assert_same(filled(tmp_path, build_structure(str(tmp_path))), load_pretrained(str(tmp_path)))
+    assert build_meta_model(str(tmp_path)).generation_config.temperature == 0.25
+    assert_same(filled(tmp_path, build_meta_model(str(tmp_path))), load_pretrained(str(tmp_path)))
     (tmp_path / "generation_config.json").unlink()
-    assert_same(filled(tmp_path, build_structure(str(tmp_path))), load_pretrained(str(tmp_path)))
+    assert_same(filled(tmp_path, build_meta_model(str(tmp_path))), load_pretrained(str(tmp_path)))
 
 
 def test_what_is_not_in_the_files_as_it_is_is_left_to_transformers(tmp_path: Path) -> None:
@@ -208,17 +208,17 @@ def test_what_is_not_in_the_files_as_it_is_is_left_to_transformers(tmp_path: Pat
     saved(mixtral, "mixtral", "causal_lm", {**LLAMA, "num_local_experts": 2})
     saved(llama, "llama", "causal_lm", LLAMA)
 
-    new_head = build_structure(str(bert), "token_classification", num_labels=5)
+    new_head = build_meta_model(str(bert), "token_classification", num_labels=5)
     assert new_head.classifier.out_features == 5
     assert stored_tensors(str(bert), new_head) is None
 
-    assert stored_tensors(str(mixtral), build_structure(str(mixtral))) is None  # experts are stored one by one
+    assert stored_tensors(str(mixtral), build_meta_model(str(mixtral))) is None  # experts are stored one by one
 
-    structure = build_structure(str(llama))
+    structure = build_meta_model(str(llama))
     structure.config.quantization_config = {"quant_method": "fp8"}
     assert stored_tensors(str(llama), structure) is None
 
-    structure = build_structure(str(llama))
+    structure = build_meta_model(str(llama))
     assert stored_tensors(str(llama), structure) is not None
     structure.resize_token_embeddings(VOCABULARY + 3, mean_resizing=False)
     assert structure.lm_head.weight.shape == (VOCABULARY + 3, 16)
@@ -244,7 +244,7 @@ def test_folders_are_refused_as_load_pretrained_does(tmp_path: Path, damage: str
     with pytest.raises(UserError) as expected:
         load_pretrained(str(tmp_path), head)
     with pytest.raises(UserError) as caught:
-        build_structure(str(tmp_path), head)
+        build_meta_model(str(tmp_path), head)
     assert caught.value.where == expected.value.where == "task.model"
     assert caught.value.remedy == expected.value.remedy
 
@@ -267,7 +267,7 @@ def test_models_from_scratch_have_structures_too(family: str) -> None:
 def test_adapters_on_a_structure_are_without_values_too(tmp_path: Path) -> None:
     saved(tmp_path, "llama", "causal_lm", LLAMA)
     with parameters_on_meta():
-        structure = add_adapters(build_structure(str(tmp_path)), LoraSection())
+        structure = add_adapters(build_meta_model(str(tmp_path)), LoraSection())
     expected = add_adapters(load_pretrained(str(tmp_path)), LoraSection())
     assert all(parameter.is_meta for parameter in structure.parameters())
     assert {name: (p.shape, p.requires_grad) for name, p in structure.named_parameters()} == {
@@ -305,7 +305,7 @@ def test_files_of_the_hub_are_found_in_its_cache(
 def test_fields_of_the_task_are_set(tmp_path: Path, family: str, head: Head, fields: dict[str, Any]) -> None:
     saved(tmp_path, family, head, fields)
     wanted = {"_attn_implementation": "eager", "id2label": {0: "no", 1: "yes", 2: "perhaps"}}
-    structure = build_structure(str(tmp_path), head, **wanted)
+    structure = build_meta_model(str(tmp_path), head, **wanted)
     assert structure.config._attn_implementation == "eager"
     assert structure.config.num_labels == 3
     assert_same(filled(tmp_path, structure), load_pretrained(str(tmp_path), head, **wanted))

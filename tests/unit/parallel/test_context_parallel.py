@@ -104,7 +104,7 @@ def micro_batches(config: RunConfig, dp_rank: int, data_ranks: int) -> list[Micr
     task = tiny_task(config)
     batches = [random_batch(task, rows=3, seed=seed) for seed in range(4)]
     batches[1]["attention_mask"] = (batches[1]["labels"] >= 0).long()
-    return [MicroBatch(batch, counts=index < 3) for index, batch in enumerate(batches)][dp_rank::data_ranks]
+    return [MicroBatch(batch, is_filler=index >= 3) for index, batch in enumerate(batches)][dp_rank::data_ranks]
 
 
 def one_step(config: RunConfig, world: Distributed) -> dict[str, Any]:
@@ -119,10 +119,10 @@ def one_step(config: RunConfig, world: Distributed) -> dict[str, Any]:
     engine.close()
     return {
         "loss": float(result.loss),
-        "weight": result.weight,
+        "weight": result.num_targets,
         "norm": float(result.grad_norm),
         "gradients": {name: gradient.numpy() for name, gradient in gradients.items()},
-        "evaluated": (evaluated.loss, evaluated.weight),
+        "evaluated": (evaluated.loss, evaluated.num_targets),
     }
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from drawbar.runtime import safetensors_reader
-from drawbar.runtime.safetensors_reader import DTYPES, TensorFiles, parameters_on_meta, read_part, shape_of
+from drawbar.runtime.safetensors_reader import STORED_DTYPES, TensorFiles, parameters_on_meta, read_part, shape_of
 from harness import run_ranks
 from memory import memory
 
@@ -33,7 +33,7 @@ def test_every_type_and_shape_reads_as_it_was_saved(tmp_path: Path) -> None:
     torch.manual_seed(0)
     expected = {
         f"{name} {shape}": torch.randint(0, 2, shape).to(dtype)
-        for name, dtype in DTYPES.items()
+        for name, dtype in STORED_DTYPES.items()
         for shape in ((), (0, 3), (5,), (2, 3, 4))
     }
     expected["strange"] = torch.tensor([float("nan"), -0.0, float("inf")])

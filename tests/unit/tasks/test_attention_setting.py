@@ -27,7 +27,7 @@ def task(attention: str, family: str = "llama") -> CausalLM:
 )
 def test_the_model_gets_it(attention: str, gets: str) -> None:
     assert task(attention).build_model().config._attn_implementation == gets
-    assert task(attention).build_structure().config._attn_implementation == gets
+    assert task(attention).build_meta_model().config._attn_implementation == gets
 
 
 @pytest.mark.parametrize("attention", ["auto", "eager"])
@@ -35,7 +35,7 @@ def test_a_pretrained_model_gets_it(attention: str, tmp_path: Path) -> None:
     BertForMaskedLM(BertConfig(vocab_size=257, **SIZES)).save_pretrained(tmp_path)
     options = SequenceClassificationConfig(model=str(tmp_path), attention=attention, labels=["a", "b"])
     classifier = SequenceClassification(RunConfig(task=options))
-    classifier.tokenizer, classifier.facts = task("auto").tokenizer, {"labels": ["a", "b"]}
+    classifier.tokenizer, classifier.dataset_metadata = task("auto").tokenizer, {"labels": ["a", "b"]}
     model = classifier.build_model()
     assert model.config._attn_implementation == ("sdpa" if attention == "auto" else attention)
     allow_packing(model, per_sample=True)

@@ -65,7 +65,7 @@ def test_the_weight_is_the_number_of_targets(texts: list[str], sequence_length: 
     if packed:
         rows = PackedRows(samples, plan_packs(samples.lengths, sequence_length, seed=0), "next_token")
     batch = task.collate([rows.row(number, lambda sample: sample) for number in range(len(rows))])
-    assert task.weight(batch) == len(targets_of(batch)) == sum(len(tokens_of(text)) - 1 for text in texts)
+    assert task.num_targets(batch) == len(targets_of(batch)) == sum(len(tokens_of(text)) - 1 for text in texts)
     assert sorted(batch.ids) == list(range(len(samples)))
     assert all(tensor.dtype == torch.int64 for tensor in batch.values())
 
@@ -120,7 +120,7 @@ def test_the_loss_is_the_sum_over_all_targets() -> None:
         for place in range(first, len(tokens)):
             logits = model(input_ids=torch.tensor([tokens[:place]])).logits[0, -1]
             expected -= logits.log_softmax(-1)[tokens[place]].item()
-    assert task.weight(batch) == 7 + 1 + 0
+    assert task.num_targets(batch) == 7 + 1 + 0
     assert found.shape == ()
     assert found.item() == pytest.approx(expected, rel=1e-5)
 
@@ -131,16 +131,16 @@ def test_a_batch_without_targets_has_loss_and_gradient_zero() -> None:
     batch = task.collate([{**task.encode({"tokens": [1, 2, 3], "context": 3}, True)[0], "ids": [0]}])
     loss = task.loss(task.forward(model, batch), batch)
     loss.backward()
-    assert task.weight(batch) == 0
+    assert task.num_targets(batch) == 0
     assert loss.item() == 0
     assert all((parameter.grad == 0).all() for parameter in model.parameters() if parameter.grad is not None)
 
 
 def test_scores_are_nats_perplexity_and_bits_per_byte() -> None:
     records = [{"text": "ab"}, {"text": "é"}]  # four bytes
-    scores = task_of().loss_scores(loss=8 * math.log(2), weight=4, records=records)
+    scores = task_of().loss_scores(loss=8 * math.log(2), num_targets=4, records=records)
     assert scores == pytest.approx({"loss": 2 * math.log(2), "perplexity": 4.0, "bits_per_byte": 2.0})
-    assert task_of().loss_scores(loss=4000.0, weight=1, records=records)["perplexity"] == math.inf
+    assert task_of().loss_scores(loss=4000.0, num_targets=1, records=records)["perplexity"] == math.inf
 
 
 def test_a_tokenizer_is_trained_on_the_training_texts(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_rows_longer_than_the_models_positions_are_refused() -> None:
 def test_an_auxiliary_loss_that_nothing_would_add_is_refused() -> None:
     class WithRouter(CausalLM):
         def loss(self, outputs: Any, batch: Batch) -> torch.Tensor:
-            return super().loss(outputs, batch) + outputs.aux_loss * self.weight(batch)
+            return super().loss(outputs, batch) + outputs.aux_loss * self.num_targets(batch)
 
     fields = {**ARCHITECTURES["llama"], "num_local_experts": 2, "output_router_logits": True}
     config = tiny_config("llama").model_copy(

@@ -34,7 +34,7 @@ TOKENIZER = train_byte_bpe(["a good road and a bad road"] * 9, 280, {"pad_token"
 def classification(sequence_length: int = 16, **options: Any) -> SequenceClassification:
     config = SequenceClassificationConfig(model="bert", **options)
     task = SequenceClassification(RunConfig(task=config, data=DataSection(sequence_length=sequence_length)))
-    task.tokenizer, task.facts = TOKENIZER, {"labels": [0, 1]}
+    task.tokenizer, task.dataset_metadata = TOKENIZER, {"labels": [0, 1]}
     return task
 
 
@@ -44,12 +44,12 @@ def encode_there(pickled: bytes) -> list[Any]:
 
 def test_another_process_encodes_the_same() -> None:
     task = classification()
-    task.labelled = True
+    task.has_labels = True
     encode = TaskEncoder(task, train=True)
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         there = pool.apply(encode_there, (pickle.dumps(encode),))
     assert there == [encode(record) for record in RECORDS]
-    task.labelled = False
+    task.has_labels = False
     copy = pickle.loads(pickle.dumps(TaskEncoder(task, train=False)))
     assert copy.train is False
     assert "labels" not in copy(RECORDS[0])
@@ -90,8 +90,8 @@ def test_equal_parts_equal_keys(records: Any, tmp_path: Path) -> None:
 def test_every_part_matters(records: Any, tmp_path: Path) -> None:
     other_tokenizer, other_facts, unlabelled = classification(), classification(), classification()
     other_tokenizer.tokenizer = train_byte_bpe(["good"], 257)
-    other_facts.facts = {"labels": [1, 0]}
-    unlabelled.labelled = False
+    other_facts.dataset_metadata = {"labels": [1, 0]}
+    unlabelled.has_labels = False
     skipping = classification()
     skipping.data = skipping.data.model_copy(update={"on_bad_record": "skip"})
     (tmp_path / "changed").mkdir()

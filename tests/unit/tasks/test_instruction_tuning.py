@@ -169,7 +169,7 @@ def test_of_a_long_chat_the_answers_survive_that_fit(tokenizer: Any) -> None:
 @pytest.mark.parametrize("options", [PROMPTS, CHATS])
 def test_no_answer_is_asked_for_to_half_a_prompt(options: dict[str, Any], tokenizer: Any) -> None:
     task = task_of(tokenizer, options, sequence_length=8)
-    task.labelled = False
+    task.has_labels = False
     assert task.encode({"prompt": "xyzw" * 4, **chat("xyzw" * 4)}, False) is None
 
 
@@ -197,7 +197,7 @@ def test_a_model_stops_with_the_end_token_of_the_template(tokenizer: Any, tmp_pa
     own.split_special_tokens = False
     own.chat_template = TEMPLATE.replace(";", "<|end|>")
     task = task_of(own, CHATS)
-    for model in (task.build_model(), task.build_structure()):
+    for model in (task.build_model(), task.build_meta_model()):
         assert model.generation_config.eos_token_id == [own.eos_token_id, own.convert_tokens_to_ids("<|end|>")]
     assert task_of(tokenizer, PROMPTS).build_model().generation_config.eos_token_id == tokenizer.eos_token_id
 
@@ -223,10 +223,10 @@ def test_a_tokenizer_is_trained_on_what_is_said() -> None:
 
 def test_a_prompt_alone_can_be_predicted_for(tokenizer: Any) -> None:
     task = task_of(tokenizer, PROMPTS)
-    task.labelled = False
+    task.has_labels = False
     assert parts(task, {"prompt": "the load: "}) == [(False, f"{tokenizer.eos_token}the load: ")]
     chats = task_of(tokenizer, CHATS)
-    chats.labelled = False
+    chats.has_labels = False
     asked = chat("one?", "1", "two?")
     read = "".join(text for _, text in parts(chats, asked))
     assert read == tokenizer.apply_chat_template(asked["messages"], tokenize=False, add_generation_prompt=True)
@@ -248,10 +248,10 @@ def written(task: CausalLM, model: nn.Module, prompt: list[int]) -> str:
     return task.tokenizer.decode(found[0, len(prompt) :], skip_special_tokens=True)
 
 
-@pytest.mark.parametrize("labelled", [True, False])
-def test_predictions_go_on_from_bare_prompts(labelled: bool, tokenizer: Any) -> None:
+@pytest.mark.parametrize("has_labels", [True, False])
+def test_predictions_go_on_from_bare_prompts(has_labels: bool, tokenizer: Any) -> None:
     task = task_of(tokenizer, PROMPTS, generation=GenerationSection(max_new_tokens=8))
-    task.labelled = labelled
+    task.has_labels = has_labels
     model = model_of(task)
     records = [{"prompt": text, "completion": "done"} for text in ("a", "the load and the engine: ", "what, and")]
     samples = encoded(task, records)
@@ -262,14 +262,14 @@ def test_predictions_go_on_from_bare_prompts(labelled: bool, tokenizer: Any) -> 
     assert task.references(records) == ["done"] * 3
 
 
-@pytest.mark.parametrize("labelled", [True, False])
-def test_an_answer_is_written_to_what_came_before_the_last_one(labelled: bool, tokenizer: Any) -> None:
+@pytest.mark.parametrize("has_labels", [True, False])
+def test_an_answer_is_written_to_what_came_before_the_last_one(has_labels: bool, tokenizer: Any) -> None:
     task = task_of(tokenizer, CHATS, generation=GenerationSection(max_new_tokens=8))
-    task.labelled = labelled
+    task.has_labels = has_labels
     model = model_of(task)
     asked = [chat("one?"), chat("one?", "1", "two, and three?")]
     full = [chat("one?", "1"), chat("one?", "1", "two, and three?", "2 3", "thanks")]
-    samples = encoded(task, full if labelled else asked)
+    samples = encoded(task, full if has_labels else asked)
     found = task.predict(model, task.collate([samples[number] for number in range(2)]))
     prompts = [
         tokenizer.apply_chat_template(one["messages"], tokenize=False, add_generation_prompt=True) for one in asked
@@ -295,6 +295,6 @@ def test_the_loss_of_a_batch_is_that_of_its_answers(tokenizer: Any, tmp_path: Pa
         logits = model(torch.tensor([prompt + answer])).logits[0].log_softmax(-1)
         expected -= sum(logits[len(prompt) + n - 1, token].item() for n, token in enumerate(answer))
         count += len(answer)
-    assert task.weight(batch) == count
+    assert task.num_targets(batch) == count
     assert found == pytest.approx(expected, rel=1e-5)
     assert "bits_per_byte" not in task.loss_scores(found, count, records)

@@ -60,7 +60,7 @@ def task_of(folder: Path, kind: str, in_data: list[Any], **options: Any) -> Pret
     data = DataSection(train=str(folder / "train.jsonl"), sequence_length=8)
     task = task_type(RunConfig(task=config_type(**{"model": str(folder / "model"), **options}), data=data))
     task.tokenizer = TOKENIZER
-    task.facts = task.find_facts()
+    task.dataset_metadata = task.find_dataset_metadata()
     return task
 
 
@@ -85,7 +85,7 @@ def test_the_order_of_a_model_that_was_trained_for_the_labels(
 ) -> None:
     head = fine_tuned(tmp_path / "model", kind, trained)
     task = task_of(tmp_path, kind, ["good", "bad", "fair"], labels=listed)
-    assert task.facts["labels"] == order
+    assert task.dataset_metadata["labels"] == order
     model = task.build_model()
     assert torch.equal(model.classifier.weight, head)
     assert model.config.id2label == dict(enumerate(order))
@@ -96,7 +96,7 @@ def test_a_model_that_was_trained_for_other_labels(tmp_path: Path, messages: pyt
     """Its head is kept where it fits: nobody but the user knows what its outputs mean."""
     fine_tuned(tmp_path / "model", "sequence_classification", ["POSITIVE", "NEGATIVE"])
     task = task_of(tmp_path, "sequence_classification", ["good", "bad"])
-    assert task.facts["labels"] == ["bad", "good"]
+    assert task.dataset_metadata["labels"] == ["bad", "good"]
     assert "was trained for the labels POSITIVE, NEGATIVE, and its outputs now stand for bad, good" in messages.text
     messages.clear()
     for in_data, listed in ((["good", "bad"], ["good", "bad"]), ([1, 0], None), (["x", "y", "z"], None)):
@@ -107,12 +107,12 @@ def test_a_model_that_was_trained_for_other_labels(tmp_path: Path, messages: pyt
 def test_a_model_from_scratch_has_no_order(tmp_path: Path) -> None:
     fine_tuned(tmp_path / "model", "sequence_classification", ["good", "bad"])
     task = task_of(tmp_path, "sequence_classification", ["good", "bad"], from_scratch={})
-    assert task.facts["labels"] == ["bad", "good"]
+    assert task.dataset_metadata["labels"] == ["bad", "good"]
 
 
 def test_numbers_of_a_model_are_its_order(tmp_path: Path) -> None:
     fine_tuned(tmp_path / "model", "sequence_classification", ["1", "0"])
-    assert task_of(tmp_path, "sequence_classification", [0, True]).facts["labels"] == [True, 0]
+    assert task_of(tmp_path, "sequence_classification", [0, True]).dataset_metadata["labels"] == [True, 0]
 
 
 def test_names_that_a_config_gives_in_one_direction_alone() -> None:
@@ -150,8 +150,8 @@ def test_the_classes_of_datasets_keep_their_names_and_order(
     data = of_datasets(tmp_path).model_copy(update={"streaming": streaming})
     task = task_type(RunConfig(task=config_type(model="bert", from_scratch=BERT), data=data))
     task.tokenizer = TOKENIZER
-    task.facts = task.find_facts()
-    assert task.facts["labels"] == names
+    task.dataset_metadata = task.find_dataset_metadata()
+    assert task.dataset_metadata["labels"] == names
     assert task.build_model().config.id2label == dict(enumerate(names))
     records = [{**record, "prediction": task.references([record])[0]} for record in task.records("train")]
     assert task.score(records) == (
@@ -212,7 +212,7 @@ def test_validation_data_that_write_classes_as_numbers(tmp_path: Path, labels: l
         )
     )
     task.tokenizer = TOKENIZER
-    task.facts = json.loads(json.dumps(task.find_facts()))  # as a resumed run reads them
+    task.dataset_metadata = json.loads(json.dumps(task.find_dataset_metadata()))  # as a resumed run reads them
     trained = [task.encode(record, True)["labels"] for record in task.records("train")]
     assert [task.encode({"text": "a", "label": label}, False)["labels"] for label in (2, "0")] == trained
     assert [task.labels.names[number] for number in trained] == (
@@ -226,13 +226,13 @@ def test_files_with_and_without_names_have_the_same_classes(tmp_path: Path) -> N
     config = SequenceClassificationConfig(model="bert", from_scratch=BERT)
     both = data.model_copy(update={"train": [data.train, str(tmp_path / "more.jsonl")]})
     task = SequenceClassification(RunConfig(task=config, data=both))
-    assert task.find_facts()["labels"] == ["negative", "neutral", "Positive"]
+    assert task.find_dataset_metadata()["labels"] == ["negative", "neutral", "Positive"]
 
 
 def test_a_class_as_a_number_to_learn_and_as_a_text(tmp_path: Path) -> None:
     config = SequenceClassificationConfig(model="bert", from_scratch=BERT, problem="regression")
     task = SequenceClassification(RunConfig(task=config, data=of_datasets(tmp_path)))
-    task.tokenizer, task.facts = TOKENIZER, task.find_facts()
+    task.tokenizer, task.dataset_metadata = TOKENIZER, task.find_dataset_metadata()
     records = list(task.records("train"))
     assert [task.encode(record, True)["labels"] for record in records] == [2.0, 0.0]
     assert task.references(records) == [2.0, 0.0]
@@ -246,7 +246,7 @@ def test_a_label_inside_a_column(tmp_path: Path) -> None:
         model="bert", from_scratch=BERT, text_column="about.text", label_column="about.mood", labels=["bad", "good"]
     )
     task = SequenceClassification(RunConfig(task=config, data=DataSection(sequence_length=8)))
-    task.tokenizer, task.facts = TOKENIZER, {"labels": ["bad", "good"]}
+    task.tokenizer, task.dataset_metadata = TOKENIZER, {"labels": ["bad", "good"]}
     assert task.encode(record, True)["labels"] == 1
     assert task.references([record]) == ["good"]
     assert task.texts(record) == ["a"]

@@ -50,7 +50,7 @@ def test_loss_and_gradients_are_those_of_padded_rows(family: str, tied: bool) ->
     assert 1 < len(packed) < len(samples) - 2
     padded_batch = task.collate([samples[number] for number in range(len(samples))])
     packed_batch = task.collate([packed.row(number, lambda sample: sample) for number in range(len(packed))])
-    assert task.weight(packed_batch) == task.weight(padded_batch) == 29 + 1 + 12 + 0 + 0 + 24 + 2 + 1
+    assert task.num_targets(packed_batch) == task.num_targets(padded_batch) == 29 + 1 + 12 + 0 + 0 + 24 + 2 + 1
 
     padded_loss, padded_gradients = loss_and_gradients(task, model, padded_batch)
     packed_loss, packed_gradients = loss_and_gradients(task, model, packed_batch)

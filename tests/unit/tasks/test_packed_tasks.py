@@ -11,7 +11,7 @@ from torch.nn import functional
 from drawbar.config.schema import DataSection, RunConfig, RunSection
 from drawbar.config.tasks import BUILT_IN_TASKS, TaskConfig
 from drawbar.data.dataset import EncodedDataset, encode_records
-from drawbar.data.loader import Vary
+from drawbar.data.loader import Augment
 from drawbar.data.packing import PackedRows
 from drawbar.data.plan import Plan, plan_packs
 from drawbar.data.tokenizer import train_byte_bpe
@@ -24,7 +24,7 @@ from drawbar.tasks.batch import Batch
 from drawbar.tasks.registry import task_class
 from drawbar.tasks.task import Task
 from drawbar.tracking.console import make_console
-from drawbar.train.data import make_loader, varied_by
+from drawbar.train.data import augmenting, make_loader
 from plans import plan_of
 from tiny import CPU
 
@@ -78,7 +78,7 @@ def records() -> list[dict[str, Any]]:
 def task_of(name: str, family: str, options: dict[str, Any]) -> Task:
     config = BUILT_IN_TASKS[name](**{"model": family, "from_scratch": FIELDS[family], **options})
     task = task_class(name)(RunConfig(task=config, data=DataSection(sequence_length=LENGTH), run=RunSection(seed=5)))
-    task.tokenizer, task.facts = TOKENIZER, {"labels": list("xyz")}
+    task.tokenizer, task.dataset_metadata = TOKENIZER, {"labels": list("xyz")}
     return task
 
 
@@ -93,10 +93,10 @@ def encoded(task: Task, rows: list[dict[str, Any]]) -> EncodedDataset:
     return encode_records(rows, lambda record: task.encode(record, True), describe=str)
 
 
-def packed(task: Task, samples: EncodedDataset, plan: Plan, vary: Vary) -> Batch:
+def packed(task: Task, samples: EncodedDataset, plan: Plan, augment: Augment) -> Batch:
     assert task.targets is not None
     rows = PackedRows(samples, plan, task.targets)
-    return task.collate([rows.row(number, lambda sample: vary(sample, 0)) for number in range(len(rows))])
+    return task.collate([rows.row(number, lambda sample: augment(sample, 0)) for number in range(len(rows))])
 
 
 def loss_and_gradients(task: Task, model: nn.Module, batch: Batch) -> tuple[float, torch.Tensor]:
@@ -112,16 +112,16 @@ def test_loss_and_gradients_are_those_of_padded_rows(name: str, family: str, opt
     """In fp32, without dropout; for masked_lm, of the same draws."""
     task = task_of(name, family, options)
     samples = encoded(task, records())
-    vary = varied_by(task, task.run_config, train=True)
+    augment = augmenting(task, task.run_config, train=True)
     lengths = np.maximum(samples.lengths, samples.field_lengths("labels") if name == "seq2seq" else 0)
     plan = plan_packs(lengths, LENGTH, seed=0)
     assert 2 <= len(plan) < len(samples) - 3
-    one = task.collate([vary(samples[number], 0) for number in range(len(samples))])
-    other = packed(task, samples, plan, vary)
+    one = task.collate([augment(samples[number], 0) for number in range(len(samples))])
+    other = packed(task, samples, plan, augment)
     assert other.packed
     assert not one.packed
     assert sorted(other.ids) == one.ids
-    assert task.weight(one) == task.weight(other) > 0
+    assert task.num_targets(one) == task.num_targets(other) > 0
     model = model_of(task)
     loss, gradients = loss_and_gradients(task, model, one)
     packed_loss, packed_gradients = loss_and_gradients(task, model, other)

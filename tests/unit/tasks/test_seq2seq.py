@@ -88,8 +88,8 @@ def test_the_decoder_reads_the_labels_as_the_model_shifts_them(family: str) -> N
     assert torch.equal(batch["decoder_input_ids"][real], shifted[real])
     # so the model's own mean loss is our sum over the weight
     own = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], labels=batch["labels"]).loss
-    ours = task.loss(task.forward(model, batch), batch) / task.weight(batch)
-    assert task.weight(batch) == real.sum()
+    ours = task.loss(task.forward(model, batch), batch) / task.num_targets(batch)
+    assert task.num_targets(batch) == real.sum()
     assert ours.item() == pytest.approx(own.item(), rel=1e-5)
 
 
@@ -141,7 +141,7 @@ def test_a_bad_record_is_refused(record: dict[str, Any], message: str) -> None:
 
 def test_a_source_alone_can_be_predicted_for() -> None:
     task = task_of()
-    task.labelled = False
+    task.has_labels = False
     assert task.encode({"source": "a"}, False) == {"input_ids": [*tokens_of("a"), END]}
 
 

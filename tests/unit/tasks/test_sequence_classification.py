@@ -57,7 +57,7 @@ def task_of(
 ) -> SequenceClassification:
     config = SequenceClassificationConfig(model="bert", from_scratch=BERT, **options)
     task = SequenceClassification(RunConfig(task=config, data=DataSection(sequence_length=sequence_length)))
-    task.tokenizer, task.facts = tokenizer, {"labels": labels}
+    task.tokenizer, task.dataset_metadata = tokenizer, {"labels": labels}
     return task
 
 
@@ -70,7 +70,7 @@ def labels_found(folder: Path, in_data: list[Any], **options: Any) -> list[Any]:
     path = write(folder / "train.jsonl", [{"text": "a road", "label": label} for label in in_data])
     data = DataSection(train=str(path), on_bad_record=options.pop("on_bad_record", "error"))
     config = SequenceClassificationConfig(model="bert", from_scratch=BERT, **options)
-    return SequenceClassification(RunConfig(task=config, data=data)).find_facts()["labels"]
+    return SequenceClassification(RunConfig(task=config, data=data)).find_dataset_metadata()["labels"]
 
 
 def encoded(task: SequenceClassification, records: list[dict[str, Any]]) -> EncodedDataset:
@@ -200,7 +200,7 @@ def test_a_stream_needs_a_list_of_labels(tmp_path: Path) -> None:
         RunConfig(task=SequenceClassificationConfig(model="bert", from_scratch=BERT), data=data)
     )
     with pytest.raises(UserError, match=r"a stream[\s\S]*task.labels"):
-        task.find_facts()
+        task.find_dataset_metadata()
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def test_the_loss_is_a_sum_over_what_weight_counts(problem: str) -> None:
     model = task.build_model().eval()
     alone = [task.collate([samples[number]]) for number in range(3)]
     together = task.collate([samples[number] for number in range(3)])
-    assert task.weight(together) == {"single_label": 3, "multi_label": 9, "regression": 3}[problem]
+    assert task.num_targets(together) == {"single_label": 3, "multi_label": 9, "regression": 3}[problem]
     found = task.loss(task.forward(model, together), together).item()
     assert found == pytest.approx(sum(task.loss(task.forward(model, one), one).item() for one in alone), rel=1e-5)
 
@@ -272,7 +272,7 @@ def test_the_loss_is_a_sum_over_what_weight_counts(problem: str) -> None:
         ),
         "regression": lambda: ((logits[:, 0] - torch.tensor([1.5, 0, -2])) ** 2).mean(),
     }[problem]()
-    assert found / task.weight(together) == pytest.approx(by_hand.item(), rel=1e-5)
+    assert found / task.num_targets(together) == pytest.approx(by_hand.item(), rel=1e-5)
 
     predictions = task.predict(model, together)
     assert len(predictions) == 3

@@ -32,7 +32,7 @@ def test_a_small_task_has_the_rest() -> None:
     rows = [{"x": np.array([1.0, 2.0]), "id": 0, "ids": [0]}, {"x": np.array([3.0, 4.0]), "id": 1, "ids": [1]}]
     batch = task.collate(rows)
     assert batch["x"].shape == (2, 2)
-    assert task.weight(batch) == 2
+    assert task.num_targets(batch) == 2
     assert task.build_tokenizer() is None
     assert task.predicts
     assert task.score([]) == {}

@@ -60,7 +60,7 @@ def task_of(
 ) -> TokenClassification:
     config = TokenClassificationConfig(model="bert", from_scratch=BERT, **options)
     task = TokenClassification(RunConfig(task=config, data=DataSection(sequence_length=sequence_length)))
-    task.tokenizer, task.facts = tokenizer, {"labels": labels or ["O", "B-X", "I-X"]}
+    task.tokenizer, task.dataset_metadata = tokenizer, {"labels": labels or ["O", "B-X", "I-X"]}
     return task
 
 
@@ -172,14 +172,14 @@ def test_a_record_without_words_is_dropped() -> None:
     assert task_of().encode({"tokens": [], "tags": []}, True) is None
 
 
-@pytest.mark.parametrize("labelled", [True, False])
-def test_predictions_have_a_label_for_each_word(labelled: bool) -> None:
+@pytest.mark.parametrize("has_labels", [True, False])
+def test_predictions_have_a_label_for_each_word(has_labels: bool) -> None:
     """Of words that are cut off, none; also where the records have no labels."""
     torch.manual_seed(0)
     task = task_of([3, 7, 11], sequence_length=10)
-    task.labelled = labelled
+    task.has_labels = has_labels
     words = [["the"], ["the", "load", "and"], ["and", "the", "load", "xyz"] * 5]
-    records = [{"tokens": one, **({"tags": [3] * len(one)} if labelled else {})} for one in words]
+    records = [{"tokens": one, **({"tags": [3] * len(one)} if has_labels else {})} for one in words]
     samples = encode_records(records, lambda record: task.encode(record, True), describe=str)
     assert samples.truncated == 1
     model = task.build_model().eval()
@@ -211,10 +211,10 @@ def test_labels_are_those_of_the_training_data(tmp_path: Path) -> None:
     path.write_text('{"tokens": ["a", "b"], "tags": ["O", "B-X"]}\n{"tokens": ["a"], "tags": ["I-X"]}\n')
     config = TokenClassificationConfig(model="bert", from_scratch=BERT)
     task = TokenClassification(RunConfig(task=config, data=DataSection(train=str(path))))
-    assert task.find_facts() == {"labels": ["B-X", "I-X", "O"]}
+    assert task.find_dataset_metadata() == {"labels": ["B-X", "I-X", "O"]}
     path.write_text(path.read_text() + '{"tokens": ["a"], "tags": []}\n')
     with pytest.raises(UserError, match=r"1 words and 0 labels[\s\S]*train.jsonl:3"):
-        task.find_facts()
+        task.find_dataset_metadata()
 
 
 def test_a_run_learns_tags(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import drawbar
 from drawbar.config.schema import RunConfig, RunSection
 from drawbar.config.tasks import TaskConfig
 from drawbar.data.dataset import Sample, encode_records
-from drawbar.data.loader import EvalLoader, Loader, MicroBatchSize, Rows, SampleRows, TrainLoader, Vary
+from drawbar.data.loader import Augment, EvalLoader, Loader, MicroBatchSize, Rows, SampleRows, TrainLoader
 from drawbar.data.packing import PackedRows
 from drawbar.data.plan import plan_packs
 from drawbar.data.sampler import Shuffled
@@ -16,7 +16,7 @@ from drawbar.data.sources import Located
 from drawbar.data.stream import StreamLoader, StreamSettings
 from drawbar.runtime.dist import Distributed
 from drawbar.runtime.env import RankInfo
-from drawbar.train.data import varied_by
+from drawbar.train.data import augmenting
 from harness import run_ranks
 from tiny import CPU
 
@@ -34,9 +34,9 @@ class Noisy(drawbar.Task):
         return {**sample, "noise": int(rng.integers(2**60))}
 
 
-def vary_of(seed: int, train: bool) -> Vary:
+def augment_of(seed: int, train: bool) -> Augment:
     config = RunConfig(task=TaskConfig(), run=RunSection(seed=seed))
-    return varied_by(Noisy(config), config, train)
+    return augmenting(Noisy(config), config, train)
 
 
 def rows_of(numbers: range | list[int], packed: bool) -> Rows:
@@ -64,7 +64,7 @@ class Source:
 
 
 def loader_of(layout: str, seed: int, world: Distributed) -> Loader[Draws]:
-    packed, micro_batch, vary = "packed" in layout, MicroBatchSize(rows=2), vary_of(seed, train=True)
+    packed, micro_batch, augment = "packed" in layout, MicroBatchSize(rows=2), augment_of(seed, train=True)
     if "streaming" in layout:
         settings = StreamSettings(seed=0, shuffle=True, lanes=2, records=4, global_batch=5, fingerprint="")
 
@@ -72,7 +72,7 @@ def loader_of(layout: str, seed: int, world: Distributed) -> Loader[Draws]:
             return rows_of([one.record["number"] for one in located], packed)
 
         return StreamLoader(
-            [Source()], settings, encode, ranks=world.data, micro_batch=micro_batch, collate=collate, vary=vary
+            [Source()], settings, encode, ranks=world.data, micro_batch=micro_batch, collate=collate, augment=augment
         )
     rows = rows_of(range(RECORDS), packed)
     sampler = Shuffled(len(rows), seed=0)
@@ -84,7 +84,7 @@ def loader_of(layout: str, seed: int, world: Distributed) -> Loader[Draws]:
         rank=world.rank,
         world_size=world.size,
         collate=collate,
-        vary=vary,
+        augment=augment,
     )
 
 
@@ -95,7 +95,7 @@ def draws(layout: str, seed: int, world: Distributed) -> list[Draws]:
     epoch = 0
     for _, micro_batches in loader.steps(0, 100):
         for micro in micro_batches:
-            if micro.counts:
+            if not micro.is_filler:
                 assert not epochs[epoch].keys() & micro.batch.keys()
                 epochs[epoch] |= micro.batch
         epoch = int(loader.epoch)
@@ -142,9 +142,9 @@ def evaluated(world_size: int, rows_a_forward: int) -> Draws:
             rank=rank,
             world_size=world_size,
             collate=collate,
-            vary=vary_of(0, train=False),
+            augment=augment_of(0, train=False),
         )
-        passes = [[(micro.batch, micro.counts) for micro in loader] for _ in range(2)]
+        passes = [[(micro.batch, not micro.is_filler) for micro in loader] for _ in range(2)]
         assert passes[0] == passes[1]
         for batch, counts in passes[0]:
             found |= batch if counts else {}
@@ -163,5 +163,5 @@ def test_an_augment_cannot_change_which_sample_it_is() -> None:
             return {"input_ids": sample["input_ids"]}
 
     config = RunConfig(task=TaskConfig())
-    vary = varied_by(Renamed(config), config, train=True)
-    assert vary({"input_ids": [1], "label": 2, "id": 7, "ids": [7]}, 0) == {"input_ids": [1], "id": 7, "ids": [7]}
+    augment = augmenting(Renamed(config), config, train=True)
+    assert augment({"input_ids": [1], "label": 2, "id": 7, "ids": [7]}, 0) == {"input_ids": [1], "id": 7, "ids": [7]}

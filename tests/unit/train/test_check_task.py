@@ -95,13 +95,13 @@ class NoRng(Points):
 
 
 class NoFunction(Points):
-    weight = 3  # type: ignore[assignment]
+    num_targets = 3  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize(
     ("task", "method"),
     [(NoBatch, "loss(self, outputs"), (TooMany, "predict(self, model"), (NoRng, "augment(self, sample"),
-     (NoFunction, "weight(self, batch")],
+     (NoFunction, "num_targets(self, batch")],
 )  # fmt: skip
 def test_a_wrong_signature(task: type[Task], method: str, project: Path) -> None:
     error = refused(project, task)
@@ -122,7 +122,7 @@ class Static(Points):
     def loss(cls, outputs: torch.Tensor, batch: Batch, reduction: str = "sum") -> torch.Tensor:  # type: ignore[override]
         return functional.cross_entropy(outputs, batch["labels"], reduction=reduction)
 
-    def weight(self, *arguments: Any) -> float:
+    def num_targets(self, *arguments: Any) -> float:
         return len(arguments[0].ids)
 
 
@@ -157,7 +157,7 @@ class FailingDeep(Points):
 
 
 class Constant(Points):
-    def weight(self, batch: Batch) -> float:
+    def num_targets(self, batch: Batch) -> float:
         return 1.0
 
 
@@ -219,7 +219,7 @@ class NoRecords(Points):
 
 
 class SetOfFacts(Points):
-    def find_facts(self) -> dict[str, Any]:
+    def find_dataset_metadata(self) -> dict[str, Any]:
         return {"labels": {0, 1}}
 
 
@@ -240,7 +240,7 @@ class ListScore(Points):
         (NoModel, "build_model", "OSError: no such weights"),
         (NoTokenizer, "build_tokenizer", "KeyError: 'tokenizer'"),
         (NoRecords, "records", "ZeroDivisionError"),
-        (SetOfFacts, "find_facts", "JSON cannot hold"),
+        (SetOfFacts, "find_dataset_metadata", "JSON cannot hold"),
         (WordScore, "score", "returns {'accuracy': 'high'}"),
         (ListScore, "score", "returns [0.5]"),
         (Mean, "loss", "a mean"),
@@ -248,7 +248,7 @@ class ListScore(Points):
         (NoLoss, "loss", "no number"),
         (Failing, "loss", "KeyError: 'label'"),
         (FailingDeep, "forward", "RuntimeError"),
-        (Constant, "weight", "returns 1 for one sample"),
+        (Constant, "num_targets", "returns 1 for one sample"),
         (TooFew, "predict", "returns 0 values for 1 samples"),
         (Tensors, "predict", "returns Tensor for 1 samples"),
         (ListOfTensors, "predict", "JSON cannot hold"),

@@ -22,7 +22,7 @@ from drawbar.train.hooks import EvalHook
 from drawbar.train.step import RunProgress, StepInfo
 from drawbar.train.stop import Reason, Stop
 
-RESULT = StepResult(torch.tensor(1.0), torch.tensor(1.0), weight=1.0, lr=0.1, skipped=False)
+RESULT = StepResult(torch.tensor(1.0), torch.tensor(1.0), num_targets=1.0, lr=0.1, skipped=False)
 
 
 class Script:

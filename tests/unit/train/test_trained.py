@@ -33,7 +33,7 @@ class Parity(drawbar.Task):
 
     def encode(self, record: dict[str, Any], train: bool) -> Any:
         sample = {"x": [float(record["number"]), 1.0]}
-        return {**sample, "labels": record["number"] % 2} if self.labelled else sample
+        return {**sample, "labels": record["number"] % 2} if self.has_labels else sample
 
     def build_model(self) -> nn.Module:
         return nn.Linear(2, 2)
@@ -78,7 +78,7 @@ def test_predictions_and_probabilities_are_those_of_the_command(project: Path) -
         assert shares == pytest.approx(line["probabilities"])
         assert sum(shares.values()) == pytest.approx(1)
         assert max(shares, key=lambda name: shares[name]) == line["prediction"]
-    assert run.task.labelled
+    assert run.task.has_labels
 
 
 def test_an_input_that_changes_while_it_is_predicted_for_is_no_output(

@@ -1,0 +1,52 @@
+"""Names that methods and attributes of ``Task`` had before: they work for one version more, with a warning."""
+
+import warnings
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+METHODS = {
+    "weight": "num_targets",
+    "find_facts": "find_dataset_metadata",
+    "build_structure": "build_meta_model",
+}
+"""Old name → new one."""
+
+
+def keep_old_names(task_type: type[Any]) -> None:
+    """Let a class that overrides a method under its old name override the new one, and let those that call a method
+    of it by the old name, ``super().weight(batch)``, find it."""
+    own = vars(task_type)
+    for old, new in METHODS.items():
+        if old in own and new not in own:
+            _warn(f"{task_type.__name__}.{old} is called {new} now: rename it", stacklevel=4)
+            setattr(task_type, new, own[old])
+        elif new in own:
+            setattr(task_type, old, _called_by_old_name(own[new], old, new))
+
+
+def _called_by_old_name(method: Callable[..., Any], old: str, new: str) -> Callable[..., Any]:
+    @wraps(method)
+    def call(self: Any, *args: Any) -> Any:
+        _warn(f"{type(self).__name__}.{old} is called {new} now: call that", stacklevel=3)
+        return method(self, *args)
+
+    return call
+
+
+def renamed_attribute(old: str, new: str) -> Any:
+    """A property that stands for the attribute of the new name."""
+
+    def read(self: Any) -> Any:
+        _warn(f"{type(self).__name__}.{old} is called {new} now", stacklevel=3)
+        return getattr(self, new)
+
+    def write(self: Any, value: Any) -> None:
+        _warn(f"{type(self).__name__}.{old} is called {new} now", stacklevel=3)
+        setattr(self, new, value)
+
+    return property(read, write)
+
+
+def _warn(text: str, stacklevel: int) -> None:
+    warnings.warn(text, FutureWarning, stacklevel=stacklevel)  # which Python shows to users, too
