@@ -20,7 +20,14 @@ from drawbar.config.parallel_dims import ParallelDims
 from drawbar.config.schema import RunConfig
 from drawbar.engines.deepspeed_parts import DeepSpeedState, DeepSpeedUpdater
 from drawbar.engines.executors import ModelExecutor, PipelineExecutor, TrainedModel, task_loss
-from drawbar.engines.local_model import LocalModel, WeightSource, build_meta, build_whole, pack, with_adapters
+from drawbar.engines.local_model import (
+    LocalModel,
+    WeightSource,
+    allow_packed_rows,
+    build_meta,
+    build_whole,
+    with_adapters,
+)
 from drawbar.engines.parts import EngineParts
 from drawbar.engines.stage_building import EmptyStages, build_stages
 from drawbar.engines.state_access import StagesState, is_stage_leader, is_writer
@@ -99,7 +106,7 @@ def _replicated(task: Task, config: RunConfig, world: Distributed) -> tuple[Loca
 def _partitioned(task: Task, config: RunConfig, world: Distributed) -> tuple[LocalModel, WeightSource]:
     """The model without room for its parameters, of which stage 3 gives each rank a piece; and its weights."""
     model, source, base = build_meta(task, config, world)
-    pack(model, task, config)
+    allow_packed_rows(model, task, config)
     parallelize(model, plan_for(model), config.parallel, ParallelDims(), None, config.precision)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(DTYPES[config.precision])
@@ -181,7 +188,7 @@ def _fill_stages(
     (part,) = stages.parts
     if world.dims.tp > 1:
         check_layers(stages.meta_model, stages.plan, world.dims.tp)
-    pack(part, task, config)
+    allow_packed_rows(part, task, config)
     cast_received(part)
     materialize(part, _HOST, _HOST)  # DeepSpeed casts and moves it
     local, tied = stages.load({}, world)

@@ -17,7 +17,7 @@ from drawbar.models.lora import Base, add_adapters, add_adapters_to_base
 from drawbar.models.packed import allow_packing
 from drawbar.models.plans import plan_for
 from drawbar.parallel.apply import parallelize
-from drawbar.parallel.tensor import Packed, packed_parameters
+from drawbar.parallel.tensor import FusedLayout, fused_layouts
 from drawbar.parallel.weights import broadcast_shards, load_shard, materialize, named_tensors
 from drawbar.runtime.dist import Distributed
 from drawbar.runtime.log import logger
@@ -38,7 +38,7 @@ class LocalModel:
     """All parameters of the whole model, if not their values: ``module``, where that has them."""
     base: Base | None
     """What is below the adapters of the run; None of a run without adapters."""
-    fused: dict[str, Packed] = field(default_factory=dict)
+    fused: dict[str, FusedLayout] = field(default_factory=dict)
     """Parameters that are stored in another order than in the whole model."""
     replicas: list[dist.ProcessGroup] = field(default_factory=list)
     """Of ranks that have the same buffers, one group for each axis of the mesh."""
@@ -61,7 +61,7 @@ def _build_adapted(task: Task, config: RunConfig) -> tuple[nn.Module, Base | Non
     return model, add_adapters_to_base(model, config.lora, weights_without_file(model))
 
 
-def pack(model: nn.Module, task: Task, config: RunConfig) -> None:
+def allow_packed_rows(model: nn.Module, task: Task, config: RunConfig) -> None:
     """Let the model take packed rows, where the data are packed."""
     if config.data.batching == "packed" and isinstance(model, PreTrainedModel):
         allow_packing(model, per_sample=task.targets == "sample")
@@ -72,7 +72,7 @@ def build_whole(task: Task, config: RunConfig, world: Distributed, device: torch
     device."""
     with world.together("building the model"):
         model, base = _build_adapted(task, config)
-        pack(model, task, config)
+        allow_packed_rows(model, task, config)
         parallelize(model, plan_for(model), config.parallel, ParallelDims(), None, config.precision)
         model = model.to(device)
     base = world.from_first(lambda: base, "building the model")  # its weights are those of all
@@ -86,9 +86,9 @@ def build_shards(task: Task, config: RunConfig, world: Distributed, mesh: Device
     and the others get their shards from it.
     """
     model, source, base = build_meta(task, config, world)
-    pack(model, task, config)
+    allow_packed_rows(model, task, config)
     parallelize(model, plan_for(model), config.parallel, world.dims, mesh, config.precision)
-    fused = packed_parameters(model)
+    fused = fused_layouts(model)
     materialize(model, torch.device("cpu") if config.parallel.offload else world.device, world.device)
     load_first_weights(model, source, fused, world)
     return LocalModel(model, model, base, fused, buffer_replicas(mesh))
@@ -97,16 +97,16 @@ def build_shards(task: Task, config: RunConfig, world: Distributed, mesh: Device
 def load_first_weights(
     module: nn.Module,
     source: WeightSource,
-    packed: Mapping[str, Packed],
+    fused: Mapping[str, FusedLayout],
     world: Distributed,
 ) -> None:
     """Set the first weights of what this rank holds of a model, from where ``build_meta`` says."""
     if isinstance(source, Mapping):
         with world.together("reading the weights"):
             for name, parameter in module.named_parameters():
-                load_shard(parameter, source, name, packed.get(name))
+                load_shard(parameter, source, name, fused.get(name))
     else:
-        broadcast_shards(named_tensors(module), source, packed, world.device)
+        broadcast_shards(named_tensors(module), source, fused, world.device)
 
 
 def build_meta(task: Task, config: RunConfig, world: Distributed) -> tuple[nn.Module, WeightSource, Base | None]:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from drawbar.config.schema import RunConfig
 from drawbar.data.packing import IGNORED_LABEL
 from drawbar.engines.executors import ModelExecutor, PipelineExecutor, TrainedModel, task_loss
-from drawbar.engines.local_model import LocalModel, build_shards, build_whole, pack
+from drawbar.engines.local_model import LocalModel, allow_packed_rows, build_shards, build_whole
 from drawbar.engines.parts import EngineParts, Executor
 from drawbar.engines.stage_building import build_stages
 from drawbar.engines.state_access import Keeps, StagesState, TorchState, is_stage_leader, is_writer
@@ -27,7 +27,7 @@ from drawbar.parallel.fsdp import digest_of_use, generate_together
 from drawbar.parallel.pipeline_schedule import Pipeline
 from drawbar.parallel.precision import LossScaler
 from drawbar.parallel.synced_generate import synchronize_generate
-from drawbar.parallel.tensor import Packed, packed_parameters
+from drawbar.parallel.tensor import FusedLayout, fused_layouts
 from drawbar.parallel.weights import materialize
 from drawbar.parallel.zero1 import zero1_optimizer
 from drawbar.runtime.dist import Distributed
@@ -165,11 +165,11 @@ def _pipeline(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
     relay = stages.relay(world)
     if parallel.features.shards_parameters:
         synchronize_generate(relay.model)
-    fused: dict[str, Packed] = {}
+    fused: dict[str, FusedLayout] = {}
     for part in stages.parts:
-        pack(part, task, config)
+        allow_packed_rows(part, task, config)
         parallelize(part, stages.plan, parallel, world.dims, stages.mesh, precision)
-        fused |= packed_parameters(part)
+        fused |= fused_layouts(part)
         materialize(part, torch.device("cpu") if parallel.offload else world.device, world.device)
     local, tied = stages.load(fused, world)
     executor = PipelineExecutor(

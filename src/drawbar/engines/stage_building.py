@@ -14,7 +14,7 @@ from drawbar.models.lora import Base
 from drawbar.models.plans import plan_for
 from drawbar.parallel.pipeline_inference import PipelineInference
 from drawbar.parallel.stages import LocalStages, cut_stage, is_tied, split_layers
-from drawbar.parallel.tensor import Packed
+from drawbar.parallel.tensor import FusedLayout
 from drawbar.runtime.dist import Distributed
 from drawbar.runtime.log import logger
 from drawbar.runtime.mesh import build_mesh
@@ -49,7 +49,7 @@ class EmptyStages:
         vocabulary = self.meta_model.config.get_text_config().vocab_size
         return PipelineInference(self.parts, self.group, world.device, self.hidden_size, vocabulary)
 
-    def load(self, fused: dict[str, Packed], world: Distributed) -> tuple[LocalModel, nn.Parameter | None]:
+    def load(self, fused: dict[str, FusedLayout], world: Distributed) -> tuple[LocalModel, nn.Parameter | None]:
         """The stages with their first weights, and the copy that the first and the last have of a tied weight."""
         assert self.plan.pipeline is not None, "it was cut by it"
         module = LocalStages(self.parts, self.meta_model, self.plan.pipeline)

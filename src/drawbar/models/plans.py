@@ -31,7 +31,7 @@ class _Family:
     """Patterns under the base model, as in transformers' own plans."""
 
     tensor: Mapping[str, Style]
-    packed: Mapping[str, int] = field(default_factory=dict)
+    fused: Mapping[str, int] = field(default_factory=dict)
     local: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
@@ -43,10 +43,10 @@ def _layers(prefix: str, colwise: str, rowwise: str) -> dict[str, Style]:
 
 _GPT2 = _Family(
     {
-        "h.*.attn.c_attn": "packed_colwise",
+        "h.*.attn.c_attn": "fused_colwise",
         **_layers("h.*.", "mlp.c_fc", "attn.c_proj mlp.c_proj"),
     },
-    packed={"h.*.attn.c_attn": 3},
+    fused={"h.*.attn.c_attn": 3},
     local={"h.*.attn": ("split_size", "num_heads")},
 )
 _BERT = _Family(
@@ -143,7 +143,7 @@ def _tensor_plan(model: PreTrainedModel) -> ModelParallelPlan:
     prefix = f"{base}." if base else ""
     return ModelParallelPlan(
         tensor={**{prefix + name: style for name, style in family.tensor.items()}, **_vocabulary(model)},
-        packed={prefix + name: parts for name, parts in family.packed.items()},
+        fused={prefix + name: parts for name, parts in family.fused.items()},
         local={prefix + name: attributes for name, attributes in family.local.items()},
         heads=_numbers(config),
     )
@@ -186,13 +186,13 @@ def _with_adapters(model: nn.Module, plan: ModelParallelPlan) -> ModelParallelPl
     """The plan with styles for low-rank adapters: of B A x, the one of the two that has the dim which is cut."""
     if plan.tensor is None:
         return plan
-    tensor, packed = dict(plan.tensor), dict(plan.packed)
+    tensor, fused = dict(plan.tensor), dict(plan.fused)
     for pattern, style in plan.tensor.items():
         if not any(hasattr(module, "lora_A") for _, module, _ in matching(model.named_modules(), {pattern: None})):
             continue
         tensor[f"{pattern}.base_layer"] = style
         part = "lora_A" if style.startswith("rowwise") else "lora_B"
         tensor[f"{pattern}.{part}.*"] = style
-        if pattern in packed:
-            packed[f"{pattern}.base_layer"] = packed[f"{pattern}.lora_B.*"] = packed[pattern]
-    return replace(plan, tensor=tensor, packed=packed)
+        if pattern in fused:
+            fused[f"{pattern}.base_layer"] = fused[f"{pattern}.lora_B.*"] = fused[pattern]
+    return replace(plan, tensor=tensor, fused=fused)

@@ -177,9 +177,9 @@ def check_layers(model: nn.Module, plan: ModelParallelPlan, degree: int) -> None
     """
     if plan.tensor is None:
         raise UserError(plan.tensor_refusal, where="parallel.tensor", remedy="set parallel.tensor=1")
-    if plan.packed:
+    if plan.fused:
         raise UserError(
-            f"DeepSpeed's tensor parallelism cannot cut {next(iter(plan.packed))}, which holds several layers in one",
+            f"DeepSpeed's tensor parallelism cannot cut {next(iter(plan.fused))}, which holds several layers in one",
             where="parallel.strategy=deepspeed, parallel.tensor",
             remedy=f"set parallel.strategy=ddp with parallel.tensor={degree}, or parallel.tensor=1",
         )

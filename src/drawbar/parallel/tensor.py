@@ -23,7 +23,7 @@ Styled = Mapping[str, tuple[nn.Module, Style]]
 
 
 @dataclass(frozen=True)
-class Packed:
+class FusedLayout:
     """A tensor that holds several layers one after another, of which each rank needs a part of every one.
 
     As DTensor knows only parts in a row, it is stored with the parts of one rank next to one another.
@@ -48,12 +48,12 @@ class Packed:
         return pieces.reshape(tensor.shape).contiguous()
 
 
-def packed_parameters(model: nn.Module) -> dict[str, Packed]:
+def fused_layouts(model: nn.Module) -> dict[str, FusedLayout]:
     """Of a model that ``tensor_parallel`` has cut: which parameters are stored in another order, by name."""
     return {
-        f"{name}.{own}" if name else own: packed
+        f"{name}.{own}" if name else own: fused
         for name, module in model.named_modules()
-        for own, packed in getattr(module, "packed_parameters", {}).items()
+        for own, fused in getattr(module, "fused_layouts", {}).items()
     }
 
 
@@ -80,9 +80,9 @@ def tensor_parallel(model: nn.Module, plan: ModelParallelPlan, mesh: DeviceMesh,
         for name, module, style in matching(model.named_modules(), plan.tensor)
         if "weight" in module._parameters  # a layer with an adapter is none itself: its parts have styles of their own
     }
-    packed = {name: parts for name, _, parts in matching(model.named_modules(), plan.packed)}
-    check_degree({**plan.heads, **_sizes(styles, packed)}, mesh.size())
-    _cut(model, styles, packed, mesh)
+    fused = {name: parts for name, _, parts in matching(model.named_modules(), plan.fused)}
+    check_degree({**plan.heads, **_sizes(styles, fused)}, mesh.size())
+    _cut(model, styles, fused, mesh)
     blocks = (
         [block for _, block, _ in matching(model.named_modules(), {f"{plan.sequence}.*": None})] if sequence else []
     )
@@ -116,7 +116,7 @@ def _is_replicated(parameter: nn.Parameter) -> bool:
 def _make(style: Style, sequence: bool) -> ParallelStyle | None:
     """How a module computes; ``sequence``: between activations that are cut along the sequence."""
     match style:
-        case "colwise" | "packed_colwise" | "head_bias":
+        case "colwise" | "fused_colwise" | "head_bias":
             return Colwise(sums=not sequence)
         case "colwise_gather_output":
             return Colwise(Replicate(), sums=not sequence)
@@ -147,7 +147,7 @@ def _cut_dim(module: nn.Module, style: Style) -> int | None:
     return inputs if style in _ROWWISE else outputs
 
 
-def _sizes(styles: Styled, packed: Mapping[str, int]) -> dict[str, int]:
+def _sizes(styles: Styled, fused: Mapping[str, int]) -> dict[str, int]:
     """What must be divided evenly: all but the vocabulary, which may be cut into parts of different sizes."""
     found = {}
     for name, (module, style) in styles.items():
@@ -155,14 +155,14 @@ def _sizes(styles: Styled, packed: Mapping[str, int]) -> dict[str, int]:
         if dim is not None and style not in ("embedding", "vocabulary"):
             weight = module._parameters["weight"]
             assert weight is not None
-            found[f"the width of {name}"] = weight.shape[dim] // packed.get(name, 1)
+            found[f"the width of {name}"] = weight.shape[dim] // fused.get(name, 1)
     return found
 
 
-def _cut(model: nn.Module, styles: Styled, packed: Mapping[str, int], mesh: DeviceMesh) -> None:
+def _cut(model: nn.Module, styles: Styled, fused: Mapping[str, int], mesh: DeviceMesh) -> None:
     """Make every parameter a ``DTensor``."""
     placements: dict[nn.Parameter, Shard] = {}
-    orders: dict[nn.Parameter, Packed] = {}
+    orders: dict[nn.Parameter, FusedLayout] = {}
     for name, (module, style) in styles.items():
         for own, parameter in module.named_parameters(recurse=False):
             dim = _cut_dim(module, style)
@@ -170,8 +170,8 @@ def _cut(model: nn.Module, styles: Styled, packed: Mapping[str, int], mesh: Devi
                 dim = None if style in _ROWWISE or dim is None else 0
             if dim is not None:
                 placements[parameter] = Shard(dim)
-                if name in packed:
-                    orders[parameter] = Packed(dim, packed[name], mesh.size())
+                if name in fused:
+                    orders[parameter] = FusedLayout(dim, fused[name], mesh.size())
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for own, parameter in module.named_parameters(recurse=False):
@@ -183,7 +183,7 @@ def _cut(model: nn.Module, styles: Styled, packed: Mapping[str, int], mesh: Devi
                 made[parameter] = nn.Parameter(part, requires_grad=parameter.requires_grad)
             module.register_parameter(own, made[parameter])
             if order is not None:
-                module.packed_parameters = {**getattr(module, "packed_parameters", {}), own: order}
+                module.fused_layouts = {**getattr(module, "fused_layouts", {}), own: order}
 
 
 def check_degree(numbers: Mapping[str, int], degree: int) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from drawbar.errors import UserError
-from drawbar.parallel.tensor import Packed
+from drawbar.parallel.tensor import FusedLayout
 from drawbar.runtime.safetensors_reader import read_part, shape_of
 
 
@@ -45,23 +45,23 @@ def without_room(parameter: Tensor, device: torch.device) -> Tensor:
     return torch.empty((), dtype=parameter.dtype, device=device).expand(parameter.shape)
 
 
-def full_tensor(tensor: Tensor, packed: Packed | None = None) -> Tensor:
+def full_tensor(tensor: Tensor, fused: FusedLayout | None = None) -> Tensor:
     """A tensor as one process has it. Every rank that holds a part of it must call this."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     full = tensor.detach().full_tensor()
-    return full if packed is None else packed.to_logical(full)
+    return full if fused is None else fused.to_logical(full)
 
 
 @torch.no_grad()
-def load_shard(tensor: Tensor, tensors: Mapping[str, Tensor], name: str, packed: Packed | None = None) -> None:
+def load_shard(tensor: Tensor, tensors: Mapping[str, Tensor], name: str, fused: FusedLayout | None = None) -> None:
     """Set a parameter, a buffer or a tensor of the optimizer to ``tensors[name]``, of which only this part is read."""
     if not isinstance(tensor, DTensor):
         tensor.copy_(tensors[name])
         return
     local = tensor.to_local()
-    if packed is not None:
-        source: Mapping[str, Tensor] = {name: packed.to_storage(tensors[name])}
+    if fused is not None:
+        source: Mapping[str, Tensor] = {name: fused.to_storage(tensors[name])}
     else:
         source = tensors
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -70,13 +70,13 @@ def load_shard(tensor: Tensor, tensors: Mapping[str, Tensor], name: str, packed:
 
 
 def shard_like(
-    parameter: nn.Parameter, tensors: Mapping[str, Tensor], name: str, packed: Packed | None = None
+    parameter: nn.Parameter, tensors: Mapping[str, Tensor], name: str, fused: FusedLayout | None = None
 ) -> Tensor:
     """``tensors[name]``, spread as the parameter that it belongs to is; as it is, where it has another shape."""
     if not isinstance(parameter, DTensor) or shape_of(tensors, name) != parameter.shape:
         return tensors[name]
     part = torch.empty_like(parameter)
-    load_shard(part, tensors, name, packed)
+    load_shard(part, tensors, name, fused)
     return part
 
 
@@ -131,16 +131,16 @@ def sent_from_first(source: nn.Module | None, device: torch.device) -> Iterator[
 
 @torch.no_grad()
 def broadcast_shards(
-    targets: Mapping[str, Tensor], source: nn.Module | None, packed: Mapping[str, Packed], device: torch.device
+    targets: Mapping[str, Tensor], source: nn.Module | None, fused: Mapping[str, FusedLayout], device: torch.device
 ) -> None:
     """Fill the parts of a spread model from a whole one on rank 0. Every rank calls it.
 
     Args:
         targets: this rank's parameters and buffers, by their names in the whole model.
         source: the whole model, on rank 0; None elsewhere.
-        packed: see ``parallel.tensor``.
+        fused: see ``parallel.tensor``.
         device: where tensors travel.
     """
     for name, full in sent_from_first(source, device):
         if name in targets:
-            load_shard(targets[name], {name: full}, name, packed.get(name))
+            load_shard(targets[name], {name: full}, name, fused.get(name))

@@ -9,7 +9,7 @@ Style = Literal[
     "rowwise",
     "colwise_gather_output",
     "rowwise_split_input",
-    "packed_colwise",
+    "fused_colwise",
     "embedding",
     "head_bias",
     "vocabulary",
@@ -22,7 +22,7 @@ Style = Literal[
 ``rowwise``                a linear layer's inputs; its outputs are summed over the ranks
 ``colwise_gather_output``  its outputs, which are put together again
 ``rowwise_split_input``    its inputs, which stand whole on every rank and are cut before it
-``packed_colwise``         the outputs of several layers that are stored as one (queries, keys and values)
+``fused_colwise``          the outputs of several layers that are stored as one (queries, keys and values)
 ``embedding``              the rows of an embedding: its vocabulary
 ``head_bias``              the columns of an embedding that holds one number for each attention head (T5)
 ``vocabulary``             the outputs of the layer that scores the vocabulary
@@ -55,8 +55,8 @@ class ModelParallelPlan:
     """Module names, with ``*`` for the number of a block, and their styles; None where the model cannot be cut so."""
     tensor_refusal: str = ""
     """Why it cannot, for the error."""
-    packed: Mapping[str, int] = field(default_factory=dict)
-    """Of the ``packed_colwise`` modules, by name with ``*``: how many layers each holds."""
+    fused: Mapping[str, int] = field(default_factory=dict)
+    """Of the ``fused_colwise`` modules, by name with ``*``: how many layers each holds."""
     heads: Mapping[str, int] = field(default_factory=dict)
     """Numbers that the tensor-parallel degree must divide, by what they count (``num_key_value_heads``: 2)."""
     local: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

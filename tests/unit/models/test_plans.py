@@ -67,7 +67,7 @@ def test_a_tensor_plan_names_modules_of_the_model(family: str, fields: dict[str,
     optional = ("q_layernorm", "k_layernorm", ".wi", ".wi_0", ".wi_1")  # as the config says
     missing = {name for name in unmatched(plan.tensor, model) if not name.endswith(optional)}
     assert missing == set()
-    assert unmatched(plan.packed, model) == set()
+    assert unmatched(plan.fused, model) == set()
     assert unmatched(plan.local, model) == set()
     names = dict(model.named_modules(remove_duplicate=False))
     assert plan.tensor[next(name for name, m in names.items() if m is model.get_output_embeddings())] == "vocabulary"
@@ -112,7 +112,7 @@ def test_adapters_are_cut_like_the_layers_that_they_adapt() -> None:
 def test_the_adapter_of_packed_layers_is_packed_too() -> None:
     plan = plan_for(add_adapters(build("gpt2", GPT2), LoraSection(rank=2, modules=["c_attn"])))
     name = "transformer.h.*.attn.c_attn"
-    assert plan.packed == {name: 3, f"{name}.base_layer": 3, f"{name}.lora_B.*": 3}
+    assert plan.fused == {name: 3, f"{name}.base_layer": 3, f"{name}.lora_B.*": 3}
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from drawbar.models.plans import plan_for
 from drawbar.parallel.activation_checkpointing import checkpoint_activations
 from drawbar.parallel.fsdp import shard
 from drawbar.parallel.styles import cross_entropy_sum, sharded_logits
-from drawbar.parallel.tensor import Packed, check_degree, packed_parameters, tensor_parallel
+from drawbar.parallel.tensor import FusedLayout, check_degree, fused_layouts, tensor_parallel
 from drawbar.parallel.weights import broadcast_shards, full_tensor, materialize, named_tensors
 from drawbar.runtime.dist import Distributed
 from drawbar.runtime.env import RankInfo
@@ -162,9 +162,9 @@ def backward(model: nn.Module, case: Case, batch: dict[str, Tensor]) -> Tensor:
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    packed = packed_parameters(model)
+    fused = fused_layouts(model)
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return {name: full_tensor(grad, packed.get(name)) for name, grad in found.items() if grad is not None}
+    return {name: full_tensor(grad, fused.get(name)) for name, grad in found.items() if grad is not None}
 
 
 def distance(found: Tensor, wanted: Tensor, least: float = 0.0) -> float:
@@ -242,7 +242,7 @@ def sharded_too(case: Case, mesh: DeviceMesh, dp_rank: int, sequence: bool = Fal
     shard(cut, mesh["dp_shard"], ParallelSection(strategy="fsdp"), "fp32")
     materialize(cut, CPU, CPU)
     model = filled(case)
-    broadcast_shards(named_tensors(cut), model, packed_parameters(cut), CPU)
+    broadcast_shards(named_tensors(cut), model, fused_layouts(cut), CPU)
     batches = [inputs(case, seed) for seed in range(2)]
     wanted_loss = [backward(model, case, batch) for batch in batches]
     loss = backward(cut, case, batches[dp_rank])
@@ -299,13 +299,13 @@ def test_four_ranks_that_also_shard_the_parts_compute_what_one_computes() -> Non
 
 def test_packed_tensors_come_back() -> None:
     logical = torch.arange(2 * 3 * 4 * 5).reshape(2, 60)
-    packed = Packed(dim=1, parts=3, degree=4)
-    stored = packed.to_storage(logical)
+    fused = FusedLayout(dim=1, parts=3, degree=4)
+    stored = fused.to_storage(logical)
     # the second rank's part of each of the three layers
     assert torch.equal(
         stored[:, 15:30], torch.cat([logical[:, start + 5 : start + 10] for start in (0, 20, 40)], dim=1)
     )
-    assert torch.equal(packed.to_logical(stored), logical)
+    assert torch.equal(fused.to_logical(stored), logical)
 
 
 def test_a_degree_that_divides_not_all_names_those_that_do() -> None:
