@@ -1,12 +1,13 @@
-"""Ranks that torch's elastic launcher forks off its own process, where torch and transformers are imported already: a
-new interpreter needs 4 s of CPU time for that. Else they are as new ones: a session of their own, the environment that
-they are given, signals at their defaults, nothing open but the standard streams.
+"""Ranks that torch's elastic launcher and DeepSpeed's fork off their own process, where torch and transformers are
+imported already: a new interpreter needs 4 s of CPU time for that. Else they are as new ones: the environment that they
+are given, signals at their defaults, nothing open but the standard streams.
 
-Ranks that DeepSpeed, Slurm and ssh start in tests are new interpreters, and so are those of a torchrun that is one.
+Ranks that Slurm and ssh start in tests are new interpreters, and so are those of a launcher that is one.
 """
 
 import atexit
 import gc
+import importlib
 import logging
 import os
 import runpy
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,6 +24,9 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import subproc
 
 DRAWBAR = ["-m", "drawbar"]
 TORCHRUN = ["-m", "torch.distributed.run"]
+DEEPSPEED = ["-m", "deepspeed.launcher.runner"]
+_DEEPSPEED_NODE = ["-m", "deepspeed.launcher.launch"]
+"""What ``deepspeed`` starts on each node."""
 
 
 def fork_ranks() -> None:
@@ -31,7 +36,7 @@ def fork_ranks() -> None:
 
 
 def run_python(command: list[str]) -> None:
-    """What ``python COMMAND`` does, for the two modules above and for ``SCRIPT ARGUMENTS``."""
+    """What ``python COMMAND`` does, for the modules above and for ``SCRIPT ARGUMENTS``."""
     if command[:2] == DRAWBAR:
         sys.argv = command[1:]
         from drawbar.cli import run
@@ -42,6 +47,12 @@ def run_python(command: list[str]) -> None:
         from torch.distributed.run import main
 
         main()
+    elif command[:2] in (DEEPSPEED, _DEEPSPEED_NODE):
+        sys.argv = command[1:]
+        launcher = importlib.import_module(command[1])
+        if not torch.cuda.is_available():
+            launcher.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": _Forked})
+        launcher.main()
     else:
         sys.argv = command
         sys.path.insert(0, str(Path(command[0]).parent))
@@ -52,14 +63,16 @@ class _Forked(subprocess.Popen[bytes]):
     """``python -u COMMAND``."""
 
     def _execute_child(self, args: Any, *others: Any) -> None:
-        _, _, _, _, _, environment, *_ = others
-        assert args[:2] == (sys.executable, "-u"), args
+        _, _, _, _, _, environment, *_, new_session, _ = others
+        assert tuple(args[:2]) == (sys.executable, "-u"), args
         if "PYTHONPATH" in environment:  # it may hold what only a new interpreter looks for
             super()._execute_child(args, *others)  # type: ignore[misc]
             return
         self._child_created = True
         self.pid = os.fork()
         if self.pid == 0:
+            if new_session:
+                os.setsid()
             _be_a_rank(list(args[2:]), environment)
 
 
@@ -81,7 +94,6 @@ def _be_a_rank(command: list[str], environment: dict[str, str]) -> None:
 
 def _become_new(environment: dict[str, str]) -> None:
     gc.freeze()  # what the launcher holds stays: it would close its files again, when their numbers are others'
-    os.setsid()
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):

@@ -23,23 +23,32 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from forked import DRAWBAR, TORCHRUN, fork_ranks, run_python
+from forked import DEEPSPEED, DRAWBAR, TORCHRUN, fork_ranks, run_python
 
 T = TypeVar("T")
 
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # torch must not touch the GPUs to find them: it is to fork
-_LIBRARIES = ["deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer"]
+_DEEPSPEED = ["deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.module_inject.auto_tp"]
+_DEEPSPEED += ["deepspeed.launcher.runner", "deepspeed.launcher.launch"]
 if torch.cuda.is_available():
-    _LIBRARIES = []  # it looks for GPUs when it is imported, which a server that forks must not
+    _DEEPSPEED = []  # it looks for GPUs when it is imported, which a server that forks must not
 else:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["torch", "transformers.models.llama.modeling_llama",
-     "transformers.models.gpt2.modeling_gpt2", "drawbar.train.trainer", "drawbar.train.inference",
-     "drawbar.train.prepare", "drawbar.train.export", "transformers.models.bert.modeling_bert",
-     "transformers.models.t5.modeling_t5", *_LIBRARIES, "harness"]
-)  # fmt: skip
+    [
+        *("torch", "torch.distributed.run", "torch.utils.tensorboard"),
+        *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "bert", "t5", "bart", "bloom")),
+        *("datasets", "pandas", "peft", "peft.tuners.lora", "sacrebleu", "sklearn.metrics"),
+        *(
+            f"drawbar.cli.{name}"
+            for name in ("evaluate", "export", "generate", "predict", "prepare", "submit", "train")
+        ),
+        *("drawbar.train.trainer", "drawbar.train.inference", "drawbar.train.prepare", "drawbar.train.export"),
+        *("drawbar.parity.run", "drawbar.runtime.agent", "drawbar.runtime.node_check"),
+        *("pytest", "hypothesis", *_DEEPSPEED, "harness"),
+    ]
+)
 
 
 @dataclass(frozen=True)
@@ -64,6 +73,11 @@ def run_script(script: Path, *arguments: str, cwd: Path, timeout: float = 240) -
 def run_torchrun(*arguments: str, cwd: Path, env: dict[str, str] | None = None, timeout: float = 240) -> Finished:
     """``torchrun ARGUMENTS``, whose ranks are forked too."""
     return _run([*TORCHRUN, *arguments], cwd, env, timeout)
+
+
+def run_deepspeed(*arguments: str, cwd: Path, env: dict[str, str] | None = None, timeout: float = 240) -> Finished:
+    """``deepspeed ARGUMENTS``, whose ranks are forked too."""
+    return _run([*DEEPSPEED, *arguments], cwd, {"DS_ACCELERATOR": "cpu", **(env or {})}, timeout)
 
 
 def _run(command: list[str], cwd: Path, env: dict[str, str] | None, timeout: float) -> Finished:

@@ -7,12 +7,13 @@ import os
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from conftest import make_project
-from harness import Finished
+from harness import Finished, run_deepspeed
 from messages import check_one_message
 from runs import Fit, largest_difference, losses
 
@@ -60,18 +61,8 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def start_deepspeed(*arguments: str, cwd: Path, fate: str = "", port: int | None = None) -> "subprocess.Popen[str]":
-    """The real ``deepspeed``, still running."""
-    environ = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "FATE": fate}
-    command = [str(Path(sys.executable).with_name("deepspeed")), "--quiet", f"--master_port={port or free_port()}"]
-    return subprocess.Popen(
-        [*command, *arguments], cwd=cwd, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-
-
-def finish(process: "subprocess.Popen[str]") -> Finished:
-    out, err = process.communicate(timeout=SECONDS)
-    return Finished(process.returncode, out, err)
+def deepspeed(*arguments: str, cwd: Path, fate: str = "", port: int | None = None) -> Finished:
+    return run_deepspeed("--quiet", f"--master_port={port or free_port()}", *arguments, cwd=cwd, env={"FATE": fate})
 
 
 def test_a_run_on_two_nodes_that_goes_on_on_one(mine: Path, fit: Fit) -> None:
@@ -80,15 +71,18 @@ def test_a_run_on_two_nodes_that_goes_on_on_one(mine: Path, fit: Fit) -> None:
     script = ("mine.py", "train", "config.yaml", "parallel.strategy=deepspeed", *SETTINGS)
     nodes = ("--hostfile=hosts", "--no_ssh", "--master_addr=127.0.0.1")
     port = free_port()
-    started = [
-        start_deepspeed(*nodes, f"--node_rank={node}", *script, cwd=mine, fate="signal", port=port) for node in (0, 1)
-    ]
-    for done in map(finish, started):
+
+    def on(node: int) -> Finished:
+        return deepspeed(*nodes, f"--node_rank={node}", *script, cwd=mine, fate="signal", port=port)
+
+    with ThreadPoolExecutor() as pool:
+        ended = list(pool.map(on, (0, 1)))
+    for done in ended:
         assert done.code == 75, done.out + done.err
     saved = mine / "runs" / "tiny" / "checkpoints"
     assert [path.name for path in saved.glob("step-*")] == ["step-00000007"]
 
-    done = finish(start_deepspeed("--num_gpus=2", *script, cwd=mine))
+    done = deepspeed("--num_gpus=2", *script, cwd=mine)
     assert done.code == 0, done.out + done.err
     fit("run.name=alone", "eval.every=null")
     found = losses(mine / "runs" / "tiny")
@@ -98,7 +92,7 @@ def test_a_run_on_two_nodes_that_goes_on_on_one(mine: Path, fit: Fit) -> None:
 
 def test_the_rank_that_raised_speaks_alone(mine: Path) -> None:
     module = ("--num_gpus=2", "--module", "drawbar", "train", "config.yaml", "task.type=mine:Mine", *SETTINGS)
-    done = finish(start_deepspeed(*module, cwd=mine, fate="raise"))
+    done = deepspeed(*module, cwd=mine, fate="raise")
     assert done.code == 1, done.out + done.err
     # both processes are on this machine: the launcher says so in other words than torchrun
     planted = "ValueError: planted in RankInfo(rank=1, world_size=2, local_rank=1, local_world_size=2)"
@@ -107,9 +101,12 @@ def test_the_rank_that_raised_speaks_alone(mine: Path) -> None:
 
 
 def test_what_is_wrong_is_told_once(tmp_path: Path) -> None:
+    """By the installed command, whose ranks are new interpreters."""
     project = make_project(tmp_path)
     module = ("--num_gpus=2", "--module", "drawbar", "train", "config.yaml", "data.train=trian.txt")
-    done = finish(start_deepspeed(*module, cwd=project))
-    assert done.code == 2, done.out + done.err
-    check_one_message(done.out + done.err, "trian.txt", "data.train", "did you mean train.txt?")
+    environ = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    command = [str(Path(sys.executable).with_name("deepspeed")), "--quiet", f"--master_port={free_port()}", *module]
+    done = subprocess.run(command, cwd=project, env=environ, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 2, done.stdout + done.stderr
+    check_one_message(done.stdout + done.stderr, "trian.txt", "data.train", "did you mean train.txt?")
     assert not (project / "runs" / "tiny").exists()

@@ -14,7 +14,7 @@ from harness import run_ranks
 from runs import fit_in, losses
 
 GPT2 = "{n_embd: 16, n_layer: 2, n_head: 2, n_positions: 64, resid_pdrop: 0.2, embd_pdrop: 0.2, attn_pdrop: 0.2}"
-SETTINGS = ("train.steps=8", "checkpoint.every=4", "eval.every=null", "train.micro_batch=2")
+SETTINGS = ("train.steps=4", "checkpoint.every=2", "eval.every=null", "train.micro_batch=2")
 LAYOUTS = {
     "one": ["parallel.strategy=single"],
     "ddp": ["parallel.strategy=ddp"],
@@ -62,7 +62,7 @@ def fitted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Fitted]
     for saved, layout in RESUMES:
         copy = project / "runs" / f"{saved}-{layout}"
         shutil.copytree(project / "runs" / saved, copy)
-        shutil.rmtree(copy / "checkpoints" / "step-00000008")
+        shutil.rmtree(copy / "checkpoints" / "step-00000004")
     resumes = run_ranks(fit_all, 2, str(project), [(layout, f"{saved}-{layout}") for saved, layout in RESUMES])
     return project, [start | resume for start, resume in zip(starts, resumes, strict=True)]
 

@@ -9,15 +9,12 @@ The word after a block's language, which a reader does not see, says what become
 - ``output``: all of its lines are printed by the commands of the block before it.
 """
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness import Finished, run_cli, run_script, run_torchrun
+from harness import Finished, run_cli, run_deepspeed, run_script, run_torchrun
 
 BLOCK = re.compile(r"^```(\w+)(?: (\w+))?\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -72,8 +69,5 @@ def run_command(words: list[str], folder: Path) -> Finished:
         case "torchrun":
             return run_torchrun(*words[1:], cwd=folder)
         case "deepspeed":
-            argv = [sys.executable, "-m", "deepspeed.launcher.runner", *words[1:]]
-            env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-            done = subprocess.run(argv, cwd=folder, env=env, capture_output=True, text=True, timeout=240)
-            return Finished(done.returncode, done.stdout, done.stderr)
+            return run_deepspeed(*words[1:], cwd=folder)
     raise AssertionError(f"a page runs drawbar, python, torchrun or deepspeed, not {words[0]}")

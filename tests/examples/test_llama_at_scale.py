@@ -14,7 +14,8 @@ SMALLER = {
     "task.from_scratch.intermediate_size": 48,
     "task.from_scratch.max_position_embeddings": 64,
     "task.tokenizer.vocab_size": 400,
-    "data.sequence_length": 64,
+    "data.sequence_length": 32,
+    "train.global_batch": 8,
     "train.steps": 8,
     "eval.every": 4,
 }

@@ -14,6 +14,8 @@ from harness import run_ranks
 from runs import largest_difference, losses, scores, weights
 
 SMALLER = {"task.tokenizer.vocab_size": 400, "train.steps": 4, "eval.every": 4, "optim.warmup": 2}
+LLAMA = {"task.from_scratch.hidden_size": 32, "task.from_scratch.intermediate_size": 48}
+T5 = {"task.from_scratch.d_model": 32, "task.from_scratch.d_ff": 48, "task.generation.max_new_tokens": 4}
 MODELS = ("llama", "t5")
 ROW = re.compile(r"^\| `([^`]+)` \|.*\| (\S+) \| ([^|]+) \|$", re.MULTILINE)
 
@@ -32,7 +34,7 @@ def train(folder: str, jobs: list[tuple[str, str, list[str]]]) -> None:
 
 
 def test_every_row_is_the_run_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    copy_example("switch_strategy", tmp_path, llama=SMALLER, t5={**SMALLER, "task.generation.max_new_tokens": 4})
+    copy_example("switch_strategy", tmp_path, llama={**SMALLER, **LLAMA}, t5={**SMALLER, **T5})
     walk("switch_strategy", tmp_path, smaller=("make_pairs.py", "make_pairs.py --limit 200"))
     monkeypatch.chdir(tmp_path)
     table = rows()

@@ -1,8 +1,10 @@
 """The code that a task's ``encode`` may run: the files of the user's project, as they are now."""
 
 import ast
+import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache, lru_cache
 from pathlib import Path
 from types import ModuleType
 
@@ -83,37 +85,51 @@ def _with_imports(files: Iterable[Path], search: list[Path]) -> set[Path]:
     """The files, and those that they import, and so on."""
     found: set[Path] = set()
     waiting = list(files)
+    names_in = cache(_names_in)  # both for this walk alone: files come and go
+    find = cache(lambda names, folders: _find(names, folders, names_in))
     while waiting:
         path = waiting.pop()
         if path in found:
             continue
         found.add(path)
         if path.suffix == ".py":
-            waiting += [imported for imported in _imports(path, search) if is_own(imported)]
+            for level, names in _imports(path.read_bytes()):
+                folders = (path.parents[level - 1],) if level else tuple(search)
+                waiting += [imported for imported in find(names, folders) if is_own(imported)]
     return found
 
 
-def _imports(path: Path, search: list[Path]) -> Iterator[Path]:
-    """The files that a file imports, wherever in it that stands."""
+@lru_cache(maxsize=1000)
+def _imports(source: bytes) -> list[tuple[int, tuple[str, ...]]]:
+    """What a file imports, wherever in it that stands: how many dots the name begins with, and its parts."""
     try:
-        tree = ast.parse(path.read_bytes())
+        tree = ast.parse(source)
     except (SyntaxError, ValueError):
-        return  # Python itself will say so
+        return []  # Python itself will say so
+    imports = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield from _find(alias.name.split("."), search)
+            imports += [(0, tuple(alias.name.split("."))) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            folders = [path.parents[node.level - 1]] if node.level else search
             package = node.module.split(".") if node.module else []
-            for alias in node.names:
-                yield from _find([*package, alias.name], folders)
+            imports += [(node.level, (*package, alias.name)) for alias in node.names]
+    return imports
 
 
-def _find(names: list[str], folders: list[Path]) -> list[Path]:
+def _names_in(folder: Path) -> frozenset[str]:
+    """The names that can be imported from a folder, among others."""
+    try:
+        return frozenset(name.removesuffix(".py") for name in os.listdir(folder))
+    except OSError:  # Python finds nothing there either
+        return frozenset()
+
+
+def _find(names: tuple[str, ...], folders: tuple[Path, ...], names_in: Callable[[Path], frozenset[str]]) -> list[Path]:
     """The files of a module and of the packages around it, in the first of the folders that has any; the last name may
     be that of something inside the module."""
     for folder in folders:
+        if names[0] not in names_in(folder):
+            continue
         stems = [folder.joinpath(*names[: count + 1]) for count in range(len(names))]
         files = [file for stem in stems for file in (stem.with_suffix(".py"), stem / "__init__.py") if file.is_file()]
         if files:
