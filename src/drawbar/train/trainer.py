@@ -18,8 +18,8 @@ from drawbar.engines.build import build_engine
 from drawbar.engines.engine import Engine
 from drawbar.errors import ExitCode
 from drawbar.evaluation.evaluate import Evaluation, Split, evaluate
+from drawbar.launch.node.allreduce_check import check_links
 from drawbar.parallel.precision import choose_formats
-from drawbar.runtime.allreduce_check import check_links
 from drawbar.runtime.dist import Distributed
 from drawbar.runtime.env import RankInfo, choose_device, is_placed
 from drawbar.runtime.log import errors_in_log, logger, open_log_file, start_logging
