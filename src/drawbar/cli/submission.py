@@ -104,6 +104,7 @@ class PlannedJob:
         """Write down a job that is submitted, with its script and its configurations."""
         records = self._records(number)
         try:
+            self.job.folder.mkdir(parents=True, exist_ok=True)
             Path(records[0].script).write_text(script, encoding="utf-8", errors="surrogateescape")
             for record, job in zip(records, self.job.elements or [self.job], strict=True):
                 record.config_file.parent.mkdir(parents=True, exist_ok=True)
