@@ -19,6 +19,7 @@ from drawbar.errors import UserError
 from drawbar.launch.jobs.follow import Follower
 from drawbar.launch.jobs.progress import BestScore, read_progress
 from drawbar.launch.jobs.records import JobEnd, JobRecord, find, keep, read, run_file, user_file
+from drawbar.launch.jobs.run_status import write_run_status
 from drawbar.launch.slurm import allocation
 from drawbar.launch.slurm.allocation import Allocation
 from drawbar.launch.slurm.cpus import few_cpus
@@ -197,6 +198,13 @@ def test_how_far_a_run_is(tmp_path: Path) -> None:
     assert found.best == BestScore(2, "loss", 3.0)
     assert not found.is_stale(1031.0 + 299)  # a line took 30 seconds
     assert found.is_stale(1031.0 + 301)
+
+    write_run_status(tmp_path, "stopped", 2, 20)  # a run of today says it itself
+    found = read_progress(tmp_path)
+    assert (found.state, found.step_of_total) == ("stopped", "2/20")
+    (tmp_path / "status.json").write_text("{")
+    assert read_progress(tmp_path).step_of_total == "2/12"
+    (tmp_path / "status.json").unlink()
 
     (tmp_path / "config.yaml").write_text("train:\n  steps: null\n  epochs: 2.5\n")
     assert read_progress(tmp_path).step_of_total == "2/5"

@@ -62,6 +62,7 @@ def find_runs(what: str) -> "list[tuple[Path, JobStatus | None]]":
 
 
 def _lines(folder: Path, job: "JobStatus | None", progress: "LoggedProgress") -> list[tuple[str, str]]:
+    from drawbar.launch.jobs.job_status import RUNNING
     from drawbar.launch.launchers import launcher_of
     from drawbar.tracking.lines import duration, number, speed
 
@@ -72,6 +73,8 @@ def _lines(folder: Path, job: "JobStatus | None", progress: "LoggedProgress") ->
         lines.append(("job", f"{record.number}: {', '.join(filter(None, (job.state, job.remarks)))}"))
         if job.clock:
             lines.append(("time", job.clock))
+    if progress.state is not None:
+        lines.append(("state", progress.state))
     if progress.step is None:
         lines.append(("step", "none yet"))
     else:
@@ -87,7 +90,8 @@ def _lines(folder: Path, job: "JobStatus | None", progress: "LoggedProgress") ->
         lines.append(("checkpoint", f"step {progress.checkpoint}"))
     if progress.written is not None:
         ago = f"{duration(max(0.0, now - progress.written))} ago"
-        is_silent = job is not None and job.state == "RUNNING" and progress.is_stale(now)
+        is_running = progress.state == "training" if job is None else job.state == RUNNING
+        is_silent = is_running and progress.is_stale(now)
         lines.append(("written", ago + (": it should have written since; see its log" if is_silent else "")))
     if job is not None:
         record = job.record

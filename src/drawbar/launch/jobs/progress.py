@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from ruamel.yaml.error import YAMLError
 
 from drawbar.config.source import parse_yaml
 from drawbar.launch.jobs.restart_count import newest_step
+from drawbar.launch.jobs.run_status import RunStatus
 
 _TAIL = 2**18
 """Bytes of ``metrics.jsonl`` that are read: the newest lines."""
@@ -32,9 +32,11 @@ class BestScore:
 class LoggedProgress:
     """What a run has come to. None where it has not said so yet."""
 
+    state: str | None = None
+    """What the run says of itself: see :class:`RunStatus`."""
     step: int | None = None
     total: int | None = None
-    """Steps of the whole run; of a run that counts epochs, as they have gone so far."""
+    """Steps of the whole run."""
     loss: float | None = None
     tokens_per_second: float | None = None
     written: float | None = None
@@ -64,9 +66,11 @@ def read_progress(run_dir: Path) -> LoggedProgress:
     times = [line["time"] for line in lines[-20:]]
     gaps = [after - before for before, after in itertools.pairwise(times)]
     checkpoint = newest_step(run_dir)
+    status = RunStatus.read(run_dir)
     return LoggedProgress(
+        state=None if status is None else status.state,
         step=lines[-1]["step"] if lines else None,
-        total=_total_steps(run_dir / "config.yaml", last),
+        total=_total_of_older_run(run_dir / "config.yaml", last) if status is None else status.total_steps,
         loss=_number(last.get("train/loss")),
         tokens_per_second=_number(last.get("train/tokens_per_second")),
         written=times[-1] if times else None,
@@ -96,12 +100,11 @@ def _metrics(file: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _total_steps(file: Path, last: dict[str, Any]) -> int | None:
-    """From the section ``train`` alone: the whole file takes long to read, and a list may show a hundred runs."""
+def _total_of_older_run(file: Path, last: dict[str, Any]) -> int | None:
+    """What the configuration of a run without ``status.json`` says; of epochs, at as many steps as one has had."""
     try:
-        section = re.search(r"^train:\n(?:[ \t].*\n)+", file.read_text(encoding="utf-8"), re.MULTILINE)
-        train = parse_yaml(section.group())["train"] if section else {}
-    except (OSError, ValueError, YAMLError):
+        train = parse_yaml(file.read_text(encoding="utf-8"))["train"]
+    except (OSError, ValueError, TypeError, KeyError, YAMLError):
         return None
     if train.get("steps") is not None:
         return int(train["steps"])
