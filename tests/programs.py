@@ -23,7 +23,6 @@ PACKAGES = {
     "sshd": "openssh-server",
     "ssh": "openssh-client",
     "ssh-keygen": "openssh-client",
-    "pdsh": "pdsh",
     "shellcheck": "shellcheck",
 }
 

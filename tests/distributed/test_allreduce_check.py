@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from drawbar.errors import UserError
-from drawbar.runtime.allreduce_check import _judge, check_links
+from drawbar.launch.node.allreduce_check import _judge, check_links
 from drawbar.runtime.dist import Distributed
 from drawbar.runtime.env import NODE, RankInfo
 from drawbar.runtime.log import logger

@@ -1,4 +1,4 @@
-"""The roll call of several nodes: each process here is the launcher of one."""
+"""The node check: each process here is the launcher of one."""
 
 import json
 import os
@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from drawbar.errors import UserError
-from drawbar.launch.bad_nodes import bad_nodes
-from drawbar.launch.rendezvous import Rendezvous
-from drawbar.runtime import node_check, node_facts
+from drawbar.launch.node import node_check, node_facts
+from drawbar.launch.node.bad_nodes import bad_nodes
+from drawbar.launch.node.node_check import NodeCheck
+from drawbar.launch.node.rendezvous import Rendezvous
 from drawbar.runtime.env import NODE
-from drawbar.runtime.node_check import RollCall
 from harness import run_ranks
 
 CASES = (
@@ -35,7 +35,7 @@ CASES = (
     "n1 lost",
 )
 NAMES = ("n1", "n2", "n3")
-_attendances: list[node_check.Attendance] = []
+_watches: list[node_check.NodeWatch] = []
 """A node's store lives as long as its process, where there is one case alone."""
 
 
@@ -47,7 +47,7 @@ def take_part(ports: list[int], folder: str) -> dict[str, dict[str, Any]]:
 
 
 def _case(case: str, node: int, port: int, run_dir: Path) -> dict[str, Any]:
-    meeting = Rendezvous(f"drawbar-{port}", f"127.0.0.1:{port}", len(NAMES), node, "127.0.0.1", NAMES)
+    rendezvous = Rendezvous(f"drawbar-{port}", f"127.0.0.1:{port}", len(NAMES), node, "127.0.0.1", NAMES)
     absent = case.endswith("absent") and case.startswith(NAMES[node])
     odd = case.startswith("another") and node == 1
     config = "other" if odd and case == "another config" else "same"
@@ -62,25 +62,25 @@ def _case(case: str, node: int, port: int, run_dir: Path) -> dict[str, Any]:
         try:
             if not absent:
                 begin = time.monotonic()
-                call = RollCall(config, "cpu", 2, run_dir, seconds=3 if "absent" in case else 60)
-                attendance = call.hold(meeting)
-                _attendances.append(attendance)
-                _train(case, node, attendance)
+                call = NodeCheck(config, "cpu", 2, run_dir, seconds=3 if "absent" in case else 60)
+                watch = call.run(rendezvous)
+                _watches.append(watch)
+                _train(case, node, watch)
         except UserError as caught:
             error, code, seconds = str(caught), int(caught.exit_code), time.monotonic() - begin
         finally:
             torch.__version__ = real_version
             node_facts.time.time = real_time  # type: ignore[attr-defined]
     return {"error": error, "code": code, "seconds": seconds, "out": said.getvalue(), "err": told.getvalue(),
-            "bad": bad_nodes(run_dir, meeting.job), "node": os.environ.get(NODE)}  # fmt: skip
+            "bad": bad_nodes(run_dir, rendezvous.job), "node": os.environ.get(NODE)}  # fmt: skip
 
 
-def _train(case: str, node: int, attendance: node_check.Attendance) -> None:
+def _train(case: str, node: int, watch: node_check.NodeWatch) -> None:
     """As long as the others look who is lost."""
     if case.endswith("lost") and case.startswith(NAMES[node]):
         time.sleep(1)
         return
-    with attendance:
+    with watch:
         if case == "n3 left" and node == 2:
             return
         if case == "n3 lost" and node == 1:  # it is told by the first one, and ends
@@ -89,7 +89,7 @@ def _train(case: str, node: int, attendance: node_check.Attendance) -> None:
             assert ended.wait(60)
             return
         if case.endswith(("lost", "left")):
-            attendance._name_lost()
+            watch._name_lost()
 
 
 def test_the_nodes_look_at_one_another(tmp_path: Path) -> None:
@@ -140,10 +140,10 @@ def test_a_node_that_comes_late_blames_nobody(tmp_path: Path, monkeypatch: pytes
     node_check.record_bad_nodes(tmp_path, "drawbar-7", {"n2": "node n2 did not answer within 60 s"})
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    meeting = Rendezvous("drawbar-7", f"127.0.0.1:{port}", 2, 1, "127.0.0.1", ("n1", "n2"))
+    rendezvous = Rendezvous("drawbar-7", f"127.0.0.1:{port}", 2, 1, "127.0.0.1", ("n1", "n2"))
     monkeypatch.setenv(NODE, "n2")
     with pytest.raises(UserError, match="the first node, n1, did not answer"):
-        RollCall("same", "cpu", 1, tmp_path, seconds=0.2).hold(meeting)
+        NodeCheck("same", "cpu", 1, tmp_path, seconds=0.2).run(rendezvous)
     assert list(bad_nodes(tmp_path, "drawbar-7")) == ["n2"]
 
 
@@ -152,11 +152,11 @@ def test_a_stranger_at_the_port_is_no_hang(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         script = (
-            "from pathlib import Path; from drawbar.launch.rendezvous import Rendezvous\n"
-            "from drawbar.runtime import node_check\n"
+            "from pathlib import Path; from drawbar.launch.node.rendezvous import Rendezvous\n"
+            "from drawbar.launch.node import node_check\n"
             "node_check._ATTEMPT = 1\n"
-            f"meeting = Rendezvous('drawbar-7', '127.0.0.1:{port}', 2, 1, '127.0.0.1', ('n1', 'n2'))\n"
-            f"node_check.RollCall('same', 'cpu', 1, Path({str(tmp_path)!r}), seconds=1).hold(meeting)"
+            f"rendezvous = Rendezvous('drawbar-7', '127.0.0.1:{port}', 2, 1, '127.0.0.1', ('n1', 'n2'))\n"
+            f"node_check.NodeCheck('same', 'cpu', 1, Path({str(tmp_path)!r}), seconds=1).run(rendezvous)"
         )
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1

@@ -28,13 +28,13 @@ def test_the_readme_says_what_to_install() -> None:
 
 def test_a_missing_program_skips_a_test_or_fails_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv(REQUIRE, raising=False)
-    present = tmp_path / "pdsh"
+    present = tmp_path / "sshd"
     present.touch(mode=0o755)
     monkeypatch.setattr("programs.search_path", lambda: str(tmp_path))
     remedy = "no sbatch, shellcheck here: apt-get install --no-install-recommends shellcheck slurm-wlm"
     with pytest.raises(pytest.skip.Exception, match=remedy):
-        need_programs("pdsh", "sbatch", "shellcheck")
+        need_programs("sshd", "sbatch", "shellcheck")
     monkeypatch.setenv(REQUIRE, "1")
     with pytest.raises(pytest.fail.Exception, match=f"{REQUIRE} is set, and there is {remedy}"):
-        need_programs("pdsh", "sbatch", "shellcheck")
-    need_programs("pdsh")
+        need_programs("sshd", "sbatch", "shellcheck")
+    need_programs("sshd")

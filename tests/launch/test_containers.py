@@ -15,9 +15,9 @@ from drawbar.config.cluster import ClusterSection
 from drawbar.config.container import UNSPEAKABLE, choose_runtime
 from drawbar.config.load import load_config
 from drawbar.errors import UserError
-from drawbar.launch.container import VARIABLES, Container, check_image, make_container
-from drawbar.launch.job import config_file
-from drawbar.launch.slurm import render
+from drawbar.launch.job_container import VARIABLES, Container, check_image, make_container
+from drawbar.launch.job_files import config_file
+from drawbar.launch.slurm.batch_script import render
 from harness import run_cli
 from messages import check_one_message
 
@@ -171,8 +171,8 @@ def hostile_job(tmp_path: Path, image: str, *argv: str) -> tuple[str, list[str],
     container = make_container(config, cluster, where, {"HF_HOME": str(where / "$(touch planted)")})
     run_dir = where / "runs" / "x"
     job = replace(JOB, argv=argv, settings=tuple(HOSTILE), config=HOSTILE[0], workdir=where, run_dir=run_dir)
-    job = replace(job, container=container, environment=VARIABLES)
-    return render(job, cluster), binds, {**variables, **VARIABLES}, where
+    job = replace(job, cluster=cluster, container=container, environment=VARIABLES)
+    return render(job), binds, {**variables, **VARIABLES}, where
 
 
 def test_hostile_words_arrive_in_a_container(tmp_path: Path) -> None:
@@ -193,14 +193,14 @@ def test_hostile_words_arrive_in_a_container(tmp_path: Path) -> None:
         assert isinstance(command, list)
         assert set(binds) < set(options["--bind"])
         modules.append(command[2])
-    assert modules == [f"drawbar.launch.{name}" for name in ("restarts", "head", "node")]
+    assert modules == [f"drawbar.launch.node.entry.{name}" for name in ("restart", "first_node", "each_node")]
 
 
 def test_hostile_words_arrive_at_pyxis(tmp_path: Path) -> None:
     found = tmp_path / "found"
     image = "me@registry#it's $(touch planted)"
     script, binds, variables, where = hostile_job(tmp_path, image, "python3")
-    report = f'case "$*" in *launch.head*) echo 127.0.0.1:20000;; esac; printf \'%s\\0\' "$@" > {found}'
+    report = f'case "$*" in *first_node*) echo 127.0.0.1:20000;; esac; printf \'%s\\0\' "$@" > {found}'
     run_bash(script, tmp_path, report)
     words = found.read_bytes().decode().split("\0")[:-1]
     own = f"{where}:{where}"

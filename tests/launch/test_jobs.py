@@ -12,18 +12,19 @@ from pathlib import Path
 import pytest
 
 from drawbar.cli.resume import can_go_on
-from drawbar.cli.sending import Submission, plan
+from drawbar.cli.submission import SubmitRequest, plan
 from drawbar.config.cluster import ClusterSection
 from drawbar.config.schema import LaunchSection, RunConfig
 from drawbar.errors import UserError
-from drawbar.launch import allocation
-from drawbar.launch.allocation import Allocation
-from drawbar.launch.cpus import few_cpus
-from drawbar.launch.follow import Follower
-from drawbar.launch.job_status import judge
-from drawbar.launch.progress import BestScore, read_progress
-from drawbar.launch.queue import COLUMNS, QueueEntry, expand, parse
-from drawbar.launch.records import End, JobRecord, find, keep, read, run_file, user_file
+from drawbar.launch.jobs.follow import Follower
+from drawbar.launch.jobs.progress import BestScore, read_progress
+from drawbar.launch.jobs.records import JobEnd, JobRecord, find, keep, read, run_file, user_file
+from drawbar.launch.jobs.run_status import write_run_status
+from drawbar.launch.slurm import allocation
+from drawbar.launch.slurm.allocation import Allocation
+from drawbar.launch.slurm.cpus import few_cpus
+from drawbar.launch.slurm.queue import COLUMNS, QueueEntry, expand, parse
+from drawbar.launch.slurm.slurm_status import judge_job
 from harness import Finished, run_cli
 from messages import check_one_message
 
@@ -154,14 +155,14 @@ def test_how_a_job_stands(
     job = record("7", tmp_path / "tiny")
     if left is not None:
         end(job, left[0], restarts=left[1])
-    found = judge(job, says, End.read(job))
+    found = judge_job(job, says, JobEnd.read(job))
     assert (found.state, found.code) == (state, code)
     assert found.remarks.startswith(words)
     assert found.is_active is (says is not None and says.is_active)
 
 
 def test_a_complete_run_goes_on_with_more_steps_alone(tmp_path: Path) -> None:
-    done = judge(record("7", tmp_path / "tiny"), entry(state="COMPLETED"), None)
+    done = judge_job(record("7", tmp_path / "tiny"), entry(state="COMPLETED"), None)
     with pytest.raises(UserError, match="tiny is complete") as refused:
         can_go_on("tiny", [done], ("cluster.nodes=2",))
     assert "drawbar resume tiny train.steps=N" in str(refused.value.remedy)
@@ -174,7 +175,7 @@ def test_lost_nodes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     sinfo.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     job = record("7", tmp_path / "tiny")
-    assert judge(job, entry(state="NODE_FAIL"), None).remarks == "lost n2, n3; exit code 1: failed"
+    assert judge_job(job, entry(state="NODE_FAIL"), None).remarks == "lost n2, n3; exit code 1: failed"
 
 
 def test_how_far_a_run_is(tmp_path: Path) -> None:
@@ -197,6 +198,13 @@ def test_how_far_a_run_is(tmp_path: Path) -> None:
     assert found.best == BestScore(2, "loss", 3.0)
     assert not found.is_stale(1031.0 + 299)  # a line took 30 seconds
     assert found.is_stale(1031.0 + 301)
+
+    write_run_status(tmp_path, "stopped", 2, 20)  # a run of today says it itself
+    found = read_progress(tmp_path)
+    assert (found.state, found.step_of_total) == ("stopped", "2/20")
+    (tmp_path / "status.json").write_text("{")
+    assert read_progress(tmp_path).step_of_total == "2/12"
+    (tmp_path / "status.json").unlink()
 
     (tmp_path / "config.yaml").write_text("train:\n  steps: null\n  epochs: 2.5\n")
     assert read_progress(tmp_path).step_of_total == "2/5"
@@ -347,13 +355,13 @@ def test_a_job_that_is_submitted_again_waits_for_nobody(project: Path, monkeypat
     monkeypatch.chdir(project)
     monkeypatch.setenv("PATH", "/nowhere")
     dependency = "cluster.options.dependency=afterok:5"
-    assert f"--{dependency[16:]}" in plan(Submission(("config.yaml", dependency))).script()
+    assert f"--{dependency[16:]}" in plan(SubmitRequest(("config.yaml", dependency))).script()
     kept = (project / "config.yaml").read_text() + "cluster: {options: {dependency: 'afterok:5', qos: high}}\n"
     (project / "kept.yaml").write_text(kept)
-    script = plan(Submission((), submitted=("kept.yaml",))).script()
+    script = plan(SubmitRequest((), submitted=("kept.yaml",))).script()
     assert "--qos=high" in script
     assert "dependency" not in script.partition("drawbar_yaml")[0]
-    assert f"--{dependency[16:]}" in plan(Submission((), submitted=("kept.yaml", dependency))).script()
+    assert f"--{dependency[16:]}" in plan(SubmitRequest((), submitted=("kept.yaml", dependency))).script()
 
 
 def test_several_tasks_are_no_world(project: Path) -> None:
@@ -395,7 +403,7 @@ def test_a_sweep_in_an_allocation_is_refused(project: Path) -> None:
 
 
 def test_nothing_about_jobs_imports_torch() -> None:
-    modules = "cli.sending, drawbar.launch.job_status, drawbar.launch.progress, drawbar.launch.follow"
+    modules = "cli.submission, drawbar.launch.jobs.job_status, drawbar.launch.jobs.progress, drawbar.launch.jobs.follow"
     script = f"import sys, drawbar.{modules}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

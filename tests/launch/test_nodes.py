@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 
 from drawbar.config.imports import SNAPSHOT
-from drawbar.launch.head import PORTS, choose_address, choose_port, main
-from drawbar.launch.network import address_towards, interface_address, interfaces, is_free
-from drawbar.launch.node import CONFIG, find_way
-from drawbar.launch.rendezvous import VARIABLE, Rendezvous
-from drawbar.launch.restarts import MOST, count_restart, newest_step
+from drawbar.launch.job_files import CONFIG
+from drawbar.launch.jobs.restart_count import MOST, count_restart, newest_step
+from drawbar.launch.node.endpoint import PORTS, choose_address, choose_port
+from drawbar.launch.node.entry.first_node import main
+from drawbar.launch.node.network_interfaces import address_towards, interface_address, interfaces, is_free
+from drawbar.launch.node.rendezvous import VARIABLE, Rendezvous
+from drawbar.launch.node.route import find_route
 
 
 def test_jobs_look_at_different_ports() -> None:
@@ -54,21 +56,21 @@ def test_interfaces_of_this_machine() -> None:
 
 
 def test_the_way_of_the_libraries() -> None:
-    way = find_way("127.0.0.1", {})
+    way = find_route("127.0.0.1", {})
     assert (way.address, way.interface) == ("127.0.0.1", "lo")
     assert way.variables["NCCL_SOCKET_IFNAME"] == "lo"  # it would not take lo by itself
     chosen = {"NCCL_SOCKET_IFNAME": "eth7", "GLOO_SOCKET_IFNAME": "eth7"}
-    assert find_way("127.0.0.1", chosen).variables == {}
+    assert find_route("127.0.0.1", chosen).variables == {}
     with pytest.raises(OSError, match="Name or service not known"):
-        find_way("no-such-host.invalid", {})
+        find_route("no-such-host.invalid", {})
 
 
-def test_a_meeting_is_taken_once() -> None:
-    meeting = Rendezvous("job-7", "10.0.0.1:20000", nodes=2, node=1, address="10.0.0.2")
+def test_a_rendezvous_is_taken_once() -> None:
+    rendezvous = Rendezvous("job-7", "10.0.0.1:20000", nodes=2, node=1, address="10.0.0.2")
     environ: dict[str, str] = {}
-    meeting.announce(environ)
+    rendezvous.announce(environ)
     assert list(environ) == [VARIABLE]
-    assert Rendezvous.take(environ) == meeting
+    assert Rendezvous.take(environ) == rendezvous
     assert Rendezvous.take(environ) is None
 
 
@@ -77,7 +79,7 @@ def run_node(endpoint: str, config: Path, **environ: str) -> "subprocess.Complet
              "DRAWBAR_NODES": "n1\nn2", CONFIG: base64.b64encode(b"a: 1\n").decode()}  # fmt: skip
     show = [sys.executable, "-c", f"import os; print(os.environ[{VARIABLE!r}])"]
     return subprocess.run(
-        [sys.executable, "-m", "drawbar.launch.node", endpoint, str(config), *show],
+        [sys.executable, "-m", "drawbar.launch.node.entry.each_node", endpoint, str(config), *show],
         env={**os.environ, **slurm, **environ},
         capture_output=True,
         text=True,
@@ -108,16 +110,17 @@ def test_a_node_without_a_folder_or_the_code(tmp_path: Path) -> None:
     assert done.stderr.startswith("error: node n2 has no copy of the code that was submitted: /no/such/code")
 
 
-def test_a_node_without_a_way(tmp_path: Path) -> None:
+def test_a_node_without_a_route(tmp_path: Path) -> None:
     done = run_node("no-such-host.invalid:20000", tmp_path / "config-7.yaml")
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("error: node n2 has no way to the first node, no-such-host.invalid")
+    assert done.stderr.startswith("error: node n2 has no route to the first node, no-such-host.invalid")
     assert "fix:" in done.stderr
 
 
 def test_nothing_on_a_node_imports_torch() -> None:
     """Nor the modules of the configuration."""
-    modules = ", ".join(f"drawbar.launch.{name}" for name in ("head", "node", "restarts", "remote"))
+    names = ("first_node", "each_node", "restart", "requeue", "ssh_host")
+    modules = ", ".join(f"drawbar.launch.node.entry.{name}" for name in names)
     script = f"import sys, {modules}; print({{'torch', 'pydantic'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
@@ -138,8 +141,10 @@ def test_restarts_without_a_new_checkpoint_are_counted(tmp_path: Path) -> None:
     assert count_restart(tmp_path, "8") == 0  # a job of its own
 
 
-def test_the_fourth_restart_ends(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "drawbar.launch.restarts", str(tmp_path), "7"]
+@pytest.mark.parametrize("module", ["drawbar.launch.node.entry.restart", "drawbar.launch.restarts"])
+def test_the_fourth_restart_ends(tmp_path: Path, module: str) -> None:
+    """By its own name, and by that which jobs of older versions call."""
+    command = [sys.executable, "-m", module, str(tmp_path), "7"]
     done = [subprocess.run(command, capture_output=True, text=True, check=False) for _ in range(MOST + 2)]
     assert [finished.returncode for finished in done] == [0] * (MOST + 1) + [1]
     assert done[-1].stderr.startswith("error: job 7 was restarted 3 times without a new checkpoint; it ends here")

@@ -15,9 +15,10 @@ import pytest
 from drawbar.config.cluster import ClusterSection
 from drawbar.config.load import load_config
 from drawbar.errors import UserError
-from drawbar.launch.container import VARIABLES, make_container
-from drawbar.launch.job import Job, config_file
-from drawbar.launch.slurm import render
+from drawbar.launch.job import Job
+from drawbar.launch.job_container import VARIABLES, make_container
+from drawbar.launch.job_files import config_file
+from drawbar.launch.slurm.batch_script import render
 
 GOLDEN = Path(__file__).parent / "golden"
 JOB = Job(
@@ -112,14 +113,19 @@ HOSTILE = [
 ]  # fmt: skip
 
 
+def script_of(name: str) -> str:
+    job, cluster = SCRIPTS[name]
+    return render(replace(job, cluster=cluster))
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_golden_scripts(name: str) -> None:
-    assert render(*SCRIPTS[name]) == (GOLDEN / f"{name}.sh").read_text(), f"golden/{name}.sh: compare, and replace"
+    assert script_of(name) == (GOLDEN / f"{name}.sh").read_text(), f"golden/{name}.sh: compare, and replace"
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_scripts_are_good_bash(name: str) -> None:
-    done = subprocess.run(["bash", "-n"], input=render(*SCRIPTS[name]), capture_output=True, text=True, check=False)
+    done = subprocess.run(["bash", "-n"], input=script_of(name), capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -128,7 +134,7 @@ def test_scripts_are_good_bash(name: str) -> None:
 def test_shellcheck_finds_nothing(name: str) -> None:
     done = subprocess.run(
         ["shellcheck", "--exclude=SC1090,SC1091", "-"],  # what a user's `source` would read is not here
-        input=render(*SCRIPTS[name]),
+        input=script_of(name),
         capture_output=True,
         text=True,
         check=False,
@@ -143,7 +149,7 @@ def tools(tmp_path: Path) -> Path:
     folder.mkdir()
     for name, text in {
         "scontrol": 'case "$*" in *hostnames*) echo n1;; *) echo "NodeName=n1 NodeAddr=127.0.0.1 Port=1";; esac',
-        "srun": 'case "$*" in *launch.head*) echo 127.0.0.1:20000;; '
+        "srun": 'case "$*" in *first_node*) echo 127.0.0.1:20000;; '
         '*) printf %s "$DRAWBAR_CONFIG" > config; printf "%s\\0" "$@" > "$ARGUMENTS";; esac',
     }.items():
         (folder / name).write_text(f"#!/bin/bash\n{text}\n")
@@ -163,7 +169,8 @@ def test_hostile_words_arrive_as_they_are(tmp_path: Path, tools: Path, is_sweep:
     variables = {f"HOSTILE_{number}": word for number, word in enumerate(HOSTILE)}
     other = replace(job, settings=("--other",), run_dir=where / "other")
     whole = replace(other, elements=(other, job)) if is_sweep else job
-    script = render(whole, ClusterSection(environment=variables, setup=["env --null > environment"]))
+    cluster = ClusterSection(environment=variables, setup=["env --null > environment"])
+    script = render(replace(whole, cluster=cluster))
     arguments = tmp_path / "arguments"
     environ = {
         **os.environ,
@@ -178,7 +185,7 @@ def test_hostile_words_arrive_as_they_are(tmp_path: Path, tools: Path, is_sweep:
     }
     done = subprocess.run(["bash"], input=script, cwd=where, env=environ, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    # what srun got: options, python -m drawbar.launch.node MEETING CONFIG, and the command
+    # what srun got: options, python -m drawbar.launch.node.entry.each_node RENDEZVOUS CONFIG, and the command
     number = "7_1" if is_sweep else "7"
     config = str(config_file(job.run_dir, number))
     command = [config, str(python), config, *HOSTILE]
@@ -199,14 +206,14 @@ def test_hostile_words_arrive_as_they_are(tmp_path: Path, tools: Path, is_sweep:
 @pytest.mark.parametrize("name", ["", "-rf", "a b", "a\nb", "$(x)", "a;b", "é", "a/b", "'"])
 def test_names_that_no_job_can_have(name: str) -> None:
     with pytest.raises(UserError, match="cannot be the name of a job"):
-        render(replace(JOB, name=name), ClusterSection())
+        render(replace(JOB, name=name))
 
 
 @pytest.mark.parametrize("folder", ["a\nb", "a\\b", "a\tb", "a\x7f"])
 def test_folders_that_sbatch_would_misread(folder: str) -> None:
     for job in (replace(JOB, workdir=Path("/", folder)), replace(JOB, run_dir=Path("/", folder))):
         with pytest.raises(UserError, match="backslashes or control characters"):
-            render(job, ClusterSection())
+            render(job)
 
 
 @pytest.mark.parametrize("word", [word for word in HOSTILE if word != "é"])

@@ -43,7 +43,11 @@ def test_an_interrupted_job_in_a_container_goes_on(
 
     made = calls(image)
     parts = Counter(str(call["command"][2]) for call in made)
-    assert parts == {"drawbar.launch.restarts": 2, "drawbar.launch.head": 2, "drawbar.launch.node": 4}
+    assert parts == {
+        "drawbar.launch.node.entry.restart": 2,
+        "drawbar.launch.node.entry.first_node": 2,
+        "drawbar.launch.node.entry.each_node": 4,
+    }
     for call in made:
         assert call["command"][0] == "python3"
         assert call["options"] == {

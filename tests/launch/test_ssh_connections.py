@@ -13,7 +13,6 @@ import pytest
 
 import drawbar
 from harness import wait_until
-from programs import need_programs
 from sshd import Sshd, children, processes
 
 SOURCE = Path(drawbar.__file__).parents[1]
@@ -24,16 +23,16 @@ from pathlib import Path
 from drawbar.config.cluster import ClusterSection
 from drawbar.config.hosts import parse_hosts
 from drawbar.errors import UserError
-from drawbar.launch.fleet import run
+from drawbar.launch.ssh.supervisor import supervise
 from drawbar.launch.job import Job
-from drawbar.launch.ssh import render
+from drawbar.launch.ssh.ssh_command import remote_starts
 
-_, config, mark, program, patience, *words = sys.argv
+_, config, mark, patience, *words = sys.argv
 cluster = ClusterSection(ssh_config=config, environment={"MARK": mark, "PYTHONPATH": os.environ["PYTHONPATH"]})
-job = Job("job", (sys.executable, *words), Path.cwd(), Path.cwd())
-starts = render(job, cluster, parse_hosts("gpu1,gpu2"))
+job = Job("job", (sys.executable, *words), Path.cwd(), Path.cwd(), cluster=cluster)
+starts = remote_starts(job, parse_hosts("gpu1,gpu2"))
 try:
-    sys.exit(run([replace(s, order=replace(s.order, patience=float(patience))) for s in starts], program, 60))
+    sys.exit(supervise([replace(s, job=replace(s.job, patience=float(patience))) for s in starts], 60))
 except UserError as error:
     sys.exit(print(f"error: {error}", file=sys.stderr) or error.exit_code)
 """
@@ -41,7 +40,7 @@ PROGRAM = """\
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
 
-node = json.loads(os.environ["DRAWBAR_MEETING"])["node"]
+node = json.loads(os.environ["DRAWBAR_RENDEZVOUS"])["node"]
 if "stubborn" in sys.argv:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 forever = [sys.executable, "-c", "import time; time.sleep(600)"]
@@ -62,11 +61,10 @@ sys.exit(3)
 class Launch:
     """A launch on ``gpu1`` and ``gpu2``, which is running."""
 
-    def __init__(self, sshd: Sshd, folder: Path, program: str, patience: float, *words: str) -> None:
-        need_programs(program)
+    def __init__(self, sshd: Sshd, folder: Path, patience: float, *words: str) -> None:
         self.folder, self.mark = folder, f"mark-{os.getpid()}-{time.monotonic_ns()}"
         (folder / "program.py").write_text(PROGRAM)
-        arguments = (str(sshd.config), self.mark, program, str(patience), "program.py", *words)
+        arguments = (str(sshd.config), self.mark, str(patience), "program.py", *words)
         self.process = subprocess.Popen(
             [sys.executable, "-c", LAUNCHER, *arguments],
             cwd=folder,
@@ -96,10 +94,8 @@ class Launch:
 
 
 @contextmanager
-def launch(
-    sshd: Sshd, folder: Path, program: str = "ssh", patience: float = 60, words: tuple[str, ...] = ()
-) -> Iterator[Launch]:
-    launched = Launch(sshd, folder, program, patience, *words)
+def launch(sshd: Sshd, folder: Path, patience: float = 60, words: tuple[str, ...] = ()) -> Iterator[Launch]:
+    launched = Launch(sshd, folder, patience, *words)
     try:
         wait_until(launched.complete, launched.left)  # one that is becoming another program has no environment
         yield launched
@@ -111,15 +107,13 @@ def launch(
             os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("program", ["ssh", "pdsh"])
-def test_a_launcher_that_is_killed_leaves_nothing(sshd: Sshd, tmp_path: Path, program: str) -> None:
-    with launch(sshd, tmp_path, program) as launched:
+def test_a_launcher_that_is_killed_leaves_nothing(sshd: Sshd, tmp_path: Path) -> None:
+    with launch(sshd, tmp_path) as launched:
         launched.process.kill()
 
 
-@pytest.mark.parametrize("program", ["ssh", "pdsh"])
-def test_a_host_that_fails_ends_all_with_its_code(sshd: Sshd, tmp_path: Path, program: str) -> None:
-    with launch(sshd, tmp_path, program) as launched:
+def test_a_host_that_fails_ends_all_with_its_code(sshd: Sshd, tmp_path: Path) -> None:
+    with launch(sshd, tmp_path) as launched:
         (tmp_path / "go").touch()
         assert launched.code() == 3, launched.output()
     assert "drawbar: gpu2 ended with exit code 3" in launched.output()
@@ -134,14 +128,14 @@ def test_a_lost_connection_ends_all(sshd: Sshd, tmp_path: Path) -> None:
     assert "fix:" in launched.output()
 
 
-@pytest.mark.parametrize("which", ["keeper", "worker"])
+@pytest.mark.parametrize("which", ["parent", "worker"])
 def test_what_drawbar_runs_on_a_host_is_killed(sshd: Sshd, tmp_path: Path, which: str) -> None:
     with launch(sshd, tmp_path) as launched:
-        own = {pid for pid, line in launched.left().items() if "drawbar.launch.remote" in line}
+        own = {pid for pid, line in launched.left().items() if "drawbar.launch.node.entry.ssh_host" in line}
         assert len(own) == 4
-        keeper = next(pid for pid in own if own & set(children(pid)))
-        worker = next(pid for pid in children(keeper) if pid in own)
-        os.kill(keeper if which == "keeper" else worker, signal.SIGKILL)
+        parent = next(pid for pid in own if own & set(children(pid)))
+        worker = next(pid for pid in children(parent) if pid in own)
+        os.kill(parent if which == "parent" else worker, signal.SIGKILL)
         assert launched.code() == 1, launched.output()
     assert "error: lost the host gpu" in launched.output()
 
@@ -163,10 +157,9 @@ def name(pid: int) -> str:
     return Path(f"/proc/{pid}/comm").read_text()
 
 
-@pytest.mark.parametrize("program", ["ssh", "pdsh"])
-def test_signals(sshd: Sshd, tmp_path: Path, program: str) -> None:
+def test_signals(sshd: Sshd, tmp_path: Path) -> None:
     """The first is for the command, which does not heed it here; the second ends everything."""
-    with launch(sshd, tmp_path, program, words=("stubborn",)) as launched:
+    with launch(sshd, tmp_path, words=("stubborn",)) as launched:
         launched.process.send_signal(signal.SIGTERM)
         time.sleep(1)
         assert launched.complete(), launched.output()

@@ -11,17 +11,16 @@ from test_render import GOLDEN, HOSTILE
 
 import drawbar
 from apptainer_stand_in import calls, install, make_image
-from drawbar.cli.submit_ssh import make_job
 from drawbar.config.cluster import FORWARDED, ClusterSection
 from drawbar.config.hosts import Host, parse_hosts
 from drawbar.config.load import load_config
 from drawbar.errors import UserError
-from drawbar.launch.fleet import run
 from drawbar.launch.job import Job
-from drawbar.launch.pdsh import pdsh_command
-from drawbar.launch.protocol import ANSWER, answer, order_line, read_order, say
-from drawbar.launch.remote import address_for
-from drawbar.launch.ssh import describe, forwarded, render
+from drawbar.launch.node.entry.ssh_host import address_for
+from drawbar.launch.ssh.protocol import ANSWER, HostJob, host_message, launcher_message
+from drawbar.launch.ssh.ssh_command import describe, forwarded, remote_starts
+from drawbar.launch.ssh.ssh_launcher import SshLauncher
+from drawbar.launch.ssh.supervisor import supervise
 from harness import run_cli
 from messages import check_one_message
 from programs import need_programs
@@ -49,8 +48,7 @@ TEXTS = {"ssh": (JOB, CLUSTER, "gpu1:8,me@gpu2:8"), "ssh_plain": (JOB, ClusterSe
 
 def text(name: str) -> str:
     job, cluster, hosts = TEXTS[name]
-    starts = render(job, cluster, parse_hosts(hosts))
-    return describe(job.name, starts, [start.command for start in starts])
+    return describe(job.name, remote_starts(replace(job, cluster=cluster), parse_hosts(hosts)))
 
 
 @pytest.mark.parametrize("name", TEXTS)
@@ -79,7 +77,9 @@ def test_a_dry_run_starts_nothing_and_shows_no_secret(project: Path) -> None:
     assert "#   nproc: 2" in done.out
     assert not (project / "runs").exists()
     pdsh = run_cli("submit", "config.yaml", "--hosts", "gpu1:1", "cluster.ssh_program=pdsh", "--dry-run", cwd=project)
-    assert "pdsh -R exec -f 1 -S -w gpu1" in pdsh.out
+    check_one_message(pdsh.err, "there is no cluster.ssh_program any more", "leave it out")
+    older = run_cli("submit", "config.yaml", "--hosts", "gpu1:1", "cluster.ssh_program=ssh", "--dry-run", cwd=project)
+    assert older.code == 0, older.err
     done = run_cli("submit", "config.yaml", "--hosts", "gpu1:1", cwd=project, env=environ)
     assert done.code == 2
     check_one_message(done.err, "there is no ssh here")
@@ -101,10 +101,11 @@ def test_what_is_forwarded() -> None:
     assert forwarded(["PATH", "MY_*", "NONE"], environ, []) == {"MY_HF_TOKEN": "f", "PATH": "d"}
 
 
-def test_orders_arrive_as_they_are() -> None:
-    order = render(replace(JOB, workdir=Path("/odd\udcff"), argv=tuple(HOSTILE)), CLUSTER, [Host("a")])[0].order
-    assert read_order(json.loads(order_line(order))["order"]) == order
-    assert answer(exit=3) == ANSWER + say(exit=3)
+def test_jobs_arrive_as_they_are() -> None:
+    job = replace(JOB, workdir=Path("/odd\udcff"), argv=tuple(HOSTILE), cluster=CLUSTER)
+    sent = remote_starts(job, [Host("a")])[0].job
+    assert HostJob.from_json(json.loads(sent.message())["job"]) == sent
+    assert launcher_message(endpoint="a:1") == ANSWER + host_message(endpoint="a:1")
 
 
 def test_the_address_of_the_first_host() -> None:
@@ -114,20 +115,11 @@ def test_the_address_of_the_first_host() -> None:
         address_for(["fe80::1"], "10.0.0.1", "10.0.0.2")  # the nodes meet over IPv4
 
 
-def test_pdsh_cannot_have_several_users() -> None:
-    starts = render(JOB, ClusterSection(ssh_options={"IdentityFile": "%d/key"}), parse_hosts("a,b"))
-    command = pdsh_command(starts, "/tmp/socket")
-    assert "IdentityFile=%%d/key" in command  # for pdsh, % is special
-    assert command[-3:] == ("--", "%h", "exec bash")
-    with pytest.raises(UserError, match="it knows one user for all hosts"):
-        pdsh_command(render(JOB, ClusterSection(), parse_hosts("a,me@b")), "/tmp/socket")
-
-
 def test_code_does_not_travel(sshd: Sshd, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     source = str(Path(drawbar.__file__).parents[1])
     cluster = ClusterSection(ssh_config=str(sshd.config), environment={"PYTHONPATH": source})
-    job = Job("job", (sys.executable, "/no/such/my_task.py", "train"), tmp_path, tmp_path)
-    assert run(render(job, cluster, [Host("gpu1")]), "ssh", 60) == 2
+    job = Job("job", (sys.executable, "/no/such/my_task.py", "train"), tmp_path, tmp_path, cluster=cluster)
+    assert supervise(remote_starts(job, [Host("gpu1")]), 60) == 2
     check_one_message(
         capfd.readouterr().err.replace("gpu1: ", ""), "this host has no file /no/such/my_task.py", "copy your program"
     )
@@ -145,26 +137,26 @@ def test_a_container_on_a_host(sshd: Sshd, tmp_path: Path) -> None:
     }
     config = load_config(None, [f"cluster.{key}={json.dumps(value)}" for key, value in settings.items()]).config
     assert config.cluster is not None
-    job = make_job(config, config.cluster, None)
+    job = SshLauncher().make_job(config, config.cluster, None)
     assert job.argv == ("python3", "-m", "drawbar", "train")
     show = "import os; open('found', 'w').write(os.environ['IMAGE'])"
-    starts = render(replace(job, argv=("python3", "-c", show)), config.cluster, [Host("gpu1")])
-    assert run(starts, "ssh", 60) == 0
+    starts = remote_starts(replace(job, argv=("python3", "-c", show)), [Host("gpu1")])
+    assert supervise(starts, 60) == 0
     assert (tmp_path / "found").read_text() == image.name
-    assert [call["command"][:4] for call in calls(image)] == [["python3", "-P", "-m", "drawbar.launch.remote"]]
+    assert [call["command"][:4] for call in calls(image)] == [
+        ["python3", "-P", "-m", "drawbar.launch.node.entry.ssh_host"]
+    ]
     pyxis = load_config(None, ["cluster.image=registry#image"]).config
     assert pyxis.cluster is not None
     with pytest.raises(UserError, match="pyxis is a part of Slurm"):
-        make_job(pyxis, pyxis.cluster, None)
+        SshLauncher().make_job(pyxis, pyxis.cluster, None)
 
 
 PROGRAM = "import json, os, sys; json.dump([sys.argv[1:-1], dict(os.environ), os.getcwd()], open(sys.argv[1], 'w'))"
 
 
-@pytest.mark.parametrize("program", ["ssh", "pdsh"])
-def test_hostile_words_arrive_as_they_are(sshd: Sshd, tmp_path: Path, program: str) -> None:
+def test_hostile_words_arrive_as_they_are(sshd: Sshd, tmp_path: Path) -> None:
     """Through a real ssh and a real shell there: as arguments, values of the environment, names of folders."""
-    need_programs(program)
     python = tmp_path / "it's $(touch planted) python"
     python.symlink_to(sys.executable)
     workdir = tmp_path / "$(touch planted)'\" x" / "`touch planted`"
@@ -178,8 +170,9 @@ def test_hostile_words_arrive_as_they_are(sshd: Sshd, tmp_path: Path, program: s
         setup=[f"cat > {tmp_path}/stolen", "export MADE='by setup'"],
     )
     config = "a: $(touch planted)\n"
-    job = Job("job", (str(python), "-c", PROGRAM, str(found), *HOSTILE), workdir, tmp_path, config, environment=sent)
-    assert run(render(job, cluster, [Host("gpu1")]), program, 60) == 0
+    argv = (str(python), "-c", PROGRAM, str(found), *HOSTILE)
+    job = Job("job", argv, workdir, tmp_path, config, cluster, environment=sent)
+    assert supervise(remote_starts(job, [Host("gpu1")]), 60) == 0
     arguments, environ, folder = json.loads(found.read_text())
     assert arguments == [str(found), *HOSTILE]
     expected = {**values, **sent, "MADE": "by setup"}

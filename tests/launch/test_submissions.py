@@ -12,15 +12,15 @@ import pytest
 from drawbar.config.imports import SNAPSHOT
 from drawbar.config.load import load_config
 from drawbar.errors import UserError
-from drawbar.launch.code import code_version, copy_code, is_tracked, snapshot_name
-from drawbar.launch.records import read, run_file
+from drawbar.launch.code_snapshot import code_version, copy_code, is_tracked, snapshot_name
+from drawbar.launch.jobs.records import read, run_file
 from harness import Finished, run_cli
 from messages import check_one_message
 
 SLURM = {
     "sbatch": 'cat > "$SCRIPTS/$(($(ls "$SCRIPTS" | wc -l) + 1)).sh"; ls "$SCRIPTS" | wc -l',
     "scontrol": 'case "$*" in *hostnames*) echo n1;; *) echo "NodeName=n1 NodeAddr=127.0.0.1 Port=1";; esac',
-    "srun": 'while [[ $1 == --* ]]; do shift; done\ncase "$*" in *launch.head*) echo 127.0.0.1:20000;; *) "$@";; esac',
+    "srun": 'while [[ $1 == --* ]]; do shift; done\ncase "$*" in *first_node*) echo 127.0.0.1:20000;; *) "$@";; esac',
 }
 """Programs that stand for Slurm's: jobs have the numbers 1, 2 and so on, and wait until a test runs their scripts."""
 TRAINS = f"""\

@@ -101,7 +101,7 @@ def _is_one_of_several() -> bool:
 def _leave_rank(code: int) -> NoReturn:
     """End a rank whose interpreter is not taken down: the threads of a process group that need it then would abort the
     process (pytorch/pytorch#190489), or, where the peers are gone, wait for them for ever."""
-    from drawbar.runtime.agent import report_status
+    from drawbar.launch.node.agent import report_status
 
     report_status(code)
     if code == ExitCode.DONE:
@@ -137,7 +137,7 @@ def _invoke(task: "type[Task] | None") -> int:
 def _tell(error: Exception, text: str) -> None:
     """Say what went wrong: to the launcher, which tells it once for all ranks, or here."""
     if _is_one_of_several():
-        from drawbar.runtime.agent import STATUS_FILE, report_failure
+        from drawbar.launch.node.agent import STATUS_FILE, report_failure
 
         if report_failure(error) and STATUS_FILE in os.environ:
             return

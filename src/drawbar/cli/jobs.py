@@ -20,22 +20,23 @@ The list is kept in ~/.local/state/drawbar/jobs.jsonl, and in the folder launch/
 @click.option("--all", "show_all", is_flag=True, help="Also the jobs that ended, or were submitted, before yesterday.")
 def jobs(show_all: bool) -> None:
     """List the jobs that you have submitted: how they stand, and how far their runs are."""
-    from drawbar.launch.job_status import is_recent, stand
-    from drawbar.launch.progress import read_progress
-    from drawbar.launch.records import End, read, user_file
+    from drawbar.launch.jobs.job_status import is_recent
+    from drawbar.launch.jobs.progress import read_progress
+    from drawbar.launch.jobs.records import JobEnd, read, user_file
+    from drawbar.launch.launchers import ask_status
     from drawbar.tracking.table import print_table
 
     known = {record.number: record for record in read(user_file())}  # numbers come again: the newest has it
     now, wanted = time.time(), set(known)
     if not show_all:  # an old job without an end may still wait
-        ends = {number: End.read(record) for number, record in known.items()}
+        ends = {number: JobEnd.read(record) for number, record in known.items()}
         wanted = {number for number, end in ends.items() if end is None or is_recent(known[number], end, now)}
     rows = []
-    for standing in stand(record for number, record in known.items() if number in wanted):
-        record = standing.record
-        if show_all or standing.is_active or is_recent(record, End.read(record), now):
+    for status in ask_status(record for number, record in known.items() if number in wanted):
+        record = status.record
+        if show_all or status.is_active or is_recent(record, JobEnd.read(record), now):
             step = read_progress(Path(record.run_dir)).step_of_total
-            rows.append([record.number, record.run, standing.state, standing.remarks, step, standing.clock])
+            rows.append([record.number, record.run, status.state, status.remarks, step, status.clock])
     if rows:
         print_table("Jobs", ["job", "run", "state", "", "step", "time/limit"], rows, left=4)
     else:

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from drawbar.launch.follow import Output
-    from drawbar.launch.job_status import JobStatus
-    from drawbar.launch.records import JobRecord
+    from drawbar.launch.jobs.follow import Output
+    from drawbar.launch.jobs.job_status import JobStatus
+    from drawbar.launch.jobs.records import JobRecord
 
 LOOK_SECONDS = 0.5
 """Between two looks at the files."""
 ASK_SECONDS = 5.0
-"""Between two questions to Slurm, whose controller serves all users."""
+"""Between two questions to a scheduler, whose controller serves all users."""
 PATIENCE = 300.0
-"""Seconds that Slurm may be out of reach while somebody follows a job."""
+"""Seconds that a scheduler may be out of reach while somebody follows a job."""
 
 
 @click.command(
@@ -38,9 +38,9 @@ With -f the exit code is that of the job; Ctrl-C ends the looking, and not the j
 def logs(what: str, follow: bool, rank: int | None) -> int:
     """Show the log of a job."""
     from drawbar.errors import UserError
-    from drawbar.launch.follow import Follower, Output
-    from drawbar.launch.job_status import stand
-    from drawbar.launch.records import find
+    from drawbar.launch.jobs.follow import Follower, Output
+    from drawbar.launch.jobs.records import find
+    from drawbar.launch.launchers import ask_status
 
     records = find(what)
     files = {record.number: _file(record, rank) for record in records}
@@ -48,41 +48,44 @@ def logs(what: str, follow: bool, rank: int | None) -> int:
     if follow:
         return _follow(records, output)
     if not [number for number in files if output.show(number)]:
-        standing = stand(records)[0]
+        status = ask_status(records)[0]
         raise UserError(
-            f"job {standing.record.number} has no log yet: {standing.state} {standing.remarks}",
-            where=str(files[standing.record.number]),
+            f"job {status.record.number} has no log yet: {status.state} {status.remarks}",
+            where=str(files[status.record.number]),
             remedy="wait until it has begun; with -f this command does so",
         )
     return 0
 
 
 def _file(record: "JobRecord", rank: int | None) -> Path:
-    return Path(record.log) if rank is None else Path(record.run_dir) / "logs" / f"rank-{rank:04d}.log"
+    from drawbar.launch.launchers import launcher_of
+
+    return launcher_of(record).logs(record) if rank is None else Path(record.run_dir) / "logs" / f"rank-{rank:04d}.log"
 
 
 def _follow(records: "list[JobRecord]", output: "Output") -> int:
     """Until all jobs have ended; the exit code of the first that failed."""
-    from drawbar.launch.records import End
+    from drawbar.launch.jobs.job_status import PENDING
+    from drawbar.launch.jobs.records import JobEnd
 
     waiting, codes, asked, told = list(records), dict.fromkeys((record.number for record in records), 0), 0.0, ""
-    ends: dict[str, End | None] = {}
+    ends: dict[str, JobEnd | None] = {}
     while waiting:
-        has_ended = any(End.read(record) != ends.get(record.number) for record in waiting)
-        ends = {record.number: End.read(record) for record in waiting}
+        has_ended = any(JobEnd.read(record) != ends.get(record.number) for record in waiting)
+        ends = {record.number: JobEnd.read(record) for record in waiting}
         if has_ended or time.monotonic() - asked >= ASK_SECONDS:
-            standings = _ask(waiting)
+            statuses = _ask(waiting)
             asked = time.monotonic()
-            waits = "; ".join(f"{s.record.number} {s.detail}" for s in standings if s.state == "PENDING")
+            waits = "; ".join(f"{s.record.number} {s.detail}" for s in statuses if s.state == PENDING)
             if waits != told:
                 click.echo(f"job {waits}" if waits else "the job has begun", err=True)
                 told = waits
-            for standing in standings:
-                output.show(standing.record.number)
-                if not standing.is_active:
-                    codes[standing.record.number] = standing.code if standing.code is not None else 1
-                    click.echo(f"job {standing.record.number}: {standing.state} {standing.remarks}".rstrip(), err=True)
-            waiting = [standing.record for standing in standings if standing.is_active]
+            for status in statuses:
+                output.show(status.record.number)
+                if not status.is_active:
+                    codes[status.record.number] = status.code if status.code is not None else 1
+                    click.echo(f"job {status.record.number}: {status.state} {status.remarks}".rstrip(), err=True)
+            waiting = [status.record for status in statuses if status.is_active]
         for record in waiting:
             output.show(record.number)
         if waiting:
@@ -93,12 +96,12 @@ def _follow(records: "list[JobRecord]", output: "Output") -> int:
 def _ask(records: "list[JobRecord]") -> "list[JobStatus]":
     """How they stand. A controller that is restarted does not end the looking."""
     from drawbar.errors import UserError
-    from drawbar.launch.job_status import stand
+    from drawbar.launch.launchers import ask_status
 
     end = time.monotonic() + PATIENCE
     while True:
         try:
-            return stand(records)
+            return ask_status(records)
         except UserError as error:
             if time.monotonic() > end or isinstance(error.__cause__, FileNotFoundError):
                 raise

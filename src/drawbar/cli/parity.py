@@ -131,8 +131,8 @@ def _start(task: "type[Task] | None", request: "ParityRequest", folder: "Results
     """Start the processes; again, where a case has ended them. An exit code, where there is nothing to tell."""
     from drawbar.cli.train import own_command
     from drawbar.errors import ExitCode
+    from drawbar.launch.node.agent import run_processes
     from drawbar.parity.result import Result
-    from drawbar.runtime.agent import run_processes
 
     os.environ[FOLDER] = str(folder.path)
     rest = list(request.cases)

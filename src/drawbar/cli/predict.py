@@ -60,7 +60,7 @@ def predict(
     path = check_output(output, overwrite)
     processes = count_processes(loaded.config)
     if processes > 1:
-        from drawbar.runtime.agent import run_processes
+        from drawbar.launch.node.agent import run_processes
 
         return run_processes(own_command(task), processes)
 

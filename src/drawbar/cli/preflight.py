@@ -2,31 +2,28 @@
 
 from typing import TYPE_CHECKING
 
+from drawbar.launch.folder_facts import check_room
+
 if TYPE_CHECKING:
-    from drawbar.config.cluster import ClusterSection
     from drawbar.config.schema import RunConfig
     from drawbar.launch.job import Job
+    from drawbar.launch.launcher import Launcher
     from drawbar.tasks.task import Task
 
 
-def check_before_queue(
-    config: "RunConfig", cluster: "ClusterSection", job: "Job", task: "type[Task] | None", queued: bool
-) -> list[str]:
+def check_before_queue(config: "RunConfig", job: "Job", launcher: "Launcher", task: "type[Task] | None") -> list[str]:
     """What is good to know of a job that may run.
 
-    Args:
-        queued: whether Slurm has yet to find nodes for it.
-
     Raises:
-        UserError: its data are not there, its folder takes nothing, or the scheduler could never run it.
+        UserError: its data are not there, its folder takes nothing, or the launcher could never run it.
     """
-    from drawbar.launch.preflight import check_room, check_slurm
-
-    if not cluster.preflight:
+    if not job.cluster.preflight:
         return []
-    notes = check_data(config) if _reads_files(config, task) else []
-    check_room(job.run_dir)
-    return notes + (check_slurm(job, cluster) if queued else [])
+    notes: list[str] = []
+    if launcher.shares_disk:
+        notes += check_data(config) if _reads_files(config, task) else []
+        check_room(job.run_dir)
+    return notes + launcher.check(job)
 
 
 def _reads_files(config: "RunConfig", task: "type[Task] | None") -> bool:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from drawbar.launch.job_status import JobStatus
-    from drawbar.launch.records import JobRecord
+    from drawbar.launch.jobs.job_status import JobStatus
+    from drawbar.launch.jobs.records import JobRecord
     from drawbar.tasks.task import Task
 
 
@@ -31,16 +31,16 @@ Of a sweep, the runs that are not complete are submitted as a new one.
 @click.argument("settings", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option("--dry-run", is_flag=True, help="Print what would be submitted, and submit nothing.")
 @click.pass_obj
-def resume(task: "type[Task] | None", what: str, settings: tuple[str, ...], dry_run: bool) -> None:
+def resume(task: "type[Task] | None", what: str, settings: tuple[str, ...], dry_run: bool) -> int:
     """Submit a job again, as it was: its run goes on from the newest checkpoint."""
-    from drawbar.cli.sending import Submission, plan, plan_sweep
+    from drawbar.cli.submission import SubmitRequest, plan, plan_sweep
     from drawbar.cli.submit import own_program, send
     from drawbar.errors import UserError
-    from drawbar.launch.code import code_version
-    from drawbar.launch.job_status import stand
-    from drawbar.launch.records import find
+    from drawbar.launch.code_snapshot import code_version
+    from drawbar.launch.jobs.records import find
+    from drawbar.launch.launchers import ask_status
 
-    wanted = can_go_on(what, stand(find(what)), settings)
+    wanted = can_go_on(what, ask_status(find(what)), settings)
     first = wanted[0].record
     program = own_program(task)
     caller = ["python", first.program] if first.program else ["drawbar"]
@@ -58,8 +58,9 @@ def resume(task: "type[Task] | None", what: str, settings: tuple[str, ...], dry_
             where=first.workdir,
             remedy="go where the data and the configuration are now, and use `drawbar submit`",
         ) from error
-    request = Submission(
+    request = SubmitRequest(
         (*first.arguments, *settings),
+        first.launcher,
         task,
         first.profile,
         program,
@@ -68,11 +69,10 @@ def resume(task: "type[Task] | None", what: str, settings: tuple[str, ...], dry_
         submitted=_submitted(first, settings),
     )
     if first.sweep is None:
-        send(plan(request), dry_run)
-        return
-    elements = [standing.record.settings for standing in wanted]
-    submitted = [_submitted(standing.record, settings) for standing in wanted]
-    send(plan_sweep(request, first.sweep, elements, submitted=submitted), dry_run)
+        return send(plan(request), dry_run)
+    elements = [status.record.settings for status in wanted]
+    submitted = [_submitted(status.record, settings) for status in wanted]
+    return send(plan_sweep(request, first.sweep, elements, submitted=submitted), dry_run)
 
 
 def _submitted(record: "JobRecord", settings: tuple[str, ...]) -> tuple[str, ...] | None:
@@ -81,7 +81,7 @@ def _submitted(record: "JobRecord", settings: tuple[str, ...]) -> tuple[str, ...
     return (str(file), *settings, *record.settings) if file.is_file() else None
 
 
-def can_go_on(what: str, standings: "list[JobStatus]", settings: tuple[str, ...]) -> "list[JobStatus]":
+def can_go_on(what: str, statuses: "list[JobStatus]", settings: tuple[str, ...]) -> "list[JobStatus]":
     """What of it can go on: what is not complete, or all of it where the settings ask for another number of steps.
 
     Raises:
@@ -90,19 +90,19 @@ def can_go_on(what: str, standings: "list[JobStatus]", settings: tuple[str, ...]
     from drawbar.config.compare import LENGTH
     from drawbar.errors import ExitCode, UserError
 
-    for standing in standings:
-        if standing.is_active:
+    for status in statuses:
+        if status.is_active:
             raise UserError(
-                f"job {standing.record.number} has not ended: {standing.state} {standing.remarks}".rstrip(),
+                f"job {status.record.number} has not ended: {status.state} {status.remarks}".rstrip(),
                 where=what,
                 remedy=f"wait for it (`drawbar logs {what} -f`), or end it with `drawbar cancel {what}`",
             )
     longer = any(setting.partition("=")[0] in LENGTH for setting in settings)
-    left = [standing for standing in standings if longer or standing.code != ExitCode.DONE]
+    left = [status for status in statuses if longer or status.code != ExitCode.DONE]
     if not left:
         raise UserError(
             f"there is nothing to go on with: {what} is complete",
-            where=standings[0].record.run_dir,
+            where=statuses[0].record.run_dir,
             remedy=f"for more steps: `drawbar resume {what} train.steps=N`",
         )
     return left

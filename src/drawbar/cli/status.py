@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from drawbar.launch.job_status import JobStatus
-    from drawbar.launch.progress import LoggedProgress
-    from drawbar.launch.records import JobRecord
+    from drawbar.launch.jobs.job_status import JobStatus
+    from drawbar.launch.jobs.progress import LoggedProgress
 
 
 @click.command(
@@ -34,24 +33,24 @@ def status(what: str, as_json: bool) -> None:
     """
     import json
 
-    from drawbar.launch.progress import read_progress
+    from drawbar.launch.jobs.progress import read_progress
 
-    for index, (folder, standing) in enumerate(find_runs(what)):
+    for index, (folder, job) in enumerate(find_runs(what)):
         progress = read_progress(folder)
         if as_json:
-            click.echo(json.dumps(_values(folder, standing, progress)))
+            click.echo(json.dumps(_values(folder, job, progress)))
             continue
         if index:
             click.echo()
-        for name, text in _lines(folder, standing, progress):
+        for name, text in _lines(folder, job, progress):
             click.echo(f"{name:<11} {text}")
 
 
 def find_runs(what: str) -> "list[tuple[Path, JobStatus | None]]":
     """The folders of the runs that a user means, each with its newest job. Raises UserError where there is none."""
     from drawbar.errors import UserError
-    from drawbar.launch.job_status import stand
-    from drawbar.launch.records import find
+    from drawbar.launch.jobs.records import find
+    from drawbar.launch.launchers import ask_status
 
     try:
         records = find(what)
@@ -59,19 +58,23 @@ def find_runs(what: str) -> "list[tuple[Path, JobStatus | None]]":
         if not (Path(what) / "config.yaml").is_file():
             raise
         return [(Path(what).absolute(), None)]
-    return [(Path(standing.record.run_dir), standing) for standing in stand(records)]
+    return [(Path(job.record.run_dir), job) for job in ask_status(records)]
 
 
-def _lines(folder: Path, standing: "JobStatus | None", progress: "LoggedProgress") -> list[tuple[str, str]]:
+def _lines(folder: Path, job: "JobStatus | None", progress: "LoggedProgress") -> list[tuple[str, str]]:
+    from drawbar.launch.jobs.job_status import RUNNING
+    from drawbar.launch.launchers import launcher_of
     from drawbar.tracking.lines import duration, number, speed
 
     now = time.time()
     lines = [("run", str(folder))]
-    if standing is not None:
-        record = standing.record
-        lines.append(("job", f"{record.number}: {', '.join(filter(None, (standing.state, standing.remarks)))}"))
-        if standing.clock:
-            lines.append(("time", standing.clock))
+    if job is not None:
+        record = job.record
+        lines.append(("job", f"{record.number}: {', '.join(filter(None, (job.state, job.remarks)))}"))
+        if job.clock:
+            lines.append(("time", job.clock))
+    if progress.state is not None:
+        lines.append(("state", progress.state))
     if progress.step is None:
         lines.append(("step", "none yet"))
     else:
@@ -87,38 +90,41 @@ def _lines(folder: Path, standing: "JobStatus | None", progress: "LoggedProgress
         lines.append(("checkpoint", f"step {progress.checkpoint}"))
     if progress.written is not None:
         ago = f"{duration(max(0.0, now - progress.written))} ago"
-        is_silent = standing is not None and standing.state == "RUNNING" and progress.is_stale(now)
+        is_running = progress.state == "training" if job is None else job.state == RUNNING
+        is_silent = is_running and progress.is_stale(now)
         lines.append(("written", ago + (": it should have written since; see its log" if is_silent else "")))
-    if standing is not None:
-        record = standing.record
+    if job is not None:
+        record = job.record
         if record.code is not None or record.snapshot is not None:
             copy = f"a copy in {record.snapshot}" if record.snapshot else ""
             lines.append(("code", ", ".join(filter(None, (record.code, copy)))))
-        lines.append(("log", record.log))
+        lines.append(("log", str(launcher_of(record).logs(record))))
     return lines
 
 
-def _values(folder: Path, standing: "JobStatus | None", progress: "LoggedProgress") -> dict[str, Any]:
+def _values(folder: Path, job: "JobStatus | None", progress: "LoggedProgress") -> dict[str, Any]:
     return {
         "run": folder.name,
         "folder": str(folder),
-        "job": None if standing is None else _job(standing, standing.record),
+        "job": None if job is None else _job_values(job),
         "progress": asdict(progress),
     }
 
 
-def _job(standing: "JobStatus", record: "JobRecord") -> dict[str, Any]:
+def _job_values(job: "JobStatus") -> dict[str, Any]:
+    record = job.record
     return {
+        "launcher": record.launcher,
         "number": record.number,
-        "state": standing.state,
-        "detail": standing.detail,
-        "active": standing.is_active,
-        "exit_code": standing.code,
-        "restarts": standing.restarts,
-        "used": standing.used,
-        "limit": standing.limit,
+        "state": job.state,
+        "detail": job.detail,
+        "active": job.is_active,
+        "exit_code": job.code,
+        "restarts": job.restarts,
+        "used": job.used,
+        "limit": job.limit,
         "submitted": record.time,
-        "ended": standing.ended,
+        "ended": job.ended,
         "nodes": record.nodes,
         "processes": record.processes,
         "log": record.log,

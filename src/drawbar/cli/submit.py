@@ -10,9 +10,12 @@ import click
 from drawbar.errors import ExitCode
 
 if TYPE_CHECKING:
-    from drawbar.cli.sending import Sending
-    from drawbar.launch.records import JobRecord
+    from drawbar.cli.submission import PlannedJob
+    from drawbar.launch.launcher import Launcher
     from drawbar.tasks.task import Task
+
+DEFAULT_OF_HOSTS = "ssh"
+"""What runs on hosts that are named one by one, unless --to says another launcher."""
 
 
 @click.command(
@@ -36,7 +39,7 @@ A sweep is one job, in which each combination of values is a run of its own name
 """,
 )
 @click.argument("arguments", nargs=-1, metavar="[CONFIG] [KEY=VALUE]...")
-@click.option("--to", "launcher", type=click.Choice(["slurm", "ssh"]), help="What runs the job: a scheduler, or ssh.")
+@click.option("--to", "name", metavar="slurm|ssh|NAME", help="What runs the job: a scheduler, ssh, or a package's own.")
 @click.option("--hosts", metavar="A:4,B:4", help="Machines to run on over ssh, each with its processes.")
 @click.option("--hostfile", metavar="FILE", help="The same from a file with lines such as `gpu1 slots=4`.")
 @click.option("--cluster", metavar="NAME", help="Take the profile NAME for what the section cluster leaves open.")
@@ -52,7 +55,7 @@ A sweep is one job, in which each combination of values is a run of its own name
 def submit(
     task: "type[Task] | None",
     arguments: tuple[str, ...],
-    launcher: str | None,
+    name: str | None,
     hosts: str | None,
     hostfile: str | None,
     cluster: str | None,
@@ -69,68 +72,68 @@ def submit(
     of CONFIG. An interrupted job saves, goes back into the queue, and goes on from where it was. Over ssh, this command
     stays until the run is over, and ends with its exit code.
     """
-    from drawbar.cli.sending import Submission, name_elements, plan, plan_sweep
-    from drawbar.launch.code import code_version, snapshot_name
+    from drawbar.cli.submission import SubmitRequest, name_elements, plan, plan_sweep
+    from drawbar.launch.code_snapshot import code_version, snapshot_name
+    from drawbar.launch.launchers import get_launcher
     from drawbar.launch.sweep import combine
 
-    settings = arguments if image is None else (*arguments, f"cluster.image={json.dumps(image)}")
-    if hosts is not None or hostfile is not None or launcher == "ssh":
-        from drawbar.cli.submit_ssh import submit_ssh
-
-        if sweep or at_once or snapshot:
-            raise click.UsageError("--sweep, --at-once and --snapshot are for --to slurm")
-        return submit_ssh(task, settings, launcher, hosts, hostfile, cluster, nodes, dry_run)
-    if launcher is None:
+    if name is None and hosts is None and hostfile is None:
         raise click.UsageError("say where to run it: --to slurm, --to ssh, --hosts or --hostfile")
-
-    if at_once is not None and not sweep:
-        raise click.UsageError("--at-once is for a --sweep: it says how many of its runs may run at the same time")
+    name = name or DEFAULT_OF_HOSTS
+    _check_options(get_launcher(name, "--to"), name, hosts, hostfile, nodes, bool(sweep), at_once, snapshot)
+    settings = (*arguments, *host_settings(hosts, hostfile))
+    settings = settings if image is None else (*settings, f"cluster.image={json.dumps(image)}")
     settings = settings if nodes is None else (*settings, f"cluster.nodes={nodes}")
     here = Path.cwd()
     copy = snapshot_name(here) if snapshot else None
-    request = Submission(settings, task, cluster, own_program(task), code_version(here), copy)
+    request = SubmitRequest(settings, name, task, cluster, own_program(task), code_version(here), copy)
     if sweep:
-        send(plan_sweep(request, *name_elements(request, combine(sweep)), at_once), dry_run)
-    else:
-        send(plan(request), dry_run)
-    return ExitCode.DONE
+        return send(plan_sweep(request, *name_elements(request, combine(sweep)), at_once), dry_run)
+    return send(plan(request), dry_run)
 
 
-def send(sending: "Sending", dry_run: bool) -> None:
-    """Show it, run it in the allocation that this process is in, or submit it."""
-    for note in sending.notes:
+def _check_options(
+    launcher: "Launcher",
+    name: str,
+    hosts: str | None,
+    hostfile: str | None,
+    nodes: int | None,
+    sweep: bool,
+    at_once: int | None,
+    snapshot: bool,
+) -> None:
+    """Raises UsageError where an option is not for this launcher, or two of them contradict each other."""
+    if at_once is not None and not sweep:
+        raise click.UsageError("--at-once is for a --sweep: it says how many of its runs may run at the same time")
+    if (sweep and not launcher.has_sweeps) or (snapshot and not launcher.has_snapshots):
+        raise click.UsageError(f"--to {name} takes no --sweep, --at-once or --snapshot, as --to slurm does")
+    named = [option for option, value in (("--hosts", hosts), ("--hostfile", hostfile)) if value is not None]
+    if len(named) > 1 or (named and nodes is not None) or (launcher.takes_hosts and nodes is not None):
+        raise click.UsageError("--hosts, --hostfile and --nodes exclude one another")
+    if named and not launcher.takes_hosts:
+        raise click.UsageError(f"{named[0]} and --to {name} exclude one another: it chooses the machines itself")
+
+
+def host_settings(hosts: str | None, hostfile: str | None) -> tuple[str, ...]:
+    """``cluster.hosts`` as the command line or a file has it. Raises UserError where it cannot be read."""
+    from drawbar.config.hosts import parse_hosts, read_hostfile
+
+    if hosts is None and hostfile is None:
+        return ()
+    found = parse_hosts(hosts) if hosts is not None else read_hostfile(Path(str(hostfile)))
+    return (f"cluster.hosts={json.dumps([str(host) for host in found])}",)
+
+
+def send(planned: "PlannedJob", dry_run: bool) -> int:
+    """Show the job, or submit it; the exit code of the run where this process has to stay with it."""
+    for note in planned.notes:
         click.echo(f"note: {note}", err=True)
     if dry_run:
-        click.echo(sending.script(), nl=False)
-    elif sending.job.allocation is not None:
-        sending.run_here()
-    else:
-        tell_submitted(sending.submit())
+        click.echo(planned.script(), nl=False)
+        return ExitCode.DONE
+    return planned.submit()
 
 
 def own_program(task: "type[Task] | None") -> str | None:
     """The user's own script, where it is what was called."""
     return None if task is None else str(Path(sys.argv[0]).absolute())
-
-
-def tell_submitted(records: "list[JobRecord]") -> None:
-    """What the job is called, where its log is, and how to see more."""
-    first = records[0]
-    size = f"{first.nodes} × {first.processes} processes"
-    if first.sweep is None:
-        click.echo(f"job {first.number}: run {first.run} on {size}")
-        _tell_code(first)
-        click.echo(f"log: {first.log}")
-        return
-    click.echo(f"job {first.array}: sweep {first.sweep}, {len(records)} runs on {size} each")
-    for record in records:
-        click.echo(f"  {record.number}: {record.run}")
-    _tell_code(first)
-    click.echo(f"logs: {first.log.replace(first.number, f'{first.array}_*')}")
-
-
-def _tell_code(record: "JobRecord") -> None:
-    if record.snapshot is not None:
-        click.echo(f"code: a copy in {record.snapshot}")
-    elif record.code is not None:
-        click.echo(f"code: {record.code}; the job takes what is there when it starts, or with --snapshot a copy")

@@ -55,26 +55,26 @@ def start(task: "type[Task] | None", arguments: tuple[str, ...], resume: str, fo
     from drawbar.cli.imports import quick_imports
     from drawbar.config.deepspeed_json import check_deepspeed
     from drawbar.config.rules import RULES, TRAIN_RULES, check_rules, check_world
-    from drawbar.launch.foreign_launcher import check_alone
-    from drawbar.launch.rendezvous import Rendezvous
+    from drawbar.launch.node.rendezvous import Rendezvous
+    from drawbar.runtime.foreign_launcher import check_alone
 
-    meeting = Rendezvous.take()
-    if meeting is None:
+    rendezvous = Rendezvous.take()
+    if rendezvous is None:
         check_alone()
     loaded = load(arguments, task)
     check_rules(loaded, RULES + TRAIN_RULES)
     processes = count_processes(loaded.config)
-    total = processes * (meeting.nodes if meeting else 1)
+    total = processes * (rendezvous.nodes if rendezvous else 1)
     if total > 1:
-        from drawbar.runtime.agent import run_processes
-        from drawbar.runtime.node_check import RollCall
+        from drawbar.launch.node.agent import run_processes
+        from drawbar.launch.node.node_check import NodeCheck
 
         config = loaded.config
         check_world(config, total)
         check_deepspeed(loaded, total)
         patience = config.launch.roll_call_seconds
-        roll_call = RollCall(config.model_dump_json(), config.device, processes, config.run_dir, patience)
-        return run_processes(own_command(task), processes, meeting, config.launch.timeout, roll_call)
+        node_check = NodeCheck(config.model_dump_json(), config.device, processes, config.run_dir, patience)
+        return run_processes(own_command(task), processes, rendezvous, config.launch.timeout, node_check)
 
     with quick_imports():
         from drawbar.runtime.env import RankInfo

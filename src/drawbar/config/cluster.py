@@ -7,9 +7,9 @@ command line overrule it.
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, model_validator
 
 from drawbar.config.container import BindText, ImageText, RuntimeOrAuto
 from drawbar.config.hosts import check_hosts, parse_host
@@ -159,8 +159,6 @@ class ClusterSection(Section):
     hosts: Annotated[list[Text], AfterValidator(_hosts)] = []
     """For `--to ssh`: the machines to run on, each with its processes, such as `[gpu1:8, gpu2:8]`; without a number,
     one for each of its GPUs. `--hosts` and `--hostfile` overrule it."""
-    ssh_program: Literal["ssh", "pdsh"] = "ssh"
-    """What starts the hosts: `ssh` alone, or `pdsh`, which starts the same ssh for each of them."""
     ssh_config: PathText | None = None
     """ssh's configuration file, where it is not your own `~/.ssh/config`."""
     ssh_options: Annotated[dict[str, str | int], AfterValidator(_ssh_options)] = {}
@@ -172,6 +170,19 @@ class ClusterSection(Section):
     They travel over the connection, in no file and no command line, so secrets may be among them."""
     workdir: PathText | None = None
     """For `--to ssh`: the folder to run in on each host, made where there is none. Default: the same path as here."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_ssh_program(cls, values: Any) -> Any:
+        """Older versions wrote ``ssh_program`` into each run: ``ssh``, which is all there is now, or ``pdsh``."""
+        if not isinstance(values, dict) or "ssh_program" not in values:
+            return values
+        if values["ssh_program"] != "ssh":
+            raise ValueError(
+                "there is no cluster.ssh_program any more: ssh itself starts the hosts, and pdsh made nothing faster; "
+                "leave it out, or for a run that has it written down, set cluster.ssh_program=ssh"
+            )
+        return {name: value for name, value in values.items() if name != "ssh_program"}
 
     @property
     def gpu_count(self) -> int | None:

@@ -21,6 +21,10 @@ class Host:
     slots: int | None = None
     """None where it is left open."""
 
+    def __str__(self) -> str:
+        """As :func:`parse_host` reads it."""
+        return self.name if self.slots is None else f"{self.name}:{self.slots}"
+
     @property
     def machine(self) -> str:
         return self.name.rpartition("@")[2]

@@ -22,7 +22,7 @@ from drawbar.doctor.libraries import check_libraries, collect_libraries
 from drawbar.doctor.network import check_network, collect_network, has_other_hosts, is_this_host
 from drawbar.doctor.storage import check_folder
 from drawbar.errors import UserError
-from drawbar.launch.storage import GIB, collect_folder
+from drawbar.launch.folder_facts import GIB, collect_folder
 from drawbar.runtime.hub import hub_answers
 
 CONFIG = "Configuration"

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from drawbar.doctor.finding import Finding, Fix, Level
-from drawbar.launch.network import address_towards, interface_address, is_free, is_infiniband
+from drawbar.launch.node.network_interfaces import address_towards, interface_address, is_free, is_infiniband
 
 SECTION = "Network"
 USUAL_PORT = 29500

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator
 
 from drawbar.doctor.finding import Finding, Fix, Level, size
-from drawbar.launch.storage import MIB, FolderFacts
+from drawbar.launch.folder_facts import MIB, FolderFacts
 
 SECTION = "Storage"
 

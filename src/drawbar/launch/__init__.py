@@ -1,4 +1,5 @@
-"""Running a job elsewhere: what a job is, its text for each launcher, and what a node does before its ranks start.
+"""Running a job elsewhere: what a job is, who can run it, what a node does before its ranks start, and what is known of
+a job afterwards.
 
-Nothing here imports torch: submitting must be quick, and what runs on a node ends up as the ranks' launcher.
+Nothing that submits imports torch. On the nodes, ``node.agent`` and the checks beside it do.
 """

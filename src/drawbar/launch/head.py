@@ -1,63 +1,8 @@
-"""Runs on the first node of a job, before the others: prints ``address:port`` where the nodes will meet.
+"""The old name of :mod:`drawbar.launch.node.entry.first_node`, for jobs that wait in a queue since an older version."""
 
-    python -m drawbar.launch.head NAME JOB [INTERFACE]
-
-NAME is how the scheduler reaches the node. The address is that of INTERFACE, or of an InfiniBand interface, or NAME's.
-"""
-
-import hashlib
-import socket
 import sys
-from collections.abc import Callable
 
-from drawbar.launch.network import infiniband, interface_address, is_free
-
-PORTS = range(15000, 32000)
-"""Below those that the kernel gives to outgoing connections, one of which could take a port between the look and the
-listening."""
-_TRIES = 200
-
-
-def choose_port(job: str, free: Callable[[int], bool] = is_free) -> int:
-    """A port that is free on this machine. Jobs that start at the same time look at different ones.
-
-    Raises:
-        OSError: none of many is free.
-    """
-    for attempt in range(_TRIES):
-        digest = hashlib.sha256(f"{job}/{attempt}".encode()).digest()
-        port = PORTS[int.from_bytes(digest[:8], "big") % len(PORTS)]
-        if free(port):
-            return port
-    raise OSError(f"none of {_TRIES} ports between {PORTS.start} and {PORTS.stop} is free")
-
-
-def choose_address(name: str, interface: str | None) -> str:
-    """The address of this machine that the other nodes should connect to.
-
-    Raises:
-        OSError: the interface has no address, or the name has none.
-    """
-    chosen = interface or infiniband()
-    if chosen is None:
-        return str(socket.getaddrinfo(name, None, socket.AF_INET)[0][4][0])
-    address = interface_address(chosen)
-    if address is None:
-        raise OSError(f"the interface {chosen} has no IPv4 address (cluster.interface)")
-    return address
-
-
-def main(arguments: list[str]) -> int:
-    name, job, *interface = arguments
-    try:
-        endpoint = f"{choose_address(name, interface[0] if interface else None)}:{choose_port(job)}"
-    except OSError as error:
-        print(f"error: the first node, {name}, has no place to meet at: {error}", file=sys.stderr)
-        print("  fix:   set cluster.interface to one that the nodes share (`ip address` lists them)", file=sys.stderr)
-        return 1
-    print(endpoint)
-    return 0
-
+from drawbar.launch.node.entry.first_node import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -1,20 +1,15 @@
 """``Job``: what is to run, on how many machines, before any launcher puts it into its own words."""
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # what runs on the nodes reads FOLDER alone, and should not wait for the configuration's modules
-    from drawbar.launch.container import Container
-
-FOLDER = "launch"
-"""Inside a run directory: what the launchers write."""
-
-
-def config_file(run_dir: Path, number: str) -> Path:
-    """The configuration of a job, or of an element, as it was submitted."""
-    return run_dir / FOLDER / f"config-{number}.yaml"
+from drawbar.config.cluster import ClusterSection
+from drawbar.config.load import dump_yaml
+from drawbar.config.schema import RunConfig
+from drawbar.launch.job_container import PYTHON, VARIABLES, Container, make_container
+from drawbar.launch.job_files import FOLDER
 
 
 @dataclass(frozen=True)
@@ -29,13 +24,15 @@ class Job:
     run_dir: Path
     config: str = ""
     """The whole configuration as YAML: what its files say when the job starts is of no matter."""
+    cluster: ClusterSection = field(default_factory=ClusterSection)
+    """What the launcher must know. It may differ from the configuration's own section, such as in an allocation."""
     nodes: int = 1
     processes: int = 1
     """On each node."""
     settings: tuple[str, ...] = ()
     """``KEY=VALUE``, over the configuration."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    container: "Container | None" = None
+    container: Container | None = None
     """Where ``argv`` runs, and drawbar's own parts; None: on the node itself."""
     elements: "tuple[Job, ...]" = ()
     """The runs of a sweep; this job then says what they all ask for. Each has its name, configuration, settings and
@@ -48,6 +45,8 @@ class Job:
     """The copy of that code which the job uses."""
     allocation: str | None = None
     """The number of the allocation that it runs in, at a terminal; None where it waits in a queue."""
+    timeout: float = 600
+    """Seconds that nodes have to answer (``launch.timeout``)."""
     grace: int = 60
     """Seconds that the other nodes have to end by themselves after the first has: longer than they wait for one whose
     program ended before it could answer."""
@@ -59,4 +58,51 @@ class Job:
 
     @property
     def folder(self) -> Path:
+        """Where the launcher's files of the job are."""
         return self.run_dir / FOLDER
+
+
+def make_job(
+    config: RunConfig,
+    cluster: ClusterSection,
+    program: str | None,
+    workdir: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Job:
+    """``drawbar train`` on the nodes, with the configuration as it is now.
+
+    Args:
+        cluster: the section as the launcher has completed it.
+        program: absolute path of the user's own script, where there is one.
+        workdir: the folder to run in; by default the current one.
+        environment: variables for every node.
+
+    Raises:
+        UserError: the container cannot see what the configuration names.
+    """
+    workdir = Path.cwd() if workdir is None else workdir
+    container = make_container(config, cluster, workdir)
+    processes = processes_per_node(config, cluster)
+    python = cluster.python or (PYTHON if container else sys.executable)
+    return Job(
+        name=config.run.name,
+        argv=(python, *(("-m", "drawbar") if program is None else (program,)), "train"),
+        workdir=workdir,
+        run_dir=config.run_dir.absolute(),
+        config=dump_yaml(config),
+        cluster=cluster,
+        nodes=cluster.nodes,
+        processes=processes,
+        settings=(f"launch.nproc={processes}",),
+        environment={**(environment or {}), **(VARIABLES if container else {})},
+        container=container,
+        timeout=config.launch.timeout,
+        grace=max(Job.grace, config.launch.roll_call_seconds + 30),
+    )
+
+
+def processes_per_node(config: RunConfig, cluster: ClusterSection) -> int:
+    """One for each GPU that is asked for, unless ``launch.nproc`` says another number."""
+    if config.launch.nproc != "auto":
+        return config.launch.nproc
+    return cluster.gpu_count or 1 if config.takes_all_gpus else 1

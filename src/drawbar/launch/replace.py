@@ -1,77 +1,10 @@
-"""Runs at the end of a failed Slurm job: what becomes of it where it has named bad nodes.
+"""The old name of :mod:`drawbar.launch.node.entry.requeue`, for jobs that wait in a queue since an older version."""
 
-    python -m drawbar.launch.replace RUN_DIRECTORY JOB exclude|requeue
-
-``exclude``: it goes back into the queue, to run without them. ``requeue``: it goes back where a node was lost, as Slurm
-itself would do when it finds out. Exit code 0: it went back. 3: it ends because of them. 1: it has named none.
-"""
-
-import os
 import signal
-import subprocess
 import sys
-from collections.abc import Iterable
-from pathlib import Path
 
-from drawbar.launch.bad_nodes import LOST, attempt, bad_nodes
-from drawbar.launch.partitions import ask, facts, read_nodes
-from drawbar.launch.rendezvous import job_name
-
-BACK, ENDS, NONE = 0, 3, 1
-
-
-def main(arguments: list[str]) -> int:
-    run_dir, job, then = Path(arguments[0]), arguments[1], arguments[2]
-    own = job_name(os.environ["SLURM_JOB_ID"])  # that of an element is another number than what Slurm requeues it by
-    reasons = bad_nodes(run_dir, own, attempt())
-    try:
-        if reasons and then == "exclude":
-            return _exclude(job, bad_nodes(run_dir, own))
-        if any(LOST in reason for reason in reasons.values()):
-            print(f"drawbar: job {job} goes back into the queue: {'; '.join(reasons.values())}", flush=True)
-            _scontrol("requeue", job)
-            return BACK
-    except subprocess.CalledProcessError as error:
-        print(f"error: job {job} could not go back into the queue: {error}", file=sys.stderr)
-        print(f"  fix:   submit it again; if it is held, `scontrol release {job}`", file=sys.stderr)
-    return ENDS if reasons else NONE
-
-
-def _exclude(job: str, bad: Iterable[str]) -> int:
-    """Back into the queue, unless too few nodes are left."""
-    described = facts(ask("scontrol", "show", "--oneliner", "job", job) or "")
-    avoided = described.get("ExcNodeList", "(null)")
-    excluded = ",".join([*sorted(bad), *([] if avoided == "(null)" else [avoided])])
-    left = _nodes_left(described.get("Partition", ""), excluded)
-    if left < int(described.get("NumNodes", "1").partition("-")[0]):
-        print(f"error: without {excluded} there are {left} nodes, too few for job {job}; it ends here", file=sys.stderr)
-        print("  fix:   mend those nodes, or submit for fewer (--nodes)", file=sys.stderr)
-        return ENDS
-    print(f"drawbar: job {job} goes back into the queue, without {excluded}", flush=True)
-    _requeue_without(job, excluded)
-    return BACK
-
-
-def _requeue_without(job: str, nodes: str) -> None:
-    """Slurm lets nobody change which nodes a job avoids while it runs: so it is held in between."""
-    _scontrol("requeuehold", job)
-    try:
-        _scontrol("update", f"JobId={job}", f"ExcNodeList={nodes}")
-    finally:
-        _scontrol("release", job)
-
-
-def _scontrol(*arguments: str) -> None:
-    """Raises CalledProcessError where Slurm refuses."""
-    subprocess.run(["scontrol", *arguments], check=True)
-
-
-def _nodes_left(partitions: str, excluded: str) -> int:
-    """How many nodes of the job's partitions it could still use."""
-    members = {node.name for name in partitions.split(",") for node in read_nodes(name) or ()}
-    return len(members - set((ask("scontrol", "show", "hostnames", excluded) or "").split()))
-
+from drawbar.launch.node.entry.requeue import main
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm ends what is left of the job as soon as it is requeued
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as there
     sys.exit(main(sys.argv[1:]))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from drawbar.errors import UserError
-from drawbar.launch.foreign_launcher import check_alone
+from drawbar.runtime.foreign_launcher import check_alone
 
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 NODE = "DRAWBAR_NODE"

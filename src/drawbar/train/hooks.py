@@ -7,7 +7,8 @@ to is added to the checkpoint.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from drawbar.config.schema import EvalSection, ProfileSection
 from drawbar.data.loader import Loader
 from drawbar.errors import ExitCode, UserError
 from drawbar.evaluation.evaluate import Evaluation, EvaluationFailed, unknown_metric, write_results
+from drawbar.launch.jobs.run_status import RunState, write_run_status
 from drawbar.runtime.dist import Distributed
 from drawbar.runtime.log import log_to_file, logger
 from drawbar.tracking.console import Console
@@ -38,6 +40,41 @@ class Hook(ABC):
 
     def end(self, info: StepInfo) -> None:  # noqa: B027 - most hooks have nothing left to do
         """Once, after the last step that this process makes."""
+
+
+class StatusHook(Hook):
+    """``status.json`` of the run, for those who look at it from outside."""
+
+    def __init__(self, every: int, run_dir: Path, total_steps: int, stop: Stop) -> None:
+        self._every = every
+        self._run_dir = run_dir
+        self._total_steps = total_steps
+        self._stop = stop
+        self._step = 0
+
+    def start(self, progress: RunProgress, last: bool) -> None:
+        self._step = progress.step
+        self._write("training")
+
+    def step(self, info: StepInfo) -> None:
+        self._step = info.step
+        if info.step % self._every == 0 or info.step == 1:
+            self._write("training")
+
+    @contextmanager
+    def until_end(self) -> Iterator[None]:
+        """At the end of the block, write how the run has ended."""
+        state: RunState = "failed"
+        try:
+            yield
+            if self._stop.error is None:
+                state = "complete" if self._stop.exit_code is ExitCode.DONE else "stopped"
+        finally:
+            self._write(state)
+
+    def _write(self, state: RunState) -> None:
+        with suppress(OSError):  # such as of a full disk: what must be written will say so
+            write_run_status(self._run_dir, state, self._step, self._total_steps)
 
 
 class LogHook(Hook):

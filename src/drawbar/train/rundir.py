@@ -18,7 +18,7 @@ from drawbar.config.compare import Difference, check_same
 from drawbar.config.load import dump_yaml, load_config
 from drawbar.config.schema import RUN_NAME, RunConfig, RunSection
 from drawbar.errors import UserError
-from drawbar.launch.job import FOLDER as LAUNCH_FOLDER
+from drawbar.launch.job_files import FOLDER as LAUNCH_FOLDER
 from drawbar.runtime.files import write_whole
 from drawbar.runtime.log import logger
 

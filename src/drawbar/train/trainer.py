@@ -1,6 +1,6 @@
 """The trainer: it puts the parts of a run together, and runs the loop. It never names a strategy."""
 
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -18,8 +18,8 @@ from drawbar.engines.build import build_engine
 from drawbar.engines.engine import Engine
 from drawbar.errors import ExitCode
 from drawbar.evaluation.evaluate import Evaluation, Split, evaluate
+from drawbar.launch.node.allreduce_check import check_links
 from drawbar.parallel.precision import choose_formats
-from drawbar.runtime.allreduce_check import check_links
 from drawbar.runtime.dist import Distributed
 from drawbar.runtime.env import RankInfo, choose_device, is_placed
 from drawbar.runtime.log import errors_in_log, logger, open_log_file, start_logging
@@ -43,6 +43,7 @@ from drawbar.train.hooks import (
     ProfileHook,
     SaveHook,
     SaveScoreHook,
+    StatusHook,
     out_of_patience,
     owes_evaluation,
 )
@@ -240,8 +241,14 @@ class _Run:
         saver = Saver(
             self.config, self.engine, self.loader, self.world, self.disks, self.stop, self.progress, self.validation
         )
-        with closing(saver):  # a save that has begun is finished, even where a step fails
-            self._loop(self._make_hooks(saver), total_steps)
+        status = StatusHook(self.config.tracking.log_every, self.config.run_dir, total_steps, self.stop)
+        hooks = self._make_hooks(saver)
+        with ExitStack() as open_:
+            if self.world.first:
+                hooks.append(status)
+                open_.enter_context(status.until_end())
+            open_.enter_context(closing(saver))  # a save that has begun is finished, even where a step fails
+            self._loop(hooks, total_steps)
         self.trackers.close()
         if self.stop.error is not None:
             raise self.stop.error

@@ -3,10 +3,10 @@
 ssh -T -o BatchMode=yes -o ControlMaster=no -o RemoteCommand=none -o ClearAllForwardings=yes -o ConnectTimeout=10 -o ServerAliveInterval=3 -o ServerAliveCountMax=3 -o AddressFamily=inet -- gpu1 'exec bash'
 
 # The bash of each host reads, over the connection:
-exec /opt/env/bin/python -P -m drawbar.launch.remote
+exec /opt/env/bin/python -P -m drawbar.launch.node.entry.ssh_host
 
 # What it becomes reads one line more, in which config is the text below, and node its own number: gpu1 is node 0.
-# {"order": {"job": "drawbar-\u2026", "node": 0, "names": ["gpu1"], "argv": ["/opt/env/bin/python", "-m", "drawbar", "train"], "config": "", "workdir": "/home/me/project", "environment": {"HF_TOKEN": "***", "NCCL_DEBUG": "***"}, "interface": null, "script": null, "patience": 60}}
+# {"job": {"job": "drawbar-\u2026", "node": 0, "names": ["gpu1"], "argv": ["/opt/env/bin/python", "-m", "drawbar", "train"], "config": "", "workdir": "/home/me/project", "environment": {"HF_TOKEN": "***", "NCCL_DEBUG": "***"}, "interface": null, "script": null, "patience": 60}}
 #
 # run:
 #   name: wikitext-gpt2

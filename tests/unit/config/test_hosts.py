@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from drawbar.cli.submit_ssh import choose_hosts, count_processes
+from drawbar.cli.submit import host_settings
 from drawbar.config.hosts import Host, parse_hosts, read_hostfile
 from drawbar.config.load import load_config
 from drawbar.errors import UserError
+from drawbar.launch.ssh.ssh_launcher import SshLauncher, count_processes
 
 BAD_NAMES = [
     "-oProxyCommand=touch", "a b", "'a'", '"a"', "$(a)", "`a`", "a;b", "a|b", "a&b", "a>b", "a/b", "a\\b", "*", "~",
@@ -90,12 +91,18 @@ def test_hosts_of_a_command_line() -> None:
 
 
 def test_where_hosts_come_from(tmp_path: Path) -> None:
-    config = load_config(None, ['cluster.hosts=[a:4, "b:4"]']).config
-    assert choose_hosts(config, None, None) == [Host("a", 4), Host("b", 4)]
-    assert choose_hosts(config, "c:2", None) == [Host("c", 2)]
-    assert choose_hosts(config, None, str(write(tmp_path, "d slots=3"))) == [Host("d", 3)]
+    own = 'cluster.hosts=[a:4, "b:4"]'
+    hostfile = str(write(tmp_path, "d slots=3"))
+    for options, names in (
+        ((None, None), '["a:4", "b:4"]'),
+        (("c:2", None), '["c:2"]'),
+        (("c,me@d", None), '["c:1", "me@d:1"]'),
+        ((None, hostfile), '["d:3"]'),
+    ):
+        config = load_config(None, ["device=cpu", own, *host_settings(*options)]).config
+        assert SshLauncher().settings(config, None)[0] == f"cluster.hosts={names}"
     with pytest.raises(UserError, match="no hosts to run on"):
-        choose_hosts(load_config(None, []).config, None, None)
+        SshLauncher().settings(load_config(None, []).config, None)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from drawbar.doctor.host import check_compiler, check_host, collect_compiler, co
 from drawbar.doctor.libraries import check_libraries, collect_libraries
 from drawbar.doctor.network import check_network, choose_interface, collect_network, first_host
 from drawbar.doctor.storage import check_folder
-from drawbar.launch.storage import GIB, _kind, collect_folder
+from drawbar.launch.folder_facts import GIB, _kind, collect_folder
 
 HAS_NAMESPACES = subprocess.run(["unshare", "-rmnu", "true"], capture_output=True).returncode == 0
 namespaces = pytest.mark.skipif(not HAS_NAMESPACES, reason="this machine lets nobody have namespaces of their own")
@@ -337,7 +337,7 @@ def test_a_folder_that_can_be_written(tmp_path: Path) -> None:
 )
 def test_disks_that_are_full_or_read_only(option: str, what: str, fix: str, tmp_path: Path) -> None:
     script = f"""
-from drawbar.launch.storage import *
+from drawbar.launch.folder_facts import *
 from drawbar.doctor.storage import *
 os.system("mount -t tmpfs -o {option} none {tmp_path}")
 show(check_folder(collect_folder("run.dir", {str(tmp_path / "runs")!r}, "set run.dir=OTHER"), 1))
@@ -349,7 +349,7 @@ show(check_folder(collect_folder("run.dir", {str(tmp_path / "runs")!r}, "set run
 def test_files_that_are_limited_in_size(tmp_path: Path) -> None:
     script = f"""
 import resource
-from drawbar.launch.storage import *
+from drawbar.launch.folder_facts import *
 from drawbar.doctor.storage import *
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 show(check_folder(collect_folder("run.dir", {str(tmp_path)!r}, "set run.dir=OTHER"), 1))
@@ -384,7 +384,7 @@ def test_a_file_where_a_folder_should_be(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
 def test_a_folder_of_somebody_else(tmp_path: Path) -> None:
     script = """
-from drawbar.launch.storage import *
+from drawbar.launch.folder_facts import *
 from drawbar.doctor.storage import *
 os.setresuid(65534, 65534, 65534)
 show(check_folder(collect_folder("run.dir", "/etc/runs", "set run.dir=OTHER"), 1))

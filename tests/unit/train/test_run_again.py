@@ -16,6 +16,7 @@ from torch import nn
 
 from drawbar.data.stream import StreamLoader
 from drawbar.errors import ExitCode, UserError
+from drawbar.launch.jobs.run_status import RunStatus
 from drawbar.runtime.dist import Distributed
 from drawbar.runtime.env import RankInfo
 from drawbar.runtime.seed import rng_state
@@ -65,6 +66,13 @@ def contents(run: Path) -> dict[str, bytes]:
     return {str(path.relative_to(run)): path.read_bytes() for path in files if path.parent.name != "logs"}
 
 
+def state_of(run: Path) -> tuple[str, int, int]:
+    """What ``status.json`` says: state, step, and steps of the whole run."""
+    status = RunStatus.read(run)
+    assert status is not None
+    return status.state, status.step, status.total_steps
+
+
 @pytest.mark.parametrize("settings", [("tracking.tensorboard=true",), ("eval.at_start=true", "checkpoint.every=null")])
 def test_a_finished_run_says_so_and_changes_nothing(
     settings: tuple[str, ...], fit: Fit, run: Path, capfd: pytest.CaptureFixture[str]
@@ -95,8 +103,10 @@ def test_an_interrupted_run_goes_on(every: int, fit: Fit, project: Path) -> None
     fit(*settings, "run.name=whole")
     first = fit(*settings, task=Interrupted)
     assert (first.exit_code, first.progress.step) == (ExitCode.REQUEUE, 6)
+    assert state_of(project / "runs" / "tiny") == ("stopped", 6, 12)
     built = Interrupted.tokenizers_built
     assert fit(*settings).exit_code == ExitCode.DONE
+    assert state_of(project / "runs" / "tiny") == ("complete", 12, 12)
     assert Interrupted.tokenizers_built == built
     whole, run = project / "runs" / "whole", project / "runs" / "tiny"
     assert losses(run) == losses(whole)
@@ -110,6 +120,7 @@ def test_a_run_that_failed_before_its_first_checkpoint_begins_anew(fit: Fit, pro
     settings = (*ONE_FORWARD, "tracking.tensorboard=true", "checkpoint.every=null", "checkpoint.keep_best=false")
     with pytest.raises(ValueError, match="planted"):
         fit(*settings, task=Failing)
+    assert state_of(project / "runs" / "tiny")[0] == "failed"
     fit(*settings)
     fit(*settings, "run.name=whole")
     whole, run = project / "runs" / "whole", project / "runs" / "tiny"

@@ -1,0 +1,298 @@
+"""From the arguments of ``drawbar submit`` to a job that is checked and submitted; ``drawbar resume`` goes this way,
+too."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from drawbar.cli.arguments import load
+from drawbar.cli.preflight import check_before_queue
+from drawbar.config.cluster_rules import SUBMIT_RULES
+from drawbar.config.compare import check_same
+from drawbar.config.deepspeed_json import check_deepspeed
+from drawbar.config.load import LoadedConfig
+from drawbar.config.rules import RULES, TRAIN_RULES, check_rules, check_world
+from drawbar.errors import ExitCode, UserError
+from drawbar.launch.code_snapshot import copy_code, is_tracked
+from drawbar.launch.job import Job
+from drawbar.launch.jobs.records import JobRecord, keep
+from drawbar.launch.launcher import Launcher
+from drawbar.launch.launchers import get_launcher
+from drawbar.launch.sweep import name_runs
+
+if TYPE_CHECKING:
+    from drawbar.tasks.task import Task
+
+
+@dataclass(frozen=True)
+class SubmitRequest:
+    """What a user wants to be run, in the current folder."""
+
+    arguments: tuple[str, ...]
+    """``[CONFIG] [KEY=VALUE]...``"""
+    launcher: str = "slurm"
+    """By name."""
+    task: "type[Task] | None" = None
+    profile: str | None = None
+    """The cluster profile."""
+    program: str | None = None
+    """Absolute path of the user's own script, where there is one."""
+    version: str | None = None
+    """Of the user's own code."""
+    snapshot: str | None = None
+    """The copy of that code to run with: its name in the job's folder, or of an earlier job its path."""
+    submitted: tuple[str, ...] | None = None
+    """Of a job that is submitted again, what is read in place of ``arguments``: its configuration, and changes."""
+
+    def load(self, *settings: str) -> LoadedConfig:
+        """The configuration, with some settings over the user's."""
+        if self.submitted is not None:
+            return load((*self.submitted, *settings), self.task)
+        return load((*self.arguments, *settings), self.task, self.profile)
+
+    def sets(self, key: str, loaded: LoadedConfig) -> bool:
+        """Whether the user gives the setting: the configuration of an earlier job gives them all."""
+        if self.submitted is not None:
+            return any(word.startswith(f"{key}=") for word in self.submitted)
+        return key in loaded.origins
+
+
+@dataclass(frozen=True)
+class PlannedJob:
+    """A job, checked and ready to be submitted."""
+
+    request: SubmitRequest
+    launcher: Launcher
+    job: Job
+    elements: tuple[tuple[str, ...], ...] = ()
+    """Of a sweep: what each element has of its own, in the order of ``job.elements``."""
+    notes: tuple[str, ...] = ()
+    """What is good to know before it is submitted."""
+
+    def script(self) -> str:
+        return self.launcher.render(self.job)
+
+    def submit(self) -> int:
+        """Hand it over and write it down. The exit code of the run where this process must stay with it; else 0.
+
+        What cannot be written is only told: the job is submitted.
+        """
+        self._copy_code()
+        script = self.script()
+        submitted = self.launcher.submit(self.job, script)
+        if submitted.run is None:
+            records = self._keep(submitted.number, script)
+            _tell_submitted(records)
+            return ExitCode.DONE
+        job = self.job
+        size = f"on {job.nodes} × {job.processes} processes"
+        if job.allocation is None:
+            return submitted.run(lambda: self._tell_begun(submitted.number, script, size))
+        where = f"in the allocation {job.allocation}, {size}"
+        click.echo(f"run {job.name} starts {where}; for a job of its own, unset SLURM_JOB_ID", err=True)
+        return submitted.run(lambda: None)
+
+    def _tell_begun(self, number: str, script: str, size: str) -> None:
+        record = self._keep(number, script)[0]
+        click.echo(f"job {number}: run {self.job.name} {size}; log: {record.log}", err=True)
+
+    def _keep(self, number: str, script: str) -> list[JobRecord]:
+        """Write down a job that is submitted, with its script and its configurations."""
+        records = self._records(number)
+        try:
+            self.job.folder.mkdir(parents=True, exist_ok=True)
+            Path(records[0].script).write_text(script, encoding="utf-8", errors="surrogateescape")
+            for record, job in zip(records, self.job.elements or [self.job], strict=True):
+                record.config_file.parent.mkdir(parents=True, exist_ok=True)
+                record.config_file.write_text(job.config, encoding="utf-8")
+            keep(records)
+        except OSError as error:
+            click.echo(f"warning: job {number} is submitted, but cannot be recorded: {error}", err=True)
+        return records
+
+    def _copy_code(self) -> None:
+        """Before the job can begin. Equal code has one copy."""
+        copy = self.job.snapshot
+        if copy is not None and not copy.exists():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy_code(self.job.workdir, copy)
+
+    def _records(self, number: str) -> list[JobRecord]:
+        job, request = self.job, self.request
+        whole = JobRecord(
+            number=number,
+            time=time.time(),
+            run=job.name,
+            run_dir=str(job.run_dir),
+            workdir=str(Path.cwd()),
+            log=str(self.launcher.log_path(job, number)),
+            script=str(job.folder / f"job-{number}.sh"),
+            nodes=job.nodes,
+            processes=job.processes,
+            arguments=request.arguments,
+            profile=request.profile,
+            program=request.program,
+            code=job.version,
+            snapshot=None if job.snapshot is None else str(job.snapshot),
+            launcher=request.launcher,
+        )
+        if not job.elements:
+            return [whole]
+        return [
+            replace(
+                whole,
+                number=f"{number}_{index}",
+                run=element.name,
+                run_dir=str(element.run_dir),
+                log=str(self.launcher.log_path(job, f"{number}_{index}")),
+                processes=element.processes,
+                sweep=job.name,
+                settings=settings,
+            )
+            for index, (element, settings) in enumerate(zip(job.elements, self.elements, strict=True))
+        ]
+
+
+def plan(request: SubmitRequest) -> PlannedJob:
+    """Check everything that can be checked before the job waits in a queue.
+
+    Raises:
+        UserError: the run could not start.
+    """
+    planned = _plan_run(request, get_launcher(request.launcher, "--to"))
+    return replace(planned, job=_with_code(planned.job, request))
+
+
+def _plan_run(request: SubmitRequest, launcher: Launcher) -> PlannedJob:
+    loaded = request.load()
+    if added := launcher.settings(loaded.config, request.program):
+        loaded = request.load(*added)
+    config = loaded.config
+    check_rules(loaded, RULES + TRAIN_RULES + SUBMIT_RULES)
+    completed = launcher.complete(config, lambda key: request.sets(key, loaded), again=request.submitted is not None)
+    if launcher.shares_disk and (config.run_dir / "config.yaml").exists():
+        check_same(config.run_dir, config)
+    job = replace(
+        launcher.make_job(config, completed.cluster, request.program),
+        version=request.version,
+        allocation=launcher.allocation(),
+    )
+    check_world(config, job.nodes * job.processes)
+    check_deepspeed(loaded, job.nodes * job.processes)
+    notes = (*completed.notes, *check_before_queue(config, job, launcher, request.task))
+    return PlannedJob(request, launcher, job, notes=notes)
+
+
+def name_elements(request: SubmitRequest, elements: Sequence[tuple[str, ...]]) -> tuple[str, list[tuple[str, ...]]]:
+    """The name of a sweep, and the settings of its elements with a name for each run."""
+    base = load((*request.arguments, *elements[0]), request.task, request.profile).config.run.name
+    names = name_runs(base, elements)
+    return base, [(*settings, f"run.name={name}") for settings, name in zip(elements, names, strict=True)]
+
+
+def plan_sweep(
+    request: SubmitRequest,
+    name: str,
+    elements: Sequence[tuple[str, ...]],
+    at_once: int | None = None,
+    submitted: Sequence[tuple[str, ...] | None] = (),
+) -> PlannedJob:
+    """The same for a sweep: one job, an element for each run.
+
+    Args:
+        elements: the settings of each run, its name among them.
+        at_once: so many elements run at the same time, at most.
+        submitted: of each element that is submitted again, see ``SubmitRequest``.
+
+    Raises:
+        UserError: one of the runs could not start; it is named.
+    """
+    launcher = get_launcher(request.launcher, "--to")
+    allocation = launcher.allocation()
+    if allocation is not None:
+        raise UserError(
+            f"a sweep is a job of its own, and this is the allocation {allocation}",
+            where="--sweep",
+            remedy="`exit` the allocation and submit again; or submit the runs here one by one",
+        )
+    again = submitted or [None] * len(elements)
+    planned = [
+        _plan_element(replace(request, submitted=one), launcher, own) for own, one in zip(elements, again, strict=True)
+    ]
+    jobs = tuple(one.job for one in planned)
+    whole = replace(
+        jobs[0],
+        name=name,
+        run_dir=jobs[0].run_dir.with_name(name),
+        processes=max(job.processes for job in jobs),
+        elements=jobs,
+        at_once=at_once,
+    )
+    notes = dict.fromkeys(note for one in planned for note in one.notes)
+    return PlannedJob(request, launcher, _with_code(whole, request), tuple(elements), tuple(notes))
+
+
+def _plan_element(request: SubmitRequest, launcher: Launcher, settings: tuple[str, ...]) -> PlannedJob:
+    try:
+        return _plan_run(replace(request, arguments=(*request.arguments, *settings)), launcher)
+    except UserError as error:
+        raise UserError(
+            f"the run with {' '.join(settings)}: {error.what}", where=error.where, remedy=error.remedy
+        ) from error
+
+
+def _with_code(job: Job, request: SubmitRequest) -> Job:
+    """The copy of the user's code that the job uses, where it uses one."""
+    if request.snapshot is None:
+        return job
+    copy, argv = job.folder / request.snapshot, job.argv
+    if request.snapshot == str(copy) and not copy.is_dir():
+        raise UserError(
+            "the copy of the code that the job was submitted with is gone",
+            where=request.snapshot,
+            remedy="`drawbar submit --snapshot` takes the code as it is now",
+        )
+    if request.program is not None:
+        program = Path(request.program)
+        if not program.is_relative_to(job.workdir):
+            raise UserError(
+                f"{program} is not in the folder that the job is submitted from, and so not in the copy of it",
+                where="--snapshot",
+                remedy=f"submit from {program.parent}, or without --snapshot",
+            )
+        if not copy.is_dir() and not is_tracked(job.workdir, program.relative_to(job.workdir)):
+            raise UserError(
+                f"git does not know {program.name}, so it would not be in the copy of your code",
+                where="--snapshot",
+                remedy=f"`git add {program.name}` (a commit is not needed), or submit without --snapshot",
+            )
+        inside = str(copy / program.relative_to(job.workdir))
+        argv = tuple(inside if word == request.program else word for word in argv)
+    return replace(job, argv=argv, snapshot=copy)
+
+
+def _tell_submitted(records: Sequence[JobRecord]) -> None:
+    """What the job is called, where its log is, and how to see more."""
+    first = records[0]
+    size = f"{first.nodes} × {first.processes} processes"
+    if first.sweep is None:
+        click.echo(f"job {first.number}: run {first.run} on {size}")
+        _tell_code(first)
+        click.echo(f"log: {first.log}")
+        return
+    click.echo(f"job {first.array}: sweep {first.sweep}, {len(records)} runs on {size} each")
+    for record in records:
+        click.echo(f"  {record.number}: {record.run}")
+    _tell_code(first)
+    click.echo(f"logs: {first.log.replace(first.number, f'{first.array}_*')}")
+
+
+def _tell_code(record: JobRecord) -> None:
+    if record.snapshot is not None:
+        click.echo(f"code: a copy in {record.snapshot}")
+    elif record.code is not None:
+        click.echo(f"code: {record.code}; the job takes what is there when it starts, or with --snapshot a copy")

@@ -1,0 +1,20 @@
+"""Where a job's files are in the run directory, and the variables by which a job tells its nodes of them."""
+
+from pathlib import Path
+
+FOLDER = "launch"
+"""Inside a run directory: what the launchers write."""
+CONFIG = "DRAWBAR_CONFIG"
+"""Environment variable: the configuration of the run, as YAML in base64."""
+NODES = "DRAWBAR_NODES"
+"""Environment variable: the names of all nodes, in Slurm's order. The script asks for them once: not every node can."""
+
+
+def config_file(run_dir: Path, number: str) -> Path:
+    """The configuration of a job, or of an element, as it was submitted."""
+    return run_dir / FOLDER / f"config-{number}.yaml"
+
+
+def end_file(run_dir: Path, number: str) -> Path:
+    """How a job ended, as its own script or launcher has written it down."""
+    return run_dir / FOLDER / f"ended-{number}.json"

@@ -1,0 +1,96 @@
+"""``JobStatus``: how a job stands, as one answer, whatever launcher runs it."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from drawbar.errors import ExitCode
+from drawbar.launch.jobs.records import JobEnd, JobRecord
+
+PENDING, RUNNING = "PENDING", "RUNNING"
+COMPLETED, FAILED = "COMPLETED", "FAILED"
+LOST = "LOST"
+"""Nobody knows the job any more, and it could not say how it ended."""
+STOPPED = "STOPPED"
+"""The run has saved, and asks to be started again; but it is not in a queue. Slurm says FAILED."""
+_DAY = 86400
+_ASK_SECONDS = 1.0
+_MEANINGS = {
+    ExitCode.FAILED: "failed",
+    ExitCode.WRONG_REQUEST: "the request is wrong",
+    ExitCode.REQUEUE: "saved before it was stopped",
+    ExitCode.INTERRUPTED: "interrupted after saving",
+    137: "killed, perhaps for want of memory",
+}
+
+
+@dataclass(frozen=True)
+class JobStatus:
+    """One job, now."""
+
+    record: JobRecord
+    state: str
+    """One of the words above, or the launcher's own."""
+    detail: str = ""
+    """Why it waits, where it runs, how it ended."""
+    is_active: bool = False
+    """Whether it waits or runs, or is about to."""
+    restarts: int = 0
+    code: int | None = None
+    """Exit code of a job that has ended."""
+    used: str = ""
+    limit: str = ""
+    ended: float | None = None
+    """In seconds since 1970, where the job itself said it."""
+
+    @property
+    def remarks(self) -> str:
+        """All that there is to say besides the state."""
+        times = f"{self.restarts} time{'s' * (self.restarts > 1)}"
+        return "; ".join(filter(None, (self.detail, f"restarted {times}" if self.restarts else "")))
+
+    @property
+    def clock(self) -> str:
+        """``0:05/1:00:00``: the time used and the limit, since the last restart."""
+        return f"{self.used}/{self.limit}" if self.used and self.limit else self.used
+
+
+def status_from_files(record: JobRecord) -> JobStatus | None:
+    """The status of a job that has written down how it ended; None of another."""
+    end = JobEnd.read(record)
+    if end is None:
+        return None
+    state = state_of_code(end.code)
+    return JobStatus(record, state, explain(end.code), restarts=end.restarts, code=end.code, ended=end.time)
+
+
+def state_of_code(code: int) -> str:
+    """The state of a job that has ended with this exit code."""
+    if code == ExitCode.DONE:
+        return COMPLETED
+    return STOPPED if code in (ExitCode.REQUEUE, ExitCode.INTERRUPTED) else FAILED
+
+
+def explain(code: int) -> str:
+    """``exit code 75: saved before it was stopped``; nothing of a good end."""
+    if code == ExitCode.DONE:
+        return ""
+    meaning = _MEANINGS.get(code, f"killed by signal {code - 128}" if 128 < code < 160 else "")
+    return f"exit code {code}" + (f": {meaning}" if meaning else "")
+
+
+def is_recent(record: JobRecord, end: JobEnd | None, now: float) -> bool:
+    """Whether a job was submitted, or ended, less than a day ago."""
+    return now - max(record.time, end.time if end is not None else 0) < _DAY
+
+
+def wait_for_ends(
+    ask: Callable[[Sequence[JobRecord]], list[JobStatus]], records: Sequence[JobRecord], seconds: float
+) -> list[JobRecord]:
+    """Ask again and again until all jobs have ended; those that have not in so many seconds."""
+    end, left = time.monotonic() + seconds, list(records)
+    while left and (left := [status.record for status in ask(left) if status.is_active]):
+        if time.monotonic() > end:
+            break
+        time.sleep(_ASK_SECONDS)
+    return left

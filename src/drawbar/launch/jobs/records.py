@@ -1,0 +1,176 @@
+"""``JobRecord``: what is written down of each submitted job, so that it can be found again without any accounting.
+
+A line of JSON for each job, or element of an array: in ``launch/jobs.jsonl`` of its run, and in a list of the user's
+own, so that ``drawbar jobs`` works from any folder.
+"""
+
+import fcntl
+import json
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+
+from drawbar.errors import UserError, nearest
+from drawbar.launch.job_files import FOLDER, config_file, end_file
+
+FILE = "jobs.jsonl"
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """A job of one run."""
+
+    number: str
+    """What the launcher calls it; for an element of a sweep with its index behind: ``7``, or ``7_0``."""
+    time: float
+    """When it was submitted, in seconds since 1970."""
+    run: str
+    run_dir: str
+    """Absolute, as are all paths here."""
+    workdir: str
+    log: str
+    script: str
+    nodes: int
+    processes: int
+    """On each node."""
+    arguments: tuple[str, ...]
+    """What ``drawbar submit`` was told: a configuration, and settings."""
+    profile: str | None = None
+    """The cluster profile."""
+    code: str | None = None
+    """The version of the user's own code, where git knows it."""
+    snapshot: str | None = None
+    """The copy of that code which the job uses."""
+    program: str | None = None
+    """The user's own script, where it is not drawbar that was called."""
+    sweep: str | None = None
+    """Of an element: the name of the whole, which is that of the job, too."""
+    settings: tuple[str, ...] = ()
+    """Of an element: what it has of its own."""
+    launcher: str = "slurm"
+    """By name. Records of older versions are all Slurm's."""
+
+    @property
+    def array(self) -> str:
+        """The number of the whole job."""
+        return self.number if self.sweep is None else self.number.rpartition("_")[0]
+
+    @property
+    def job_name(self) -> str:
+        return self.sweep or self.run
+
+    @property
+    def config_file(self) -> Path:
+        """The whole configuration that was submitted."""
+        return config_file(Path(self.run_dir), self.number)
+
+    @property
+    def end_file(self) -> Path:
+        """What the job leaves when it ends: see :class:`JobEnd`."""
+        return end_file(Path(self.run_dir), self.number)
+
+
+@dataclass(frozen=True)
+class JobEnd:
+    """How a job ended, as its own script or launcher says."""
+
+    code: int
+    time: float
+    restarts: int = 0
+
+    @staticmethod
+    def read(record: JobRecord) -> "JobEnd | None":
+        """None where it has not ended, or was killed with all that it had."""
+        try:
+            return JobEnd(**json.loads(record.end_file.read_text()))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def write(self, file: Path) -> None:
+        """Whole or not at all. Raises OSError where it cannot be written."""
+        draft = file.with_suffix(".json.tmp")
+        draft.write_text(json.dumps(asdict(self)) + "\n")
+        draft.replace(file)
+
+
+def user_file() -> Path:
+    """The list of all jobs of this user: ``$XDG_STATE_HOME/drawbar/jobs.jsonl``, by default in ``~/.local/state``."""
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "drawbar" / FILE
+
+
+def run_file(run_dir: Path) -> Path:
+    return run_dir / FOLDER / FILE
+
+
+def keep(records: Iterable[JobRecord]) -> None:
+    """Write down a new job: with its runs, with the sweep that they belong to, and in the user's list.
+
+    Raises:
+        OSError: one of the files cannot be written.
+    """
+    kept = list(records)
+    for record in kept:
+        _append(run_file(Path(record.run_dir)), [record])
+    if kept[0].sweep is not None:
+        _append(Path(kept[0].script).with_name(FILE), kept)
+    _append(user_file(), kept)
+
+
+def read(file: Path) -> list[JobRecord]:
+    """The records of a file, oldest first; lines that are none, such as one of a later drawbar, are left out."""
+    try:
+        lines = file.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        return []
+    return [record for line in lines if (record := _parse(line)) is not None]
+
+
+def find(what: str) -> list[JobRecord]:
+    """The newest job that a number, a run's folder or a run's name stands for: several records for a whole sweep.
+
+    Raises:
+        UserError: there is none.
+    """
+    known = read(user_file())
+    if found := _newest(known, lambda record: what in (record.number, record.array)):
+        return found
+    folder = Path(what).absolute()
+    if found := _newest(read(run_file(folder)), lambda record: True):
+        # the folder may have been moved; that of a sweep holds the records of other runs
+        return [replace(record, run_dir=str(folder)) if record.run == folder.name else record for record in found]
+    if found := _newest(known, lambda record: what in (record.run, record.sweep)):
+        return found
+    names = {name for record in known for name in (record.run, record.sweep, record.number) if name}
+    guess = nearest(what, sorted(names))
+    raise UserError(
+        f"no job of {what!r} is known",
+        where=str(user_file()),
+        remedy=f"did you mean {guess}?" if guess else "`drawbar jobs --all` lists your jobs; or give a run's folder",
+    )
+
+
+def _newest(records: list[JobRecord], fits: Callable[[JobRecord], bool]) -> list[JobRecord]:
+    """Of the job that was submitted last, what fits. Numbers come again, after years or on other clusters."""
+    fitting = [record for record in records if fits(record)]
+    if not fitting:
+        return []
+    last = fitting[-1]
+    return [record for record in fitting if (record.array, record.time) == (last.array, last.time)]
+
+
+def _append(file: Path, records: list[JobRecord]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a", encoding="utf-8", errors="surrogateescape") as lines:
+        fcntl.flock(lines, fcntl.LOCK_EX)  # appending is not atomic on network filesystems
+        lines.writelines(json.dumps(asdict(record)) + "\n" for record in records)
+
+
+def _parse(line: str) -> JobRecord | None:
+    try:
+        values = json.loads(line)
+        known = {field.name for field in fields(JobRecord)}
+        record = JobRecord(**{name: value for name, value in values.items() if name in known})
+    except (ValueError, TypeError, AttributeError):
+        return None
+    return replace(record, arguments=tuple(record.arguments), settings=tuple(record.settings))

@@ -1,0 +1,30 @@
+"""Restarts of a job that bring no new checkpoint, counted in a file, so that a crash loop ends."""
+
+import json
+import os
+from pathlib import Path
+
+from drawbar.launch.job_files import FOLDER
+
+MOST = 3
+"""Restarts without progress."""
+
+
+def newest_step(run_dir: Path) -> int:
+    """The step of the newest checkpoint; -1 where there is none."""
+    names = [path.name.removeprefix("step-") for path in (run_dir / "checkpoints").glob("step-*")]
+    return max((int(name) for name in names if name.isdecimal()), default=-1)
+
+
+def count_restart(run_dir: Path, job: str) -> int:
+    """Count one more start of the job; how many restarts there were since the last one that had a newer checkpoint."""
+    record = run_dir / FOLDER / f"restarts-{job}.json"
+    step, restarts = newest_step(run_dir), 0
+    if record.exists():
+        last = json.loads(record.read_text())
+        restarts = last["restarts"] + 1 if step <= last["step"] else 0
+    record.parent.mkdir(parents=True, exist_ok=True)
+    draft = record.with_suffix(".tmp")
+    draft.write_text(json.dumps({"step": step, "restarts": restarts}))
+    os.replace(draft, record)
+    return restarts

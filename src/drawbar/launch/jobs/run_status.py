@@ -1,0 +1,38 @@
+"""``RunStatus``: how far a run is, as the run itself says in its ``status.json``."""
+
+import json
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+FILE = "status.json"
+RunState = Literal["training", "complete", "stopped", "failed"]
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """A run, when it last said so. One that was killed stays at ``training``: see ``time``."""
+
+    state: RunState
+    """``complete``: it has made all its steps, or stopped early. ``stopped``: it has saved, and can go on."""
+    step: int
+    total_steps: int
+    time: float
+    """In seconds since 1970."""
+
+    @staticmethod
+    def read(run_dir: Path) -> "RunStatus | None":
+        """None where the run has not begun, or an older drawbar made it."""
+        try:
+            return RunStatus(**json.loads((run_dir / FILE).read_bytes()))
+        except (OSError, ValueError, TypeError):
+            return None
+
+
+def write_run_status(run_dir: Path, state: RunState, step: int, total_steps: int) -> None:
+    """Write it whole or not at all, but not through to the disk: nothing is lost with it. Raises OSError."""
+    draft = run_dir / f"{FILE}.tmp"
+    status = RunStatus(state, step, total_steps, round(time.time(), 3))
+    draft.write_text(json.dumps(asdict(status)) + "\n", encoding="utf-8")
+    draft.replace(run_dir / FILE)

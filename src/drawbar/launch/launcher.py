@@ -1,0 +1,131 @@
+"""``Launcher``: what runs jobs elsewhere, such as a scheduler; the interface that every command of jobs goes by.
+
+A launcher is one class in one file, registered in :mod:`drawbar.launch.launchers`, or by another package as an entry
+point of the group ``drawbar.launchers``.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from drawbar.config.cluster import ClusterSection
+from drawbar.config.schema import RunConfig
+from drawbar.launch.job import Job, make_job
+from drawbar.launch.jobs.job_status import JobStatus
+from drawbar.launch.jobs.records import JobRecord
+
+
+@dataclass(frozen=True)
+class Completed:
+    """The section ``cluster`` as a job runs under it."""
+
+    cluster: ClusterSection
+    notes: tuple[str, ...] = ()
+    """What is good to know before it is submitted."""
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """A job that has been handed over, or is about to run from this process."""
+
+    number: str
+    """What the launcher calls it; the user's commands take it."""
+    run: Callable[[Callable[[], None]], int] | None = None
+    """Where this process must stay for as long as the job runs: runs it, calls the function once it has begun, and
+    returns its exit code."""
+
+
+class Launcher(ABC):
+    """Runs jobs elsewhere. The methods below ``cancel`` have defaults that fit one machine."""
+
+    has_sweeps = False
+    """Whether it takes jobs with ``elements``."""
+    has_snapshots = False
+    """Whether its jobs can use a copy of the user's code."""
+    takes_hosts = False
+    """Whether the machines are named one by one (``--hosts``), and not only counted (``--nodes``)."""
+    shares_disk = True
+    """Whether the nodes see the files that are here, so that data and run directory can be checked."""
+
+    @abstractmethod
+    def render(self, job: Job) -> str:
+        """The job as text that a person can read: what ``submit`` hands over, and ``--dry-run`` prints.
+
+        Raises:
+            UserError: the launcher cannot express something of it.
+        """
+
+    @abstractmethod
+    def submit(self, job: Job, script: str) -> Submitted:
+        """Hand the job over.
+
+        Args:
+            script: what ``render`` returned. It is kept in ``job.folder``.
+
+        Raises:
+            UserError: it is refused.
+        """
+
+    @abstractmethod
+    def status(self, records: Sequence[JobRecord]) -> list[JobStatus]:
+        """How these jobs stand, in their order.
+
+        Raises:
+            UserError: it cannot be known now.
+        """
+
+    @abstractmethod
+    def cancel(self, jobs: Sequence[JobStatus], grace: float) -> None:
+        """End jobs that wait or run, and come back when they have ended.
+
+        Args:
+            grace: seconds to save in, before they are ended all the same.
+
+        Raises:
+            UserError: the launcher refuses.
+        """
+
+    def logs(self, record: JobRecord) -> Path:
+        """The file with the output of a job."""
+        return Path(record.log)
+
+    def log_path(self, job: Job, number: str) -> Path:
+        """Where the output of a new job, or of an element, is going to be."""
+        return job.folder / f"job-{number}.log"
+
+    def allocation(self) -> str | None:
+        """The number of the allocation that this process is in, where the job can start at once."""
+        return None
+
+    def settings(self, config: RunConfig, program: str | None) -> tuple[str, ...]:
+        """``KEY=VALUE`` that the launcher adds to the run's configuration, such as how many processes its hosts take.
+
+        Raises:
+            UserError: the configuration does not say what it must know.
+        """
+        return ()
+
+    def complete(self, config: RunConfig, is_set: Callable[[str], bool], again: bool) -> Completed:
+        """The section ``cluster``, with what the launcher decides where the user leaves it open.
+
+        Args:
+            is_set: whether the user has given a setting, which then is not only the default.
+            again: whether an earlier job is submitted once more.
+
+        Raises:
+            UserError: it asks for what there is not.
+        """
+        return Completed(config.cluster or ClusterSection())
+
+    def make_job(self, config: RunConfig, cluster: ClusterSection, program: str | None) -> Job:
+        """``drawbar train`` as this launcher runs it; see :func:`drawbar.launch.job.make_job`."""
+        return make_job(config, cluster, program)
+
+    def check(self, job: Job) -> list[str]:
+        """See whether the job could ever run; what is good to know.
+
+        Raises:
+            UserError: it could not.
+        """
+        return []

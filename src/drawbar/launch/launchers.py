@@ -1,0 +1,43 @@
+"""The launchers by name: those of drawbar, and those of other packages (entry points ``drawbar.launchers``)."""
+
+from collections.abc import Iterable
+
+from drawbar.errors import UserError
+from drawbar.launch.jobs.job_status import JobStatus, status_from_files
+from drawbar.launch.jobs.records import JobRecord
+from drawbar.launch.launcher import Launcher
+from drawbar.util.registry import Registry
+
+LAUNCHERS: Registry[type[Launcher]] = Registry("launcher", "drawbar.launchers")
+LAUNCHERS.register_lazy("slurm", "drawbar.launch.slurm.slurm_launcher:SlurmLauncher")
+LAUNCHERS.register_lazy("ssh", "drawbar.launch.ssh.ssh_launcher:SshLauncher")
+
+
+def get_launcher(name: str, where: str) -> Launcher:
+    """A launcher by its name; ``where`` is what names it. Raises UserError where there is none."""
+    return LAUNCHERS.get(name, where)()
+
+
+def launcher_of(record: JobRecord) -> Launcher:
+    """The launcher that a job was submitted by. Raises UserError where it is no longer installed."""
+    return get_launcher(record.launcher, f"the record of job {record.number}")
+
+
+def ask_status(records: Iterable[JobRecord]) -> list[JobStatus]:
+    """How these jobs stand, in their order. Each launcher is asked once for all of its jobs.
+
+    Raises:
+        UserError: a launcher cannot tell, and of some of its jobs no file tells the end.
+    """
+    wanted = list(records)
+    found: dict[JobRecord, JobStatus] = {}
+    for name in dict.fromkeys(record.launcher for record in wanted):
+        own = [record for record in wanted if record.launcher == name]
+        try:
+            statuses = launcher_of(own[0]).status(own)
+        except UserError:
+            statuses = [status for record in own if (status := status_from_files(record)) is not None]
+            if len(statuses) < len(own):
+                raise
+        found.update(zip(own, statuses, strict=True))
+    return [found[record] for record in wanted]

@@ -1,0 +1,196 @@
+"""Several processes on this machine, and on others, through torch's own elastic launcher (what ``torchrun`` runs).
+
+The launcher calls :func:`run_processes`; each rank calls :func:`report_failure` before it dies of an error, so that the
+launcher can name the rank that failed *first*, and not one that lost its connection because of it.
+"""
+
+import contextlib
+import json
+import logging
+import math
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from types import FrameType
+
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from drawbar.errors import ExitCode, UserError
+from drawbar.launch.node.node_check import NodeCheck
+from drawbar.launch.node.rendezvous import Rendezvous
+from drawbar.runtime.interrupt import ECHO_SECONDS, INTERRUPT, REQUEUE, code_of, farewell, handle
+from drawbar.runtime.watchdog import LAUNCHER
+
+STATUS_FILE = "DRAWBAR_STATUS_FILE"
+"""Environment variable: where a node's first rank leaves its exit code for the launcher."""
+
+_SAVE_SECONDS = 24 * 3600
+"""How long ranks may take to save after a signal, before they are killed: as long as that takes. A scheduler kills them
+when its grace is over, a person by a second signal, and ranks that wait for one that is gone end by themselves."""
+
+_QUIET_CODES = (ExitCode.REQUEUE, ExitCode.INTERRUPTED)
+
+
+def run_processes(
+    arguments: list[str],
+    nproc: int,
+    rendezvous: Rendezvous | None = None,
+    timeout: float = 600,
+    node_check: NodeCheck | None = None,
+) -> int:
+    """Run ``python ARGUMENTS`` as ``nproc`` ranks on this machine and return the exit code of the run.
+
+    Without a ``rendezvous`` torch's store listens on a port that the operating system chooses, so two runs never meet.
+    With one, every node calls this, runs the ``node_check``, and waits ``timeout`` seconds for the others.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc)))
+    os.environ[LAUNCHER] = str(os.getpid())
+    logging.disable()  # we say it in our own words
+    with tempfile.TemporaryDirectory(prefix="drawbar-") as folder:
+        status = Path(folder) / "status"
+        os.environ[STATUS_FILE] = str(status)
+        _handle_signals(folder)
+        own = rendezvous or Rendezvous(Path(folder).name, "127.0.0.1:0", nodes=1, node=0, address="127.0.0.1")
+        config = LaunchConfig(
+            min_nodes=own.nodes,
+            max_nodes=own.nodes,
+            nproc_per_node=nproc,
+            run_id=own.job,
+            rdzv_backend="c10d",
+            rdzv_endpoint=own.endpoint,
+            # torch would guess from host names who keeps the store
+            rdzv_configs={"is_host": own.node == 0, "read_timeout": int(timeout), "join_timeout": int(timeout)},
+            local_addr=own.address,
+            max_restarts=0,
+            monitor_interval=0.1,
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+            signals_to_handle="SIGQUIT",  # the others are ours
+            shutdown_timeout=_SAVE_SECONDS,
+        )
+        try:
+            with contextlib.nullcontext() if rendezvous is None or node_check is None else node_check.run(rendezvous):
+                elastic_launch(config, sys.executable)("-u", *arguments)
+        except ChildFailedError as error:
+            return _explain(error.failures)
+        except RendezvousError as error:
+            raise _nobody_came(own, timeout) from error
+        except SignalException as error:
+            if status.exists():
+                return int(status.read_text())
+            print(farewell(error.sigval), file=sys.stderr)
+            return code_of(error.sigval)
+    return ExitCode.DONE
+
+
+def _nobody_came(rendezvous: Rendezvous, timeout: float) -> UserError:
+    return UserError(
+        f"node {rendezvous.node + 1} of {rendezvous.nodes} did not meet all the others at {rendezvous.endpoint} "
+        f"within {timeout:.0f}s",
+        remedy="look in the log for what the other nodes say; a longer wait is launch.timeout=SECONDS",
+        exit_code=ExitCode.FAILED,
+    )
+
+
+def _handle_signals(folder: str) -> None:
+    """Pass the first signal on to the ranks, which save and end; at the second, leave at once, and the ranks with us.
+
+    torch's own handlers would wait for the ranks again.
+    """
+    told = -math.inf
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        nonlocal told
+        told = time.monotonic()
+        handle(leave_at_once, *REQUEUE, *INTERRUPT)
+        raise SignalException(f"received signal {number}", sigval=signal.Signals(number))
+
+    def leave_at_once(number: int, frame: FrameType | None) -> None:
+        if number in REQUEUE and time.monotonic() - told < ECHO_SECONDS:
+            return
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(128 + number)
+
+    handle(pass_on, *REQUEUE, *INTERRUPT)
+
+
+def _explain(failures: dict[int, ProcessFailure]) -> int:
+    """Print the failure that came first, and return the exit code of the run."""
+    rank, first = min(failures.items(), key=lambda item: _time_of(item[1]))
+    if first.exitcode in _QUIET_CODES:
+        return first.exitcode
+    if first.exitcode < 0:
+        name = signal.Signals(-first.exitcode).name
+        print(f"error: rank {rank} was killed by {name}", file=sys.stderr)
+        if name == "SIGKILL":
+            print("  fix:   if the machine ran out of memory, lower train.micro_batch", file=sys.stderr)
+        return ExitCode.FAILED
+    message = first.error_file_data.get("message")
+    if not isinstance(message, dict):
+        print(f"error: rank {rank} ended with exit code {first.exitcode} and no message", file=sys.stderr)
+        return ExitCode.FAILED
+    if message["extraInfo"].get("user_error"):
+        origin = "" if first.exitcode == ExitCode.WRONG_REQUEST else f"rank {rank}: "
+        print(f"error: {origin}{message['message']}", file=sys.stderr)
+        return first.exitcode
+    print(f"error: rank {rank} failed first: {message['message']}", file=sys.stderr)
+    print(message["extraInfo"]["py_callstack"], file=sys.stderr)
+    return ExitCode.FAILED
+
+
+def _time_of(failure: ProcessFailure) -> float:
+    """When it failed, in seconds. One without a record was killed, or told to leave: by the launcher itself, where
+    another one failed."""
+    message = failure.error_file_data.get("message")
+    if not isinstance(message, dict):
+        return math.inf if failure.exitcode in (-signal.SIGTERM, *_QUIET_CODES) else failure.timestamp
+    return float(message["extraInfo"].get("exact_time", failure.timestamp))
+
+
+def report_failure(error: BaseException) -> bool:
+    """Leave the error where the elastic launcher looks for it; False where there is no such launcher."""
+    if lost_peer := _lost_a_peer(error):
+        time.sleep(2)  # let the launcher see first the rank that it was lost by: it ends this one, too
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is None:
+        return False
+    now = time.time()
+    user_error = isinstance(error, UserError)
+    extra = {
+        "py_callstack": "".join(traceback.format_exception(error)),
+        "timestamp": str(int(now)),
+        "exact_time": now,
+        "user_error": user_error,
+        "lost_peer": lost_peer,
+    }
+    message = str(error) if user_error else f"{type(error).__name__}: {error}"
+    Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}), encoding="utf-8")
+    return True
+
+
+def report_status(code: int) -> None:
+    """Leave the exit code of a node's first rank for the launcher, which loses it when a signal ends the run."""
+    path = os.environ.get(STATUS_FILE)
+    if path is not None and os.environ.get("LOCAL_RANK") == "0":
+        with contextlib.suppress(OSError):  # the launcher may be gone with its folder
+            Path(path).write_text(str(int(code)))
+
+
+def _lost_a_peer(error: BaseException) -> bool:
+    """Whether a collective failed because another rank is gone."""
+    cause: BaseException | None = error
+    while cause is not None:
+        text = str(cause).lower()
+        if isinstance(cause, dist.DistError) or any(word in text for word in ("gloo", "nccl", "connection closed")):
+            return True
+        cause = cause.__cause__
+    return False

@@ -1,0 +1,141 @@
+"""The first sum over several nodes: is it right, how fast is it, and who is to blame where it is not."""
+
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from drawbar.errors import ExitCode, UserError
+from drawbar.launch.node.bad_nodes import record_bad_nodes
+from drawbar.runtime.dist import Distributed
+from drawbar.runtime.log import logger
+
+SECONDS = 60.0
+_BYTES = {"cuda": 64 * 2**20, "cpu": 2**20}
+"""Of the tensor that is summed: enough to be slowed by the network alone, and no more than it takes a moment to sum."""
+_POLL = 0.02
+
+
+def check_links(world: Distributed, run_dir: Path, seconds: float = SECONDS) -> None:
+    """Sum a tensor over all ranks, where they are on several nodes, and log how fast each node could.
+
+    Raises:
+        UserError: with exit code 1: the sum is wrong, or did not come within ``seconds``; it names the nodes at fault.
+    """
+    if not world.place.spans_nodes:
+        return
+    world.store.set(f"links/{world.rank}", "")
+    found: list[tuple[list[int], float]] = []
+    failures: list[Exception] = []
+
+    def work() -> None:
+        try:
+            found.append(_sum_twice(world))
+        except Exception as error:  # noqa: BLE001 - raised below, in the main thread
+            failures.append(error)
+
+    # in a thread, as NCCL blocks where it cannot connect, and heeds no timeout then
+    thread = threading.Thread(target=work, name="first sum", daemon=True)
+    thread.start()
+    end = time.monotonic() + seconds
+    while thread.is_alive():
+        if time.monotonic() > end:
+            raise _no_sum(world, run_dir, seconds)
+        thread.join(_POLL)
+    if failures:
+        raise failures[0]
+    told = world.gather(found[0])
+    reasons = world.from_first(lambda: _judge(told or [], world.nodes), "judging the first sum")
+    if reasons:
+        if world.first:
+            _record(run_dir, reasons)
+        raise UserError(
+            "\n".join(["a sum over all nodes is wrong:", *reasons.values()]),
+            remedy=f"have {', '.join(reasons)} looked at (memory, GPU, network card), and leave it out until then: "
+            f"cluster.options={{exclude: '{','.join(reasons)}'}}",
+            exit_code=ExitCode.FAILED,
+        )
+    if told is not None:
+        logger.info("%s", _describe(told, world.nodes, world.device.type))
+
+
+def _sum_twice(world: Distributed) -> tuple[list[int], float]:
+    """The ranks whose part of the sum is wrong here, and the bytes a second that this rank sent and received.
+
+    Every rank fills a part of its own, and adds zeros to the others' parts: so a wrong part tells whose it is.
+    """
+    if world.device.type == "cuda":
+        torch.cuda.set_device(world.device)  # of this thread
+    numbers = max(1, _BYTES.get(world.device.type, _BYTES["cpu"]) // 4 // world.size)
+    parts = torch.zeros(world.size, numbers, device=world.device)
+    parts[world.rank] = world.rank + 1.0
+    dist.all_reduce(parts)
+    expected = torch.arange(1.0, world.size + 1, device=world.device).unsqueeze(1)
+    wrong = (parts != expected).any(dim=1).nonzero().flatten().tolist()
+    begin = time.perf_counter()
+    dist.all_reduce(parts)
+    if world.device.type == "cuda":
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - begin
+    return wrong, 2 * (world.size - 1) / world.size * parts.numel() * 4 / seconds
+
+
+def _judge(told: Sequence[tuple[list[int], float]], nodes: Sequence[str]) -> dict[str, str]:
+    """What is wrong with each node. A part that most ranks found wrong was sent wrong; else it was received wrong."""
+    reasons: dict[str, str] = {}
+    finders = Counter(source for wrong, _ in told for source in wrong)
+    sent_wrong = {source for source, count in finders.items() if 2 * count > len(told)}
+    for source in sorted(sent_wrong):
+        reasons[nodes[source]] = f"what rank {source} on {nodes[source]} sends arrives wrong"
+    for rank, (wrong, _) in enumerate(told):
+        if set(wrong) - sent_wrong:
+            reasons.setdefault(nodes[rank], f"rank {rank} on {nodes[rank]} receives wrong numbers")
+    return reasons
+
+
+def _describe(told: Sequence[tuple[list[int], float]], nodes: Sequence[str], device: str) -> str:
+    slowest: dict[str, float] = {}
+    for (_, speed), node in zip(told, nodes, strict=True):
+        slowest[node] = min(speed, slowest.get(node, speed))
+    speeds = ", ".join(f"{node} {speed / 1e9:.2f} GB/s" for node, speed in slowest.items())
+    return f"a sum over {len(slowest)} nodes is right ({device}): {speeds}"
+
+
+def _no_sum(world: Distributed, run_dir: Path, seconds: float) -> UserError:
+    missing = [rank for rank in range(world.size) if not world.store.check([f"links/{rank}"])]
+    others = [rank for rank in range(world.size) if rank not in missing]
+    if not missing:
+        return UserError(
+            f"a sum over the nodes {', '.join(dict.fromkeys(world.nodes))} did not end within {seconds:.0f} s",
+            where=f"rank {world.rank} on {world.nodes[world.rank]}",
+            remedy="all ranks take part, but their data does not get through: set cluster.interface to a network that "
+            "all nodes are on; with GPUs try NCCL_DEBUG=INFO, and NCCL_IB_DISABLE=1 (cluster.environment)",
+            exit_code=ExitCode.FAILED,
+        )
+    reasons = {
+        world.nodes[rank]: f"rank {rank} on {world.nodes[rank]} did not take part in a sum within {seconds:.0f} s"
+        for rank in reversed(missing)
+    }
+    if world.rank == others[0]:
+        _record(run_dir, reasons)
+    return UserError(
+        "\n".join(reasons.values()),
+        where=f"rank {world.rank} on {world.nodes[world.rank]}",
+        remedy=f"look at the log of {', '.join(reasons)}: does its process hang, or its GPU?",
+        exit_code=ExitCode.FAILED,
+    )
+
+
+def _record(run_dir: Path, reasons: dict[str, str]) -> None:
+    job = os.environ.get("TORCHELASTIC_RUN_ID")
+    if job is None:  # another launcher: nobody would read it
+        return
+    try:
+        record_bad_nodes(run_dir, job, reasons)
+    except OSError as error:
+        logger.warning("cannot write down the bad nodes: %s", error)

@@ -1,0 +1,50 @@
+"""Nodes that a job could not use: written down by the job, read by whoever starts it again.
+
+``<run>/launch/bad-nodes.json`` is a list with one entry for each time that a job named some.
+"""
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from drawbar.launch.job_files import FOLDER
+
+FILE = "bad-nodes.json"
+LOST = "is lost"
+"""In the reason of a node that went away in mid-run: Slurm will soon find it missing, too."""
+
+
+def attempt(environ: Mapping[str, str] = os.environ) -> int:
+    """How often the scheduler has started this job before."""
+    return int(environ.get("SLURM_RESTART_COUNT", "0"))
+
+
+def record_bad_nodes(run_dir: Path, job: str, reasons: Mapping[str, str]) -> None:
+    """Add an entry. Raises OSError where it cannot be written.
+
+    Args:
+        job: as the job's ``Rendezvous`` has it.
+        reasons: what is wrong with each node, by its name.
+    """
+    path = run_dir / FOLDER / FILE
+    entry = {"job": job, "attempt": attempt(), "time": round(time.time(), 3), "nodes": dict(reasons)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f"{FILE}.{os.getpid()}.tmp")
+    draft.write_text(json.dumps([*_entries(run_dir), entry], indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(draft, path)
+
+
+def bad_nodes(run_dir: Path, job: str, attempt: int | None = None) -> dict[str, str]:
+    """What is wrong with each node that the job has named, in all its attempts or in one."""
+    found: dict[str, str] = {}
+    for entry in _entries(run_dir):
+        if entry["job"] == job and attempt in (None, entry["attempt"]):
+            found.update(entry["nodes"])
+    return found
+
+
+def _entries(run_dir: Path) -> list[dict]:
+    path = run_dir / FOLDER / FILE
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []

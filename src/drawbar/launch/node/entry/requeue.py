@@ -1,0 +1,22 @@
+"""Runs at the end of a failed Slurm job: puts it back into the queue where it has named bad nodes.
+
+    python -m drawbar.launch.node.entry.requeue RUN_DIRECTORY JOB exclude|requeue
+
+See :func:`drawbar.launch.slurm.bad_node_requeue.requeue`, whose result is the exit code.
+"""
+
+import signal
+import sys
+from pathlib import Path
+
+from drawbar.launch.slurm.bad_node_requeue import requeue
+
+
+def main(arguments: list[str]) -> int:
+    run_dir, job, then = arguments
+    return requeue(Path(run_dir), job, then)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm ends what is left of the job as soon as it is requeued
+    sys.exit(main(sys.argv[1:]))

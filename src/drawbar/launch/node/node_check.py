@@ -1,0 +1,321 @@
+"""Before and while the ranks of several nodes run, their launchers watch over one another.
+
+First every node answers the node check, at the store where torch's launchers will meet, too. Whoever does not answer in
+time is named on every node that did, and the run ends: it never goes on as a smaller one. From then on each launcher
+gives signs of life, so that a node which is lost in mid-run is named, and nobody waits for it.
+"""
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from drawbar.errors import ExitCode, UserError
+from drawbar.launch.node.bad_nodes import LOST, attempt, bad_nodes, record_bad_nodes
+from drawbar.launch.node.node_facts import NodeFacts, Verdict, collect_facts, judge, judge_clocks
+from drawbar.launch.node.rendezvous import Rendezvous
+from drawbar.runtime.env import NODE
+
+LOST_SECONDS = 60
+"""Without a sign of life, after which a node is lost and the others end."""
+_POLL, _BEAT = 0.05, 1.0
+_FAREWELL = 5.0
+"""Seconds that the first node stays to be heard, where it has bad news."""
+_SUSPICION = 5
+"""Seconds without a sign of life, where a rank has lost its connection to another."""
+_ATTEMPT = 5
+"""Seconds for one try to connect, and for an answer of the store."""
+
+
+@dataclass(frozen=True)
+class NodeCheck:
+    """What the nodes compare.
+
+    Args:
+        config: the text of the whole configuration.
+        device: the setting.
+        processes: on this node.
+        run_dir: where bad nodes are written down.
+        seconds: how long the nodes wait for one another.
+    """
+
+    config: str
+    device: str
+    processes: int
+    run_dir: Path
+    seconds: float
+
+    def run(self, rendezvous: Rendezvous) -> "NodeWatch":
+        """Answer, and wait for the verdict.
+
+        Raises:
+            UserError: with exit code 1, on every node that answered: some node did not, or does not fit.
+        """
+        os.environ[NODE] = own = rendezvous.name(rendezvous.node)
+        facts = collect_facts(own, self.config, self.processes, self.device)
+        store = self._connect(rendezvous)
+        try:
+            store.set(f"here/{rendezvous.node}", json.dumps(asdict(facts)))
+            verdict = self._call(store, rendezvous) if rendezvous.node == 0 else self._listen(store, rendezvous)
+        except (dist.DistError, RuntimeError) as error:
+            raise self._no_head(rendezvous, f"went away: {error}") from error
+        if verdict.errors:
+            raise UserError(
+                "\n".join([f"the nodes cannot train together, says {rendezvous.name(0)}:", *verdict.errors]),
+                where=f"job {rendezvous.job}",
+                remedy=_remedy(verdict),
+                exit_code=ExitCode.FAILED,
+            )
+        if rendezvous.node == 0:
+            for warning in verdict.warnings:
+                print(f"warning: {warning}", file=sys.stderr, flush=True)
+            print(f"drawbar: the {rendezvous.nodes} nodes have answered: {', '.join(rendezvous.names)}", flush=True)
+        return NodeWatch(store, rendezvous, self.run_dir)
+
+    def _connect(self, rendezvous: Rendezvous) -> dist.TCPStore:
+        gone = self._no_head(rendezvous, f"did not answer within {self.seconds:.0f} s")
+        if rendezvous.node == 0:
+            return self._listen_at(rendezvous)
+
+        def give_up() -> None:  # torch waits without end for a foreign program that listens there
+            self._blame_head(rendezvous)
+            print(f"error: {gone}", file=sys.stderr, flush=True)
+            os._exit(ExitCode.FAILED)
+
+        deadline = threading.Timer(self.seconds + 2 * _ATTEMPT, give_up)
+        deadline.daemon = True
+        deadline.start()
+        try:
+            if _wait(lambda: _is_open(rendezvous), self.seconds):
+                return _connect_once(rendezvous)
+        except (dist.DistError, RuntimeError) as error:
+            self._blame_head(rendezvous)
+            raise gone from error
+        finally:
+            deadline.cancel()
+        self._blame_head(rendezvous)
+        raise gone
+
+    def _listen_at(self, rendezvous: Rendezvous) -> dist.TCPStore:
+        host, _, port = rendezvous.endpoint.rpartition(":")
+        try:  # multi-tenant: torch's launcher in this process will find it, and share it
+            return dist.TCPStore(host, int(port), is_master=True, multi_tenant=True, wait_for_workers=False)
+        except (dist.DistError, RuntimeError) as error:
+            raise UserError(
+                f"the first node, {rendezvous.name(0)}, cannot listen at {rendezvous.endpoint}: {error}",
+                remedy="submit again: another program took the port in the meantime",
+                exit_code=ExitCode.FAILED,
+            ) from error
+
+    def _call(self, store: dist.Store, rendezvous: Rendezvous) -> Verdict:
+        """On the first node: hear all, judge, and tell."""
+        answers: dict[int, NodeFacts] = {}
+        heard: dict[int, float] = {}
+        end = time.monotonic() + self.seconds
+        while len(answers) < rendezvous.nodes and time.monotonic() < end:
+            for node in range(rendezvous.nodes):
+                if node not in answers and store.check([f"here/{node}"]):
+                    heard[node] = time.time()
+                    answers[node] = NodeFacts.from_json(json.loads(store.get(f"here/{node}")))
+            time.sleep(_POLL)
+        there = sorted(answers)
+        verdict = judge([answers[node] for node in there])
+        verdict.warnings += judge_clocks([answers[node] for node in there], [heard[node] for node in there])
+        for node in sorted(set(range(rendezvous.nodes)) - set(answers)):
+            name = rendezvous.name(node)
+            verdict.bad[name] = f"node {name} did not answer within {self.seconds:.0f} s"
+            verdict.errors.insert(0, verdict.bad[name])
+        if verdict.bad:
+            _record(self.run_dir, rendezvous, verdict.bad)
+        store.set("verdict", json.dumps(asdict(verdict)))
+        if verdict.errors:
+            others = [f"heard/{node}" for node in there if node != 0]
+            _wait(lambda: not others or store.check(others), _FAREWELL)
+        return verdict
+
+    def _listen(self, store: dist.Store, rendezvous: Rendezvous) -> Verdict:
+        """On the other nodes."""
+        if not _wait(lambda: store.check(["verdict"]), self.seconds + _FAREWELL):
+            raise self._no_head(rendezvous, f"said nothing for {self.seconds + _FAREWELL:.0f} s")
+        verdict = Verdict(**json.loads(store.get("verdict")))
+        store.set(f"heard/{rendezvous.node}", "")
+        return verdict
+
+    def _no_head(self, rendezvous: Rendezvous, what: str) -> UserError:
+        return UserError(
+            f"node {rendezvous.name(rendezvous.node)}: the first node, {rendezvous.name(0)}, {what}",
+            where=rendezvous.endpoint,
+            remedy=f"look in the log for what {rendezvous.name(0)} says; can this node reach it (cluster.interface)? "
+            "A longer wait is launch.roll_call_seconds=N",
+            exit_code=ExitCode.FAILED,
+        )
+
+    def _blame_head(self, rendezvous: Rendezvous) -> None:
+        """Unless the first node has given up waiting for this one."""
+        if rendezvous.name(rendezvous.node) not in bad_nodes(self.run_dir, rendezvous.job, attempt()):
+            reason = f"node {rendezvous.name(0)} did not answer within {self.seconds:.0f} s"
+            _record(self.run_dir, rendezvous, {rendezvous.name(0): reason})
+
+
+class NodeWatch:
+    """Signs of life, from the node check until this launcher ends: the first node looks after all others, and they look
+    after it. A context manager.
+
+    Args:
+        store: on the first node it is the server, which torch's launcher shares: it must live as long.
+        run_dir: where a lost node is written down.
+    """
+
+    def __init__(self, store: dist.Store, rendezvous: Rendezvous, run_dir: Path) -> None:
+        self._store = store
+        self._rendezvous = rendezvous
+        self._run_dir = run_dir
+        watched = range(1, rendezvous.nodes) if rendezvous.node == 0 else [0]
+        # Counted in beats of this node, and not timed: in a job that was suspended nobody was silent
+        self._silent = dict.fromkeys(watched, 0)
+        self._last = dict.fromkeys(watched, b"")
+        self._left: set[int] = set()
+        self._beats = 0
+        self._over = threading.Event()
+
+    def __enter__(self) -> Self:
+        # no daemon: one that is inside a call of the store when the interpreter ends would abort the process
+        threading.Thread(target=self._watch, name="signs of life").start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        failed = isinstance(error, ChildFailedError)
+        if isinstance(error, ChildFailedError) and any(map(_lost_peer, error.failures.values())):
+            self._name_lost()
+        self._over.set()
+        self._leave(linger=failed)
+
+    def _leave(self, linger: bool) -> None:
+        """Tell the others that this node is not lost. The first one takes the store with it, so it may linger."""
+        with suppress(dist.DistError, RuntimeError):  # without the first node nobody can be told
+            self._store.set(f"left/{self._rendezvous.node}", "")
+        if linger and self._rendezvous.node == 0:
+            time.sleep(3 * _BEAT)
+
+    def _name_lost(self) -> None:
+        """Say which node is lost, where a rank has lost its connection to another and a node falls silent."""
+        enough = self._beats + 4  # of the watching thread, which may be slow on a busy machine
+        _wait(lambda: self._beats >= enough, LOST_SECONDS)
+        _wait(lambda: self._lost(_SUSPICION) or not self._lost(2), LOST_SECONDS)
+        self._tell(self._lost(_SUSPICION))
+
+    def _watch(self) -> None:
+        """Every beat, say that this node is there, and look who else is."""
+        store: dist.Store | None = None
+        while not self._over.wait(_BEAT):
+            try:
+                if store is None:
+                    store = _reconnect(self._rendezvous)  # of its own: a call of the main thread may take long
+                store.set(f"beat/{self._rendezvous.node}", str(self._beats))
+                silent = {node for node in self._silent if not self._is_there(store, node)}
+                self._heed_the_first(store)
+            except (dist.DistError, RuntimeError):
+                store, silent = None, {0} - self._left
+            for node in self._silent:
+                self._silent[node] = self._silent[node] + 1 if node in silent else 0
+            self._beats += 1
+            if lost := self._lost(LOST_SECONDS):
+                self._tell(lost)
+                self._leave(linger=True)
+                os._exit(ExitCode.FAILED)  # the ranks' own watchdogs end them
+
+    def _is_there(self, store: dist.Store, node: int) -> bool:
+        """Whether a node has given a sign since the last look, or has left in good order."""
+        if store.check([f"left/{node}"]):
+            self._left.add(node)
+        if node in self._left:
+            return True
+        before = self._last[node]
+        self._last[node] = store.get(f"beat/{node}") if store.check([f"beat/{node}"]) else b""
+        return self._last[node] != before
+
+    def _heed_the_first(self, store: dist.Store) -> None:
+        """End, where the first node has found one that is lost: the ranks here may wait for it for long."""
+        if self._rendezvous.node != 0 and store.check(["lost"]):
+            print(f"error: {store.get('lost').decode()}", file=sys.stderr, flush=True)
+            os._exit(ExitCode.FAILED)
+
+    def _lost(self, beats: int) -> list[int]:
+        return [node for node, silent in self._silent.items() if silent >= beats]
+
+    def _tell(self, lost: list[int]) -> None:
+        reasons = {}
+        for node in lost:
+            name, seconds = self._rendezvous.name(node), self._silent[node] * _BEAT
+            reasons[name] = f"node {name} {LOST}: it has given no sign of life for {seconds:.0f} s"
+            print(f"error: {reasons[name]}", file=sys.stderr, flush=True)
+        if not reasons:
+            return
+        _record(self._run_dir, self._rendezvous, reasons)
+        if self._rendezvous.node == 0:
+            self._store.set("lost", "; ".join(reasons.values()))
+
+
+def _lost_peer(failure: ProcessFailure) -> bool:
+    message = failure.error_file_data.get("message")
+    return isinstance(message, dict) and bool(message["extraInfo"].get("lost_peer"))
+
+
+def _is_open(rendezvous: Rendezvous) -> bool:
+    """Whether somebody listens there. torch could wait for it, too, but would fill the log, and heed no signal."""
+    host, _, port = rendezvous.endpoint.rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=_ATTEMPT):
+            return True
+    except OSError:
+        return False
+
+
+def _reconnect(rendezvous: Rendezvous) -> dist.TCPStore:
+    if not _is_open(rendezvous):
+        raise dist.DistNetworkError(f"nobody listens at {rendezvous.endpoint}")
+    return _connect_once(rendezvous)
+
+
+def _connect_once(rendezvous: Rendezvous) -> dist.TCPStore:
+    host, _, port = rendezvous.endpoint.rpartition(":")
+    return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_ATTEMPT))
+
+
+def _record(run_dir: Path, rendezvous: Rendezvous, reasons: Mapping[str, str]) -> None:
+    try:
+        record_bad_nodes(run_dir, rendezvous.job, reasons)
+    except OSError as error:
+        print(f"warning: cannot write down the bad nodes: {error}", file=sys.stderr, flush=True)
+
+
+def _remedy(verdict: Verdict) -> str:
+    if verdict.bad:
+        names = ",".join(verdict.bad)
+        return (
+            f"look in the log for what {names} says; to go on without: cluster.options={{exclude: '{names}'}}, or "
+            "cluster.exclude_bad_nodes=true for the next time; a longer wait is launch.roll_call_seconds=N"
+        )
+    return "install the same versions on all nodes (cluster.python, cluster.setup), and give each the same files"
+
+
+def _wait(ready: Callable[[], object], seconds: float) -> bool:
+    """Whether it came to be in time."""
+    end = time.monotonic() + seconds
+    while not ready():
+        if time.monotonic() > end:
+            return False
+        time.sleep(_POLL)
+    return True

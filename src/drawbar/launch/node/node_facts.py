@@ -1,0 +1,181 @@
+"""What a node says of itself in the node check, and what is wrong with the answers of all."""
+
+import hashlib
+import os
+import platform
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+
+import torch
+
+CLOCK_SECONDS = 5.0
+"""Clocks that differ by more are told of: times in logs and files then mislead, but nothing breaks."""
+USED_SHARE, FULL_SHARE = 0.05, 0.9
+"""Of a GPU's memory that others hold: worth telling; and too much for any run."""
+_PATIENCE = 20
+"""Seconds for nvidia-smi, which hangs where the driver does."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One that this job may use."""
+
+    index: int
+    total: int
+    """MiB, as is ``used``: by everybody, before this run."""
+    used: int
+    processes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """What one node says."""
+
+    name: str
+    versions: Mapping[str, str]
+    config: str
+    """Digest of the whole configuration."""
+    processes: int
+    gpu_count: int
+    """That torch sees; 0 where the run does not use them."""
+    gpus: tuple[Gpu, ...] = ()
+    driver: str = ""
+    trouble: str = ""
+    """Why nothing is known of the GPUs."""
+    time: float = 0.0
+    """Seconds since 1970, when it was said."""
+
+    @staticmethod
+    def from_json(values: Mapping) -> "NodeFacts":
+        gpus = tuple(Gpu(**{**gpu, "processes": tuple(gpu["processes"])}) for gpu in values["gpus"])
+        return NodeFacts(**{**values, "gpus": gpus})
+
+
+@dataclass
+class Verdict:
+    """What came of the node check."""
+
+    errors: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    bad: dict[str, str] = field(default_factory=dict)
+    """What is wrong with each node that another one could replace."""
+
+
+def collect_facts(name: str, config: str, processes: int, device: str) -> NodeFacts:
+    """Args:
+    config: the text of the configuration.
+    device: the setting.
+    """
+    count = torch.cuda.device_count() if device in ("auto", "cuda") else 0
+    gpus, driver, trouble = look_at_gpus(os.environ) if count and torch.version.cuda else ((), "", "")
+    versions = {"drawbar": version("drawbar"), "torch": torch.__version__, "Python": platform.python_version()}
+    digest = hashlib.sha256(config.encode()).hexdigest()[:16]
+    return NodeFacts(name, versions, digest, processes, count, gpus, driver, trouble, time.time())
+
+
+def look_at_gpus(environ: Mapping[str, str]) -> tuple[tuple[Gpu, ...], str, str]:
+    """The GPUs of this job, the driver's version, and why nothing is known of them.
+
+    nvidia-smi is asked, as torch would take memory on every GPU to answer.
+    """
+    try:
+        rows = _query("--query-gpu=index,uuid,memory.total,memory.used,driver_version")
+        holders = _query("--query-compute-apps=gpu_uuid,pid")
+        chosen = environ.get("CUDA_VISIBLE_DEVICES")
+        wanted = None if chosen is None else [word.strip() for word in chosen.split(",")]
+        gpus = []
+        for index, uuid, total, used, _ in rows:
+            if wanted is None or index in wanted or any(word and uuid.startswith(word) for word in wanted):
+                pids = tuple(int(pid) for holder, pid in holders if holder == uuid)
+                gpus.append(Gpu(int(index), int(total), int(used), pids))
+        return tuple(gpus), rows[0][4] if rows else "", ""
+    except FileNotFoundError:
+        return (), "", ""  # in a container, say; torch will tell what does not work
+    except subprocess.TimeoutExpired:
+        return (), "", f"nvidia-smi gave no answer in {_PATIENCE} s"
+    except subprocess.CalledProcessError as error:
+        return (), "", f"nvidia-smi failed: {(error.stdout + error.stderr).strip()[:200]}"
+    except ValueError as error:  # [N/A], as of a GPU cut into parts
+        return (), "", f"nvidia-smi does not tell: {error}"
+
+
+def _query(question: str) -> list[list[str]]:
+    done = subprocess.run(
+        ["nvidia-smi", question, "--format=csv,noheader,nounits"],
+        capture_output=True, text=True, timeout=_PATIENCE, check=True,
+    )  # fmt: skip
+    return [[word.strip() for word in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
+
+
+def judge(nodes: Sequence[NodeFacts]) -> Verdict:
+    """What is wrong with the answers, but for their clocks: only who hears them knows what the time was."""
+    verdict = Verdict()
+    _judge_settings(nodes, verdict)
+    for node in nodes:
+        _judge_gpus(node, max(other.gpu_count for other in nodes), verdict)
+    return verdict
+
+
+def _judge_settings(nodes: Sequence[NodeFacts], verdict: Verdict) -> None:
+    for what in nodes[0].versions:
+        told = verdict.warnings if what == "Python" else verdict.errors
+        if difference := _odd_ones(nodes, lambda node: node.versions[what]):  # noqa: B023 - it is called at once
+            told.append(f"{what} is not the same on all nodes: {difference}")
+    if difference := _odd_ones(nodes, lambda node: node.driver):
+        verdict.warnings.append(f"the NVIDIA driver is not the same on all nodes: {difference}")
+    if _odd_ones(nodes, lambda node: node.config):
+        usual = _most_common([node.config for node in nodes])
+        odd = [node.name for node in nodes if node.config != usual]
+        verdict.errors.append(
+            f"the configuration on {', '.join(odd)} is another one than on the other nodes: "
+            "each must read the same files, and have the same variables where these name any"
+        )
+
+
+def _judge_gpus(node: NodeFacts, most: int, verdict: Verdict) -> None:
+    if node.gpu_count < most:
+        verdict.bad[node.name] = f"torch sees {node.gpu_count} GPUs on {node.name}, and {most} on another node"
+        verdict.errors.append(verdict.bad[node.name])
+    if node.trouble:
+        verdict.warnings.append(f"{node.name}: {node.trouble}")
+    for gpu in node.gpus:
+        if gpu.used < USED_SHARE * gpu.total:
+            continue
+        who = f" (processes {', '.join(map(str, gpu.processes))})" if gpu.processes else ""
+        what = f"GPU {gpu.index} on {node.name} is in use: {gpu.used:,} of {gpu.total:,} MiB are taken{who}"
+        if gpu.used < FULL_SHARE * gpu.total:
+            verdict.warnings.append(what)
+        else:
+            verdict.bad[node.name] = what
+            verdict.errors.append(what)
+
+
+def judge_clocks(nodes: Sequence[NodeFacts], heard: Sequence[float]) -> list[str]:
+    """Args: heard: when each answer came, by the first node's clock."""
+    warnings = []
+    for node, when in zip(nodes, heard, strict=True):
+        if abs(node.time - when) > CLOCK_SECONDS:
+            ahead = "ahead of" if node.time > when else "behind"
+            warnings.append(
+                f"the clock of {node.name} is {abs(node.time - when):.0f} s {ahead} that of {nodes[0].name}"
+            )
+    return warnings
+
+
+def _odd_ones(nodes: Sequence[NodeFacts], value: Callable[[NodeFacts], str]) -> str:
+    """``2.13.0 on n1, n3; 2.12.1 on n2``, the usual value first; empty where all are equal."""
+    holders: dict[str, list[str]] = {}
+    for node in nodes:
+        holders.setdefault(value(node), []).append(node.name)
+    if len(holders) == 1:
+        return ""
+    usual_first = sorted(holders.items(), key=lambda item: -len(item[1]))
+    return "; ".join(f"{held or 'unknown'} on {', '.join(names)}" for held, names in usual_first)
+
+
+def _most_common(values: Sequence[str]) -> str:
+    return Counter(values).most_common(1)[0][0]

@@ -1,0 +1,57 @@
+"""Kill all descendants of this process, including daemonised ones (Linux subreaper)."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from pathlib import Path
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def adopt_orphans() -> None:
+    """Make this process a subreaper: descendants whose parent ends become its children, and can be found."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent() -> None:
+    """preexec_fn: kill the child when its parent dies (PR_SET_PDEATHSIG)."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def descendants(root: int) -> list[int]:
+    """The process ids below ``root`` that have not ended."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended since
+            state, parent = path.read_text(errors="replace").rpartition(")")[2].split()[:2]  # a name may hold anything
+            if state != "Z":
+                children.setdefault(int(parent), []).append(int(path.parent.name))
+    found, level = [], [root]
+    while level:
+        level = [child for parent in level for child in children.get(parent, [])]
+        found += level
+    return found
+
+
+def end_tree(seconds: float = 5) -> list[int]:
+    """Kill all descendants of this process, trying for so many seconds; those that are left."""
+    end = time.monotonic() + seconds
+    while True:
+        left = descendants(os.getpid())
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        if not left or time.monotonic() > end:
+            return left
+        time.sleep(0.02)  # one that was just killed may have had a child on its way
+
+
+def _prctl(option: int, value: int) -> None:
+    """Linux alone has it; elsewhere a parent that is killed leaves its children to themselves."""
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

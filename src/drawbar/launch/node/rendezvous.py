@@ -1,0 +1,48 @@
+"""``Rendezvous``: what the launcher on one node must know to meet those on the others."""
+
+import json
+import os
+from collections.abc import MutableMapping
+from dataclasses import asdict, dataclass
+
+VARIABLE = "DRAWBAR_RENDEZVOUS"
+"""Environment variable: the rendezvous that ``drawbar train`` takes part in, as JSON."""
+
+
+def job_name(number: str) -> str:
+    """What all of drawbar calls a scheduler's job of this number."""
+    return f"drawbar-{number}"
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """One node's part in a job of several."""
+
+    job: str
+    """The same on all nodes, and another one for each job."""
+    endpoint: str
+    """``address:port`` of the first node."""
+    nodes: int
+    node: int
+    """Number of this node; the first, 0, keeps the store that they meet at."""
+    address: str
+    """Of this node, as the others reach it."""
+    names: tuple[str, ...] = ()
+    """Of all nodes, in their order, as the launcher calls them."""
+
+    def name(self, node: int) -> str:
+        """What messages call a node."""
+        return self.names[node] if self.names else f"{node + 1} of {self.nodes}"
+
+    def announce(self, environ: MutableMapping[str, str] = os.environ) -> None:
+        """Leave it for the program that this process becomes."""
+        environ[VARIABLE] = json.dumps(asdict(self))
+
+    @staticmethod
+    def take(environ: MutableMapping[str, str] = os.environ) -> "Rendezvous | None":
+        """The rendezvous that was announced. It is for one launcher alone: the ranks that it starts do not find it."""
+        text = environ.pop(VARIABLE, None)
+        if text is None:
+            return None
+        values = json.loads(text)
+        return Rendezvous(**{**values, "names": tuple(values["names"])})

@@ -1,0 +1,1 @@
+"""Jobs of a Slurm cluster: the batch script, what Slurm could run, what it says of its queue, and allocations."""

@@ -1,0 +1,171 @@
+"""Why a job that Slurm would take could never run: limits of partitions, and what their nodes have."""
+
+import getpass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from drawbar.config.cluster import ClusterSection
+from drawbar.config.slurm_time import write_time
+from drawbar.errors import UserError, nearest
+from drawbar.launch.job import Job
+from drawbar.launch.slurm.partitions import (
+    Partition,
+    SlurmNode,
+    accounts_of_user,
+    count_gpus,
+    read_nodes,
+    read_partitions,
+)
+
+_OVERRULING = {"qos", "reservation"}
+"""Options of sbatch that may allow more than the partition does."""
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """Why a partition cannot run a job."""
+
+    setting: str
+    what: str
+    remedy: str
+
+
+def check_slurm(job: Job) -> list[str]:
+    """See whether Slurm could ever run the job: it would take it, and leave it in the queue, where it could not.
+
+    Returns:
+        What is good to know. Nothing where there is no Slurm, or it does not answer: submitting will tell.
+
+    Raises:
+        UserError: no partition that was asked for can run it.
+    """
+    cluster, partitions = job.cluster, read_partitions()
+    if partitions is None:
+        return []
+    if cluster.account is not None:
+        _check_account(cluster.account, accounts_of_user(getpass.getuser()))
+    wanted = _wanted(partitions, cluster.partition)
+    obstacles: list[Obstacle] = []
+    for partition in wanted:
+        nodes = read_nodes(partition.name) or []
+        found = next(find_obstacles(partition, nodes, job, cluster), None)
+        if found is None:
+            return _notes(partition, nodes, job, cluster)
+        obstacles.append(found)
+    settings = dict.fromkeys(obstacle.setting for obstacle in obstacles)
+    remedies = dict.fromkeys(obstacle.remedy for obstacle in obstacles)
+    raise UserError(
+        "\n".join(obstacle.what for obstacle in obstacles), where=", ".join(settings), remedy="; or ".join(remedies)
+    )
+
+
+def _wanted(partitions: Sequence[Partition], names: str | None) -> list[Partition]:
+    known = {partition.name: partition for partition in partitions}
+    listed = ", ".join(known)
+    if names is None:
+        default = [partition for partition in partitions if partition.is_default]
+        if not default:
+            raise UserError(
+                "no partition is given, and Slurm has no default one",
+                where="cluster.partition",
+                remedy=f"set cluster.partition to one of: {listed}",
+            )
+        return default
+    for name in names.split(","):
+        if name not in known:
+            guess = nearest(name, known)
+            hint = f"did you mean {guess}? " if guess else ""
+            raise UserError(
+                f"there is no partition {name}", where="cluster.partition", remedy=f"{hint}There are: {listed}"
+            )
+    return [known[name] for name in names.split(",")]
+
+
+def _check_account(account: str, accounts: Sequence[str]) -> None:
+    if accounts and account not in accounts:
+        guess = nearest(account, accounts)
+        raise UserError(
+            f"you have no account {account}",
+            where="cluster.account",
+            remedy=f"{f'did you mean {guess}? ' if guess else ''}Yours are: {', '.join(accounts)}",
+        )
+
+
+def find_obstacles(
+    partition: Partition, nodes: Sequence[SlurmNode], job: Job, cluster: ClusterSection
+) -> Iterator[Obstacle]:
+    """Every reason why the job can never run there."""
+    name = partition.name
+    if partition.state != "UP":
+        yield Obstacle(
+            "cluster.partition", f"the partition {name} is {partition.state}", "choose another one (`sinfo`)"
+        )
+    account = cluster.account
+    if account is not None and (
+        account in partition.refused_accounts or (partition.accounts is not None and account not in partition.accounts)
+    ):
+        allowed = f"one of: {', '.join(partition.accounts)}" if partition.accounts else "another one"
+        yield Obstacle("cluster.account", f"{name} does not take jobs of the account {account}", f"set it to {allowed}")
+    if cluster.options.keys() & _OVERRULING:
+        return
+    seconds, longest = cluster.seconds, partition.longest
+    if seconds is not None and longest is not None and seconds > longest:
+        yield Obstacle(
+            "cluster.time",
+            f"{name} allows no job of {write_time(seconds)}",
+            f"set cluster.time={write_time(longest)}, its longest: the job goes on after it (cluster.requeue)",
+        )
+    if partition.most_nodes is not None and job.nodes > partition.most_nodes:
+        most = partition.most_nodes
+        yield Obstacle("cluster.nodes", f"{name} gives no job {job.nodes} nodes", f"set cluster.nodes={most}, its most")
+    yield from _nodes_obstacles(partition, nodes, job, cluster)
+
+
+def _nodes_obstacles(
+    partition: Partition, nodes: Sequence[SlurmNode], job: Job, cluster: ClusterSection
+) -> Iterator[Obstacle]:
+    name, kind = partition.name, cluster.gpu_type
+    most_gpus = max((count_gpus(node.resources, kind) for node in nodes), default=0)
+    for setting, what, wanted, most, prefix in (
+        ("cluster.gpus_per_node", _gpus(kind), cluster.gpu_count, most_gpus, f"{kind}:" if kind else ""),
+        ("cluster.cpus_per_task", "CPUs", cluster.cpus_per_task, _most_cpus(partition, nodes), ""),
+    ):
+        if wanted is not None and wanted > most:
+            other = "another cluster.partition"
+            remedy = f"set {setting}={prefix}{most}, or {other}" if most else f"set {other}"
+            has = f"the most is {most}" if most else "it has none at all"
+            yield Obstacle(setting, f"no node of {name} has {wanted} {what}: {has}", remedy)
+    fitting = fitting_nodes(nodes, cluster)
+    if 0 < len(fitting) < job.nodes:
+        with_them = f" with {_needs(cluster)}" if len(fitting) < len(nodes) else ""
+        remedy = f"set cluster.nodes={len(fitting)}, or another cluster.partition"
+        yield Obstacle("cluster.nodes", f"{name} has {len(fitting)} nodes{with_them}, not {job.nodes}", remedy)
+
+
+def _most_cpus(partition: Partition, nodes: Sequence[SlurmNode]) -> int:
+    most = max((node.cpus for node in nodes), default=0)
+    return most if partition.most_cpus is None else min(most, partition.most_cpus)
+
+
+def fitting_nodes(nodes: Sequence[SlurmNode], cluster: ClusterSection) -> list[SlurmNode]:
+    """Those that have what the job needs on each."""
+    gpus, cpus = cluster.gpu_count or 0, cluster.cpus_per_task or 1
+    return [node for node in nodes if count_gpus(node.resources, cluster.gpu_type) >= gpus and node.cpus >= cpus]
+
+
+def _gpus(kind: str | None) -> str:
+    return f"{kind} GPUs" if kind else "GPUs"
+
+
+def _needs(cluster: ClusterSection) -> str:
+    needs = {_gpus(cluster.gpu_type): cluster.gpu_count, "CPUs": cluster.cpus_per_task}
+    return " and ".join(f"{count} {what}" for what, count in needs.items() if count is not None)
+
+
+def _notes(partition: Partition, nodes: Sequence[SlurmNode], job: Job, cluster: ClusterSection) -> list[str]:
+    fitting = fitting_nodes(nodes, cluster)
+    up = [node for node in fitting if not node.is_away]
+    if fitting and len(up) < job.nodes:
+        away = ", ".join(f"{node.name} is {node.state}" for node in fitting if node.is_away)
+        return [f"the job will wait for nodes of {partition.name} to come back: {away}"]
+    return []

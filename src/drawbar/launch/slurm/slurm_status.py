@@ -1,0 +1,77 @@
+"""How Slurm's jobs stand: what Slurm says of them, and what their scripts have left, as one answer."""
+
+from collections.abc import Sequence
+
+from drawbar.errors import ExitCode
+from drawbar.launch.jobs.job_status import (
+    COMPLETED,
+    FAILED,
+    LOST,
+    PENDING,
+    STOPPED,
+    JobStatus,
+    explain,
+    state_of_code,
+    status_from_files,
+)
+from drawbar.launch.jobs.records import JobEnd, JobRecord
+from drawbar.launch.slurm.queue import QueueEntry, ask, lost_nodes
+
+
+def slurm_status(records: Sequence[JobRecord]) -> list[JobStatus]:
+    """How these jobs stand. Slurm is asked once for all.
+
+    Raises:
+        UserError: Slurm cannot be asked.
+    """
+    entries = ask(record.number for record in records)
+    found = []
+    for record in records:
+        # elements that were cancelled one by one before they began are shown under the array's number alone
+        entry = entries.get(record.number) or entries.get(record.array)
+        if entry is not None and entry.name != record.job_name:
+            entry = None  # another cluster, or the numbers have begun again
+        found.append(judge_job(record, entry, JobEnd.read(record)))
+    return found
+
+
+def judge_job(record: JobRecord, entry: QueueEntry | None, end: JobEnd | None) -> JobStatus:
+    """From both sources. What has ended may be put back into the queue, so Slurm has the last word as long as it knows
+    the job."""
+    if entry is None:
+        gone = "Slurm has forgotten it, and it left no exit code: killed, or its node was lost"
+        return status_from_files(record) or JobStatus(record, LOST, gone)
+    if entry.is_active:
+        return JobStatus(record, entry.state, _where(entry), True, entry.restarts, used=entry.used, limit=entry.limit)
+    code = _exit_code(entry, end)
+    return JobStatus(
+        record,
+        STOPPED if entry.state == FAILED and state_of_code(code) == STOPPED else entry.state,
+        "; ".join(filter(None, (_nodes_lost(entry), explain(code)))),
+        restarts=entry.restarts if end is None else end.restarts,
+        code=code,
+        used=entry.used,
+        limit=entry.limit,
+        ended=None if end is None else end.time,
+    )
+
+
+def _where(entry: QueueEntry) -> str:
+    if entry.state == PENDING:
+        start = "" if entry.start in ("N/A", "") else f", starts about {entry.start.replace('T', ' ')}"
+        return f"waits: {entry.reason}{start}"
+    return f"on {entry.nodes}" if entry.nodes else ""
+
+
+def _exit_code(entry: QueueEntry, end: JobEnd | None) -> int:
+    """That of the run; where the script was killed, what Slurm made of it. Never 0 for what did not complete."""
+    if end is not None:
+        return end.code
+    return entry.exit_code or (ExitCode.DONE if entry.state == COMPLETED else ExitCode.FAILED)
+
+
+def _nodes_lost(entry: QueueEntry) -> str:
+    if entry.state != "NODE_FAIL":
+        return ""
+    lost = lost_nodes(entry.nodes)
+    return f"lost {', '.join(lost)}" if lost else f"lost a node of {entry.nodes}, which answers again"

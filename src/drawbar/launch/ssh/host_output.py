@@ -1,0 +1,32 @@
+"""``HostOutput``: what the hosts print, each line with its host's name, on our own streams and in the job's log."""
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import BinaryIO
+
+
+class HostOutput:
+    """One for all hosts of a job."""
+
+    def __init__(self) -> None:
+        self._log: BinaryIO | None = None
+
+    def open_log(self, path: Path) -> None:
+        """Write to this file, too, from now on. Raises OSError where it cannot be written."""
+        self._log = path.open("ab")
+
+    def close(self) -> None:
+        if self._log is not None:
+            self._log.close()
+
+    async def write(self, descriptor: int, host: str, line: bytes) -> None:
+        """In a thread: a terminal or a pager may make us wait, and the hosts must not."""
+        await asyncio.to_thread(self._write, descriptor, host.encode() + b": " + line + b"\n")
+
+    def _write(self, descriptor: int, text: bytes) -> None:
+        streams = [(sys.stdout if descriptor == 1 else sys.stderr).buffer, self._log]
+        for stream in streams:
+            if stream is not None:
+                stream.write(text)  # a buffered stream has a lock: lines stay whole
+                stream.flush()

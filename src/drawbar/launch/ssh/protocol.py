@@ -1,0 +1,60 @@
+"""Messages between the launcher and the program that it starts on each host: a line of JSON for each.
+
+They travel over the connection itself and not in a command line, which anybody on a machine can read.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+ANSWER = b"\x1edrawbar "
+"""Begins a message for the launcher, among the lines of output."""
+HEARTBEAT_SECONDS = 10
+"""How often the launcher says that it is still there."""
+GRACE = 5.0
+"""Seconds that a command has to end by itself before it is killed."""
+
+
+@dataclass(frozen=True)
+class HostJob:
+    """What one host is to run. The configuration is in it, as the host may have no file of it."""
+
+    job: str
+    """The same on all hosts, and another one for each launch."""
+    node: int
+    names: tuple[str, ...]
+    """Of all hosts, in their order."""
+    argv: tuple[str, ...]
+    """The command; the path of the configuration comes behind it."""
+    config: str
+    """As YAML."""
+    workdir: str
+    environment: Mapping[str, str]
+    """Variables to set besides those that the host has."""
+    interface: str | None = None
+    script: str | None = None
+    """The user's own program, which the host must have."""
+    patience: float = 60
+    """Seconds without a message from the launcher after which it counts as gone."""
+
+    @property
+    def nodes(self) -> int:
+        return len(self.names)
+
+    def message(self) -> bytes:
+        return host_message(job=asdict(self))
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> "HostJob":
+        return HostJob(**{**values, "argv": tuple(values["argv"]), "names": tuple(values["names"])})
+
+
+def host_message(**values: Any) -> bytes:
+    """A message to a host."""
+    return json.dumps(values).encode() + b"\n"  # in ASCII: a job may hold names of files that are no UTF-8
+
+
+def launcher_message(**values: Any) -> bytes:
+    """A message to the launcher."""
+    return ANSWER + host_message(**values)

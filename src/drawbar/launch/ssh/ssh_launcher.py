@@ -1,0 +1,205 @@
+"""``SshLauncher``: jobs on hosts that ssh reaches. The process that submits one stays, and holds its connections."""
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from datetime import timedelta
+from pathlib import Path
+
+from drawbar.config.cluster import ClusterSection
+from drawbar.config.hosts import Host, parse_host
+from drawbar.config.schema import RunConfig
+from drawbar.errors import ExitCode, UserError
+from drawbar.launch.job import Job, make_job
+from drawbar.launch.job_files import end_file
+from drawbar.launch.jobs.job_process import find_process, hold_job, is_running
+from drawbar.launch.jobs.job_status import LOST, RUNNING, JobStatus, status_from_files, wait_for_ends
+from drawbar.launch.jobs.records import JobEnd, JobRecord
+from drawbar.launch.launcher import Launcher, Submitted
+from drawbar.launch.ssh.host_gpus import count_gpus
+from drawbar.launch.ssh.host_output import HostOutput
+from drawbar.launch.ssh.ssh_command import describe, forwarded, remote_starts
+from drawbar.launch.ssh.supervisor import supervise
+from drawbar.runtime.streams import outlive_readers
+
+UNKNOWN = "UNKNOWN"
+"""The job's process was started on another machine, and cannot be seen from this one."""
+_END_SECONDS = 30
+"""How long hosts may take to end what was not given time to save."""
+
+
+class SshLauncher(Launcher):
+    """Runs the job on the hosts of ``cluster.hosts``, in the foreground."""
+
+    takes_hosts = True
+    shares_disk = False
+
+    def settings(self, config: RunConfig, program: str | None) -> tuple[str, ...]:
+        """The hosts, and how many processes each of them gets."""
+        known = config.cluster.hosts if config.cluster else []
+        if not known:
+            raise UserError(
+                "no hosts to run on",
+                where="--to ssh",
+                remedy="give --hosts gpu1:8,gpu2:8, --hostfile FILE, or set cluster.hosts",
+            )
+        hosts = self._with_slots(config, program, [parse_host(text) for text in known])
+        processes = count_processes(config, hosts)
+        names = [f"{host.name}:{processes}" for host in hosts]
+        return f"cluster.hosts={json.dumps(names)}", f"cluster.nodes={len(hosts)}", f"launch.nproc={processes}"
+
+    def _with_slots(self, config: RunConfig, program: str | None, hosts: list[Host]) -> list[Host]:
+        """The hosts, each with its slots where those depend on its GPUs and nothing says how many it has.
+
+        Raises:
+            UserError: a host of which nothing says it does not, either.
+        """
+        cluster = config.cluster or ClusterSection()
+        unknown = [host for host in hosts if host.slots is None]
+        if not unknown or cluster.gpu_count is not None or not config.takes_all_gpus:
+            return hosts
+        _check_installed()
+        found = count_gpus(self.make_job(config, cluster, program), unknown, config.launch.timeout)
+        gpus = {host.name: count for host, count in zip(unknown, found, strict=True)}
+        told = ", ".join(f"{name} has {count}" for name, count in gpus.items())
+        print(f"note: GPUs of the hosts: {told}", file=sys.stderr)
+        return [host if host.slots else Host(host.name, max(1, gpus[host.name])) for host in hosts]
+
+    def make_job(self, config: RunConfig, cluster: ClusterSection, program: str | None) -> Job:
+        """Raises UserError where the container is one that only Slurm can start."""
+        workdir = Path(cluster.workdir).absolute() if cluster.workdir else Path.cwd()
+        variables = forwarded(cluster.forward, os.environ, cluster.environment)
+        job = make_job(config, cluster, program, workdir, variables)
+        if job.container is not None and job.container.runtime == "pyxis":
+            raise UserError(
+                "pyxis is a part of Slurm, and cannot start a container over ssh",
+                where="cluster.image, cluster.container",
+                remedy="make a .sif file of the image for Apptainer, or submit with --to slurm",
+            )
+        return job
+
+    def render(self, job: Job) -> str:
+        return describe(job.name, remote_starts(job, _hosts(job)))
+
+    def submit(self, job: Job, script: str) -> Submitted:
+        _check_installed()
+        number = f"ssh-{secrets.token_hex(4)}"
+        return Submitted(number, lambda begun: self._run(job, number, begun))
+
+    def _run(self, job: Job, number: str, begun: Callable[[], None]) -> int:
+        """Run the job from here, with the files by which other processes know of it."""
+        outlive_readers()
+        hosts = _hosts(job)
+        is_known = False
+        with ExitStack() as held:
+
+            def start(output: HostOutput) -> None:
+                nonlocal is_known
+                try:
+                    job.folder.mkdir(parents=True, exist_ok=True)
+                    output.open_log(self.log_path(job, number))
+                    held.enter_context(hold_job(job.run_dir, number, tuple(host.name for host in hosts)))
+                except OSError as error:
+                    print(f"warning: other commands cannot find the run's job {number}: {error}", file=sys.stderr)
+                else:
+                    is_known = True
+                    begun()
+
+            code: int = ExitCode.FAILED
+            try:
+                code = supervise(remote_starts(job, hosts), job.timeout, start)
+            except UserError as error:
+                code = error.exit_code
+                raise
+            finally:
+                if is_known:
+                    with suppress(OSError):  # the disk was there when the run began
+                        JobEnd(code, round(time.time(), 3)).write(end_file(job.run_dir, number))
+        return code
+
+    def status(self, records: Sequence[JobRecord]) -> list[JobStatus]:
+        return [_status(record) for record in records]
+
+    def cancel(self, jobs: Sequence[JobStatus], grace: float) -> None:
+        records = [job.record for job in jobs]
+        for record in records:
+            self._signal(record, signal.SIGTERM)  # the ranks save
+        left = wait_for_ends(self.status, records, grace)
+        for record in left:
+            print(f"job {record.number}: has not ended within {grace:.0f}s, and is ended now", file=sys.stderr)
+            self._signal(record, signal.SIGTERM)  # the second one ends all at once
+        for record in wait_for_ends(self.status, left, _END_SECONDS):
+            self._signal(record, signal.SIGKILL)  # the hosts notice that their connections have ended
+
+    def _signal(self, record: JobRecord, number: signal.Signals) -> None:
+        """Tell the job's process, if it is still there."""
+        process = find_process(record)
+        if process is None or not is_running(record):
+            return
+        if not process.is_here:
+            raise UserError(
+                f"job {record.number} was submitted on {process.machine}, and its process cannot be reached from here",
+                where=record.run_dir,
+                remedy=f"call `drawbar cancel {record.number}` on {process.machine}",
+            )
+        os.kill(process.pid, number)
+
+
+def _status(record: JobRecord) -> JobStatus:
+    process = find_process(record)
+    if process is not None and is_running(record):
+        used = str(timedelta(seconds=int(time.time() - record.time)))
+        return JobStatus(record, RUNNING, f"on {', '.join(process.nodes)}", is_active=True, used=used)
+    ended = status_from_files(record)  # looked for last: it is written before the process ends
+    if ended is not None:
+        return ended
+    if process is not None and not process.is_here:
+        detail = f"the process that submitted it runs on {process.machine}, if it does: ask there"
+        return JobStatus(record, UNKNOWN, detail)
+    return JobStatus(record, LOST, "the process that held its connections was killed, and the hosts ended the run")
+
+
+def count_processes(config: RunConfig, hosts: Sequence[Host]) -> int:
+    """The processes on each host: its slots, or fewer where the configuration wants fewer.
+
+    Raises:
+        UserError: the hosts have different numbers of slots, or fewer than the configuration wants.
+    """
+    wanted = config.launch.nproc
+    gpus = config.cluster.gpu_count if config.cluster else None
+    default = gpus or 1 if wanted == "auto" else wanted
+    slots = {host.slots or default: host for host in hosts}
+    fewest = min(slots)
+    if wanted != "auto" and wanted > fewest:
+        raise UserError(
+            f"launch.nproc={wanted}, but the host {slots[fewest].name} has {fewest} slots",
+            where="the hosts",
+            remedy=f"set launch.nproc={fewest} or auto, or give the host more slots",
+        )
+    if wanted == "auto" and len(slots) > 1:
+        counts = ", ".join(f"{host.name} has {count}" for count, host in slots.items())
+        raise UserError(
+            f"each host must run as many processes as the others, but {counts}",
+            where="the hosts",
+            remedy=f"set launch.nproc={fewest}",
+        )
+    return fewest if wanted == "auto" else wanted
+
+
+def _hosts(job: Job) -> list[Host]:
+    return [parse_host(text) for text in job.cluster.hosts]
+
+
+def _check_installed() -> None:
+    if shutil.which("ssh") is None:
+        raise UserError(
+            "there is no ssh here: it is not installed",
+            where="--to ssh",
+            remedy="apt-get install openssh-client, or what your system calls it",
+        )

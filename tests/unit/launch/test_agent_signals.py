@@ -1,0 +1,31 @@
+"""The launcher of ranks hears of a scheduler's signal twice, where Apptainer hands on what it was told, too."""
+
+import os
+import signal
+
+import pytest
+from torch.distributed.elastic.multiprocessing.api import SignalException
+
+from drawbar.launch.node import agent
+from harness import run_ranks
+
+
+@pytest.mark.parametrize(
+    ("number", "echo_seconds", "code"),
+    [(signal.SIGTERM, 60.0, 0), (signal.SIGUSR1, 60.0, 0), (signal.SIGTERM, 0.0, 143), (signal.SIGINT, 60.0, 130)],
+)
+def test_an_echo_is_no_second_signal(number: signal.Signals, echo_seconds: float, code: int) -> None:
+    """A person's second Ctrl-C never is one."""
+    assert run_ranks(be_told_twice, 1, number, echo_seconds) == [code]
+
+
+def be_told_twice(number: signal.Signals, echo_seconds: float) -> int:
+    child = os.fork()
+    if child == 0:
+        agent.ECHO_SECONDS = echo_seconds
+        agent._handle_signals("no-such-folder")
+        with pytest.raises(SignalException):
+            os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
