@@ -58,6 +58,7 @@ def load_config(
     for override in overrides:
         apply_override(settings, override)
     adopt(settings)
+    _drop_retired(settings)
     # Present, so that a missing option of the task is reported under its key.
     settings.values.setdefault("task", {})
     if task is None:
@@ -76,6 +77,13 @@ def load_config(
     if config is None or settings.problems:
         raise _one_error(settings.problems)
     return LoadedConfig(config, settings.origins, settings.path)
+
+
+def _drop_retired(settings: Settings) -> None:
+    """Leave out settings of older versions that had one value alone, which their run directories hold."""
+    tracking = settings.values.get("tracking")
+    if isinstance(tracking, dict) and tracking.get("wandb", 0) is None:
+        del tracking["wandb"]
 
 
 def load_run_config(
