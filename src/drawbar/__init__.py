@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from drawbar.config.load import load_config
     from drawbar.config.schema import RunConfig
     from drawbar.config.tasks import TaskConfig
-    from drawbar.data.readers import Reader
+    from drawbar.data.readers import FileReader
     from drawbar.errors import UserError
     from drawbar.tasks.batch import Batch
     from drawbar.tasks.causal_lm import CausalLM
@@ -36,8 +36,8 @@ _HOMES = {
     "Batch": "drawbar.tasks.batch",
     "Callback": "drawbar.train.callback",
     "CausalLM": "drawbar.tasks.causal_lm",
+    "FileReader": "drawbar.data.readers",
     "MaskedLM": "drawbar.tasks.masked_lm",
-    "Reader": "drawbar.data.readers",
     "RunConfig": "drawbar.config.schema",
     "RunHandle": "drawbar.train.callback",
     "Seq2Seq": "drawbar.tasks.seq2seq",
@@ -59,8 +59,8 @@ __all__ = [
     "Batch",
     "Callback",
     "CausalLM",
+    "FileReader",
     "MaskedLM",
-    "Reader",
     "RunConfig",
     "RunHandle",
     "Seq2Seq",

@@ -113,7 +113,7 @@ CONFIGURATION = [
     Case("out of range", (*TRAIN, "optim.lr=-1"), ("optim.lr", "number >= 0", "-1")),
     Case("unset variable", (*TRAIN, "data.train=${NOT_SET_HERE}/a"), ("data.train", "NOT_SET_HERE is not set")),
     Case("unknown task", (*TRAIN, "task.type=causal_ml"), ("task.type", "'causal_ml'", "did you mean causal_lm?")),
-    Case("task that is not there", (*TRAIN, "task.type=mine:Task"), ("task.type", "cannot import 'mine'")),
+    Case("task that is not there", (*TRAIN, "task.type=mine:Task"), ("task.type", "'mine:Task' cannot be imported")),
     Case("task that is none", (*TRAIN, "task.type=mine:Thing"), ("mine:Thing", "no task"),
          file("mine.py", "class Thing: ...")),
     Case("duplicate key", TRAIN, ("config.yaml:2", 'duplicate key "train"', "keep one"),

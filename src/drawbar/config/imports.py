@@ -84,10 +84,14 @@ def find_by_name(registry: Registry[T], name: str, where: str, form: str) -> T:
     Raises:
         UserError: there is none of this name, or the user's own cannot be imported.
     """
-    if ":" not in name:
+    if ":" in name:
+        found: T = import_user_object(name, registry.kind, where, form)
+        return found
+    try:
         return registry.get(name, where)
-    found: T = import_user_object(name, registry.kind, where, form)
-    return found
+    except UserError as error:
+        error.remedy = f"{error.remedy}; your own is package.module:{form}"
+        raise
 
 
 def import_user_object(name: str, kind: str, where: str, form: str) -> Any:
@@ -109,7 +113,7 @@ def import_user_object(name: str, kind: str, where: str, form: str) -> Any:
         raise UserError(
             f"the {kind} {name!r} is no {form.lower()}: the module {problem} {attribute!r}{hint}",
             where=where,
-            remedy=f"name a {form.lower()} of {module_name}",
+            remedy=f"name a {form.lower()} of {module_name}, as package.module:{form}",
         )
     return found
 

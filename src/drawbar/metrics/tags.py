@@ -21,9 +21,9 @@ ENTITY_SCORES = ("entity_precision", "entity_recall", "entity_f1", "tag_accuracy
 def entity_f1(predictions: list[list[str]], references: list[list[str]]) -> dict[str, float]:
     """Precision, recall and F1 of entities, 0 to 1, over all records together (micro average).
 
-    By the rules of conlleval, which are those of seqeval's default mode: ``B-X`` begins an entity; ``I-X`` continues one
-    of type X, and after ``O`` or another type it begins one. An entity is found if its type, its first and its last word
-    are right. See https://www.cnts.ua.ac.be/conll2000/chunking/conlleval.txt.
+    By the rules of conlleval, which are those of seqeval's default mode: ``B-X`` begins an entity; ``I-X`` continues
+    one of type X, and after ``O`` or another type it begins one. An entity is found if its type, its first and its last
+    word are right. See https://www.cnts.ua.ac.be/conll2000/chunking/conlleval.txt.
 
     Returns:
         One for each of ``ENTITY_SCORES``.

@@ -184,14 +184,12 @@ def test_task_class_by_module_and_name(own_module):
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        (
-            "causal_ml",
-            " | seq2seq | masked_lm | package.module:Class; did you mean causal_lm?",
-        ),
+        ("causal_ml", "there is no task 'causal_ml'; did you mean causal_lm? There are: causal_lm, sequence_class"),
+        ("causal_ml", "your own is package.module:Class"),
         ("own_task_module:Onw", "has no 'Onw'; did you mean own_task_module:Own?"),
-        ("own_task_module:Bare", "has no class `Config`"),
+        ("own_task_module:Bare", "a class that has a class `Config`"),
         ("no_such_module:Own", "No module named 'no_such_module'"),
-        (":Own", "cannot import ''"),
+        (":Own", "Empty module name"),
     ],
 )
 def test_task_that_cannot_be_found(own_module, name, expected):
@@ -285,10 +283,13 @@ def test_unknown_key_on_the_command_line():
         ("optim: {betas: [0.9]}\n", "optim.betas: expected list of 2: "),
         ("optim: {betas: [0.9, x]}\n", "optim.betas.1: expected a valid number, got 'x'\n"),
         ("data: {train: [a, 3]}\n", "data.train.1: expected a valid string, got 3\n"),
-        ("data: {train: {a: 3}}\n", "data.train.a: unknown key; allowed in data.train: files, parallel, dataset,"),
+        (
+            "data: {train: {a: 3}}\n",
+            "data.train.a: unknown key; allowed in data.train: files, reader, parallel, dataset,",
+        ),
         (
             "data: {train: 3}\n",
-            "data.train: expected text | section (files, parallel, dataset, subset, split, columns,",
+            "data.train: expected text | section (files, reader, parallel, dataset, subset, split, ",
         ),
         ("data: {streaming: yes}\n", "expected true | false, got 'yes'; did you mean true?"),
         ("data: {streaming: Off}\n", "got 'Off'; did you mean false?"),

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawbar.metrics.registry import METRICS
+from drawbar.metrics.registry import BUILT_IN_METRICS
 from drawbar.metrics.tags import entity_f1, is_entity_tag, tag_accuracy
 
 Entity = tuple[str, int, int]
@@ -97,7 +97,7 @@ def test_no_entities_is_zero() -> None:
 
 
 def test_tag_accuracy_takes_any_tags() -> None:
-    assert METRICS["tag_accuracy"]([["NN", "VB"], [3]], [["NN", "NN"], [3]]) == pytest.approx(2 / 3)
+    assert BUILT_IN_METRICS["tag_accuracy"]([["NN", "VB"], [3]], [["NN", "NN"], [3]]) == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize("tag", ["NN", "E-X", "B-", "BX", "o", "", 3, None])
