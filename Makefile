@@ -32,12 +32,13 @@ docs: .venv/installed-dev
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache build
 
-# torch first, by its exact version: everything else then finds it there and fetches no other build
+# torch first, by its exact version: everything else then finds it there and fetches no other build; setuptools-scm is
+# what seqeval is built with
 .venv/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "drawbar needs Python 3.11 or newer; say which: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(PIP) setuptools torch
+	$(PIP) setuptools setuptools-scm torch
 	-$(PIP) uv
 	$(call install,-e .)
 	touch $@

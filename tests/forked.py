@@ -49,7 +49,7 @@ def run_python(command: list[str]) -> None:
         main()
     elif command[:2] in (DEEPSPEED, _DEEPSPEED_NODE):
         sys.argv = command[1:]
-        launcher = importlib.import_module(command[1])
+        launcher: Any = importlib.import_module(command[1])
         if not torch.cuda.is_available():
             launcher.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": _Forked})
         launcher.main()

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from drawbar.config.load import load_config
     from drawbar.config.schema import RunConfig
     from drawbar.config.tasks import TaskConfig
+    from drawbar.data.readers import FileReader
     from drawbar.errors import UserError
     from drawbar.tasks.batch import Batch
     from drawbar.tasks.causal_lm import CausalLM
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from drawbar.tasks.masked_lm import MaskedLM
     from drawbar.tasks.seq2seq import Seq2Seq
     from drawbar.tasks.task import Task
+    from drawbar.tracking.tracker import TrackedRun, Tracker
+    from drawbar.train.callback import Callback, RunHandle
+    from drawbar.train.step import StepInfo
     from drawbar.train.trained import load_run
     from drawbar.train.trainer import Trainer
 
@@ -30,14 +34,20 @@ let_threads_sleep()  # here, since torch must not be loaded yet
 
 _HOMES = {
     "Batch": "drawbar.tasks.batch",
+    "Callback": "drawbar.train.callback",
     "CausalLM": "drawbar.tasks.causal_lm",
+    "FileReader": "drawbar.data.readers",
     "MaskedLM": "drawbar.tasks.masked_lm",
     "RunConfig": "drawbar.config.schema",
+    "RunHandle": "drawbar.train.callback",
     "Seq2Seq": "drawbar.tasks.seq2seq",
     "SequenceClassification": "drawbar.tasks.classification",
+    "StepInfo": "drawbar.train.step",
     "Task": "drawbar.tasks.task",
     "TaskConfig": "drawbar.config.tasks",
     "TokenClassification": "drawbar.tasks.classification",
+    "TrackedRun": "drawbar.tracking.tracker",
+    "Tracker": "drawbar.tracking.tracker",
     "Trainer": "drawbar.train.trainer",
     "UserError": "drawbar.errors",
     "load_config": "drawbar.config.load",
@@ -47,14 +57,20 @@ _HOMES = {
 
 __all__ = [
     "Batch",
+    "Callback",
     "CausalLM",
+    "FileReader",
     "MaskedLM",
     "RunConfig",
+    "RunHandle",
     "Seq2Seq",
     "SequenceClassification",
+    "StepInfo",
     "Task",
     "TaskConfig",
     "TokenClassification",
+    "TrackedRun",
+    "Tracker",
     "Trainer",
     "UserError",
     "load_config",

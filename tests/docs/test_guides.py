@@ -13,7 +13,7 @@ import drawbar
 from drawbar.config.rules import RULES, check_rules
 from drawbar.data.sources import open_records
 from drawbar.tasks.old_names import METHODS as OLD_NAMES
-from drawbar.tasks.registry import BUILT_IN
+from drawbar.tasks.registry import task_class
 
 DOCS = Path(__file__).parents[2] / "docs"
 TASKS, DATA = DOCS / "tasks.md", DOCS / "data.md"
@@ -80,7 +80,7 @@ def test_settings_are_those_of_the_program(page: Path, block: Block, tmp_path: P
     with chdir(tmp_path):
         config = drawbar.load_config("part.yaml").config
         check_rules(config, RULES)
-        BUILT_IN[config.task.type](config)
+        task_class(config.task.type)(config)
         if block.mark == "part" and config.data.train is not None:
             assert len(open_records(config.data, "train")) > 0
 

@@ -13,6 +13,7 @@ from pydantic import AfterValidator, model_validator
 
 from drawbar.config.container import BindText, ImageText, RuntimeOrAuto
 from drawbar.config.hosts import check_hosts, parse_host
+from drawbar.config.secrets import SECRET
 from drawbar.config.section import Count, PathText, Section, Text, text_of
 from drawbar.config.slurm_time import check_time, parse_time
 from drawbar.config.source import Origin, Settings, read_file
@@ -26,7 +27,6 @@ Module = Annotated[
 TimeLimit = Annotated[str, AfterValidator(check_time)]
 
 _TYPED_GPUS = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]*):([1-9][0-9]{0,3})")
-_SECRET = re.compile(r"TOKEN(?!IZ)|SECRET|PASSW|API_?KEY|CREDENTIAL", re.IGNORECASE)
 OWN_OPTIONS = {
     "account", "array", "chdir", "cpus-per-task", "error", "export", "gpus-per-node", "job-name", "nodes", "no-requeue",
     "ntasks", "ntasks-per-node", "open-mode", "output", "parsable", "partition", "requeue", "signal", "test-only",
@@ -39,8 +39,8 @@ OWN_SSH_OPTIONS = {
 }  # fmt: skip
 """Options of ssh, in small letters, without which a launch would hang or leave something behind."""
 FORWARDED = [
-    "HF_*", "HUGGING_FACE_*", "TRANSFORMERS_*", "TOKENIZERS_*", "WANDB_*", "NCCL_*", "GLOO_*", "TORCH_*", "PYTORCH_*",
-    "OMP_*", "GOMP_*", "KMP_*", "MKL_*", "CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG",
+    "HF_*", "HUGGING_FACE_*", "TRANSFORMERS_*", "TOKENIZERS_*", "WANDB_*", "MLFLOW_*", "TRACKIO_*", "NCCL_*", "GLOO_*",
+    "TORCH_*", "PYTORCH_*", "OMP_*", "GOMP_*", "KMP_*", "MKL_*", "CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG",
 ]  # fmt: skip
 """Not CUDA_VISIBLE_DEVICES: the GPUs of one machine are not those of another."""
 
@@ -49,7 +49,7 @@ def _variables(values: dict[str, str]) -> dict[str, str]:
     for name, value in values.items():
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise ValueError(f"{name!r} is no name of an environment variable")
-        if _SECRET.search(name):
+        if SECRET.search(name):
             raise ValueError(
                 f"{name} looks like a secret, and job scripts are no place for one; "
                 "export it before `drawbar submit`: the scheduler passes your environment on"

@@ -16,6 +16,7 @@ MAY_CHANGE: dict[str, str] = {
     "launch": "how processes start, not what they compute",
     "cluster": "where the job runs, not what it computes",
     "tracking": "what is written about the run, not the run",
+    "callbacks": "what is done beside the run, not the run",
     "device": "the same run on other hardware",
     "parallel": "every strategy computes the same update",
     "deepspeed": "DeepSpeed computes the same update",

@@ -12,6 +12,9 @@ class SourceSection(Section):
 
     files: PathText | list[PathText] | None = None
     """A file, a glob, or a list of them."""
+    reader: Text | None = None
+    """With `files`: how they are read, whatever their names end in: an ending such as `.csv`, or a class of your own as
+    `package.module:Class`."""
     parallel: dict[Text, PathText] | None = None
     """Text files by column name: line n of each makes record n, as in `{source: train.en, target: train.de}`."""
     dataset: PathText | None = None

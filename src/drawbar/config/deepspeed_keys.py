@@ -176,7 +176,7 @@ PASSED = {
 }
 LOGGERS = {
     "tensorboard": "tracking.tensorboard writes the run's metrics, whatever runs it",
-    "wandb": "tracking.wandb and tracking.tensorboard are for the run's metrics",
+    "wandb": "tracking.trackers.wandb tracks the run, whatever runs it",
     "csv_monitor": "metrics.jsonl in the run directory holds the run's metrics",
     "comet": "metrics.jsonl in the run directory holds the run's metrics",
 }

@@ -1,15 +1,21 @@
 """Importing what a user names as ``package.module:name``."""
 
 import importlib
+import inspect
 import os
 import sys
 import sysconfig
 import traceback
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
+from typing import Any, TypeVar
 
-from drawbar.errors import nearest
+from drawbar.errors import UserError, nearest
+from drawbar.util.registry import Registry
+
+T = TypeVar("T")
 
 SNAPSHOT = "DRAWBAR_SNAPSHOT"
 """Environment variable: the folder with a copy of the user's code, which comes before the code in the current one."""
@@ -67,3 +73,74 @@ def missing_module(error: Exception) -> str | None:
     meant = f"did you mean {near}? " if near else ""
     package = _PACKAGES.get(name, name)
     return f"{meant}If it is your own, start in its folder, or set PYTHONPATH to that; else `pip install {package}`"
+
+
+def find_by_name(registry: Registry[T], name: str, where: str, form: str) -> T:
+    """The implementation that a setting names: one of a registry, or the user's own as ``package.module:NAME``.
+
+    Args:
+        form: what NAME stands for: ``Class`` or ``function``.
+
+    Raises:
+        UserError: there is none of this name, or the user's own cannot be imported.
+    """
+    if ":" in name:
+        found: T = import_user_object(name, registry.kind, where, form)
+        return found
+    try:
+        return registry.get(name, where)
+    except UserError as error:
+        error.remedy = f"{error.remedy}; your own is package.module:{form}"
+        raise
+
+
+def import_user_object(name: str, kind: str, where: str, form: str) -> Any:
+    """What a user names as ``package.module:NAME``; see ``find_by_name``."""
+    module_name, _, attribute = name.partition(":")
+    try:
+        module = import_user_module(module_name)
+    except Exception as error:
+        raise UserError(
+            f"the {kind} {name!r} cannot be imported: {cause(error)}",
+            where=where,
+            remedy=f"give package.module:{form} of a module on PYTHONPATH or in the current folder, free of errors",
+        ) from error
+    found = getattr(module, attribute, None)
+    if not callable(found):
+        near = nearest(attribute, [known for known, value in vars(module).items() if callable(value)])
+        hint = f"; did you mean {module_name}:{near}?" if near else ""
+        problem = "has no" if found is None else "cannot call its"
+        raise UserError(
+            f"the {kind} {name!r} is no {form.lower()}: the module {problem} {attribute!r}{hint}",
+            where=where,
+            remedy=f"name a {form.lower()} of {module_name}, as package.module:{form}",
+        )
+    return found
+
+
+def make_with_options(made: Callable[..., T], options: Mapping[str, Any], what: str, where: str) -> T:
+    """An object of a class that a setting names, with its options as keyword arguments.
+
+    Args:
+        what: for messages: ``the tracker wandb``.
+
+    Raises:
+        UserError: the class does not take these options, or refuses their values.
+    """
+    try:
+        inspect.signature(made).bind(**options)
+    except TypeError as error:
+        taken = ", ".join(str(parameter) for parameter in inspect.signature(made).parameters.values())
+        raise UserError(
+            f"{what} cannot be made with these options: {error}",
+            where=where,
+            remedy=f"it takes: {taken or 'no options'}",
+        ) from error
+    try:
+        return made(**options)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"{what} cannot be made: {cause(error)}", where=where, remedy="correct its options, or the class"
+        ) from error

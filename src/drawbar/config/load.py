@@ -12,11 +12,11 @@ from ruamel.yaml import YAML, CommentedMap, CommentedSeq, RoundTripRepresenter, 
 
 from drawbar.config.cluster import read_profile
 from drawbar.config.deepspeed_file import adopt
-from drawbar.config.imports import cause, import_user_module
+from drawbar.config.imports import find_by_name
 from drawbar.config.problems import report_errors
 from drawbar.config.schema import RunConfig, run_config_type
 from drawbar.config.source import DEFAULT, Origin, Settings, apply_override, config_of_run, lay_over, read_file
-from drawbar.config.tasks import BUILT_IN_TASKS, TaskConfig
+from drawbar.config.tasks import BUILT_IN_TASKS, TASKS, TaskConfig
 from drawbar.errors import UserError, nearest
 
 SCRIPT_FILE = "script.json"
@@ -58,6 +58,7 @@ def load_config(
     for override in overrides:
         apply_override(settings, override)
     adopt(settings)
+    _drop_retired(settings)
     # Present, so that a missing option of the task is reported under its key.
     settings.values.setdefault("task", {})
     if task is None:
@@ -76,6 +77,13 @@ def load_config(
     if config is None or settings.problems:
         raise _one_error(settings.problems)
     return LoadedConfig(config, settings.origins, settings.path)
+
+
+def _drop_retired(settings: Settings) -> None:
+    """Leave out settings of older versions that had one value alone, which their run directories hold."""
+    tracking = settings.values.get("tracking")
+    if isinstance(tracking, dict) and tracking.get("wandb", 0) is None:
+        del tracking["wandb"]
 
 
 def load_run_config(
@@ -181,39 +189,20 @@ def _task_config(settings: Settings) -> type[TaskConfig] | None:
     name = section.get("type", "causal_lm") if isinstance(section, dict) else "causal_lm"
     if not isinstance(name, str):
         return TaskConfig
-    if name in BUILT_IN_TASKS:
+    if name in BUILT_IN_TASKS:  # without importing torch
         return BUILT_IN_TASKS[name]
-    if ":" in name:
-        try:
-            return _import_config(name)
-        except _NoTask as error:
-            settings.report("task.type", str(error))
-            return None
-    near = nearest(name, BUILT_IN_TASKS)
-    hint = f"; did you mean {near}?" if near else ""
-    allowed = " | ".join([*BUILT_IN_TASKS, "package.module:Class"])
-    settings.report("task.type", f"unknown task {name!r}; expected {allowed}{hint}")
-    return None
-
-
-class _NoTask(Exception):
-    """``package.module:Class`` does not name a task."""
-
-
-def _import_config(name: str) -> type[TaskConfig]:
-    """``Config`` of the task class ``package.module:Class``."""
-    module_name, _, class_name = name.partition(":")
     try:
-        module = import_user_module(module_name)
-    except Exception as error:
-        raise _NoTask(f"cannot import {module_name!r}: {cause(error)}") from error
-    found = getattr(module, class_name, None)
-    if found is None:
-        classes = [known for known, value in vars(module).items() if isinstance(getattr(value, "Config", None), type)]
-        near = nearest(class_name, classes)
-        hint = f"; did you mean {module_name}:{near}?" if near else ""
-        raise _NoTask(f"{module_name} has no {class_name!r}{hint}")
-    config = getattr(found, "Config", None)
-    if not (isinstance(config, type) and issubclass(config, TaskConfig)):
-        raise _NoTask(f"{name} is no task: it has no class `Config` that subclasses drawbar.TaskConfig")
-    return config
+        return _config_of(name)
+    except UserError as error:
+        settings.report("task.type", f"{error.what}; {error.remedy}")
+        return None
+
+
+def _config_of(name: str) -> type[TaskConfig]:
+    """``Config`` of a task that is not a built-in one."""
+    config = getattr(find_by_name(TASKS, name, "task.type", "Class"), "Config", None)
+    if isinstance(config, type) and issubclass(config, TaskConfig):
+        return config
+    raise UserError(
+        f"{name} is no task", remedy="name a class that has a class `Config`, which subclasses drawbar.TaskConfig"
+    )

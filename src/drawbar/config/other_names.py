@@ -145,10 +145,11 @@ OUR_NAMES: dict[str, tuple[str, ...]] = {
     "logging_steps": ("tracking.log_every",),
     "logging_strategy": ("tracking.log_every",),
     "log_every_n_steps": ("tracking.log_every",),
-    "report_to": ("tracking.tensorboard", "tracking.wandb"),
+    "report_to": ("tracking.tensorboard", "tracking.trackers"),
     "use_tensorboard": ("tracking.tensorboard",),
-    "wandb_project": ("tracking.wandb.project",),
-    "wandb_mode": ("tracking.wandb.mode",),
+    "wandb": ("tracking.trackers",),
+    "wandb_project": ("tracking.trackers",),
+    "wandb_mode": ("tracking.trackers",),
     "profiler": ("tracking.profile",),
 }
 """Settings (``key``, or ``key=value`` where a value of it is meant) by what others call them."""

@@ -33,23 +33,6 @@ def _has_weights(sources: Sources) -> bool:
     return isinstance(sources, list) and any(isinstance(source, SourceSection) and source.weight for source in sources)
 
 
-NOT_YET = (
-    Rule(
-        "fp8",
-        ("precision",),
-        lambda c: c.precision == "fp8",
-        "fp8 is not in this version yet",
-        "set precision to bf16 or auto",
-    ),
-    Rule(
-        "wandb",
-        ("tracking.wandb",),
-        lambda c: c.tracking.wandb is not None,
-        "Weights & Biases is not in this version yet",
-        "set tracking.wandb=null; metrics.jsonl and TensorBoard hold the same numbers",
-    ),
-)
-
 BATCHES_AND_STEPS = (
     Rule(
         "training data",
@@ -225,7 +208,7 @@ OPTIMIZATION = (
     ),
 )
 
-RULES: tuple[Rule, ...] = NOT_YET + PARALLEL + DEEPSPEED + ADAPTERS
+RULES: tuple[Rule, ...] = PARALLEL + DEEPSPEED + ADAPTERS
 """What every command needs."""
 
 TRAIN_RULES: tuple[Rule, ...] = (FLEX_TRAINING, *BATCHES_AND_STEPS, *STREAMS, *EVALUATION, *OPTIMIZATION)

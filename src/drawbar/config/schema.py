@@ -6,7 +6,7 @@ generated from it. The models are strict (no silent conversions), closed (an unk
 
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, SerializeAsAny, create_model
 from pydantic_core import PydanticCustomError
@@ -14,7 +14,8 @@ from pydantic_core import PydanticCustomError
 from drawbar.config.cluster import ClusterSection
 from drawbar.config.data import DataSection
 from drawbar.config.deepspeed_section import DeepSpeedSection
-from drawbar.config.section import Auto, Count, Fraction, PathText, Section, text_of
+from drawbar.config.secrets import refuse_secrets
+from drawbar.config.section import Auto, Count, Fraction, PathText, Section, Text, text_of
 from drawbar.config.strategies import BUILT_IN, Strategy, find_strategy
 from drawbar.config.tasks import CausalLMConfig, TaskConfig
 from drawbar.errors import UserError
@@ -183,13 +184,6 @@ class CheckpointSection(Section):
     """Save whenever the evaluation finds a better score, and keep the best one besides."""
 
 
-class WandbSection(Section):
-    project: Annotated[str, Field(min_length=1)]
-    """Project that the run belongs to."""
-    mode: Literal["online", "offline"] = "online"
-    """Send as the run goes, or keep the files for `wandb sync`."""
-
-
 class ProfileSection(Section):
     start: Count
     """First step to profile."""
@@ -202,8 +196,9 @@ class TrackingSection(Section):
     """Write metrics every so many steps."""
     tensorboard: bool = True
     """Write TensorBoard event files."""
-    wandb: WandbSection | None = None
-    """Track the run with Weights & Biases."""
+    trackers: Annotated[dict[Text, dict[str, Any] | None], AfterValidator(refuse_secrets)] = {}
+    """Other trackers, each with its options: `wandb`, `mlflow`, `trackio`, one of an installed package, or a class of
+    your own as `package.module:Class`. As in `{wandb: {project: demo}}`; `null` instead of options leaves one out."""
     profile: ProfileSection | None = None
     """Record a torch.profiler trace of these steps in `<run>/profile/`."""
 
@@ -229,7 +224,7 @@ class RunConfig(Section):
     """Train low-rank adapters instead of all weights (needs `peft`)."""
     train: TrainSection = TrainSection()
     optim: OptimSection = OptimSection()
-    precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "auto"
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Number format of the matrix products. Weights stay in fp32. `auto`: bf16 where the hardware is faster at it; a
     resumed run keeps what it began with."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
@@ -240,6 +235,8 @@ class RunConfig(Section):
     eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()
     tracking: TrackingSection = TrackingSection()
+    callbacks: Annotated[list[Text | dict[Text, dict[str, Any]]], AfterValidator(refuse_secrets)] = []
+    """Callbacks, each as `package.module:Class`, or with options as in `{package.module:Class: {every: 10}}`."""
     launch: LaunchSection = LaunchSection()
     cluster: ClusterSection | None = None
     """Where `drawbar submit` runs the job; `drawbar train` does not read it. A profile may hold the same keys."""

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from drawbar.config.section import Count, Fraction, PathText, Section, Text
+from drawbar.util.registry import Registry
 
 
 class TaskConfig(Section):
@@ -148,3 +149,11 @@ BUILT_IN_TASKS: dict[str, type[TaskConfig]] = {
     "masked_lm": MaskedLMConfig,
 }
 """The options of each built-in task."""
+
+TASKS: Registry[Any] = Registry("task", "drawbar.tasks")
+"""Names for ``task.type``. A class of your own is also found as ``package.module:Class``."""
+TASKS.register_lazy("causal_lm", "drawbar.tasks.causal_lm:CausalLM")
+TASKS.register_lazy("sequence_classification", "drawbar.tasks.classification:SequenceClassification")
+TASKS.register_lazy("token_classification", "drawbar.tasks.classification:TokenClassification")
+TASKS.register_lazy("seq2seq", "drawbar.tasks.seq2seq:Seq2Seq")
+TASKS.register_lazy("masked_lm", "drawbar.tasks.masked_lm:MaskedLM")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from drawbar.data.class_labels import Feature, class_names, features_of, only_classes, with_classes
-from drawbar.data.readers import BadRecord, Reader, Record, Unit
+from drawbar.data.readers import BadRecord, FileReader, Reader, Record, Unit
 from drawbar.errors import UserError
 
 ROWS_AT_ONCE = 1024
@@ -108,13 +108,7 @@ class ColumnarReader(Reader):
 
 
 @dataclass(frozen=True)
-class _ColumnarFile(ColumnarReader):
-    path: Path
-
-    @property
-    def files(self) -> list[Path]:
-        return [self.path]
-
+class _ColumnarFile(FileReader, ColumnarReader):
     @property
     def name(self) -> Path:
         return self.path

@@ -3,66 +3,65 @@
 import glob
 import os
 import shlex
+from functools import cache
 from pathlib import Path
-from typing import Literal
 
-from drawbar.data.arrow import ArrowFile, ParquetFile
+from drawbar.config.imports import find_by_name
 from drawbar.data.python_stdlib import PYTHON_STDLIB
-from drawbar.data.readers import JsonFile, JsonLines, Reader, TextDocument, TextLines, TextParagraphs
-from drawbar.data.tables import CsvTable, TsvTable
+from drawbar.data.readers import READERS, FileReader, ReadOptions
 from drawbar.errors import UserError, nearest
 
-SampleBy = Literal["line", "paragraph", "document"]
-
-TEXT_SUFFIXES = (".txt", ".tsv", ".csv", ".json", ".jsonl", ".ndjson")
-"""Kinds that may be compressed: ``.txt.gz``."""
-SUFFIXES = (*TEXT_SUFFIXES, ".parquet", ".arrow")
 UNPACKERS = {".zst": "zstd -d", ".xz": "unxz -k", ".bz2": "bunzip2 -k", ".zip": "unzip"}
 """What unpacks other compressed files, and keeps them."""
 BUILT_IN_SOURCES = (PYTHON_STDLIB,)
 
-_TEXT_READERS = {"line": TextLines, "paragraph": TextParagraphs, "document": TextDocument}
 
-
-def reader_of(path: Path, sample_by: SampleBy, columns: list[str] | None) -> Reader:
-    """The reader of one file, by the end of its name.
+def reader_of(path: Path, options: ReadOptions, reader: str | None, key: str) -> FileReader:
+    """The reader of one file: the one that is asked for, or by the end of its name.
 
     Args:
         path: an existing file.
-        sample_by: what one record of a ``.txt`` file is.
-        columns: names of the columns of a ``.tsv`` or ``.csv`` file without a header.
+        reader: an end of names such as ``.csv``, or the user's own as ``package.module:Class``.
+        key: the setting that names the file.
 
     Raises:
-        UserError: a file of an unknown kind.
+        UserError: a file of an unknown kind, or no such reader.
     """
-    names = tuple(columns) if columns is not None else None
-    match _kind(path.name):
-        case ".txt":
-            return _TEXT_READERS[sample_by](path)
-        case ".tsv":
-            return TsvTable(path, names)
-        case ".csv":
-            return CsvTable(path, names)
-        case ".json":
-            return JsonFile(path)
-        case ".jsonl" | ".ndjson":
-            return JsonLines(path)
-        case ".parquet":
-            return ParquetFile(path)
-        case ".arrow":
-            return ArrowFile(path)
+    made = _named_reader(reader, f"{key}.reader") if reader is not None else _usual_reader(path)
+    return made.open(path, options)
+
+
+def _usual_reader(path: Path) -> type[FileReader]:
+    try:
+        found = _reader_of_ending(_ending(path.name))
+    except UserError:
+        found = None
+    if found is not None and (found.is_text or not path.name.lower().endswith(".gz")):
+        return found
     unpack = UNPACKERS.get(path.suffix.lower())
     raise UserError(
         f"{path} is of an unknown kind ({''.join(path.suffixes[-2:]) or 'no extension'})",
         where=str(path),
         remedy=(f"unpack it: {unpack} {shlex.quote(str(path))}; " if unpack else "")
-        + f"supported are: {', '.join(SUFFIXES)}; the text ones also as .gz",
+        + f"supported are: {', '.join(READERS.names())}; the text ones also as .gz",
     )
 
 
-def is_table(path: Path) -> bool:
-    """Whether the columns of the file may have to be named by a setting."""
-    return _kind(path.name) in (".tsv", ".csv")
+def _ending(name: str) -> str:
+    """``.jsonl`` of ``a.jsonl.gz``."""
+    return Path(name.lower().removesuffix(".gz")).suffix
+
+
+@cache  # of many files; an error is not kept
+def _reader_of_ending(ending: str) -> type[FileReader]:
+    return _named_reader(ending, "data")
+
+
+def _named_reader(name: str, where: str) -> type[FileReader]:
+    found = find_by_name(READERS, name, where, "Class")
+    if not (isinstance(found, type) and issubclass(found, FileReader)):
+        raise UserError(f"{name} is not a subclass of drawbar.FileReader", where=where, remedy="name a class that is")
+    return found
 
 
 def is_empty(path: Path) -> bool:
@@ -73,13 +72,6 @@ def is_empty(path: Path) -> bool:
         return False
 
 
-def _kind(name: str) -> str | None:
-    """The suffix that tells what a file holds; None where it is not one of ours."""
-    plain = name.lower().removesuffix(".gz")
-    suffix = Path(plain).suffix
-    return suffix if suffix in (SUFFIXES if plain == name.lower() else TEXT_SUFFIXES) else None
-
-
 def find_files(item: str, key: str) -> list[Path]:
     """The files that one item of the setting ``key`` names; those of a glob in the order of their names.
 
@@ -88,8 +80,9 @@ def find_files(item: str, key: str) -> list[Path]:
     """
     path = Path(item)
     if path.is_dir():
-        known = [name for name in sorted(os.listdir(path)) if _kind(name)]
-        suffix = known[0][known[0].lower().rindex(str(_kind(known[0]))) :] if known else SUFFIXES[0]
+        endings = READERS.names()
+        known = [name for name in sorted(os.listdir(path)) if _ending(name) in endings]
+        suffix = known[0][known[0].lower().rindex(_ending(known[0])) :] if known else endings[0]
         raise UserError(
             f"{item} is a folder", where=key, remedy=f"name the files in it with a glob: {path / ('*' + suffix)}"
         )
@@ -123,7 +116,8 @@ def _missing(path: Path, key: str) -> UserError:
             where=key,
             remedy=f"check the path; it is taken from the folder {Path.cwd()}",
         )
-    names = {name: str(folder / name) for name in os.listdir(folder) if _kind(name)}
+    endings = READERS.names()
+    names = {name: str(folder / name) for name in os.listdir(folder) if _ending(name) in endings}
     if folder == Path():
         names |= {name: name for name in BUILT_IN_SOURCES}
     guess = nearest(path.name, names)

@@ -14,10 +14,11 @@ from dataclasses import dataclass, fields
 from functools import cache
 from itertools import zip_longest
 from pathlib import Path
-from typing import IO, Any, ClassVar, NamedTuple
+from typing import IO, Any, ClassVar, Literal, NamedTuple
 
 from drawbar.errors import UserError
 from drawbar.runtime.log import logger
+from drawbar.util.registry import Registry
 
 Record = dict[str, Any]
 
@@ -95,6 +96,48 @@ class Reader(ABC):
         return UserError(
             f"{path} has no records: {reason}", where=str(path), remedy="put data in the file, or leave it out"
         )
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """What the configuration says of how files are read; a reader takes what concerns it."""
+
+    sample_by: Literal["line", "paragraph", "document"] = "line"
+    """``data.sample_by``: what one record of a text file is."""
+    columns: tuple[str, ...] | None = None
+    """``columns``: names of the columns of a table without a header."""
+
+
+@dataclass(frozen=True)
+class FileReader(Reader):
+    """Reads one file: what the end of a file's name, or the setting ``reader``, stands for."""
+
+    path: Path
+    is_text: ClassVar[bool] = False
+    """Whether it reads ``.gz`` files of its kind, too, as ``open_binary`` does."""
+    takes_columns: ClassVar[bool] = False
+    """Whether it takes ``ReadOptions.columns``."""
+
+    @classmethod
+    def open(cls, path: Path, options: ReadOptions) -> "FileReader":
+        """The reader of a file that exists. Nothing is read yet."""
+        return cls(path)
+
+    @property
+    def files(self) -> list[Path]:
+        return [self.path]
+
+
+READERS: Registry[type[FileReader]] = Registry("reader", "drawbar.readers")
+"""Readers by the end of a file's name, such as ``.csv``."""
+READERS.register_lazy(".txt", "drawbar.data.readers:TextLines")
+READERS.register_lazy(".tsv", "drawbar.data.tables:TsvTable")
+READERS.register_lazy(".csv", "drawbar.data.tables:CsvTable")
+READERS.register_lazy(".json", "drawbar.data.readers:JsonFile")
+READERS.register_lazy(".jsonl", "drawbar.data.readers:JsonLines")
+READERS.register_lazy(".ndjson", "drawbar.data.readers:JsonLines")
+READERS.register_lazy(".parquet", "drawbar.data.arrow:ParquetFile")
+READERS.register_lazy(".arrow", "drawbar.data.arrow:ArrowFile")
 
 
 def open_binary(path: Path) -> IO[bytes]:
@@ -212,17 +255,14 @@ def _warn_of_long_line(path: Path, line: int, size: str, looks_like: str) -> Non
     logger.warning("%s:%d is a line of %s: %s", path, line, size, looks_like)
 
 
-@dataclass(frozen=True)
-class _OneFile(Reader):
-    path: Path
-
-    @property
-    def files(self) -> list[Path]:
-        return [self.path]
-
-
-class TextLines(_OneFile):
+class TextLines(FileReader):
     """``{"text": line}`` of every line that is not blank."""
+
+    is_text: ClassVar[bool] = True
+
+    @classmethod
+    def open(cls, path: Path, options: ReadOptions) -> FileReader:
+        return {"line": TextLines, "paragraph": TextParagraphs, "document": TextDocument}[options.sample_by](path)
 
     def units(self) -> Iterator[Unit]:
         return (Unit(line, self.path, number) for number, line in self._lines())
@@ -259,8 +299,10 @@ class TextDocument(TextLines):
             yield Unit(text, self.path, None)
 
 
-class JsonLines(_OneFile):
+class JsonLines(FileReader):
     """One JSON object a line; blank lines are left out."""
+
+    is_text: ClassVar[bool] = True
 
     def units(self) -> Iterator[Unit]:
         return (Unit(line, self.path, number) for number, line in _numbered_text(binary_lines(self.path)))
@@ -284,9 +326,10 @@ class JsonLines(_OneFile):
         return record
 
 
-class JsonFile(_OneFile):
+class JsonFile(FileReader):
     """A ``.json`` file: one array of objects, or one object whose only list is that array."""
 
+    is_text: ClassVar[bool] = True
     no_records: ClassVar[str] = "its list is empty"
 
     def units(self) -> Iterator[Unit]:

@@ -9,10 +9,10 @@ from typing import Any, Literal, cast, overload
 
 from drawbar.config.data import DataSection, SourceSection
 from drawbar.data.class_labels import agreed_names
-from drawbar.data.files import BUILT_IN_SOURCES, find_file, find_files, is_empty, is_table, reader_of
+from drawbar.data.files import BUILT_IN_SOURCES, find_file, find_files, is_empty, reader_of
 from drawbar.data.hub_dataset import HubDataset
 from drawbar.data.python_stdlib import PYTHON_STDLIB, PythonStdlib
-from drawbar.data.readers import BadRecord, ParallelLines, Reader, Record
+from drawbar.data.readers import BadRecord, FileReader, ParallelLines, Reader, ReadOptions, Record
 from drawbar.data.reading import Found, Numbered, Reading
 from drawbar.data.source_stream import Located, Side, SourceStream
 from drawbar.data.tables import check_names
@@ -180,18 +180,18 @@ def _readers(source: SourceSection, data: DataSection, *, split: str, key: str) 
         columns, columns_key = source.columns, f"{key}.columns"
     check_names(columns or [], columns_key, "give every column a name of its own")
     readers: list[Reader] = []
-    tables = False
+    options = ReadOptions(data.sample_by, None if columns is None else tuple(columns))
     for item in [source.files] if isinstance(source.files, str) else source.files or []:
         if item == PYTHON_STDLIB:
             readers.append(PythonStdlib(split))
             continue
         for path in find_files(item, key):
-            reader = reader_of(path, data.sample_by, columns)
+            reader = reader_of(path, options, source.reader, key)
             if is_empty(path):
                 raise reader.empty()
             readers.append(reader)
-            tables |= is_table(path)
-    if source.columns is not None and not tables:
+    has_tables = any(isinstance(reader, FileReader) and reader.takes_columns for reader in readers)
+    if source.columns is not None and not has_tables:
         raise UserError(
             "only .tsv and .csv files have columns to be named", where=columns_key, remedy="use `rename` instead"
         )
@@ -208,6 +208,8 @@ def _check(source: SourceSection, key: str) -> None:
             where=key,
             remedy="give one of files, parallel and dataset, and not an empty one",
         )
+    if not source.files and source.reader:
+        raise UserError("a reader reads files", where=f"{key}.reader", remedy="leave it out, or give files")
     if source.dataset is None and (source.subset or source.split):
         raise UserError("subset and split belong to a dataset", where=key, remedy="leave them out, or give dataset")
     if source.dataset is not None and Path(source.dataset).is_file():

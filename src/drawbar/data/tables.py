@@ -10,7 +10,8 @@ from typing import Any, ClassVar, NoReturn
 
 from drawbar.data.readers import (
     BadRecord,
-    Reader,
+    FileReader,
+    ReadOptions,
     Record,
     Unit,
     binary_lines,
@@ -36,16 +37,17 @@ def check_names(names: Iterable[str], where: str, remedy: str) -> None:
 
 
 @dataclass(frozen=True)
-class _Table(Reader):
+class _Table(FileReader):
     """A table whose first line names the columns, unless ``columns`` does."""
 
-    path: Path
     columns: tuple[str, ...] | None
+    is_text: ClassVar[bool] = True
+    takes_columns: ClassVar[bool] = True
     no_records: ClassVar[str] = "it holds a header, but no line below it"
 
-    @property
-    def files(self) -> list[Path]:
-        return [self.path]
+    @classmethod
+    def open(cls, path: Path, options: ReadOptions) -> FileReader:
+        return cls(path, options.columns)
 
     @cached_property
     def header(self) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from drawbar.runtime.dist import Distributed
 from drawbar.runtime.files import replacing, write_whole
 from drawbar.tasks.batch import Ask, Batch
 from drawbar.tasks.task import Task
-from drawbar.tracking.trackers import json_number
+from drawbar.tracking.jsonl import json_number
 
 
 @dataclass(frozen=True)

@@ -3,17 +3,18 @@
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, SupportsFloat
 
-from drawbar.config.imports import cause, import_user_module
-from drawbar.errors import UserError, nearest
+from drawbar.config.imports import cause, find_by_name
+from drawbar.errors import UserError
 from drawbar.metrics.classification import CLASSIFICATION
 from drawbar.metrics.regression import mae, mse, pearson, spearman
 from drawbar.metrics.tags import ENTITY_SCORES, entity_f1, tag_accuracy
 from drawbar.metrics.text import ROUGE_SCORES, bleu, chrf, exact_match, rouge
+from drawbar.util.registry import Registry
 
 Metric = Callable[[list[Any], list[Any]], dict[str, float] | float]
 """(predictions, references) → one score, or several by name. Item i of both lists belongs to record i."""
 
-METRICS: dict[str, Metric] = {
+BUILT_IN_METRICS: dict[str, Metric] = {
     **CLASSIFICATION,
     "mse": mse,
     "mae": mae,
@@ -26,10 +27,13 @@ METRICS: dict[str, Metric] = {
     "entity_f1": entity_f1,
     "tag_accuracy": tag_accuracy,
 }
-"""The built-in metrics."""
+METRICS: Registry[Metric] = Registry("metric", "drawbar.metrics")
+"""Names for ``task.metrics``. A function of your own is also found as ``package.module:function``."""
+for _name, _metric in BUILT_IN_METRICS.items():
+    METRICS.register(_name)(_metric)
 
 SMALLER_IS_BETTER = frozenset({"loss", "perplexity", "bits_per_byte", "mse", "mae"})
-LARGER_IS_BETTER = frozenset({*METRICS, *ROUGE_SCORES, *ENTITY_SCORES}) - SMALLER_IS_BETTER
+LARGER_IS_BETTER = frozenset({*BUILT_IN_METRICS, *ROUGE_SCORES, *ENTITY_SCORES}) - SMALLER_IS_BETTER
 """Scores by name: those of the built-in metrics, and those that the built-in tasks compute from the loss."""
 
 SETTING = "task.metrics"
@@ -48,7 +52,7 @@ def load_metrics(names: Sequence[str]) -> dict[str, Metric]:
     Raises:
         UserError: there is no such metric, or your own cannot be imported or called.
     """
-    return {name: _import_metric(name) if ":" in name else _built_in_metric(name) for name in names}
+    return {name: find_by_name(METRICS, name, SETTING, "function") for name in names}
 
 
 def compute(
@@ -91,40 +95,6 @@ def compute(
     return scores
 
 
-def _built_in_metric(name: str) -> Metric:
-    if name not in METRICS:
-        near = nearest(name, METRICS)
-        raise UserError(
-            f"there is no metric {name!r}" + (f"; did you mean {near}?" if near else ""),
-            where=SETTING,
-            remedy=f"give one of {', '.join(sorted(METRICS))}, or your own as package.module:function",
-        )
-    return METRICS[name]
-
-
-def _import_metric(name: str) -> Metric:
-    module_name, _, function_name = name.partition(":")
-    try:
-        module = import_user_module(module_name)
-    except Exception as error:
-        raise UserError(
-            f"the metric {name!r} cannot be imported: {cause(error)}",
-            where=SETTING,
-            remedy="give package.module:function of a module on PYTHONPATH or in the current folder, free of errors",
-        ) from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        near = nearest(function_name, [known for known, value in vars(module).items() if callable(value)])
-        hint = f"; did you mean {module_name}:{near}?" if near else ""
-        problem = "has no" if function is None else "cannot call its"
-        raise UserError(
-            f"the metric {name!r} is no function: the module {problem} {function_name!r}{hint}",
-            where=SETTING,
-            remedy=f"name a function of {module_name} that takes (predictions, references)",
-        )
-    return function
-
-
 def _scores_of(name: str, metric: Metric, predictions: list[Any], references: list[Any]) -> dict[str, float]:
     try:
         result = metric(predictions, references)
@@ -132,7 +102,7 @@ def _scores_of(name: str, metric: Metric, predictions: list[Any], references: li
         raise
     except Exception as error:
         # What a built-in metric raises is a sentence for the user already.
-        reason = cause(error) if ":" in name or not isinstance(error, ValueError) else error
+        reason = error if name in BUILT_IN_METRICS and isinstance(error, ValueError) else cause(error)
         raise UserError(f"the metric {name} failed: {reason}", where=SETTING, remedy=_remedy(name)) from error
     scores = result if isinstance(result, dict) else {name.rpartition(":")[2]: result}
     return {_checked_key(name, key): _checked_value(name, key, value) for key, value in scores.items()}
@@ -159,6 +129,6 @@ def _checked_value(name: str, key: str, value: Any) -> float:
 
 
 def _remedy(name: str) -> str:
-    if ":" in name:
-        return "correct the function; it gets (predictions, references), two lists with one item for each record"
-    return "choose a metric that fits what the task predicts"
+    if name in BUILT_IN_METRICS:
+        return "choose a metric that fits what the task predicts"
+    return "correct the function; it gets (predictions, references), two lists with one item for each record"

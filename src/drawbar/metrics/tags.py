@@ -6,9 +6,6 @@ Predictions may be shorter than their references, where a long record was cut of
 import re
 from typing import Any
 
-Entity = tuple[str, int, int]
-"""Type, first word, and the word after the last."""
-
 OUTSIDE = "O"
 ENTITY_TAG = re.compile(r"O|[BI](-.+)?")
 
@@ -18,37 +15,15 @@ def is_entity_tag(tag: Any) -> bool:
     return isinstance(tag, str) and ENTITY_TAG.fullmatch(tag) is not None
 
 
-def entities(tags: list[str]) -> set[Entity]:
-    """The entities of one record, by the rules of conlleval, which are also those of seqeval's default mode.
-
-    ``B-X`` begins an entity. ``I-X`` continues one of type X; after ``O``, or after another type, it begins one. See
-    https://www.cnts.ua.ac.be/conll2000/chunking/conlleval.txt and `get_entities` in
-    https://github.com/chakki-works/seqeval/blob/master/seqeval/metrics/sequence_labeling.py.
-
-    Raises:
-        ValueError: a tag is not one of BIO.
-    """
-    found: set[Entity] = set()
-    kind, first = None, 0  # the entity that is open
-    for i, tag in enumerate([*tags, OUTSIDE]):
-        if not is_entity_tag(tag):
-            raise ValueError(f"the tag {tag!r} is not O, B-TYPE or I-TYPE: use tag_accuracy, or convert the tags")
-        prefix, _, kind_here = tag.partition("-")
-        if prefix == "I" and kind == kind_here:
-            continue
-        if kind is not None:
-            found.add((kind, first, i))
-        kind, first = (None if prefix == OUTSIDE else kind_here), i
-    return found
-
-
 ENTITY_SCORES = ("entity_precision", "entity_recall", "entity_f1", "tag_accuracy")
 
 
 def entity_f1(predictions: list[list[str]], references: list[list[str]]) -> dict[str, float]:
     """Precision, recall and F1 of entities, 0 to 1, over all records together (micro average).
 
-    An entity is found if its type, its first and its last word are right.
+    By the rules of conlleval, which are those of seqeval's default mode: ``B-X`` begins an entity; ``I-X`` continues
+    one of type X, and after ``O`` or another type it begins one. An entity is found if its type, its first and its last
+    word are right. See https://www.cnts.ua.ac.be/conll2000/chunking/conlleval.txt.
 
     Returns:
         One for each of ``ENTITY_SCORES``.
@@ -56,15 +31,18 @@ def entity_f1(predictions: list[list[str]], references: list[list[str]]) -> dict
     Raises:
         ValueError: a tag is not one of BIO, or a prediction is longer than its reference.
     """
+    from seqeval.metrics.sequence_labeling import precision_recall_fscore_support
+
     pairs = _aligned(predictions, references)
-    found = [(entities(prediction), entities(reference)) for prediction, reference in pairs]
-    right = sum(len(prediction & reference) for prediction, reference in found)
-    predicted = sum(len(prediction) for prediction, _ in found)
-    true = sum(len(reference) for _, reference in found)
+    for tag in (tag for pair in pairs for tags in pair for tag in tags):
+        if not is_entity_tag(tag):
+            raise ValueError(f"the tag {tag!r} is not O, B-TYPE or I-TYPE: use tag_accuracy, or convert the tags")
+    found, true = ([pair[side] for pair in pairs] for side in (0, 1))
+    precision, recall, f1, _ = precision_recall_fscore_support(true, found, average="micro", zero_division=0)
     return {
-        "entity_precision": right / predicted if predicted else 0.0,
-        "entity_recall": right / true if true else 0.0,
-        "entity_f1": 2 * right / (predicted + true) if predicted + true else 0.0,
+        "entity_precision": float(precision),
+        "entity_recall": float(recall),
+        "entity_f1": float(f1),
         "tag_accuracy": tag_accuracy(predictions, references),
     }
 

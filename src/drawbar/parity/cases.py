@@ -18,6 +18,7 @@ from drawbar.config.strategies import AUTO, STRATEGIES
 from drawbar.errors import UserError, nearest
 
 _OUTSIDE_BRACKETS = r"(?![^\[{]*[\]}])"
+ONE_PROCESS = ParallelSection(strategy="single")
 _KEPT = ("activation_checkpointing", "compile")
 """Settings of ``parallel`` that every case takes from the configuration: they go with any strategy."""
 
@@ -95,7 +96,7 @@ def default_cases(config: RunConfig, ranks: int, precision: str) -> list[Case]:
         cases += [parse_case(written(settings), config) for settings in deepspeed_cases(config, ranks)]
     elif (_is_alone(own) or own.strategy == AUTO) and own.model_ranks == 1:
         own = own.model_copy(update={"strategy": "single" if ranks == 1 else "ddp"})
-    if precision != "fp32" or (ranks == 1 and own != ParallelSection(strategy="single")):
+    if precision != "fp32" or (ranks == 1 and own != ONE_PROCESS):
         # beside lower precision, what precision alone does: strategies need not do better
         cases.insert(0, parse_case("single", config))
     if own not in [case.parallel for case in cases] and not _is_alone(own):

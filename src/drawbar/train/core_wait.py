@@ -6,7 +6,7 @@ import torch
 
 from drawbar.runtime.log import logger
 from drawbar.threads import CoreWait
-from drawbar.train.hooks import Hook
+from drawbar.train.callback import Callback, RunHandle
 from drawbar.train.step import StepInfo
 
 SECONDS = 30.0
@@ -15,14 +15,14 @@ LARGE_SHARE = 0.2
 """Of the time without a core. A thread of a machine of its own waits for a hundredth of it."""
 
 
-class CoreWaitHook(Hook):
+class CoreWaitCallback(Callback):
     """Warns once. For a run on CPUs with several threads: alone, a thread that waits keeps no other from its work."""
 
     def __init__(self) -> None:
         self._wait = CoreWait()
         self._next = time.monotonic() + SECONDS
 
-    def step(self, info: StepInfo) -> None:
+    def on_step(self, run: RunHandle, info: StepInfo) -> None:
         if time.monotonic() < self._next:
             return
         share = self._wait.share()

@@ -31,7 +31,7 @@ from drawbar.runtime.seed import seed_everything
 from drawbar.tasks.chat import read_template
 from drawbar.tasks.overrides import fault, named_errors
 from drawbar.tasks.pretrained import PretrainedTask
-from drawbar.tasks.registry import BUILT_IN
+from drawbar.tasks.registry import is_named
 from drawbar.tasks.task import Task
 
 TASK_FILE = "task.json"
@@ -118,7 +118,7 @@ def save_task(task: Task, run_dir: Path) -> None:
         draft.rename(run_dir / "tokenizer")
         sync(run_dir)
     defined_in = getattr(sys.modules[type(task).__module__], "__file__", None)
-    if BUILT_IN.get(task.config.type) not in (None, type(task)) and defined_in is not None:
+    if not is_named(task) and defined_in is not None:
         script = {"script": str(Path(defined_in).absolute()), "class": type(task).__qualname__}
         write_whole(run_dir / SCRIPT_FILE, json.dumps(script, ensure_ascii=False) + "\n")
     if task.dataset_metadata and not (run_dir / TASK_FILE).exists():

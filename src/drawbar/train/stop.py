@@ -1,4 +1,4 @@
-"""Stopping at a step that every rank agrees on: a signal, or an early stop."""
+"""Stopping at a step that every rank agrees on: a signal, an early stop, or a callback's wish."""
 
 import os
 import signal
@@ -19,15 +19,19 @@ class Reason(IntEnum):
     """Why a run stops before its last step; where ranks differ, the largest wins."""
 
     NONE = 0
-    EARLY = 1
+    SAVE = 1
+    """It does not stop: a callback asked for a checkpoint."""
+    EARLY = 2
     """The score stopped getting better."""
-    REQUEUE = 2
+    CALLBACK = 3
+    """A callback asked for it."""
+    REQUEUE = 4
     """The scheduler wants the machine back (SIGTERM, SIGUSR1)."""
-    INTERRUPTED = 3
+    INTERRUPTED = 5
     """Ctrl-C (SIGINT), or the terminal was closed (SIGHUP)."""
-    FAILED = 4
-    """An evaluation failed."""
-    UNSAVED = 5
+    FAILED = 6
+    """An evaluation or a callback failed."""
+    UNSAVED = 7
     """A save failed."""
 
 
@@ -64,12 +68,12 @@ class Stop:
     @property
     def wanted(self) -> bool:
         """Whether this rank wants to stop; the others may not know yet."""
-        return max(self._wanted) is not Reason.NONE
+        return max(self._wanted) > Reason.SAVE
 
     def fail(self, error: UserError) -> None:
-        """Stop for an error that every rank has, once this step is saved."""
+        """Stop for an error, once this step is saved. The first one counts."""
         error.exit_code = ExitCode.FAILED  # whatever it is: the request was good enough to train
-        self.error = error
+        self.error = self.error or error
         self.request(Reason.FAILED)
 
     def request(self, reason: Reason) -> None:
@@ -78,8 +82,11 @@ class Stop:
 
     def agreed(self) -> bool:
         """Whether any rank wants to stop. Every rank must call it at the same step, and gets the same answer."""
-        self.reason = Reason(self._world.largest(max(self._wanted)))
-        return self.reason is not Reason.NONE
+        own = max(self._wanted)
+        while Reason.SAVE in self._wanted:
+            self._wanted.remove(Reason.SAVE)
+        self.reason = Reason(self._world.largest(own))
+        return self.reason > Reason.SAVE
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # elsewhere Python refuses signal handlers

@@ -1,5 +1,6 @@
 """The trainer: it puts the parts of a run together, and runs the loop. It never names a strategy."""
 
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import IO
 import torch
 
 from drawbar.checkpoint.directory import CheckpointDirectory
+from drawbar.checkpoint.format import step_name
 from drawbar.checkpoint.space import check_space, check_writable, explain_full_disk, required_bytes
 from drawbar.config.compare import check_length
 from drawbar.config.parallel_dims import ParallelDims
@@ -30,28 +32,29 @@ from drawbar.tasks.registry import task_class
 from drawbar.tasks.task import Task
 from drawbar.tracking.console import Console, make_console
 from drawbar.tracking.meters import Throughput
+from drawbar.tracking.tracker import TrackedRun
 from drawbar.tracking.trackers import Trackers, make_trackers
 from drawbar.train.best import check_mode, settle_mode
-from drawbar.train.check import check_evaluation, check_task
-from drawbar.train.core_wait import CoreWaitHook
-from drawbar.train.data import Opened, augmenting, eval_micro_batch, first_samples, load_data, open_data
-from drawbar.train.disks import Disks, find_start_everywhere, look_at_disks
-from drawbar.train.hooks import (
-    EvalHook,
-    Hook,
-    LogHook,
-    ProfileHook,
-    SaveHook,
-    SaveScoreHook,
-    StatusHook,
+from drawbar.train.callback import Callback, GuardedCallback, RunHandle, check_callbacks, make_callbacks
+from drawbar.train.callbacks import (
+    EvaluateCallback,
+    LogCallback,
+    ProfileCallback,
+    SaveCallback,
+    SaveScoreCallback,
+    StatusCallback,
     out_of_patience,
     owes_evaluation,
 )
+from drawbar.train.check import check_evaluation, check_task
+from drawbar.train.core_wait import CoreWaitCallback
+from drawbar.train.data import Opened, augmenting, eval_micro_batch, first_samples, load_data, open_data
+from drawbar.train.disks import Disks, find_start_everywhere, look_at_disks
 from drawbar.train.rundir import RunStart, encoded_once, find_start, lock_run_dir, renamed, write_config
 from drawbar.train.saver import Saver, formats_as_begun, restore_engine, restore_position
 from drawbar.train.setup import build_task, chats_as_then, count_steps, save_task, tell_length
 from drawbar.train.step import RunProgress, StepInfo
-from drawbar.train.stop import Stop
+from drawbar.train.stop import Reason, Stop
 
 
 @dataclass(frozen=True)
@@ -71,12 +74,22 @@ class Trainer:
         task: the task's class; by default the one that ``task.type`` names.
         resume: ``auto`` (go on with the run if it exists), ``never``, or the path of a checkpoint.
         fork: name of a new run that begins from this run's checkpoint.
+        callbacks: called after those that the setting ``callbacks`` names.
     """
 
     def __init__(
-        self, config: RunConfig, task: type[Task] | None = None, *, resume: str = "auto", fork: str | None = None
+        self,
+        config: RunConfig,
+        task: type[Task] | None = None,
+        *,
+        resume: str = "auto",
+        fork: str | None = None,
+        callbacks: Sequence[Callback] = (),
     ) -> None:
         check_rules(config, RULES + TRAIN_RULES)
+        self.callbacks = [*make_callbacks(config.callbacks), *callbacks]
+        check_callbacks(self.callbacks)
+        self.trackers = make_trackers(config.tracking)
         self.source = config
         self.config = config if fork is None else renamed(config, fork)
         self.task_type = task or task_class(config.task.type)
@@ -163,8 +176,9 @@ class Trainer:
             check_length(progress.step, total_steps, config.train)
             tell_length(start.changed_length, progress.step, total_steps, config.optim)
         self._open(task, engine, world, disks, start)
-        run = _Run(config, world, disks, stop, console, task, engine, loader, validation, progress)
-        run.train(total_steps)
+        trackers = Trackers(self.trackers if world.first else ())
+        parts = (config, world, disks, stop, console, task, engine, loader, validation, progress, trackers)
+        _Run(*parts, total_steps, self.callbacks).train()
         engine.close()
         return Outcome(stop.exit_code, config.run_dir, progress)
 
@@ -224,81 +238,109 @@ class _Run:
     loader: Loader
     validation: Split | None
     progress: RunProgress
+    trackers: Trackers
+    total_steps: int
+    user_callbacks: Sequence[Callback]
+    callbacks: list[Callback] = field(default_factory=list)
     meter: Throughput = field(default_factory=Throughput)
-    trackers: Trackers = field(default_factory=Trackers)
 
-    def train(self, total_steps: int) -> None:
+    def __post_init__(self) -> None:
+        place = (self.world.rank, self.world.size)
+        self.handle = RunHandle(
+            self.config, self.progress, *place, self.total_steps, _stop=self.stop, _log=self.trackers.log
+        )
+
+    def train(self) -> None:
         """Train, unless the run is complete."""
-        made_all = self.progress.step >= total_steps
+        made_all = self.progress.step >= self.total_steps
         owes = self.validation is not None and owes_evaluation(self.config.eval, self.progress, last=made_all)
         if (made_all and not owes) or out_of_patience(self.config.eval, self.progress):
             early = "" if made_all else ", and stopped early"
             self.console.message(f"{self.config.run.name} is complete: it has made {self.progress.step} steps{early}")
             return
-        if self.world.first:
-            resume_step = self.progress.step or None  # without a checkpoint, step 0 is evaluated anew, too
-            self.trackers = Trackers(make_trackers(self.config.run_dir, self.config.tracking, resume_step, not owes))
+        resume_step = self.progress.step or None  # without a checkpoint, step 0 is evaluated anew, too
+        settings = self.config.model_dump(mode="json")
+        self.trackers.start(TrackedRun(self.config.run_dir, settings, resume_step, evaluated=not owes))
+        try:
+            self._train()
+        except Exception as error:
+            for callback in self.callbacks:
+                callback.on_exception(self.handle, error)
+            raise
+        finally:
+            self.trackers.finish()
+        self.console.message(self._farewell())
+
+    def _train(self) -> None:
         saver = Saver(
             self.config, self.engine, self.loader, self.world, self.disks, self.stop, self.progress, self.validation
         )
-        status = StatusHook(self.config.tracking.log_every, self.config.run_dir, total_steps, self.stop)
-        hooks = self._make_hooks(saver)
+        status = StatusCallback(self.config.tracking.log_every, self.config.run_dir, self.total_steps, self.stop)
         with ExitStack() as open_:
             if self.world.first:
-                hooks.append(status)
                 open_.enter_context(status.until_end())
             open_.enter_context(closing(saver))  # a save that has begun is finished, even where a step fails
-            self._loop(hooks, total_steps)
-        self.trackers.close()
+            self.callbacks += self._own_callbacks(saver)
+            self.callbacks += [status] if self.world.first else []
+            self.callbacks += [GuardedCallback(callback, self.stop) for callback in self.user_callbacks]
+            self._loop()
         if self.stop.error is not None:
             raise self.stop.error
-        self.console.message(self._farewell())
 
     def _farewell(self) -> str:
         """The last line: where the run is, and what it came to."""
         step, best = self.progress.step, self.progress.best_step
-        if self.stop.exit_code is not ExitCode.DONE:
+        if self.stop.exit_code is not ExitCode.DONE or self.stop.reason is Reason.CALLBACK:
             return f"{self.config.run_dir}: saved at step {step}; the same command goes on from there"
         score = f"; best {self.config.eval.metric}: {self.progress.best_score:.4g}, at step {best}" if best else ""
         return f"{self.config.run_dir}: {step:,} steps made{score}"
 
-    def _loop(self, hooks: list[Hook], total_steps: int) -> None:
+    def _loop(self) -> None:
         """The loop, the same for every strategy."""
-        self.console.start(total_steps, self.progress.step)
-        for hook in hooks:
-            hook.start(self.progress, last=self.progress.step >= total_steps)
-        if self.stop.agreed():  # after an evaluation that the run still owed
-            return
-        self.stop.begin()
-        info = None
-        for step, micro_batches in self.loader.steps(self.progress.step, total_steps):
-            self.world.note(f"step {step}")
-            result = self.engine.train_step(micro_batches)  # forward, backward, reduce, clip, update
-            self.progress.advance(result)
-            info = StepInfo(step, result, self.progress, last=step == total_steps)
-            for hook in hooks:
-                hook.step(info)
-            if self.stop.agreed():  # signal, early stop or failed evaluation: every rank, same step
-                break
-        if info is not None:
-            for hook in hooks:
-                hook.end(info)
+        self.console.start(self.total_steps, self.progress.step)
+        for callback in self.callbacks:
+            callback.on_train_start(self.handle)
+        if not self.stop.agreed():  # after an evaluation that the run still owed
+            self.stop.begin()
+            for step, micro_batches in self.loader.steps(self.progress.step, self.total_steps):
+                self.world.note(f"step {step}")
+                result = self.engine.train_step(micro_batches)  # forward, backward, reduce, clip, update
+                self.progress.advance(result)
+                info = StepInfo(step, result, self.progress, last=step == self.total_steps)
+                for callback in self.callbacks:
+                    callback.on_step(self.handle, info)
+                if self.stop.agreed():  # signal, early stop or a failure: every rank, same step
+                    break
+        for callback in self.callbacks:
+            callback.on_train_end(self.handle)
 
-    def _make_hooks(self, saver: Saver) -> list[Hook]:
-        config, world, run_dir = self.config, self.world, self.config.run_dir
+    def _own_callbacks(self, saver: Saver) -> list[Callback]:
+        config, world, stop, run_dir = self.config, self.world, self.stop, self.config.run_dir
         log_every = config.tracking.log_every
-        hooks: list[Hook] = [
-            LogHook(log_every, self.loader, world, self.meter, self.trackers, self.console, saver),
-            SaveHook(config.checkpoint.every, saver, self.meter),
+        save = SaveCallback(config.checkpoint.every, saver, self.meter, stop, self._announce_save)
+        callbacks: list[Callback] = [
+            LogCallback(log_every, self.loader, world, self.meter, self.trackers, self.console, saver),
+            save,
         ]
         if self.validation is not None:
-            hooks.append(EvalHook(config.eval, self._evaluate, run_dir, world, self.trackers, self.console, self.stop))
-            hooks.append(SaveScoreHook(config.checkpoint.keep_best, saver, self.meter))
+            shown = (self.trackers, self.console)
+            callbacks += [
+                EvaluateCallback(config.eval, self._evaluate, run_dir, world, *shown, stop, self._announce_scores),
+                SaveScoreCallback(config.checkpoint.keep_best, saver, save.save),
+            ]
         if world.device.type == "cpu" and torch.get_num_threads() > 1:
-            hooks.append(CoreWaitHook())
+            callbacks.append(CoreWaitCallback())
         if config.tracking.profile is not None:  # first, so that a trace ends before an evaluation or a save
-            hooks.insert(0, ProfileHook(config.tracking.profile, run_dir, world, self.progress.step))
-        return hooks
+            callbacks.insert(0, ProfileCallback(config.tracking.profile, run_dir, world))
+        return callbacks
+
+    def _announce_scores(self, scores: Mapping[str, float]) -> None:
+        for callback in self.callbacks:
+            callback.on_evaluate(self.handle, scores)
+
+    def _announce_save(self, step: int) -> None:
+        for callback in self.callbacks:
+            callback.on_save(self.handle, self.config.run_dir / "checkpoints" / step_name(step))
 
     def _evaluate(self) -> Evaluation | None:
         """Evaluate on the validation data, leaving every random generator as it was; None where a signal comes."""

@@ -61,10 +61,10 @@ def test_section_lists_its_settings(loaded):
 
 
 def test_setting_that_holds_keys_lists_them(loaded):
-    text = explain("tracking.wandb", loaded)
-    assert "section (project, mode) | null" in text
-    assert "  tracking.wandb.mode = (not set) " in text
-    assert "default:  (required)" in explain("tracking.wandb.project", loaded)
+    text = explain("tracking.profile", loaded)
+    assert "section (start, steps) | null" in text
+    assert "  tracking.profile.steps = (not set) " in text
+    assert "default:  (required)" in explain("tracking.profile.start", loaded)
 
 
 def test_key_of_a_free_mapping(loaded):

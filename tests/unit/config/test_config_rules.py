@@ -15,8 +15,6 @@ TRAINABLE = ["data.train=a.txt", "train.steps=100"]
 OTHER_TASKS = ["seq2seq", "masked_lm", "sequence_classification", "token_classification"]
 
 BREAKING = {
-    "fp8": [["precision=fp8"]],
-    "wandb": [["tracking.wandb={project: demo}"]],
     "reshard and replicate": [["parallel.reshard=false"], ["parallel.strategy=ddp", "parallel.replicate=2"]],
     "offload": [["parallel.offload=true"], ["parallel.strategy=ddp", "parallel.offload=true"]],
     "zero_stage": [["parallel.zero_stage=0"]],

@@ -13,7 +13,7 @@ from sklearn.metrics import precision_recall_fscore_support
 from sklearn.preprocessing import MultiLabelBinarizer
 
 from drawbar.metrics.classification import positive_class
-from drawbar.metrics.registry import METRICS
+from drawbar.metrics.registry import BUILT_IN_METRICS
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -25,7 +25,7 @@ NUMBERS = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=30)
 
 
 def score(name: str, predictions: list[Any], references: list[Any]) -> float:
-    value = METRICS[name](predictions, references)
+    value = BUILT_IN_METRICS[name](predictions, references)
     assert type(value) is float
     return value
 
@@ -151,7 +151,7 @@ def test_multi_label() -> None:
 )
 def test_items_of_another_kind(name: str, predictions: list[Any], references: list[Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        METRICS[name](predictions, references)
+        BUILT_IN_METRICS[name](predictions, references)
 
 
 @pytest.mark.parametrize("name", BOUNDED)

@@ -6,8 +6,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawbar.metrics.registry import METRICS
-from drawbar.metrics.tags import entities, entity_f1, is_entity_tag, tag_accuracy
+from drawbar.metrics.registry import BUILT_IN_METRICS
+from drawbar.metrics.tags import entity_f1, is_entity_tag, tag_accuracy
+
+Entity = tuple[str, int, int]
+"""Type, first word, and the word after the last."""
+
+
+def entities(tags: list[str]) -> set[Entity]:
+    """The entities of one record, by the rules of conlleval (https://www.cnts.ua.ac.be/conll2000/chunking/conlleval.txt).
+
+    ``B-X`` begins an entity. ``I-X`` continues one of type X; after ``O``, or after another type, it begins one.
+    """
+    found: set[Entity] = set()
+    kind, first = None, 0  # the entity that is open
+    for i, tag in enumerate([*tags, "O"]):
+        prefix, _, kind_here = tag.partition("-")
+        if prefix == "I" and kind == kind_here:
+            continue
+        if kind is not None:
+            found.add((kind, first, i))
+        kind, first = (None if prefix == "O" else kind_here), i
+    return found
+
 
 TAG_LISTS = st.lists(st.sampled_from(["O", "B-X", "I-X", "B-Y", "I-Y"]), max_size=12)
 
@@ -76,14 +97,14 @@ def test_no_entities_is_zero() -> None:
 
 
 def test_tag_accuracy_takes_any_tags() -> None:
-    assert METRICS["tag_accuracy"]([["NN", "VB"], [3]], [["NN", "NN"], [3]]) == pytest.approx(2 / 3)
+    assert BUILT_IN_METRICS["tag_accuracy"]([["NN", "VB"], [3]], [["NN", "NN"], [3]]) == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize("tag", ["NN", "E-X", "B-", "BX", "o", "", 3, None])
 def test_other_tags_are_refused(tag: Any) -> None:
     assert not is_entity_tag(tag)
     with pytest.raises(ValueError, match="is not O, B-TYPE or I-TYPE"):
-        entities([tag])
+        entity_f1([[tag]], [["O"]])
 
 
 def test_a_prediction_that_does_not_fit_its_record() -> None:
@@ -108,6 +129,18 @@ def test_entities_written_as_tags_are_found_again(lengths: list[tuple[int, str |
 def test_entities_cover_the_tagged_words_once(tags: list[str]) -> None:
     covered = [i for _, first, end in entities(tags) for i in range(first, end)]
     assert sorted(covered) == [i for i, tag in enumerate(tags) if tag != "O"]
+
+
+@given(pairs=st.lists(st.tuples(TAG_LISTS, TAG_LISTS), min_size=1, max_size=6))
+def test_scores_are_those_of_the_entities(pairs: list[tuple[list[str], list[str]]]) -> None:
+    predictions, references = [p[: len(r)] for p, r in pairs], [r for _, r in pairs]
+    found = [(entities(p), entities(r)) for p, r in zip(predictions, references, strict=True)]
+    right = sum(len(p & r) for p, r in found)
+    predicted, true = sum(len(p) for p, _ in found), sum(len(r) for _, r in found)
+    scores = entity_f1(predictions, references)
+    assert scores["entity_precision"] == (right / predicted if predicted else 0)
+    assert scores["entity_recall"] == (right / true if true else 0)
+    assert scores["entity_f1"] == pytest.approx(2 * right / (predicted + true) if predicted + true else 0)
 
 
 @given(pairs=st.lists(st.tuples(TAG_LISTS, TAG_LISTS), min_size=1, max_size=6))

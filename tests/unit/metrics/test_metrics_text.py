@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rouge_score.rouge_scorer import RougeScorer
 
-from drawbar.metrics.registry import METRICS
+from drawbar.metrics.registry import BUILT_IN_METRICS
 
 WORDS = st.lists(st.sampled_from(["the", "cat", "sat", "on", "a", "mat"]), min_size=4, max_size=10).map(" ".join)
 PREDICTIONS = ["the cat sat on the mat today", "a dog ran in the big park", ""]
@@ -18,7 +18,7 @@ REFERENCES = ["the cat sat on a mat today", "a dog ran home", "not empty at all"
 
 
 def scores(name: str, predictions: list[Any], references: list[Any]) -> dict[str, float]:
-    value = METRICS[name](predictions, references)
+    value = BUILT_IN_METRICS[name](predictions, references)
     result = value if isinstance(value, dict) else {name: value}
     assert all(type(number) is float for number in result.values())
     return result
@@ -106,7 +106,7 @@ def test_items_that_are_no_text(name: str) -> None:
         (["a", None], ["a", "b"]),
     ]:
         with pytest.raises(ValueError, match="text"):
-            METRICS[name](predictions, references)
+            BUILT_IN_METRICS[name](predictions, references)
 
 
 @pytest.mark.parametrize(("name", "best"), [("exact_match", 1), ("bleu", 100), ("chrf", 100), ("rouge", 1)])

@@ -69,8 +69,8 @@ def test_a_task_by_name() -> None:
         ("no_such_module:Task", "no_such_module"),
         ("drawbar.tasks.causal_lm:Missing", "Missing"),
         ("drawbar.tasks.batch:Batch", "not a subclass"),
-        ("drawbar.tasks.batch:PADDING", "not a subclass"),
-        (":Task", "there is no task"),
+        ("drawbar.tasks.batch:PADDING", "is no class"),
+        (":Task", "Empty module name"),
         ("", "there is no task"),
     ],
 )

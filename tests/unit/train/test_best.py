@@ -8,7 +8,7 @@ import pytest
 
 from drawbar.config.schema import EvalSection
 from drawbar.errors import ExitCode, UserError
-from drawbar.metrics.registry import METRICS, best_is, compute, load_metrics
+from drawbar.metrics.registry import BUILT_IN_METRICS, best_is, compute, load_metrics
 from drawbar.runtime.log import logger
 from drawbar.tasks.causal_lm import CausalLM
 from drawbar.train.best import settle_mode
@@ -28,7 +28,7 @@ EXAMPLES: dict[str, Any] = {
 """References, and predictions that are worse than the references themselves."""
 
 
-@pytest.mark.parametrize("name", METRICS)
+@pytest.mark.parametrize("name", BUILT_IN_METRICS)
 def test_the_best_score_of_a_built_in_metric_is_that_of_right_predictions(name: str) -> None:
     references, wrong = EXAMPLES.get(name, LABELS)
     right, worse = (compute(load_metrics([name]), predictions, references) for predictions in (references, wrong))

@@ -10,15 +10,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawbar.config.schema import EvalSection
+from drawbar.config.schema import EvalSection, RunConfig
 from drawbar.engines.results import StepResult
 from drawbar.errors import ExitCode
 from drawbar.evaluation.evaluate import Evaluation
 from drawbar.runtime.dist import Distributed
 from drawbar.runtime.env import RankInfo
 from drawbar.tracking.console import make_console
-from drawbar.tracking.trackers import JsonlTracker, Trackers
-from drawbar.train.hooks import EvalHook
+from drawbar.tracking.jsonl import JsonlTracker
+from drawbar.tracking.tracker import TrackedRun
+from drawbar.tracking.trackers import Trackers
+from drawbar.train.callback import RunHandle
+from drawbar.train.callbacks import EvaluateCallback
 from drawbar.train.step import RunProgress, StepInfo
 from drawbar.train.stop import Reason, Stop
 
@@ -26,7 +29,7 @@ RESULT = StepResult(torch.tensor(1.0), torch.tensor(1.0), num_targets=1.0, lr=0.
 
 
 class Script:
-    """An EvalHook that gets one scripted score after another, and a run of steps to call it."""
+    """An EvaluateCallback that gets one scripted score after another, and a run of steps to call it."""
 
     def __init__(self, folder: Path, config: EvalSection, scores: list[float]) -> None:
         world = Distributed(RankInfo(), torch.device("cpu"), timeout=60)
@@ -34,9 +37,17 @@ class Script:
         self.progress = RunProgress()
         self.evaluated: list[int] = []
         self.metrics = folder / "metrics.jsonl"
-        trackers = Trackers([JsonlTracker(self.metrics, None)])
+        self._trackers = Trackers([JsonlTracker()])
+        self._trackers.start(TrackedRun(folder, {}))
         self._scores = iter(scores)
-        self.hook = EvalHook(config, self._evaluate, folder, world, trackers, make_console(False), self.stop)
+        self.announced: list[dict[str, float]] = []
+        shown = (self._trackers, make_console(False))
+        self.callback = EvaluateCallback(
+            config, self._evaluate, folder, world, *shown, self.stop, lambda scores: self.announced.append(dict(scores))
+        )
+
+    def handle(self, total: int) -> RunHandle:
+        return RunHandle(RunConfig(), self.progress, 0, 1, total, self.stop, self._trackers.log)
 
     def _evaluate(self) -> Evaluation | None:
         if self.stop.wanted:
@@ -46,15 +57,13 @@ class Script:
 
     def run(self, until: int, total: int) -> None:
         """Steps up to ``until`` of ``total``, or to an early stop."""
-        info = None
         while self.progress.step < until:
             self.progress.advance(RESULT)
             info = StepInfo(self.progress.step, RESULT, self.progress, last=self.progress.step == total)
-            self.hook.step(info)
+            self.callback.on_step(self.handle(total), info)
             if self.stop.agreed():
                 break
-        if info is not None:
-            self.hook.end(info)
+        self.callback.on_train_end(self.handle(total))
 
 
 @pytest.mark.parametrize(
@@ -75,6 +84,7 @@ def test_at_which_steps(every: int | None, total: int, steps: list[int], tmp_pat
     lines = [json.loads(line) for line in script.metrics.read_text().splitlines()]
     assert [line["step"] for line in lines] == steps
     assert all(line["eval/validation/loss"] == 1.0 and line["eval/validation/other"] == 0.0 for line in lines)
+    assert script.announced == [{"eval/validation/loss": 1.0, "eval/validation/other": 0.0}] * len(steps)
 
 
 def test_a_run_that_is_cut_short_does_not_evaluate_at_its_end(tmp_path: Path) -> None:
@@ -86,8 +96,8 @@ def test_a_run_that_is_cut_short_does_not_evaluate_at_its_end(tmp_path: Path) ->
 def test_never_twice_at_one_step(tmp_path: Path) -> None:
     script = Script(tmp_path, EvalSection(every=4), [1.0, 0.5])
     script.run(4, 4)
-    script.hook.step(StepInfo(4, RESULT, script.progress, last=True))
-    script.hook.start(script.progress, last=True)
+    script.callback.on_step(script.handle(4), StepInfo(4, RESULT, script.progress, last=True))
+    script.callback.on_train_start(script.handle(4))
     assert script.evaluated == [4]
 
 
@@ -101,16 +111,16 @@ def test_an_evaluation_that_was_given_up_is_made_when_the_run_goes_on(tmp_path: 
 
     resumed = Script(tmp_path, EvalSection(every=4), [1.0])
     resumed.progress = script.progress
-    resumed.hook.start(resumed.progress, last=False)
+    resumed.callback.on_train_start(resumed.handle(12))
     assert (resumed.evaluated, resumed.progress.best_step) == ([4], 4)
     assert [json.loads(line)["step"] for line in resumed.metrics.read_text().splitlines()] == [4]
 
 
 def test_the_evaluation_at_the_start_is_that_of_a_new_run(tmp_path: Path) -> None:
     script = Script(tmp_path, EvalSection(every=4, at_start=True), [1.0] * 2)
-    script.hook.start(script.progress, last=False)
+    script.callback.on_train_start(script.handle(12))
     script.progress.step = 3
-    script.hook.start(script.progress, last=False)
+    script.callback.on_train_start(script.handle(12))
     assert script.evaluated == [0]
 
 

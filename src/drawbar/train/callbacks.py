@@ -1,13 +1,11 @@
-"""What happens around the steps: logging, evaluation, saving, early stopping, profiling.
+"""drawbar's own callbacks: logging, evaluation with early stopping, saving, profiling.
 
-A hook sees a :class:`StepInfo` after every step, on every rank, and once more at the end. The trainer calls hooks in
-the order they are listed: a save comes before the evaluation of its step, which may fail, and what the evaluation came
-to is added to the checkpoint.
+The trainer calls them before the user's, in the order they are listed: a save comes before the evaluation of its step,
+which may fail, and what the evaluation came to is added to the checkpoint.
 """
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -23,26 +21,13 @@ from drawbar.runtime.log import log_to_file, logger
 from drawbar.tracking.console import Console
 from drawbar.tracking.meters import Throughput, peak_memory
 from drawbar.tracking.trackers import Trackers
+from drawbar.train.callback import Callback, RunHandle
 from drawbar.train.saver import Saver
 from drawbar.train.step import RunProgress, StepInfo
 from drawbar.train.stop import Reason, Stop
 
 
-class Hook(ABC):
-    """What the trainer calls."""
-
-    def start(self, progress: RunProgress, last: bool) -> None:  # noqa: B027 - most hooks have nothing to do yet
-        """Once, before the first step that this process makes; ``last``: there is none left to make."""
-
-    @abstractmethod
-    def step(self, info: StepInfo) -> None:
-        """After every optimizer step."""
-
-    def end(self, info: StepInfo) -> None:  # noqa: B027 - most hooks have nothing left to do
-        """Once, after the last step that this process makes."""
-
-
-class StatusHook(Hook):
+class StatusCallback(Callback):
     """``status.json`` of the run, for those who look at it from outside."""
 
     def __init__(self, every: int, run_dir: Path, total_steps: int, stop: Stop) -> None:
@@ -52,11 +37,11 @@ class StatusHook(Hook):
         self._stop = stop
         self._step = 0
 
-    def start(self, progress: RunProgress, last: bool) -> None:
-        self._step = progress.step
+    def on_train_start(self, run: RunHandle) -> None:
+        self._step = run.step
         self._write("training")
 
-    def step(self, info: StepInfo) -> None:
+    def on_step(self, run: RunHandle, info: StepInfo) -> None:
         self._step = info.step
         if info.step % self._every == 0 or info.step == 1:
             self._write("training")
@@ -77,7 +62,7 @@ class StatusHook(Hook):
             write_run_status(self._run_dir, state, self._step, self._total_steps)
 
 
-class LogHook(Hook):
+class LogCallback(Callback):
     """Metrics every few steps: the loss is that of the step's own global batch, so a resumed run logs the same."""
 
     def __init__(
@@ -98,7 +83,7 @@ class LogHook(Hook):
         self._trackers = trackers
         self._console = console
 
-    def step(self, info: StepInfo) -> None:
+    def on_step(self, run: RunHandle, info: StepInfo) -> None:
         self._meter.add(self._loader.tokens)
         self._console.advance(info.step)
         if info.step % self._every == 0 or info.step == 1 or info.last:
@@ -141,11 +126,12 @@ def check_finite(info: StepInfo, saver: Saver) -> None:
             )
 
 
-class EvalHook(Hook):
+class EvaluateCallback(Callback):
     """Evaluation every few steps and at the end, never twice at one step; keeps the best score, and stops early.
 
     Args:
         evaluate: None instead of an evaluation that was given up for a signal: it is made when the run goes on.
+        announce: calls ``on_evaluate`` of all callbacks.
     """
 
     def __init__(
@@ -157,9 +143,11 @@ class EvalHook(Hook):
         trackers: Trackers,
         console: Console,
         stop: Stop,
+        announce: Callable[[Mapping[str, float]], None],
     ) -> None:
         self._config = config
         self._evaluate = evaluate
+        self._announce = announce
         self._folder = run_dir / "eval" / "validation"
         self._world = world
         self._trackers = trackers
@@ -167,11 +155,12 @@ class EvalHook(Hook):
         self._stop = stop
         self._said_nan = False
 
-    def start(self, progress: RunProgress, last: bool) -> None:
-        if self._config.at_start if progress.step == 0 else owes_evaluation(self._config, progress, last):
-            self._run(progress)
+    def on_train_start(self, run: RunHandle) -> None:
+        last = run.step >= run.total_steps
+        if self._config.at_start if run.step == 0 else owes_evaluation(self._config, run.progress, last):
+            self._run(run.progress)
 
-    def step(self, info: StepInfo) -> None:
+    def on_step(self, run: RunHandle, info: StepInfo) -> None:
         if owes_evaluation(self._config, info.progress, info.last):
             self._run(info.progress)
 
@@ -195,6 +184,7 @@ class EvalHook(Hook):
             if self._world.first:
                 self._write(evaluation, progress.step)
         self._compare(progress, score)
+        self._announce(values)
 
     def _score(self, scores: dict[str, float]) -> float:
         if self._config.metric not in scores:
@@ -238,46 +228,59 @@ def out_of_patience(config: EvalSection, progress: RunProgress) -> bool:
     return config.patience is not None and progress.evaluations_since_best >= config.patience
 
 
-class SaveHook(Hook):
-    """A checkpoint every few steps and at the end, before the evaluation of that step."""
+class SaveCallback(Callback):
+    """A checkpoint every few steps, where a callback asked for one, and at the end; before the evaluation of that step.
 
-    def __init__(self, every: int | None, saver: Saver, meter: Throughput) -> None:
+    Args:
+        announce: calls ``on_save`` of all callbacks.
+    """
+
+    def __init__(
+        self, every: int | None, saver: Saver, meter: Throughput, stop: Stop, announce: Callable[[int], None]
+    ) -> None:
         self._every = every
         self._saver = saver
         self._meter = meter
+        self._stop = stop
+        self._announce = announce
+        self._newest: StepInfo | None = None
 
-    def step(self, info: StepInfo) -> None:
-        if info.last or (self._every is not None and info.step % self._every == 0):
-            self._save(info)
+    def on_step(self, run: RunHandle, info: StepInfo) -> None:
+        self._newest = info
+        is_due = self._every is not None and info.step % self._every == 0
+        if info.last or is_due or self._stop.reason is Reason.SAVE:  # what all agreed on after the step before
+            self.save(info)
 
-    def end(self, info: StepInfo) -> None:
-        if self._saver.saved != info.progress:
-            self._save(info)
+    def on_train_end(self, run: RunHandle) -> None:
+        if self._newest is not None and self._saver.saved != run.progress:
+            self.save(self._newest)
         self._saver.wait()
 
-    def _save(self, info: StepInfo) -> None:
+    def save(self, info: StepInfo) -> None:
+        """Save this step now; where that is done, let its checkpoint say what has come of the step since."""
         check_finite(info, self._saver)
+        is_new = self._saver.saved is None or self._saver.saved.step != info.step
         with self._meter.paused():
             self._saver.save(info.progress)
+        if is_new:
+            self._announce(info.step)
 
 
-class SaveScoreHook(Hook):
+class SaveScoreCallback(Callback):
     """After an evaluation: a checkpoint at every new best score; where there is one of the step, it gets the score."""
 
-    def __init__(self, keep_best: bool, saver: Saver, meter: Throughput) -> None:
+    def __init__(self, keep_best: bool, saver: Saver, save: Callable[[StepInfo], None]) -> None:
         self._keep_best = keep_best
         self._saver = saver
-        self._meter = meter
+        self._save = save
 
-    def start(self, progress: RunProgress, last: bool) -> None:
-        if progress.step > 0 and self._is_due(progress):
-            self._saver.save(progress)
+    def on_train_start(self, run: RunHandle) -> None:
+        if run.step > 0 and self._is_due(run.progress):  # there is a checkpoint of this step
+            self._saver.save(run.progress)
 
-    def step(self, info: StepInfo) -> None:
+    def on_step(self, run: RunHandle, info: StepInfo) -> None:
         if self._is_due(info.progress):
-            check_finite(info, self._saver)
-            with self._meter.paused():
-                self._saver.save(info.progress)
+            self._save(info)
 
     def _is_due(self, progress: RunProgress) -> bool:
         saved = self._saver.saved
@@ -286,28 +289,30 @@ class SaveScoreHook(Hook):
         return self._keep_best and progress.best_step == progress.step
 
 
-class ProfileHook(Hook):
+class ProfileCallback(Callback):
     """A torch.profiler trace of some steps, one file a rank, for chrome://tracing or Perfetto."""
 
-    def __init__(self, config: ProfileSection, run_dir: Path, world: Distributed, first_step: int) -> None:
+    def __init__(self, config: ProfileSection, run_dir: Path, world: Distributed) -> None:
         self._start = config.start
         self._last = config.start + config.steps - 1
         self._world = world
         self._path = run_dir / "profile" / f"rank-{world.rank:04d}.json"
         self._profiler: torch.profiler.profile | None = None
-        self._begin_if_next(first_step)
+
+    def on_train_start(self, run: RunHandle) -> None:
+        self._begin_if_next(run.step)
 
     def _begin_if_next(self, step: int) -> None:
         if step + 1 == self._start:
             self._profiler = torch.profiler.profile(record_shapes=True, profile_memory=True)
             self._profiler.start()
 
-    def step(self, info: StepInfo) -> None:
+    def on_step(self, run: RunHandle, info: StepInfo) -> None:
         if info.step == self._last:
             self._finish()
         self._begin_if_next(info.step)
 
-    def end(self, info: StepInfo) -> None:
+    def on_train_end(self, run: RunHandle) -> None:
         self._finish()
 
     def _finish(self) -> None:

@@ -1,0 +1,130 @@
+"""A tracker in a thread of its own: training never waits for it, and a run that goes on tells it no line twice."""
+
+import json
+import logging
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Event, Thread
+from typing import Self
+
+from drawbar.config.imports import cause
+from drawbar.errors import UserError
+from drawbar.tracking.tracker import TrackedRun, Tracker
+
+logger = logging.getLogger(__name__)
+
+LONGEST_QUEUE = 10_000
+"""Lines that may wait for a tracker; those that come when so many wait are dropped, and not kept in memory."""
+FINISH_SECONDS = 60.0
+"""How long the end of a run waits for a tracker to send what it still has."""
+
+
+class FailureLog:
+    """Calls a tracker; whatever it raises is a warning: once, until a call succeeds again."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        self._tracker = tracker
+        self._failing = False
+
+    def attempt(self, call: Callable[[Tracker], None], after: str = "tries it again with each line") -> bool:
+        """Whether the call succeeded."""
+        try:
+            call(self._tracker)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is worth no step
+            if not self._failing:
+                what = str(error) if isinstance(error, UserError) else f"{type(self._tracker).__name__}: {cause(error)}"
+                logger.warning("%s\n  the run goes on, and %s", what, after)
+            self._failing = True
+        else:
+            self._failing = False
+        return not self._failing
+
+
+@dataclass
+class _Delivered:
+    """What a tracker has got: kept in the run directory, so that steps that are made again are not told again. Their
+    numbers are the same."""
+
+    path: Path
+    id: str
+    step: int = -1
+    names: tuple[str, ...] = ()
+    """Of the values of that step."""
+
+    @classmethod
+    def of(cls, path: Path, begins_anew: bool) -> Self:
+        try:
+            if not begins_anew:
+                return cls(path, **json.loads(path.read_text("utf-8")))
+        except (OSError, ValueError, TypeError):  # a run that did not have this tracker
+            pass
+        return cls(path, secrets.token_hex(4))
+
+    def has(self, step: int, names: Mapping[str, float]) -> bool:
+        return step < self.step or (step == self.step and set(names) <= set(self.names))
+
+    def add(self, step: int, names: Mapping[str, float]) -> None:
+        self.names = (*self.names, *names) if step == self.step else tuple(names)
+        self.step = step
+        self.write()
+
+    def write(self) -> None:
+        self.path.parent.mkdir(exist_ok=True)
+        draft = self.path.with_name(self.path.name + ".tmp")  # a rename is enough here: nobody waits for the disk
+        draft.write_text(json.dumps({"id": self.id, "step": self.step, "names": self.names}) + "\n", "utf-8")
+        draft.replace(self.path)
+
+
+class BackgroundTracker(Tracker):
+    """Passes everything on to another tracker, in a thread; one that fails to start is left out of the run."""
+
+    def __init__(self, tracker: Tracker, name: str) -> None:
+        self._tracker = tracker
+        self._name = name.rpartition(":")[2]
+        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._failures = FailureLog(tracker)
+        self._started = False
+        self._ended = Event()
+        self._told_full = False
+
+    def start(self, run: TrackedRun) -> None:
+        self._calls.put(lambda: self._start(run))
+        Thread(target=self._work, name=f"tracker-{self._name}", daemon=True).start()
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        if self._calls.qsize() < LONGEST_QUEUE:
+            self._calls.put(lambda: self._deliver(step, dict(values)))
+        elif not self._told_full:
+            self._told_full = True
+            logger.warning("the tracker %s is too slow: it does not get all lines", self._name)
+
+    def finish(self) -> None:
+        self._calls.put(self._finish)
+        if not self._ended.wait(FINISH_SECONDS):
+            logger.warning("the tracker %s has not sent everything in %.0f s: the run ends", self._name, FINISH_SECONDS)
+
+    def _work(self) -> None:
+        while not self._ended.is_set():
+            self._calls.get()()
+
+    def _start(self, run: TrackedRun) -> None:
+        self._delivered = _Delivered.of(run.folder / "tracking" / f"{self._name}.json", run.resume_step is None)
+        of_tracker = replace(run, id=self._delivered.id)
+        after = f"without the tracker {self._name}"
+        self._started = self._failures.attempt(lambda tracker: tracker.start(of_tracker), after)
+        if self._started:
+            self._failures.attempt(lambda tracker: self._delivered.write())
+
+    def _deliver(self, step: int, values: Mapping[str, float]) -> None:
+        if not self._started or self._delivered.has(step, values):
+            return
+        if self._failures.attempt(lambda tracker: tracker.log(step, values)):
+            self._failures.attempt(lambda tracker: self._delivered.add(step, values))
+
+    def _finish(self) -> None:
+        if self._started:
+            self._failures.attempt(lambda tracker: tracker.finish(), after="ends without it")
+        self._ended.set()

@@ -1,0 +1,89 @@
+"""``metrics.jsonl`` in the run directory, which every run has (its schema is in ``docs/metrics.md``).
+
+A run that was killed and resumed must read like one that never stopped. So where it goes on at step s, what was written
+about steps after s is dropped first: the run is about to make them again.
+"""
+
+import json
+import logging
+import math
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+from drawbar.errors import ExitCode, UserError
+from drawbar.runtime.files import replacing
+from drawbar.tracking.tracker import TrackedRun, Tracker
+
+logger = logging.getLogger(__name__)
+
+
+class JsonlTracker(Tracker):
+    """One JSON object a line, on disk (as far as the operating system goes) when ``log`` returns."""
+
+    in_background: ClassVar[bool] = False
+
+    def start(self, run: TrackedRun) -> None:
+        """Raises ``UserError`` where the file cannot be written."""
+        self._path = path = run.folder / "metrics.jsonl"
+        with writing(path):
+            if path.exists():
+                _drop_lines_after(path, -1 if run.resume_step is None else run.resume_step, run.evaluated)
+            self._file = path.open("a", encoding="utf-8")
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        numbers = {name: json_number(value) for name, value in values.items()}
+        line = json.dumps({"step": step, "time": time.time(), **numbers}, allow_nan=False)
+        with writing(self._path):
+            self._file.write(line + "\n")
+            self._file.flush()
+
+    def finish(self) -> None:
+        with writing(self._path):
+            self._file.close()
+
+
+def json_number(value: float) -> float | str:
+    """The value itself, or ``"nan"``, ``"inf"`` or ``"-inf"``, for which JSON has no number."""
+    return value if math.isfinite(value) else str(float(value))
+
+
+def _drop_lines_after(path: Path, last_step: int, evaluated: bool) -> None:
+    """Rewrite the file, atomically, without the lines of later steps and without unreadable ones; and, where that step
+    is to be evaluated again, without its scores."""
+    with path.open("rb") as lines, replacing(path) as kept:
+        for number, line in enumerate(lines, start=1):
+            entry = _entry(line)
+            if entry is None:
+                logger.warning("%s, line %d: cut off when the run was killed; dropped", path, number)
+            elif entry["step"] < last_step or (entry["step"] == last_step and (evaluated or not _is_of_scores(entry))):
+                kept.write(line if line.endswith(b"\n") else line + b"\n")
+
+
+def _entry(line: bytes) -> dict[str, Any] | None:
+    """What a line says; None where it is not a complete line of metrics."""
+    try:
+        entry = json.loads(line)
+    except ValueError:  # not JSON, or not even UTF-8
+        return None
+    return entry if isinstance(entry, dict) and isinstance(entry.get("step"), int) else None
+
+
+def _is_of_scores(entry: dict[str, Any]) -> bool:
+    return any(name.startswith("eval/") for name in entry)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Say which file could not be written, and why."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"cannot write the metrics of the run: {error.strerror or error}",
+            where=str(path),
+            remedy="free some space, or make the folder writable",
+            exit_code=ExitCode.FAILED,
+        ) from error

@@ -1,0 +1,70 @@
+"""MLflow (https://mlflow.org): a tracking server, or a database file."""
+
+import os
+import time
+from collections.abc import Mapping
+from typing import ClassVar
+
+from drawbar.tracking.tracker import TrackedRun, Tracker
+
+RUN_TAG = "drawbar.run_id"
+MOST_PARAMETERS = 100
+"""In one request."""
+LONGEST_PARAMETER = 6000
+"""Characters of its value."""
+
+
+class MLflowTracker(Tracker):
+    """Logs to MLflow. A run that goes on is the same run there: it is found by a tag.
+
+    Args:
+        experiment: the name of the experiment that the run belongs to.
+        uri: of the server (``http://…``) or of a database (``sqlite:///mlflow.db``); by default that of the environment
+            variable ``MLFLOW_TRACKING_URI``. MLflow takes a user, a password or a token from the environment, too.
+    """
+
+    packages: ClassVar[Mapping[str, str]] = {"mlflow": "drawbar[mlflow]"}
+
+    def __init__(self, experiment: str = "drawbar", uri: str | None = None) -> None:
+        if uri is None and "MLFLOW_TRACKING_URI" not in os.environ:
+            raise ValueError("neither uri nor the environment variable MLFLOW_TRACKING_URI says where to log")
+        self._experiment, self._uri = experiment, uri
+
+    def start(self, run: TrackedRun) -> None:
+        from mlflow.tracking import MlflowClient
+
+        self._client = MlflowClient(self._uri)
+        experiment = self._client.get_experiment_by_name(self._experiment)
+        number = experiment.experiment_id if experiment else self._client.create_experiment(self._experiment)
+        known = self._client.search_runs([number], f"tags.`{RUN_TAG}` = '{run.id}'")
+        found = known[0] if known else self._client.create_run(number, tags={RUN_TAG: run.id}, run_name=run.name)
+        self._id = found.info.run_id
+        if known:
+            self._client.update_run(self._id, status="RUNNING")
+        else:
+            self._log_parameters(run.settings)
+
+    def _log_parameters(self, settings: Mapping[str, object]) -> None:
+        from mlflow.entities import Param
+
+        parameters = [Param(name, str(value)[:LONGEST_PARAMETER]) for name, value in flat(settings).items()]
+        for start in range(0, len(parameters), MOST_PARAMETERS):
+            self._client.log_batch(self._id, params=parameters[start : start + MOST_PARAMETERS])
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        now = int(1000 * time.time())
+        metrics = [Metric(name, value, now, step) for name, value in values.items()]
+        self._client.log_batch(self._id, metrics=metrics)
+
+    def finish(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+def flat(settings: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    """Settings by their dotted keys."""
+    found: dict[str, object] = {}
+    for name, value in settings.items():
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return found

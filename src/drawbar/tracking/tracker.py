@@ -1,0 +1,65 @@
+"""What a tracker is, and all trackers by name."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from drawbar.util.registry import Registry
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """The run, as its trackers see it when it starts or goes on."""
+
+    folder: Path
+    """The run directory; it exists."""
+    settings: Mapping[str, Any]
+    """The whole configuration, as plain values by section."""
+    resume_step: int | None = None
+    """Step of the checkpoint that the run goes on from; None where it starts from the beginning."""
+    evaluated: bool = True
+    """Whether that checkpoint knows of the evaluation of its step; else that is made again."""
+    id: str = ""
+    """In the background: the same each time the run goes on, and another where it starts from the beginning."""
+
+    @property
+    def name(self) -> str:
+        """``run.name``."""
+        return self.folder.name
+
+
+class Tracker(ABC):
+    """Receives what a run measures.
+
+    Every rank makes each tracker before anything is trained, with its options as keyword arguments: so the constructor
+    refuses wrong ones (``UserError``, ``TypeError`` or ``ValueError``), and does nothing else. The other methods are
+    called on rank 0 alone. What they raise is a warning, and ends no run.
+    """
+
+    packages: ClassVar[Mapping[str, str]] = {}
+    """Modules that it imports, each with what to ``pip install`` for it. One that is missing is an error at once."""
+    in_background: ClassVar[bool] = True
+    """Whether its methods are called in a thread of their own: they may wait for a network, and get each line once,
+    even where a run was killed and makes steps again. Otherwise it drops what it has of steps to come itself."""
+
+    @abstractmethod
+    def start(self, run: TrackedRun) -> None:
+        """Once, before anything else."""
+
+    @abstractmethod
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Keep ``values`` by their flat names, such as ``train/loss``, for the state after ``step`` steps."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Write what is still buffered: the run ends, or will go on in another process."""
+
+
+TRACKERS: Registry[type[Tracker]] = Registry("tracker", "drawbar.trackers")
+"""Names for ``tracking.trackers``. A tracker of your own is also found as ``package.module:Class``."""
+TRACKERS.register_lazy("mlflow", "drawbar.tracking.mlflow:MLflowTracker")
+TRACKERS.register_lazy("tensorboard", "drawbar.tracking.tensorboard:TensorBoardTracker")
+TRACKERS.register_lazy("trackio", "drawbar.tracking.trackio:TrackioTracker")
+TRACKERS.register_lazy("wandb", "drawbar.tracking.wandb:WandbTracker")

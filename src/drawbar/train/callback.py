@@ -1,0 +1,159 @@
+"""What a callback is: code of your own, or of drawbar's, that is called at the events of a run."""
+
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from drawbar.config.imports import cause, find_by_name, make_with_options
+from drawbar.config.schema import RunConfig
+from drawbar.errors import UserError
+from drawbar.runtime.log import log_to_file, logger
+from drawbar.train.step import RunProgress, StepInfo
+from drawbar.train.stop import Reason, Stop
+from drawbar.util.registry import Registry
+
+
+@dataclass(frozen=True)
+class RunHandle:
+    """What a callback sees of the run, and may ask of it. It is the same object in every call of a process."""
+
+    config: RunConfig
+    progress: RunProgress
+    """How far the run is; not to be changed."""
+    rank: int
+    world_size: int
+    total_steps: int
+    _stop: Stop
+    _log: Callable[[int, Mapping[str, float]], None]
+
+    @property
+    def run_dir(self) -> Path:
+        """The run directory; rank 0 writes it."""
+        return self.config.run_dir
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps made."""
+        return self.progress.step
+
+    def log(self, values: Mapping[str, float]) -> None:
+        """Give numbers by name, such as ``{"mine/gap": 0.5}``, to the trackers of the run, for this step. Those of
+        rank 0 count; on other ranks nothing happens."""
+        self._log(self.step, {name: float(value) for name, value in values.items()})
+
+    def request_save(self) -> None:
+        """Ask for a checkpoint: it is made after the next step, when all ranks know. One rank that asks is enough."""
+        self._stop.request(Reason.SAVE)
+
+    def request_stop(self) -> None:
+        """Ask for the end of training after this step, which is saved. One rank that asks is enough."""
+        self._stop.request(Reason.CALLBACK)
+
+
+class Callback:
+    """Called at the events of a run: override what you need.
+
+    Every rank makes its own callback, before anything is trained, and calls it at the same steps in the same order.
+    So ``on_train_start``, ``on_step``, ``on_evaluate``, ``on_save`` and ``on_train_end`` may call a collective of
+    ``torch.distributed`` where every rank does; ``on_exception`` may not, as the other ranks may be anywhere.
+
+    A callback that raises costs no step: the run saves the step that it has made, and ends with an error that names the
+    callback and the method.
+    """
+
+    def on_train_start(self, run: RunHandle) -> None:
+        """Once, before the first step that this process makes, on every rank."""
+
+    def on_step(self, run: RunHandle, info: StepInfo) -> None:
+        """After every optimizer step and whatever was due at it (logging, saving, evaluating), on every rank."""
+
+    def on_evaluate(self, run: RunHandle, scores: Mapping[str, float]) -> None:
+        """After every evaluation, on every rank, with the same scores by their names in ``metrics.jsonl``."""
+
+    def on_save(self, run: RunHandle, checkpoint: Path) -> None:
+        """When the state of a step has been copied for its checkpoint, on every rank. Rank 0 writes the folder in the
+        background: it appears, complete, in one moment."""
+
+    def on_exception(self, run: RunHandle, error: Exception) -> None:
+        """Training ends with this error: on the ranks that raise it, which need not be all."""
+
+    def on_train_end(self, run: RunHandle) -> None:
+        """Once, after the last step that this process makes, on every rank; every checkpoint has been written. Not
+        where a step fails."""
+
+
+CALLBACKS: Registry[type[Callback]] = Registry("callback", "drawbar.callbacks")
+"""Names for ``callbacks``; most are given as ``package.module:Class``."""
+
+
+def make_callbacks(config: Sequence[str | Mapping[str, Mapping[str, Any]]]) -> list[Callback]:
+    """The user's callbacks by the setting ``callbacks``.
+
+    Raises:
+        UserError: there is no such callback, or it refuses its options.
+    """
+    callbacks: list[Callback] = []
+    for item in config:
+        for name, options in {item: {}}.items() if isinstance(item, str) else item.items():
+            made = find_by_name(CALLBACKS, name, "callbacks", "Class")
+            callback = make_with_options(made, options, f"the callback {name}", "callbacks")
+            callbacks.append(callback)
+    return callbacks
+
+
+def check_callbacks(callbacks: Sequence[object]) -> None:
+    """Refuse what is no callback."""
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            raise UserError(
+                f"{type(callback).__name__} is not a subclass of drawbar.Callback",
+                where="callbacks",
+                remedy="name a class that is; Trainer(callbacks=[...]) takes objects of such classes",
+            )
+
+
+class GuardedCallback(Callback):
+    """A callback of the user, whose first error is logged and stops the run, once it is saved."""
+
+    def __init__(self, callback: Callback, stop: Stop) -> None:
+        self._callback = callback
+        self._stop = stop
+        self._failed = False
+
+    def on_train_start(self, run: RunHandle) -> None:
+        self._call("on_train_start", run)
+
+    def on_step(self, run: RunHandle, info: StepInfo) -> None:
+        self._call("on_step", run, info)
+
+    def on_evaluate(self, run: RunHandle, scores: Mapping[str, float]) -> None:
+        self._call("on_evaluate", run, scores)
+
+    def on_save(self, run: RunHandle, checkpoint: Path) -> None:
+        self._call("on_save", run, checkpoint)
+
+    def on_exception(self, run: RunHandle, error: Exception) -> None:
+        self._call("on_exception", run, error)
+
+    def on_train_end(self, run: RunHandle) -> None:
+        self._call("on_train_end", run)
+
+    def _call(self, event: str, *arguments: Any) -> None:
+        if self._failed:
+            return
+        try:
+            getattr(self._callback, event)(*arguments)
+        except Exception as error:  # noqa: BLE001 - it costs no step
+            self._failed = True
+            name = f"{type(self._callback).__name__}.{event}"
+            failure = UserError(
+                f"the callback {name} failed: {cause(error)}",
+                where="callbacks",
+                remedy="correct it, or leave it out; the same command goes on from the step that was saved",
+            )
+            failure.__cause__ = error
+            logger.warning("the callback %s failed: the run saves, and ends", name)
+            log_to_file("".join(traceback.format_exception(error)).rstrip())
+            self._stop.fail(failure)
