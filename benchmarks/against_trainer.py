@@ -20,12 +20,12 @@ from transformers import Trainer, TrainingArguments
 
 import drawbar
 from drawbar.data.packing import IGNORED_LABEL
-from drawbar.runtime.dist import Distributed
-from drawbar.runtime.env import RankInfo
+from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import RankInfo
 from drawbar.runtime.seed import seed_everything
 from drawbar.tracking.console import make_console
 from drawbar.tracking.table import print_table
-from drawbar.train.data import load_split, make_loader
+from drawbar.train.batches import load_split, make_loader
 from drawbar.train.setup import build_task
 from training import machine
 

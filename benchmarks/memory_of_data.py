@@ -38,7 +38,7 @@ tracking: {tensorboard: false}
 device: cpu
 precision: fp32
 """
-IMPORTS = "import drawbar.cli, drawbar.train.trainer, drawbar.train.prepare, drawbar.models.huggingface"
+IMPORTS = "import drawbar.cli, drawbar.train.trainer, drawbar.commands.prepare_data, drawbar.models.huggingface"
 SMALLEST = "smallest"
 """The run on a few records: what it reads are Python's own files."""
 

@@ -27,8 +27,8 @@ from transformers import (
 )
 
 import drawbar
+from drawbar.commands.score_run import evaluate_run
 from drawbar.tracking.table import print_table
-from drawbar.train.inference import evaluate_run
 from training import machine
 
 LENGTH, BATCH, LR = 128, 32, 5e-5

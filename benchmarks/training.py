@@ -19,10 +19,10 @@ from torch import nn
 
 import drawbar
 from drawbar.data.loader import MicroBatch
+from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import RankInfo, choose_device
 from drawbar.engines.build import build_engine
 from drawbar.parallel.precision import autocast, choose_precision
-from drawbar.runtime.dist import Distributed
-from drawbar.runtime.env import RankInfo, choose_device
 from drawbar.tracking.table import print_table
 
 OVERRIDES = [

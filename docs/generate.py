@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from drawbar.config import compatibility
-from drawbar.config.explain import markdown_reference
+from drawbar.config.io.explain import markdown_reference
+from drawbar.config.rules.rule_table import compatibility
 
 PAGES = {"configuration.md": markdown_reference, "compatibility.md": compatibility.markdown}
 

@@ -44,8 +44,13 @@ _context.set_forkserver_preload(
             f"drawbar.cli.{name}"
             for name in ("evaluate", "export", "generate", "predict", "prepare", "submit", "train")
         ),
-        *("drawbar.train.trainer", "drawbar.train.inference", "drawbar.train.prepare", "drawbar.train.export"),
-        *("drawbar.parity.run", "drawbar.runtime.agent", "drawbar.runtime.node_check"),
+        *(
+            "drawbar.train.trainer",
+            "drawbar.commands.score_run",
+            "drawbar.commands.prepare_data",
+            "drawbar.commands.export_run",
+        ),
+        *("drawbar.parity.run", "drawbar.launch.node.agent", "drawbar.launch.node.node_check"),
         *("pytest", "hypothesis", *_DEEPSPEED, "harness"),
     ]
 )

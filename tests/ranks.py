@@ -3,7 +3,7 @@
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from drawbar.runtime.dist import Distributed
+from drawbar.distributed.process_group import Distributed
 
 
 class SecondRank:

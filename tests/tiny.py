@@ -5,16 +5,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from drawbar.config.schema import CausalLMConfig, DataSection, OptimSection, RunConfig, TrainSection
+from drawbar.config.schema.run_config import CausalLMConfig, DataSection, OptimSection, RunConfig, TrainSection
 from drawbar.data.dataset import Sample
 from drawbar.data.loader import MicroBatch
 from drawbar.data.packing import IGNORED_LABEL
 from drawbar.data.tokenizer import train_byte_bpe
+from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import RankInfo
 from drawbar.engines.build import assemble_engine
 from drawbar.engines.engine import Engine
 from drawbar.parallel.precision import choose_formats
-from drawbar.runtime.dist import Distributed
-from drawbar.runtime.env import RankInfo
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.causal_lm import CausalLM
 from drawbar.tasks.task import Task

@@ -6,9 +6,9 @@ from pathlib import Path
 from ngrams import bits_per_byte
 
 import drawbar
-from drawbar.evaluation.generate import Sampling
+from drawbar.commands.score_run import generate_from_run
+from drawbar.evaluation.text_generation import Sampling
 from drawbar.tracking.table import print_table
-from drawbar.train.inference import generate_from_run
 
 HERE = Path(__file__).parent
 PROMPT = 'def read(self, size=-1):\n    """'

@@ -11,9 +11,10 @@ from drawbar.threads import let_threads_sleep
 
 if TYPE_CHECKING:
     from drawbar.cli import main
-    from drawbar.config.load import load_config
-    from drawbar.config.schema import RunConfig
-    from drawbar.config.tasks import TaskConfig
+    from drawbar.commands.trained_run import load_run
+    from drawbar.config.io.load_config import load_config
+    from drawbar.config.schema.run_config import RunConfig
+    from drawbar.config.schema.task_sections import TaskConfig
     from drawbar.data.readers import FileReader
     from drawbar.errors import UserError
     from drawbar.tasks.batch import Batch
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from drawbar.tracking.tracker import TrackedRun, Tracker
     from drawbar.train.callback import Callback, RunHandle
     from drawbar.train.step import StepInfo
-    from drawbar.train.trained import load_run
     from drawbar.train.trainer import Trainer
 
 __version__ = "0.1.0"
@@ -38,20 +38,20 @@ _HOMES = {
     "CausalLM": "drawbar.tasks.causal_lm",
     "FileReader": "drawbar.data.readers",
     "MaskedLM": "drawbar.tasks.masked_lm",
-    "RunConfig": "drawbar.config.schema",
+    "RunConfig": "drawbar.config.schema.run_config",
     "RunHandle": "drawbar.train.callback",
     "Seq2Seq": "drawbar.tasks.seq2seq",
     "SequenceClassification": "drawbar.tasks.classification",
     "StepInfo": "drawbar.train.step",
     "Task": "drawbar.tasks.task",
-    "TaskConfig": "drawbar.config.tasks",
+    "TaskConfig": "drawbar.config.schema.task_sections",
     "TokenClassification": "drawbar.tasks.classification",
     "TrackedRun": "drawbar.tracking.tracker",
     "Tracker": "drawbar.tracking.tracker",
     "Trainer": "drawbar.train.trainer",
     "UserError": "drawbar.errors",
-    "load_config": "drawbar.config.load",
-    "load_run": "drawbar.train.trained",
+    "load_config": "drawbar.config.io.load_config",
+    "load_run": "drawbar.commands.trained_run",
     "main": "drawbar.cli",
 }
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import NODE, RankInfo
 from drawbar.errors import UserError
 from drawbar.launch.node.allreduce_check import _judge, check_links
-from drawbar.runtime.dist import Distributed
-from drawbar.runtime.env import NODE, RankInfo
 from drawbar.runtime.log import logger
 from harness import run_ranks
 

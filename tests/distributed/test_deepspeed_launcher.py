@@ -21,7 +21,7 @@ SECONDS = 300
 TASK = '''
 import os, signal
 import drawbar
-from drawbar.runtime.env import RankInfo
+from drawbar.distributed.rank_info import RankInfo
 
 PLACE = RankInfo.from_environment()
 FATE = os.environ.get("FATE")

@@ -9,15 +9,15 @@ import torch
 
 import drawbar
 from drawbar.config.parallel_dims import ParallelDims
+from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import RankInfo
 from drawbar.errors import UserError
 from drawbar.parity.cases import parse_case
 from drawbar.parity.reference import make_reference
 from drawbar.parity.result import Result
 from drawbar.parity.run import ParityRequest, run_case
 from drawbar.parity.workload import Subject
-from drawbar.runtime.dist import Distributed
-from drawbar.runtime.env import RankInfo
-from drawbar.tasks.registry import task_class
+from drawbar.tasks.task_registry import task_class
 from harness import run_ranks
 from runs import fit_in, largest_difference, losses, scores, weights
 from tiny import CPU

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import drawbar
-from drawbar.train.inference import evaluate_run
+from drawbar.commands.score_run import evaluate_run
 from harness import run_ranks
 from runs import fit_in
 

@@ -14,12 +14,19 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from drawbar.checkpoint import CheckpointDirectory, Snapshot, read
 from drawbar.config.parallel_dims import ParallelDims
-from drawbar.config.schema import CausalLMConfig, DataSection, OptimSection, ParallelSection, RunConfig, TrainSection
+from drawbar.config.schema.run_config import (
+    CausalLMConfig,
+    DataSection,
+    OptimSection,
+    ParallelSection,
+    RunConfig,
+    TrainSection,
+)
 from drawbar.data.tokenizer import train_byte_bpe
+from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import RankInfo
 from drawbar.engines.build import build_engine
 from drawbar.engines.engine import Engine
-from drawbar.runtime.dist import Distributed
-from drawbar.runtime.env import RankInfo
 from drawbar.runtime.safetensors_reader import parameters_on_meta
 from drawbar.tasks.causal_lm import CausalLM
 from harness import run_ranks

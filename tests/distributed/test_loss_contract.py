@@ -19,14 +19,14 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from drawbar.config.schema import DataSection, OptimSection, RunConfig, TrainSection
+from drawbar.config.schema.run_config import DataSection, OptimSection, RunConfig, TrainSection
 from drawbar.data.dataset import Sample, encode_records
 from drawbar.data.loader import MicroBatch, MicroBatchSize, Rows, SampleRows, TrainLoader
 from drawbar.data.packing import IGNORED_LABEL, PackedRows
 from drawbar.data.plan import plan_packs
 from drawbar.data.sampler import InOrder
-from drawbar.runtime.dist import Distributed
-from drawbar.runtime.env import RankInfo
+from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import RankInfo
 from drawbar.tasks.batch import Batch
 from harness import run_ranks
 from plans import plan_of, rows_of

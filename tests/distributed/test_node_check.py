@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 
+from drawbar.distributed.rank_info import NODE
 from drawbar.errors import UserError
 from drawbar.launch.node import node_check, node_facts
 from drawbar.launch.node.bad_nodes import bad_nodes
 from drawbar.launch.node.node_check import NodeCheck
 from drawbar.launch.node.rendezvous import Rendezvous
-from drawbar.runtime.env import NODE
 from harness import run_ranks
 
 CASES = (

@@ -12,10 +12,10 @@ import torch
 import drawbar
 from conftest import make_project
 from drawbar.checkpoint.directory import CheckpointDirectory
+from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import RankInfo
 from drawbar.errors import UserError
-from drawbar.runtime.dist import Distributed
-from drawbar.runtime.env import RankInfo
-from drawbar.train.disks import Disks, find_start_everywhere, look_at_disks
+from drawbar.train.node_local import Disks, find_start_everywhere, look_at_disks
 from drawbar.train.rundir import find_start
 from harness import run_ranks
 from runs import fit_in, largest_difference, losses, scores, weights

@@ -16,10 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import drawbar
-from drawbar.config.compatibility import parallel_cases
 from drawbar.config.parallel_dims import ParallelDims
-from drawbar.config.schema import RunConfig
-from drawbar.engines import build, native
+from drawbar.config.rules.compatibility import parallel_cases
+from drawbar.config.schema.run_config import RunConfig
+from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import RankInfo
+from drawbar.engines import build, torch_strategies
 from drawbar.parallel import ddp
 from drawbar.parity.cases import parse_case, written
 from drawbar.parity.comparison import KINDS
@@ -27,9 +29,7 @@ from drawbar.parity.reference import make_reference
 from drawbar.parity.result import Result
 from drawbar.parity.run import ParityRequest, describe, run_case
 from drawbar.parity.workload import Subject
-from drawbar.runtime.dist import Distributed
-from drawbar.runtime.env import RankInfo
-from drawbar.tasks.registry import task_class
+from drawbar.tasks.task_registry import task_class
 from harness import run_cli, run_ranks, run_script
 from tiny import CPU
 
@@ -97,14 +97,14 @@ Spoil = Callable[[Any], None]
 @contextmanager
 def before_replicating(spoil: Spoil) -> Iterator[None]:
     """Do something to the model that DDP gets."""
-    replicate = native.replicate
+    replicate = torch_strategies.replicate
 
     def spoiled(model: nn.Module, loss: Any) -> nn.Module:
         spoil(model)
         return replicate(model, loss)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "replicate", spoiled)
+        patch.setattr(torch_strategies, "replicate", spoiled)
         yield
 
 
@@ -126,7 +126,7 @@ def not_reduced() -> Iterator[None]:
 def other_on_rank_1() -> Iterator[None]:
     """One gradient is another on rank 1 alone, which cannot be seen from those of rank 0."""
     watched: list[nn.Parameter] = []
-    reduce_partial_grads = native.reduce_partial_grads
+    reduce_partial_grads = torch_strategies.reduce_partial_grads
 
     def spoil(parameters: list[nn.Parameter]) -> None:
         reduce_partial_grads(parameters)
@@ -135,7 +135,7 @@ def other_on_rank_1() -> Iterator[None]:
                 parameter.grad *= 1.001
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "reduce_partial_grads", spoil)
+        patch.setattr(torch_strategies, "reduce_partial_grads", spoil)
         with before_replicating(lambda model: watched.append(model.get_parameter(f"{SPOILED}.weight"))):
             yield
 
@@ -144,7 +144,7 @@ def other_on_rank_1() -> Iterator[None]:
 def slightly_too_large() -> Iterator[None]:
     """One gradient is a sixth too large, on every rank."""
     watched: list[nn.Parameter] = []
-    reduce_partial_grads = native.reduce_partial_grads
+    reduce_partial_grads = torch_strategies.reduce_partial_grads
 
     def spoil(parameters: list[nn.Parameter]) -> None:
         reduce_partial_grads(parameters)
@@ -153,7 +153,7 @@ def slightly_too_large() -> Iterator[None]:
                 parameter.grad *= 7 / 6
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "reduce_partial_grads", spoil)
+        patch.setattr(torch_strategies, "reduce_partial_grads", spoil)
         with before_replicating(lambda model: watched.append(model.get_parameter(f"{SPOILED}.weight"))):
             yield
 

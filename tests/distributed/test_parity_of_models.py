@@ -11,14 +11,14 @@ import torch
 
 import drawbar
 from drawbar.config.parallel_dims import ParallelDims
+from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import RankInfo
 from drawbar.parity.cases import parse_case
 from drawbar.parity.reference import make_reference
 from drawbar.parity.result import Result
 from drawbar.parity.run import ParityRequest, run_case
 from drawbar.parity.workload import Subject
-from drawbar.runtime.dist import Distributed
-from drawbar.runtime.env import RankInfo
-from drawbar.tasks.registry import task_class
+from drawbar.tasks.task_registry import task_class
 from harness import run_ranks
 from runs import fit_in
 from tiny import CPU
@@ -143,7 +143,7 @@ def compare_all(folder: str) -> dict[str, list[Result]]:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Result]]:
-    from drawbar.train.export import export_run
+    from drawbar.commands.export_run import export_run
 
     folder = tmp_path_factory.mktemp("parity")
     write_project(folder)

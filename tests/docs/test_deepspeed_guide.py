@@ -9,8 +9,8 @@ from made_up import write_data
 from pages import Block, blocks, run_commands, write_files
 
 import drawbar
-from drawbar.config.deepspeed_json import check_deepspeed, deepspeed_json
-from drawbar.config.rules import RULES, TRAIN_RULES, check_rules
+from drawbar.config.deepspeed.deepspeed_json import check_deepspeed, deepspeed_json
+from drawbar.config.rules.rule_table import RULES, TRAIN_RULES, check_rules
 from runs import largest_difference, losses
 
 PAGE = Path(__file__).parents[2] / "docs" / "deepspeed.md"

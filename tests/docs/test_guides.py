@@ -10,10 +10,10 @@ from made_up import write_data
 from pages import Block, blocks, run_commands, write_files
 
 import drawbar
-from drawbar.config.rules import RULES, check_rules
+from drawbar.config.rules.rule_table import RULES, check_rules
 from drawbar.data.sources import open_records
 from drawbar.tasks.old_names import METHODS as OLD_NAMES
-from drawbar.tasks.registry import task_class
+from drawbar.tasks.task_registry import task_class
 
 DOCS = Path(__file__).parents[2] / "docs"
 TASKS, DATA = DOCS / "tasks.md", DOCS / "data.md"

@@ -10,8 +10,8 @@ from made_up import write_data
 from pages import blocks, run_command, write_files
 
 from apptainer_stand_in import calls, install, make_image
-from drawbar.config.cluster import ClusterSection
-from drawbar.config.load import load_config
+from drawbar.config.io.load_config import load_config
+from drawbar.config.schema.cluster_section import ClusterSection
 from runs import largest_difference, losses
 from slurm_cluster import SlurmCluster
 

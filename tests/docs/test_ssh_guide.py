@@ -9,7 +9,7 @@ from made_up import write_data
 from pages import blocks, write_files
 
 import drawbar
-from drawbar.config.load import load_config
+from drawbar.config.io.load_config import load_config
 from harness import run_cli
 from sshd import Sshd
 

@@ -8,7 +8,7 @@ from made_up import write_data
 from pages import Block, blocks, run_commands, write_files
 
 import drawbar
-from drawbar.config.rules import RULES, TRAIN_RULES, check_rules
+from drawbar.config.rules.rule_table import RULES, TRAIN_RULES, check_rules
 
 PAGE = Path(__file__).parents[2] / "docs" / "strategies.md"
 PARTS = [block for block in blocks(PAGE) if block.mark == "part"]

@@ -16,8 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import drawbar
 from conftest import make_project
-from drawbar.runtime.dist import Distributed
-from drawbar.runtime.env import RankInfo
+from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import RankInfo
 from harness import Finished, run_cli, run_ranks
 from messages import check_one_message
 from runs import weights

@@ -16,7 +16,7 @@ import torch
 import drawbar
 from conftest import make_project
 from drawbar.checkpoint.directory import CheckpointDirectory
-from drawbar.runtime.env import RankInfo
+from drawbar.distributed.rank_info import RankInfo
 from harness import run_cli, run_ranks, start_cli
 from runs import losses, metrics, scores, weights
 

@@ -13,9 +13,9 @@ import torch
 import drawbar
 from conftest import make_project
 from drawbar.checkpoint.directory import CheckpointDirectory
+from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import RankInfo
 from drawbar.errors import UserError
-from drawbar.runtime.dist import Distributed
-from drawbar.runtime.env import RankInfo
 from harness import run_ranks, wait_until
 from runs import metrics
 from tiny import CPU

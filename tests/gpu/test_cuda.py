@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 
 from conftest import make_project
-from drawbar.config.schema import OptimSection, TrainSection
+from drawbar.config.schema.run_config import OptimSection, TrainSection
+from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import RankInfo, choose_device
 from drawbar.engines.engine import Engine
 from drawbar.engines.results import EngineState
 from drawbar.parallel.ddp import accumulate, replicate
 from drawbar.parallel.precision import choose_precision
-from drawbar.runtime.dist import Distributed
-from drawbar.runtime.env import RankInfo, choose_device
 from drawbar.runtime.seed import rng_state, seed_everything, set_rng_state, use_deterministic_kernels
 from harness import run_cli, run_ranks
 from runs import losses, weights

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from drawbar.config.parallel_dims import ParallelDims
-from drawbar.config.schema import OptimSection, ParallelSection, RunConfig
+from drawbar.config.schema.run_config import OptimSection, ParallelSection, RunConfig
 from drawbar.data.loader import MicroBatch
+from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import RankInfo
 from drawbar.engines.engine import Engine
-from drawbar.runtime.dist import Distributed
-from drawbar.runtime.env import RankInfo
 from drawbar.tasks.batch import Batch
 from harness import run_ranks
 from tiny import random_batch, random_step, tiny_config, tiny_engine

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from drawbar.config.parallel_dims import ParallelDims
-from drawbar.config.schema import EveryBlock, OptimSection, ParallelSection, RunConfig
-from drawbar.config.tasks import MaskedLMConfig
+from drawbar.config.schema.run_config import EveryBlock, OptimSection, ParallelSection, RunConfig
+from drawbar.config.schema.task_sections import MaskedLMConfig
 from drawbar.data.tokenizer import train_byte_bpe
+from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import RankInfo
 from drawbar.engines.build import build_engine
-from drawbar.runtime.dist import Distributed
-from drawbar.runtime.env import RankInfo
 from drawbar.tasks.masked_lm import MaskedLM
 from harness import run_ranks
 from tiny import random_step, tiny_config, tiny_task

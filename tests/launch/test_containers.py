@@ -11,9 +11,9 @@ import pytest
 from test_render import HOSTILE, JOB
 
 from apptainer_stand_in import calls, install, make_image
-from drawbar.config.cluster import ClusterSection
-from drawbar.config.container import UNSPEAKABLE, choose_runtime
-from drawbar.config.load import load_config
+from drawbar.config.io.load_config import load_config
+from drawbar.config.schema.cluster_section import ClusterSection
+from drawbar.config.schema.container_section import UNSPEAKABLE, choose_runtime
 from drawbar.errors import UserError
 from drawbar.launch.job_container import VARIABLES, Container, check_image, make_container
 from drawbar.launch.job_files import config_file

@@ -13,8 +13,8 @@ import pytest
 
 from drawbar.cli.resume import can_go_on
 from drawbar.cli.submission import SubmitRequest, plan
-from drawbar.config.cluster import ClusterSection
-from drawbar.config.schema import LaunchSection, RunConfig
+from drawbar.config.schema.cluster_section import ClusterSection
+from drawbar.config.schema.run_config import LaunchSection, RunConfig
 from drawbar.errors import UserError
 from drawbar.launch.jobs.follow import Follower
 from drawbar.launch.jobs.progress import BestScore, read_progress

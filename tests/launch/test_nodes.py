@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from drawbar.config.imports import SNAPSHOT
+from drawbar.config.io.user_modules import SNAPSHOT
 from drawbar.launch.job_files import CONFIG
 from drawbar.launch.jobs.restart_count import MOST, count_restart, newest_step
 from drawbar.launch.node.endpoint import PORTS, choose_address, choose_port

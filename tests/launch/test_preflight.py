@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from conftest import make_project
-from drawbar.config.cluster import ClusterSection
-from drawbar.config.slurm_time import parse_time, write_time
+from drawbar.config.schema.cluster_section import ClusterSection
+from drawbar.config.schema.slurm_time import parse_time, write_time
 from drawbar.errors import UserError
 from drawbar.launch.folder_facts import check_room
 from drawbar.launch.job import Job

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from drawbar.config.cluster import ClusterSection
-from drawbar.config.load import load_config
+from drawbar.config.io.load_config import load_config
+from drawbar.config.schema.cluster_section import ClusterSection
 from drawbar.errors import UserError
 from drawbar.launch.job import Job
 from drawbar.launch.job_container import VARIABLES, make_container

@@ -20,8 +20,8 @@ LAUNCHER = """\
 import os, sys
 from dataclasses import replace
 from pathlib import Path
-from drawbar.config.cluster import ClusterSection
-from drawbar.config.hosts import parse_hosts
+from drawbar.config.schema.cluster_section import ClusterSection
+from drawbar.config.io.hosts_file import parse_hosts
 from drawbar.errors import UserError
 from drawbar.launch.ssh.supervisor import supervise
 from drawbar.launch.job import Job

@@ -11,9 +11,9 @@ from test_render import GOLDEN, HOSTILE
 
 import drawbar
 from apptainer_stand_in import calls, install, make_image
-from drawbar.config.cluster import FORWARDED, ClusterSection
-from drawbar.config.hosts import Host, parse_hosts
-from drawbar.config.load import load_config
+from drawbar.config.io.hosts_file import Host, parse_hosts
+from drawbar.config.io.load_config import load_config
+from drawbar.config.schema.cluster_section import FORWARDED, ClusterSection
 from drawbar.errors import UserError
 from drawbar.launch.job import Job
 from drawbar.launch.node.entry.ssh_host import address_for

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from drawbar.config.cluster import ClusterSection
-from drawbar.config.cluster_rules import SUBMIT_RULES
-from drawbar.config.load import load_config
-from drawbar.config.rules import check_rules
+from drawbar.config.io.load_config import load_config
+from drawbar.config.rules.cluster_rules import SUBMIT_RULES
+from drawbar.config.rules.rule_table import check_rules
+from drawbar.config.schema.cluster_section import ClusterSection
 from drawbar.errors import UserError
 from harness import Finished, run_cli
 from messages import check_one_message

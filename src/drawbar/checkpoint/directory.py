@@ -27,7 +27,7 @@ from drawbar.checkpoint.load import (
 from drawbar.checkpoint.save import write_amended, write_files
 from drawbar.checkpoint.space import REMEDIES, free_bytes, readable
 from drawbar.errors import ExitCode, UserError
-from drawbar.runtime.files import retried, sync, write_whole
+from drawbar.util.atomic_write import retried, sync, write_whole
 
 logger = logging.getLogger("drawbar")
 

@@ -23,10 +23,10 @@ from drawbar.checkpoint.format import (
     describe,
     step_name,
 )
+from drawbar.distributed.process_group import Distributed
 from drawbar.errors import ExitCode, UserError
-from drawbar.runtime.dist import Distributed
-from drawbar.runtime.files import identity, retried
 from drawbar.runtime.safetensors_reader import TensorFiles
+from drawbar.util.atomic_write import identity, retried
 
 T = TypeVar("T")
 

@@ -25,8 +25,8 @@ from drawbar.checkpoint.format import (
     encode_state,
 )
 from drawbar.checkpoint.space import rust_errors
-from drawbar.runtime.files import sync
 from drawbar.runtime.safetensors_reader import read_header
+from drawbar.util.atomic_write import sync
 
 
 def host_copies(

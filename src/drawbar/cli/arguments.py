@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from drawbar.config.load import LoadedConfig, load_config, load_run_config
+from drawbar.config.io.load_config import LoadedConfig, load_config, load_run_config
 
 if TYPE_CHECKING:
     from drawbar.tasks.task import Task

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from drawbar.config.load import LoadedConfig
+    from drawbar.config.io.load_config import LoadedConfig
 
 
 @click.group(
@@ -43,7 +43,7 @@ def show(task: Any, path: str, overrides: tuple[str, ...], origins: bool, deepsp
     """
     if origins and deepspeed:
         raise click.UsageError("--origins and --deepspeed print different things; give one of them.")
-    from drawbar.config.load import dump_yaml, load_config
+    from drawbar.config.io.load_config import dump_yaml, load_config
 
     loaded = load_config(path, overrides, task.Config if task else None)
     if deepspeed:
@@ -55,9 +55,9 @@ def show(task: Any, path: str, overrides: tuple[str, ...], origins: bool, deepsp
 
 def _show_deepspeed(loaded: "LoadedConfig") -> None:
     from drawbar.cli.train import count_processes
-    from drawbar.config.deepspeed import is_deepspeed
-    from drawbar.config.deepspeed_json import check_deepspeed, deepspeed_json
-    from drawbar.config.rules import check_rules
+    from drawbar.config.deepspeed.deepspeed_json import check_deepspeed, deepspeed_json
+    from drawbar.config.deepspeed.meaning import is_deepspeed
+    from drawbar.config.rules.rule_table import check_rules
     from drawbar.errors import UserError
 
     if not is_deepspeed(loaded.config):
@@ -71,8 +71,8 @@ def _show_deepspeed(loaded: "LoadedConfig") -> None:
     check_deepspeed(loaded, processes)
     precision: str = loaded.config.precision
     if precision == "auto":
+        from drawbar.distributed.rank_info import RankInfo, choose_device
         from drawbar.parallel.precision import choose_precision
-        from drawbar.runtime.env import RankInfo, choose_device
 
         precision = choose_precision(precision, choose_device(loaded.config.device, RankInfo(world_size=processes)))
     found = deepspeed_json(loaded, processes, precision)
@@ -99,8 +99,8 @@ def schema(task: Any, path: str | None) -> None:
 
     With CONFIG, `task` is described as the task that this file names.
     """
-    from drawbar.config.explain import schema_json
-    from drawbar.config.load import load_config
+    from drawbar.config.io.explain import schema_json
+    from drawbar.config.io.load_config import load_config
 
     task_config = task.Config if task else None
     if path is not None:
@@ -124,8 +124,8 @@ def explain(task: Any, key: str, settings: tuple[str, ...]) -> None:
 
     A section lists its settings.
     """
-    from drawbar.config import explain as explanation
-    from drawbar.config.load import load_config
+    from drawbar.config.io import explain as explanation
+    from drawbar.config.io.load_config import load_config
 
     has_path = bool(settings) and "=" not in settings[0]
     path, overrides = (settings[0], settings[1:]) if has_path else (None, settings)

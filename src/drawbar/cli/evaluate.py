@@ -42,9 +42,9 @@ def evaluate(
 ) -> int:
     """Evaluate a checkpoint of RUN (a run directory), every sample exactly once."""
     from drawbar.cli.arguments import load_run
-    from drawbar.cli.imports import quick_imports
+    from drawbar.cli.import_command import quick_imports
     from drawbar.cli.train import count_processes, own_command
-    from drawbar.config.rules import RULES, check_rules
+    from drawbar.config.rules.rule_table import RULES, check_rules
 
     loaded = load_run(run, overrides, task)
     check_rules(loaded, RULES)
@@ -55,7 +55,7 @@ def evaluate(
         return run_processes(own_command(task), processes)
 
     with quick_imports():
-        from drawbar.train.inference import evaluate_run
+        from drawbar.commands.score_run import evaluate_run
 
     evaluate_run(loaded.config, task, split, checkpoint)
     return 0

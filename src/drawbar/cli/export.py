@@ -41,13 +41,13 @@ Start a new run from the folder by task.model=demo-model, or load it by transfor
 def export(task: "type[Task] | None", run: str, folder: Path, merge: bool, checkpoint: str | None) -> int:
     """Write the model of RUN (a run directory) as a folder that transformers loads."""
     from drawbar.cli.arguments import load_run
-    from drawbar.cli.imports import quick_imports
+    from drawbar.cli.import_command import quick_imports
 
     # the weights are fp32 whatever the run computed with; and a machine without a GPU can export
     loaded = load_run(run, ("launch.nproc=1", "device=cpu", "precision=fp32"), task)
 
     with quick_imports():
-        from drawbar.train.export import export_run
+        from drawbar.commands.export_run import export_run
 
     export_run(loaded.config, task, folder, checkpoint, merge)
     return 0

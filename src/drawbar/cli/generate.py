@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from drawbar.evaluation.generate import Prompt
+    from drawbar.evaluation.text_generation import Prompt
     from drawbar.tasks.task import Task
 
 
@@ -81,13 +81,13 @@ def generate(
     A chat model, one that was trained on messages, answers: a prompt is then what the user says.
     """
     from drawbar.cli.arguments import load_run
-    from drawbar.cli.imports import quick_imports
+    from drawbar.cli.import_command import quick_imports
     from drawbar.cli.prompts import as_messages, default_prompts, read_prompts
 
     with quick_imports():
-        from drawbar.evaluation.generate import Sampling
-        from drawbar.train.inference import generate_from_run
-        from drawbar.train.output import check_output, write_lines
+        from drawbar.commands.output_files import check_output, write_lines
+        from drawbar.commands.score_run import generate_from_run
+        from drawbar.evaluation.text_generation import Sampling
 
     loaded = load_run(run, ("launch.nproc=1",), task)
     path = None if output is None else check_output(output, overwrite)

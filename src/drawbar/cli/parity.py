@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from drawbar.config.schema import RunConfig
+    from drawbar.config.schema.run_config import RunConfig
     from drawbar.parity.results_dir import ResultsDir
     from drawbar.parity.run import ParityRequest
     from drawbar.tasks.task import Task
@@ -66,8 +66,8 @@ def parity(
     differs, names the first module that does.
     """
     from drawbar.cli.arguments import load
-    from drawbar.cli.imports import quick_imports
-    from drawbar.config.rules import RULES, TRAIN_RULES, check_rules
+    from drawbar.cli.import_command import quick_imports
+    from drawbar.config.rules.rule_table import RULES, TRAIN_RULES, check_rules
 
     loaded = load(arguments, task)
     check_rules(loaded, RULES + TRAIN_RULES)
@@ -116,7 +116,7 @@ def _compare(
     """The part of one process."""
     from drawbar.parity.run import run_process
     from drawbar.parity.workload import Subject
-    from drawbar.tasks.registry import task_class
+    from drawbar.tasks.task_registry import task_class
     from drawbar.tracking.console import SilentConsole, make_console
 
     console = SilentConsole() if as_json else make_console(os.environ.get("RANK", "0") == "0")

@@ -49,10 +49,10 @@ def predict(
 ) -> int:
     """Predict for records without labels, by the model of RUN (a run directory)."""
     from drawbar.cli.arguments import load_run
-    from drawbar.cli.imports import quick_imports
+    from drawbar.cli.import_command import quick_imports
     from drawbar.cli.train import count_processes, own_command
-    from drawbar.config.rules import RULES, check_rules
-    from drawbar.train.output import check_output
+    from drawbar.commands.output_files import check_output
+    from drawbar.config.rules.rule_table import RULES, check_rules
 
     given = (f"data.test={json.dumps(source)}", "data.limit.test=null") if source is not None else ()
     loaded = load_run(run, (*given, *overrides), task)
@@ -65,7 +65,7 @@ def predict(
         return run_processes(own_command(task), processes)
 
     with quick_imports():
-        from drawbar.train.inference import predict_from_run
+        from drawbar.commands.score_run import predict_from_run
 
     predict_from_run(loaded.config, task, path, checkpoint, probabilities)
     return 0

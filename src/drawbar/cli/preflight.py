@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from drawbar.launch.folder_facts import check_room
 
 if TYPE_CHECKING:
-    from drawbar.config.schema import RunConfig
+    from drawbar.config.schema.run_config import RunConfig
     from drawbar.launch.job import Job
     from drawbar.launch.launcher import Launcher
     from drawbar.tasks.task import Task
@@ -30,8 +30,8 @@ def _reads_files(config: "RunConfig", task: "type[Task] | None") -> bool:
     """Whether the settings ``data`` name the records: a task of the user's may find its own."""
     if task is None and ":" not in config.task.type:
         return True
-    from drawbar.tasks.registry import task_class  # the user's module has imported torch by now
     from drawbar.tasks.task import Task
+    from drawbar.tasks.task_registry import task_class  # the user's module has imported torch by now
 
     return (task or task_class(config.task.type)).records is Task.records
 

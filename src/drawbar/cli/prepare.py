@@ -28,14 +28,14 @@ def prepare(task: "type[Task] | None", arguments: tuple[str, ...]) -> int:
     Prints counts, lengths, and how much padding each way of batching would take.
     """
     from drawbar.cli.arguments import load
-    from drawbar.cli.imports import quick_imports
-    from drawbar.config.rules import RULES, TRAIN_RULES, check_rules
+    from drawbar.cli.import_command import quick_imports
+    from drawbar.config.rules.rule_table import RULES, TRAIN_RULES, check_rules
 
     loaded = load(arguments, task)
     check_rules(loaded, RULES + TRAIN_RULES)
 
     with quick_imports():
-        from drawbar.train.prepare import prepare_run
+        from drawbar.commands.prepare_data import prepare_run
 
     prepare_run(loaded.config, task)
     return 0

@@ -5,13 +5,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from drawbar.config.data import DataSection
+from drawbar.config.schema.data_section import DataSection
 from drawbar.data.nested import old_name, value_at
 from drawbar.data.sources import Record, open_records
 from drawbar.errors import UserError
 
 if TYPE_CHECKING:
-    from drawbar.evaluation.generate import Prompt
+    from drawbar.evaluation.text_generation import Prompt
 
 
 def read_prompts(path: str, messages_column: str | None, rename: Mapping[str, str]) -> "list[Prompt]":

@@ -87,7 +87,7 @@ def can_go_on(what: str, statuses: "list[JobStatus]", settings: tuple[str, ...])
     Raises:
         UserError: it is under way, or complete.
     """
-    from drawbar.config.compare import LENGTH
+    from drawbar.config.io.compare import LENGTH
     from drawbar.errors import ExitCode, UserError
 
     for status in statuses:

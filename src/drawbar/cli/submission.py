@@ -11,11 +11,11 @@ import click
 
 from drawbar.cli.arguments import load
 from drawbar.cli.preflight import check_before_queue
-from drawbar.config.cluster_rules import SUBMIT_RULES
-from drawbar.config.compare import check_same
-from drawbar.config.deepspeed_json import check_deepspeed
-from drawbar.config.load import LoadedConfig
-from drawbar.config.rules import RULES, TRAIN_RULES, check_rules, check_world
+from drawbar.config.deepspeed.deepspeed_json import check_deepspeed
+from drawbar.config.io.compare import check_same
+from drawbar.config.io.load_config import LoadedConfig
+from drawbar.config.rules.cluster_rules import SUBMIT_RULES
+from drawbar.config.rules.rule_table import RULES, TRAIN_RULES, check_rules, check_world
 from drawbar.errors import ExitCode, UserError
 from drawbar.launch.code_snapshot import copy_code, is_tracked
 from drawbar.launch.job import Job

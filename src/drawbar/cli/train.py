@@ -9,7 +9,7 @@ import click
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from drawbar.config.schema import RunConfig
+    from drawbar.config.schema.run_config import RunConfig
     from drawbar.tasks.task import Task
 
 
@@ -41,7 +41,7 @@ Exit codes: 0 done, 1 failed, 2 the request is wrong, 75 saved after SIGTERM, 13
 @click.pass_obj
 def train(task: "type[Task] | None", arguments: tuple[str, ...], resume: str, fork: str | None) -> int:
     """Train the run that CONFIG (a YAML file) describes, with some settings changed."""
-    from drawbar.runtime.interrupt import leaving_when_told
+    from drawbar.distributed.interrupt import leaving_when_told
     from drawbar.runtime.streams import outlive_readers
 
     outlive_readers()
@@ -52,11 +52,11 @@ def train(task: "type[Task] | None", arguments: tuple[str, ...], resume: str, fo
 def start(task: "type[Task] | None", arguments: tuple[str, ...], resume: str, fork: str | None) -> int:
     """Train here, or start the processes that do, and wait for them; the exit code of the run."""
     from drawbar.cli.arguments import load
-    from drawbar.cli.imports import quick_imports
-    from drawbar.config.deepspeed_json import check_deepspeed
-    from drawbar.config.rules import RULES, TRAIN_RULES, check_rules, check_world
+    from drawbar.cli.import_command import quick_imports
+    from drawbar.config.deepspeed.deepspeed_json import check_deepspeed
+    from drawbar.config.rules.rule_table import RULES, TRAIN_RULES, check_rules, check_world
+    from drawbar.distributed.foreign_launcher import check_alone
     from drawbar.launch.node.rendezvous import Rendezvous
-    from drawbar.runtime.foreign_launcher import check_alone
 
     rendezvous = Rendezvous.take()
     if rendezvous is None:
@@ -77,7 +77,7 @@ def start(task: "type[Task] | None", arguments: tuple[str, ...], resume: str, fo
         return run_processes(own_command(task), processes, rendezvous, config.launch.timeout, node_check)
 
     with quick_imports():
-        from drawbar.runtime.env import RankInfo
+        from drawbar.distributed.rank_info import RankInfo
         from drawbar.train.trainer import Trainer
 
     check_deepspeed(loaded, RankInfo.from_environment().world_size)

@@ -29,9 +29,9 @@ def _takes_settings(context: click.Context | None) -> bool:
 
 
 def _hint(error: click.NoSuchOption, words: Sequence[str], task: "type[Task] | None") -> str | None:
-    from drawbar.config.fields import catalogue, suggestions
-    from drawbar.config.other_names import our_names
-    from drawbar.config.schema import RunConfig, run_config_type
+    from drawbar.config.io.fields import catalogue, suggestions
+    from drawbar.config.io.other_names import our_names
+    from drawbar.config.schema.run_config import RunConfig, run_config_type
 
     known = catalogue(run_config_type(task.Config) if task else RunConfig)
     key = error.option_name.lstrip("-").replace("-", "_")

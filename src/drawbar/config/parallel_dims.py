@@ -7,7 +7,7 @@ apart. All but the tensor, context and pipeline axes are data parallel: they rea
 import math
 from dataclasses import astuple, dataclass
 
-from drawbar.config.schema import ParallelSection
+from drawbar.config.schema.run_config import ParallelSection
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 

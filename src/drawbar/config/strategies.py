@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from drawbar.config.imports import cause, import_user_module
+from drawbar.config.io.user_modules import cause, import_user_module
 from drawbar.errors import UserError
 from drawbar.util.registry import Registry
 
@@ -51,7 +51,7 @@ class Strategy:
 STRATEGIES = Registry[Strategy]("strategy", "drawbar.strategies")
 
 
-_NATIVE = "drawbar.engines.native"
+_NATIVE = "drawbar.engines.torch_strategies"
 _UNDECIDED = Strategy(AUTO, "")
 BUILT_IN = (
     Strategy("single", f"{_NATIVE}:build_single", one_process=True),
@@ -59,7 +59,7 @@ BUILT_IN = (
     Strategy("ddp", f"{_NATIVE}:build_ddp", combines=True),
     Strategy("zero1", f"{_NATIVE}:build_zero1"),
     Strategy("fsdp", f"{_NATIVE}:build_fsdp", shards_parameters=True, combines=True, offloads=True),
-    Strategy("deepspeed", "drawbar.engines.deepspeed:build", combines=True, offloads=True, is_deepspeed=True),
+    Strategy("deepspeed", "drawbar.engines.deepspeed_strategy:build", combines=True, offloads=True, is_deepspeed=True),
 )
 for _strategy in BUILT_IN:
     STRATEGIES.register(_strategy.name)(_strategy)

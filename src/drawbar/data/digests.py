@@ -8,8 +8,8 @@ from pathlib import Path
 
 from drawbar.data.heartbeat import replace_text
 from drawbar.data.sources import Records
-from drawbar.runtime.dist import Distributed
-from drawbar.runtime.files import identity
+from drawbar.distributed.process_group import Distributed
+from drawbar.util.atomic_write import identity
 
 FILE = "digests.json"
 """Beside the encoded data."""

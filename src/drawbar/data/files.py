@@ -6,7 +6,7 @@ import shlex
 from functools import cache
 from pathlib import Path
 
-from drawbar.config.imports import find_by_name
+from drawbar.config.io.user_modules import find_by_name
 from drawbar.data.python_stdlib import PYTHON_STDLIB
 from drawbar.data.readers import READERS, FileReader, ReadOptions
 from drawbar.errors import UserError, nearest

@@ -12,8 +12,8 @@ from drawbar.data.hub_dataset import HubDataset
 from drawbar.data.nested import columns_of, old_name, value_at
 from drawbar.data.readers import BadRecord, Reader, Record, Unit
 from drawbar.errors import UserError
-from drawbar.runtime.files import identity
 from drawbar.runtime.log import logger
+from drawbar.util.atomic_write import identity
 
 SHOWN_IN_FULL = 10
 """Bad records of a stream that are logged one by one."""
@@ -152,7 +152,7 @@ class SourceStream:
 
     def identity(self) -> list[Any]:
         """Of each file what ``identity`` says; of a dataset that is no folder the node, which has a copy."""
-        from drawbar.runtime.env import node_name  # it loads torch, which a submission does without
+        from drawbar.distributed.rank_info import node_name  # it loads torch, which a submission does without
 
         try:
             return [[*map(identity, reader.files)] or node_name() for reader in self._readers]

@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, cast, overload
 
-from drawbar.config.data import DataSection, SourceSection
+from drawbar.config.schema.data_section import DataSection, SourceSection
 from drawbar.data.class_labels import agreed_names
 from drawbar.data.files import BUILT_IN_SOURCES, find_file, find_files, is_empty, reader_of
 from drawbar.data.hub_dataset import HubDataset

@@ -18,8 +18,8 @@ from drawbar.data.dataset import Sample
 from drawbar.data.loader import Augment, Batch, Collate, Loader, MicroBatch, MicroBatchSize, Rows, check_fingerprint
 from drawbar.data.order import order
 from drawbar.data.sources import Located
+from drawbar.distributed.process_group import DataParallelGroup
 from drawbar.errors import UserError
-from drawbar.runtime.dist import DataParallelGroup
 from drawbar.runtime.log import logger
 
 LARGEST_BLOCK = 2**32

@@ -8,11 +8,11 @@ from typing import Any
 
 from huggingface_hub import constants, try_to_load_from_cache
 
-from drawbar.config.deepspeed import is_deepspeed, zero_stage
-from drawbar.config.deepspeed_json import check_deepspeed
-from drawbar.config.load import LoadedConfig
-from drawbar.config.rules import RULES, TRAIN_RULES, check_rules, check_world
-from drawbar.config.schema import RunConfig
+from drawbar.config.deepspeed.deepspeed_json import check_deepspeed
+from drawbar.config.deepspeed.meaning import is_deepspeed, zero_stage
+from drawbar.config.io.load_config import LoadedConfig
+from drawbar.config.rules.rule_table import RULES, TRAIN_RULES, check_rules, check_world
+from drawbar.config.schema.run_config import RunConfig
 from drawbar.config.strategies import AUTO
 from drawbar.doctor.ask import Question, ask, check_device, check_meeting, driver_version
 from drawbar.doctor.environment import LAUNCH, check_hub, check_launcher, check_slurm_gpus, is_offline

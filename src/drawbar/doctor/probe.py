@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from drawbar.distributed.rank_info import RankInfo, choose_device
 from drawbar.errors import UserError
 from drawbar.parallel.precision import choose_precision
-from drawbar.runtime.env import RankInfo, choose_device
 from drawbar.util.dtypes import DTYPES
 
 SIDE = 256

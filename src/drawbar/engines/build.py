@@ -5,14 +5,14 @@ import os
 import torch
 
 from drawbar.config.parallel_dims import ParallelDims
-from drawbar.config.rules import check_rules
-from drawbar.config.schema import RunConfig
+from drawbar.config.rules.rule_table import check_rules
+from drawbar.config.schema.run_config import RunConfig
 from drawbar.config.strategies import AUTO
+from drawbar.distributed.process_group import Distributed
 from drawbar.engines.engine import Engine
 from drawbar.errors import UserError
 from drawbar.parallel.compile import check_compiler
 from drawbar.parallel.precision import choose_formats
-from drawbar.runtime.dist import Distributed
 from drawbar.runtime.log import logger
 from drawbar.tasks.pretrained import PretrainedTask
 from drawbar.tasks.task import Task

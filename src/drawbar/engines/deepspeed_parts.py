@@ -7,14 +7,14 @@ import torch
 from torch import nn
 
 from drawbar.checkpoint.save import host_copies
-from drawbar.config.schema import RunConfig
+from drawbar.config.schema.run_config import RunConfig
+from drawbar.distributed.process_group import Distributed
 from drawbar.engines.local_model import LocalModel
 from drawbar.engines.parts import Update
 from drawbar.engines.state_access import Keeps
 from drawbar.models.lora import saved_tensors
 from drawbar.optim.schedules import set_learning_rate
-from drawbar.parallel.deepspeed_state import STEP, Masters, cut, gathered, is_cut
-from drawbar.runtime.dist import Distributed
+from drawbar.parallel.deepspeed.deepspeed_state import STEP, Masters, cut, gathered, is_cut
 
 
 class DeepSpeedUpdater:

@@ -11,8 +11,9 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from drawbar.config.schema import RunConfig
+from drawbar.config.schema.run_config import RunConfig
 from drawbar.data.loader import MicroBatch
+from drawbar.distributed.process_group import Distributed
 from drawbar.engines.parts import EngineParts
 from drawbar.engines.results import EngineState, EvalResult, StepResult
 from drawbar.errors import UserError
@@ -22,7 +23,6 @@ from drawbar.optim.schedules import learning_rate_scale
 from drawbar.optim.state import check_optimizer_state
 from drawbar.parallel.buffers import share_buffers
 from drawbar.parallel.weights import check_weights
-from drawbar.runtime.dist import Distributed
 from drawbar.runtime.log import logger
 from drawbar.tasks.batch import Ask, Batch
 from drawbar.tasks.task import Task

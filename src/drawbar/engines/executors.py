@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from drawbar.data.loader import MicroBatch
+from drawbar.distributed.process_group import Distributed
 from drawbar.parallel.context import ContextParallel
 from drawbar.parallel.fsdp import free_gathered
-from drawbar.parallel.pipeline_inference import PipelineInference
-from drawbar.parallel.pipeline_schedule import Inputs, Loss
+from drawbar.parallel.pipeline.inference import PipelineInference
+from drawbar.parallel.pipeline.schedule import Inputs, Loss
 from drawbar.parallel.precision import autocast
 from drawbar.parallel.styles import sharded_logits
-from drawbar.runtime.dist import Distributed
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.task import Task
 

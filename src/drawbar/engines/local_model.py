@@ -11,7 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from drawbar.config.parallel_dims import ParallelDims
-from drawbar.config.schema import RunConfig
+from drawbar.config.schema.run_config import RunConfig
+from drawbar.distributed.device_mesh import buffer_replicas
+from drawbar.distributed.process_group import Distributed
 from drawbar.models.huggingface import weights_without_file
 from drawbar.models.lora import Base, add_adapters, add_adapters_to_base
 from drawbar.models.packed import allow_packing
@@ -19,9 +21,7 @@ from drawbar.models.plans import plan_for
 from drawbar.parallel.apply import parallelize
 from drawbar.parallel.tensor import FusedLayout, fused_layouts
 from drawbar.parallel.weights import broadcast_shards, load_shard, materialize, named_tensors
-from drawbar.runtime.dist import Distributed
 from drawbar.runtime.log import logger
-from drawbar.runtime.mesh import buffer_replicas
 from drawbar.tasks.task import Task
 
 WeightSource: TypeAlias = Mapping[str, torch.Tensor] | nn.Module | None

@@ -7,18 +7,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from drawbar.config.schema import RunConfig
+from drawbar.config.schema.run_config import RunConfig
+from drawbar.distributed.device_mesh import build_mesh
+from drawbar.distributed.process_group import Distributed
 from drawbar.engines.local_model import LocalModel, WeightSource, build_meta, load_first_weights
 from drawbar.errors import UserError
 from drawbar.models.lora import Base
 from drawbar.models.plans import plan_for
-from drawbar.parallel.pipeline_inference import PipelineInference
-from drawbar.parallel.stages import LocalStages, cut_stage, is_tied, split_layers
+from drawbar.parallel.model_plan import ModelParallelPlan, PipelinePlan
+from drawbar.parallel.pipeline.inference import PipelineInference
+from drawbar.parallel.pipeline.stages import LocalStages, cut_stage, is_tied, split_layers
 from drawbar.parallel.tensor import FusedLayout
-from drawbar.runtime.dist import Distributed
 from drawbar.runtime.log import logger
-from drawbar.runtime.mesh import build_mesh
-from drawbar.runtime.plan import ModelParallelPlan, PipelinePlan
 from drawbar.tasks.task import Task
 
 

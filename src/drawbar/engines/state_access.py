@@ -7,7 +7,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from drawbar.checkpoint.save import host_copies
-from drawbar.config.schema import RunConfig
+from drawbar.config.schema.run_config import RunConfig
+from drawbar.distributed.process_group import Distributed
 from drawbar.engines.local_model import LocalModel
 from drawbar.engines.parts import StateAccess
 from drawbar.models.lora import saved_tensors
@@ -15,7 +16,6 @@ from drawbar.optim.state import load_optimizer_state, optimizer_state
 from drawbar.parallel.precision import LossScaler
 from drawbar.parallel.weights import full_tensor, load_shard, shard_like
 from drawbar.parallel.zero1 import is_zero1, local_optimizer
-from drawbar.runtime.dist import Distributed
 from drawbar.runtime.safetensors_reader import TensorFiles
 
 Keeps = Callable[[Sequence[int]], bool]

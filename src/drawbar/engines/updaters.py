@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from drawbar.engines.parts import Update
 from drawbar.optim.schedules import set_learning_rate
 from drawbar.parallel.gradients import clip_factor, reduce_partial_grads, scale_, squared_norm
-from drawbar.parallel.pipeline_schedule import add_up_tied
+from drawbar.parallel.pipeline.schedule import add_up_tied
 from drawbar.parallel.precision import LossScaler
 
 SquaredNorm = Callable[[list[nn.Parameter], torch.device], torch.Tensor]

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from drawbar.config.cluster import ClusterSection
-from drawbar.config.load import dump_yaml
-from drawbar.config.schema import RunConfig
+from drawbar.config.io.load_config import dump_yaml
+from drawbar.config.schema.cluster_section import ClusterSection
+from drawbar.config.schema.run_config import RunConfig
 from drawbar.launch.job_container import PYTHON, VARIABLES, Container, make_container
 from drawbar.launch.job_files import FOLDER
 

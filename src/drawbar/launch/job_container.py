@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from drawbar.config.cluster import ClusterSection
-from drawbar.config.container import UNSPEAKABLE, Runtime, choose_runtime, is_file
-from drawbar.config.schema import RunConfig
+from drawbar.config.schema.cluster_section import ClusterSection
+from drawbar.config.schema.container_section import UNSPEAKABLE, Runtime, choose_runtime, is_file
+from drawbar.config.schema.run_config import RunConfig
 from drawbar.errors import UserError
 
 PYTHON = "python3"

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from drawbar.config.cluster import ClusterSection
-from drawbar.config.schema import RunConfig
+from drawbar.config.schema.cluster_section import ClusterSection
+from drawbar.config.schema.run_config import RunConfig
 from drawbar.launch.job import Job, make_job
 from drawbar.launch.jobs.job_status import JobStatus
 from drawbar.launch.jobs.records import JobRecord

@@ -24,7 +24,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from drawbar.config.schema import LoraSection, RunConfig
+from drawbar.config.schema.run_config import LoraSection, RunConfig
 from drawbar.errors import UserError
 
 _ADAPTER = "default"

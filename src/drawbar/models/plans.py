@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from drawbar.runtime.plan import ModelParallelPlan, PipelinePlan, Style
+from drawbar.parallel.model_plan import ModelParallelPlan, PipelinePlan, Style
 from drawbar.util.module_patterns import matching
 
 _HUGGINGFACE: dict[str, Style] = {

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
-from drawbar.config.schema import OptimSection
+from drawbar.config.schema.run_config import OptimSection
 from drawbar.errors import UserError
 from drawbar.optim.groups import parameter_groups, split_by_decay, trained_names, undecayed_names
 from drawbar.optim.muon import Muon

@@ -7,7 +7,7 @@ import math
 
 from torch.optim import Optimizer
 
-from drawbar.config.schema import OptimSection
+from drawbar.config.schema.run_config import OptimSection
 
 INVERSE_SQRT_TIMESCALE = 10_000
 """transformers' time scale, in steps, for ``inverse_sqrt`` without a warm-up."""

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers.cache_utils import Cache
 
-from drawbar.config.schema import EveryBlock
+from drawbar.config.schema.run_config import EveryBlock
 from drawbar.parallel.blocks import Forward, blocks_for, replace_forward
 
 _ATEN = torch.ops.aten

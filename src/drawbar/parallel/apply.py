@@ -7,12 +7,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from drawbar.config.parallel_dims import ParallelDims
-from drawbar.config.schema import ParallelSection
+from drawbar.config.schema.run_config import ParallelSection
 from drawbar.parallel.activation_checkpointing import checkpoint_activations
 from drawbar.parallel.compile import compile_blocks
 from drawbar.parallel.fsdp import replicate_parts, shard
+from drawbar.parallel.model_plan import ModelParallelPlan
 from drawbar.parallel.tensor import tensor_parallel
-from drawbar.runtime.plan import ModelParallelPlan
 
 
 def _quiet() -> None:

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import (
 )
 from transformers.pytorch_utils import Conv1D
 
-from drawbar.config.schema import ParallelSection
+from drawbar.config.schema.run_config import ParallelSection
 from drawbar.parallel.blocks import repeated_blocks
 from drawbar.parallel.synced_generate import synchronize_generate
 from drawbar.util.dtypes import DTYPES

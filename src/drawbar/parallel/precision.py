@@ -4,7 +4,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from drawbar.config.schema import RunConfig
+from drawbar.config.schema.run_config import RunConfig
 from drawbar.errors import UserError
 from drawbar.util.dtypes import DTYPES
 

@@ -12,9 +12,9 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from transformers.pytorch_utils import Conv1D
 
 from drawbar.errors import UserError
+from drawbar.parallel.model_plan import ModelParallelPlan, Style
 from drawbar.parallel.sequence import cut_between
 from drawbar.parallel.styles import Colwise, Embedding, Rowwise, Vocabulary, use_local
-from drawbar.runtime.plan import ModelParallelPlan, Style
 from drawbar.util.module_patterns import matching
 
 T = TypeVar("T")

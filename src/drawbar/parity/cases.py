@@ -8,12 +8,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from drawbar.config.compatibility import deepspeed_cases, parallel_cases
-from drawbar.config.deepspeed import is_deepspeed, laid_out
-from drawbar.config.problems import report_errors
-from drawbar.config.rules import RULES, check_rules, check_world
-from drawbar.config.schema import ParallelSection, RunConfig
-from drawbar.config.source import Settings, apply_override
+from drawbar.config.deepspeed.meaning import is_deepspeed, laid_out
+from drawbar.config.io.problems import report_errors
+from drawbar.config.io.source import Settings, apply_override
+from drawbar.config.rules.compatibility import deepspeed_cases, parallel_cases
+from drawbar.config.rules.rule_table import RULES, check_rules, check_world
+from drawbar.config.schema.run_config import ParallelSection, RunConfig
 from drawbar.config.strategies import AUTO, STRATEGIES
 from drawbar.errors import UserError, nearest
 

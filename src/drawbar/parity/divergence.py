@@ -19,16 +19,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree
 
-from drawbar.config.schema import RunConfig
+from drawbar.config.schema.run_config import RunConfig
 from drawbar.data.loader import MicroBatch
+from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import RankInfo
 from drawbar.engines.engine import Engine
-from drawbar.parallel.stages import StageInput, Zero
+from drawbar.parallel.pipeline.stages import StageInput, Zero
 from drawbar.parity.comparison import EXACT, Differences, Limits, difference, gradient_differences, norm
 from drawbar.parity.recorder import clean_name, modules_of, tied_names
 from drawbar.parity.rounding import limits, noises
 from drawbar.parity.workload import Subject
-from drawbar.runtime.dist import Distributed
-from drawbar.runtime.env import RankInfo
 from drawbar.tasks.batch import Batch
 
 MicroBatches = list[MicroBatch[Batch]]

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from drawbar.config.schema import RunConfig
+from drawbar.config.schema.run_config import RunConfig
+from drawbar.distributed.process_group import Distributed
 from drawbar.engines.engine import Engine
 from drawbar.engines.results import EngineState
 from drawbar.errors import ExitCode, UserError
-from drawbar.parallel.stages import LocalStages
+from drawbar.parallel.pipeline.stages import LocalStages
 from drawbar.parity.comparison import Note, StepStart, Trace
 from drawbar.parity.workload import Subject, drops
-from drawbar.runtime.dist import Distributed
 from drawbar.runtime.seed import seed_everything
 from drawbar.tracking.console import Console
 

@@ -10,14 +10,14 @@ from dataclasses import replace
 
 import torch
 
-from drawbar.config.deepspeed import laid_out
-from drawbar.config.schema import ParallelSection, RunConfig
+from drawbar.config.deepspeed.meaning import laid_out
+from drawbar.config.schema.run_config import ParallelSection, RunConfig
+from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import RankInfo
 from drawbar.parity.comparison import EXACT, Limits, Reference, Tolerances, Trace, distances
 from drawbar.parity.recorder import StepStart, check_finite, train
 from drawbar.parity.rounding import known, noises, tolerances
 from drawbar.parity.workload import Subject
-from drawbar.runtime.dist import Distributed
-from drawbar.runtime.env import RankInfo
 from drawbar.tracking.console import Console
 
 

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 from drawbar.config.parallel_dims import ParallelDims
+from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import RankInfo, choose_device
 from drawbar.errors import ExitCode, UserError
 from drawbar.parity.cases import Case, check_case
 from drawbar.parity.comparison import Reference, compare
@@ -27,8 +29,6 @@ from drawbar.parity.result import Result
 from drawbar.parity.results_dir import ResultsDir
 from drawbar.parity.verdict import explain
 from drawbar.parity.workload import Subject
-from drawbar.runtime.dist import Distributed
-from drawbar.runtime.env import RankInfo, choose_device
 from drawbar.runtime.log import logger
 from drawbar.runtime.seed import use_deterministic_kernels
 from drawbar.tracking.console import Console

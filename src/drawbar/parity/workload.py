@@ -12,22 +12,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from drawbar.config.schema import RunConfig
+from drawbar.config.schema.run_config import RunConfig
 from drawbar.data.loader import Loader
+from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import RankInfo
 from drawbar.engines.build import build_engine
 from drawbar.engines.engine import Engine
 from drawbar.errors import UserError
 from drawbar.models.huggingface import load_model_config
 from drawbar.parity.rounding import Noise
-from drawbar.runtime.dist import Distributed
-from drawbar.runtime.env import RankInfo
 from drawbar.runtime.seed import seed_everything
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.overrides import named_errors
 from drawbar.tasks.pretrained import PretrainedTask
 from drawbar.tasks.task import Task
 from drawbar.tracking.console import Console, SilentConsole
-from drawbar.train.data import make_loader
+from drawbar.train.batches import make_loader
 from drawbar.train.setup import build_task, count_steps
 
 _HOST = torch.device("cpu")

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from drawbar.config.schema import RunConfig
-from drawbar.config.tasks import CausalLMConfig
+from drawbar.config.schema.run_config import RunConfig
+from drawbar.config.schema.task_sections import CausalLMConfig
 from drawbar.data.dataset import Sample
 from drawbar.data.packing import IGNORED_LABEL, split_tokens
 from drawbar.data.tokenizer import MODEL_INPUTS, begin_tokens, wrap_texts

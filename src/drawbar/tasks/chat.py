@@ -10,7 +10,7 @@ import jinja2
 import numpy as np
 from numpy.typing import NDArray
 
-from drawbar.config.section import expand_path
+from drawbar.config.schema.section import expand_path
 from drawbar.data.packing import IGNORED_LABEL
 from drawbar.errors import UserError
 from drawbar.tasks.turns import TURN_KEY, mark_turns, split_turns

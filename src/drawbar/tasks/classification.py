@@ -10,15 +10,15 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from drawbar.config.schema import RunConfig
-from drawbar.config.tasks import SequenceClassificationConfig, TokenClassificationConfig
+from drawbar.config.schema.run_config import RunConfig
+from drawbar.config.schema.task_sections import SequenceClassificationConfig, TokenClassificationConfig
 from drawbar.data.dataset import Sample
 from drawbar.data.nested import value_at
 from drawbar.data.packing import IGNORED_LABEL
 from drawbar.data.sources import Records
 from drawbar.data.tokenizer import Wrapping, encode_to_limit, prefix_space
 from drawbar.errors import UserError
-from drawbar.metrics.registry import load_metrics
+from drawbar.metrics.metric_registry import load_metrics
 from drawbar.metrics.tags import OUTSIDE, is_entity_tag
 from drawbar.models.heads import predict_in_fp32
 from drawbar.runtime.log import logger

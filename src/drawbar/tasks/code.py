@@ -8,7 +8,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from types import ModuleType
 
-from drawbar.config.imports import INSTALLED, is_own
+from drawbar.config.io.user_modules import INSTALLED, is_own
 from drawbar.data.cache import content_key
 
 _PROGRAM = ("__main__", "__mp_main__")

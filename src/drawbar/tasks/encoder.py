@@ -9,8 +9,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from drawbar.config.schema import run_config_type
-from drawbar.config.tasks import PretrainedTaskConfig
+from drawbar.config.schema.run_config import run_config_type
+from drawbar.config.schema.task_sections import PretrainedTaskConfig
 from drawbar.data.cache import content_key
 from drawbar.data.sources import Record
 from drawbar.errors import UserError

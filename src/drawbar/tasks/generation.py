@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from drawbar.config.tasks import GenerationSection
+from drawbar.config.schema.task_sections import GenerationSection
 from drawbar.models.heads import longest_input
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from drawbar.config.tasks import MaskedLMConfig
+from drawbar.config.schema.task_sections import MaskedLMConfig
 from drawbar.data.dataset import Sample
 from drawbar.data.packing import IGNORED_LABEL
 from drawbar.errors import UserError

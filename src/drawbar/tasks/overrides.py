@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from drawbar.config.imports import missing_module
+from drawbar.config.io.user_modules import missing_module
 from drawbar.errors import UserError
 from drawbar.tasks.old_names import METHODS as OLD_METHODS
 from drawbar.tasks.task import Task

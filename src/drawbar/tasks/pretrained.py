@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from drawbar.config.schema import RunConfig
-from drawbar.config.tasks import PretrainedTaskConfig, TokenizerTraining
+from drawbar.config.schema.run_config import RunConfig
+from drawbar.config.schema.task_sections import PretrainedTaskConfig, TokenizerTraining
 from drawbar.data.dataset import Sample
 from drawbar.data.packing import IGNORED_LABEL
 from drawbar.data.tokenizer import (
@@ -26,7 +26,7 @@ from drawbar.data.tokenizer import (
     wrap_texts,
 )
 from drawbar.errors import UserError
-from drawbar.metrics.registry import compute, load_metrics
+from drawbar.metrics.metric_registry import compute, load_metrics
 from drawbar.models.folder import check_model_folder
 from drawbar.models.heads import Head, longest_input
 from drawbar.models.huggingface import (

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from drawbar.config.tasks import Seq2SeqConfig
+from drawbar.config.schema.task_sections import Seq2SeqConfig
 from drawbar.data.dataset import Sample
 from drawbar.data.tokenizer import Wrapping, encode_to_limit, set_languages, special_tokens_around
 from drawbar.errors import UserError

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from drawbar.config.schema import DataSection, RunConfig, TaskConfig
+from drawbar.config.schema.run_config import DataSection, RunConfig, TaskConfig
 from drawbar.data.class_labels import ClassNumber
 from drawbar.data.dataset import Sample
 from drawbar.data.nested import columns_of, misread_header, value_at

@@ -10,7 +10,7 @@ from queue import SimpleQueue
 from threading import Event, Thread
 from typing import Self
 
-from drawbar.config.imports import cause
+from drawbar.config.io.user_modules import cause
 from drawbar.errors import UserError
 from drawbar.tracking.tracker import TrackedRun, Tracker
 

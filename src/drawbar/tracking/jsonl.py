@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from drawbar.errors import ExitCode, UserError
-from drawbar.runtime.files import replacing
 from drawbar.tracking.tracker import TrackedRun, Tracker
+from drawbar.util.atomic_write import replacing
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from drawbar.config.imports import find_by_name, make_with_options
-from drawbar.config.schema import TrackingSection
+from drawbar.config.io.user_modules import find_by_name, make_with_options
+from drawbar.config.schema.run_config import TrackingSection
 from drawbar.errors import UserError
 from drawbar.tracking.background import BackgroundTracker, FailureLog
 from drawbar.tracking.jsonl import JsonlTracker

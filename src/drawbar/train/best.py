@@ -1,8 +1,8 @@
 """Which of two scores is the better one (``eval.mode``): it decides the best checkpoint, and when to stop early."""
 
-from drawbar.config.schema import EvalSection
+from drawbar.config.schema.run_config import EvalSection
 from drawbar.errors import UserError
-from drawbar.metrics.registry import best_is
+from drawbar.metrics.metric_registry import best_is
 from drawbar.runtime.log import logger
 
 _WORDS = {"min": "smallest", "max": "largest"}

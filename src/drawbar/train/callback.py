@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drawbar.config.imports import cause, find_by_name, make_with_options
-from drawbar.config.schema import RunConfig
+from drawbar.config.io.user_modules import cause, find_by_name, make_with_options
+from drawbar.config.schema.run_config import RunConfig
 from drawbar.errors import UserError
 from drawbar.runtime.log import log_to_file, logger
 from drawbar.train.step import RunProgress, StepInfo

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import torch
 
-from drawbar.config.schema import EvalSection, ProfileSection
+from drawbar.config.schema.run_config import EvalSection, ProfileSection
 from drawbar.data.loader import Loader
+from drawbar.distributed.process_group import Distributed
 from drawbar.errors import ExitCode, UserError
-from drawbar.evaluation.evaluate import Evaluation, EvaluationFailed, unknown_metric, write_results
+from drawbar.evaluation.scoring import Evaluation, EvaluationFailed, unknown_metric, write_results
 from drawbar.launch.jobs.run_status import RunState, write_run_status
-from drawbar.runtime.dist import Distributed
 from drawbar.runtime.log import log_to_file, logger
 from drawbar.tracking.console import Console
 from drawbar.tracking.meters import Throughput, peak_memory

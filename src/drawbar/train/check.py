@@ -10,11 +10,11 @@ from drawbar.engines.engine import Engine
 from drawbar.engines.executors import NoNumber
 from drawbar.engines.results import EvalResult
 from drawbar.errors import UserError
-from drawbar.evaluation.evaluate import Split, joined, unknown_metric
+from drawbar.evaluation.scoring import Split, joined, unknown_metric
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.overrides import fault, named_errors
 from drawbar.tasks.task import Task
-from drawbar.train.data import augmenting
+from drawbar.train.batches import augmenting
 
 TRIED_SAMPLES = 8
 

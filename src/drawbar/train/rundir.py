@@ -14,13 +14,13 @@ from pydantic import ValidationError
 from drawbar.checkpoint.directory import CheckpointDirectory, Survey
 from drawbar.checkpoint.format import OtherFormat, Unusable
 from drawbar.checkpoint.load import readable_disk
-from drawbar.config.compare import Difference, check_same
-from drawbar.config.load import dump_yaml, load_config
-from drawbar.config.schema import RUN_NAME, RunConfig, RunSection
+from drawbar.config.io.compare import Difference, check_same
+from drawbar.config.io.load_config import dump_yaml, load_config
+from drawbar.config.schema.run_config import RUN_NAME, RunConfig, RunSection
 from drawbar.errors import UserError
 from drawbar.launch.job_files import FOLDER as LAUNCH_FOLDER
-from drawbar.runtime.files import write_whole
 from drawbar.runtime.log import logger
+from drawbar.util.atomic_write import write_whole
 
 LOCK_FILE = ".lock"
 _NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}

@@ -13,23 +13,23 @@ from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.checkpoint.format import Snapshot, decode_state, encode_state
 from drawbar.checkpoint.load import read_state, read_together
 from drawbar.checkpoint.writer import AsyncWriter
-from drawbar.config.data import DataSection
-from drawbar.config.schema import RunConfig
-from drawbar.config.source import read_file
+from drawbar.config.io.source import read_file
+from drawbar.config.schema.data_section import DataSection
+from drawbar.config.schema.run_config import RunConfig
 from drawbar.data.loader import Loader
+from drawbar.distributed.process_group import Distributed
 from drawbar.engines.engine import Engine
 from drawbar.engines.results import EngineState
 from drawbar.errors import UserError
-from drawbar.evaluation.evaluate import Split
+from drawbar.evaluation.scoring import Split
 from drawbar.parallel.precision import choose_precision
-from drawbar.runtime.dist import Distributed
-from drawbar.runtime.files import sync
 from drawbar.runtime.log import logger
 from drawbar.runtime.seed import rng_state, seed_everything, set_rng_state
-from drawbar.train.disks import Disks
+from drawbar.train.node_local import Disks
 from drawbar.train.setup import check_base
 from drawbar.train.step import RunProgress
 from drawbar.train.stop import Reason, Stop
+from drawbar.util.atomic_write import sync
 
 
 class Saver:

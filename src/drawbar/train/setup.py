@@ -12,27 +12,27 @@ from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.checkpoint.format import Snapshot
 from drawbar.checkpoint.load import read_together
 from drawbar.checkpoint.space import rust_errors
-from drawbar.config.compare import Difference
-from drawbar.config.deepspeed import laid_out
-from drawbar.config.fields import show
-from drawbar.config.load import SCRIPT_FILE
-from drawbar.config.schema import OptimSection, ParallelSection, RunConfig, TrainSection
-from drawbar.config.source import read_file
+from drawbar.config.deepspeed.meaning import laid_out
+from drawbar.config.io.compare import Difference
+from drawbar.config.io.fields import show
+from drawbar.config.io.load_config import SCRIPT_FILE
+from drawbar.config.io.source import read_file
+from drawbar.config.schema.run_config import OptimSection, ParallelSection, RunConfig, TrainSection
 from drawbar.data.loader import OtherData
 from drawbar.data.tokenizer import load_tokenizer
+from drawbar.distributed.process_group import Distributed
 from drawbar.engines.build import build_engine
 from drawbar.engines.engine import Engine
 from drawbar.errors import UserError
 from drawbar.optim.schedules import learning_rate_scale
-from drawbar.runtime.dist import Distributed
-from drawbar.runtime.files import sync, write_whole
 from drawbar.runtime.log import logger
 from drawbar.runtime.seed import seed_everything
 from drawbar.tasks.chat import read_template
 from drawbar.tasks.overrides import fault, named_errors
 from drawbar.tasks.pretrained import PretrainedTask
-from drawbar.tasks.registry import is_named
 from drawbar.tasks.task import Task
+from drawbar.tasks.task_registry import is_named
+from drawbar.util.atomic_write import sync, write_whole
 
 TASK_FILE = "task.json"
 WRAPS_TEXTS = "wraps_texts"

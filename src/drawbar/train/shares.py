@@ -1,8 +1,8 @@
 """Whether a share of the training data came out as large as was asked for."""
 
-from drawbar.config.data import DataSection
+from drawbar.config.schema.data_section import DataSection
 from drawbar.data.sources import Records
-from drawbar.evaluation.evaluate import Split
+from drawbar.evaluation.scoring import Split
 from drawbar.runtime.log import logger
 
 FEWEST_RECORDS = 20

@@ -8,10 +8,10 @@ from enum import IntEnum
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+from drawbar.distributed.interrupt import ECHO_SECONDS, INTERRUPT, REQUEUE, handle, leave
+from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import has_launcher
 from drawbar.errors import ExitCode, UserError
-from drawbar.runtime.dist import Distributed
-from drawbar.runtime.env import has_launcher
-from drawbar.runtime.interrupt import ECHO_SECONDS, INTERRUPT, REQUEUE, handle, leave
 from drawbar.runtime.log import logger
 
 

@@ -11,29 +11,30 @@ import torch
 from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.checkpoint.format import step_name
 from drawbar.checkpoint.space import check_space, check_writable, explain_full_disk, required_bytes
-from drawbar.config.compare import check_length
+from drawbar.config.io.compare import check_length
 from drawbar.config.parallel_dims import ParallelDims
-from drawbar.config.rules import RULES, TRAIN_RULES, check_rules, check_world
-from drawbar.config.schema import RunConfig
+from drawbar.config.rules.rule_table import RULES, TRAIN_RULES, check_rules, check_world
+from drawbar.config.schema.run_config import RunConfig
 from drawbar.data.loader import Loader
+from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import RankInfo, choose_device, is_placed
 from drawbar.engines.build import build_engine
 from drawbar.engines.engine import Engine
 from drawbar.errors import ExitCode
-from drawbar.evaluation.evaluate import Evaluation, Split, evaluate
+from drawbar.evaluation.scoring import Evaluation, Split, evaluate
 from drawbar.launch.node.allreduce_check import check_links
 from drawbar.parallel.precision import choose_formats
-from drawbar.runtime.dist import Distributed
-from drawbar.runtime.env import RankInfo, choose_device, is_placed
 from drawbar.runtime.log import errors_in_log, logger, open_log_file, start_logging
 from drawbar.runtime.seed import rng_state, seed_everything, set_rng_state, use_deterministic_kernels
 from drawbar.runtime.streams import outlive_readers
 from drawbar.tasks.overrides import check_signatures, named_errors
-from drawbar.tasks.registry import task_class
 from drawbar.tasks.task import Task
+from drawbar.tasks.task_registry import task_class
 from drawbar.tracking.console import Console, make_console
 from drawbar.tracking.meters import Throughput
 from drawbar.tracking.tracker import TrackedRun
 from drawbar.tracking.trackers import Trackers, make_trackers
+from drawbar.train.batches import Opened, augmenting, eval_micro_batch, first_samples, load_data, open_data
 from drawbar.train.best import check_mode, settle_mode
 from drawbar.train.callback import Callback, GuardedCallback, RunHandle, check_callbacks, make_callbacks
 from drawbar.train.callbacks import (
@@ -48,8 +49,7 @@ from drawbar.train.callbacks import (
 )
 from drawbar.train.check import check_evaluation, check_task
 from drawbar.train.core_wait import CoreWaitCallback
-from drawbar.train.data import Opened, augmenting, eval_micro_batch, first_samples, load_data, open_data
-from drawbar.train.disks import Disks, find_start_everywhere, look_at_disks
+from drawbar.train.node_local import Disks, find_start_everywhere, look_at_disks
 from drawbar.train.rundir import RunStart, encoded_once, find_start, lock_run_dir, renamed, write_config
 from drawbar.train.saver import Saver, formats_as_begun, restore_engine, restore_position
 from drawbar.train.setup import build_task, chats_as_then, count_steps, save_task, tell_length

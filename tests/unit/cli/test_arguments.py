@@ -12,8 +12,8 @@ import drawbar
 from drawbar.cli import group
 from drawbar.cli.arguments import load, load_run
 from drawbar.cli.train import count_processes, own_command
-from drawbar.config.compare import check_same
-from drawbar.config.schema import CausalLMConfig
+from drawbar.config.io.compare import check_same
+from drawbar.config.schema.run_config import CausalLMConfig
 from drawbar.errors import UserError
 from drawbar.tasks.causal_lm import CausalLM
 from harness import run_cli, run_ranks

@@ -20,11 +20,11 @@ from transformers import (
 )
 
 from drawbar.cli.arguments import load_run
+from drawbar.commands.export_run import export_run
 from drawbar.data.tokenizer import train_byte_bpe
-from drawbar.runtime.dist import Distributed
-from drawbar.runtime.env import RankInfo
-from drawbar.tasks.registry import task_class
-from drawbar.train.export import export_run
+from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import RankInfo
+from drawbar.tasks.task_registry import task_class
 from drawbar.train.setup import build_task, open_checkpoint
 from harness import Finished, run_cli, run_script
 from messages import check_one_message
@@ -149,7 +149,7 @@ def test_what_libraries_print_is_no_answer(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Whatever a library says on standard output, as DeepSpeed does when it is imported."""
-    monkeypatch.setattr("drawbar.train.export._save_model", lambda *_: print("a library's warning"))
+    monkeypatch.setattr("drawbar.commands.export_run._save_model", lambda *_: print("a library's warning"))
     with chdir(trained):
         export_run(load_run("runs/bert", (), None).config, None, tmp_path / "to", None, merge=False)
     said = capsys.readouterr()

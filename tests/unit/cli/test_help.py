@@ -15,7 +15,7 @@ import pytest
 
 import drawbar
 from drawbar.cli import group
-from drawbar.config.load import load_config
+from drawbar.config.io.load_config import load_config
 
 CPU_SECONDS = 0.4
 EXAMPLES = re.compile(r"^ *Examples:\n((?: +\S.*\n)+)", re.MULTILINE)

@@ -16,8 +16,8 @@ import pytest
 
 from drawbar.cli import group
 from drawbar.cli.init import TEMPLATES, init, project_name, write_project
-from drawbar.config.load import load_config
-from drawbar.config.section import Section
+from drawbar.config.io.load_config import load_config
+from drawbar.config.schema.section import Section
 from drawbar.errors import UserError
 from harness import run_cli, run_script
 from runs import losses

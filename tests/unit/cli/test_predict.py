@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from drawbar.cli.arguments import load_run
-from drawbar.train.inference import predict_from_run
+from drawbar.commands.score_run import predict_from_run
 from harness import Finished, run_cli, run_ranks
 from messages import check_one_message
 

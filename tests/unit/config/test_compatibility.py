@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from drawbar.config.compatibility import (
+from drawbar.config.deepspeed.deepspeed_rules import DEEPSPEED
+from drawbar.config.rules.compatibility import (
     FEATURES,
     LAYOUTS,
     are_alternatives,
@@ -14,12 +15,11 @@ from drawbar.config.compatibility import (
     markdown,
     parallel_cases,
 )
-from drawbar.config.deepspeed_rules import DEEPSPEED
-from drawbar.config.deepspeed_section import DeepSpeedSection
-from drawbar.config.parallel_rules import PARALLEL
-from drawbar.config.rules import check_layout
-from drawbar.config.schema import DataSection, OptimSection, ParallelSection, RunConfig
-from drawbar.config.tasks import MaskedLMConfig
+from drawbar.config.rules.parallel_rules import PARALLEL
+from drawbar.config.rules.rule_table import check_layout
+from drawbar.config.schema.deepspeed_section import DeepSpeedSection
+from drawbar.config.schema.run_config import DataSection, OptimSection, ParallelSection, RunConfig
+from drawbar.config.schema.task_sections import MaskedLMConfig
 
 PAGE = Path(__file__).parents[3] / "docs" / "compatibility.md"
 

@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from drawbar.cli.config import config
-from drawbar.config.load import load_config
-from drawbar.config.schema import TaskConfig
+from drawbar.config.io.load_config import load_config
+from drawbar.config.schema.run_config import TaskConfig
 from drawbar.errors import UserError
 
 

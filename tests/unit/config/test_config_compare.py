@@ -2,11 +2,11 @@
 
 import pytest
 
-from drawbar.config.compare import ABSENT, MAY_CHANGE, Difference, changed_records, differences, render_differences
-from drawbar.config.fields import catalogue
-from drawbar.config.load import load_config
-from drawbar.config.schema import run_config_type
-from drawbar.config.tasks import CausalLMConfig
+from drawbar.config.io.compare import ABSENT, MAY_CHANGE, Difference, changed_records, differences, render_differences
+from drawbar.config.io.fields import catalogue
+from drawbar.config.io.load_config import load_config
+from drawbar.config.schema.run_config import run_config_type
+from drawbar.config.schema.task_sections import CausalLMConfig
 
 
 def changed(*overrides: str, base: tuple[str, ...] = ()) -> list[Difference]:

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from drawbar.config.explain import explain, markdown_reference, schema_json
-from drawbar.config.fields import catalogue
-from drawbar.config.load import load_config
-from drawbar.config.rules import RULES, TRAIN_RULES
-from drawbar.config.schema import CausalLMConfig, TaskConfig, run_config_type
+from drawbar.config.io.explain import explain, markdown_reference, schema_json
+from drawbar.config.io.fields import catalogue
+from drawbar.config.io.load_config import load_config
+from drawbar.config.rules.rule_table import RULES, TRAIN_RULES
+from drawbar.config.schema.run_config import CausalLMConfig, TaskConfig, run_config_type
 from drawbar.errors import UserError
 
 DOCUMENTATION = Path(__file__).parents[3] / "docs" / "configuration.md"

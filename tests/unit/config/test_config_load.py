@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drawbar.config.load import LoadedConfig, dump_yaml, load_config
-from drawbar.config.schema import RunConfig, run_config_type
-from drawbar.config.source import Origin
-from drawbar.config.tasks import CausalLMConfig, TaskConfig, TokenizerTraining
+from drawbar.config.io.load_config import LoadedConfig, dump_yaml, load_config
+from drawbar.config.io.source import Origin
+from drawbar.config.schema.run_config import RunConfig, run_config_type
+from drawbar.config.schema.task_sections import CausalLMConfig, TaskConfig, TokenizerTraining
 from drawbar.errors import UserError
 
 
@@ -167,7 +167,7 @@ def own_module(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
     Path("own_task_module.py").write_text(
-        "from drawbar.config.schema import TaskConfig\n"
+        "from drawbar.config.schema.run_config import TaskConfig\n"
         "class Own:\n    class Config(TaskConfig):\n        size: int = 3\n"
         "class Bare: pass\n"
     )
@@ -513,8 +513,8 @@ def test_no_torch_is_imported(write):
     path = write("task: {type: causal_lm}\n")
     script = (
         "import sys\n"
-        "from drawbar.config.load import dump_yaml, load_config\n"
-        "import drawbar.config.compare, drawbar.config.explain, drawbar.config.rules\n"
+        "from drawbar.config.io.load_config import dump_yaml, load_config\n"
+        "import drawbar.config.io.compare, drawbar.config.io.explain, drawbar.config.rules.rule_table\n"
         f"dump_yaml(load_config({path!r}).config)\n"
         "print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))\n"
     )

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drawbar.config.load import load_config
-from drawbar.config.rules import RULES, TRAIN_RULES, check_rules, check_world, resolve_micro_batch
-from drawbar.config.schema import DataSection, ParallelSection, RunConfig, TrainSection
+from drawbar.config.io.load_config import load_config
+from drawbar.config.rules.rule_table import RULES, TRAIN_RULES, check_rules, check_world, resolve_micro_batch
+from drawbar.config.schema.run_config import DataSection, ParallelSection, RunConfig, TrainSection
 from drawbar.errors import ExitCode, UserError
 
 TRAINABLE = ["data.train=a.txt", "train.steps=100"]

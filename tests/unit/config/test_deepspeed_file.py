@@ -9,14 +9,14 @@ import torch
 from click.testing import CliRunner
 
 from drawbar.cli.train import train
-from drawbar.config import deepspeed_keys as keys
-from drawbar.config.deepspeed_file import read_json
-from drawbar.config.deepspeed_json import DeepSpeedJson, check_deepspeed, deepspeed_json
-from drawbar.config.load import LoadedConfig, dump_yaml, load_config
-from drawbar.config.rules import RULES, TRAIN_RULES, check_rules
-from drawbar.config.schema import RunConfig
+from drawbar.config.deepspeed import deepspeed_keys as keys
+from drawbar.config.deepspeed.deepspeed_file import read_json
+from drawbar.config.deepspeed.deepspeed_json import DeepSpeedJson, check_deepspeed, deepspeed_json
+from drawbar.config.io.load_config import LoadedConfig, dump_yaml, load_config
+from drawbar.config.rules.rule_table import RULES, TRAIN_RULES, check_rules
+from drawbar.config.schema.run_config import RunConfig
 from drawbar.errors import ExitCode, UserError
-from drawbar.parallel.deepspeed_state import import_deepspeed
+from drawbar.parallel.deepspeed.deepspeed_state import import_deepspeed
 
 FILES = Path(__file__).parent / "deepspeed"
 LITERAL = [  # what zero2.json says in numbers

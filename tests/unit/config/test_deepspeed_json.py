@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 import torch
 
-from drawbar.config.deepspeed import is_deepspeed, laid_out, offload_optimizer, offload_parameters, zero_stage
-from drawbar.config.deepspeed_json import check_deepspeed, deepspeed_json
-from drawbar.config.load import load_config
-from drawbar.config.schema import ParallelSection, RunConfig
+from drawbar.config.deepspeed.deepspeed_json import check_deepspeed, deepspeed_json
+from drawbar.config.deepspeed.meaning import is_deepspeed, laid_out, offload_optimizer, offload_parameters, zero_stage
+from drawbar.config.io.load_config import load_config
+from drawbar.config.schema.run_config import ParallelSection, RunConfig
 from drawbar.errors import UserError
-from drawbar.parallel.deepspeed_state import import_deepspeed
+from drawbar.parallel.deepspeed.deepspeed_state import import_deepspeed
 from drawbar.parallel.precision import LossScaler
 
 

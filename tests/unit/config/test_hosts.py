@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from drawbar.cli.submit import host_settings
-from drawbar.config.hosts import Host, parse_hosts, read_hostfile
-from drawbar.config.load import load_config
+from drawbar.config.io.hosts_file import Host, parse_hosts, read_hostfile
+from drawbar.config.io.load_config import load_config
 from drawbar.errors import UserError
 from drawbar.launch.ssh.ssh_launcher import SshLauncher, count_processes
 

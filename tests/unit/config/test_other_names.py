@@ -5,12 +5,12 @@ from dataclasses import fields
 import pytest
 from transformers import TrainingArguments
 
-from drawbar.config.explain import explain
-from drawbar.config.fields import catalogue
-from drawbar.config.load import load_config
-from drawbar.config.other_names import OUR_NAMES
-from drawbar.config.schema import run_config_type
-from drawbar.config.tasks import BUILT_IN_TASKS
+from drawbar.config.io.explain import explain
+from drawbar.config.io.fields import catalogue
+from drawbar.config.io.load_config import load_config
+from drawbar.config.io.other_names import OUR_NAMES
+from drawbar.config.schema.run_config import run_config_type
+from drawbar.config.schema.task_sections import BUILT_IN_TASKS
 from drawbar.errors import UserError
 
 KNOWN = {key for task in BUILT_IN_TASKS.values() for key in catalogue(run_config_type(task))}

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import ClassLabel, Dataset, Features, Sequence, Value
 
-from drawbar.config.data import DataSection, SourceSection
+from drawbar.config.schema.data_section import DataSection, SourceSection
 from drawbar.data.class_labels import ClassNumber, class_names, only_classes, with_classes
 from drawbar.data.dataset import encode_records
 from drawbar.data.sources import Records, open_records

@@ -7,11 +7,11 @@ from typing import cast
 
 import pytest
 
-from drawbar.config.schema import DataSection
+from drawbar.config.schema.run_config import DataSection
 from drawbar.data import digests
 from drawbar.data.digests import KeptDigests, digest_for_all, file_digest
 from drawbar.data.sources import Records, open_records
-from drawbar.runtime.dist import Distributed
+from drawbar.distributed.process_group import Distributed
 from ranks import SecondRank
 
 HashedFiles = list[str]

@@ -16,7 +16,7 @@ from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawbar.config.data import DataSection, SourceSection
+from drawbar.config.schema.data_section import DataSection, SourceSection
 from drawbar.data.readers import LONG_LINE
 from drawbar.data.sources import Records, open_records
 from drawbar.errors import UserError

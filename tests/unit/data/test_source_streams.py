@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drawbar.config.data import DataSection, LimitSection, SourceSection
+from drawbar.config.schema.data_section import DataSection, LimitSection, SourceSection
 from drawbar.data.source_stream import END_BYTES
 from drawbar.data.sources import Located, SourceStream, open_records
 from drawbar.errors import UserError

@@ -17,9 +17,9 @@ from drawbar.data.packing import PackedRows
 from drawbar.data.plan import plan_packs
 from drawbar.data.sources import Located
 from drawbar.data.stream import StreamLoader, StreamSettings
+from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import RankInfo
 from drawbar.errors import UserError
-from drawbar.runtime.dist import Distributed
-from drawbar.runtime.env import RankInfo
 from drawbar.runtime.log import logger
 from harness import run_ranks
 from tiny import CPU

@@ -24,8 +24,8 @@ from drawbar.data.tokenizer import (
     train_byte_bpe,
     wrap_texts,
 )
+from drawbar.distributed.interrupt import leaving_when_told
 from drawbar.errors import UserError
-from drawbar.runtime.interrupt import leaving_when_told
 from harness import run_ranks, wait_until
 
 TEXTS = ["def lossless(text):\n    return text\n"] * 5 + ["the text, the whole text and nothing but the text"] * 5

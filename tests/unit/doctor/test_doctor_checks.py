@@ -363,7 +363,7 @@ show(check_folder(collect_folder("run.dir", {str(tmp_path)!r}, "set run.dir=OTHE
 def test_no_folder_for_temporary_files() -> None:
     script = """
 from drawbar.doctor import examine
-from drawbar.config.schema import RunConfig
+from drawbar.config.schema.run_config import RunConfig
 for folder in ("/tmp", "/var/tmp", "/usr/tmp"):
     os.path.isdir(folder) and os.system(f"mount -t tmpfs -o ro none {folder}")
 os.chdir("/proc")

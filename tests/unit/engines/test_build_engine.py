@@ -6,11 +6,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from drawbar.config.parallel_dims import ParallelDims
-from drawbar.config.schema import ParallelSection
+from drawbar.config.schema.run_config import ParallelSection
+from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import RankInfo
 from drawbar.engines.build import build_engine
 from drawbar.errors import UserError
-from drawbar.runtime.dist import Distributed
-from drawbar.runtime.env import RankInfo
 from tiny import CPU, tiny_config, tiny_task
 
 

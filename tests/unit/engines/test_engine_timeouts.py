@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 from drawbar.config.parallel_dims import ParallelDims
-from drawbar.config.schema import ParallelSection
-from drawbar.runtime.dist import Distributed
-from drawbar.runtime.env import RankInfo
+from drawbar.config.schema.run_config import ParallelSection
+from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import RankInfo
 from harness import run_ranks
 from tiny import CPU, tiny_config, tiny_engine
 

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from drawbar.config.schema import OptimSection, TrainSection
+from drawbar.config.schema.run_config import OptimSection, TrainSection
 from drawbar.parallel.gradients import sum_dtype
 from drawbar.tasks.batch import Batch
 from tiny import random_step, tiny_config, tiny_engine

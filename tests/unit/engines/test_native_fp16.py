@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from drawbar.config.schema import OptimSection
+from drawbar.config.schema.run_config import OptimSection
+from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import RankInfo
 from drawbar.engines.engine import Engine
-from drawbar.runtime.dist import Distributed
-from drawbar.runtime.env import RankInfo
 from drawbar.tasks.batch import Batch
 from harness import run_ranks
 from tiny import CPU, Numbers, random_step, tiny_config, tiny_engine, tiny_task, unchecked_engine, vector

@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 
-from drawbar.config.schema import OptimSection, TrainSection
+from drawbar.config.schema.run_config import OptimSection, TrainSection
 from drawbar.engines.engine import Engine
 from drawbar.engines.results import EngineState
 from drawbar.errors import UserError

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from drawbar.config.schema import OptimSection, TrainSection
+from drawbar.config.schema.run_config import OptimSection, TrainSection
 from drawbar.data.loader import MicroBatch
 from drawbar.engines.engine import Engine
 from drawbar.optim.schedules import learning_rate_scale

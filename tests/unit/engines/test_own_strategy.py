@@ -17,7 +17,7 @@ STRATEGY = '''\
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 from drawbar.config.strategies import Strategy
-from drawbar.engines.native import replicas
+from drawbar.engines.torch_strategies import replicas
 
 
 def build(task, config, world):

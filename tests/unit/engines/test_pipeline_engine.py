@@ -13,14 +13,21 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, AutoModelForMaskedLM
 
 from drawbar.config.parallel_dims import ParallelDims
-from drawbar.config.schema import DataSection, LoraSection, OptimSection, ParallelSection, RunConfig, TrainSection
+from drawbar.config.schema.run_config import (
+    DataSection,
+    LoraSection,
+    OptimSection,
+    ParallelSection,
+    RunConfig,
+    TrainSection,
+)
 from drawbar.data.loader import MicroBatch
+from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import RankInfo
 from drawbar.engines.engine import Engine
 from drawbar.engines.executors import PipelineExecutor
 from drawbar.errors import UserError
-from drawbar.parallel.pipeline_schedule import _Stage
-from drawbar.runtime.dist import Distributed
-from drawbar.runtime.env import RankInfo
+from drawbar.parallel.pipeline.schedule import _Stage
 from drawbar.tasks.batch import Batch
 from harness import run_ranks
 from tiny import CPU, LENGTH, VOCABULARY, Numbers, random_batch, tiny_config, tiny_task, unchecked_engine

@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn import functional
 
 import drawbar
+from drawbar.commands.score_run import evaluate_run
 from drawbar.errors import ExitCode, UserError
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.task import Task
-from drawbar.train.inference import evaluate_run
 from harness import run_ranks
 
 FEATURES = 5

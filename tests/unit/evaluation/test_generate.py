@@ -9,7 +9,7 @@ import torch
 from conftest import make_project
 from drawbar.engines.engine import Engine
 from drawbar.errors import UserError
-from drawbar.evaluation.generate import Sampling, generate_text
+from drawbar.evaluation.text_generation import Sampling, generate_text
 from drawbar.runtime.log import logger
 from harness import Finished, run_cli
 from tiny import LENGTH, tiny_config, tiny_engine

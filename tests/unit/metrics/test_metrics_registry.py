@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from drawbar.errors import UserError
-from drawbar.metrics.registry import BUILT_IN_METRICS, compute, load_metrics
+from drawbar.metrics.metric_registry import BUILT_IN_METRICS, compute, load_metrics
 
 OWN = """
 import numpy as np
@@ -189,6 +189,6 @@ def test_lists_that_do_not_match(predictions: list[int], references: list[int]) 
 def test_importing_is_light() -> None:
     """The libraries take seconds to import, and a task may need none of them."""
     heavy = "{'sklearn', 'scipy', 'sacrebleu', 'rouge_score', 'nltk', 'torch', 'transformers'}"
-    program = f"import sys, drawbar.metrics.registry; print(sorted({heavy} & set(sys.modules)))"
+    program = f"import sys, drawbar.metrics.metric_registry; print(sorted({heavy} & set(sys.modules)))"
     output = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
     assert output.strip() == "[]"

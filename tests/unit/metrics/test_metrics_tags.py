@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawbar.metrics.registry import BUILT_IN_METRICS
+from drawbar.metrics.metric_registry import BUILT_IN_METRICS
 from drawbar.metrics.tags import entity_f1, is_entity_tag, tag_accuracy
 
 Entity = tuple[str, int, int]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rouge_score.rouge_scorer import RougeScorer
 
-from drawbar.metrics.registry import BUILT_IN_METRICS
+from drawbar.metrics.metric_registry import BUILT_IN_METRICS
 
 WORDS = st.lists(st.sampled_from(["the", "cat", "sat", "on", "a", "mat"]), min_size=4, max_size=10).map(" ".join)
 PREDICTIONS = ["the cat sat on the mat today", "a dog ran in the big park", ""]

@@ -23,12 +23,12 @@ from transformers import (
     T5Config,
 )
 
-from drawbar.config.schema import LoraSection
+from drawbar.config.schema.run_config import LoraSection
+from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import RankInfo
 from drawbar.errors import UserError
 from drawbar.models.huggingface import load_pretrained, weights_without_file
 from drawbar.models.lora import add_adapters, add_adapters_to_base, merged, save_adapter, trained_state
-from drawbar.runtime.dist import Distributed
-from drawbar.runtime.env import RankInfo
 
 torch.set_num_threads(1)  # tiny tensors: threads would only wait for one another
 TOKENS = torch.tensor([[5, 6, 7, 8, 9, 1], [9, 3, 7, 4, 2, 1]])

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from drawbar.data.tokenizer import train_byte_bpe
+from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import RankInfo
 from drawbar.errors import UserError
 from drawbar.models.heads import HEADS, Head
 from drawbar.models.huggingface import build_from_scratch
 from drawbar.models.packed import DECODERS, ENCODER_DECODERS, ENCODERS, allow_packing, count_positions
-from drawbar.runtime.dist import Distributed
-from drawbar.runtime.env import RankInfo
 
 torch.set_num_threads(1)  # tiny tensors
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from drawbar.config.schema import LoraSection
+from drawbar.config.schema.run_config import LoraSection
 from drawbar.data.tokenizer import train_byte_bpe
 from drawbar.models.heads import Head
 from drawbar.models.huggingface import build_from_scratch

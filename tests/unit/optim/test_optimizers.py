@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from drawbar.config.schema import OptimSection
+from drawbar.config.schema.run_config import OptimSection
 from drawbar.errors import UserError
 from drawbar.optim.muon import Muon
 from drawbar.optim.optimizers import build_optimizers

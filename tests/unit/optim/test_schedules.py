@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import optimization
 
-from drawbar.config.schema import OptimSection
+from drawbar.config.schema.run_config import OptimSection
 from drawbar.optim.schedules import learning_rate_scale, set_learning_rate, warmup_steps
 
 PEAK = 0.5

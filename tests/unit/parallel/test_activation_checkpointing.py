@@ -12,7 +12,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
 from drawbar.config.parallel_dims import ParallelDims
-from drawbar.config.schema import EveryBlock, LoraSection, ParallelSection
+from drawbar.config.schema.run_config import EveryBlock, LoraSection, ParallelSection
+from drawbar.distributed.device_mesh import build_mesh
+from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import RankInfo
 from drawbar.errors import UserError
 from drawbar.models.lora import add_adapters
 from drawbar.models.packed import allow_packing
@@ -21,9 +24,6 @@ from drawbar.parallel.activation_checkpointing import checkpoint_activations
 from drawbar.parallel.blocks import repeated_blocks
 from drawbar.parallel.fsdp import shard
 from drawbar.parallel.tensor import tensor_parallel
-from drawbar.runtime.dist import Distributed
-from drawbar.runtime.env import RankInfo
-from drawbar.runtime.mesh import build_mesh
 from harness import run_ranks
 
 CPU = torch.device("cpu")

@@ -15,14 +15,14 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 
 from drawbar.config.parallel_dims import ParallelDims
-from drawbar.config.schema import OptimSection, ParallelSection, RunConfig
+from drawbar.config.schema.run_config import OptimSection, ParallelSection, RunConfig
 from drawbar.data.loader import MicroBatch
+from drawbar.distributed.device_mesh import build_mesh
+from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import RankInfo
 from drawbar.errors import UserError
 from drawbar.parallel import context
 from drawbar.parallel.context import FAMILIES, ContextParallel, check_context
-from drawbar.runtime.dist import Distributed
-from drawbar.runtime.env import RankInfo
-from drawbar.runtime.mesh import build_mesh
 from drawbar.tasks.batch import Batch
 from harness import run_ranks
 from tiny import ARCHITECTURES, CPU, random_batch, tiny_config, tiny_engine, tiny_task

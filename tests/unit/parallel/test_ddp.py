@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import RankInfo
 from drawbar.parallel.ddp import accumulate, replicate
-from drawbar.runtime.dist import Distributed
-from drawbar.runtime.env import RankInfo
 from harness import run_ranks
 
 CPU = torch.device("cpu")

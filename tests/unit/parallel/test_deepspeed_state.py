@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from drawbar.errors import UserError
-from drawbar.parallel.deepspeed_state import import_deepspeed
+from drawbar.parallel.deepspeed.deepspeed_state import import_deepspeed
 from tiny import CPU
 
 

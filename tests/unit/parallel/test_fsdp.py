@@ -10,11 +10,11 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForSeq2SeqLM, T5Config
 
 from drawbar.config.parallel_dims import ParallelDims
-from drawbar.config.schema import LoraSection, ParallelSection
+from drawbar.config.schema.run_config import LoraSection, ParallelSection
+from drawbar.distributed.device_mesh import build_mesh
+from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import RankInfo
 from drawbar.parallel.fsdp import generate_together, shard
-from drawbar.runtime.dist import Distributed
-from drawbar.runtime.env import RankInfo
-from drawbar.runtime.mesh import build_mesh
 from tiny import CPU, random_step, tiny_config, tiny_engine
 
 FSDP = ParallelSection(strategy="fsdp")

@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from drawbar.errors import UserError
 from drawbar.models.plans import plan_for
-from drawbar.parallel.stages import LocalStages, _balanced, cut_stage, is_tied, split_layers
-from drawbar.runtime.plan import PipelinePlan
+from drawbar.parallel.model_plan import PipelinePlan
+from drawbar.parallel.pipeline.stages import LocalStages, _balanced, cut_stage, is_tied, split_layers
 from drawbar.runtime.safetensors_reader import parameters_on_meta
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_hidden_layers": 5}

@@ -14,9 +14,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from drawbar.config.parallel_dims import ParallelDims
-from drawbar.config.schema import ParallelSection
+from drawbar.config.schema.run_config import ParallelSection
 from drawbar.data.packing import IGNORED_LABEL
 from drawbar.data.tokenizer import train_byte_bpe
+from drawbar.distributed.device_mesh import build_mesh
+from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import RankInfo
 from drawbar.errors import UserError
 from drawbar.models.heads import Head
 from drawbar.models.huggingface import build_from_scratch
@@ -26,9 +29,6 @@ from drawbar.parallel.fsdp import shard
 from drawbar.parallel.styles import cross_entropy_sum, sharded_logits
 from drawbar.parallel.tensor import FusedLayout, check_degree, fused_layouts, tensor_parallel
 from drawbar.parallel.weights import broadcast_shards, full_tensor, materialize, named_tensors
-from drawbar.runtime.dist import Distributed
-from drawbar.runtime.env import RankInfo
-from drawbar.runtime.mesh import build_mesh
 from drawbar.runtime.safetensors_reader import parameters_on_meta
 from harness import run_ranks
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from drawbar.config.schema import OptimSection
+from drawbar.config.schema.run_config import OptimSection
+from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import RankInfo
 from drawbar.optim.optimizers import build_optimizers
 from drawbar.parallel.zero1 import zero1_optimizer
-from drawbar.runtime.dist import Distributed
-from drawbar.runtime.env import RankInfo
 from harness import run_ranks
 
 FORMATS = ("fp32", "bf16")

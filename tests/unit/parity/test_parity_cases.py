@@ -2,7 +2,7 @@
 
 import pytest
 
-from drawbar.config.schema import EveryBlock, LaunchSection, ParallelSection, RunConfig, TrainSection
+from drawbar.config.schema.run_config import EveryBlock, LaunchSection, ParallelSection, RunConfig, TrainSection
 from drawbar.errors import UserError
 from drawbar.parity.cases import default_cases, parse_cases
 

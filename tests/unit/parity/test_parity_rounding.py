@@ -9,14 +9,14 @@ from torch import nn
 
 import drawbar
 from conftest import make_project
+from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import RankInfo
 from drawbar.parity.comparison import EXACT, Reference, Trace, compare
 from drawbar.parity.recorder import train
 from drawbar.parity.reference import make_reference, reference_config, with_last_step
 from drawbar.parity.rounding import LARGEST, MARGIN, Noise, limits, tolerances
 from drawbar.parity.workload import Subject
-from drawbar.runtime.dist import Distributed
-from drawbar.runtime.env import RankInfo
-from drawbar.tasks.registry import task_class
+from drawbar.tasks.task_registry import task_class
 from tiny import CPU
 
 

@@ -7,14 +7,14 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from drawbar.config.schema import CausalLMConfig, LoraSection
-from drawbar.config.tasks import MaskedLMConfig, Seq2SeqConfig, TaskConfig
+from drawbar.config.schema.run_config import CausalLMConfig, LoraSection
+from drawbar.config.schema.task_sections import MaskedLMConfig, Seq2SeqConfig, TaskConfig
 from drawbar.data.tokenizer import train_byte_bpe
+from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import RankInfo
 from drawbar.errors import UserError
 from drawbar.parallel.blocks import repeated_blocks
 from drawbar.parity.workload import Subject
-from drawbar.runtime.dist import Distributed
-from drawbar.runtime.env import RankInfo
 from drawbar.tasks.causal_lm import CausalLM
 from drawbar.tasks.masked_lm import MaskedLM
 from drawbar.tasks.seq2seq import Seq2Seq

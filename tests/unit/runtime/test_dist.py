@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import RankInfo
 from drawbar.errors import ExitCode, UserError
-from drawbar.runtime.dist import Distributed
-from drawbar.runtime.env import RankInfo
 from harness import run_ranks
 
 CPU = torch.device("cpu")

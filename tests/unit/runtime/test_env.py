@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from drawbar.distributed.rank_info import RankInfo, choose_device, has_launcher
 from drawbar.errors import UserError
-from drawbar.runtime.env import RankInfo, choose_device, has_launcher
 
 TORCHRUN = {
     "RANK": "5",

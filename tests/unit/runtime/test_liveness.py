@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from drawbar.distributed import liveness
+from drawbar.distributed.liveness import Liveness
 from drawbar.errors import ExitCode, UserError
-from drawbar.runtime import liveness
-from drawbar.runtime.liveness import Liveness
 
 
 class Operation:

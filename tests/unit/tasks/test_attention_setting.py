@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from transformers import BertConfig, BertForMaskedLM
 
-from drawbar.config.schema import RunConfig
-from drawbar.config.tasks import SequenceClassificationConfig
+from drawbar.config.schema.run_config import RunConfig
+from drawbar.config.schema.task_sections import SequenceClassificationConfig
 from drawbar.errors import UserError
 from drawbar.models.packed import allow_packing
 from drawbar.tasks.causal_lm import CausalLM

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawbar.config.schema import DataSection, RunConfig
-from drawbar.config.tasks import CausalLMConfig, TokenizerTraining
+from drawbar.config.schema.run_config import DataSection, RunConfig
+from drawbar.config.schema.task_sections import CausalLMConfig, TokenizerTraining
 from drawbar.data.dataset import EncodedDataset, encode_records
 from drawbar.data.loader import Rows, SampleRows
 from drawbar.data.packing import PackedRows

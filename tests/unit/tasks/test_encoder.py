@@ -14,8 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from drawbar.config.schema import DataSection, RunConfig
-from drawbar.config.tasks import GenerationSection, Seq2SeqConfig, SequenceClassificationConfig, TaskConfig
+from drawbar.config.schema.run_config import DataSection, RunConfig
+from drawbar.config.schema.task_sections import (
+    GenerationSection,
+    Seq2SeqConfig,
+    SequenceClassificationConfig,
+    TaskConfig,
+)
 from drawbar.data.cache import content_key
 from drawbar.data.digests import file_digest
 from drawbar.data.sources import open_records

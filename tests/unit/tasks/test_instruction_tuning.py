@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
-from drawbar.config.schema import DataSection, RunConfig
-from drawbar.config.tasks import CausalLMConfig, GenerationSection
+from drawbar.config.schema.run_config import DataSection, RunConfig
+from drawbar.config.schema.task_sections import CausalLMConfig, GenerationSection
 from drawbar.data.dataset import EncodedDataset, encode_records
 from drawbar.data.tokenizer import load_tokenizer, train_byte_bpe, wrap_texts
 from drawbar.errors import UserError

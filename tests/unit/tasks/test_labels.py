@@ -9,8 +9,8 @@ import torch
 from datasets import ClassLabel, Dataset, Features, List, Value
 from transformers import BertConfig, BertForSequenceClassification, BertForTokenClassification
 
-from drawbar.config.schema import DataSection, RunConfig
-from drawbar.config.tasks import SequenceClassificationConfig, TokenClassificationConfig
+from drawbar.config.schema.run_config import DataSection, RunConfig
+from drawbar.config.schema.task_sections import SequenceClassificationConfig, TokenClassificationConfig
 from drawbar.data.class_labels import ClassNumber
 from drawbar.data.tokenizer import train_byte_bpe
 from drawbar.errors import UserError

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from transformers import BertTokenizerFast, PreTrainedTokenizerBase
 
 from conftest import make_project
-from drawbar.config.schema import DataSection, RunConfig, RunSection
-from drawbar.config.tasks import MaskedLMConfig
+from drawbar.config.schema.run_config import DataSection, RunConfig, RunSection
+from drawbar.config.schema.task_sections import MaskedLMConfig
 from drawbar.data.tokenizer import train_byte_bpe, wrap_texts
 from drawbar.errors import UserError
 from drawbar.tasks.masked_lm import MaskedLM
-from drawbar.train.data import augmenting
+from drawbar.train.batches import augmenting
 from runs import fit_in, losses
 
 TOKENIZER = wrap_texts(train_byte_bpe(["the load and the engine"] * 9, 300, {"mask_token": "<|mask|>"}), "begin_end")

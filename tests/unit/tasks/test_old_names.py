@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from drawbar.config.schema import RunConfig
+from drawbar.config.schema.run_config import RunConfig
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.causal_lm import CausalLM
 from drawbar.tasks.task import Task

@@ -8,23 +8,23 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from drawbar.config.schema import DataSection, RunConfig, RunSection
-from drawbar.config.tasks import BUILT_IN_TASKS, TaskConfig
+from drawbar.config.schema.run_config import DataSection, RunConfig, RunSection
+from drawbar.config.schema.task_sections import BUILT_IN_TASKS, TaskConfig
 from drawbar.data.dataset import EncodedDataset, encode_records
 from drawbar.data.loader import Augment
 from drawbar.data.packing import PackedRows
 from drawbar.data.plan import Plan, plan_packs
 from drawbar.data.tokenizer import train_byte_bpe
+from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import RankInfo
 from drawbar.errors import UserError
 from drawbar.models.huggingface import build_from_scratch
 from drawbar.models.packed import allow_packing
-from drawbar.runtime.dist import Distributed
-from drawbar.runtime.env import RankInfo
 from drawbar.tasks.batch import Batch
-from drawbar.tasks.registry import task_class
 from drawbar.tasks.task import Task
+from drawbar.tasks.task_registry import task_class
 from drawbar.tracking.console import make_console
-from drawbar.train.data import augmenting, make_loader
+from drawbar.train.batches import augmenting, make_loader
 from plans import plan_of
 from tiny import CPU
 

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from drawbar.config.load import load_config
+from drawbar.config.io.load_config import load_config
 from drawbar.errors import UserError
 from drawbar.models.huggingface import load_pretrained
-from drawbar.tasks.registry import task_class
+from drawbar.tasks.task_registry import task_class
 
 
 @pytest.mark.parametrize("task_type", ["causal_lm", "masked_lm", "sequence_classification"])

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.models.bart.modeling_bart import shift_tokens_right
 
-from drawbar.config.schema import DataSection, RunConfig
-from drawbar.config.tasks import GenerationSection, Seq2SeqConfig
+from drawbar.config.schema.run_config import DataSection, RunConfig
+from drawbar.config.schema.task_sections import GenerationSection, Seq2SeqConfig
 from drawbar.data.dataset import EncodedDataset, encode_records
 from drawbar.data.tokenizer import train_byte_bpe, wrap_texts
 from drawbar.errors import UserError

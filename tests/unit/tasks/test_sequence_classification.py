@@ -13,14 +13,14 @@ from torch.nn import functional
 from transformers import BertConfig, BertModel, BertTokenizerFast, PreTrainedTokenizerBase
 
 import drawbar
-from drawbar.config.schema import DataSection, RunConfig
-from drawbar.config.tasks import SequenceClassificationConfig
+from drawbar.commands.score_run import evaluate_run
+from drawbar.config.schema.run_config import DataSection, RunConfig
+from drawbar.config.schema.task_sections import SequenceClassificationConfig
 from drawbar.data.dataset import EncodedDataset, encode_records
 from drawbar.data.tokenizer import load_tokenizer, train_byte_bpe, wrap_texts
 from drawbar.errors import UserError
 from drawbar.runtime.log import logger
 from drawbar.tasks.classification import SequenceClassification
-from drawbar.train.inference import evaluate_run
 from runs import fit_in
 
 TOKENIZER = wrap_texts(train_byte_bpe(["a good road and a bad road"] * 9, 280, {"pad_token": "<|pad|>"}), "begin_end")

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from drawbar.config.schema import DataSection, RunConfig
+from drawbar.config.schema.run_config import DataSection, RunConfig
 from drawbar.errors import UserError
 from drawbar.tasks.causal_lm import CausalLM
-from drawbar.tasks.registry import task_class
 from drawbar.tasks.task import Task, require
+from drawbar.tasks.task_registry import task_class
 
 
 class Halves(Task):

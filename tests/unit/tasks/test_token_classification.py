@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import BertTokenizerFast, PreTrainedTokenizerBase, RobertaTokenizerFast
 
-from drawbar.config.schema import DataSection, RunConfig
-from drawbar.config.tasks import TokenClassificationConfig
+from drawbar.config.schema.run_config import DataSection, RunConfig
+from drawbar.config.schema.task_sections import TokenClassificationConfig
 from drawbar.data.dataset import encode_records
 from drawbar.data.tokenizer import prefix_space, train_byte_bpe, wrap_texts
 from drawbar.errors import UserError

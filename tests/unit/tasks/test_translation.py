@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerBase
 from transformers.models.m2m_100.modeling_m2m_100 import shift_tokens_right as shift_m2m100
 from transformers.models.mbart.modeling_mbart import shift_tokens_right as shift_mbart
 
-from drawbar.config.schema import DataSection, RunConfig
-from drawbar.config.tasks import Seq2SeqConfig
+from drawbar.config.schema.run_config import DataSection, RunConfig
+from drawbar.config.schema.task_sections import Seq2SeqConfig
 from drawbar.data.tokenizer import set_languages, train_byte_bpe
 from drawbar.errors import UserError
 from drawbar.tasks.seq2seq import Seq2Seq

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from drawbar.config.schema import TrackingSection
+from drawbar.config.schema.run_config import TrackingSection
 from drawbar.errors import UserError
 from drawbar.tracking import background
 from drawbar.tracking.tracker import TrackedRun

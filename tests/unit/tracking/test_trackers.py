@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer import event_file_writer
 
-from drawbar.config.schema import TrackingSection
+from drawbar.config.schema.run_config import TrackingSection
 from drawbar.errors import ExitCode, UserError
 from drawbar.tracking.jsonl import JsonlTracker
 from drawbar.tracking.tensorboard import TensorBoardTracker

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import numpy as np
 
 import drawbar
-from drawbar.config.schema import RunConfig, RunSection
-from drawbar.config.tasks import TaskConfig
+from drawbar.config.schema.run_config import RunConfig, RunSection
+from drawbar.config.schema.task_sections import TaskConfig
 from drawbar.data.dataset import Sample, encode_records
 from drawbar.data.loader import Augment, EvalLoader, Loader, MicroBatchSize, Rows, SampleRows, TrainLoader
 from drawbar.data.packing import PackedRows
@@ -14,9 +14,9 @@ from drawbar.data.plan import plan_packs
 from drawbar.data.sampler import Shuffled
 from drawbar.data.sources import Located
 from drawbar.data.stream import StreamLoader, StreamSettings
-from drawbar.runtime.dist import Distributed
-from drawbar.runtime.env import RankInfo
-from drawbar.train.data import augmenting
+from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import RankInfo
+from drawbar.train.batches import augmenting
 from harness import run_ranks
 from tiny import CPU
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from drawbar.config.schema import EvalSection
+from drawbar.config.schema.run_config import EvalSection
 from drawbar.errors import ExitCode, UserError
-from drawbar.metrics.registry import BUILT_IN_METRICS, best_is, compute, load_metrics
+from drawbar.metrics.metric_registry import BUILT_IN_METRICS, best_is, compute, load_metrics
 from drawbar.runtime.log import logger
 from drawbar.tasks.causal_lm import CausalLM
 from drawbar.train.best import settle_mode

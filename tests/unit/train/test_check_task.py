@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from conftest import make_project
 from drawbar.errors import ExitCode, UserError
-from drawbar.evaluation.evaluate import unknown_metric
-from drawbar.metrics.registry import compute, load_metrics
+from drawbar.evaluation.scoring import unknown_metric
+from drawbar.metrics.metric_registry import compute, load_metrics
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.causal_lm import CausalLM
 from drawbar.tasks.overrides import check_signatures

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drawbar.config.schema import EvalSection, RunConfig
+from drawbar.config.schema.run_config import EvalSection, RunConfig
+from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import RankInfo
 from drawbar.engines.results import StepResult
 from drawbar.errors import ExitCode
-from drawbar.evaluation.evaluate import Evaluation
-from drawbar.runtime.dist import Distributed
-from drawbar.runtime.env import RankInfo
+from drawbar.evaluation.scoring import Evaluation
 from drawbar.tracking.console import make_console
 from drawbar.tracking.jsonl import JsonlTracker
 from drawbar.tracking.tracker import TrackedRun

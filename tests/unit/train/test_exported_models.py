@@ -31,10 +31,10 @@ from transformers import (
 
 from conftest import WORDS
 from drawbar.cli.arguments import load_run
+from drawbar.commands.export_run import export_run
+from drawbar.commands.score_run import generate_from_run
 from drawbar.data.tokenizer import train_byte_bpe
-from drawbar.evaluation.generate import Sampling
-from drawbar.train.export import export_run
-from drawbar.train.inference import generate_from_run
+from drawbar.evaluation.text_generation import Sampling
 from runs import fit_in
 from translators import LANGUAGES, PAIRS, mbart, mbart50, nllb
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from drawbar.distributed.rank_info import RankInfo
 from drawbar.errors import ExitCode, UserError
-from drawbar.evaluation.evaluate import EvaluationFailed
-from drawbar.runtime.env import RankInfo
+from drawbar.evaluation.scoring import EvaluationFailed
 from drawbar.tasks.causal_lm import CausalLM
 from drawbar.tracking.jsonl import JsonlTracker
 from drawbar.train.step import RunProgress

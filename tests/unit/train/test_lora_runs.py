@@ -20,11 +20,11 @@ from transformers import (
 
 import drawbar
 from drawbar.checkpoint.format import Snapshot
+from drawbar.commands.export_run import export_run
+from drawbar.commands.score_run import evaluate_run
 from drawbar.data.tokenizer import train_byte_bpe
 from drawbar.errors import UserError
 from drawbar.models.lora import Base
-from drawbar.train.export import export_run
-from drawbar.train.inference import evaluate_run
 from drawbar.train.setup import check_base
 from runs import fit_in, largest_difference, losses, scores, weights
 

@@ -15,12 +15,12 @@ from torch import nn
 from conftest import make_project
 from drawbar.checkpoint import CheckpointDirectory, directory
 from drawbar.checkpoint.format import MODEL_FILE, Manifest, Snapshot
+from drawbar.distributed.rank_info import RankInfo
 from drawbar.errors import ExitCode, UserError
-from drawbar.runtime import files
-from drawbar.runtime.env import RankInfo
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.causal_lm import CausalLM
 from drawbar.train.stop import Reason, Stop
+from drawbar.util import atomic_write
 from harness import run_ranks
 from runs import Fit, fit_in, losses
 
@@ -127,7 +127,7 @@ def test_a_disk_that_cannot_be_read_is_an_error(
 ) -> None:
     before = contents(run)
     with monkeypatch.context() as patch:
-        patch.setattr(files, "_PAUSES", ())
+        patch.setattr(atomic_write, "_PAUSES", ())
         for module, name in ((os, "scandir"), (__import__("io"), "open")):
             patch.setattr(module, name, stale(getattr(module, name), Path("runs/tiny") / place))
         with pytest.raises(UserError, match=f"cannot read runs/tiny/{place}: {os.strerror(errno.ESTALE)}") as error:

@@ -7,14 +7,14 @@ import pytest
 import torch
 from transformers import BertTokenizerFast, PreTrainedTokenizerBase
 
-from drawbar.config.schema import DataSection, RunConfig
-from drawbar.config.tasks import BUILT_IN_TASKS
+from drawbar.config.schema.run_config import DataSection, RunConfig
+from drawbar.config.schema.task_sections import BUILT_IN_TASKS
 from drawbar.data.tokenizer import load_tokenizer, special_tokens_around, train_byte_bpe
-from drawbar.runtime.dist import Distributed
-from drawbar.runtime.env import RankInfo
+from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import RankInfo
 from drawbar.tasks.pretrained import PretrainedTask
-from drawbar.tasks.registry import task_class
 from drawbar.tasks.task import Task
+from drawbar.tasks.task_registry import task_class
 from drawbar.train.setup import build_task, save_task
 
 PLAIN = train_byte_bpe(["the load and the engine"] * 9, 270, {"mask_token": "<mask>"})

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from drawbar.commands.output_files import write_lines
 from drawbar.errors import UserError
-from drawbar.train.output import write_lines
 
 MIB = 2**20
 

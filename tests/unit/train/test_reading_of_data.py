@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 import torch
 
-from drawbar.config.data import SourceSection
-from drawbar.config.schema import DataSection, RunConfig, RunSection, TrainSection
+from drawbar.config.schema.data_section import SourceSection
+from drawbar.config.schema.run_config import DataSection, RunConfig, RunSection, TrainSection
 from drawbar.data import digests, encode, plan
 from drawbar.data.readers import JsonLines
+from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import RankInfo
 from drawbar.errors import UserError
-from drawbar.evaluation.evaluate import Split
-from drawbar.runtime.dist import Distributed
-from drawbar.runtime.env import RankInfo
+from drawbar.evaluation.scoring import Split
 from drawbar.runtime.log import logger
 from drawbar.tasks.task import Task
 from drawbar.tracking.console import make_console
-from drawbar.train import data as train_data
-from drawbar.train.data import load_split, rows_and_order
+from drawbar.train import batches as train_data
+from drawbar.train.batches import load_split, rows_and_order
 
 RECORDS = 600
 

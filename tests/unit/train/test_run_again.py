@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from drawbar.data.stream import StreamLoader
+from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import RankInfo
 from drawbar.errors import ExitCode, UserError
 from drawbar.launch.jobs.run_status import RunStatus
-from drawbar.runtime.dist import Distributed
-from drawbar.runtime.env import RankInfo
 from drawbar.runtime.seed import rng_state
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.causal_lm import CausalLM
@@ -378,7 +378,7 @@ def test_a_run_that_goes_on_does_not_encode_its_data_again(
 ) -> None:
     """Though every requeue gives the same command."""
     removed: list[str] = []
-    monkeypatch.setattr("drawbar.train.data.remove_cached", lambda cache, name, made_of: removed.append(name))
+    monkeypatch.setattr("drawbar.train.batches.remove_cached", lambda cache, name, made_of: removed.append(name))
     fit("data.rebuild=true")
     assert removed == ["train", "validation"]
     assert "rebuild: false" in (run / "config.yaml").read_text()  # which evaluations of the run are made with

@@ -11,12 +11,12 @@ import torch
 import drawbar
 from drawbar.data.dataset import encode_records
 from drawbar.data.loader import MicroBatchSize
+from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import RankInfo
 from drawbar.errors import UserError
-from drawbar.runtime.dist import Distributed
-from drawbar.runtime.env import RankInfo
 from drawbar.tasks.causal_lm import CausalLM
 from drawbar.tracking.console import make_console
-from drawbar.train.data import describe_samples, eval_micro_batch, load_split, train_micro_batch
+from drawbar.train.batches import describe_samples, eval_micro_batch, load_split, train_micro_batch
 from drawbar.train.setup import build_task
 from harness import run_ranks
 

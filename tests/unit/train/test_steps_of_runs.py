@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from drawbar.config.schema import TrainSection
+from drawbar.config.schema.run_config import TrainSection
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.causal_lm import CausalLM
 from drawbar.train.setup import count_steps

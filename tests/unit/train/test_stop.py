@@ -8,10 +8,10 @@ import time
 import pytest
 import torch
 
+from drawbar.distributed.interrupt import ECHO_SECONDS
+from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import RankInfo
 from drawbar.errors import ExitCode
-from drawbar.runtime.dist import Distributed
-from drawbar.runtime.env import RankInfo
-from drawbar.runtime.interrupt import ECHO_SECONDS
 from drawbar.train.stop import Reason, Stop
 from harness import run_ranks
 

@@ -12,11 +12,11 @@ from torch import nn
 
 import drawbar
 from conftest import make_project
+from drawbar.commands import score_run
+from drawbar.commands.score_run import evaluate_run, predict_from_run
+from drawbar.commands.trained_run import TrainedRun
 from drawbar.errors import UserError
 from drawbar.tasks.batch import Batch
-from drawbar.train import inference
-from drawbar.train.inference import evaluate_run, predict_from_run
-from drawbar.train.trained import TrainedRun
 from runs import fit_in, weights
 
 BERT = "{hidden_size: 16, intermediate_size: 16, num_hidden_layers: 1, num_attention_heads: 2}"
@@ -89,13 +89,13 @@ def test_an_input_that_changes_while_it_is_predicted_for_is_no_output(
     lines = [json.dumps(record) + "\n" for record in CLASSES]
     path.write_text("".join(lines))
     run = drawbar.load_run("runs/classes", "data.test=changing.jsonl")
-    predict = inference.predict
+    predict = score_run.predict
 
     def meddle(*arguments: Any, **options: Any) -> Any:
         path.write_text("".join(lines[::-1]))
         return predict(*arguments, **options)
 
-    monkeypatch.setattr(inference, "predict", meddle)
+    monkeypatch.setattr(score_run, "predict", meddle)
     with pytest.raises(UserError, match="the test data changed while they were read"):
         predict_from_run(run.config, None, project / "changed.jsonl", None)
     assert not (project / "changed.jsonl").exists()

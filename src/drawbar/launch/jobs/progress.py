@@ -9,7 +9,7 @@ from typing import Any
 
 from ruamel.yaml.error import YAMLError
 
-from drawbar.config.source import parse_yaml
+from drawbar.config.io.source import parse_yaml
 from drawbar.launch.jobs.restart_count import newest_step
 from drawbar.launch.jobs.run_status import RunStatus
 

@@ -24,11 +24,11 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from drawbar.distributed.interrupt import ECHO_SECONDS, INTERRUPT, REQUEUE, code_of, farewell, handle
+from drawbar.distributed.watchdog import LAUNCHER
 from drawbar.errors import ExitCode, UserError
 from drawbar.launch.node.node_check import NodeCheck
 from drawbar.launch.node.rendezvous import Rendezvous
-from drawbar.runtime.interrupt import ECHO_SECONDS, INTERRUPT, REQUEUE, code_of, farewell, handle
-from drawbar.runtime.watchdog import LAUNCHER
 
 STATUS_FILE = "DRAWBAR_STATUS_FILE"
 """Environment variable: where a node's first rank leaves its exit code for the launcher."""

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from drawbar.distributed.process_group import Distributed
 from drawbar.errors import ExitCode, UserError
 from drawbar.launch.node.bad_nodes import record_bad_nodes
-from drawbar.runtime.dist import Distributed
 from drawbar.runtime.log import logger
 
 SECONDS = 60.0

@@ -22,11 +22,11 @@ from typing import Self
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from drawbar.distributed.rank_info import NODE
 from drawbar.errors import ExitCode, UserError
 from drawbar.launch.node.bad_nodes import LOST, attempt, bad_nodes, record_bad_nodes
 from drawbar.launch.node.node_facts import NodeFacts, Verdict, collect_facts, judge, judge_clocks
 from drawbar.launch.node.rendezvous import Rendezvous
-from drawbar.runtime.env import NODE
 
 LOST_SECONDS = 60
 """Without a sign of life, after which a node is lost and the others end."""

@@ -5,8 +5,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from drawbar.config.cluster import ClusterSection
-from drawbar.config.schema import RunConfig
+from drawbar.config.schema.cluster_section import ClusterSection
+from drawbar.config.schema.run_config import RunConfig
 from drawbar.errors import UserError
 from drawbar.launch.slurm.partitions import ask, count_gpus
 

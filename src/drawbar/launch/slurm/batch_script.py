@@ -9,8 +9,8 @@ import shlex
 import signal
 from pathlib import Path
 
-from drawbar.config.cluster import ClusterSection
-from drawbar.config.imports import SNAPSHOT
+from drawbar.config.io.user_modules import SNAPSHOT
+from drawbar.config.schema.cluster_section import ClusterSection
 from drawbar.errors import ExitCode, UserError
 from drawbar.launch.job import Job
 from drawbar.launch.job_files import CONFIG, FOLDER

@@ -1,6 +1,6 @@
 """How many CPUs a job asks for on each node, where no setting says it: Slurm would give all its processes one."""
 
-from drawbar.config.cluster import ClusterSection
+from drawbar.config.schema.cluster_section import ClusterSection
 from drawbar.launch.slurm.obstacles import fitting_nodes
 from drawbar.launch.slurm.partitions import read_nodes, read_partitions
 

@@ -5,7 +5,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from drawbar.config.slurm_time import parse_time
+from drawbar.config.schema.slurm_time import parse_time
 
 _PATIENCE = 20
 """Seconds; Slurm's own commands wait for a controller that is down for minutes."""

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 
-from drawbar.config.cluster import ClusterSection
-from drawbar.config.schema import RunConfig
+from drawbar.config.schema.cluster_section import ClusterSection
+from drawbar.config.schema.run_config import RunConfig
 from drawbar.launch.job import Job, processes_per_node
 from drawbar.launch.job_container import check_image
 from drawbar.launch.jobs.job_status import RUNNING, JobStatus, wait_for_ends

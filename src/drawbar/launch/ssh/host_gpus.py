@@ -5,7 +5,7 @@ import subprocess
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from drawbar.config.hosts import Host
+from drawbar.config.io.hosts_file import Host
 from drawbar.launch.job import Job
 from drawbar.launch.ssh.protocol import ANSWER
 from drawbar.launch.ssh.ssh_command import no_answer, no_start, ssh_command, start_script

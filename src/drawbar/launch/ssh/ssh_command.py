@@ -11,8 +11,8 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from drawbar.config.cluster import ClusterSection
-from drawbar.config.hosts import Host
+from drawbar.config.io.hosts_file import Host
+from drawbar.config.schema.cluster_section import ClusterSection
 from drawbar.errors import ExitCode, UserError
 from drawbar.launch.job import Job
 from drawbar.launch.ssh.protocol import HostJob, host_message

@@ -12,9 +12,9 @@ from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
 
-from drawbar.config.cluster import ClusterSection
-from drawbar.config.hosts import Host, parse_host
-from drawbar.config.schema import RunConfig
+from drawbar.config.io.hosts_file import Host, parse_host
+from drawbar.config.schema.cluster_section import ClusterSection
+from drawbar.config.schema.run_config import RunConfig
 from drawbar.errors import ExitCode, UserError
 from drawbar.launch.job import Job, make_job
 from drawbar.launch.job_files import end_file

@@ -1,0 +1,187 @@
+"""Encode the data of a run before it, and say what they are like."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from drawbar.checkpoint.space import readable
+from drawbar.config.schema.data_section import DataSection
+from drawbar.config.schema.run_config import RunConfig
+from drawbar.data.loader import MicroBatchSize
+from drawbar.data.sampler import Sampler
+from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import RankInfo, choose_device
+from drawbar.errors import UserError
+from drawbar.evaluation.scoring import Split
+from drawbar.runtime.log import logger, start_logging
+from drawbar.tasks.overrides import check_signatures
+from drawbar.tasks.task import Task
+from drawbar.tasks.task_registry import task_class
+from drawbar.tracking.console import Console, make_console
+from drawbar.tracking.histogram import print_histogram
+from drawbar.tracking.table import print_table
+from drawbar.train.batches import load_split, rows_and_order, train_micro_batch
+from drawbar.train.setup import build_task
+from drawbar.train.shares import warn_of_share
+
+ROWS_TOGETHER = 2**16
+"""Rows of which the order is in memory at a time."""
+
+
+def prepare_run(config: RunConfig, task_type: type[Task] | None) -> None:
+    """Encode every split of the configuration into the cache, and print what is in it. No model is built.
+
+    Raises:
+        UserError: as the run itself would; or there is nothing to prepare.
+    """
+    place = RankInfo()
+    console = make_console(place.first)
+    start_logging(place.rank, console.logging_handler())
+    found = task_type or task_class(config.task.type)
+    check_signatures(found)
+    with Distributed(place, choose_device(config.device, place), config.launch.timeout) as world:
+        try:
+            names = _splits(config, console)
+            task = build_task(found, config, world, config.run_dir)
+            splits = [_load(task, name, config, world, console) for name in names]
+            if names[:2] == ["train", "validation"]:
+                warn_of_share(config.data, *splits[:2])
+        finally:
+            console.stop()  # before the tables: a live bar would be torn by them
+        _describe(splits, config.data)
+        steps = _describe_batches(task, splits[0], config, world) if splits[0].name == "train" else None
+        cache = config.cache_dir
+        per_epoch = f"; {steps:,} steps per epoch" if steps is not None else ""
+        console.message(f"cache: {cache}, {readable(_size(cache))} in all{per_epoch}")
+
+
+def _splits(config: RunConfig, console: Console) -> list[str]:
+    """The splits to prepare, ``train`` first."""
+    data = config.data
+    wanted = {
+        "train": not data.streaming,
+        "validation": bool(data.validation or data.validation_share),
+        "test": bool(data.test),
+    }
+    names = [name for name, is_wanted in wanted.items() if is_wanted]
+    if not names:
+        raise UserError(
+            "there is nothing to prepare: a stream is encoded while it is read",
+            where="data.streaming",
+            remedy="train at once, or set data.streaming=false",
+        )
+    if data.streaming:
+        console.message("train: nothing to prepare, as a stream is encoded while it is read (data.streaming=true)")
+    return names
+
+
+def _load(task: Task, name: str, config: RunConfig, world: Distributed, console: Console) -> Split:
+    split = load_split(task, name, config, world, console)
+    if not split.kept:
+        logger.warning(
+            "%s is not kept, and every run encodes it anew: the task's code, its tokenizer or the records are "
+            "nothing whose content could be told (a class in a notebook, say)",
+            name,
+        )
+    return split
+
+
+def _size(folder: Path) -> int:
+    """Bytes of all files in it."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _in_tokens(split: Split) -> bool:
+    return "input_ids" in split.samples.fields
+
+
+def _describe(splits: Sequence[Split], data: DataSection) -> None:
+    """One table of all splits, and a histogram of each."""
+    columns = [_counts(split) for split in splits]
+    names = list(dict.fromkeys(name for column in columns for name in column))
+    rows = [[name, *(column.get(name, "") for column in columns)] for name in names]
+    print_table("Encoded data", ["", *(split.name for split in splits)], rows)
+    for split in splits:
+        if _in_tokens(split):
+            title = f"\n{split.name}: samples by their length in tokens"
+            print_histogram(title, split.samples.lengths, {"data.sequence_length": data.sequence_length})
+
+
+def _counts(split: Split) -> dict[str, str]:
+    """What the table says of a split, by the names of its rows."""
+    samples = split.samples
+    counts = {
+        "records": f"{samples.records + samples.skipped_count:,}",
+        "bad records": f"{samples.skipped_count:,}",
+        "dropped records": f"{samples.dropped:,}",
+        "samples": f"{len(samples):,}",
+    }
+    if not _in_tokens(split):
+        return counts
+    lengths = samples.lengths
+    return {
+        **counts,
+        "truncated samples": f"{samples.truncated:,} ({samples.truncated / len(samples):.1%})",
+        "tokens": f"{int(lengths.sum()):,}",
+        "mean length": f"{lengths.mean():,.1f}",
+        "median length": f"{np.median(lengths):,.0f}",
+        "95th percentile": f"{np.percentile(lengths, 95, method='higher'):,.0f}",
+        "longest": f"{lengths.max():,}",
+    }
+
+
+def _describe_batches(task: Task, split: Split, config: RunConfig, world: Distributed) -> int:
+    """Where samples have lengths, a table of what each way of batching would cost.
+
+    Returns:
+        Steps per epoch, of the way that is configured.
+    """
+    if not _in_tokens(split):
+        return _steps(rows_and_order(task, split, config)[0], config)
+    micro_batch = train_micro_batch(config, world, in_tokens=True)
+    steps: dict[str, int] = {}
+    table = []
+    for batching in get_args(DataSection.model_fields["batching"].annotation):
+        changed = config.model_copy(update={"data": config.data.model_copy(update={"batching": batching})})
+        try:
+            sampler, rows = rows_and_order(task, split, changed)
+        except UserError as error:
+            if batching == config.data.batching:
+                raise
+            logger.info("data.batching=%s is not possible: %s", batching, error.what)
+            continue
+        steps[batching] = _steps(sampler, config)
+        share = padding_share(sampler, rows.lengths, config.train.global_batch, micro_batch)
+        table.append([batching, f"{len(rows):,}", f"{steps[batching]:,}", f"{share:.1%}"])
+    title = f"\nBatches of {config.train.global_batch} rows; data.batching is {config.data.batching}"
+    print_table(title, ["data.batching", "rows", "steps per epoch", "padding"], table)
+    print(flush=True)
+    return steps[config.data.batching]
+
+
+def _steps(sampler: Sampler, config: RunConfig) -> int:
+    return -(-sampler.size // config.train.global_batch)
+
+
+def padding_share(
+    sampler: Sampler, lengths: NDArray[np.int64], global_batch: int, micro_batch: MicroBatchSize
+) -> float:
+    """The share of padding among the tokens that one process computes in the first epoch.
+
+    Args:
+        lengths: shape (rows,): tokens of each row.
+        global_batch: rows of a step.
+        micro_batch: most that one forward takes; its rows are padded to the longest of them.
+    """
+    together = global_batch * -(-ROWS_TOGETHER // global_batch)
+    used = computed = 0
+    for first in range(0, sampler.size, together):
+        rows = sampler.rows(0, np.arange(first, min(first + together, sampler.size)))
+        for start in range(0, len(rows), global_batch):
+            for part in micro_batch.cut(rows[start : start + global_batch], lengths):
+                used += int(lengths[part].sum())
+                computed += len(part) * int(lengths[part].max())
+    return 1 - used / computed

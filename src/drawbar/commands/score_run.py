@@ -1,0 +1,205 @@
+"""Evaluation, prediction and generation from a run directory."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from drawbar.checkpoint.space import explain_full_disk
+from drawbar.commands.output_files import write_lines
+from drawbar.commands.trained_run import TrainedRun
+from drawbar.config.io.compare import changed_records
+from drawbar.config.io.load_config import load_config
+from drawbar.config.parallel_dims import ParallelDims
+from drawbar.config.rules.rule_table import check_layout
+from drawbar.config.schema.run_config import RunConfig
+from drawbar.data.readers import BadRecord
+from drawbar.data.sources import Record, Records
+from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import RankInfo, choose_device
+from drawbar.errors import UserError
+from drawbar.evaluation.scoring import evaluate, predict, write_results
+from drawbar.evaluation.text_generation import Prompt, Sampling
+from drawbar.runtime.log import errors_in_log, open_log_file, start_logging
+from drawbar.runtime.seed import seed_everything
+from drawbar.tasks.task import Task
+from drawbar.tasks.task_registry import task_class
+from drawbar.tracking.console import Console, make_console
+from drawbar.train.batches import Opened, augmenting, encode_split, eval_micro_batch, open_split
+from drawbar.train.setup import build_task, check_predicts, open_checkpoint
+
+
+@contextmanager
+def _joined(config: RunConfig) -> Iterator[tuple[Distributed, Console]]:
+    """The processes of a command, and where it tells a person how far it is."""
+    place = RankInfo.from_environment()
+    check_layout(config, place.world_size)
+    dims = ParallelDims.of(config.parallel, place.world_size)
+    device = choose_device(config.device, place)
+    console = make_console(place.first)
+    start_logging(place.rank, console.logging_handler())
+    seed_everything(config.run.seed, dims.seed_rank(place.rank))  # for predictions that are drawn by chance
+    try:
+        with errors_in_log(), Distributed(place, device, config.launch.timeout, dims) as world:
+            yield world, console
+    finally:
+        console.stop()
+
+
+def evaluate_run(
+    config: RunConfig, task_type: type[Task] | None, split_name: str, which: str | None
+) -> dict[str, float]:
+    """Evaluate one checkpoint on one split; print the scores, and write them: see ``_results_folder``.
+
+    Raises:
+        UserError: there is no such checkpoint or data.
+    """
+    with explain_full_disk(config.run_dir), _joined(config) as (world, console):
+        task = build_task(task_type or task_class(config.task.type), config, world, config.run_dir)
+        opened = open_split(task, split_name, config, world)
+        engine, step = open_checkpoint(task, config, which, world)  # before anything is encoded
+        with closing(engine):
+            split = encode_split(task, opened, config, world, console)
+            open_log_file(config.run_dir, world.rank)
+            evaluation = evaluate(
+                engine,
+                task,
+                split,
+                world,
+                eval_micro_batch(config, in_tokens="input_ids" in split.samples.fields),
+                augmenting(task, config, train=False),
+                progress=lambda done, total: console.phase(f"evaluating {split_name}", done, total),
+            )
+        assert evaluation is not None, "nobody asks for a stop"
+        if world.first:
+            with world.working("writing the scores"):
+                folder, others = _results_folder(config, split_name)
+                write_results(folder, evaluation, step)
+            if others:
+                console.message(f"{folder}: the scores of other records than the run's ({', '.join(others)})")
+            console.evaluation(step, {f"eval/{split_name}/{name}": value for name, value in evaluation.scores.items()})
+    return evaluation.scores
+
+
+def _results_folder(config: RunConfig, split_name: str) -> tuple[Path, list[str]]:
+    """``eval/<split>``; or ``eval/<split>-other``, and the settings that give the split other records than the run's:
+    the scores of a few must not pass for those of all."""
+    own = load_config(config.run_dir / "config.yaml", task=type(config.task)).config
+    others = changed_records(own, config, split_name)
+    return config.run_dir / "eval" / (f"{split_name}-other" if others else split_name), others
+
+
+def predict_from_run(
+    config: RunConfig, task_type: type[Task] | None, output: Path, which: str | None, probabilities: bool = False
+) -> None:
+    """Predict for the records of ``data.test``, which need no labels, and write each with its prediction.
+
+    Args:
+        output: a ``.jsonl`` file with a line for each record, in order; it appears when it is complete. Where there is
+            no prediction, because ``encode`` dropped the record or it is bad, ``prediction`` is null.
+        which: see ``open_checkpoint``.
+        probabilities: write these, too.
+
+    Raises:
+        UserError: the task does not predict, there is no such checkpoint, or the input cannot be read or encoded.
+    """
+    with _joined(config) as (world, console):
+        task = build_task(task_type or task_class(config.task.type), config, world, config.run_dir)
+        check_predicts(task, probabilities)
+        task.has_labels = False
+        with _hints(task, config):
+            opened = open_split(task, "test", config, world)
+        engine, _ = open_checkpoint(task, config, which, world)
+        with closing(engine):
+            with _hints(task, config):
+                split = encode_split(task, opened, config, world, console)
+            asked = {"prediction": task.predict} | ({"probabilities": task.probabilities} if probabilities else {})
+            answers = {
+                name: predict(
+                    engine,
+                    task,
+                    split,
+                    world,
+                    eval_micro_batch(config, in_tokens="input_ids" in split.samples.fields),
+                    augmenting(task, config, train=False),
+                    ask,
+                    progress=lambda done, total: console.phase("predicting", done, total),
+                )
+                for name, ask in asked.items()
+            }
+        if world.first:
+            with world.working("writing the predictions"):
+                count = write_lines(output, _with_answers(task, opened, answers))
+            left_out = count - len(answers["prediction"])
+            missing = f", {left_out:,} without prediction" if left_out else ""
+            console.message(f"{output}: {count:,} records{missing}")
+
+
+@contextmanager
+def _hints(task: Task, config: RunConfig) -> Iterator[None]:
+    """Around reading the test data: an error names the option, and says what is often wrong with data that have no
+    labels."""
+    try:
+        yield
+    except UserError as error:
+        if error.where == "data.test":
+            error.where = "--input"
+            if config.data.test is None:
+                error.remedy = "name a file with --input FILE"
+        hint = ""
+        if config.data.columns is not None and "the setting columns names" in error.what:
+            hint = f"name the columns that it has, as in data.columns=[{config.data.columns[0]}]"
+        elif error.where == "data.rename":
+            hint = "rename only what it has: data.rename=null, then data.rename.NEW=OLD for each column"
+        if hint:
+            error.remedy = f"{error.remedy}; where the input has no labels, {hint}"
+        if not type(task).encode.__module__.startswith("drawbar."):
+            error.remedy = f"{error.remedy}; encode() has to do without targets where self.has_labels is False"
+        raise
+
+
+def _with_answers(task: Task, opened: Opened, answers: Mapping[str, Mapping[int, Any]]) -> Iterator[dict[str, Any]]:
+    """Every record of the input with its prediction, by its number; of a bad one, what is wrong with it.
+
+    Args:
+        answers: what was asked for, by name, and of each the answers by number.
+
+    Raises:
+        UserError: at the end, where the input is no longer what was predicted for.
+    """
+    number = 0
+    for record in _with_bad(opened.records):
+        if isinstance(record, BadRecord):
+            yield {"error": f"{record.where}: {record.what}", **dict.fromkeys(answers)}
+        else:
+            found = {name: by_number.get(number) for name, by_number in answers.items()}
+            if number in answers["prediction"]:
+                found = {name: task.complete(record, answer) for name, answer in found.items()}
+            yield {**record, **found}
+            number += 1
+    opened.check_unchanged()
+
+
+def _with_bad(records: Iterable[Record]) -> Iterator[Record | BadRecord]:
+    """The records, and in their places the bad ones that were left out."""
+    if not isinstance(records, Records):
+        yield from records
+        return
+    for stream in records.streams:
+        for _, _, record in stream.read_all():
+            yield record
+
+
+def generate_from_run(
+    config: RunConfig,
+    task_type: type[Task] | None,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    which: str | None,
+    seed: int,
+) -> list[str]:
+    """What a checkpoint's model goes on with after each prompt, on one process."""
+    run = TrainedRun(config, task_type, which)
+    seed_everything(seed)
+    return run.generate(prompts, **asdict(sampling))

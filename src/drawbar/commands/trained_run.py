@@ -1,0 +1,127 @@
+"""A run that has been trained, opened in Python: ``drawbar.load_run("runs/demo")``."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from drawbar.config.io.load_config import load_run_config
+from drawbar.config.rules.rule_table import check_rules
+from drawbar.config.schema.run_config import RunConfig
+from drawbar.data.dataset import NoSamples, encode_records
+from drawbar.data.loader import Augment, MicroBatchSize
+from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import RankInfo, choose_device
+from drawbar.evaluation.scoring import Split, evaluate, predict
+from drawbar.evaluation.text_generation import Prompt, Sampling, generate_text
+from drawbar.tasks.batch import Ask
+from drawbar.tasks.encoder import TaskEncoder
+from drawbar.tasks.task import Task
+from drawbar.tasks.task_registry import task_class
+from drawbar.tracking.console import SilentConsole
+from drawbar.train.batches import augmenting, eval_micro_batch, load_split
+from drawbar.train.setup import build_task, check_predicts, on_one_process, open_checkpoint
+
+
+def load_run(
+    path: str | Path, *settings: str, checkpoint: str | None = None, task: type[Task] | None = None
+) -> "TrainedRun":
+    """Open a run directory, to predict, to generate, or for its model; on one process.
+
+    Args:
+        path: the folder that training wrote.
+        settings: as on the command line: ``device=cpu``, ``eval.micro_batch=64``.
+        checkpoint: ``best``, ``latest`` or a step; None for the best, or the latest where no evaluation chose one.
+        task: the task's class, where ``task.type`` does not name it: that of a script.
+
+    Raises:
+        UserError: the folder holds no run, or there is no such checkpoint.
+    """
+    loaded = load_run_config(path, settings, task.Config if task else None)
+    check_rules(loaded)
+    return TrainedRun(loaded.config, task, checkpoint)
+
+
+class TrainedRun:
+    """A run with the weights of one of its checkpoints. ``load_run`` opens it."""
+
+    def __init__(self, config: RunConfig, task: type[Task] | None, checkpoint: str | None) -> None:
+        self.config = on_one_process(config)
+        self._world = Distributed(RankInfo(), choose_device(config.device, RankInfo()), config.launch.timeout)
+        self.task = build_task(task or task_class(config.task.type), self.config, self._world, config.run_dir)
+        self._engine, self.step = open_checkpoint(self.task, self.config, checkpoint, self._world)
+        self.model.eval()
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, on its device."""
+        return self._engine.module
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer; None for a task that has none."""
+        return self.task.tokenizer
+
+    def predict(self, records: Iterable[dict[str, Any]]) -> list[Any]:
+        """A prediction for each record, in order; None where ``encode`` drops it. Records need no labels.
+
+        Raises:
+            UserError: the task does not predict, or a record cannot be encoded.
+        """
+        check_predicts(self.task, probabilities=False)
+        return self._ask(records, self.task.predict)
+
+    def probabilities(self, records: Iterable[dict[str, Any]]) -> list[Any]:
+        """For each record the probability of each label.
+
+        Raises:
+            UserError: the task gives none, or a record cannot be encoded.
+        """
+        check_predicts(self.task, probabilities=True)
+        return self._ask(records, self.task.probabilities)
+
+    def generate(self, prompts: Prompt | Sequence[Prompt], **sampling: Any) -> list[str]:
+        """What the model goes on with after each prompt: a text, or the messages of a chat.
+
+        Args:
+            sampling: ``max_new_tokens``, ``temperature`` (0 is greedy), ``top_k``, ``top_p`` and ``beams``.
+
+        Raises:
+            UserError: the model writes no text.
+        """
+        is_one = isinstance(prompts, str) or all(isinstance(message, dict) for message in prompts)
+        asked: list[Any] = [prompts] if is_one else list(prompts)
+        return generate_text(self._engine, self.tokenizer, asked, Sampling(**sampling))
+
+    def evaluate(self, split: str = "validation") -> dict[str, float]:
+        """The scores on ``train``, ``validation`` or ``test``. Nothing is written but encoded data, into their cache.
+
+        Raises:
+            UserError: there is no such data.
+        """
+        found = load_split(self.task, split, self.config, self._world, SilentConsole())
+        evaluation = evaluate(self._engine, self.task, found, self._world, *self._how(found))
+        assert evaluation is not None, "nobody asks for a stop"
+        return evaluation.scores
+
+    def _ask(self, records: Iterable[dict[str, Any]], ask: Ask) -> list[Any]:
+        given = list(records)
+        self.task.has_labels = False
+        try:
+            samples = encode_records(given, TaskEncoder(self.task, train=False), describe=lambda n: f"record {n}")
+        except NoSamples:
+            return [None] * len(given)
+        finally:
+            self.task.has_labels = True
+        split = Split("records", given, samples)
+        found = predict(self._engine, self.task, split, self._world, *self._how(split), ask)
+        return [
+            self.task.complete(record, found[number]) if number in found else None
+            for number, record in enumerate(given)
+        ]
+
+    def _how(self, split: Split) -> tuple[MicroBatchSize, Augment]:
+        """How a split is batched, and augmented."""
+        in_tokens = "input_ids" in split.samples.fields
+        return eval_micro_batch(self.config, in_tokens), augmenting(self.task, self.config, train=False)

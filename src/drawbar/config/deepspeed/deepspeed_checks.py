@@ -1,0 +1,248 @@
+"""Where a user's DeepSpeed JSON and the run's configuration contradict each other: both places, and the remedy."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from drawbar.config.deepspeed.deepspeed_file import DeepSpeedFile, place_of
+from drawbar.config.deepspeed.deepspeed_keys import ZERO_SECTION
+from drawbar.config.deepspeed.meaning import NOWHERE, offload_optimizer, offload_parameters, zero_stage
+from drawbar.config.io.fields import lookup, show
+from drawbar.config.io.load_config import LoadedConfig
+
+OPTIMIZERS = ("adamw", "sgd", "adafactor")
+SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+PARAMS, WARMUP = "optimizer.params", "scheduler.params"
+
+
+@dataclass
+class FileCheck:
+    """A file beside a configuration."""
+
+    file: DeepSpeedFile
+    loaded: LoadedConfig
+
+    def same(self, key: str, setting: str, expected: Any, remedy: str | None = None) -> None:
+        """Report it if the file has another value than ``expected``, which is what ``setting`` comes to.
+
+        Args:
+            remedy: what else than ``"auto"`` would help; by default to give the setting the file's value.
+        """
+        value = self.file.at(key)
+        if value is None or _equal(value, expected):
+            return
+        has = lookup(self.loaded.config, setting)
+        meaning = "" if _equal(has, expected) else f", which is {json.dumps(expected)} here"
+        self._report(key, value, f"{self._shown(setting)}{meaning}", remedy or f"set {setting}={show(value)}")
+
+    def never(self, key: str, value: Any, reason: str, remedy: str) -> None:
+        """Report a value that no setting agrees with."""
+        self.file.refuse(key, value, reason, remedy)
+
+    def _report(self, key: str, value: Any, other: str, remedy: str) -> None:
+        self.file.problems.append(
+            (
+                f"{self.file.path}: {key} = {json.dumps(value)} contradicts {other}",
+                f'write "auto" in the file, or {remedy}',
+            )
+        )
+
+    def contradict(self, key: str, setting: str, reason: str, remedy: str) -> None:
+        """Report two values that are not to be compared one by one."""
+        self._report(key, self.file.at(key), f"{self._shown(setting)}: {reason}", remedy)
+
+    def _shown(self, setting: str) -> str:
+        place = f" ({self.loaded.origin(setting)})" if self.loaded.origins else ""
+        return f"{setting}={show(lookup(self.loaded.config, setting))}{place}"
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    numbers = (int, float)
+    if isinstance(one, numbers) and isinstance(other, numbers):
+        return math.isclose(one, other, rel_tol=1e-9)
+    return bool(one == other)
+
+
+def compare(
+    file: DeepSpeedFile, loaded: LoadedConfig, precision: str, generated: Mapping[str, Any], names: Mapping[str, str]
+) -> None:
+    """Add what contradicts the configuration to ``file.problems``.
+
+    Args:
+        precision: ``auto`` where it is not known yet.
+        generated: the JSON that this configuration makes without the file.
+        names: settings of the section ``deepspeed``, and their names in ``zero_optimization``.
+    """
+    comparison = FileCheck(file, loaded)
+    _compare_batches(comparison, generated)
+    _compare_layout(comparison, precision)
+    _compare_zero(comparison, names)
+    _compare_optimizer(comparison)
+    _compare_schedule(comparison)
+    _warn(file)
+
+
+def _compare_batches(comparison: FileCheck, generated: Mapping[str, Any]) -> None:
+    file, train = comparison.file, comparison.loaded.config.train
+    comparison.same("train_batch_size", "train.global_batch", train.global_batch)
+    key = "train_micro_batch_size_per_gpu"
+    if train.micro_batch_tokens is None:
+        comparison.same(key, "train.micro_batch", generated[key])
+    elif (rows := file.at(key)) is not None:
+        remedy = f"set train.micro_batch={rows} and train.micro_batch_tokens=null"
+        reason = "a micro-batch has as many rows as fit"
+        comparison.contradict(key, "train.micro_batch_tokens", reason, remedy)
+    _compare_accumulation(comparison, generated[key], generated["gradient_accumulation_steps"])
+    remedy = f"set train.gradient_clip={show(file.at('gradient_clipping') or None)}"
+    comparison.same("gradient_clipping", "train.gradient_clip", train.gradient_clip or 0.0, remedy)
+
+
+def _compare_layout(comparison: FileCheck, precision: str) -> None:
+    file, tensor = comparison.file, comparison.loaded.config.parallel.tensor
+    for name in ("bf16", "fp16") if precision != "auto" else ():
+        key = f"{name}.enabled"
+        remedy = f"set precision={name if file.at(key) else 'fp32'}"
+        comparison.same(key, "precision", name == precision, remedy)
+    for key in ("tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size"):
+        if (file.at(key) or 1) != tensor:  # 0 is one, too
+            comparison.same(key, "parallel.tensor", tensor)
+
+
+def _compare_accumulation(comparison: FileCheck, rows: int, steps: int) -> None:
+    key, train = "gradient_accumulation_steps", comparison.loaded.config.train
+    value, share = comparison.file.at(key), rows * steps
+    if value is None or value == steps:
+        return
+    dividing = f"set train.micro_batch={share // int(value)}" if value >= 1 and share % value == 0 else None
+    if train.micro_batch_tokens is not None:
+        remedy = f"{dividing or 'set train.micro_batch'} and train.micro_batch_tokens=null"
+        comparison.contradict(key, "train.micro_batch_tokens", "a micro-batch has as many rows as fit", remedy)
+        return
+    batch = train.global_batch // share * rows * value
+    reason = f"each data-parallel rank has {share} rows of it, in {steps} micro-batches of {rows}"
+    remedy = f"set train.global_batch={batch}" + (f", or {dividing}" if dividing else "")
+    comparison.contradict(key, "train.global_batch", reason, remedy)
+
+
+def _compare_zero(comparison: FileCheck, names: Mapping[str, str]) -> None:
+    config, file = comparison.loaded.config, comparison.file
+    assert config.deepspeed is not None
+    comparison.same(f"{ZERO_SECTION}.stage", "parallel.zero_stage", zero_stage(config))
+    places = {
+        "offload_optimizer": ("offload_optimizer", offload_optimizer(config)),
+        "offload_param": ("offload_parameters", offload_parameters(config)),
+    }
+    for name, (setting, expected) in places.items():
+        key = f"{ZERO_SECTION}.{name}"
+        place = place_of(file.at(key))
+        if place is not None and place != expected:
+            own = getattr(config.deepspeed, setting) is not None or not config.parallel.offload
+            reason = "it is kept on the device" if expected == NOWHERE else f"it lies in {expected}"
+            remedy = f"set deepspeed.{setting}={place}"
+            if place == NOWHERE:
+                remedy = "set parallel.offload=false" if config.parallel.offload else remedy
+            comparison.contradict(key, f"deepspeed.{setting}" if own else "parallel.offload", reason, remedy)
+        if config.deepspeed.pin_memory is not None:
+            comparison.same(f"{key}.pin_memory", "deepspeed.pin_memory", config.deepspeed.pin_memory)
+    for setting, name in names.items():
+        if (value := getattr(config.deepspeed, setting)) is not None:
+            comparison.same(f"{ZERO_SECTION}.{name}", f"deepspeed.{setting}", value)
+
+
+def _compare_optimizer(comparison: FileCheck) -> None:
+    file, optim = comparison.file, comparison.loaded.config.optim
+    kind = file.at("optimizer.type")
+    if kind is not None:
+        name = {"adam": "adamw"}.get(kind.lower(), kind.lower())
+        if name not in OPTIMIZERS:
+            comparison.never(
+                "optimizer.type",
+                kind,
+                f"the optimizers here are {', '.join(OPTIMIZERS)}",
+                "write one of them, or remove it",
+            )
+        elif name != optim.name:
+            comparison.contradict("optimizer.type", "optim.name", "it is another optimizer", f"set optim.name={name}")
+        if file.at(f"{PARAMS}.adam_w_mode") is False and (file.at(f"{PARAMS}.weight_decay") or optim.weight_decay) != 0:
+            reason = "weight decay is decoupled here, as in AdamW"
+            comparison.never(f"{PARAMS}.adam_w_mode", False, reason, "remove it, or set optim.weight_decay=0")
+    for name in ("lr", "betas", "eps", "weight_decay"):
+        comparison.same(f"{PARAMS}.{name}", f"optim.{name}", getattr(optim, name))
+    comparison.same(f"{PARAMS}.momentum", "optim.momentum", optim.momentum or 0.0)
+    clip = comparison.loaded.config.train.gradient_clip
+    comparison.same(f"{PARAMS}.max_grad_norm", "train.gradient_clip", clip or 0.0)
+    if file.at(f"{PARAMS}.bias_correction") is False:
+        comparison.never(f"{PARAMS}.bias_correction", False, "adamw here corrects the bias", "remove it")
+
+
+def _compare_schedule(comparison: FileCheck) -> None:
+    file, config = comparison.file, comparison.loaded.config
+    kind = file.at("scheduler.type")
+    if kind is None:
+        return
+    if kind not in SCHEDULES:
+        reason = f"the schedules that are the same here are {', '.join(SCHEDULES)}"
+        comparison.never("scheduler.type", kind, reason, "remove the section, and set optim.schedule and optim.warmup")
+        return
+    schedule = SCHEDULES[kind]
+    if config.optim.schedule != schedule:
+        remedy = f"set optim.schedule={schedule}"
+        comparison.contradict("scheduler.type", "optim.schedule", f"{kind} is {schedule}", remedy)
+    comparison.same(f"{WARMUP}.warmup_max_lr", "optim.lr", config.optim.lr)
+    comparison.same(f"{WARMUP}.cos_min_ratio", "optim.min_lr_ratio", config.optim.min_lr_ratio)
+    if kind == "WarmupDecayLR" and config.optim.min_lr_ratio:
+        remedy = "set optim.min_lr_ratio=0"
+        comparison.contradict("scheduler.type", "optim.min_lr_ratio", "it decays to warmup_min_lr", remedy)
+    for name in ("warmup_min_lr", "warmup_min_ratio"):
+        if value := file.at(f"{WARMUP}.{name}"):
+            comparison.never(f"{WARMUP}.{name}", value, "the warm-up here begins at 0", 'write 0, or "auto"')
+    if (last := file.at(f"{WARMUP}.last_batch_iteration")) not in (None, -1):
+        reason = "a run goes on where its checkpoint is"
+        comparison.never(f"{WARMUP}.last_batch_iteration", last, reason, "remove it")
+    _compare_steps(comparison)
+
+
+def _compare_steps(comparison: FileCheck) -> None:
+    file, config = comparison.file, comparison.loaded.config
+    total, warmup = config.train.steps, config.optim.warmup
+    steps: int | None = warmup if isinstance(warmup, int) else None
+    if steps is None and total is not None:
+        steps = math.ceil(warmup * total)  # as optim.schedules.warmup_steps
+    for key, setting, expected in (
+        (f"{WARMUP}.total_num_steps", "train.steps", total),
+        (f"{WARMUP}.warmup_num_steps", "optim.warmup", steps),
+    ):
+        value = file.at(key)
+        if value is not None and expected is None:
+            comparison.contradict(
+                key,
+                "train.epochs",
+                "how many steps that is, the data will say",
+                f"set train.steps={show(total or value)}",
+            )
+        else:
+            comparison.same(key, setting, expected)
+    shape = file.at(f"{WARMUP}.warmup_type")
+    if shape not in (None, "linear"):
+        remedy = 'write "warmup_type": "linear"'
+        comparison.never(f"{WARMUP}.warmup_type", shape, "the warm-up here is a straight line", remedy)
+    elif shape is None and steps != 0:
+        file.note(
+            f"{WARMUP}.warmup_type", "DeepSpeed's default is a logarithmic warm-up, and this run's is a straight line"
+        )
+
+
+def _warn(file: DeepSpeedFile) -> None:
+    if file.at("gradient_allreduce_op") not in (None, "mean"):
+        reason = "the loss is divided by the batch's weight, not left as a sum"
+        file.refuse("gradient_allreduce_op", file.at("gradient_allreduce_op"), reason, "remove it from the file")
+    if file.at(f"{ZERO_SECTION}.compute_grad_norm") is False:
+        reason = "every run says what the gradients' norm is"
+        file.refuse(f"{ZERO_SECTION}.compute_grad_norm", False, reason, "remove it from the file")
+    for key in ("zero_force_ds_cpu_optimizer", "zero_allow_untested_optimizer"):
+        if file.at(key) is (key == "zero_force_ds_cpu_optimizer"):
+            file.note(key, "without effect here: optim.* says which optimizer it is, and drawbar makes it")

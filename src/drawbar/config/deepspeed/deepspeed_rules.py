@@ -1,0 +1,216 @@
+"""The part of the table of rules that is about DeepSpeed: what it can't do, and the native strategy that can."""
+
+from drawbar.config.deepspeed.meaning import (
+    HOST,
+    NOWHERE,
+    is_deepspeed,
+    offload_optimizer,
+    offload_parameters,
+    offloads,
+    stage_of,
+    zero_stage,
+)
+from drawbar.config.rules.rule import Rule
+from drawbar.config.schema.deepspeed_section import DeepSpeedSection
+from drawbar.config.schema.run_config import RunConfig
+
+STAGE_3 = (
+    "offload_parameters",
+    "sub_group_size",
+    "prefetch_bucket_size",
+    "param_persistence_threshold",
+    "max_live_parameters",
+    "max_reuse_distance",
+)
+"""Settings that only stage 3 reads."""
+STAGES_1_AND_2 = ("allgather_bucket_size",)
+SHARDING = ("reduce_bucket_size", "reduce_scatter", "overlap_comm", "contiguous_gradients", *STAGES_1_AND_2)
+"""Settings that only the stages that shard read."""
+
+
+def _section(config: RunConfig) -> DeepSpeedSection:
+    return config.deepspeed or DeepSpeedSection()
+
+
+def _is_set(config: RunConfig, names: tuple[str, ...]) -> bool:
+    return any(getattr(_section(config), name) not in (None, NOWHERE) for name in names)
+
+
+def _stage(config: RunConfig) -> int:
+    """The ZeRO stage; -1 for a run of another strategy, to which no rule here applies."""
+    return zero_stage(config) if is_deepspeed(config) else -1
+
+
+def _places(config: RunConfig) -> tuple[str, str]:
+    """Where optimizer state and parameters lie."""
+    return offload_optimizer(config), offload_parameters(config)
+
+
+SETTINGS = (
+    Rule(
+        "settings of deepspeed",
+        ("parallel.strategy", "deepspeed"),
+        lambda c: c.deepspeed is not None and not is_deepspeed(c),
+        "only the strategy deepspeed reads the section deepspeed",
+        "set parallel.strategy=deepspeed, or deepspeed=null",
+    ),
+    Rule(
+        "preset and file",
+        ("deepspeed.preset", "deepspeed.config"),
+        lambda c: _section(c).preset is not None and _section(c).config is not None,
+        "both say which ZeRO stage it is",
+        "keep one; the other can be null",
+    ),
+    Rule(
+        "preset and stage",
+        ("deepspeed.preset", "parallel.zero_stage"),
+        lambda c: (preset := _section(c).preset) is not None and c.parallel.zero_stage not in (None, stage_of(preset)),
+        "they name two ZeRO stages",
+        "remove parallel.zero_stage, or choose the preset of that stage",
+    ),
+    Rule(
+        "preset and offload",
+        ("deepspeed.preset", "parallel.offload"),
+        lambda c: (preset := _section(c).preset) is not None and c.parallel.offload and not preset.endswith("_offload"),
+        "the preset is one that keeps everything on the device",
+        "remove parallel.offload, or set deepspeed.preset=zero2_offload or zero3_offload",
+    ),
+    Rule(
+        "offload and none",
+        ("deepspeed.preset", "parallel.offload", "deepspeed.offload_optimizer"),
+        lambda c: is_deepspeed(c) and offloads(c) and _section(c).offload_optimizer == NOWHERE,
+        "one says to offload the optimizer, and the other not to",
+        "remove deepspeed.offload_optimizer; to offload parameters alone set deepspeed.offload_parameters=cpu instead",
+    ),
+    Rule(
+        "settings of stage 3",
+        ("parallel.zero_stage", "deepspeed"),
+        lambda c: 0 <= _stage(c) < 3 and _is_set(c, STAGE_3),
+        f"only ZeRO stage 3 reads {', '.join(STAGE_3)}",
+        "set parallel.zero_stage=3, or remove them from deepspeed",
+    ),
+    Rule(
+        "settings of stages 1 and 2",
+        ("parallel.zero_stage", "deepspeed.allgather_bucket_size"),
+        lambda c: _stage(c) == 3 and _is_set(c, STAGES_1_AND_2),
+        "stage 3 gathers parameters as they are needed",
+        "set deepspeed.prefetch_bucket_size instead, or parallel.zero_stage=2",
+    ),
+    Rule(
+        "settings of sharding",
+        ("parallel.zero_stage", "deepspeed"),
+        lambda c: _stage(c) == 0 and _is_set(c, SHARDING),
+        f"stage 0 shards nothing, and does not read {', '.join(SHARDING)}",
+        "set parallel.zero_stage=1 or 2, or remove them from deepspeed",
+    ),
+    Rule(
+        "pin_memory",
+        ("deepspeed.pin_memory", "parallel.offload"),
+        lambda c: is_deepspeed(c) and _section(c).pin_memory is not None and _places(c) == (NOWHERE, NOWHERE),
+        "nothing is offloaded",
+        "set parallel.offload=true, or remove deepspeed.pin_memory",
+    ),
+    Rule(
+        "offload of stage 0",
+        ("parallel.zero_stage", "parallel.offload", "deepspeed"),
+        lambda c: _stage(c) == 0 and _places(c) != (NOWHERE, NOWHERE),
+        "DeepSpeed offloads what is sharded, and stage 0 shards nothing",
+        "set parallel.zero_stage=1, 2 or 3",
+    ),
+    Rule(
+        "disk before stage 3",
+        ("parallel.zero_stage", "deepspeed.offload_optimizer"),
+        lambda c: 0 < _stage(c) < 3 and offload_optimizer(c) not in (NOWHERE, HOST),
+        "only ZeRO stage 3 writes to disk; the others would keep it in host memory",
+        "set parallel.zero_stage=3, or deepspeed.offload_optimizer=cpu",
+    ),
+)
+
+LIMITS = (
+    Rule(
+        "zero stage of a pipeline",
+        ("parallel.pipeline", "parallel.zero_stage", "deepspeed.preset"),
+        lambda c: _stage(c) > 1 and c.parallel.pipeline > 1,
+        "DeepSpeed's pipeline takes ZeRO stages 0 and 1 alone: a stage works on many micro-batches between two updates",
+        "set parallel.zero_stage=1, or shard more with parallel.strategy=fsdp and the same pipeline",
+    ),
+    Rule(
+        "tensor with stage 3",
+        ("parallel.tensor", "parallel.zero_stage", "deepspeed.preset"),
+        lambda c: _stage(c) == 3 and c.parallel.tensor > 1,
+        "both cut the same matrices, and DeepSpeed cannot read or set whole what is cut twice",
+        "set parallel.zero_stage=2, or parallel.strategy=fsdp with this tensor, which cuts both ways",
+    ),
+    Rule(
+        "deepspeed tensor with adapters",
+        ("parallel.strategy", "parallel.tensor", "lora"),
+        lambda c: is_deepspeed(c) and c.parallel.tensor > 1 and c.parallel.pipeline == 1 and c.lora is not None,
+        "DeepSpeed's tensor parallelism puts layers of its own in the places of those that have adapters",
+        "set parallel.strategy=fsdp or ddp with this tensor, or parallel.tensor=1",
+    ),
+    Rule(
+        "fp16 with stage 0",
+        ("precision", "parallel.zero_stage"),
+        lambda c: _stage(c) == 0 and c.precision == "fp16",
+        "DeepSpeed's stage 0 adds fp16 gradients up in fp16, and counts those that are cut wrongly in the norm",
+        "set parallel.zero_stage=1, or precision=bf16",
+    ),
+    Rule(
+        "deepspeed in fp16 on CPUs",
+        ("parallel.strategy", "precision", "device"),
+        lambda c: is_deepspeed(c) and c.precision == "fp16" and c.device == "cpu",
+        "DeepSpeed knows no CPU that computes in fp16",
+        "set precision=bf16, or device=cuda",
+    ),
+    Rule(
+        "deepspeed with other schedules",
+        ("parallel.strategy", "parallel.schedule"),
+        lambda c: is_deepspeed(c) and c.parallel.schedule != "1f1b",
+        "DeepSpeed's pipeline has one schedule, 1f1b",
+        "set parallel.schedule=1f1b, or parallel.strategy=fsdp or ddp with this schedule",
+    ),
+    Rule(
+        "deepspeed with sequence",
+        ("parallel.strategy", "parallel.sequence"),
+        lambda c: is_deepspeed(c) and c.parallel.sequence,
+        "DeepSpeed's tensor parallelism leaves the activations whole",
+        "remove parallel.sequence, or set parallel.strategy=fsdp with this tensor",
+    ),
+    Rule(
+        "deepspeed with context",
+        ("parallel.strategy", "parallel.context"),
+        lambda c: is_deepspeed(c) and c.parallel.context > 1,
+        "DeepSpeed does not cut sequences over ranks",
+        "set parallel.strategy=fsdp or ddp with this context, or parallel.context=1",
+    ),
+    Rule(
+        "muon with deepspeed",
+        ("optim.name", "parallel.strategy"),
+        lambda c: is_deepspeed(c) and c.optim.name == "muon",
+        "muon is two optimizers, one of whole matrices, and DeepSpeed has one, of flat buffers",
+        "set optim.name=adamw, or parallel.strategy=fsdp",
+    ),
+    Rule(
+        "adafactor with deepspeed",
+        ("optim.name", "parallel.strategy"),
+        lambda c: is_deepspeed(c) and c.optim.name == "adafactor",
+        "Adafactor keeps another state of a matrix than of a vector, and ZeRO flattens both",
+        "set optim.name=adamw, or parallel.strategy=zero1 or ddp",
+    ),
+    Rule(
+        "deepspeed on mps",
+        ("parallel.strategy", "device"),
+        lambda c: is_deepspeed(c) and c.device == "mps",
+        "Apple's MPS is one device, and there is nothing for DeepSpeed to shard over",
+        "set parallel.strategy=single, or device=cpu",
+    ),
+    Rule(
+        "compile with stage 3",
+        ("parallel.compile", "parallel.zero_stage", "deepspeed.preset"),
+        lambda c: _stage(c) == 3 and c.parallel.compile,
+        "stage 3 gathers parameters inside of blocks, so torch compiles each block anew, and gives up after eight",
+        "set parallel.compile=false, or parallel.strategy=fsdp, which gathers outside of what is compiled",
+    ),
+)
+
+DEEPSPEED: tuple[Rule, ...] = SETTINGS + LIMITS

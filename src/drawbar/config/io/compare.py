@@ -1,0 +1,162 @@
+"""What differs between two configurations of one run, and which differences a resumed run may have."""
+
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from drawbar.config.io.fields import show
+from drawbar.config.io.load_config import load_config
+from drawbar.config.io.source import config_of_run
+from drawbar.config.schema.run_config import RunConfig, TrainSection
+from drawbar.errors import UserError
+
+MAY_CHANGE: dict[str, str] = {
+    "launch": "how processes start, not what they compute",
+    "cluster": "where the job runs, not what it computes",
+    "tracking": "what is written about the run, not the run",
+    "callbacks": "what is done beside the run, not the run",
+    "device": "the same run on other hardware",
+    "parallel": "every strategy computes the same update",
+    "deepspeed": "DeepSpeed computes the same update",
+    "train.micro_batch": "the update does not depend on how a global batch is cut",
+    "checkpoint": "when the state is saved, not what it is",
+    "train.micro_batch_tokens": "the update does not depend on how a global batch is cut",
+    "train.steps": "the run goes on to these; the learning rate of the steps to come is computed anew",
+    "train.epochs": "the run goes on to these; the learning rate of the steps to come is computed anew",
+    "data.workers": "the samples are the same, whoever encodes them",
+    "data.cache": "where encoded samples lie, not what they are",
+    "data.rebuild": "whether samples are encoded again; a run that goes on has the same ones",
+    "eval.every": "evaluation does not change the weights",
+    "eval.at_start": "evaluation does not change the weights",
+    "eval.patience": "when to stop is decided anew",
+    "eval.micro_batch": "scores do not depend on how the data is cut",
+    "task.attention": "another kernel for the same numbers",
+    "run.dir": "where the run lies; it may have been moved",
+    "run.name": "what the run is called; a fork has another name",
+    "data.test": "training does not read it",
+    "data.limit.test": "training does not read it",
+}
+"""Settings and whole sections that may change when a run is resumed, each with the reason."""
+
+AS_BEGUN = ("eval.mode",)
+"""Settings whose ``auto`` is what the run began with, whatever that is."""
+
+READING = ("data.validation_share", "data.columns", "data.rename", "data.sample_by", "data.on_bad_record")
+"""How the records of every split are read."""
+
+LENGTH = ("train.steps", "train.epochs")
+"""How long to train: the one change that shows in what a resumed run computes, and so is said."""
+
+ABSENT = "(absent)"
+"""Stands for a key that one of the two configurations does not have."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A setting with two values."""
+
+    key: str
+    old: Any
+    new: Any
+
+
+def differences(old: RunConfig, new: RunConfig) -> list[Difference]:
+    """The settings that differ and may not (see ``MAY_CHANGE``, ``AS_BEGUN``), by dotted key in the file's order."""
+    found = _all_differences(old, new)
+    return [difference for difference in found if not (_may_change(difference.key) or _is_as_begun(difference))]
+
+
+def render_differences(found: Sequence[Difference]) -> str:
+    """A table for people: a line for each setting with its old and its new value."""
+    rows = [("setting", "was", "is now")] + [(item.key, show(item.old), show(item.new)) for item in found]
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    return "\n".join(f"  {key:<{widths[0]}}  {was:<{widths[1]}}  {now}" for key, was, now in rows)
+
+
+def changed_records(old: RunConfig, new: RunConfig, split: str) -> list[str]:
+    """The settings by which a split has other records than the run's own; none where the run has no such split."""
+    shared = old.data.validation is None and old.data.validation_share is not None  # part of the training data
+    splits = [split, "train"] if split == "validation" and shared else [split]
+    if all(getattr(old.data, name) is None for name in splits):
+        return []
+    keys = [*READING, *(f"data.{name}" for name in splits), *(f"data.limit.{name}" for name in splits)]
+    found = _all_differences(old, new)
+    return [item.key for item in found if any(item.key == key or item.key.startswith(f"{key}.") for key in keys)]
+
+
+def check_same(folder: Path, config: RunConfig) -> list[Difference]:
+    """See that a run that exists can go on with this configuration.
+
+    Returns:
+        What differs in how long it trains.
+
+    Raises:
+        UserError: it is that of another run, or asks for fewer steps than were made; or the run's own one is damaged.
+    """
+    with config_of_run(folder) as path:
+        old = load_config(path, task=type(config.task)).config
+    changed = differences(old, config)
+    made = _newest_step(folder)
+    if changed:
+        fork = "; or go on from its weights under a new name: --fork NEWNAME" if made else ""
+        raise UserError(
+            f"the run {config.run.name} exists already, with another configuration:\n{render_differences(changed)}",
+            where=str(folder),
+            remedy=f"to go on with the run, set {_as_before(changed)}; or, for a new one, choose another run.name, or "
+            f"delete the folder{'' if made else ', which has no checkpoint yet'}{fork}",
+        )
+    if config.train.steps is not None:
+        check_length(made, config.train.steps, config.train)
+    return [difference for difference in _all_differences(old, config) if difference.key in LENGTH]
+
+
+def check_length(made: int, total_steps: int, config: TrainSection) -> None:
+    """Refuse to train for fewer steps than were made.
+
+    Args:
+        made: steps of the checkpoint to go on from.
+        total_steps: what ``config`` asks for.
+    """
+    if made > total_steps:
+        setting, value = ("train.epochs", config.epochs) if config.steps is None else ("train.steps", config.steps)
+        raise UserError(
+            f"{setting}={value} asks for {total_steps:,} steps, but {made:,} are made already",
+            where=setting,
+            remedy=f"set {setting} to what makes {made:,} steps or more; or begin a new run under another run.name",
+        )
+
+
+def _newest_step(folder: Path) -> int:
+    """The step of a run's newest checkpoint, by its name alone; 0 where there is none."""
+    steps = [path.name.removeprefix("step-") for path in (folder / "checkpoints").glob("step-*")]
+    return max((int(step) for step in steps if step.isdigit()), default=0)
+
+
+def _all_differences(old: RunConfig, new: RunConfig) -> Iterator[Difference]:
+    return _differences(old.model_dump(mode="json"), new.model_dump(mode="json"), "")
+
+
+def _as_before(changed: Sequence[Difference]) -> str:
+    """What undoes a few changes on the command line: a default of a newer drawbar stands in no file of the user's."""
+    if len(changed) > 3 or any(item.old == ABSENT for item in changed):
+        return "these as they were"
+    return " ".join(shlex.quote(f"{item.key}={show(item.old)}") for item in changed)
+
+
+def _differences(old: dict[str, Any], new: dict[str, Any], prefix: str) -> Iterator[Difference]:
+    for name in [*old, *(name for name in new if name not in old)]:
+        before, after = old.get(name, ABSENT), new.get(name, ABSENT)
+        if isinstance(before, dict) and isinstance(after, dict):
+            yield from _differences(before, after, f"{prefix}{name}.")
+        elif before != after:
+            yield Difference(f"{prefix}{name}", before, after)
+
+
+def _may_change(key: str) -> bool:
+    return any(key == free or key.startswith(f"{free}.") for free in MAY_CHANGE)
+
+
+def _is_as_begun(difference: Difference) -> bool:
+    return difference.key in AS_BEGUN and difference.new == "auto"

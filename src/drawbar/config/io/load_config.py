@@ -1,0 +1,208 @@
+"""From a YAML file and ``key=value`` arguments to a checked, frozen :class:`RunConfig`, and back to YAML."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from ruamel.yaml import YAML, CommentedMap, CommentedSeq, RoundTripRepresenter, ScalarNode
+
+from drawbar.config.deepspeed.deepspeed_file import adopt
+from drawbar.config.io.problems import report_errors
+from drawbar.config.io.source import DEFAULT, Origin, Settings, apply_override, config_of_run, lay_over, read_file
+from drawbar.config.io.user_modules import find_by_name
+from drawbar.config.schema.cluster_section import read_profile
+from drawbar.config.schema.run_config import RunConfig, run_config_type
+from drawbar.config.schema.task_sections import BUILT_IN_TASKS, TASKS, TaskConfig
+from drawbar.errors import UserError, nearest
+
+SCRIPT_FILE = "script.json"
+"""In a run directory: which script defines the task, where ``task.type`` does not name its class."""
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """A configuration, and where each of its settings came from."""
+
+    config: RunConfig
+    origins: Mapping[str, Origin]
+    """Origin by dotted key, of the keys that were given."""
+    path: Path | None
+    """The YAML file; None where there is none."""
+
+    def origin(self, key: str) -> Origin:
+        """Where the setting came from."""
+        return self.origins.get(key, DEFAULT)
+
+
+def load_config(
+    path: str | Path | None,
+    overrides: Sequence[str] = (),
+    task: type[TaskConfig] | None = None,
+    cluster: str | None = None,
+) -> LoadedConfig:
+    """Read a YAML file, merge ``a.b.c=VALUE`` arguments over it (VALUE is YAML), and check the whole.
+
+    Sections merge; a value or a list replaces. Where ``task`` is not given, ``task.type`` names it.
+    ``cluster`` names a profile, which the file and the arguments overrule.
+
+    Raises:
+        UserError: one error with a line for every problem: place, key, what is allowed, the nearest spelling.
+    """
+    settings = read_file(Path(path)) if path is not None else Settings()
+    if cluster is not None:
+        settings = lay_over(read_profile(cluster), settings)
+    for override in overrides:
+        apply_override(settings, override)
+    adopt(settings)
+    _drop_retired(settings)
+    # Present, so that a missing option of the task is reported under its key.
+    settings.values.setdefault("task", {})
+    if task is None:
+        task = _task_config(settings)
+        if task is None:
+            # Its options cannot be judged, but the rest of the file can.
+            task, settings.values["task"] = TaskConfig, {}
+    model = run_config_type(task)
+    config = None
+    try:
+        # Checked as JSON, not as Python: strict, yet a YAML list is a tuple and a YAML string is a path where the
+        # field says so. A task's own options may be of any type that pydantic reads.
+        config = model.model_validate_json(json.dumps(settings.values))
+    except ValidationError as error:
+        report_errors(error, model, settings)
+    if config is None or settings.problems:
+        raise _one_error(settings.problems)
+    return LoadedConfig(config, settings.origins, settings.path)
+
+
+def _drop_retired(settings: Settings) -> None:
+    """Leave out settings of older versions that had one value alone, which their run directories hold."""
+    tracking = settings.values.get("tracking")
+    if isinstance(tracking, dict) and tracking.get("wandb", 0) is None:
+        del tracking["wandb"]
+
+
+def load_run_config(
+    run: str | Path, overrides: Sequence[str] = (), task: type[TaskConfig] | None = None
+) -> LoadedConfig:
+    """The configuration of a run directory, wherever it lies now.
+
+    Raises:
+        UserError: the folder holds no run, or a damaged one.
+    """
+    folder = Path(run).absolute()
+    if not (folder / "config.yaml").is_file():
+        guess = nearest(folder.name, sorted(path.parent.name for path in folder.parent.glob("*/config.yaml")))
+        raise UserError(
+            f"{run} is no run directory: it has no config.yaml",
+            where="RUN",
+            remedy=f"did you mean {folder.parent / guess}?" if guess else "give the folder that training wrote",
+        )
+    if task is None and not any(setting.startswith(("task.type=", "task=")) for setting in overrides):
+        _expect_no_script(folder)
+    place = (f"run.dir={json.dumps(str(folder.parent))}", f"run.name={json.dumps(folder.name)}")  # quoted for YAML
+    with config_of_run(folder) as path:
+        return load_config(path, [*overrides, *place], task=task)
+
+
+def _expect_no_script(folder: Path) -> None:
+    """Refuse a run whose task is a class that a script defines, and that ``task.type`` does not name."""
+    try:
+        script = json.loads((folder / SCRIPT_FILE).read_text("utf-8"))
+        name, path = script["class"], Path(script["script"])
+    except (OSError, ValueError, KeyError, TypeError):  # a help to the user, and no part of the run
+        return
+    raise UserError(
+        f"the task of this run is the class {name} of the script {path}, which `drawbar` does not know",
+        where="RUN",
+        remedy=f"give the command to the script (`python {path} …`); or, where the command takes settings, set "
+        f"task.type={path.stem}:{name} in the folder of the script; in Python, load_run(…, task={name})",
+    )
+
+
+def dump_yaml(config: RunConfig, comments: Mapping[str, str] | None = None) -> str:
+    """The configuration as YAML with every default written out; ``load_config`` reads it back to an equal one.
+
+    Args:
+        config: what to write.
+        comments: texts to write behind the settings with these dotted keys.
+    """
+    yaml = YAML()
+    yaml.Representer = _Representer
+    # A folded line could not carry a comment, and is hard to search.
+    yaml.width = 2**20
+    stream = StringIO()
+    yaml.dump(_tree(config.model_dump(mode="json"), comments or {}, ""), stream)
+    return stream.getvalue()
+
+
+class _Representer(RoundTripRepresenter):
+    """Writes ``null``, where ruamel leaves the place empty, and escapes what is not printable."""
+
+
+def _represent_none(representer: RoundTripRepresenter, _: None) -> ScalarNode:
+    return representer.represent_scalar("tag:yaml.org,2002:null", "null")
+
+
+def _represent_text(representer: RoundTripRepresenter, text: str) -> ScalarNode:
+    # Only double quotes can escape; U+0085, for one, would otherwise be read back as a line break. A key that begins
+    # with ? would not be read back as text.
+    plain = text.isprintable() and not text.startswith("?")
+    return representer.represent_scalar("tag:yaml.org,2002:str", text, style=None if plain else '"')
+
+
+_Representer.add_representer(type(None), _represent_none)
+_Representer.add_representer(str, _represent_text)
+
+
+def _tree(values: Mapping[str, Any], comments: Mapping[str, str], prefix: str) -> CommentedMap:
+    """Block mappings of one-line values, with their comments."""
+    tree = CommentedMap()
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict) and value:
+            tree[name] = _tree(value, comments, f"{key}.")
+            continue
+        tree[name] = value
+        if isinstance(value, list):
+            tree[name] = CommentedSeq(value)
+            tree[name].fa.set_flow_style()
+        if key in comments:
+            tree.yaml_add_eol_comment(comments[key], name)
+    return tree
+
+
+def _one_error(problems: list[str]) -> UserError:
+    remedy = "`drawbar config explain KEY` says what a key means and allows"
+    if len(problems) == 1:
+        return UserError(problems[0], remedy=remedy)
+    return UserError("\n".join([f"{len(problems)} problems:", *problems]), remedy=remedy)
+
+
+def _task_config(settings: Settings) -> type[TaskConfig] | None:
+    """The options of the task that ``task.type`` names; None, and a problem more, where there is none."""
+    section = settings.values.get("task")
+    name = section.get("type", "causal_lm") if isinstance(section, dict) else "causal_lm"
+    if not isinstance(name, str):
+        return TaskConfig
+    if name in BUILT_IN_TASKS:  # without importing torch
+        return BUILT_IN_TASKS[name]
+    try:
+        return _config_of(name)
+    except UserError as error:
+        settings.report("task.type", f"{error.what}; {error.remedy}")
+        return None
+
+
+def _config_of(name: str) -> type[TaskConfig]:
+    """``Config`` of a task that is not a built-in one."""
+    config = getattr(find_by_name(TASKS, name, "task.type", "Class"), "Config", None)
+    if isinstance(config, type) and issubclass(config, TaskConfig):
+        return config
+    raise UserError(
+        f"{name} is no task", remedy="name a class that has a class `Config`, which subclasses drawbar.TaskConfig"
+    )

@@ -1,0 +1,146 @@
+"""Importing what a user names as ``package.module:name``."""
+
+import importlib
+import inspect
+import os
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+from drawbar.errors import UserError, nearest
+from drawbar.util.registry import Registry
+
+T = TypeVar("T")
+
+SNAPSHOT = "DRAWBAR_SNAPSHOT"
+"""Environment variable: the folder with a copy of the user's code, which comes before the code in the current one."""
+INSTALLED = ("site-packages", "dist-packages")
+"""Folders of what somebody installed."""
+_DRAWBAR = Path(__file__).resolve().parents[2]
+_NOT_OF_A_PROJECT = (_DRAWBAR, *(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")))
+_PACKAGES = {"PIL": "pillow", "bs4": "beautifulsoup4", "cv2": "opencv-python", "yaml": "pyyaml"}
+"""What is installed under another name than it is imported by."""
+
+
+def import_user_module(name: str) -> ModuleType:
+    """A module on the path or in the current folder. Whatever its code raises comes through."""
+    # the current folder as `python -m` does it; the installed command `drawbar` does not
+    for folder in (str(Path.cwd()), os.environ.get(SNAPSHOT)):
+        if folder and folder not in sys.path:
+            sys.path.insert(0, folder)
+    return importlib.import_module(name)
+
+
+def is_own(path: Path) -> bool:
+    """Whether a file belongs to the user's project: nobody installed it, and it is none of Python's or of drawbar's."""
+    return not _is_installed(path) and not any(path.is_relative_to(folder) for folder in _NOT_OF_A_PROJECT)
+
+
+def _is_installed(path: Path) -> bool:
+    return any(part in INSTALLED for part in path.parts)
+
+
+def cause(error: Exception) -> str:
+    """The error, the line of the user's file that led to it, and what to install where a module is missing."""
+    advice = missing_module(error)
+    return f"{type(error).__name__}: {error}{_place(error)}" + (f"; {advice}" if advice else "")
+
+
+def _place(error: Exception) -> str:
+    """The innermost line of the user's own; of a library, where there is none of them; never one of drawbar's."""
+    frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    own = [(file, line) for file, line in frames if file.is_absolute() and is_own(file)]
+    libraries = [(file, line) for file, line in frames if _is_installed(file) and not file.is_relative_to(_DRAWBAR)]
+    found = own or libraries
+    return f" ({found[-1][0]}:{found[-1][1]})" if found else ""
+
+
+def missing_module(error: Exception) -> str | None:
+    """What to do about a module that is not there; None where the error is another one."""
+    if not isinstance(error, ModuleNotFoundError) or not error.name:
+        return None
+    name = error.name.partition(".")[0]
+    if find_spec(name) is not None:  # it lacks a part of itself
+        return None
+    here = Path.cwd()
+    own = [path.stem for path in here.glob("*.py")] + [path.parent.name for path in here.glob("*/__init__.py")]
+    near = nearest(name, own)
+    meant = f"did you mean {near}? " if near else ""
+    package = _PACKAGES.get(name, name)
+    return f"{meant}If it is your own, start in its folder, or set PYTHONPATH to that; else `pip install {package}`"
+
+
+def find_by_name(registry: Registry[T], name: str, where: str, form: str) -> T:
+    """The implementation that a setting names: one of a registry, or the user's own as ``package.module:NAME``.
+
+    Args:
+        form: what NAME stands for: ``Class`` or ``function``.
+
+    Raises:
+        UserError: there is none of this name, or the user's own cannot be imported.
+    """
+    if ":" in name:
+        found: T = import_user_object(name, registry.kind, where, form)
+        return found
+    try:
+        return registry.get(name, where)
+    except UserError as error:
+        error.remedy = f"{error.remedy}; your own is package.module:{form}"
+        raise
+
+
+def import_user_object(name: str, kind: str, where: str, form: str) -> Any:
+    """What a user names as ``package.module:NAME``; see ``find_by_name``."""
+    module_name, _, attribute = name.partition(":")
+    try:
+        module = import_user_module(module_name)
+    except Exception as error:
+        raise UserError(
+            f"the {kind} {name!r} cannot be imported: {cause(error)}",
+            where=where,
+            remedy=f"give package.module:{form} of a module on PYTHONPATH or in the current folder, free of errors",
+        ) from error
+    found = getattr(module, attribute, None)
+    if not callable(found):
+        near = nearest(attribute, [known for known, value in vars(module).items() if callable(value)])
+        hint = f"; did you mean {module_name}:{near}?" if near else ""
+        problem = "has no" if found is None else "cannot call its"
+        raise UserError(
+            f"the {kind} {name!r} is no {form.lower()}: the module {problem} {attribute!r}{hint}",
+            where=where,
+            remedy=f"name a {form.lower()} of {module_name}, as package.module:{form}",
+        )
+    return found
+
+
+def make_with_options(made: Callable[..., T], options: Mapping[str, Any], what: str, where: str) -> T:
+    """An object of a class that a setting names, with its options as keyword arguments.
+
+    Args:
+        what: for messages: ``the tracker wandb``.
+
+    Raises:
+        UserError: the class does not take these options, or refuses their values.
+    """
+    try:
+        inspect.signature(made).bind(**options)
+    except TypeError as error:
+        taken = ", ".join(str(parameter) for parameter in inspect.signature(made).parameters.values())
+        raise UserError(
+            f"{what} cannot be made with these options: {error}",
+            where=where,
+            remedy=f"it takes: {taken or 'no options'}",
+        ) from error
+    try:
+        return made(**options)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"{what} cannot be made: {cause(error)}", where=where, remedy="correct its options, or the class"
+        ) from error

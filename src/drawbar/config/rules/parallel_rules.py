@@ -1,0 +1,213 @@
+"""The part of the table of rules that is about strategies: what they combine with, and what has no effect."""
+
+from drawbar.config.deepspeed.meaning import is_deepspeed
+from drawbar.config.rules.rule import Rule
+from drawbar.config.schema.run_config import ParallelSection, RunConfig
+from drawbar.config.schema.task_sections import BUILT_IN_TASKS
+
+DEFAULTS = ParallelSection()
+DEGREES = ("parallel.tensor", "parallel.pipeline", "parallel.context")
+
+
+def _attention(config: RunConfig) -> str:
+    return getattr(config.task, "attention", "auto")  # a user's task may have no such option
+
+
+def _is_flash(config: RunConfig) -> bool:
+    return "flash" in _attention(config)  # kernels of the hub, too
+
+
+def _is_other_built_in(config: RunConfig) -> bool:
+    return config.task.type in BUILT_IN_TASKS and config.task.type != "causal_lm"
+
+
+DATA_PARALLEL = (
+    Rule(
+        "reshard and replicate",
+        ("parallel.strategy", "parallel.reshard", "parallel.replicate"),
+        lambda c: (
+            not c.parallel.features.shards_parameters and (c.parallel.reshard is not None or c.parallel.replicate > 1)
+        ),
+        "only fsdp shards parameters, so only it can reshard or replicate them",
+        "set parallel.strategy=fsdp, or remove parallel.reshard and parallel.replicate",
+    ),
+    Rule(
+        "offload",
+        ("parallel.strategy", "parallel.offload"),
+        lambda c: c.parallel.offload and not c.parallel.features.offloads and not is_deepspeed(c),
+        "only fsdp and deepspeed can keep parameters in host memory",
+        "set parallel.strategy=fsdp, or remove parallel.offload",
+    ),
+    Rule(
+        "zero_stage",
+        ("parallel.strategy", "parallel.zero_stage"),
+        lambda c: c.parallel.zero_stage is not None and not is_deepspeed(c),
+        "ZeRO stages are deepspeed's",
+        "remove parallel.zero_stage; fsdp is stage 3, with reshard=false stage 2, and zero1 is stage 1",
+    ),
+    Rule(
+        "single with several processes",
+        ("parallel.strategy", "launch.nproc"),
+        lambda c: c.parallel.strategy == "single" and c.launch.nproc not in ("auto", 1),
+        "the strategy single is one process",
+        "set parallel.strategy=auto, or launch.nproc=1",
+    ),
+    Rule(
+        "dp with several processes",
+        ("parallel.strategy", "launch.nproc"),
+        lambda c: c.parallel.strategy == "dp" and c.launch.nproc not in ("auto", 1),
+        "the strategy dp is one process with several devices",
+        "set parallel.strategy=ddp, which has a process for each device, or launch.nproc=1",
+    ),
+    Rule(
+        "dp without CUDA",
+        ("parallel.strategy", "device"),
+        lambda c: c.parallel.features.many_devices and c.device in ("cpu", "mps"),
+        "nn.DataParallel needs several CUDA devices",
+        "set parallel.strategy=ddp, which works on CPUs too",
+    ),
+    Rule(
+        "dp with packed rows",
+        ("parallel.strategy", "data.batching"),
+        lambda c: c.parallel.features.many_devices and c.data.batching == "packed",
+        "nn.DataParallel runs copies of the model at the same time, which would mix up whose samples begin where",
+        "set parallel.strategy=ddp, or data.batching=grouped",
+    ),
+    Rule(
+        "one process with model parallelism",
+        ("parallel.strategy", *DEGREES),
+        lambda c: c.parallel.features.one_process and c.parallel.model_ranks > 1,
+        "this strategy is one process, and a model is cut over several",
+        "set parallel.strategy=ddp or fsdp",
+    ),
+    Rule(
+        "zero1 with model parallelism",
+        ("parallel.strategy", *DEGREES),
+        lambda c: c.parallel.strategy == "zero1" and c.parallel.model_ranks > 1,
+        "torch's ZeroRedundancyOptimizer deals out whole parameters, and knows none that are cut",
+        "set parallel.strategy=fsdp, which shards more, or ddp",
+    ),
+    Rule(
+        "adafactor with cut parameters",
+        ("optim.name", "parallel.strategy", "parallel.tensor"),
+        lambda c: c.optim.name == "adafactor" and (c.parallel.features.shards_parameters or c.parallel.tensor > 1),
+        "torch's Adafactor takes norms of rows and columns in place, which it cannot where they lie on several ranks",
+        "set optim.name=adamw or muon, or parallel.strategy=zero1 or ddp without parallel.tensor",
+    ),
+    Rule(
+        "mps with several processes",
+        ("device", "launch.nproc"),
+        lambda c: c.device == "mps" and c.launch.nproc not in ("auto", 1),
+        "Apple's MPS is one device, and torch has no collectives for it",
+        "set launch.nproc=1, or device=cpu",
+    ),
+    Rule(
+        "mps with model parallelism",
+        ("device", *DEGREES),
+        lambda c: c.device == "mps" and c.parallel.model_ranks > 1,
+        "Apple's MPS is one device, and torch has no collectives for it",
+        "set device=cpu, or the degrees to 1",
+    ),
+)
+
+MODEL_PARALLEL = (
+    Rule(
+        "sequence",
+        ("parallel.sequence", "parallel.tensor"),
+        lambda c: c.parallel.sequence and c.parallel.tensor == 1,
+        "sequence parallelism cuts activations over the tensor-parallel ranks, and there is one",
+        "set parallel.tensor, or remove parallel.sequence",
+    ),
+    Rule(
+        "sequence in stages that are computed again",
+        ("parallel.sequence", "parallel.pipeline", "parallel.activation_checkpointing"),
+        lambda c: c.parallel.sequence and c.parallel.pipeline > 1 and c.parallel.activation_checkpointing != "none",
+        "a stage works on several micro-batches at once, and what is computed again would take the length of another",
+        "remove parallel.sequence, or set parallel.activation_checkpointing=none",
+    ),
+    Rule(
+        "schedule and cuts",
+        ("parallel.pipeline", "parallel.schedule", "parallel.cuts"),
+        lambda c: (
+            c.parallel.pipeline == 1 and (c.parallel.schedule != DEFAULTS.schedule or c.parallel.cuts is not None)
+        ),
+        "there is one stage, and nothing to schedule or to cut",
+        "set parallel.pipeline, or remove parallel.schedule and parallel.cuts",
+    ),
+    Rule(
+        "pipeline of other tasks",
+        ("parallel.pipeline", "task.type"),
+        lambda c: c.parallel.pipeline > 1 and _is_other_built_in(c),
+        "only decoders that predict the next token are cut into stages",
+        "set parallel.pipeline=1; parallel.tensor and fsdp also make a model fit",
+    ),
+    Rule(
+        "context on other devices",
+        ("parallel.context", "device"),
+        lambda c: c.parallel.context > 1 and c.device in ("cpu", "mps"),
+        "torch's ring attention is made of CUDA kernels",
+        "set parallel.context=1, or device=cuda",
+    ),
+    Rule(
+        "context of other tasks",
+        ("parallel.context", "task.type"),
+        lambda c: c.parallel.context > 1 and _is_other_built_in(c),
+        "only tasks that predict the next token can cut a sequence over ranks",
+        "set parallel.context=1",
+    ),
+    Rule(
+        "context with packed rows",
+        ("parallel.context", "data.batching"),
+        lambda c: c.parallel.context > 1 and c.data.batching == "packed",
+        "torch's ring attention has no mask that keeps the samples of a row apart",
+        "set parallel.context=1, or data.batching=grouped",
+    ),
+    Rule(
+        "context with pipeline",
+        ("parallel.context", "parallel.pipeline"),
+        lambda c: c.parallel.context > 1 and c.parallel.pipeline > 1,
+        "a pipeline runs forward and backward of several micro-batches at once, and torch cuts one at a time",
+        "set parallel.context=1 or parallel.pipeline=1",
+    ),
+    Rule(
+        "context with sequence",
+        ("parallel.context", "parallel.sequence"),
+        lambda c: c.parallel.context > 1 and c.parallel.sequence,
+        "both cut the same activations along the sequence",
+        "remove parallel.sequence",
+    ),
+    Rule(
+        "context with other attention",
+        ("parallel.context", "task.attention"),
+        lambda c: c.parallel.context > 1 and _attention(c) not in ("auto", "sdpa"),
+        "torch's ring attention takes the place of sdpa alone",
+        "set task.attention=sdpa, or parallel.context=1",
+    ),
+)
+
+KERNELS = (
+    Rule(
+        "flash attention without CUDA",
+        ("task.attention", "device"),
+        lambda c: _is_flash(c) and c.device in ("cpu", "mps"),
+        "flash attention is a CUDA kernel",
+        "set task.attention=sdpa",
+    ),
+    Rule(
+        "flash attention in fp32",
+        ("task.attention", "precision"),
+        lambda c: _is_flash(c) and c.precision == "fp32",
+        "flash attention takes bf16 and fp16 alone",
+        "set precision=bf16, or task.attention=sdpa",
+    ),
+)
+
+PARALLEL: tuple[Rule, ...] = DATA_PARALLEL + MODEL_PARALLEL + KERNELS
+
+FLEX_TRAINING = Rule(
+    "flex attention on the CPU",
+    ("task.attention", "device"),
+    lambda c: _attention(c) == "flex_attention" and c.device == "cpu",
+    "torch's flex attention has no backward pass on CPUs",
+    "set task.attention=sdpa",
+)

@@ -1,0 +1,321 @@
+"""Which settings combine: the one table that training obeys, the documentation prints and the tests walk.
+
+A rule refuses what cannot work, and what would have no effect: a setting that does nothing is a mistake in the making.
+"""
+
+import math
+from collections.abc import Sequence
+
+from drawbar.config.deepspeed.deepspeed_rules import DEEPSPEED
+from drawbar.config.io.fields import lookup, show
+from drawbar.config.io.load_config import LoadedConfig
+from drawbar.config.rules.parallel_rules import FLEX_TRAINING, PARALLEL
+from drawbar.config.rules.rule import Rule, one_error
+from drawbar.config.schema.data_section import Sources, SourceSection
+from drawbar.config.schema.run_config import OptimSection, RunConfig
+from drawbar.errors import UserError
+
+MICRO_BATCH_TOKENS = 8192
+"""Tokens that ``train.micro_batch: auto`` puts into one forward, at most."""
+
+DEFAULTS = OptimSection()
+
+
+def _warmup_share(config: RunConfig) -> float:
+    """Warm-up as a share of all steps; 0 where the number of steps is not known yet."""
+    if isinstance(config.optim.warmup, float):
+        return config.optim.warmup
+    return config.optim.warmup / config.train.steps if config.train.steps else 0.0
+
+
+def _has_weights(sources: Sources) -> bool:
+    """Whether a source has a weight."""
+    return isinstance(sources, list) and any(isinstance(source, SourceSection) and source.weight for source in sources)
+
+
+BATCHES_AND_STEPS = (
+    Rule(
+        "training data",
+        ("data.train",),
+        lambda c: c.data.train in (None, []),
+        "there is nothing to train on",
+        "set data.train to a file, a glob, a list of them, or python_stdlib",
+    ),
+    Rule(
+        "steps and epochs",
+        ("train.steps", "train.epochs"),
+        lambda c: c.train.steps is not None and c.train.epochs is not None,
+        "both say how long to train",
+        "keep one, and set the other to null",
+    ),
+    Rule(
+        "steps or epochs",
+        ("train.steps", "train.epochs"),
+        lambda c: c.train.steps is None and c.train.epochs is None,
+        "nothing says how long to train",
+        "set train.steps or train.epochs",
+    ),
+    Rule(
+        "micro-batch",
+        ("train.micro_batch", "train.global_batch"),
+        lambda c: c.train.micro_batch != "auto" and c.train.global_batch % c.train.micro_batch != 0,
+        "a global batch is made of whole micro-batches",
+        "choose a micro_batch that divides global_batch, or auto",
+    ),
+    Rule(
+        "micro-batch twice",
+        ("train.micro_batch", "train.micro_batch_tokens"),
+        lambda c: c.train.micro_batch != "auto" and c.train.micro_batch_tokens is not None,
+        "both say how large a micro-batch is",
+        "keep one",
+    ),
+    Rule(
+        "profile",
+        ("tracking.profile.start", "train.steps"),
+        lambda c: bool(c.tracking.profile and c.train.steps and c.tracking.profile.start > c.train.steps),
+        "training ends before the profile starts",
+        "start the profile earlier",
+    ),
+)
+
+STREAMS = (
+    Rule(
+        "epochs of a stream",
+        ("data.streaming", "train.epochs"),
+        lambda c: c.data.streaming and c.train.epochs is not None,
+        "how long an epoch of a stream is shows only at its end",
+        "set train.steps instead of train.epochs",
+    ),
+    Rule(
+        "grouped stream",
+        ("data.streaming", "data.batching"),
+        lambda c: c.data.streaming and c.data.batching == "grouped",
+        "a stream is not sorted by length",
+        "set data.batching=packed, which wastes least, or padded",
+    ),
+    Rule(
+        "shuffling within lanes",
+        ("data.shuffle_buffer", "data.stream_lanes"),
+        lambda c: c.data.streaming and c.data.shuffle and c.data.shuffle_buffer < 2 * c.data.stream_lanes,
+        "records are shuffled within their lane, which would have a single one in each block",
+        "set data.shuffle_buffer to many times data.stream_lanes, or lower data.stream_lanes, in a run that begins",
+    ),
+    Rule(
+        "weights without shuffling",
+        ("data.train", "data.shuffle"),
+        lambda c: not c.data.shuffle and _has_weights(c.data.train),
+        "sources are mixed by chance",
+        "set data.shuffle=true, or remove the weights",
+    ),
+)
+
+ADAPTERS = (
+    Rule(
+        "adapters of a model from scratch",
+        ("lora", "task.from_scratch"),
+        lambda c: c.lora is not None and getattr(c.task, "from_scratch", None) is not None,
+        "adapters change a pretrained model; random weights that stay as they are learn nothing",
+        "remove lora, or name a pretrained model and remove task.from_scratch",
+    ),
+    Rule(
+        "adapters and new embeddings",
+        ("lora", "task.resize_embeddings"),
+        lambda c: c.lora is not None and bool(getattr(c.task, "resize_embeddings", False)),
+        "the rows that are added would stay random",
+        "add the tokens to the model before, or remove lora",
+    ),
+)
+
+EVALUATION = (
+    Rule(
+        "evaluation without data",
+        ("eval.every", "eval.patience", "eval.at_start", "data.validation"),
+        lambda c: (
+            c.data.validation in (None, [])
+            and c.data.validation_share is None
+            and (c.eval.every is not None or c.eval.patience is not None or c.eval.at_start)
+        ),
+        "there is no validation data to evaluate on",
+        "set data.validation or data.validation_share, or remove these settings of eval",
+    ),
+    Rule(
+        "patience",
+        ("eval.patience", "eval.every"),
+        lambda c: c.eval.patience is not None and c.eval.every is None,
+        "patience counts evaluations, and there are none before the end",
+        "set eval.every",
+    ),
+)
+
+OPTIMIZATION = (
+    Rule(
+        "warm-up",
+        ("optim.warmup", "train.steps"),
+        lambda c: _warmup_share(c) >= 1,
+        "training ends before the warm-up does",
+        "set optim.warmup below train.steps, or as a fraction such as 0.05",
+    ),
+    Rule(
+        "warm-up and decay",
+        ("optim.schedule", "optim.warmup", "optim.decay", "train.steps"),
+        lambda c: c.optim.schedule == "wsd" and _warmup_share(c) < 1 < _warmup_share(c) + c.optim.decay,
+        "warm-up and decay take more than all steps",
+        "make optim.warmup and optim.decay add up to 1 at most",
+    ),
+    Rule(
+        "momentum",
+        ("optim.name", "optim.momentum"),
+        lambda c: c.optim.momentum is not None and c.optim.name in ("adamw", "adafactor"),
+        "only sgd and muon have a momentum",
+        "remove optim.momentum; adamw's counterpart is optim.betas",
+    ),
+    Rule(
+        "muon_precision",
+        ("optim.name", "optim.muon_precision"),
+        lambda c: c.optim.muon_precision != "auto" and c.optim.name != "muon",
+        "only muon reads it",
+        "remove optim.muon_precision; the format of the matrix products is precision",
+    ),
+    Rule(
+        "betas and eps",
+        ("optim.name", "optim.betas", "optim.eps"),
+        lambda c: (
+            c.optim.name in ("sgd", "adafactor") and (c.optim.betas, c.optim.eps) != (DEFAULTS.betas, DEFAULTS.eps)
+        ),
+        "only adamw, and muon for what it leaves to adamw, read them",
+        "remove optim.betas and optim.eps",
+    ),
+    Rule(
+        "min_lr_ratio",
+        ("optim.schedule", "optim.min_lr_ratio"),
+        lambda c: c.optim.min_lr_ratio != 0 and c.optim.schedule in ("constant", "inverse_sqrt"),
+        "this schedule has no end value",
+        "remove optim.min_lr_ratio, or choose linear, cosine, polynomial or wsd",
+    ),
+    Rule(
+        "decay",
+        ("optim.schedule", "optim.decay"),
+        lambda c: c.optim.decay != DEFAULTS.decay and c.optim.schedule != "wsd",
+        "only wsd has a decay phase",
+        "remove optim.decay, or set optim.schedule=wsd",
+    ),
+    Rule(
+        "power",
+        ("optim.schedule", "optim.power"),
+        lambda c: c.optim.power != DEFAULTS.power and c.optim.schedule != "polynomial",
+        "only polynomial has an exponent",
+        "remove optim.power, or set optim.schedule=polynomial",
+    ),
+)
+
+RULES: tuple[Rule, ...] = PARALLEL + DEEPSPEED + ADAPTERS
+"""What every command needs."""
+
+TRAIN_RULES: tuple[Rule, ...] = (FLEX_TRAINING, *BATCHES_AND_STEPS, *STREAMS, *EVALUATION, *OPTIMIZATION)
+"""What training needs besides."""
+
+
+def check_rules(config: LoadedConfig | RunConfig, rules: Sequence[Rule] = RULES) -> None:
+    """Refuse settings that do not combine.
+
+    Args:
+        config: what to check; with a ``LoadedConfig`` the error also says where each setting came from.
+        rules: ``RULES``, and for training ``RULES + TRAIN_RULES``.
+
+    Raises:
+        UserError: names every broken rule, the values that break it, the reason and the remedy.
+    """
+    loaded = config if isinstance(config, LoadedConfig) else LoadedConfig(config, {}, None)
+    broken = [rule for rule in rules if rule.broken(loaded.config)]
+    if broken:
+        raise one_error([(f"{_shown(rule, loaded)}: {rule.reason}", rule.remedy) for rule in broken])
+
+
+def check_layout(config: RunConfig, world_size: int) -> int:
+    """How many data-parallel ranks ``world_size`` processes are: those that read rows of their own.
+
+    Raises:
+        UserError: the processes do not make up whole pipelines, tensor-parallel groups or replicas.
+    """
+    parallel = config.parallel
+    model_ranks = parallel.model_ranks
+    if world_size % model_ranks:
+        above = -(-world_size // model_ranks) * model_ranks
+        raise UserError(
+            f"{world_size} process{'es' * (world_size > 1)} cannot hold models of {model_ranks} ranks each "
+            f"(parallel.pipeline={parallel.pipeline}, context={parallel.context}, tensor={parallel.tensor})",
+            where="parallel",
+            remedy=f"start {above} processes (launch.nproc={above}), or choose degrees whose product divides "
+            f"{world_size}",
+        )
+    data = world_size // model_ranks
+    if parallel.features.shards_parameters and data % parallel.replicate:
+        raise UserError(
+            f"parallel.replicate={parallel.replicate} does not divide the {data} data-parallel ranks",
+            where="parallel.replicate",
+            remedy=f"set parallel.replicate to {_choices(_divisors(data), parallel.replicate)}",
+        )
+    return data
+
+
+def check_world(config: RunConfig, world_size: int) -> None:
+    """Refuse what cannot be split over ``world_size`` processes: the model, or the batch.
+
+    Raises:
+        UserError: names values that would work.
+    """
+    ranks = check_layout(config, world_size)
+    batch, micro = config.train.global_batch, config.train.micro_batch
+    each = "processes" if ranks == world_size else f"data-parallel ranks ({world_size} processes)"
+    if batch % ranks:
+        below, above = batch // ranks * ranks, -(-batch // ranks) * ranks
+        fitting = f"{below} or {above}" if below else str(above)
+        start = f", or start {_choices(_divisors(batch), ranks)} processes" if ranks == world_size else ""
+        raise UserError(
+            f"train.global_batch={batch} cannot be split evenly over {ranks} {each}",
+            remedy=f"set train.global_batch to {fitting}{start}",
+        )
+    share = batch // ranks
+    if micro != "auto" and share % micro:
+        raise UserError(
+            f"train.micro_batch={micro} does not divide the {share} rows that each process gets "
+            f"(train.global_batch={batch} over {ranks} {each})",
+            remedy=f"set train.micro_batch to {_choices(_divisors(share), micro)}, or to auto",
+        )
+    lanes = config.data.stream_lanes
+    if config.data.streaming and lanes % ranks:
+        raise UserError(
+            f"data.stream_lanes={lanes} cannot be split evenly over {ranks} {each}",
+            where="data.stream_lanes",
+            remedy=f"start {_choices(_divisors(lanes), ranks)} {each.partition(' (')[0]}; or set data.stream_lanes="
+            f"{math.lcm(lanes, ranks)}, in a run that begins or branches off (--fork NEWNAME)",
+        )
+
+
+def resolve_micro_batch(config: RunConfig, data_ranks: int) -> int:
+    """Rows in one forward and backward on one process.
+
+    ``auto`` is the largest divisor of the process's share of the global batch that keeps a micro-batch at
+    ``MICRO_BATCH_TOKENS`` tokens (rows × ``data.sequence_length``) or less, and at least one row.
+    """
+    if config.train.micro_batch != "auto":
+        return config.train.micro_batch
+    share = max(1, config.train.global_batch // data_ranks)
+    fitting = [rows for rows in _divisors(share) if rows * config.data.sequence_length <= MICRO_BATCH_TOKENS]
+    return max(fitting, default=1)
+
+
+def _shown(rule: Rule, loaded: LoadedConfig) -> str:
+    """``train.steps=10 (config.yaml:3), train.epochs=2 (command line)``; no places where none are known."""
+    places = {key: f" ({loaded.origin(key)})" if loaded.origins else "" for key in rule.keys}
+    return ", ".join(f"{key}={show(lookup(loaded.config, key))}{place}" for key, place in places.items())
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def _choices(numbers: list[int], near: int) -> str:
+    """``1, 2 or 4``: the four that are closest to ``near``."""
+    closest = sorted(sorted(numbers, key=lambda number: abs(number - near))[:4])
+    return f"{', '.join(map(str, closest[:-1]))} or {closest[-1]}" if len(closest) > 1 else str(closest[0])

@@ -1,0 +1,229 @@
+"""The section ``cluster``: what a scheduler must know to run a job, and profiles that keep it for all of a user's runs.
+
+A profile is a file ``~/.config/drawbar/clusters/NAME.yaml`` with the keys of the section; the run's own file and the
+command line overrule it.
+"""
+
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, model_validator
+
+from drawbar.config.io.hosts_file import check_hosts, parse_host
+from drawbar.config.io.source import Origin, Settings, read_file
+from drawbar.config.schema.container_section import BindText, ImageText, RuntimeOrAuto
+from drawbar.config.schema.secrets import SECRET
+from drawbar.config.schema.section import Count, PathText, Section, Text, text_of
+from drawbar.config.schema.slurm_time import check_time, parse_time
+from drawbar.errors import UserError, nearest
+
+Name = Annotated[str, text_of("letters, digits and _ . , @ + -", r"^[A-Za-z0-9_][A-Za-z0-9_.,@+-]*$", max_length=128)]
+"""A name, or several with commas, that cannot be taken for an option or for a part of a shell command."""
+Module = Annotated[
+    str, text_of("letters, digits and _ . , @ + / -", r"^[A-Za-z0-9_][A-Za-z0-9_.,@+/-]*$", max_length=128)
+]
+TimeLimit = Annotated[str, AfterValidator(check_time)]
+
+_TYPED_GPUS = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]*):([1-9][0-9]{0,3})")
+OWN_OPTIONS = {
+    "account", "array", "chdir", "cpus-per-task", "error", "export", "gpus-per-node", "job-name", "nodes", "no-requeue",
+    "ntasks", "ntasks-per-node", "open-mode", "output", "parsable", "partition", "requeue", "signal", "test-only",
+    "time", "wait", "wrap",
+}  # fmt: skip
+"""Options of sbatch that drawbar writes itself, or that its jobs cannot do with."""
+OWN_SSH_OPTIONS = {
+    "batchmode", "clearallforwardings", "controlmaster", "forkafterauthentication", "host", "localcommand", "match",
+    "permitlocalcommand", "remotecommand", "requesttty", "sessiontype", "stdinnull",
+}  # fmt: skip
+"""Options of ssh, in small letters, without which a launch would hang or leave something behind."""
+FORWARDED = [
+    "HF_*", "HUGGING_FACE_*", "TRANSFORMERS_*", "TOKENIZERS_*", "WANDB_*", "MLFLOW_*", "TRACKIO_*", "NCCL_*", "GLOO_*",
+    "TORCH_*", "PYTORCH_*", "OMP_*", "GOMP_*", "KMP_*", "MKL_*", "CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG",
+]  # fmt: skip
+"""Not CUDA_VISIBLE_DEVICES: the GPUs of one machine are not those of another."""
+
+
+def _variables(values: dict[str, str]) -> dict[str, str]:
+    for name, value in values.items():
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise ValueError(f"{name!r} is no name of an environment variable")
+        if SECRET.search(name):
+            raise ValueError(
+                f"{name} looks like a secret, and job scripts are no place for one; "
+                "export it before `drawbar submit`: the scheduler passes your environment on"
+            )
+        if "\0" in value:
+            raise ValueError(f"{name} holds a null character, which no environment variable can")
+    return values
+
+
+def _typed_gpus(text: str) -> str:
+    if not _TYPED_GPUS.fullmatch(text):
+        raise ValueError(f"expected a number of GPUs, or their type and number such as a100:4, got {text!r}")
+    return text
+
+
+def _sbatch_options(values: dict[str, str | int | bool]) -> dict[str, str | int | bool]:
+    for name, value in values.items():
+        if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
+            raise ValueError(f"{name!r} is no long option of sbatch; write it without its dashes, such as qos: high")
+        if name in OWN_OPTIONS:
+            raise ValueError(f"drawbar writes the option {name} itself; use the settings of cluster, or leave it out")
+        if isinstance(value, str) and not re.fullmatch(r"[A-Za-z0-9_./:,=@+&|*?!\[\]()<>-]+", value):
+            raise ValueError(f"the value of {name} has characters that no option of sbatch needs: {value!r}")
+        if name == "gres" and re.search(r"(^|,)gpu\b", str(value)):
+            raise ValueError("GPUs are asked for by cluster.gpus_per_node, such as 4 or a100:4: each gets a process")
+    return values
+
+
+def _hosts(values: list[str]) -> list[str]:
+    check_hosts(parse_host(value) for value in values)
+    return values
+
+
+def _ssh_options(values: dict[str, str | int]) -> dict[str, str | int]:
+    for name, value in values.items():
+        if not re.fullmatch(r"[A-Za-z][A-Za-z0-9]*", name):
+            raise ValueError(f"{name!r} is no option of ssh; write it as in ssh's configuration, such as Port: 2222")
+        if name.lower() in OWN_SSH_OPTIONS:
+            raise ValueError(f"a launch cannot do with another {name} than its own; leave it out")
+        if isinstance(value, str) and (not value or not value.isprintable()):
+            raise ValueError(f"expected a line of text as the value of {name}, got {value!r}")
+    return values
+
+
+def _lines(values: list[str]) -> list[str]:
+    for line in values:
+        if re.search(r"[\x00-\x08\x0a-\x1f]", line) or line.lstrip().startswith("#SBATCH"):
+            raise ValueError(f"expected one shell command a line, got {line!r}")
+    return values
+
+
+class ClusterSection(Section):
+    """Where `drawbar submit` runs a job; `drawbar train` does not read it."""
+
+    nodes: Count = 1
+    """Machines that the job runs on."""
+    gpus_per_node: Count | Annotated[str, AfterValidator(_typed_gpus)] | None = None
+    """GPUs to ask for on each node, or their type and number, such as `a100:4`; each gets a process."""
+    cpus_per_task: Count | None = None
+    """CPU cores to ask for on each node, for all of its processes together. Default: with GPUs, as large a part of the
+    node's as of its GPUs; else one for each process."""
+    partition: Name | None = None
+    """Partition (queue) to submit to; several may be given with commas."""
+    account: Name | None = None
+    """Account that pays."""
+    time: TimeLimit | Count | None = None
+    """Time limit as Slurm writes it, such as `12:00:00` or `2-00`; a whole number is minutes."""
+    preflight: bool = True
+    """Before submitting, see whether the data are there, the run's folder can be written, and the partition could run
+    the job. Switch it off where the machine that submits sees other disks than the nodes."""
+    requeue: bool = True
+    """Put the job back into the queue when it was interrupted: it goes on from its last checkpoint. A job that is
+    restarted three times without a new checkpoint stops."""
+    exclude_bad_nodes: bool = False
+    """Where a job finds that a node does not answer, is lost or does not work, put it back into the queue without that
+    node. It counts as a restart."""
+    signal_seconds: Count = 120
+    """So many seconds before the time limit the run saves and ends, or is requeued."""
+    modules: list[Module] = []
+    """Environment modules to load, in this order."""
+    environment: Annotated[dict[str, str], AfterValidator(_variables)] = {}
+    """Environment variables to set on every node. No secrets: the job has your own environment, too."""
+    setup: Annotated[list[Text], AfterValidator(_lines)] = []
+    """Shell commands to run on the first node before all else, such as `source ~/venv/bin/activate`; what they export
+    reaches every node."""
+    python: PathText | None = None
+    """Python to run on the nodes, a path or a command that `setup` provides. Default: the one that submits; in a
+    container, `python3`."""
+    interface: Name | None = None
+    """Network interface that the nodes talk over. Default: InfiniBand where the first node has it, else the one that
+    leads to the first node."""
+    image: ImageText | None = None
+    """Container that the job runs in: a `.sif` file, a sandbox folder, `docker://NAME`, or for pyxis a `.sqsh` file or
+    `REGISTRY#NAME`."""
+    container: RuntimeOrAuto = "auto"
+    """What runs the image. `auto`: pyxis for `.sqsh` files and names with `#`, else Apptainer, or Singularity where a
+    node has no Apptainer."""
+    binds: list[BindText] = []
+    """Folders that the container is to see: `/folder`, or `/outside:/inside`, or `/outside:/inside:ro`. It sees the
+    current folder, `run.dir`, `data.cache`, `HF_HOME` and your home anyway."""
+    home: PathText | None = None
+    """Another folder to be your home inside of the container (Apptainer and Singularity)."""
+    options: Annotated[dict[str, str | int | bool], AfterValidator(_sbatch_options)] = {}
+    """More options of sbatch, without dashes, such as `{qos: high, mem: 0, exclusive: true}`; `gres` is for all but
+    GPUs, such as `{gres: "nvme:1"}`."""
+
+    hosts: Annotated[list[Text], AfterValidator(_hosts)] = []
+    """For `--to ssh`: the machines to run on, each with its processes, such as `[gpu1:8, gpu2:8]`; without a number,
+    one for each of its GPUs. `--hosts` and `--hostfile` overrule it."""
+    ssh_config: PathText | None = None
+    """ssh's configuration file, where it is not your own `~/.ssh/config`."""
+    ssh_options: Annotated[dict[str, str | int], AfterValidator(_ssh_options)] = {}
+    """More options of ssh as in its configuration, such as `{Port: 2222, User: me, ConnectTimeout: 30}`."""
+    forward: list[Annotated[str, text_of("letters, digits and _, and a last *", r"^[A-Za-z_][A-Za-z0-9_]*\*?$")]] = (
+        FORWARDED
+    )
+    """For `--to ssh`: which of your own environment variables the hosts get, by name, or by beginning, as in `HF_*`.
+    They travel over the connection, in no file and no command line, so secrets may be among them."""
+    workdir: PathText | None = None
+    """For `--to ssh`: the folder to run in on each host, made where there is none. Default: the same path as here."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_ssh_program(cls, values: Any) -> Any:
+        """Older versions wrote ``ssh_program`` into each run: ``ssh``, which is all there is now, or ``pdsh``."""
+        if not isinstance(values, dict) or "ssh_program" not in values:
+            return values
+        if values["ssh_program"] != "ssh":
+            raise ValueError(
+                "there is no cluster.ssh_program any more: ssh itself starts the hosts, and pdsh made nothing faster; "
+                "leave it out, or for a run that has it written down, set cluster.ssh_program=ssh"
+            )
+        return {name: value for name, value in values.items() if name != "ssh_program"}
+
+    @property
+    def gpu_count(self) -> int | None:
+        """GPUs of each node; None where none are asked for."""
+        wanted = self.gpus_per_node
+        return int(wanted.rpartition(":")[2]) if isinstance(wanted, str) else wanted
+
+    @property
+    def gpu_type(self) -> str | None:
+        """Their type; None where any will do."""
+        return self.gpus_per_node.rpartition(":")[0] if isinstance(self.gpus_per_node, str) else None
+
+    @property
+    def seconds(self) -> int | None:
+        """The time limit in seconds."""
+        return parse_time(self.time) if isinstance(self.time, str) else self.time and 60 * self.time
+
+
+def profile_folder() -> Path:
+    """Where profiles lie: ``$XDG_CONFIG_HOME/drawbar/clusters``, by default in ``~/.config``."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "drawbar" / "clusters"
+
+
+def read_profile(name: str) -> Settings:
+    """The settings of a profile, as a section ``cluster``.
+
+    Raises:
+        UserError: there is no such profile, or it is no YAML file of keys and values.
+    """
+    folder = profile_folder()
+    names = sorted(path.stem for path in folder.glob("*.yaml"))
+    if name not in names:
+        guess = nearest(name, names)
+        remedy = f"did you mean {guess}?" if guess else f"write {folder / f'{name}.yaml'} with lines such as `nodes: 2`"
+        raise UserError(f"there is no cluster profile {name!r}", where=str(folder), remedy=remedy)
+    profile = read_file(folder / f"{name}.yaml")
+    if isinstance(profile.values.get("cluster"), dict):
+        raise UserError(
+            "a profile holds the keys of the section cluster without the word `cluster:`",
+            where=str(profile.path),
+            remedy="remove the line `cluster:`, and the indentation below it",
+        )
+    origins: dict[str, Origin] = {f"cluster.{key}": origin for key, origin in profile.origins.items()}
+    return Settings(profile.path, {"cluster": profile.values}, origins, profile.problems)

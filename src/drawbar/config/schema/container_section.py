@@ -1,0 +1,64 @@
+"""What ``cluster`` says of containers: which program runs an image, and which folders it is to see."""
+
+import re
+from collections.abc import Iterable
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator
+
+from drawbar.config.schema.section import PathText, Text, expand_path
+
+Runtime = Literal["apptainer", "singularity", "pyxis"]
+RuntimeOrAuto = Literal["auto", "apptainer", "singularity", "pyxis"]
+
+UNSPEAKABLE = re.compile(r"[,:^\\\x00-\x1f\x7f]|^\s|\s$")
+"""What a path in a bind cannot have: Apptainer and pyxis split binds at commas and colons; Apptainer loses the rest."""
+_SQUASHFS = (".sqsh", ".sqfs", ".squashfs")
+_HOST_KEEPS = ("PATH", "LD_LIBRARY_PATH", "HOME")
+
+
+def _bind(text: str) -> str:
+    source, *rest = text.split(":")
+    target, *options = rest or [source]
+    source, target = expand_path(source), expand_path(target)
+    for path in (source, target):
+        if not path.startswith("/") or UNSPEAKABLE.search(path):
+            raise ValueError(
+                f"expected /SOURCE, /SOURCE:/TARGET or /SOURCE:/TARGET:ro with absolute paths, got {text!r}; no "
+                "container program can bind a path with a comma, colon, backslash or ^, or with spaces at its ends"
+            )
+    if options not in ([], ["ro"], ["rw"]):
+        raise ValueError(f"expected ro, rw or nothing after the second colon, got {text!r}")
+    return ":".join([source, target, *options])
+
+
+BindText = Annotated[Text, AfterValidator(_bind)]
+
+
+def _image(text: str) -> str:
+    if re.search(r"[\x00-\x1f\x7f]", text) or text.startswith("-"):
+        raise ValueError(f"{text!r} is the name of no image")
+    return text
+
+
+ImageText = Annotated[PathText, AfterValidator(_image)]
+
+
+def is_file(image: str, runtime: Runtime) -> bool:
+    """Whether an image is a file or a folder, and no name in a registry."""
+    if "://" in image:
+        return False
+    return runtime != "pyxis" or image.startswith((".", "/")) or image.endswith(_SQUASHFS)
+
+
+def choose_runtime(image: str, container: RuntimeOrAuto) -> Runtime:
+    """Who runs the image. Where that is left open: pyxis has its own spelling of names and its own kind of file; all
+    else is Apptainer's, or Singularity's, which a node may have in its place."""
+    if container != "auto":
+        return container
+    return "pyxis" if ("#" in image and not image.startswith("/")) or image.endswith(_SQUASHFS) else "apptainer"
+
+
+def lost_variables(names: Iterable[str]) -> list[str]:
+    """Those of some variables that would not arrive in a container, which has its own."""
+    return [name for name in names if name in _HOST_KEEPS]

@@ -1,0 +1,94 @@
+"""The section ``data``: where records come from, and how they become batches."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from drawbar.config.schema.section import Auto, Count, Fraction, PathText, Section, Text
+
+
+class SourceSection(Section):
+    """One source of records, where a path alone does not say enough. Give `files`, `parallel` or `dataset`."""
+
+    files: PathText | list[PathText] | None = None
+    """A file, a glob, or a list of them."""
+    reader: Text | None = None
+    """With `files`: how they are read, whatever their names end in: an ending such as `.csv`, or a class of your own as
+    `package.module:Class`."""
+    parallel: dict[Text, PathText] | None = None
+    """Text files by column name: line n of each makes record n, as in `{source: train.en, target: train.de}`."""
+    dataset: PathText | None = None
+    """Name on the Hugging Face Hub, or folder, of a dataset for `datasets.load_dataset`."""
+    subset: Text | None = None
+    """With `dataset`: which of its configurations."""
+    split: Text | None = None
+    """With `dataset`: which of its splits (default: of the same name)."""
+    columns: list[Text] | None = None
+    """Names of the columns of a `.tsv` or `.csv` file without a header (default: `data.columns`)."""
+    rename: dict[Text, Text] | None = None
+    """New names of columns: `{text: sentence}` makes a `sentence` the `text` (default: `data.rename`)."""
+    weight: Annotated[float, Field(gt=0)] | None = None
+    """This source's part of the training, relative to the other weights (default: each sample once an epoch)."""
+
+
+Source = PathText | SourceSection
+Sources = Source | list[Source] | None
+
+
+class LimitSection(Section):
+    """Read only so many records of a split."""
+
+    train: Count | None = None
+    """Most training records."""
+    validation: Count | None = None
+    """Most validation records."""
+    test: Count | None = None
+    """Most test records."""
+
+
+class DataSection(Section):
+    train: Sources = None
+    """Training data: a file, a glob, a built-in source (`python_stdlib`), `{files: …}`, or a list of them.
+    Files are `.txt`, `.tsv`, `.csv`, `.json`, `.jsonl`, `.parquet` or `.arrow`; text may be compressed (`.gz`)."""
+    validation: Sources = None
+    """Validation data, in the same forms."""
+    test: Sources = None
+    """Test data, in the same forms; only `drawbar eval --split test` reads it."""
+    validation_share: Annotated[Fraction, Field(gt=0)] | None = None
+    """Without `data.validation`: the share of the training records to validate on instead, chosen by their content."""
+    columns: list[Text] | None = None
+    """Names of the columns of `.tsv` and `.csv` files without a header."""
+    rename: dict[Text, Text] | None = None
+    """New names of columns: `{text: sentence}` makes a `sentence` the `text`."""
+    sample_by: Literal["line", "paragraph", "document"] = "line"
+    """What one record of a `.txt` file is: a line, a paragraph (up to a blank line) or the whole file."""
+    limit: LimitSection = LimitSection()
+    on_bad_record: Literal["error", "skip"] = "error"
+    """What to do with a record that cannot be read or encoded: stop and name it, or leave it out and count it."""
+    sequence_length: Annotated[int, Field(ge=2)] = 512
+    """Longest sample, in tokens. Longer documents are split for language modelling, and cut for other tasks."""
+    batching: Literal["padded", "grouped", "packed"] = "padded"
+    """How samples fill a batch: a row each, padded to the longest; the same, with samples of similar length together;
+    or rows of several samples, where attention and positions never cross from one into another."""
+    shuffle: bool = True
+    """Visit the training samples in a new random order every epoch."""
+    streaming: bool = False
+    """Encode training data while it is read, in constant memory, instead of before the first step."""
+    shuffle_buffer: Count = 16384
+    """With `streaming`: how many records, over all processes, are shuffled among one another."""
+    stream_lanes: Count = 384
+    """With `streaming`: how many parts the stream is dealt into; the number of data-parallel ranks must divide it (384:
+    1, 2, 3, 4, 6, 8 and so on to 128). It decides the order of the samples, so that this order does not depend on the
+    number of ranks. Samples are shuffled and packed within a part, so more of them want a larger `shuffle_buffer`."""
+    workers: Annotated[int, Field(ge=0)] | Auto = "auto"
+    """Processes that encode; 0 for none besides the run's own. `auto`: one a core, where there is much to do."""
+    cache: PathText | None = None
+    """Folder of encoded data (default: `.cache` in `run.dir`)."""
+    rebuild: bool = False
+    """Encode the data anew, even where nothing has changed that drawbar knows of, and replace what was kept: when a run
+    begins, and in `drawbar prepare`."""
+
+    @property
+    def records_per_lane(self) -> int:
+        """Of a stream, in one block."""
+        return max(1, self.shuffle_buffer // self.stream_lanes)

@@ -1,0 +1,269 @@
+"""The whole ``RunConfig`` tree: every setting, its type, its default, and what it means.
+
+The text below a field is its documentation: ``drawbar config explain`` prints it and ``docs/configuration.md`` is
+generated from it. The models are strict (no silent conversions), closed (an unknown key is an error) and frozen.
+"""
+
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, SerializeAsAny, create_model
+from pydantic_core import PydanticCustomError
+
+from drawbar.config.schema.cluster_section import ClusterSection
+from drawbar.config.schema.data_section import DataSection
+from drawbar.config.schema.deepspeed_section import DeepSpeedSection
+from drawbar.config.schema.secrets import refuse_secrets
+from drawbar.config.schema.section import Auto, Count, Fraction, PathText, Section, Text, text_of
+from drawbar.config.schema.task_sections import CausalLMConfig, TaskConfig
+from drawbar.config.strategies import BUILT_IN, Strategy, find_strategy
+from drawbar.errors import UserError
+
+RUN_NAME = "letters, digits, dots, dashes and underscores (first a letter, a digit or an underscore)"
+
+
+class RunSection(Section):
+    name: Annotated[str, text_of(RUN_NAME, r"^[A-Za-z0-9_][A-Za-z0-9._-]*$", max_length=128)] = "run"
+    """Name of the run; its directory is `<run.dir>/<run.name>`."""
+    dir: PathText = "runs"
+    """Folder that holds the run directories."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Seed of the weights, the dropout and the order of the data."""
+    deterministic: bool = False
+    """Use only deterministic GPU kernels (slower); a CPU run is deterministic anyway."""
+
+
+class TrainSection(Section):
+    global_batch: Count = 32
+    """Rows (samples, or packs of samples) in one optimizer step, over all processes and accumulation."""
+    micro_batch: Count | Auto = "auto"
+    """Rows in one forward and backward on one process. It changes speed and memory, never the result.
+    `auto`: as many as 8,192 tokens allow."""
+    micro_batch_tokens: Count | None = None
+    """Instead of `micro_batch`: most tokens, padding included, in one forward and backward on one process."""
+    steps: Count | None = None
+    """Train for this many optimizer steps. Give `steps` or `epochs`."""
+    epochs: Annotated[float, Field(gt=0)] | None = None
+    """Train for this many passes over the data (fractions are allowed)."""
+    gradient_clip: Annotated[float, Field(gt=0)] | None = 1.0
+    """Largest global gradient norm; `null` for no clipping."""
+
+
+class OptimSection(Section):
+    name: Literal["adamw", "sgd", "adafactor", "muon"] = "adamw"
+    """The optimizer. `muon` is for matrices inside the model; embeddings, norms and biases get AdamW."""
+    lr: Annotated[float, Field(ge=0)] = 3.0e-4
+    """Peak learning rate."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    """Decoupled weight decay; never applied to biases and norms."""
+    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.999)
+    """Decay rates of AdamW's two moments."""
+    eps: Annotated[float, Field(gt=0)] = 1.0e-8
+    """AdamW's epsilon."""
+    momentum: Fraction | None = None
+    """Momentum of `sgd` (default 0) and `muon` (default 0.95)."""
+    muon_precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """Number format of `muon`'s iteration. `auto`: bf16 where the hardware is faster at it."""
+    schedule: Literal["linear", "cosine", "constant", "polynomial", "inverse_sqrt", "wsd"] = "linear"
+    """How the learning rate goes on after the warm-up; `wsd` is warm-up, stable, decay."""
+    warmup: Annotated[int, Field(ge=0)] | Fraction = 0
+    """Warm-up: a number of steps (`500`), or a fraction of all steps (`0.05`)."""
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Where `linear`, `cosine`, `polynomial` and `wsd` end, as a share of the peak learning rate."""
+    decay: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """Share of all steps that `wsd` spends decaying."""
+    power: Annotated[float, Field(gt=0)] = 1.0
+    """Exponent of `polynomial`."""
+
+
+class LoraSection(Section):
+    """Low-rank adapters (Hu et al. 2021): the pretrained weights stay as they are, and small matrices learn."""
+
+    rank: Count = 8
+    """Rank of the adapters."""
+    alpha: Annotated[float, Field(gt=0)] = 16.0
+    """The adapters' output is scaled by alpha / rank."""
+    dropout: Fraction = 0.0
+    """Dropout of the adapters' input."""
+    modules: list[str] | Literal["attention", "linear"] = "attention"
+    """What gets adapters: modules whose names end so, or peft's usual attention projections, or all linear layers."""
+    train: list[str] = []
+    """Modules to train whole, besides; a new classification head always is."""
+
+
+class EveryBlock(Section):
+    every: Count
+    """Recompute every so many-th block: 1 is the same as `full`."""
+
+
+def _known_strategy(name: str) -> str:
+    try:
+        find_strategy(name)
+    except UserError as error:
+        if ":" in name:
+            raise ValueError(f"{error.what}; {error.remedy}") from error
+        raise PydanticCustomError("unknown_strategy", "no such strategy") from error
+    return name
+
+
+StrategyName = Annotated[
+    str, AfterValidator(_known_strategy), Field(json_schema_extra={"enum": ["auto", *(one.name for one in BUILT_IN)]})
+]
+"""A registered strategy, or ``package.module:name``."""
+
+
+class ParallelSection(Section):
+    strategy: StrategyName = "auto"
+    """How parameters, gradients and optimizer state are laid out over the data-parallel ranks. `auto`: one process;
+    or `ddp` where the model's state fits into each rank's memory, else `fsdp`; or `deepspeed` where there is a section
+    `deepspeed`."""
+    tensor: Count = 1
+    """Tensor-parallel degree: the matrices of each layer are cut over so many ranks."""
+    sequence: bool = False
+    """tensor: cut the activations between the matrices along the sequence, too (sequence parallelism)."""
+    pipeline: Count = 1
+    """Pipeline-parallel degree: the layers are dealt out to so many stages."""
+    schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
+    """pipeline: in which order a stage works on micro-batches."""
+    cuts: list[Count] | None = None
+    """pipeline: layers in each stage (`interleaved` has twice as many stages as ranks); by default balanced by the
+    number of parameters."""
+    context: Count = 1
+    """Context-parallel degree: each sequence is cut over so many ranks."""
+    activation_checkpointing: Literal["none", "full", "selective"] | EveryBlock = "none"
+    """What the backward pass computes again instead of keeping it: `full`, all of every block; `selective`, all but
+    the results of matrix products and attention; `{every: k}`, every k-th block."""
+    compile: bool = False
+    """Compile each repeated block with torch.compile."""
+    reshard: bool | None = None
+    """fsdp: free gathered parameters after the forward pass (ZeRO-3, the default) or keep them (ZeRO-2). With pipeline,
+    `true` also reduces gradients and frees parameters in each micro-batch, by default once a step."""
+    replicate: Count = 1
+    """fsdp: number of replicas of the sharded model (hybrid sharding)."""
+    offload: bool = False
+    """fsdp, deepspeed: keep optimizer state, and where they are sharded parameters, in host memory."""
+    zero_stage: Annotated[int, Field(ge=0, le=3)] | None = None
+    """deepspeed: ZeRO stage: 0 shards nothing, 1 the optimizer's state, 2 gradients as well, 3 parameters as well.
+    Default: 2, or 1 with a pipeline."""
+
+    @property
+    def features(self) -> Strategy:
+        """What the strategy can do: code asks for this, and not for a name."""
+        return find_strategy(self.strategy)
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that hold one model together."""
+        return self.tensor * self.pipeline * self.context
+
+
+class EvalSection(Section):
+    every: Count | None = None
+    """Evaluate on the validation data every so many steps; it is always evaluated at the end."""
+    at_start: bool = False
+    """Evaluate before the first step as well."""
+    metric: Annotated[str, Field(min_length=1)] = "loss"
+    """The score that decides which checkpoint is the best."""
+    mode: Literal["auto", "min", "max"] = "auto"
+    """Whether a smaller or a larger score is better. `auto`: as it is for a score that drawbar knows (`loss` or `mse`:
+    smaller; `accuracy` or `bleu`: larger), and as a run began that goes on. A score of your own needs `min` or `max`.
+    A tie keeps the first."""
+    patience: Count | None = None
+    """Stop after this many evaluations in a row without a better score."""
+    micro_batch: Count | None = None
+    """Rows in one evaluation forward (default: as in training)."""
+
+
+class CheckpointSection(Section):
+    every: Count | None = 500
+    """Save every so many steps; a run always saves at its end, and when it is told to stop."""
+    keep: Count = 3
+    """How many of the newest checkpoints to keep."""
+    keep_best: bool = True
+    """Save whenever the evaluation finds a better score, and keep the best one besides."""
+
+
+class ProfileSection(Section):
+    start: Count
+    """First step to profile."""
+    steps: Count = 1
+    """How many steps to profile."""
+
+
+class TrackingSection(Section):
+    log_every: Count = 10
+    """Write metrics every so many steps."""
+    tensorboard: bool = True
+    """Write TensorBoard event files."""
+    trackers: Annotated[dict[Text, dict[str, Any] | None], AfterValidator(refuse_secrets)] = {}
+    """Other trackers, each with its options: `wandb`, `mlflow`, `trackio`, one of an installed package, or a class of
+    your own as `package.module:Class`. As in `{wandb: {project: demo}}`; `null` instead of options leaves one out."""
+    profile: ProfileSection | None = None
+    """Record a torch.profiler trace of these steps in `<run>/profile/`."""
+
+
+class LaunchSection(Section):
+    nproc: Count | Auto = "auto"
+    """Processes to start on this machine; `auto`: one for each GPU, or one. `torchrun` overrules it."""
+    timeout: Annotated[int, Field(ge=10)] = 600
+    """Seconds without a sign of life of another process, after which those that wait for it give up and name it. One
+    that is at work, such as writing a checkpoint, encoding or scoring, is waited for as long as that takes."""
+    roll_call_seconds: Annotated[int, Field(ge=5)] = 60
+    """Seconds that the nodes of a job wait for one another before training. Then those that did not answer are named,
+    and the run ends."""
+
+
+class RunConfig(Section):
+    """A whole run. Every section can be left out; every default is written to the run's `config.yaml`."""
+
+    run: RunSection = RunSection()
+    task: SerializeAsAny[TaskConfig] = CausalLMConfig()
+    data: DataSection = DataSection()
+    lora: LoraSection | None = None
+    """Train low-rank adapters instead of all weights (needs `peft`)."""
+    train: TrainSection = TrainSection()
+    optim: OptimSection = OptimSection()
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Number format of the matrix products. Weights stay in fp32. `auto`: bf16 where the hardware is faster at it; a
+    resumed run keeps what it began with."""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """What to run on. `auto`: CUDA, else Apple's MPS (one process), else the CPU."""
+    parallel: ParallelSection = ParallelSection()
+    deepspeed: DeepSpeedSection | None = None
+    """Run on DeepSpeed: with `parallel.strategy: auto` this section alone, such as `{preset: zero2}`, chooses it."""
+    eval: EvalSection = EvalSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    tracking: TrackingSection = TrackingSection()
+    callbacks: Annotated[list[Text | dict[Text, dict[str, Any]]], AfterValidator(refuse_secrets)] = []
+    """Callbacks, each as `package.module:Class`, or with options as in `{package.module:Class: {every: 10}}`."""
+    launch: LaunchSection = LaunchSection()
+    cluster: ClusterSection | None = None
+    """Where `drawbar submit` runs the job; `drawbar train` does not read it. A profile may hold the same keys."""
+
+    @property
+    def takes_all_gpus(self) -> bool:
+        """Whether a machine runs a process for each of its GPUs, and so their number must be known."""
+        one_process = self.device in ("cpu", "mps") or self.parallel.features.one_process
+        return self.launch.nproc == "auto" and not one_process
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.run.dir) / self.run.name
+
+    @property
+    def cache_dir(self) -> Path:
+        """Where encoded data lie, for all runs in `run.dir`."""
+        return Path(self.data.cache or Path(self.run.dir) / ".cache")
+
+
+@cache
+def run_config_type(task_config: type[TaskConfig]) -> type[RunConfig]:
+    """``RunConfig`` whose ``task`` section is this task's own ``Config``."""
+    # a made class has no source: pydantic would look for its docstrings in every module that is loaded
+    return create_model(
+        "RunConfig",
+        __base__=RunConfig,
+        __cls_kwargs__={"use_attribute_docstrings": False},
+        task=(task_config, Field(default_factory=task_config)),
+    )

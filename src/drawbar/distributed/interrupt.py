@@ -1,0 +1,60 @@
+"""Signals that come before a run has anything to save: it leaves at once, and loses nothing but time."""
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from drawbar.distributed.watchdog import LAUNCHER
+from drawbar.errors import ExitCode
+
+Handler = Callable[[int, FrameType | None], Any]
+
+REQUEUE = (signal.SIGTERM, signal.SIGUSR1)
+"""What a scheduler sends that wants the machine back."""
+INTERRUPT = (signal.SIGINT, signal.SIGHUP)
+"""Ctrl-C, and the end of the terminal."""
+ECHO_SECONDS = 2.0
+"""Signals that come so close together are one: a scheduler tells launcher and ranks, and the launcher tells the ranks;
+or it tells Apptainer and the launcher inside, and Apptainer, without a terminal, hands on what it was told."""
+
+
+def handle(handler: Handler, *numbers: signal.Signals) -> dict[signal.Signals, Any]:
+    """Let ``handler`` have these signals, those left out that this process was told to ignore, as by nohup.
+
+    Returns:
+        What handled them before.
+    """
+    heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    return {number: signal.signal(number, handler) for number in heard}
+
+
+@contextmanager
+def leaving_when_told() -> Iterator[None]:
+    """While nothing else handles signals: exit code 75 for a scheduler, and 130 for a person, as after a save."""
+    before = handle(leave, *REQUEUE, *INTERRUPT)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def leave(number: int, frame: FrameType | None) -> None:
+    """End this process at once. Of the processes of a run, the launcher says why."""
+    received = signal.Signals(number)
+    if LAUNCHER not in os.environ or os.environ[LAUNCHER] == str(os.getpid()):
+        print(farewell(received), file=sys.stderr, flush=True)
+    os._exit(code_of(received))
+
+
+def code_of(received: signal.Signals) -> ExitCode:
+    """The exit code of a run that this signal has ended."""
+    return ExitCode.REQUEUE if received in REQUEUE else ExitCode.INTERRUPTED
+
+
+def farewell(received: signal.Signals) -> str:
+    return f"{received.name} came when there was nothing to save; the same command goes on from the last checkpoint"

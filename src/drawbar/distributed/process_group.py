@@ -1,0 +1,402 @@
+"""The processes of a run: joining them, and the few collectives that are not part of a strategy.
+
+Everything here works for one process too, where it does nothing. Small control messages (stop flags, weights, scores)
+go over gloo on the host, so that they never wait for the GPU. They wait without a deadline for a rank that is at work
+(:meth:`Distributed.working`); the collectives of the engines have ``launch.timeout``, so ranks meet here before them.
+"""
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from drawbar.config.parallel_dims import ParallelDims
+from drawbar.distributed.liveness import Liveness
+from drawbar.distributed.rank_info import RankInfo, has_launcher, node_name
+from drawbar.distributed.watchdog import Address, Watchdog
+from drawbar.errors import ExitCode, UserError
+
+T = TypeVar("T")
+
+_Item = tuple[str, torch.Size, torch.dtype]
+"""A tensor that is sent: its name, shape and type."""
+
+_FILE_CHUNK = 2**26
+"""Bytes of a file that are sent at once."""
+
+_FOREVER = timedelta(days=3650)
+"""What gloo is told where :class:`Liveness` decides how long a rank waits."""
+
+
+class Distributed:
+    """The process group of a run; a context manager, so that it is left in good order.
+
+    Args:
+        place: this process's place.
+        device: what the data-parallel collectives run on (nccl on CUDA, else gloo).
+        timeout: seconds that a process waits for a sign of life of its peers.
+        dims: how the ranks stand on the mesh; by default each has data of its own.
+    """
+
+    def __init__(self, place: RankInfo, device: torch.device, timeout: float, dims: ParallelDims | None = None) -> None:
+        self.place = place
+        self.device = device
+        self.dims = dims or ParallelDims(dp_replicate=place.world_size)
+        self.data = DataParallelGroup(self)
+        self.timeout = timedelta(seconds=timeout)
+        self.nodes: tuple[str, ...] = (node_name(),)
+        """The name of each rank's node."""
+        self._control: dist.ProcessGroup | None = None
+        self._store: dist.Store = dist.HashStore()
+        self._watchdog = Watchdog()
+        self._liveness = Liveness(self._store, self.rank, self.size, timeout)
+
+    def shard_over(self, dims: ParallelDims) -> None:
+        """Set the degrees, once the strategy is known: replicas become shards. Who reads which rows stays as it is."""
+        assert (dims.dp_size, dims.dp_rank(self.rank)) == (self.data.size, self.data.rank)
+        self.dims = dims
+
+    @property
+    def rank(self) -> int:
+        return self.place.rank
+
+    @property
+    def size(self) -> int:
+        return self.place.world_size
+
+    @property
+    def first(self) -> bool:
+        return self.place.first
+
+    @property
+    def store(self) -> dist.Store:
+        """Where the ranks met; for what must work even where collectives do not."""
+        return self._store
+
+    def __enter__(self) -> Self:
+        if self.size == 1:
+            return self
+        if has_launcher():
+            self._watchdog.start()
+        on_cuda = self.device.type == "cuda"
+        # torch waits without end for a foreign program that listens on MASTER_PORT; its own timeouts come first
+        deadline = threading.Timer(2 * self.timeout.total_seconds() + 5, self._give_up)
+        deadline.daemon = True
+        deadline.start()
+        try:
+            self._store = _own_store(self.timeout)
+            self._store.set(f"came/{self.rank}", node_name())
+            self._liveness = Liveness(self._store, self.rank, self.size, self.timeout.total_seconds())
+            self._liveness.join()
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if on_cuda else "gloo",  # gloo for what is offloaded to the host
+                store=self._store,
+                rank=self.rank,
+                world_size=self.size,
+                timeout=self.timeout,
+                device_id=self.device if on_cuda else None,
+            )
+            self._control = dist.new_group(backend="gloo", timeout=self.timeout)
+            self._liveness.start()
+            ranks: list[tuple[Address, str]] = self.share((self._watchdog.address, node_name()))
+        except (dist.DistError, RuntimeError, ValueError) as error:
+            raise self._not_met(f"{self._absent()}{error}") from error
+        finally:
+            deadline.cancel()
+        self._watchdog.meet(address for address, _ in ranks)
+        self.nodes = tuple(name for _, name in ranks)
+        return self
+
+    def join_alone(self) -> None:
+        """Make the process group of one process, for strategies that cannot do without one; several have theirs."""
+        if not dist.is_initialized():
+            backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=self.timeout)
+
+    def limit_waiting(self) -> None:
+        """Give every process group of this rank the timeout of the run. Torch gives its own default, of 10 or 30
+        minutes, to those that a mesh, a strategy or a library has made."""
+        for group in dist.distributed_c10d._world.pg_map:
+            dist.distributed_c10d._set_pg_timeout(self.timeout, group)
+
+    def _give_up(self) -> None:
+        print(f"error: {self._not_met('nobody answers at MASTER_ADDR and MASTER_PORT')}", file=sys.stderr, flush=True)
+        os._exit(ExitCode.FAILED)
+
+    def _absent(self) -> str:
+        """``ranks 2, 3 did not come: ``; empty where all came, or nobody can tell."""
+        try:
+            absent = [rank for rank in range(self.size) if not self._store.check([f"came/{rank}"])]
+        except (dist.DistError, RuntimeError):
+            return ""
+        if not absent or self.rank in absent:
+            return ""
+        return f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))} did not come: "
+
+    def _not_met(self, reason: str) -> UserError:
+        return UserError(
+            f"rank {self.rank} could not meet the other {self.size - 1} processes: {reason}",
+            where=f"MASTER_ADDR={os.environ.get('MASTER_ADDR')}, MASTER_PORT={os.environ.get('MASTER_PORT')}",
+            remedy="check that every process was started, with the same MASTER_ADDR and MASTER_PORT, "
+            "and that no other program uses that port",
+            exit_code=ExitCode.FAILED,
+        )
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        # after an error the peers may be gone, and a graceful goodbye would wait for them
+        if kind is None and dist.is_initialized():
+            self.barrier("the end of the run")
+            self._watchdog.stop()
+            _left.append(dist.group.WORLD)
+            dist.destroy_process_group()
+        self._liveness.stop()
+
+    def lost_a_rank(self) -> bool:
+        """Whether one of the ranks on this machine is gone, so that the run cannot go on."""
+        return self._watchdog.lost_a_rank()
+
+    def is_busy(self) -> bool:
+        """Whether this rank has something to finish before it ends for one that is gone."""
+        return self._watchdog.is_busy()
+
+    def end_only_after(self, is_busy: Callable[[], bool]) -> None:
+        """Where a rank is gone, this one ends once ``is_busy`` says that it has finished what would be lost."""
+        self._watchdog.is_busy = is_busy
+
+    def note(self, activity: str) -> None:
+        """Say what this rank does from here on, for the message of those that might wait for it in vain."""
+        self._liveness.note(activity)
+
+    def working(self, activity: str) -> AbstractContextManager[None]:
+        """Around what may take this rank longer than ``launch.timeout``: the others wait for it as long as it takes,
+        in the next operation of this class. None may be inside."""
+        return self._liveness.working(activity)
+
+    @contextmanager
+    def together(self, activity: str) -> Iterator[None]:
+        """Around long work that ranks do each by itself: they go on when all have done theirs. Every rank must come."""
+        with self.working(activity):
+            yield
+        self.barrier(activity)
+
+    def barrier(self, what: str) -> None:
+        """Wait for every process: for one that is at work, as long as it takes.
+
+        Raises:
+            UserError: some gave no sign of life within the timeout; it names them.
+        """
+        if self.size > 1:
+            self._meet(what)
+
+    def _meet(self, what: str | None = None) -> None:
+        assert self._control is not None
+        options = dist.BarrierOptions()
+        options.timeout = _FOREVER
+        self._liveness.wait(self._control.barrier(options), what)
+
+    def _reduce(self, tensor: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> torch.Tensor:
+        """Over all processes, in place; waits as a barrier does."""
+        assert self._control is not None
+        options = dist.AllreduceOptions()
+        options.reduceOp = operation
+        options.timeout = _FOREVER
+        self._liveness.wait(self._control.allreduce([tensor], options), None)
+        return tensor
+
+    def sum(self, value: float) -> float:
+        """The sum of a host number over all processes, in float64."""
+        if self.size == 1:
+            return value
+        return float(self._reduce(torch.tensor(value, dtype=torch.float64), dist.ReduceOp.SUM))
+
+    def sum_counts(self, values: list[int]) -> list[int]:
+        """The sums of host integers over all processes, item by item."""
+        if self.size == 1:
+            return values
+        return self._reduce(torch.tensor(values, dtype=torch.int64), dist.ReduceOp.SUM).tolist()
+
+    def largest(self, value: int) -> int:
+        """The largest of a host number over all processes."""
+        if self.size == 1:
+            return value
+        return int(self._reduce(torch.tensor(value, dtype=torch.int64), dist.ReduceOp.MAX))
+
+    def sum_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum of a device tensor over all processes, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """Every process's value, in rank order, on rank 0; None elsewhere."""
+        if self.size == 1:
+            return [value]
+        self._meet()
+        values: list[Any] | None = [None] * self.size if self.first else None
+        dist.gather_object(value, values, dst=0, group=self._control)
+        return values
+
+    def share(self, value: T) -> list[T]:
+        """Every process's value, in rank order, on every process."""
+        values = [value] * self.size
+        if self.size > 1:
+            self._meet()
+            dist.all_gather_object(values, value, group=self._control)
+        return values
+
+    def first_alike(self, view: object) -> int:
+        """The lowest rank with the same ``view`` as this one. Where that says which files a rank sees, what one of them
+        finds out of these holds for the others."""
+        return self.share(view).index(view)
+
+    def collect(self, tensors: dict[str, torch.Tensor], targets: Sequence[int] = (0,)) -> dict[str, torch.Tensor]:
+        """Every process's host tensors, on the ranks ``targets``, rank 0 among them, which gets them one after another
+        and hands them on; nothing elsewhere.
+
+        Where several have a name, that of the lowest rank counts.
+        """
+        if self.size == 1:
+            return tensors
+        found = self._collect(tensors)
+        others = [rank for rank in targets if rank != 0]
+        if not others:
+            return found
+        listed = self.from_first(lambda: _listed(found), "listing the tensors")
+        for target in others:
+            if self.first:
+                self._send(found, listed, target)
+            elif self.rank == target:
+                found = self._receive(listed, 0)
+            self.barrier(f"sending rank {target} the tensors of all")  # in turn, as a send has a deadline
+        return found
+
+    def _collect(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        listed = self.gather(_listed(tensors))
+        wanted: list[list[_Item]] = []
+        seen: set[str] = set()
+        for items in listed or []:
+            wanted.append([item for item in items if item[0] not in seen])
+            seen |= {name for name, *_ in items}
+        wanted = self.from_first(lambda: wanted, "listing the tensors")
+        found = dict(tensors) if self.first else {}
+        for rank in range(1, self.size):
+            if self.first:
+                found |= self._receive(wanted[rank], rank)
+            elif self.rank == rank:
+                self._send(tensors, wanted[rank], 0)
+            self.barrier(f"sending rank 0 the tensors of rank {rank}")
+        return found
+
+    def _send(self, tensors: dict[str, torch.Tensor], items: list[_Item], target: int) -> None:
+        for name, *_ in items:
+            self.note(f"sending {name}")
+            dist.send(tensors[name].contiguous(), dst=target, group=self._control)
+
+    def _receive(self, items: list[_Item], source: int) -> dict[str, torch.Tensor]:
+        found = {}
+        for name, shape, dtype in items:
+            self.note(f"receiving {name}")
+            found[name] = torch.empty(shape, dtype=dtype)
+            dist.recv(found[name], src=source, group=self._control)
+        return found
+
+    def send_file(self, path: Path, source: int, target: int) -> None:
+        """Copy a file from the disk of rank ``source`` to that of ``target``, to the same path. Only they need call it.
+
+        The folder must be there; what the file held before is lost. Nothing is forced to the disk: that may take longer
+        than the other rank's deadline.
+        """
+        if self.rank == source:
+            size = path.stat().st_size
+            dist.send(torch.tensor(size), dst=target, group=self._control)
+            with path.open("rb") as file:
+                for _ in range(0, size, _FILE_CHUNK):
+                    chunk = torch.frombuffer(bytearray(file.read(_FILE_CHUNK)), dtype=torch.uint8)
+                    dist.send(chunk, dst=target, group=self._control)
+        elif self.rank == target:
+            left = torch.tensor(0)
+            dist.recv(left, src=source, group=self._control)
+            with path.open("wb") as file:
+                for begin in range(0, int(left), _FILE_CHUNK):
+                    chunk = torch.empty(min(_FILE_CHUNK, int(left) - begin), dtype=torch.uint8)
+                    dist.recv(chunk, src=source, group=self._control)
+                    file.write(memoryview(chunk.numpy()))
+
+    def from_first(self, make: Callable[[], T], what: str) -> T:
+        """What ``make`` returns on rank 0, sent to every process. It runs on rank 0 alone, for as long as it takes.
+
+        Args:
+            what: what it does, for those that wait: ``building the tokenizer``.
+        """
+        if self.size == 1:
+            return make()
+        box: list[T | None] = [None]
+        if self.first:
+            with self.working(what):
+                box = [make()]
+        self.barrier(what)
+        dist.broadcast_object_list(box, src=0, group=self._control)
+        return box[0]  # type: ignore[return-value]
+
+
+class DataParallelGroup:
+    """The data-parallel ranks. Ranks that hold parts of one model read the same rows, and one of them speaks for all:
+    sums and lists over the data-parallel ranks then count each row once."""
+
+    def __init__(self, world: Distributed) -> None:
+        self._world = world
+        self.rank = world.dims.dp_rank(world.rank)
+        self.size = world.dims.dp_size
+        self.is_dp_leader = world.dims.is_dp_leader(world.rank)
+
+    def working(self, activity: str) -> AbstractContextManager[None]:
+        return self._world.working(activity)
+
+    def sum(self, value: float) -> float:
+        return self._world.sum(value if self.is_dp_leader else 0.0)
+
+    def sum_counts(self, values: list[int]) -> list[int]:
+        return self._world.sum_counts(values if self.is_dp_leader else [0] * len(values))
+
+    def sum_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum of a device tensor, in place."""
+        return self._world.sum_tensor(tensor if self.is_dp_leader else tensor.zero_())
+
+    def largest(self, value: int) -> int:
+        return self._world.largest(value)
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """Every data-parallel rank's value, in order, on global rank 0; None elsewhere."""
+        gathered = self._world.gather((self.is_dp_leader, value if self.is_dp_leader else None))
+        return None if gathered is None else [value for speaks, value in gathered if speaks]
+
+
+def _listed(tensors: dict[str, torch.Tensor]) -> list[_Item]:
+    return [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
+
+
+_left: list[dist.ProcessGroup | None] = []
+"""The process groups of the worlds that were left, kept so that a DDP replica is never the last to hold one. Whoever is
+last waits for the group's threads, and such a thread may need the interpreter, to drop the work it has just finished.
+Python frees the interpreter while it waits, a replica does not: both would wait for ever (torch 2.13, busy machine)."""
+
+_stores: list[dist.Store] = []
+"""Where the processes meet, and as many parts of it as worlds were joined."""
+
+
+def _own_store(timeout: timedelta) -> dist.Store:
+    """A part of the store for one :class:`Distributed`: a second one in this process must not find its keys."""
+    if not _stores:
+        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+        _stores.append(store)
+    own = dist.PrefixStore(f"world-{len(_stores)}", _stores[0])
+    _stores.append(own)
+    return own

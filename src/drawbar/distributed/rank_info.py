@@ -1,0 +1,125 @@
+"""Rank and host facts, read from the environment once."""
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from drawbar.distributed.foreign_launcher import check_alone
+from drawbar.errors import UserError
+
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+NODE = "DRAWBAR_NODE"
+"""Environment variable: what the launcher calls this node."""
+_STAYING_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "CROSS_SIZE")
+"""What torch's and DeepSpeed's launchers set."""
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """Which process this is. ``rank`` is global; ``local_rank`` is within this machine."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def spans_nodes(self) -> bool:
+        """Whether there are ranks on other machines, too."""
+        return self.world_size > self.local_world_size
+
+    @staticmethod
+    def from_environment(environ: Mapping[str, str] = os.environ) -> "RankInfo":
+        """The place that torchrun or DeepSpeed's launcher gave this process; one process alone where nothing did.
+
+        Raises:
+            UserError: some of torchrun's variables are set and others are missing or no numbers; or MPI or srun
+                started several processes, of which each would train alone.
+        """
+        if not is_placed(environ):
+            check_alone(environ)
+            return RankInfo()
+        missing = [name for name in _RANK_VARIABLES if name not in environ]
+        if missing:
+            raise UserError(
+                f"this process was started as one of several, but {', '.join(missing)} is not set",
+                where="the environment",
+                remedy="start it with torchrun or with launch.nproc=N; or unset RANK and WORLD_SIZE to run alone",
+            )
+        try:
+            world_size, local_rank = int(environ["WORLD_SIZE"]), int(environ["LOCAL_RANK"])
+            # torchrun's name, and DeepSpeed's
+            local_world_size = int(environ.get("LOCAL_WORLD_SIZE") or environ.get("LOCAL_SIZE") or world_size)
+            place = RankInfo(int(environ["RANK"]), world_size, local_rank, local_world_size)
+        except ValueError as error:
+            raise UserError(
+                f"RANK, WORLD_SIZE and LOCAL_RANK must be whole numbers: {error}",
+                where="the environment",
+                remedy="start it with torchrun or with launch.nproc=N; or unset RANK and WORLD_SIZE to run alone",
+            ) from error
+        if not 0 <= place.rank < place.world_size:
+            raise UserError(
+                f"RANK={place.rank} is not below WORLD_SIZE={place.world_size}",
+                where="the environment",
+                remedy="number the processes from 0 to WORLD_SIZE - 1; torchrun and launch.nproc=N do",
+            )
+        return place
+
+
+def node_name(environ: Mapping[str, str] = os.environ) -> str:
+    """What messages call this node. Slurm's name may differ from the host's."""
+    return environ.get(NODE) or environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def is_placed(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether a launcher gave this process its place."""
+    return "RANK" in environ or "WORLD_SIZE" in environ
+
+
+def has_launcher(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process's parent is a launcher that stays for as long as its ranks do."""
+    return any(name in environ for name in _STAYING_LAUNCHERS)
+
+
+def choose_device(wanted: str, place: RankInfo) -> torch.device:
+    """The device of this process, for the setting ``device``.
+
+    Raises:
+        UserError: the device does not exist here, or has fewer GPUs than processes.
+    """
+    if wanted == "auto":
+        if torch.cuda.is_available():
+            wanted = "cuda"
+        else:
+            wanted = "mps" if torch.backends.mps.is_available() and place.world_size == 1 else "cpu"
+    if wanted == "cpu":
+        return torch.device("cpu")
+    if wanted == "mps":
+        if not torch.backends.mps.is_available():
+            raise UserError("device is mps, but this machine has none", remedy="set device=cpu or device=auto")
+        if place.world_size > 1:
+            raise UserError("Apple's MPS device serves one process", remedy="set launch.nproc=1 or device=cpu")
+        return torch.device("mps")
+    if not torch.cuda.is_available():
+        raise UserError(
+            "device is cuda, but torch sees no CUDA device",
+            remedy="set device=cpu, or check nvidia-smi, CUDA_VISIBLE_DEVICES and that torch was built with CUDA",
+        )
+    count = torch.cuda.device_count()
+    # processes of one launcher see the same GPUs; Slurm's srun can show each task its own alone (--gpus-per-task)
+    index = 0 if count == 1 and not has_launcher() else place.local_rank
+    if index >= count:
+        raise UserError(
+            f"{place.local_world_size} processes on this machine, but {count} GPUs are visible",
+            remedy=f"set launch.nproc={count}, or device=cpu",
+        )
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    return device

@@ -1,0 +1,210 @@
+"""The strategy ``deepspeed``: ZeRO stages 0 to 3, offloading, its tensor parallelism (AutoTP) and its pipeline.
+
+DeepSpeed casts, shards, reduces, clips and updates; optimizer, schedule, loss and checkpoints are those of every other
+strategy.
+"""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from drawbar.config.deepspeed.deepspeed_json import deepspeed_json
+from drawbar.config.deepspeed.meaning import zero_stage
+from drawbar.config.parallel_dims import ParallelDims
+from drawbar.config.schema.run_config import RunConfig
+from drawbar.distributed.process_group import Distributed
+from drawbar.engines.deepspeed_parts import DeepSpeedState, DeepSpeedUpdater
+from drawbar.engines.executors import ModelExecutor, PipelineExecutor, TrainedModel, task_loss
+from drawbar.engines.local_model import (
+    LocalModel,
+    WeightSource,
+    allow_packed_rows,
+    build_meta,
+    build_whole,
+    with_adapters,
+)
+from drawbar.engines.parts import EngineParts
+from drawbar.engines.stage_building import EmptyStages, build_stages
+from drawbar.engines.state_access import StagesState, is_stage_leader, is_writer
+from drawbar.errors import UserError
+from drawbar.models.plans import plan_for
+from drawbar.optim.optimizers import build_optimizers
+from drawbar.parallel.apply import parallelize
+from drawbar.parallel.deepspeed.deepspeed_stages import (
+    DeepSpeedPipeline,
+    Stage,
+    cast_received,
+    check_layers,
+    cut_layers,
+    pipeline_module,
+)
+from drawbar.parallel.deepspeed.deepspeed_state import FlatMasters, Masters, import_deepspeed, is_cut, start
+from drawbar.parallel.synced_generate import synchronize_generate
+from drawbar.parallel.weights import materialize, named_tensors, sent_from_first, without_room
+from drawbar.runtime.log import logger
+from drawbar.tasks.task import Task
+from drawbar.util.dtypes import DTYPES
+
+_HOST = torch.device("cpu")
+_FOR_PIPELINES: dict[str, Any] = {
+    # else it cuts hidden states over the tensor-parallel ranks, by the shapes of the first step
+    "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
+    "steps_per_print": None,  # with any number it prints the first step's loss
+}
+
+
+def build(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
+    """The builder of the strategy.
+
+    Raises:
+        UserError: DeepSpeed is missing or refuses the run, or the model cannot be divided so.
+    """
+    return _pipeline(task, config, world) if world.dims.pp > 1 else _one_model(task, config, world)
+
+
+def _one_model(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
+    import_deepspeed(world.device)
+    world.join_alone()
+    stage = zero_stage(config)
+    local, source = _partitioned(task, config, world) if stage == 3 else _replicated(task, config, world)
+    # after the model, whose first weights must be those of any other strategy
+    meta_model = with_adapters(task.build_meta_model(), config, local.base)
+    optimizer = _optimizer(local.module, config)
+    values = _json(config, world)
+    backend = start(local.module, optimizer, values, world.device, in_pieces=stage == 3)
+    local = replace(local, module=backend.module, meta_model=meta_model, replicas=[torch.distributed.group.WORLD])
+    _check_cuts(local, config.parallel.tensor)
+    state = DeepSpeedState(local, Masters.of(backend), config, world, is_writer(world))
+    _set_first_weights(local.module, source, state, world.device)
+    if stage == 3:
+        synchronize_generate(local.module)
+
+    def synchronizing(last: bool) -> AbstractContextManager[None]:
+        backend.set_gradient_accumulation_boundary(last)
+        return nullcontext()
+
+    loss, backward = partial(task_loss, task, None, backend), partial(backend.backward, scale_wrt_gas=False)
+    trained = TrainedModel(backend, loss, synchronizing, backward)
+    executor = ModelExecutor(task, local.module, trained, world, config.precision)
+    return EngineParts(local, executor, DeepSpeedUpdater(state.masters, config.precision), state)
+
+
+def _replicated(task: Task, config: RunConfig, world: Distributed) -> tuple[LocalModel, WeightSource]:
+    """The whole model; and its weights where DeepSpeed would copy its fp32 weights from those that it has cast."""
+    local = build_whole(task, config, world, _HOST)
+    if config.precision == "fp32":
+        return local, {}
+    return local, {name: parameter.detach() for name, parameter in local.module.named_parameters()}
+
+
+def _partitioned(task: Task, config: RunConfig, world: Distributed) -> tuple[LocalModel, WeightSource]:
+    """The model without room for its parameters, of which stage 3 gives each rank a piece; and its weights."""
+    model, source, base = build_meta(task, config, world)
+    allow_packed_rows(model, task, config)
+    parallelize(model, plan_for(model), config.parallel, ParallelDims(), None, config.precision)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(DTYPES[config.precision])
+    materialize(model, _HOST, _HOST, without_room)
+    return LocalModel(model, model, base), source
+
+
+def _optimizer(module: nn.Module, config: RunConfig) -> Optimizer:
+    (optimizer,) = build_optimizers(module, config.optim)  # a rule refuses muon, which are two
+    return optimizer
+
+
+def _json(config: RunConfig, world: Distributed) -> dict[str, Any]:
+    """DeepSpeed's own configuration."""
+    found = deepspeed_json(config, world.size, config.precision)
+    for note in found.notes:
+        logger.warning("deepspeed: %s", note)
+    return dict(found.values)
+
+
+def _check_cuts(local: LocalModel, degree: int) -> None:
+    """AutoTP cuts the position biases of T5, and does not know how to put them together, or to reduce them."""
+    if degree == 1:
+        return
+    whole = dict(local.meta_model.named_parameters())
+    for name, parameter in local.module.named_parameters():
+        if parameter.shape != whole[name].shape and not is_cut(parameter):
+            raise UserError(
+                f"DeepSpeed's tensor parallelism does not know a {type(local.meta_model).__name__}: "
+                f"it leaves {name} in parts",
+                where="parallel.strategy=deepspeed, parallel.tensor",
+                remedy=f"set parallel.strategy=fsdp with parallel.tensor={degree}, or parallel.tensor=1",
+            )
+
+
+def _set_first_weights(module: nn.Module, source: WeightSource, state: DeepSpeedState, device: torch.device) -> None:
+    """Those that the model, whole or in pieces, does not have yet."""
+    here = named_tensors(module)
+    if isinstance(source, Mapping):
+        state.set_weights({name: here[name] for name in source}, source)
+        return
+    for name, full in sent_from_first(source, device):
+        state.set_weights({name: here[name]}, {name: full})
+
+
+def _pipeline(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
+    """Pipeline × tensor × data parallelism, ZeRO stage 0 or 1: DeepSpeed's ``PipelineModule`` over this program's
+    stages, and AutoTP's layers inside them. Evaluation and generation go through the stages in turn."""
+    import_deepspeed(world.device).init_distributed(dist_init_required=False)
+    stages = build_stages(task, config, world)
+    relay = stages.relay(world)
+    local, tied = _fill_stages(stages, task, config, world)
+    optimizer = _optimizer(local.module, config)
+    _check_groups(optimizer, world)
+    values = {**_json(config, world), **_FOR_PIPELINES}
+    values.pop("tensor_parallel", None)  # the layers are cut
+    layer = Stage(stages.parts[0], stages.group.rank(), world.dims.pp)
+    module = pipeline_module(layer, tied, world.dims)
+    exact = {parameter: parameter.detach() for parameter in local.module.parameters()}
+    backend = start(module, optimizer, values, world.device, in_pieces=False)
+    # in bf16 its pipeline has an optimizer of its own, with flat buffers in stage 0 too
+    masters = FlatMasters(backend) if hasattr(backend.optimizer, "bf16_groups") else Masters.of(backend)
+    if config.precision != "fp32":  # its fp32 weights are copies of those that it cast
+        for parameter, weight in exact.items():
+            masters.set_weight(parameter, weight)
+    pipeline = DeepSpeedPipeline(backend, layer, world.device, config.precision)
+    executor = PipelineExecutor(
+        task, local.module, backend, pipeline, relay, world, config.precision, shards_logits=False
+    )
+    own = DeepSpeedState(local, masters, config, world, is_stage_leader(world))
+    updater = DeepSpeedUpdater(masters, config.precision)
+    return EngineParts(local, executor, updater, StagesState(own, local, config, world))
+
+
+def _fill_stages(
+    stages: EmptyStages, task: Task, config: RunConfig, world: Distributed
+) -> tuple[LocalModel, nn.Parameter | None]:
+    """This rank's stage with its first weights, divided over tensor-parallel ranks."""
+    (part,) = stages.parts
+    if world.dims.tp > 1:
+        check_layers(stages.meta_model, stages.plan, world.dims.tp)
+    allow_packed_rows(part, task, config)
+    cast_received(part)
+    materialize(part, _HOST, _HOST)  # DeepSpeed casts and moves it
+    local, tied = stages.load({}, world)
+    if world.dims.tp > 1:
+        cut_layers(part, stages.plan, tied, stages.mesh["tp"].get_group())
+    parallelize(part, stages.plan, config.parallel, ParallelDims(), None, config.precision)
+    return local, tied
+
+
+def _check_groups(optimizer: Optimizer, world: Distributed) -> None:
+    """DeepSpeed takes the norm of one group after another, each over all stages."""
+    number = len(optimizer.param_groups)
+    if world.largest(number) != -world.largest(-number):
+        raise UserError(
+            "some stages train matrices as well as norms or biases, others only one of the two: "
+            "DeepSpeed's norm of the gradient needs both or one in all of them",
+            where="parallel.strategy=deepspeed",
+            remedy="set parallel.strategy=ddp, or train the same modules in every stage",
+        )

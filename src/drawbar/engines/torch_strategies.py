@@ -1,0 +1,214 @@
+"""The strategies of torch alone: ``single``, ``dp``, ``ddp``, ``zero1`` and ``fsdp``, with tensor, context and pipeline
+parallelism. Each builder puts the parts of an engine together."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from drawbar.config.schema.run_config import RunConfig
+from drawbar.data.packing import IGNORED_LABEL
+from drawbar.distributed.device_mesh import build_mesh
+from drawbar.distributed.process_group import Distributed
+from drawbar.engines.executors import ModelExecutor, PipelineExecutor, TrainedModel, task_loss
+from drawbar.engines.local_model import LocalModel, allow_packed_rows, build_shards, build_whole
+from drawbar.engines.parts import EngineParts, Executor
+from drawbar.engines.stage_building import build_stages
+from drawbar.engines.state_access import Keeps, StagesState, TorchState, is_stage_leader, is_writer
+from drawbar.engines.updaters import SquaredNorm, StagesNorm, TorchUpdater, model_norm
+from drawbar.errors import ExitCode, UserError
+from drawbar.optim.optimizers import build_optimizers
+from drawbar.parallel.apply import parallelize
+from drawbar.parallel.context import ContextParallel, check_context
+from drawbar.parallel.ddp import accumulate, replicate
+from drawbar.parallel.dp import DataParallel
+from drawbar.parallel.fsdp import digest_of_use, generate_together
+from drawbar.parallel.pipeline.schedule import Pipeline
+from drawbar.parallel.precision import LossScaler
+from drawbar.parallel.synced_generate import synchronize_generate
+from drawbar.parallel.tensor import FusedLayout, fused_layouts
+from drawbar.parallel.weights import materialize
+from drawbar.parallel.zero1 import zero1_optimizer
+from drawbar.tasks.task import Task
+
+
+def build_single(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
+    """One process, one device."""
+    local = build_whole(task, config, world, world.device)
+    return assemble(task, config, world, local, _alone(task, local.module))
+
+
+def build_dp(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
+    """One process with several CUDA devices.
+
+    Raises:
+        UserError: there are not.
+    """
+    devices = torch.cuda.device_count() if world.device.type == "cuda" else 0
+    if devices < 2:
+        raise UserError(
+            "parallel.strategy is dp, which is one process with several CUDA devices: here "
+            + (f"are {devices}" if devices != 1 else "is 1"),
+            where="parallel.strategy",
+            remedy="set parallel.strategy=ddp, which has a process for each device, and is faster",
+        )
+    local = build_whole(task, config, world, world.device)
+    model = DataParallel(local.module, config.precision, world.device)
+    return assemble(task, config, world, local, _alone(task, model))
+
+
+def build_ddp(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
+    """A replica on every data-parallel rank."""
+    if world.dims.pp > 1:
+        return _pipeline(task, config, world)
+    if world.dims.model_size > 1:
+        return _shards(task, config, world)
+    return replicas(task, config, world)
+
+
+def build_zero1(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
+    """Replicas, with the optimizer's state dealt out to the ranks."""
+    deal_out: Callable[[Optimizer], Optimizer] = zero1_optimizer if world.size > 1 else lambda optimizer: optimizer
+    return replicas(task, config, world, deal_out)
+
+
+def build_fsdp(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
+    """A shard of every parameter on each data-parallel rank."""
+    return _pipeline(task, config, world) if world.dims.pp > 1 else _shards(task, config, world)
+
+
+def replicas(
+    task: Task,
+    config: RunConfig,
+    world: Distributed,
+    wrap_optimizer: Callable[[Optimizer], Optimizer] = lambda optimizer: optimizer,
+) -> EngineParts:
+    """A whole model on every rank, by torch's DistributedDataParallel where there are several."""
+    local = build_whole(task, config, world, world.device)
+    trained = _alone(task, local.module)
+    if world.size > 1:
+        model = replicate(local.module, partial(task_loss, task, None))
+        trained = TrainedModel(model, model, partial(accumulate, model))
+    return assemble(task, config, world, local, trained, wrap_optimizer)
+
+
+def _alone(task: Task, model: nn.Module) -> TrainedModel:
+    return TrainedModel(model, partial(task_loss, task, None, model))
+
+
+def _shards(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
+    """A model of which this rank holds shards, or that others on the mesh compute with it."""
+    if world.dims.cp > 1:
+        check_context(world.device, task.targets)
+    world.join_alone()
+    mesh = build_mesh(world.dims, world.device)
+    local = build_shards(task, config, world, mesh)
+    module = local.module
+    context = ContextParallel(module, mesh["cp"], IGNORED_LABEL) if world.dims.cp > 1 else None
+    synchronizing: Callable[[bool], AbstractContextManager[None]] = partial(accumulate, module)
+    if config.parallel.features.shards_parameters:
+        generate_together(module)
+        synchronizing = _SameUse(module, world).synchronizing
+    trained = TrainedModel(module, partial(task_loss, task, context, module), synchronizing)
+    return assemble(task, config, world, local, trained, context=context)
+
+
+def assemble(
+    task: Task,
+    config: RunConfig,
+    world: Distributed,
+    local: LocalModel,
+    trained: TrainedModel,
+    wrap_optimizer: Callable[[Optimizer], Optimizer] = lambda optimizer: optimizer,
+    context: ContextParallel | None = None,
+) -> EngineParts:
+    """The parts of an engine whose ranks compute one model each, or together, without stages."""
+    executor = ModelExecutor(task, local.module, trained, world, config.precision, context, _shards_logits(task, world))
+    optimizers = [wrap_optimizer(optimizer) for optimizer in build_optimizers(local.module, config.optim)]
+    return _with_optimizers(config, world, local, executor, optimizers, model_norm, is_writer(world))
+
+
+def _with_optimizers(
+    config: RunConfig,
+    world: Distributed,
+    local: LocalModel,
+    executor: Executor,
+    optimizers: list[Optimizer],
+    norm: SquaredNorm,
+    keeps: Keeps,
+) -> EngineParts:
+    scaler = LossScaler(config.precision)
+    updater = TorchUpdater(local.module, optimizers, scaler, world.device, config.train.gradient_clip, norm)
+    return EngineParts(local, executor, updater, TorchState(local, optimizers, scaler, config, world, keeps))
+
+
+def _shards_logits(task: Task, world: Distributed) -> bool:
+    return world.dims.tp > 1 and task.vocabulary_parallel
+
+
+def _pipeline(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
+    """Stages on ranks that pass hidden states on to one another."""
+    stages = build_stages(task, config, world)
+    parallel, precision = config.parallel, config.precision
+    pipeline = Pipeline(
+        stages.parts,
+        parallel.schedule,
+        stages.group,
+        world.device,
+        stages.hidden_size,
+        precision,
+        parallel.reshard is True,
+    )
+    relay = stages.relay(world)
+    if parallel.features.shards_parameters:
+        synchronize_generate(relay.model)
+    fused: dict[str, FusedLayout] = {}
+    for part in stages.parts:
+        allow_packed_rows(part, task, config)
+        parallelize(part, stages.plan, parallel, world.dims, stages.mesh, precision)
+        fused |= fused_layouts(part)
+        materialize(part, torch.device("cpu") if parallel.offload else world.device, world.device)
+    local, tied = stages.load(fused, world)
+    executor = PipelineExecutor(
+        task, local.module, local.module, pipeline, relay, world, precision, _shards_logits(task, world)
+    )
+    optimizers = build_optimizers(local.module, config.optim)
+    norm = StagesNorm(stages.group, tied)
+    parts = _with_optimizers(config, world, local, executor, optimizers, norm, is_stage_leader(world))
+    return EngineParts(local, executor, parts.updater, StagesState(parts.state, local, config, world))
+
+
+class _SameUse:
+    """Sees that in each step all ranks use the same parts of a sharded model: else gradients are worth nothing."""
+
+    def __init__(self, module: nn.Module, world: Distributed) -> None:
+        self._module = module
+        self._world = world
+        self._digest = 0
+
+    @contextmanager
+    def synchronizing(self, last: bool) -> Iterator[None]:
+        """See ``TrainedModel``.
+
+        Raises:
+            UserError: after the last micro-batch, where ranks used different parts.
+        """
+        with accumulate(self._module, last):
+            yield
+        self._digest = digest_of_use(self._module, self._digest)
+        if last:
+            used, self._digest = self._digest, 0
+            self._check(used)
+
+    def _check(self, digest: int) -> None:
+        total, squares = self._world.sum_counts([digest >> 8, (digest >> 8) ** 2])  # 24 bits: no sum overflows
+        if total**2 != squares * self._world.size:  # they are equal where all numbers are
+            raise UserError(
+                "in this step the ranks used different parts of the model, which fsdp cannot see",
+                where="parallel.strategy=fsdp",
+                remedy="set parallel.strategy=zero1 or ddp, or let the model use the same parts for every batch",
+                exit_code=ExitCode.FAILED,
+            )

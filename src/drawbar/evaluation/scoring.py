@@ -1,0 +1,295 @@
+"""Evaluation: sums and counts over every sample exactly once, whatever the number of processes and the batch size."""
+
+import json
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from drawbar.data.dataset import EncodedDataset
+from drawbar.data.loader import Augment, EvalLoader, MicroBatchSize, SampleRows
+from drawbar.distributed.process_group import Distributed
+from drawbar.engines.engine import Engine
+from drawbar.engines.results import EvalResult
+from drawbar.errors import ExitCode, UserError, nearest
+from drawbar.tasks.batch import Ask, Batch
+from drawbar.tasks.task import Task
+from drawbar.tracking.jsonl import json_number
+from drawbar.util.atomic_write import replacing, write_whole
+
+
+@dataclass(frozen=True)
+class Split:
+    """One encoded part of the data."""
+
+    name: str
+    records: Sequence[dict[str, Any]]
+    samples: EncodedDataset
+    kept: bool = False
+    """Whether the samples are in the cache, where the next run finds them."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Scores (the same on every rank) and, on rank 0, the records with their predictions."""
+
+    scores: dict[str, float]
+    records: list[dict[str, Any]]
+
+
+class EvaluationFailed(UserError):
+    """An evaluation failed on some rank, and every rank raises this: together they can still save."""
+
+    trace = ""
+    """The traceback on that rank."""
+
+    @classmethod
+    def of(cls, error: Exception, world: Distributed) -> Self:
+        """What ``error`` says, and of anything but a UserError also where it comes from."""
+        on_rank = f" on rank {world.rank}" if world.size > 1 else ""
+        known = error
+        if not isinstance(known, UserError):
+            *_, last = traceback.extract_tb(error.__traceback__)
+            known = UserError(
+                f"{type(error).__name__}: {error}",
+                where=f"{last.filename}, line {last.lineno}",
+                remedy="mend what it names; the log of the run has the whole traceback",
+                exit_code=ExitCode.FAILED,
+            )
+        what = f"the evaluation failed{on_rank}: {known.what}"
+        failed = cls(what, where=known.where, remedy=known.remedy, exit_code=known.exit_code)
+        failed.__cause__ = error
+        failed.trace = "".join(traceback.format_exception(error)).rstrip()
+        return failed
+
+
+def evaluate(
+    engine: Engine,
+    task: Task,
+    split: Split,
+    world: Distributed,
+    micro_batch: MicroBatchSize,
+    augment: Augment,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    stop_wanted: Callable[[], bool] = lambda: False,
+) -> Evaluation | None:
+    """Evaluate on one split. Rows are padded, and sorted by length, whatever training does.
+
+    Args:
+        micro_batch: most that one forward takes.
+        augment: see ``drawbar.data.loader.Augment``.
+        progress: called with (batches done, batches in all) of this rank.
+        stop_wanted: whether this rank was told to stop; asked after each batch.
+
+    Returns:
+        None where any rank was told to stop: all of them give the evaluation up after the same batch.
+
+    Raises:
+        EvaluationFailed: a batch or the scoring failed, or the split has no units to compute a loss over.
+        Exception: a batch failed on this rank while others waited for it in a forward that needs all, until that
+            timed out.
+    """
+    world.barrier("evaluating")  # a rank that still does something else is not waited for in a collective
+    engine.share_buffers()
+    loader = _loader(task, split, world, micro_batch, augment)
+    batches, share = iter(loader), _Share()
+    for done in range(1, len(loader) + 1):
+        failure = None
+        try:
+            micro = next(batches)
+            result = engine.eval_step(micro.batch)
+            if not micro.is_filler:
+                share.add(result, _with_ids(task, micro.batch.ids, result.predictions))
+        except Exception as error:  # noqa: BLE001 - every rank raises it, below
+            failure = error
+        if not _agree_to_go_on(failure, stop_wanted(), world):
+            return None
+        world.note(_standing("evaluating", split, done, len(loader)))
+        progress(done, len(loader))
+    return _score(task, split, share, world)
+
+
+@dataclass
+class _Share:
+    """What one rank has found out."""
+
+    loss: float = 0.0
+    num_targets: float = 0.0
+    predictions: list[tuple[int, Any]] = field(default_factory=list)
+
+    def add(self, result: EvalResult, predictions: list[tuple[int, Any]]) -> None:
+        self.loss += result.loss
+        self.num_targets += result.num_targets
+        self.predictions += predictions
+
+
+class _Wish(IntEnum):
+    """What a rank wants after a batch; the largest counts."""
+
+    GO_ON = 0
+    STOP = 1
+    FAIL = 2
+
+
+def _agree_to_go_on(failure: Exception | None, stop: bool, world: Distributed) -> bool:
+    """Whether every rank goes on with the next batch. What failed on one of them is raised on all."""
+    own = _Wish.FAIL if failure is not None else _Wish.STOP if stop else _Wish.GO_ON
+    try:
+        agreed = world.largest(own)
+    except (RuntimeError, UserError):
+        if failure is not None:
+            raise failure from None  # the others did not come: they waited for this rank in a forward that needs all
+        raise
+    if agreed == _Wish.FAIL:
+        own_error = None if failure is None else EvaluationFailed.of(failure, world)
+        raise next(error for error in world.share(own_error) if error is not None)
+    return agreed == _Wish.GO_ON
+
+
+def _score(task: Task, split: Split, share: _Share, world: Distributed) -> Evaluation:
+    """The scores of what all ranks have found out."""
+    loss, num_targets = world.data.sum(share.loss), world.data.sum(share.num_targets)
+    gathered = world.data.gather(share.predictions)
+    records: list[dict[str, Any]] = []
+
+    def score() -> dict[str, float] | EvaluationFailed:
+        try:
+            records.extend(_merge(task, split, [pair for part in gathered or [] for pair in part]))
+            scores = _scores(task, split, loss, num_targets, records)
+            return {name: float(value) for name, value in scores.items()}
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer
+            return EvaluationFailed.of(error, world)
+
+    scores = world.from_first(score, "scoring")
+    if isinstance(scores, EvaluationFailed):
+        raise scores
+    return Evaluation(scores, records)
+
+
+def _loader(
+    task: Task, split: Split, world: Distributed, micro_batch: MicroBatchSize, augment: Augment
+) -> EvalLoader[Batch]:
+    """This rank's batches."""
+    return EvalLoader(
+        SampleRows(split.samples),
+        micro_batch=micro_batch,
+        rank=world.data.rank,
+        world_size=world.data.size,
+        collate=task.collate,
+        augment=augment,
+    )
+
+
+def _standing(what: str, split: Split, done: int, total: int) -> str:
+    return f"{what} {split.name}: {done} of {total} batches done"
+
+
+def _scores(
+    task: Task, split: Split, loss: float, num_targets: float, records: list[dict[str, Any]]
+) -> dict[str, float]:
+    if num_targets == 0:
+        raise UserError(
+            f"the {split.name} data has nothing to compute a loss over",
+            where=f"data.{split.name}",
+            remedy="check that its samples have labels",
+        )
+    return joined(task, task.loss_scores(loss, num_targets, records), task.score(records))
+
+
+def joined(task: Task, of_loss: dict[str, float], own: dict[str, float]) -> dict[str, float]:
+    """What ``loss_scores`` and ``score`` return, in one dict.
+
+    Raises:
+        UserError: both give a score of one name.
+    """
+    both = sorted(of_loss.keys() & own.keys())
+    if both:
+        raise UserError(
+            f"{type(task).__name__}.score and loss_scores both return {both[0]!r}",
+            where="task.metrics",
+            remedy="give one of them another name",
+        )
+    return {**of_loss, **own}
+
+
+def predict(
+    engine: Engine,
+    task: Task,
+    split: Split,
+    world: Distributed,
+    micro_batch: MicroBatchSize,
+    augment: Augment,
+    ask: Ask,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[int, Any]:
+    """The answers to ``ask`` by number of record, on rank 0. No labels are needed. Other args as for ``evaluate``."""
+    world.barrier("predicting")  # as in evaluate()
+    predictions: list[tuple[int, Any]] = []
+    loader = _loader(task, split, world, micro_batch, augment)
+    for done, micro in enumerate(loader, start=1):
+        found = _with_ids(task, micro.batch.ids, engine.predict_step(micro.batch, ask))
+        predictions += found if not micro.is_filler else []
+        world.note(_standing("predicting", split, done, len(loader)))
+        progress(done, len(loader))
+    gathered = world.data.gather(predictions)
+    return _by_record(split, [pair for part in gathered for pair in part]) if gathered is not None else {}
+
+
+def unknown_metric(metric: str, scores: Iterable[str], remedy: str) -> UserError:
+    """The error of an ``eval.metric`` that is none of the scores."""
+    names = sorted(scores)
+    near = nearest(metric, names) or next((name for name in names if metric in name.split("_")), None)
+    hint = f"; did you mean {near}?" if near else ""
+    return UserError(
+        f"eval.metric is {metric!r}, but the scores are {', '.join(names)}{hint}",
+        where="eval.metric",
+        remedy=remedy,
+    )
+
+
+def _with_ids(task: Task, ids: list[int], predictions: list[Any] | None) -> list[tuple[int, Any]]:
+    if predictions is None:
+        return []
+    if len(predictions) != len(ids):
+        raise UserError(
+            f"{type(task).__name__}.predict returned {len(predictions)} predictions for {len(ids)} samples",
+            remedy="return one prediction for each sample of the batch, in the order of batch.ids",
+            exit_code=ExitCode.FAILED,
+        )
+    return list(zip(ids, predictions, strict=True))
+
+
+def _merge(task: Task, split: Split, predictions: list[tuple[int, Any]]) -> list[dict[str, Any]]:
+    """The records that gave samples, in order, each with its number and its prediction."""
+    of_record = _by_record(split, predictions)
+    merged = []
+    for number in np.unique(split.samples.record_of).tolist():
+        record = {"id": number, **split.records[number]}
+        if number in of_record:
+            record["prediction"] = task.complete(split.records[number], of_record[number])
+        merged.append(record)
+    return merged
+
+
+def _by_record(split: Split, predictions: list[tuple[int, Any]]) -> dict[int, Any]:
+    """The prediction of each record by its number; a list of them, for a record of several samples."""
+    found: dict[int, list[Any]] = {}
+    for sample, prediction in sorted(predictions, key=lambda pair: pair[0]):
+        found.setdefault(int(split.samples.record_of[sample]), []).append(prediction)
+    return {number: several[0] if len(several) == 1 else several for number, several in found.items()}
+
+
+def write_results(folder: Path, evaluation: Evaluation, step: int) -> None:
+    """Write ``scores.json`` and, where there are predictions, ``predictions.jsonl``. Each is whole or absent."""
+    folder.mkdir(parents=True, exist_ok=True)
+    numbers = {"step": step, "records": len(evaluation.records)}
+    scores = {name: json_number(value) for name, value in evaluation.scores.items()}
+    write_whole(folder / "scores.json", json.dumps({**numbers, **scores}, indent=2) + "\n")
+    if any("prediction" in record for record in evaluation.records):
+        with replacing(folder / "predictions.jsonl") as file:
+            for record in evaluation.records:
+                file.write(f"{json.dumps(record, ensure_ascii=False, default=str)}\n".encode())

@@ -1,0 +1,1 @@
+"""Everything that calls the DeepSpeed library."""

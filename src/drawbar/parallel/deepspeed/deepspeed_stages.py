@@ -1,0 +1,243 @@
+"""DeepSpeed's pipeline (``deepspeed.pipe``) over this program's stages, and its tensor-parallel layers inside them.
+
+To DeepSpeed, a model is as many layers as there are stages. It passes one tensor from each to the next: masks,
+positions and labels a stage takes from its own copy of the micro-batch, which every rank of a pipeline has.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
+from io import StringIO
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from drawbar.config.parallel_dims import ParallelDims
+from drawbar.errors import UserError
+from drawbar.parallel.deepspeed.deepspeed_state import is_cut
+from drawbar.parallel.model_plan import ModelParallelPlan, Style
+from drawbar.parallel.pipeline.schedule import Inputs, Loss
+from drawbar.parallel.precision import autocast
+from drawbar.parallel.tensor import check_degree
+from drawbar.util.module_patterns import matching
+
+
+class Stage(nn.Module):
+    """One stage as a layer of DeepSpeed's: from hidden states (B, L, H) to hidden states, or to what backward starts
+    from.
+
+    Args:
+        part: from ``parallel.stages.cut_stage``.
+        number: of this stage.
+        stages: how many there are.
+    """
+
+    def __init__(self, part: nn.Module, number: int, stages: int) -> None:
+        super().__init__()
+        self.part = part
+        self.number = number
+        self.is_first = number == 0
+        self.is_last = number == stages - 1
+        self._waiting: Iterator[tuple[int, Inputs]] = iter(())
+        self._loss: Loss | None = None
+
+    def expect(self, inputs: Sequence[Inputs], loss: Loss) -> None:
+        """What the next calls are for: every schedule of DeepSpeed's goes forward through micro-batches in order.
+
+        Args:
+            loss: called on the last stage alone.
+        """
+        self._waiting, self._loss = iter(enumerate(inputs)), loss
+
+    def forward(self, received: Tensor) -> Tensor:
+        index, inputs = next(self._waiting)
+        out: Tensor = self.part(**inputs) if self.is_first else self.part(received, **inputs)
+        if not self.is_last:
+            return out
+        assert self._loss is not None, "a step says what to do before it starts"
+        return self._loss(out, index)
+
+
+def cast_received(part: nn.Module) -> None:
+    """Let a stage take hidden states of any format: those between the stages of an evaluation are fp32."""
+
+    def cast(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        dtype = next(parameter.dtype for parameter in module.parameters() if parameter.is_floating_point())
+        return tuple(hidden_BLH.to(dtype) for hidden_BLH in args)
+
+    part.register_forward_pre_hook(cast, prepend=True)
+
+
+def pipeline_module(stage: Stage, tied: nn.Parameter | None, dims: ParallelDims) -> nn.Module:
+    """DeepSpeed's ``PipelineModule``, on this rank with its own stage alone.
+
+    Args:
+        tied: the copy that first and last stage each have of a tied weight; None on the others.
+    """
+    from deepspeed.pipe import PipelineModule
+    from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+
+    topology = PipeModelDataParallelTopology(num_pp=dims.pp, num_mp=dims.tp, num_dp=dims.dp_size)
+    layers = [stage if number == stage.number else nn.Identity() for number in range(dims.pp)]
+    with redirect_stdout(StringIO()):  # it prints what it does
+        module: Any = PipelineModule(layers, topology=topology, partition_method="uniform", dynamic_shape=True)
+    group = _ends(topology.get_axis_comm_lists("pipe"))
+    # instead of its tied layers, which would have to be layers of their own
+    module.get_tied_weights_and_groups = lambda: _tied_gradients(tied, group)
+    _count(stage, tied, module.mpu().get_slice_parallel_rank() == 0)
+    return module
+
+
+def _ends(pipelines: Iterable[Sequence[int]]) -> dist.ProcessGroup | None:
+    """The group of first and last stage of this rank's pipeline. Every rank makes all of them."""
+    own = None
+    for ranks in pipelines:
+        group = dist.new_group([ranks[0], ranks[-1]])
+        if dist.get_rank() in (ranks[0], ranks[-1]):
+            own = group
+    return own
+
+
+def _tied_gradients(tied: nn.Parameter | None, group: dist.ProcessGroup | None) -> list[tuple[Any, Any]]:
+    """What DeepSpeed sums up over a group. It takes ``grad`` of the first, but some of its optimizers keep the gradient
+    elsewhere."""
+    if tied is None or not tied.requires_grad:
+        return []
+    places = [getattr(tied, name, None) for name in ("_hp_grad", "grad_accum", "grad")]
+    gradient = next(place for place in places if place is not None)
+    return [(SimpleNamespace(grad=gradient, _hp_grad=gradient), group)]
+
+
+def _count(stage: Stage, tied: nn.Parameter | None, is_first_of_tensor: bool) -> None:
+    """Say which gradients are part of the global norm, so that each counts once.
+
+    DeepSpeed's optimizers understand ``ds_pipe_replicated``; its clipping of stage 0 leaves out all but the first rank
+    of a model's ranks, unless parameters are marked as its own.
+    """
+    for parameter in stage.parameters():
+        mark: Any = parameter
+        mark.ds_pipe_replicated = parameter is tied and not stage.is_first
+        mark.model_parallel = not mark.ds_pipe_replicated and (is_first_of_tensor or is_cut(parameter))
+
+
+class DeepSpeedPipeline:
+    """What ``schedule.Pipeline`` does, done by DeepSpeed's engine: its 1F1B, and its sums over the ranks.
+
+    Its ``train_batch`` is made to end when the gradients are complete; then ``engine.step()`` updates.
+
+    Args:
+        engine: from a ``pipeline_module`` with this stage.
+    """
+
+    def __init__(self, engine: Any, stage: Stage, device: torch.device, precision: str) -> None:
+        from deepspeed.runtime.pipe.schedule import OptimizerStep, TrainSchedule
+
+        class WithoutUpdate(TrainSchedule):
+            def steps(self) -> Iterator[list[Any]]:
+                for commands in super().steps():
+                    yield [command for command in commands if not isinstance(command, OptimizerStep)]
+
+        self.engine = engine
+        self.stage = stage
+        self.device = device
+        self.precision = precision
+        engine._train_schedule = lambda: WithoutUpdate(engine.micro_batches, engine.num_stages, engine.stage_id)
+        engine.step = engine._exec_optimizer_step
+
+    def fitting(self, count: int) -> int:
+        """As of ``schedule.Pipeline``: any number will do."""
+        return count
+
+    def run(self, inputs: Sequence[Inputs], loss: Loss) -> None:
+        """Forward and backward of all micro-batches, and the sums over the data-parallel ranks, divided by how many
+        these are."""
+        engine = self.engine
+        divided_by = engine.gradient_accumulation_steps()  # what its JSON says, whatever this step has
+
+        def compute_loss(logits: Tensor, number: int) -> Tensor:
+            with autocast(self.precision, self.device):
+                return loss(logits, number) * divided_by
+
+        self.stage.expect(inputs, compute_loss)
+        engine.micro_batches = len(inputs)
+        nothing = torch.zeros(1)  # it asks for inputs and labels
+        engine.train_batch(iter([(nothing, nothing)] * len(inputs)))
+
+
+def check_layers(model: nn.Module, plan: ModelParallelPlan, degree: int) -> None:
+    """Refuse a model that ``cut_layers`` cannot cut.
+
+    Args:
+        model: whole, without values.
+
+    Raises:
+        UserError: the model has no tensor plan, or DeepSpeed has no layers for it, or the degree does not divide it.
+    """
+    if plan.tensor is None:
+        raise UserError(plan.tensor_refusal, where="parallel.tensor", remedy="set parallel.tensor=1")
+    if plan.fused:
+        raise UserError(
+            f"DeepSpeed's tensor parallelism cannot cut {next(iter(plan.fused))}, which holds several layers in one",
+            where="parallel.strategy=deepspeed, parallel.tensor",
+            remedy=f"set parallel.strategy=ddp with parallel.tensor={degree}, or parallel.tensor=1",
+        )
+    dims = {"colwise": 0, "colwise_gather_output": 0, "rowwise": 1, "rowwise_split_input": 1}
+    sizes = {
+        f"the width of {name}": module.weight.shape[dims[style]]
+        for name, module, style in _styled(model, plan.tensor)
+        if style in dims
+    }
+    check_degree({**plan.heads, **sizes}, degree)
+
+
+def cut_layers(part: nn.Module, plan: ModelParallelPlan, tied: nn.Parameter | None, group: dist.ProcessGroup) -> None:
+    """Cut the layers of a stage over tensor-parallel ranks, in place, by the layers of DeepSpeed's AutoTP.
+
+    The plan says which: AutoTP's own rules look at whole models. The token embedding stays whole.
+
+    Args:
+        part: with its weights, whole.
+        tied: the head's weight, where it is the embedding's as well and stays whole too.
+    """
+    from deepspeed.module_inject.layers import set_autotp_mode
+
+    set_autotp_mode(training=True)
+    for name, module, style in list(_styled(part, plan.tensor or {})):
+        if style == "replicated":
+            for parameter in module.parameters():
+                parameter.register_hook(_summed_over(group))
+        elif module.weight is not tied:
+            part.set_submodule(name, _layer(module, style, group, name))
+
+
+def _styled(part: nn.Module, styles: Mapping[str, Style]) -> Iterator[tuple[str, nn.Module, Style]]:
+    """The layers to change. A stage lacks those of others, in whose places stand modules without weights."""
+    for name, module, style in matching(list(part.named_modules()), styles):
+        if "weight" in module._parameters and style != "embedding":
+            yield name, module, style
+
+
+def _layer(module: nn.Module, style: Style, group: dist.ProcessGroup, name: str) -> nn.Module:
+    from deepspeed.module_inject import layers
+
+    match style:
+        case "colwise":
+            return layers.LinearLayer(module, group, name=name)
+        case "colwise_gather_output" | "vocabulary":
+            return layers.LinearLayer(module, group, name=name, gather_output=True)
+        case "rowwise":
+            return layers.LinearAllreduce(module, group, name=name)
+        case "rowwise_split_input":
+            return layers.LinearAllreduceWithReplicatedInput(module, group, name=name)
+    raise AssertionError(f"no decoder has a layer with style {style}")
+
+
+def _summed_over(group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
+    def summed(gradient: Tensor) -> Tensor:
+        total = gradient.contiguous().clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    return summed

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: stages, the steps of training, and forwards for evaluation and generation."""

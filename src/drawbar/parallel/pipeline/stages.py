@@ -1,0 +1,193 @@
+"""Cutting a causal language model into stages: consecutive blocks, each with a part of the model around them.
+
+A stage is the transformers model itself, pruned: what other stages have is replaced by modules that hand on what they
+get, so its own ``forward`` still makes positions, masks and caches. Parameters keep their names.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from copy import deepcopy
+from itertools import accumulate, pairwise
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from drawbar.errors import UserError
+from drawbar.parallel.model_plan import PipelinePlan
+
+T = TypeVar("T")
+
+
+class StageInput(nn.Module):
+    """Stands in the token embedding's place: gives the hidden states that came from the stage before."""
+
+    hidden_BLH: Tensor | None = None
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        assert self.hidden_BLH is not None, "a later stage is called with hidden states"
+        return self.hidden_BLH
+
+
+class Zero(nn.Module):
+    """Stands in the place of an embedding that is added to the token embedding."""
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        return torch.zeros((), device=numbers.device)
+
+
+def split_layers(model: nn.Module, plan: PipelinePlan, stages: int, cuts: Sequence[int] | None) -> list[int]:
+    """How many blocks each stage has.
+
+    Args:
+        cuts: as given by the user; None for stages of about as many parameters each, with the embedding on the first
+            and the head on the last: the sum of their squares is the least.
+
+    Raises:
+        UserError: there are fewer blocks than stages, or the cuts do not fit.
+    """
+    blocks: Any = model.get_submodule(plan.blocks)
+    if stages > len(blocks):
+        raise UserError(
+            f"the model has {len(blocks)} blocks, which is too few for {stages} stages",
+            where="parallel.pipeline",
+            remedy="set a smaller parallel.pipeline (an interleaved schedule has two stages on each rank)",
+        )
+    if cuts is not None:
+        if len(cuts) != stages or sum(cuts) != len(blocks):
+            raise UserError(
+                f"the cuts {list(cuts)} are {len(cuts)} stages with {sum(cuts)} blocks; "
+                f"there are {stages} stages, and the model has {len(blocks)} blocks",
+                where="parallel.cuts",
+                remedy=f"give {stages} numbers that sum up to {len(blocks)}, or leave it out",
+            )
+        return list(cuts)
+    sizes = [_size(block) for block in blocks]
+    sizes[0] += sum(_size(model.get_submodule(name)) for name in (plan.embedding, *plan.before))
+    sizes[-1] += sum(_size(model.get_submodule(name)) for name in (*plan.after, plan.head))
+    return _balanced(sizes, stages)
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _balanced(sizes: Sequence[int], stages: int) -> list[int]:
+    """How many neighbours go into each stage, so that the sum of the squares of the stages' sizes is the least.
+
+    Dynamic programming: the best way to cut the first ``n`` into ``s`` follows from the best ways to cut fewer.
+    """
+    total = [0, *accumulate(sizes)]
+    best: dict[int, tuple[int, list[int]]] = {0: (0, [])}  # blocks so far → (cost, cuts), for as many stages as rounds
+    for _ in range(stages):
+        longer: dict[int, tuple[int, list[int]]] = {}
+        for start, (cost, cuts) in best.items():
+            for stop in range(start + 1, len(sizes) + 1):
+                candidate = (cost + (total[stop] - total[start]) ** 2, [*cuts, stop - start])
+                if stop not in longer or candidate[0] < longer[stop][0]:
+                    longer[stop] = candidate
+        best = longer
+    return best[len(sizes)][1]
+
+
+def is_tied(model: nn.Module, plan: PipelinePlan) -> bool:
+    """Whether embedding and head share their weight. First and last stage then each have a copy."""
+    return getattr(model.get_submodule(plan.head), "weight", 0) is model.get_submodule(plan.embedding).weight
+
+
+def cut_stage(model: nn.Module, plan: PipelinePlan, layers: Sequence[int], stage: int) -> nn.Module:
+    """A copy of the model with the blocks of one stage alone, and what belongs to it.
+
+    It is called as the whole model is, with ``input_ids`` by name; a later stage with the hidden states (B, L, H)
+    besides, as the only positional argument. It returns hidden states; the last stage, the logits (B, L, V).
+
+    Args:
+        model: transformers', whole, on the meta device or not.
+        layers: blocks in each stage.
+    """
+    starts = [0, *accumulate(layers)]
+    start, stop = list(pairwise(starts))[stage]
+    part = deepcopy(model)
+    _keep_blocks(part, plan, start, stop)
+    received = None
+    if stage > 0:
+        received = StageInput()
+        part.set_submodule(plan.embedding, received)
+        for name in plan.before:
+            replacement = Zero() if isinstance(part.get_submodule(name), nn.Embedding) else nn.Identity()
+            part.set_submodule(name, replacement)
+    if stage < len(layers) - 1:
+        for name in (*plan.after, plan.head):
+            part.set_submodule(name, nn.Identity())
+    _take_and_give_tensors(part, received)
+    return part
+
+
+def _keep_blocks(part: nn.Module, plan: PipelinePlan, start: int, stop: int) -> None:
+    """Take out the other blocks. Those that stay keep their names, and are numbered from 0 for caches and masks."""
+    blocks: Any = part.get_submodule(plan.blocks)
+    # iterating and slicing go by order, not by name
+    blocks._modules = OrderedDict((str(number), blocks[number]) for number in range(start, stop))
+    for number, block in enumerate(blocks):
+        for module in block.modules():
+            if hasattr(module, "layer_idx"):
+                module.layer_idx = number
+    config: Any = part.config
+    kinds = getattr(config, "layer_types", None)
+    config.num_hidden_layers = stop - start
+    if kinds is not None:
+        config.layer_types = kinds[start:stop]
+
+
+def _take_and_give_tensors(part: nn.Module, received: StageInput | None) -> None:
+    def take(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
+        if received is not None:
+            (received.hidden_BLH,) = args
+        return (), kwargs
+
+    def give(module: nn.Module, args: Any, outputs: Any) -> Tensor:
+        if received is not None:
+            received.hidden_BLH = None  # else the graph of the newest micro-batch would outlive the step
+        return outputs[0] if isinstance(outputs, tuple) else outputs.logits
+
+    part.register_forward_pre_hook(take, with_kwargs=True)
+    part.register_forward_hook(give)
+
+
+class LocalStages(nn.Module):
+    """The stages of one rank as one module. Parameters and buffers have their names in the whole model.
+
+    Args:
+        parts: from :func:`cut_stage`.
+        model: what they were cut from.
+    """
+
+    def __init__(self, parts: Sequence[nn.Module], model: nn.Module, plan: PipelinePlan) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+        # the head's copy of a tied weight goes by the name that the weight has in the whole model
+        self._renamed = {f"{plan.head}.weight": f"{plan.embedding}.weight"} if is_tied(model, plan) else {}
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """The head, where there is one: as in a model of transformers, which is how Muon finds it."""
+        last: Any = self.parts[-1]
+        return last.get_output_embeddings()
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        for part in self.parts:
+            yield from self._named(part.named_parameters(prefix, recurse, remove_duplicate))
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        for part in self.parts:
+            yield from self._named(part.named_buffers(prefix, recurse, remove_duplicate))
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        states = [part.state_dict(*args, **kwargs) for part in self.parts]
+        return {name: tensor for state in states for name, tensor in self._named(state.items())}
+
+    def _named(self, items: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
+        return ((self._renamed.get(name, name), value) for name, value in items)

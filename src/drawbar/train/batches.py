@@ -1,0 +1,393 @@
+"""From a configuration to batches: records, samples, rows, loader; for training, evaluation and prediction."""
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from drawbar.config.rules.rule_table import MICRO_BATCH_TOKENS, resolve_micro_batch
+from drawbar.config.schema.run_config import RunConfig
+from drawbar.data.cache import content_key, encode_cached, records_digest, remove_cached
+from drawbar.data.dataset import EncodedDataset, NoSamples, Sample, encode_in_memory
+from drawbar.data.digests import KeptDigests, digest_for_all, file_digest
+from drawbar.data.loader import Augment, Loader, MicroBatchSize, Rows, SampleRows, TrainLoader
+from drawbar.data.packing import PackedRows, Targets, packed_lengths
+from drawbar.data.plan import KEPT_FROM, Plan, keep_plan, plan_sources
+from drawbar.data.reading import Numbered, Reading, read_list
+from drawbar.data.reuse import is_kept, why_not_kept
+from drawbar.data.sampler import Grouped, InOrder, Mixed, Sampler, Shuffled
+from drawbar.data.sources import Located, Record, Records
+from drawbar.data.stream import StreamLoader, StreamSettings
+from drawbar.distributed.process_group import Distributed
+from drawbar.errors import ExitCode, UserError
+from drawbar.evaluation.scoring import Split
+from drawbar.runtime.log import logger
+from drawbar.tasks.batch import Batch
+from drawbar.tasks.encoder import TaskEncoder, code_of, made_of, settings_of
+from drawbar.tasks.overrides import fault, named_errors
+from drawbar.tasks.task import Task
+from drawbar.tracking.console import Console
+from drawbar.train.shares import warn_of_share
+
+SHOWN_BAD_RECORDS = 10
+FIRST_RECORDS = 8
+"""Records that a task is tried on."""
+UNCOUNTED_ROWS = 32
+"""Rows of an evaluation forward where samples have no length in tokens, and no setting says how many."""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """One part of the data, before it is encoded."""
+
+    name: str
+    records: Sequence[Record]
+    parts: dict[str, str] | None = None
+    """What the cache knows its samples by; None where they cannot be kept, or are not made ahead."""
+    digests: KeptDigests | None = None
+    """Of the files; to be saved once all is well."""
+    identity: list[Any] | None = None
+    """Of the files, from before they were read."""
+
+    def check_unchanged(self) -> None:
+        """See that the files are still those that ``parts`` was made of: they are read a second time.
+
+        Raises:
+            UserError: they are not.
+        """
+        if not isinstance(self.records, Records) or self.parts is None or self.records.identity() == self.identity:
+            return
+        if self.records.digest(file_digest) != self.parts["the records"]:  # a new name or mode is no change
+            raise UserError(
+                f"the {self.name} data changed while they were read",
+                where=f"data.{self.name}",
+                remedy="start again once nothing writes to them any more",
+                exit_code=ExitCode.FAILED,
+            )
+
+
+def open_data(task: Task, config: RunConfig, world: Distributed) -> tuple[Opened, Opened | None]:
+    """The training data, and the validation data where there are any: a missing file is found before anything else."""
+    has_validation = config.data.validation is not None or config.data.validation_share is not None
+    return open_split(task, "train", config, world), (
+        open_split(task, "validation", config, world) if has_validation else None
+    )
+
+
+def open_split(task: Task, name: str, config: RunConfig, world: Distributed) -> Opened:
+    """Find one part of the data. Nothing is encoded.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    with world.working(f"reading {name}"), named_errors(task):
+        records = task.records(name)
+        if name == "train" and config.data.streaming:
+            return Opened(name, _streamed(task, records))
+        if not isinstance(records, Sequence):
+            records = list(records)
+    digests, identity = KeptDigests(config.cache_dir), records.identity() if isinstance(records, Records) else None
+    return Opened(name, records, _made_of(task, records, name, digests, world), digests, identity)
+
+
+def first_samples(opened: Opened, task: Task, config: RunConfig, world: Distributed, console: Console) -> Split:
+    """The first samples of a part of the data, to try a task on before all of them are encoded; where they are all in
+    the cache, these.
+
+    Raises:
+        UserError: the first records cannot be read or encoded, or no record gives a sample.
+    """
+    parts = opened.parts
+    with world.working(f"encoding the first records of {opened.name}"):
+        if parts is not None and not config.data.rebuild and is_kept(config.cache_dir, opened.name, parts):
+            return Split(opened.name, opened.records, _encode(task, opened, config, world, console))
+        encode, on_bad_record = TaskEncoder(task, opened.name == "train"), config.data.on_bad_record
+        numbered = iter(_reading(opened))
+        while piece := list(islice(numbered, FIRST_RECORDS)):  # of files, no more is read than is asked for
+            with suppress(NoSamples):
+                samples = encode_in_memory(_read_again(piece), encode, on_bad_record=on_bad_record)
+                return Split(opened.name, [one.record for one in piece], samples)
+        samples = encode_in_memory(_reading(opened), encode, on_bad_record=on_bad_record)  # it refuses
+        return Split(opened.name, opened.records, samples)
+
+
+def load_data(
+    task: Task, opened: tuple[Opened, Opened | None], config: RunConfig, world: Distributed, console: Console
+) -> tuple[Loader[Batch], Split | None]:
+    """The training batches of this rank, and the validation data, where there are any."""
+    train, validation = opened
+    loader, train_split = _load_train(task, train, config, world, console)
+    if validation is None:
+        return loader, None
+    validation_split = encode_split(task, validation, config, world, console)
+    if train_split is not None:
+        warn_of_share(config.data, train_split, validation_split)
+    return loader, validation_split
+
+
+def load_split(task: Task, name: str, config: RunConfig, world: Distributed, console: Console) -> Split:
+    """Read and encode one part of the data, or take it from the cache. Raises: as its two parts."""
+    return encode_split(task, open_split(task, name, config, world), config, world, console)
+
+
+def encode_split(task: Task, opened: Opened, config: RunConfig, world: Distributed, console: Console) -> Split:
+    """Encode a part of the data, or take it from the cache.
+
+    Raises:
+        UserError: it cannot be read, has no samples, or differs between processes.
+    """
+    name, records = opened.name, opened.records
+    if opened.parts is not None:
+        _use_of_cache(name, opened.parts, config, world)
+    with world.working(f"encoding {name}"):
+        samples = _encode(task, opened, config, world, console)
+    logger.info("%s: %s", name, describe_samples(samples))
+    if samples.skipped:
+        count = f"{samples.skipped_count:,} bad record{'' if samples.skipped_count == 1 else 's'}"
+        logger.warning("%s: %s left out:\n  %s", name, count, "\n  ".join(samples.skipped[:SHOWN_BAD_RECORDS]))
+    fingerprints = world.gather(samples.fingerprint)
+    if fingerprints is not None and len(set(fingerprints)) > 1:
+        odd = next(rank for rank, found in enumerate(fingerprints) if found != fingerprints[0])
+        raise UserError(
+            f"rank {odd} reads other {name} data than rank 0",
+            where=f"data.{name}",
+            remedy="give every process the same files; task.encode() must not depend on the process or on chance",
+        )
+    if opened.digests is not None:
+        opened.digests.save()  # only now: a start that fails leaves nothing behind
+    return Split(name, records, samples, kept=opened.parts is not None)
+
+
+def _made_of(
+    task: Task, records: Sequence[Record], name: str, digests: KeptDigests, world: Distributed
+) -> dict[str, str] | None:
+    """Everything that the samples depend on, by name; None where a part of it has no content that could be told."""
+    with world.working(f"reading {name}"), named_errors(task):
+        parts = made_of(task, name == "train")
+    if parts is None:
+        return None
+    of_records = digest_for_all(records, digests, world) if isinstance(records, Records) else records_digest(records)
+    return None if of_records is None else {"the records": of_records, **parts}
+
+
+def _encode(task: Task, opened: Opened, config: RunConfig, world: Distributed, console: Console) -> EncodedDataset:
+    """The samples of one part of the data."""
+
+    def progress(done: int, total: int) -> None:
+        console.phase(f"encoding {opened.name}", done, total)
+
+    encode, read = TaskEncoder(task, opened.name == "train"), partial(_reading, opened)
+    on_bad_record = config.data.on_bad_record
+    if opened.parts is None:
+        return encode_in_memory(read(), encode, progress=progress, on_bad_record=on_bad_record)
+    return encode_cached(
+        read,
+        encode,
+        made_of=opened.parts,
+        cache=config.cache_dir,
+        workers=config.data.workers,
+        name=opened.name,
+        on_bad_record=on_bad_record,
+        progress=progress,
+        timeout=config.launch.timeout,
+        eager=world.place.local_rank == 0,
+    )
+
+
+def _reading(opened: Opened) -> Reading:
+    if isinstance(opened.records, Records):
+        return opened.records.reading(opened.check_unchanged)
+    return read_list(opened.records, lambda number: f"{opened.name} record {number}")
+
+
+def _read_again(found: Sequence[Numbered] | Sequence[Located]) -> Reading:
+    """A pass over some records that were read already."""
+    return read_list([one.record for one in found], [one.where for one in found].__getitem__)
+
+
+def _use_of_cache(name: str, parts: dict[str, str], config: RunConfig, world: Distributed) -> None:
+    """Say whether samples are taken from the cache, and why not; first take them out of it where a user says so."""
+    cache = config.cache_dir
+    if config.data.rebuild:
+        with world.together(f"removing encoded {name} data"):
+            if world.place.local_rank == 0:
+                remove_cached(cache, name, parts)
+        logger.info("%s: encoding anew, as data.rebuild says", name)
+    elif is_kept(cache, name, parts):
+        logger.info("%s: taken from the cache: nothing that it depends on has changed", name)
+    else:
+        why = why_not_kept(cache, name, parts)
+        logger.info("%s: encoding%s", name, f"; {why}" if why else "")
+
+
+def describe_samples(samples: EncodedDataset) -> str:
+    """Counts, for people: ``4,012 samples of 655 records (3 dropped, 17 truncated), 1,980,312 tokens``."""
+    left_out = [(samples.dropped, "dropped"), (samples.truncated, "truncated"), (samples.skipped_count, "bad")]
+    notes = ", ".join(f"{count:,} {what}" for count, what in left_out if count)
+    text = f"{len(samples):,} samples of {samples.records:,} records" + (f" ({notes})" if notes else "")
+    return f"{text}, {int(samples.lengths.sum()):,} tokens" if "input_ids" in samples.fields else text
+
+
+def augmenting(task: Task, config: RunConfig, train: bool) -> Augment:
+    """``task.augment`` with a generator that is a pure function of seed, epoch and sample."""
+    if type(task).augment is Task.augment:
+        return lambda sample, epoch: sample
+
+    def augment(sample: Sample, epoch: int) -> Sample:
+        # a counter-based generator: no two samples or epochs ever share a number
+        rng = np.random.Generator(np.random.Philox(key=[config.run.seed, epoch], counter=[0, 0, sample["id"], 0]))
+        augmented = task.augment(sample, train, rng)
+        if not isinstance(augmented, dict):
+            raise fault(task, "augment", f"returns {type(augmented).__name__}", "return the sample as a dict")
+        return {**augmented, "id": sample["id"], "ids": sample["ids"]}
+
+    return augment
+
+
+def make_loader(task: Task, config: RunConfig, world: Distributed, console: Console) -> Loader[Batch]:
+    """The training batches of this rank, from encoded samples or from a stream."""
+    return _load_train(task, open_split(task, "train", config, world), config, world, console)[0]
+
+
+def _load_train(
+    task: Task, opened: Opened, config: RunConfig, world: Distributed, console: Console
+) -> tuple[Loader[Batch], Split | None]:
+    """The training batches, and the samples that they are made of; None for those of a stream."""
+    if isinstance(opened.records, Records) and config.data.streaming:
+        return _stream_loader(task, opened.records, config, world), None
+    split = encode_split(task, opened, config, world, console)
+    with world.working("planning the rows"):
+        sampler, rows = rows_and_order(task, split, config)
+    loader = TrainLoader(
+        rows,
+        sampler,
+        global_batch=config.train.global_batch,
+        micro_batch=train_micro_batch(config, world, in_tokens="input_ids" in split.samples.fields),
+        rank=world.data.rank,
+        world_size=world.data.size,
+        collate=task.collate,
+        augment=augmenting(task, config, train=True),
+    )
+    return loader, split
+
+
+def rows_and_order(task: Task, split: Split, config: RunConfig) -> tuple[Sampler, Rows]:
+    """What batches are made of, and in which order."""
+    seed, samples = config.run.seed, split.samples
+    weights = [stream.weight for stream in getattr(split.records, "streams", [])]
+    mixed = bool(weights) and None not in weights
+    sizes = samples.sources.tolist() if mixed else [len(samples)]
+    rows: Rows = SampleRows(samples)
+    if config.data.batching == "packed":
+        plan, sizes = _plan(task, samples, sizes, config)
+        rows = PackedRows(samples, plan, _targets(task))
+        logger.info("packed: %d samples in %d rows", len(samples), len(rows))
+    sampler: Sampler = Shuffled(len(rows), seed) if config.data.shuffle else InOrder(len(rows))
+    if mixed:
+        sampler = Mixed(sizes, [weight for weight in weights if weight is not None], seed)
+    if config.data.batching == "grouped":
+        sampler = Grouped(sampler, rows.lengths, config.train.global_batch, seed)
+    return sampler, rows
+
+
+def _plan(task: Task, samples: EncodedDataset, sizes: list[int], config: RunConfig) -> tuple[Plan, list[int]]:
+    """Which samples share a row: only those of one source, so that sources can be mixed; and the rows of each source.
+
+    Args:
+        sizes: samples of each source.
+    """
+    lengths = packed_lengths(samples, _targets(task))
+    capacity, seed = config.data.sequence_length, config.run.seed
+    if len(samples) < KEPT_FROM:
+        return plan_sources(lengths, sizes, capacity, seed)
+    return keep_plan(lengths, sizes, capacity, seed, cache=config.cache_dir, timeout=config.launch.timeout)
+
+
+def _targets(task: Task) -> Targets:
+    if task.targets is None:
+        raise UserError(
+            f"{type(task).__name__} does not say where its targets are, so its samples cannot be packed",
+            where="data.batching",
+            remedy="set `targets` in the class (next_token, token, sample or decoder), or data.batching=grouped",
+        )
+    return task.targets
+
+
+def _streamed(task: Task, records: Iterable[Record]) -> Records:
+    if isinstance(records, Records):
+        return records
+    raise UserError(
+        f"{type(task).__name__}.records returns records of its own, which cannot be streamed",
+        where="data.streaming",
+        remedy="name files in data.train, or set data.streaming=false",
+    )
+
+
+def _stream_loader(task: Task, records: Records, config: RunConfig, world: Distributed) -> StreamLoader[Batch]:
+    encode = TaskEncoder(task, train=True)
+    # a stream is told by what it is made of, not by its samples: changed code, such as a metric's, ends no run
+    of_files = [stream.fingerprint for stream in records.streams]
+    fingerprint = content_key(of_files, settings_of(task, train=True), config.data.batching)
+
+    def rows_of(located: list[Located]) -> Rows | None:
+        try:
+            samples = encode_in_memory(_read_again(located), encode, on_bad_record=config.data.on_bad_record)
+        except NoSamples:
+            return None
+        if config.data.batching != "packed":
+            return SampleRows(samples)
+        plan, _ = _plan(task, samples, [len(samples)], config)
+        return PackedRows(samples, plan, _targets(task))
+
+    settings = StreamSettings(
+        seed=config.run.seed,
+        shuffle=config.data.shuffle,
+        lanes=config.data.stream_lanes,
+        records=config.data.records_per_lane,
+        global_batch=config.train.global_batch,
+        fingerprint=fingerprint,
+        code=code_of(task) or {},
+    )
+    return StreamLoader(
+        records.streams,
+        settings,
+        rows_of,
+        ranks=world.data,
+        micro_batch=train_micro_batch(config, world, in_tokens=task.tokenizer is not None),
+        collate=task.collate,
+        augment=augmenting(task, config, train=True),
+    )
+
+
+def train_micro_batch(config: RunConfig, world: Distributed, in_tokens: bool) -> MicroBatchSize:
+    """What one forward of training takes on one process.
+
+    Args:
+        in_tokens: whether samples have a length in tokens.
+    """
+    if config.train.micro_batch_tokens is not None:
+        return MicroBatchSize(tokens=config.train.micro_batch_tokens)
+    if config.train.micro_batch == "auto" and in_tokens:
+        return MicroBatchSize(rows=_rows_for_stages(config, world), tokens=MICRO_BATCH_TOKENS)
+    return MicroBatchSize(rows=resolve_micro_batch(config, world.data.size))
+
+
+def _rows_for_stages(config: RunConfig, world: Distributed) -> int | None:
+    """At most so many rows, that a pipeline has four micro-batches for each stage: it then idles a fifth or less."""
+    stages = config.parallel.pipeline
+    return max(1, config.train.global_batch // world.data.size // (4 * stages)) if stages > 1 else None
+
+
+def eval_micro_batch(config: RunConfig, in_tokens: bool) -> MicroBatchSize:
+    """What one forward of an evaluation takes on one process: it does not depend on how many there are."""
+    if config.eval.micro_batch is not None:
+        return MicroBatchSize(rows=config.eval.micro_batch)
+    if config.train.micro_batch_tokens is not None:
+        return MicroBatchSize(tokens=config.train.micro_batch_tokens)
+    if config.train.micro_batch == "auto":
+        return MicroBatchSize(tokens=MICRO_BATCH_TOKENS) if in_tokens else MicroBatchSize(rows=UNCOUNTED_ROWS)
+    return MicroBatchSize(rows=config.train.micro_batch)

@@ -1,0 +1,169 @@
+"""Runs whose nodes have disks of their own: each has a run directory, and writes every checkpoint whole.
+
+So the run survives the loss of a node, of the first one, too. When it goes on, with its nodes in another order or with
+new ones among them, every disk says what it has: the newest checkpoint counts, and goes to the disks that lack it.
+"""
+
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from drawbar.checkpoint.directory import BEST_FILE, CheckpointDirectory
+from drawbar.checkpoint.format import MANIFEST_FILE, FileEntry, describe
+from drawbar.checkpoint.load import read_state
+from drawbar.checkpoint.space import check_writable
+from drawbar.config.io.load_config import SCRIPT_FILE
+from drawbar.distributed.process_group import Distributed
+from drawbar.runtime.log import logger
+from drawbar.train.rundir import RunStart
+from drawbar.util.atomic_write import sync
+
+_METRICS = "metrics.jsonl"
+_RUN_FILES = ("config.yaml", "task.json", SCRIPT_FILE, _METRICS, "tokenizer/*", f"checkpoints/{BEST_FILE}")
+"""What goes with the checkpoints."""
+_LOOKING = "looking for the newest checkpoint"
+_COPYING = "copying the run to the disks that lack it"
+
+
+@dataclass(frozen=True)
+class Disks:
+    """Where the run directory is, as one rank sees it."""
+
+    writers: tuple[int, ...]
+    """The ranks that look after a run directory, one for each disk; rank 0 is the first."""
+    keeper: bool
+    """This rank is one of them."""
+
+    @property
+    def shared(self) -> bool:
+        """All nodes see the same run directory."""
+        return len(self.writers) == 1
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """What a disk has."""
+
+    start: RunStart
+    step: int
+    """-1 for none."""
+    checkpoints: dict[Path, tuple[bytes, list[str]]]
+    """The newest and the best one: their manifests, of which equal ones mean equal checkpoints, and all their files."""
+    files: dict[Path, FileEntry]
+    """The others of the run."""
+
+    @property
+    def worth(self) -> tuple[int, int]:
+        """The larger, the better. Of equal checkpoints, the one of rank 0's disk has all metrics with it."""
+        return self.step, max((file.size for path, file in self.files.items() if path.name == _METRICS), default=0)
+
+
+def look_at_disks(folder: Path, world: Distributed) -> Disks:
+    """Which nodes see the same ``folder``: each writes there, and looks for what those before it wrote.
+
+    Raises:
+        UserError: a node cannot write there.
+    """
+    if not world.place.spans_nodes:
+        return Disks((0,), world.first)
+    leads = world.place.local_rank == 0
+    leaders = [rank for rank, found in enumerate(world.share(leads)) if found]
+    tag = world.from_first(uuid.uuid4, "looking for a shared disk")
+    own = folder / f".{tag}-{world.rank}"
+    if leads:
+        check_writable(folder)  # before a bare error of touch()
+        folder.mkdir(parents=True, exist_ok=True)
+        own.touch()
+    world.barrier("looking for a shared disk")
+    keeper = leads and not any((folder / f".{tag}-{rank}").exists() for rank in leaders if rank < world.rank)
+    writers = tuple(rank for rank, keeps in enumerate(world.share(keeper)) if keeps)
+    if leads:
+        own.unlink()  # everybody has looked
+    return Disks(writers, keeper)
+
+
+def find_start_everywhere(find: Callable[[], RunStart], disks: Disks, world: Distributed) -> RunStart:
+    """Where the run begins. Afterwards every disk has that checkpoint, and the best one.
+
+    Args:
+        find: decides for one disk.
+
+    Raises:
+        UserError: there are checkpoints, and none can be used; on all ranks.
+    """
+    start = world.from_first(find, _LOOKING) if disks.shared else _compare(find, disks, world)
+    if start.refusal is not None:
+        raise start.refusal
+    return start
+
+
+def _compare(find: Callable[[], RunStart], disks: Disks, world: Distributed) -> RunStart:
+    """The best start of all disks, once each has it; what this rank's disk has to set aside stays its own."""
+    with world.working(_LOOKING):
+        own = _offer(find()) if disks.keeper else None
+    shared = world.share(own)
+    offers = {rank: offer for rank, offer in enumerate(shared) if offer is not None}
+    source = max(offers, key=lambda rank: (offers[rank].worth, -rank))
+    best = offers[source]
+    if best.start.checkpoint is None:
+        refused = [offer.start for offer in offers.values() if offer.start.refusal is not None]
+        if refused:
+            return refused[0]
+        logger.info("each node has a disk of its own, and none has a checkpoint of this run: it begins anew")
+    for target, offer in offers.items():
+        if offer.step < best.step:
+            logger.info("the disk of rank %d lacks %s, and gets it from rank %d", target, best.start.checkpoint, source)
+        if target != source:
+            _complete(offer, best, source, target, world)
+    damaged = {} if own is None else own.start.unusable
+    left = {path: reason for path, reason in damaged.items() if path not in best.checkpoints}
+    return replace(best.start, unusable=left)
+
+
+def _offer(start: RunStart) -> _Offer:
+    if start.checkpoint is None:
+        return _Offer(start, -1, {}, {})
+    directory = CheckpointDirectory(start.checkpoint.parent)
+    progress = read_state(start.checkpoint)["progress"]
+    step, best_step = progress["step"], progress["best_step"]  # best.json may be damaged, or older
+    best = directory.intact(best_step) if best_step not in (None, step) else None  # the newest one is verified
+    checkpoints = {}
+    for folder in (start.checkpoint, best):
+        if folder is not None:
+            names = sorted(path.name for path in folder.iterdir())
+            checkpoints[folder] = ((folder / MANIFEST_FILE).read_bytes(), names)
+    origin = directory.path.parent
+    files = [path for pattern in _RUN_FILES for path in sorted(origin.glob(pattern)) if path.is_file()]
+    return _Offer(start, step, checkpoints, {path: describe(path) for path in files})
+
+
+def _complete(offer: _Offer, best: _Offer, source: int, target: int, world: Distributed) -> None:
+    """Send what the disk of rank ``target`` has not, or not so. The other ranks wait for these two."""
+    for folder, (manifest, names) in best.checkpoints.items():
+        if folder in offer.checkpoints and offer.checkpoints[folder][0] == manifest:
+            continue
+        send = partial(_send, names, source, target, world)
+        with world.together(_COPYING):
+            if world.rank == target:
+                CheckpointDirectory(folder.parent).place(folder.name, send)
+            elif world.rank == source:
+                send(folder)
+    with world.together(_COPYING):
+        for path, entry in best.files.items():
+            if offer.files.get(path) != entry and world.rank in (source, target):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                world.send_file(path, source, target)
+
+
+def _send(names: list[str], source: int, target: int, world: Distributed, folder: Path) -> None:
+    """Send what is in ``folder`` on the one rank, to a new ``folder`` on the other."""
+    if world.rank == target:
+        folder.mkdir()
+    for name in names:
+        world.send_file(folder / name, source, target)
+    if world.rank == target:
+        for name in names:
+            sync(folder / name)
+        sync(folder)
