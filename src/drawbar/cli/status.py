@@ -27,7 +27,7 @@ RUN|JOB is a run's folder, the name of a run or sweep that was submitted, or the
 @click.argument("what", metavar="RUN|JOB")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line for each run.")
 def status(what: str, as_json: bool) -> None:
-    """Say how a job stands and how far its run is.
+    """Show the state of a job, and how far its run is.
 
     Works while it waits, while it trains and long after it has ended; a run that was never submitted has no job.
     """

@@ -69,7 +69,7 @@ class Launcher(ABC):
 
     @abstractmethod
     def status(self, records: Sequence[JobRecord]) -> list[JobStatus]:
-        """How these jobs stand, in their order.
+        """The status of these jobs, in their order.
 
         Raises:
             UserError: it cannot be known now.
