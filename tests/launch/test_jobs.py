@@ -201,7 +201,7 @@ def test_how_far_a_run_is(tmp_path: Path) -> None:
 
     write_run_status(tmp_path, "stopped", 2, 20)  # a run of today says it itself
     found = read_progress(tmp_path)
-    assert (found.state, found.step_of_total) == ("stopped", "2/20")
+    assert (found.run_state, found.step_of_total) == ("stopped", "2/20")
     (tmp_path / "status.json").write_text("{")
     assert read_progress(tmp_path).step_of_total == "2/12"
     (tmp_path / "status.json").unlink()

@@ -19,20 +19,20 @@ The list is kept in ~/.local/state/drawbar/jobs.jsonl, and in the folder launch/
 )
 @click.option("--all", "show_all", is_flag=True, help="Also the jobs that ended, or were submitted, before yesterday.")
 def jobs(show_all: bool) -> None:
-    """List the jobs that you have submitted: how they stand, and how far their runs are."""
+    """List the jobs that you have submitted: their states, and how far their runs are."""
     from drawbar.launch.jobs.job_status import is_recent
     from drawbar.launch.jobs.progress import read_progress
     from drawbar.launch.jobs.records import JobEnd, read, user_file
     from drawbar.launch.launchers import ask_status
     from drawbar.tracking.table import print_table
 
-    known = {record.number: record for record in read(user_file())}  # numbers come again: the newest has it
+    known = {(record.launcher, record.number): record for record in read(user_file())}  # numbers come again
     now, wanted = time.time(), set(known)
     if not show_all:  # an old job without an end may still wait
-        ends = {number: JobEnd.read(record) for number, record in known.items()}
-        wanted = {number for number, end in ends.items() if end is None or is_recent(known[number], end, now)}
+        ends = {key: JobEnd.read(record) for key, record in known.items()}
+        wanted = {key for key, end in ends.items() if end is None or is_recent(known[key], end, now)}
     rows = []
-    for status in ask_status(record for number, record in known.items() if number in wanted):
+    for status in ask_status(record for key, record in known.items() if key in wanted):
         record = status.record
         if show_all or status.is_active or is_recent(record, JobEnd.read(record), now):
             step = read_progress(Path(record.run_dir)).step_of_total

@@ -94,7 +94,7 @@ def _follow(records: "list[JobRecord]", output: "Output") -> int:
 
 
 def _ask(records: "list[JobRecord]") -> "list[JobStatus]":
-    """How they stand. A controller that is restarted does not end the looking."""
+    """Their status. A controller that is restarted does not end the looking."""
     from drawbar.errors import UserError
     from drawbar.launch.launchers import ask_status
 

@@ -27,7 +27,7 @@ RUN|JOB is a run's folder, the name of a run or sweep that was submitted, or the
 @click.argument("what", metavar="RUN|JOB")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line for each run.")
 def status(what: str, as_json: bool) -> None:
-    """Say how a job stands and how far its run is.
+    """Show the state of a job, and how far its run is.
 
     Works while it waits, while it trains and long after it has ended; a run that was never submitted has no job.
     """
@@ -73,8 +73,8 @@ def _lines(folder: Path, job: "JobStatus | None", progress: "LoggedProgress") ->
         lines.append(("job", f"{record.number}: {', '.join(filter(None, (job.state, job.remarks)))}"))
         if job.clock:
             lines.append(("time", job.clock))
-    if progress.state is not None:
-        lines.append(("state", progress.state))
+    if progress.run_state is not None:
+        lines.append(("state", progress.run_state))
     if progress.step is None:
         lines.append(("step", "none yet"))
     else:
@@ -90,7 +90,7 @@ def _lines(folder: Path, job: "JobStatus | None", progress: "LoggedProgress") ->
         lines.append(("checkpoint", f"step {progress.checkpoint}"))
     if progress.written is not None:
         ago = f"{duration(max(0.0, now - progress.written))} ago"
-        is_running = progress.state == "training" if job is None else job.state == RUNNING
+        is_running = progress.run_state == "training" if job is None else job.state == RUNNING
         is_silent = is_running and progress.is_stale(now)
         lines.append(("written", ago + (": it should have written since; see its log" if is_silent else "")))
     if job is not None:

@@ -17,7 +17,7 @@ from drawbar.launch.jobs.records import JobRecord
 
 
 @dataclass(frozen=True)
-class Completed:
+class CompletedCluster:
     """The section ``cluster`` as a job runs under it."""
 
     cluster: ClusterSection
@@ -69,7 +69,7 @@ class Launcher(ABC):
 
     @abstractmethod
     def status(self, records: Sequence[JobRecord]) -> list[JobStatus]:
-        """How these jobs stand, in their order.
+        """The status of these jobs, in their order.
 
         Raises:
             UserError: it cannot be known now.
@@ -106,7 +106,7 @@ class Launcher(ABC):
         """
         return ()
 
-    def complete(self, config: RunConfig, is_set: Callable[[str], bool], again: bool) -> Completed:
+    def complete(self, config: RunConfig, is_set: Callable[[str], bool], again: bool) -> CompletedCluster:
         """The section ``cluster``, with what the launcher decides where the user leaves it open.
 
         Args:
@@ -116,7 +116,7 @@ class Launcher(ABC):
         Raises:
             UserError: it asks for what there is not.
         """
-        return Completed(config.cluster or ClusterSection())
+        return CompletedCluster(config.cluster or ClusterSection())
 
     def make_job(self, config: RunConfig, cluster: ClusterSection, program: str | None) -> Job:
         """``drawbar train`` as this launcher runs it; see :func:`drawbar.launch.job.make_job`."""

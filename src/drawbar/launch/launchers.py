@@ -24,7 +24,7 @@ def launcher_of(record: JobRecord) -> Launcher:
 
 
 def ask_status(records: Iterable[JobRecord]) -> list[JobStatus]:
-    """How these jobs stand, in their order. Each launcher is asked once for all of its jobs.
+    """The status of these jobs, in their order. Each launcher is asked once for all of its jobs.
 
     Raises:
         UserError: a launcher cannot tell, and of some of its jobs no file tells the end.

@@ -1,4 +1,4 @@
-"""``JobStatus``: how a job stands, as one answer, whatever launcher runs it."""
+"""``JobStatus``: the state of a job as one answer, whatever launcher runs it."""
 
 import time
 from collections.abc import Callable, Sequence

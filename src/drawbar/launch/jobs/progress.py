@@ -32,7 +32,7 @@ class BestScore:
 class LoggedProgress:
     """What a run has come to. None where it has not said so yet."""
 
-    state: str | None = None
+    run_state: str | None = None
     """What the run says of itself: see :class:`RunStatus`."""
     step: int | None = None
     total: int | None = None
@@ -68,7 +68,7 @@ def read_progress(run_dir: Path) -> LoggedProgress:
     checkpoint = newest_step(run_dir)
     status = RunStatus.read(run_dir)
     return LoggedProgress(
-        state=None if status is None else status.state,
+        run_state=None if status is None else status.state,
         step=lines[-1]["step"] if lines else None,
         total=_total_of_older_run(run_dir / "config.yaml", last) if status is None else status.total_steps,
         loss=_number(last.get("train/loss")),

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from drawbar.errors import UserError, nearest
 from drawbar.launch.job_files import FOLDER, config_file, end_file
+from drawbar.util.atomic_file import write_atomically
 
 FILE = "jobs.jsonl"
 
@@ -88,10 +89,8 @@ class JobEnd:
             return None
 
     def write(self, file: Path) -> None:
-        """Whole or not at all. Raises OSError where it cannot be written."""
-        draft = file.with_suffix(".json.tmp")
-        draft.write_text(json.dumps(asdict(self)) + "\n")
-        draft.replace(file)
+        """Raises OSError where it cannot be written."""
+        write_atomically(file, json.dumps(asdict(self)).encode() + b"\n")
 
 
 def user_file() -> Path:

@@ -1,10 +1,10 @@
 """Restarts of a job that bring no new checkpoint, counted in a file, so that a crash loop ends."""
 
 import json
-import os
 from pathlib import Path
 
 from drawbar.launch.job_files import FOLDER
+from drawbar.util.atomic_file import write_atomically
 
 MOST = 3
 """Restarts without progress."""
@@ -23,8 +23,5 @@ def count_restart(run_dir: Path, job: str) -> int:
     if record.exists():
         last = json.loads(record.read_text())
         restarts = last["restarts"] + 1 if step <= last["step"] else 0
-    record.parent.mkdir(parents=True, exist_ok=True)
-    draft = record.with_suffix(".tmp")
-    draft.write_text(json.dumps({"step": step, "restarts": restarts}))
-    os.replace(draft, record)
+    write_atomically(record, json.dumps({"step": step, "restarts": restarts}).encode())
     return restarts

@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from drawbar.util.atomic_file import write_atomically
+
 FILE = "status.json"
 RunState = Literal["training", "complete", "stopped", "failed"]
 
@@ -31,8 +33,6 @@ class RunStatus:
 
 
 def write_run_status(run_dir: Path, state: RunState, step: int, total_steps: int) -> None:
-    """Write it whole or not at all, but not through to the disk: nothing is lost with it. Raises OSError."""
-    draft = run_dir / f"{FILE}.tmp"
+    """Write ``status.json``. Raises OSError where that cannot be done."""
     status = RunStatus(state, step, total_steps, round(time.time(), 3))
-    draft.write_text(json.dumps(asdict(status)) + "\n", encoding="utf-8")
-    draft.replace(run_dir / FILE)
+    write_atomically(run_dir / FILE, json.dumps(asdict(status)).encode() + b"\n")

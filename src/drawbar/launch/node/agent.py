@@ -61,22 +61,7 @@ def run_processes(
         os.environ[STATUS_FILE] = str(status)
         _handle_signals(folder)
         own = rendezvous or Rendezvous(Path(folder).name, "127.0.0.1:0", nodes=1, node=0, address="127.0.0.1")
-        config = LaunchConfig(
-            min_nodes=own.nodes,
-            max_nodes=own.nodes,
-            nproc_per_node=nproc,
-            run_id=own.job,
-            rdzv_backend="c10d",
-            rdzv_endpoint=own.endpoint,
-            # torch would guess from host names who keeps the store
-            rdzv_configs={"is_host": own.node == 0, "read_timeout": int(timeout), "join_timeout": int(timeout)},
-            local_addr=own.address,
-            max_restarts=0,
-            monitor_interval=0.1,
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
-            signals_to_handle="SIGQUIT",  # the others are ours
-            shutdown_timeout=_SAVE_SECONDS,
-        )
+        config = _launch_config(own, nproc, timeout, folder)
         try:
             with contextlib.nullcontext() if rendezvous is None or node_check is None else node_check.run(rendezvous):
                 elastic_launch(config, sys.executable)("-u", *arguments)
@@ -90,6 +75,26 @@ def run_processes(
             print(farewell(error.sigval), file=sys.stderr)
             return code_of(error.sigval)
     return ExitCode.DONE
+
+
+def _launch_config(rendezvous: Rendezvous, nproc: int, timeout: float, log_dir: str) -> LaunchConfig:
+    """What torch's elastic launcher of this node is to do."""
+    return LaunchConfig(
+        min_nodes=rendezvous.nodes,
+        max_nodes=rendezvous.nodes,
+        nproc_per_node=nproc,
+        run_id=rendezvous.job,
+        rdzv_backend="c10d",
+        rdzv_endpoint=rendezvous.endpoint,
+        # torch would guess from host names who keeps the store
+        rdzv_configs={"is_host": rendezvous.node == 0, "read_timeout": int(timeout), "join_timeout": int(timeout)},
+        local_addr=rendezvous.address,
+        max_restarts=0,
+        monitor_interval=0.1,
+        logs_specs=DefaultLogsSpecs(log_dir=log_dir),
+        signals_to_handle="SIGQUIT",  # the others are ours
+        shutdown_timeout=_SAVE_SECONDS,
+    )
 
 
 def _nobody_came(rendezvous: Rendezvous, timeout: float) -> UserError:

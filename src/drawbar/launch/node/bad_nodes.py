@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from drawbar.launch.job_files import FOLDER
+from drawbar.util.atomic_file import write_atomically
 
 FILE = "bad-nodes.json"
 LOST = "is lost"
@@ -30,10 +31,8 @@ def record_bad_nodes(run_dir: Path, job: str, reasons: Mapping[str, str]) -> Non
     """
     path = run_dir / FOLDER / FILE
     entry = {"job": job, "attempt": attempt(), "time": round(time.time(), 3), "nodes": dict(reasons)}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f"{FILE}.{os.getpid()}.tmp")
-    draft.write_text(json.dumps([*_entries(run_dir), entry], indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(draft, path)
+    text = json.dumps([*_entries(run_dir), entry], indent=2, ensure_ascii=False) + "\n"
+    write_atomically(path, text.encode())
 
 
 def bad_nodes(run_dir: Path, job: str, attempt: int | None = None) -> dict[str, str]:

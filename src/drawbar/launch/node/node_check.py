@@ -1,4 +1,4 @@
-"""Before and while the ranks of several nodes run, their launchers watch over one another.
+"""``NodeCheck`` and ``NodeWatch``: launchers of several nodes check one another, before the ranks run and meanwhile.
 
 First every node answers the node check, at the store where torch's launchers will meet, too. Whoever does not answer in
 time is named on every node that did, and the run ends: it never goes on as a smaller one. From then on each launcher
@@ -68,7 +68,11 @@ class NodeCheck:
         store = self._connect(rendezvous)
         try:
             store.set(f"here/{rendezvous.node}", json.dumps(asdict(facts)))
-            verdict = self._call(store, rendezvous) if rendezvous.node == 0 else self._listen(store, rendezvous)
+            verdict = (
+                self._collect_answers(store, rendezvous)
+                if rendezvous.node == 0
+                else self._await_verdict(store, rendezvous)
+            )
         except (dist.DistError, RuntimeError) as error:
             raise self._no_head(rendezvous, f"went away: {error}") from error
         if verdict.errors:
@@ -119,8 +123,8 @@ class NodeCheck:
                 exit_code=ExitCode.FAILED,
             ) from error
 
-    def _call(self, store: dist.Store, rendezvous: Rendezvous) -> Verdict:
-        """On the first node: hear all, judge, and tell."""
+    def _collect_answers(self, store: dist.Store, rendezvous: Rendezvous) -> Verdict:
+        """On the first node: wait for all answers, judge them, and publish the verdict."""
         answers: dict[int, NodeFacts] = {}
         heard: dict[int, float] = {}
         end = time.monotonic() + self.seconds
@@ -145,8 +149,8 @@ class NodeCheck:
             _wait(lambda: not others or store.check(others), _FAREWELL)
         return verdict
 
-    def _listen(self, store: dist.Store, rendezvous: Rendezvous) -> Verdict:
-        """On the other nodes."""
+    def _await_verdict(self, store: dist.Store, rendezvous: Rendezvous) -> Verdict:
+        """On the other nodes: wait for the verdict."""
         if not _wait(lambda: store.check(["verdict"]), self.seconds + _FAREWELL):
             raise self._no_head(rendezvous, f"said nothing for {self.seconds + _FAREWELL:.0f} s")
         verdict = Verdict(**json.loads(store.get("verdict")))
@@ -170,8 +174,8 @@ class NodeCheck:
 
 
 class NodeWatch:
-    """Signs of life, from the node check until this launcher ends: the first node looks after all others, and they look
-    after it. A context manager.
+    """Heartbeats between launchers, from the node check until this one ends: the first node watches all others, they
+    watch it. A context manager.
 
     Args:
         store: on the first node it is the server, which torch's launcher shares: it must live as long.
@@ -192,7 +196,7 @@ class NodeWatch:
 
     def __enter__(self) -> Self:
         # no daemon: one that is inside a call of the store when the interpreter ends would abort the process
-        threading.Thread(target=self._watch, name="signs of life").start()
+        threading.Thread(target=self._watch, name="heartbeats").start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -214,7 +218,7 @@ class NodeWatch:
         enough = self._beats + 4  # of the watching thread, which may be slow on a busy machine
         _wait(lambda: self._beats >= enough, LOST_SECONDS)
         _wait(lambda: self._lost(_SUSPICION) or not self._lost(2), LOST_SECONDS)
-        self._tell(self._lost(_SUSPICION))
+        self._report_lost(self._lost(_SUSPICION))
 
     def _watch(self) -> None:
         """Every beat, say that this node is there, and look who else is."""
@@ -225,14 +229,14 @@ class NodeWatch:
                     store = _reconnect(self._rendezvous)  # of its own: a call of the main thread may take long
                 store.set(f"beat/{self._rendezvous.node}", str(self._beats))
                 silent = {node for node in self._silent if not self._is_there(store, node)}
-                self._heed_the_first(store)
+                self._end_with_first_node(store)
             except (dist.DistError, RuntimeError):
                 store, silent = None, {0} - self._left
             for node in self._silent:
                 self._silent[node] = self._silent[node] + 1 if node in silent else 0
             self._beats += 1
             if lost := self._lost(LOST_SECONDS):
-                self._tell(lost)
+                self._report_lost(lost)
                 self._leave(linger=True)
                 os._exit(ExitCode.FAILED)  # the ranks' own watchdogs end them
 
@@ -246,7 +250,7 @@ class NodeWatch:
         self._last[node] = store.get(f"beat/{node}") if store.check([f"beat/{node}"]) else b""
         return self._last[node] != before
 
-    def _heed_the_first(self, store: dist.Store) -> None:
+    def _end_with_first_node(self, store: dist.Store) -> None:
         """End, where the first node has found one that is lost: the ranks here may wait for it for long."""
         if self._rendezvous.node != 0 and store.check(["lost"]):
             print(f"error: {store.get('lost').decode()}", file=sys.stderr, flush=True)
@@ -255,7 +259,7 @@ class NodeWatch:
     def _lost(self, beats: int) -> list[int]:
         return [node for node, silent in self._silent.items() if silent >= beats]
 
-    def _tell(self, lost: list[int]) -> None:
+    def _report_lost(self, lost: list[int]) -> None:
         reasons = {}
         for node in lost:
             name, seconds = self._rendezvous.name(node), self._silent[node] * _BEAT

@@ -67,5 +67,5 @@ def _scontrol(*arguments: str) -> None:
 
 def _nodes_left(partitions: str, excluded: str) -> int:
     """How many nodes of the job's partitions it could still use."""
-    members = {node.name for name in partitions.split(",") for node in read_nodes(name) or ()}
-    return len(members - set((ask("scontrol", "show", "hostnames", excluded) or "").split()))
+    nodes = {node.name for name in partitions.split(",") for node in read_nodes(name) or ()}
+    return len(nodes - set((ask("scontrol", "show", "hostnames", excluded) or "").split()))

@@ -1,4 +1,4 @@
-"""How Slurm's jobs stand: what Slurm says of them, and what their scripts have left, as one answer."""
+"""The status of Slurm's jobs: what Slurm says of them, and what their scripts have left, as one answer."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,7 @@ from drawbar.launch.slurm.queue import QueueEntry, ask, lost_nodes
 
 
 def slurm_status(records: Sequence[JobRecord]) -> list[JobStatus]:
-    """How these jobs stand. Slurm is asked once for all.
+    """The status of these jobs. Slurm is asked once for all.
 
     Raises:
         UserError: Slurm cannot be asked.

@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -17,16 +18,19 @@ class HostOutput:
         self._log = path.open("ab")
 
     def close(self) -> None:
-        if self._log is not None:
-            self._log.close()
+        with suppress(OSError):
+            if self._log is not None:
+                self._log.close()
 
     async def write(self, descriptor: int, host: str, line: bytes) -> None:
         """In a thread: a terminal or a pager may make us wait, and the hosts must not."""
         await asyncio.to_thread(self._write, descriptor, host.encode() + b": " + line + b"\n")
 
     def _write(self, descriptor: int, text: bytes) -> None:
-        streams = [(sys.stdout if descriptor == 1 else sys.stderr).buffer, self._log]
-        for stream in streams:
-            if stream is not None:
-                stream.write(text)  # a buffered stream has a lock: lines stay whole
-                stream.flush()
+        stream = (sys.stdout if descriptor == 1 else sys.stderr).buffer
+        stream.write(text)  # a buffered stream has a lock: lines stay whole
+        stream.flush()
+        if self._log is not None:
+            with suppress(OSError):  # a full disk here ends no run there
+                self._log.write(text)
+                self._log.flush()

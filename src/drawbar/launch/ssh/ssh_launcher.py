@@ -116,6 +116,9 @@ class SshLauncher(Launcher):
                 code = supervise(remote_starts(job, hosts), job.timeout, start)
             except UserError as error:
                 code = error.exit_code
+                if is_known:
+                    with suppress(OSError), self.log_path(job, number).open("a", encoding="utf-8") as log:
+                        log.write(f"error: {error}\n")
                 raise
             finally:
                 if is_known:

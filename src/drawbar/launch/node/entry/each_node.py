@@ -16,14 +16,7 @@ from drawbar.config.io.user_modules import SNAPSHOT
 from drawbar.launch.job_files import CONFIG, NODES
 from drawbar.launch.node.rendezvous import Rendezvous, job_name
 from drawbar.launch.node.route import describe, find_route
-
-
-def write_config(path: Path, node: int) -> None:
-    """Write the configuration down, whole or not at all. Nodes may do it at the same time, in the same folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f"{path.name}.{node}.tmp")
-    draft.write_bytes(base64.b64decode(os.environ.pop(CONFIG)))
-    os.replace(draft, path)
+from drawbar.util.atomic_file import write_atomically
 
 
 def main(arguments: list[str]) -> NoReturn:
@@ -37,7 +30,7 @@ def main(arguments: list[str]) -> NoReturn:
         fix = "set cluster.interface to a network that all nodes are on"
         _refuse(f"node {host} has no route to the first node, {head}: {error}", fix)
     try:
-        write_config(Path(config), node)
+        write_atomically(Path(config), base64.b64decode(os.environ.pop(CONFIG)))
     except OSError as error:
         _refuse(f"node {host} cannot write the configuration of the run: {error}", "set run.dir to another folder")
     snapshot = os.environ.get(SNAPSHOT)
