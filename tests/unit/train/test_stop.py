@@ -53,6 +53,28 @@ def test_nohup_is_heeded(stop: Stop) -> None:
         signal.signal(signal.SIGHUP, before)
 
 
+@pytest.mark.parametrize(
+    ("own", "other", "agreed", "stops"),
+    [
+        ([], Reason.SAVE, Reason.SAVE, False),  # another rank's callback asked for a checkpoint
+        ([Reason.SAVE], Reason.NONE, Reason.SAVE, False),
+        ([Reason.SAVE], Reason.CALLBACK, Reason.CALLBACK, True),  # the end saves as well
+        ([Reason.CALLBACK], Reason.NONE, Reason.CALLBACK, True),
+        ([Reason.EARLY, Reason.SAVE], Reason.REQUEUE, Reason.REQUEUE, True),
+    ],
+)
+def test_what_one_rank_wants_all_ranks_do(
+    stop: Stop, own: list[Reason], other: Reason, agreed: Reason, stops: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Distributed, "largest", lambda _, value: max(value, other))
+    for reason in own:
+        stop.request(reason)
+    assert stop.agreed() == stops
+    assert stop.reason == agreed
+    monkeypatch.setattr(Distributed, "largest", lambda _, value: value)
+    assert stop.agreed() == any(reason > Reason.SAVE for reason in own)  # a checkpoint is asked for once
+
+
 @pytest.mark.parametrize(("number", "launcher"), [("SIGTERM", False), ("SIGINT", True), ("SIGINT", False)])
 def test_a_second_signal_ends_the_process(number: str, launcher: bool) -> None:
     """Unless it is the same one: schedulers and launchers pass on what others were told, too."""
