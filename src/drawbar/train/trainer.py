@@ -89,7 +89,6 @@ class Trainer:
         check_rules(config, RULES + TRAIN_RULES)
         self.callbacks = [*make_callbacks(config.callbacks), *callbacks]
         check_callbacks(self.callbacks)
-        self.trackers = make_trackers(config.tracking)
         self.source = config
         self.config = config if fork is None else renamed(config, fork)
         self.task_type = task or task_class(config.task.type)
@@ -104,6 +103,7 @@ class Trainer:
         Raises:
             UserError: the request is wrong, or the run failed for a reason that the user can mend.
         """
+        trackers = make_trackers(self.config.tracking)
         place = RankInfo.from_environment()
         check_world(self.config, place.world_size)
         device = choose_device(self.config.device, place)
@@ -120,7 +120,7 @@ class Trainer:
                 Stop(world) as stop,
             ):
                 check_links(world, self.config.run_dir)
-                return self._fit(world, stop, console)
+                return self._fit(world, stop, console, Trackers(trackers if world.first else ()))
         finally:
             console.stop()
             if self._lock is not None:
@@ -139,7 +139,7 @@ class Trainer:
                 *(wanted, wanted),
             )
 
-    def _fit(self, world: Distributed, stop: Stop, console: Console) -> Outcome:
+    def _fit(self, world: Distributed, stop: Stop, console: Console, trackers: Trackers) -> Outcome:
         config = self.config
         disks = look_at_disks(Path(config.run.dir), world)
         start = find_start_everywhere(self._find_start, disks, world)
@@ -176,8 +176,7 @@ class Trainer:
             check_length(progress.step, total_steps, config.train)
             tell_length(start.changed_length, progress.step, total_steps, config.optim)
         self._open(task, engine, world, disks, start)
-        trackers = Trackers(self.trackers if world.first else ())
-        parts = (config, world, disks, stop, console, task, engine, loader, validation, progress, trackers)
+        parts = (config, world, disks, stop, console, trackers, task, engine, loader, validation, progress)
         _Run(*parts, total_steps, self.callbacks).train()
         engine.close()
         return Outcome(stop.exit_code, config.run_dir, progress)
@@ -233,12 +232,12 @@ class _Run:
     disks: Disks
     stop: Stop
     console: Console
+    trackers: Trackers
     task: Task
     engine: Engine
     loader: Loader
     validation: Split | None
     progress: RunProgress
-    trackers: Trackers
     total_steps: int
     user_callbacks: Sequence[Callback]
     callbacks: list[Callback] = field(default_factory=list)
