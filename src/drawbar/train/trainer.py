@@ -267,7 +267,8 @@ class _Run:
                 callback.on_exception(self.handle, error)
             raise
         finally:
-            self.trackers.finish()
+            with self.world.working("finishing the trackers"):
+                self.trackers.finish()
         self.console.message(self._farewell())
 
     def _train(self) -> None:
@@ -283,8 +284,9 @@ class _Run:
             self.callbacks += [status] if self.world.first else []
             self.callbacks += [GuardedCallback(callback, self.stop) for callback in self.user_callbacks]
             self._loop()
-        if self.stop.error is not None:
-            raise self.stop.error
+        failure = self.stop.failure()
+        if failure is not None:
+            raise failure
 
     def _farewell(self) -> str:
         """The last line: where the run is, and what it came to."""

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from drawbar.errors import ExitCode
+from drawbar.errors import ExitCode, UserError
 from drawbar.runtime.dist import Distributed
 from drawbar.runtime.env import RankInfo
 from drawbar.runtime.interrupt import ECHO_SECONDS
@@ -73,6 +73,16 @@ def test_what_one_rank_wants_all_ranks_do(
     assert stop.reason == agreed
     monkeypatch.setattr(Distributed, "largest", lambda _, value: value)
     assert stop.agreed() == any(reason > Reason.SAVE for reason in own)  # a checkpoint is asked for once
+
+
+def test_what_failed_on_one_rank_is_raised_on_all(stop: Stop, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert stop.failure() is None
+    other = UserError("the callback Mine.on_step on rank 1 failed", remedy="correct it")
+    monkeypatch.setattr(Distributed, "share", lambda _, own: [own, other])
+    assert stop.failure() is other
+    stop.fail(own := UserError("the evaluation failed", remedy="correct it"))
+    stop.fail(UserError("and then more", remedy="correct it"))
+    assert stop.failure() is own
 
 
 @pytest.mark.parametrize(("number", "launcher"), [("SIGTERM", False), ("SIGINT", True), ("SIGINT", False)])
