@@ -1,7 +1,7 @@
 """The trainer: it puts the parts of a run together, and runs the loop. It never names a strategy."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -54,7 +54,7 @@ from drawbar.train.rundir import RunStart, encoded_once, find_start, lock_run_di
 from drawbar.train.saver import Saver, formats_as_begun, restore_engine, restore_position
 from drawbar.train.setup import build_task, chats_as_then, count_steps, save_task, tell_length
 from drawbar.train.step import RunProgress, StepInfo
-from drawbar.train.stop import Reason, Stop
+from drawbar.train.stop import Stop
 
 
 @dataclass(frozen=True)
@@ -275,13 +275,8 @@ class _Run:
         saver = Saver(
             self.config, self.engine, self.loader, self.world, self.disks, self.stop, self.progress, self.validation
         )
-        status = StatusCallback(self.config.tracking.log_every, self.config.run_dir, self.total_steps, self.stop)
-        with ExitStack() as open_:
-            if self.world.first:
-                open_.enter_context(status.until_end())
-            open_.enter_context(closing(saver))  # a save that has begun is finished, even where a step fails
+        with closing(saver):  # a save that has begun is finished, even where a step fails
             self.callbacks += self._own_callbacks(saver)
-            self.callbacks += [status] if self.world.first else []
             self.callbacks += [GuardedCallback(callback, self.stop) for callback in self.user_callbacks]
             self._loop()
         failure = self.stop.failure()
@@ -291,7 +286,7 @@ class _Run:
     def _farewell(self) -> str:
         """The last line: where the run is, and what it came to."""
         step, best = self.progress.step, self.progress.best_step
-        if self.stop.exit_code is not ExitCode.DONE or self.stop.reason is Reason.CALLBACK:
+        if self.stop.may_go_on:
             return f"{self.config.run_dir}: saved at step {step}; the same command goes on from there"
         score = f"; best {self.config.eval.metric}: {self.progress.best_score:.4g}, at step {best}" if best else ""
         return f"{self.config.run_dir}: {step:,} steps made{score}"
@@ -331,6 +326,8 @@ class _Run:
             ]
         if world.device.type == "cpu" and torch.get_num_threads() > 1:
             callbacks.append(CoreWaitCallback())
+        if world.first:
+            callbacks.append(StatusCallback(log_every, stop))
         if config.tracking.profile is not None:  # first, so that a trace ends before an evaluation or a save
             callbacks.insert(0, ProfileCallback(config.tracking.profile, run_dir, world))
         return callbacks
