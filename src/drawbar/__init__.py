@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from drawbar.config.io.load_config import load_config
     from drawbar.config.schema.run_config import RunConfig
     from drawbar.config.schema.task_sections import TaskConfig
-    from drawbar.data.readers import FileReader
+    from drawbar.data.readers import BadRecord, FileReader, Unit
     from drawbar.errors import UserError
     from drawbar.tasks.batch import Batch
     from drawbar.tasks.causal_lm import CausalLM
@@ -33,6 +33,7 @@ __version__ = "0.1.0"
 let_threads_sleep()  # here, since torch must not be loaded yet
 
 _HOMES = {
+    "BadRecord": "drawbar.data.readers",
     "Batch": "drawbar.tasks.batch",
     "Callback": "drawbar.train.callback",
     "CausalLM": "drawbar.tasks.causal_lm",
@@ -49,6 +50,7 @@ _HOMES = {
     "TrackedRun": "drawbar.tracking.tracker",
     "Tracker": "drawbar.tracking.tracker",
     "Trainer": "drawbar.train.trainer",
+    "Unit": "drawbar.data.readers",
     "UserError": "drawbar.errors",
     "load_config": "drawbar.config.io.load_config",
     "load_run": "drawbar.commands.trained_run",
@@ -56,6 +58,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "BadRecord",
     "Batch",
     "Callback",
     "CausalLM",
@@ -72,6 +75,7 @@ __all__ = [
     "TrackedRun",
     "Tracker",
     "Trainer",
+    "Unit",
     "UserError",
     "load_config",
     "load_run",

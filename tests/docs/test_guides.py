@@ -16,8 +16,13 @@ from drawbar.tasks.old_names import METHODS as OLD_NAMES
 from drawbar.tasks.task_registry import task_class
 
 DOCS = Path(__file__).parents[2] / "docs"
-TASKS, DATA = DOCS / "tasks.md", DOCS / "data.md"
-PARTS = [(page, block) for page in (TASKS, DATA) for block in blocks(page) if block.language == "yaml" and block.mark]
+TASKS, DATA, METRICS = DOCS / "tasks.md", DOCS / "data.md", DOCS / "metrics.md"
+PARTS = [
+    (page, block)
+    for page in (TASKS, DATA, METRICS)
+    for block in blocks(page)
+    if block.language == "yaml" and block.mark
+]
 
 
 def walked(page: Path, folder: Path, at_least: int) -> Path:

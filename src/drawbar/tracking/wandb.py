@@ -4,6 +4,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
+from drawbar.tracking.background import FINISH_SECONDS
 from drawbar.tracking.tracker import TrackedRun, Tracker
 
 logger = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ class WandbTracker(Tracker):
             dir=run.folder,
             mode=mode,
             config=dict(run.settings),
-            settings=wandb.Settings(console="off", silent=True),
+            settings=wandb.Settings(console="off", silent=True, finish_timeout=FINISH_SECONDS),
         )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:

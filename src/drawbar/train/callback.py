@@ -140,14 +140,14 @@ class GuardedCallback(Callback):
     def on_train_end(self, run: RunHandle) -> None:
         self._call("on_train_end", run)
 
-    def _call(self, event: str, *arguments: Any) -> None:
+    def _call(self, event: str, run: RunHandle, *arguments: Any) -> None:
         if self._failed:
             return
         try:
-            getattr(self._callback, event)(*arguments)
+            getattr(self._callback, event)(run, *arguments)
         except Exception as error:  # noqa: BLE001 - it costs no step
             self._failed = True
-            name = f"{type(self._callback).__name__}.{event}"
+            name = f"{type(self._callback).__name__}.{event}" + (f" on rank {run.rank}" if run.world_size > 1 else "")
             failure = UserError(
                 f"the callback {name} failed: {cause(error)}",
                 where="callbacks",

@@ -5,8 +5,8 @@ which may fail, and what the evaluation came to is added to the checkpoint.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -28,38 +28,28 @@ from drawbar.train.stop import Reason, Stop
 
 
 class StatusCallback(Callback):
-    """``status.json`` of the run, for those who look at it from outside."""
+    """``status.json`` of the run, for those who look at it from outside. Rank 0 alone has it."""
 
-    def __init__(self, every: int, run_dir: Path, total_steps: int, stop: Stop) -> None:
+    def __init__(self, every: int, stop: Stop) -> None:
         self._every = every
-        self._run_dir = run_dir
-        self._total_steps = total_steps
         self._stop = stop
-        self._step = 0
 
     def on_train_start(self, run: RunHandle) -> None:
-        self._step = run.step
-        self._write("training")
+        self._write(run, "training")
 
     def on_step(self, run: RunHandle, info: StepInfo) -> None:
-        self._step = info.step
         if info.step % self._every == 0 or info.step == 1:
-            self._write("training")
+            self._write(run, "training")
 
-    @contextmanager
-    def until_end(self) -> Iterator[None]:
-        """At the end of the block, write how the run has ended."""
-        state: RunState = "failed"
-        try:
-            yield
-            if self._stop.error is None:
-                state = "complete" if self._stop.exit_code is ExitCode.DONE else "stopped"
-        finally:
-            self._write(state)
+    def on_train_end(self, run: RunHandle) -> None:
+        self._write(run, "stopped" if self._stop.may_go_on else "complete")
 
-    def _write(self, state: RunState) -> None:
+    def on_exception(self, run: RunHandle, error: Exception) -> None:
+        self._write(run, "failed")
+
+    def _write(self, run: RunHandle, state: RunState) -> None:
         with suppress(OSError):  # such as of a full disk: what must be written will say so
-            write_run_status(self._run_dir, state, self._step, self._total_steps)
+            write_run_status(run.run_dir, state, run.step, run.total_steps)
 
 
 class LogCallback(Callback):

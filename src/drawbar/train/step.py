@@ -1,4 +1,4 @@
-"""What the loop counts, and what the hooks see of a step."""
+"""What the loop counts, and what callbacks see of a step."""
 
 from dataclasses import asdict, dataclass
 from typing import Any

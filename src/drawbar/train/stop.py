@@ -55,8 +55,7 @@ class Stop:
         self._wanted = [Reason.NONE]
         self.reason = Reason.NONE
         """What all ranks agreed on."""
-        self.error: UserError | None = None
-        """What is to be raised when the run is saved."""
+        self._error: UserError | None = None
         self._before: dict[signal.Signals, Any] = {}
         self._told: float | None = None
         """When the first signal came."""
@@ -66,6 +65,11 @@ class Stop:
         return _EXIT_CODES.get(self.reason, ExitCode.DONE)
 
     @property
+    def may_go_on(self) -> bool:
+        """Whether the run was stopped before its end, and the same command goes on with it."""
+        return self.exit_code is not ExitCode.DONE or self.reason is Reason.CALLBACK
+
+    @property
     def wanted(self) -> bool:
         """Whether this rank wants to stop; the others may not know yet."""
         return max(self._wanted) > Reason.SAVE
@@ -73,8 +77,13 @@ class Stop:
     def fail(self, error: UserError) -> None:
         """Stop for an error, once this step is saved. The first one counts."""
         error.exit_code = ExitCode.FAILED  # whatever it is: the request was good enough to train
-        self.error = self.error or error
+        self._error = self._error or error
         self.request(Reason.FAILED)
+
+    def failure(self) -> UserError | None:
+        """What is to be raised now that the run is saved. Every rank must call it, and gets an error if one has any."""
+        others = self._world.share(self._error)
+        return self._error or next((error for error in others if error is not None), None)
 
     def request(self, reason: Reason) -> None:
         """Any thread or signal handler may call it."""

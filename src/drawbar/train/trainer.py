@@ -1,7 +1,7 @@
 """The trainer: it puts the parts of a run together, and runs the loop. It never names a strategy."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -54,7 +54,7 @@ from drawbar.train.rundir import RunStart, encoded_once, find_start, lock_run_di
 from drawbar.train.saver import Saver, formats_as_begun, restore_engine, restore_position
 from drawbar.train.setup import build_task, chats_as_then, count_steps, save_task, tell_length
 from drawbar.train.step import RunProgress, StepInfo
-from drawbar.train.stop import Reason, Stop
+from drawbar.train.stop import Stop
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,6 @@ class Trainer:
         check_rules(config, RULES + TRAIN_RULES)
         self.callbacks = [*make_callbacks(config.callbacks), *callbacks]
         check_callbacks(self.callbacks)
-        self.trackers = make_trackers(config.tracking)
         self.source = config
         self.config = config if fork is None else renamed(config, fork)
         self.task_type = task or task_class(config.task.type)
@@ -104,6 +103,7 @@ class Trainer:
         Raises:
             UserError: the request is wrong, or the run failed for a reason that the user can mend.
         """
+        trackers = make_trackers(self.config.tracking)
         place = RankInfo.from_environment()
         check_world(self.config, place.world_size)
         device = choose_device(self.config.device, place)
@@ -120,7 +120,7 @@ class Trainer:
                 Stop(world) as stop,
             ):
                 check_links(world, self.config.run_dir)
-                return self._fit(world, stop, console)
+                return self._fit(world, stop, console, Trackers(trackers if world.first else ()))
         finally:
             console.stop()
             if self._lock is not None:
@@ -139,7 +139,7 @@ class Trainer:
                 *(wanted, wanted),
             )
 
-    def _fit(self, world: Distributed, stop: Stop, console: Console) -> Outcome:
+    def _fit(self, world: Distributed, stop: Stop, console: Console, trackers: Trackers) -> Outcome:
         config = self.config
         disks = look_at_disks(Path(config.run.dir), world)
         start = find_start_everywhere(self._find_start, disks, world)
@@ -176,8 +176,7 @@ class Trainer:
             check_length(progress.step, total_steps, config.train)
             tell_length(start.changed_length, progress.step, total_steps, config.optim)
         self._open(task, engine, world, disks, start)
-        trackers = Trackers(self.trackers if world.first else ())
-        parts = (config, world, disks, stop, console, task, engine, loader, validation, progress, trackers)
+        parts = (config, world, disks, stop, console, trackers, task, engine, loader, validation, progress)
         _Run(*parts, total_steps, self.callbacks).train()
         engine.close()
         return Outcome(stop.exit_code, config.run_dir, progress)
@@ -233,12 +232,12 @@ class _Run:
     disks: Disks
     stop: Stop
     console: Console
+    trackers: Trackers
     task: Task
     engine: Engine
     loader: Loader
     validation: Split | None
     progress: RunProgress
-    trackers: Trackers
     total_steps: int
     user_callbacks: Sequence[Callback]
     callbacks: list[Callback] = field(default_factory=list)
@@ -268,29 +267,26 @@ class _Run:
                 callback.on_exception(self.handle, error)
             raise
         finally:
-            self.trackers.finish()
+            with self.world.working("finishing the trackers"):
+                self.trackers.finish()
         self.console.message(self._farewell())
 
     def _train(self) -> None:
         saver = Saver(
             self.config, self.engine, self.loader, self.world, self.disks, self.stop, self.progress, self.validation
         )
-        status = StatusCallback(self.config.tracking.log_every, self.config.run_dir, self.total_steps, self.stop)
-        with ExitStack() as open_:
-            if self.world.first:
-                open_.enter_context(status.until_end())
-            open_.enter_context(closing(saver))  # a save that has begun is finished, even where a step fails
+        with closing(saver):  # a save that has begun is finished, even where a step fails
             self.callbacks += self._own_callbacks(saver)
-            self.callbacks += [status] if self.world.first else []
             self.callbacks += [GuardedCallback(callback, self.stop) for callback in self.user_callbacks]
             self._loop()
-        if self.stop.error is not None:
-            raise self.stop.error
+        failure = self.stop.failure()
+        if failure is not None:
+            raise failure
 
     def _farewell(self) -> str:
         """The last line: where the run is, and what it came to."""
         step, best = self.progress.step, self.progress.best_step
-        if self.stop.exit_code is not ExitCode.DONE or self.stop.reason is Reason.CALLBACK:
+        if self.stop.may_go_on:
             return f"{self.config.run_dir}: saved at step {step}; the same command goes on from there"
         score = f"; best {self.config.eval.metric}: {self.progress.best_score:.4g}, at step {best}" if best else ""
         return f"{self.config.run_dir}: {step:,} steps made{score}"
@@ -330,6 +326,8 @@ class _Run:
             ]
         if world.device.type == "cpu" and torch.get_num_threads() > 1:
             callbacks.append(CoreWaitCallback())
+        if world.first:
+            callbacks.append(StatusCallback(log_every, stop))
         if config.tracking.profile is not None:  # first, so that a trace ends before an evaluation or a save
             callbacks.insert(0, ProfileCallback(config.tracking.profile, run_dir, world))
         return callbacks

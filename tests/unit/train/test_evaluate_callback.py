@@ -173,6 +173,6 @@ def test_early_stop(scores: list[float], mode: str, patience: int | None, stops_
 def test_a_metric_that_is_no_score(tmp_path: Path) -> None:
     script = Script(tmp_path, EvalSection(every=1, metric="accuracy"), [1.0])
     script.run(1, 1)
-    assert "'accuracy', but the scores are loss, other" in str(script.stop.error)
+    assert "'accuracy', but the scores are loss, other" in str(script.stop.failure())
     assert (script.stop.reason, script.stop.exit_code) == (Reason.FAILED, ExitCode.FAILED)
     assert script.progress.evaluated_step is None  # a run that can be mended makes it again

@@ -11,7 +11,7 @@ import torch
 from drawbar.distributed.interrupt import ECHO_SECONDS
 from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
-from drawbar.errors import ExitCode
+from drawbar.errors import ExitCode, UserError
 from drawbar.train.stop import Reason, Stop
 from harness import run_ranks
 
@@ -51,6 +51,38 @@ def test_nohup_is_heeded(stop: Stop) -> None:
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "agreed", "stops"),
+    [
+        ([], Reason.SAVE, Reason.SAVE, False),  # another rank's callback asked for a checkpoint
+        ([Reason.SAVE], Reason.NONE, Reason.SAVE, False),
+        ([Reason.SAVE], Reason.CALLBACK, Reason.CALLBACK, True),  # the end saves as well
+        ([Reason.CALLBACK], Reason.NONE, Reason.CALLBACK, True),
+        ([Reason.EARLY, Reason.SAVE], Reason.REQUEUE, Reason.REQUEUE, True),
+    ],
+)
+def test_what_one_rank_wants_all_ranks_do(
+    stop: Stop, own: list[Reason], other: Reason, agreed: Reason, stops: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Distributed, "largest", lambda _, value: max(value, other))
+    for reason in own:
+        stop.request(reason)
+    assert stop.agreed() == stops
+    assert stop.reason == agreed
+    monkeypatch.setattr(Distributed, "largest", lambda _, value: value)
+    assert stop.agreed() == any(reason > Reason.SAVE for reason in own)  # a checkpoint is asked for once
+
+
+def test_what_failed_on_one_rank_is_raised_on_all(stop: Stop, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert stop.failure() is None
+    other = UserError("the callback Mine.on_step on rank 1 failed", remedy="correct it")
+    monkeypatch.setattr(Distributed, "share", lambda _, own: [own, other])
+    assert stop.failure() is other
+    stop.fail(own := UserError("the evaluation failed", remedy="correct it"))
+    stop.fail(UserError("and then more", remedy="correct it"))
+    assert stop.failure() is own
 
 
 @pytest.mark.parametrize(("number", "launcher"), [("SIGTERM", False), ("SIGINT", True), ("SIGINT", False)])
