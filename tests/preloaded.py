@@ -11,7 +11,7 @@ MODULES = [
     *("datasets", "pandas", "peft", "peft.tuners.lora", "sacrebleu", "sklearn.metrics"),
     *(f"drawbar.cli.{name}" for name in ("evaluate", "export", "generate", "predict", "prepare", "train")),
     *("drawbar.train.trainer", "drawbar.train.inference", "drawbar.train.prepare", "drawbar.train.export"),
-    *("drawbar.parity.run", "drawbar.runtime.agent", "drawbar.runtime.node_check"),
+    *("drawbar.parity.run", "drawbar.launch.node.agent", "drawbar.launch.node.node_check", "seqeval.metrics"),
     *("pytest", "hypothesis", "harness"),
 ]
 DEEPSPEED = [
@@ -20,10 +20,13 @@ DEEPSPEED = [
 ]
 """Not where there are GPUs: it looks for them when it is imported, which a server that forks must not."""
 
-with quick_imports():
-    import torch
-    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+try:
+    with quick_imports():
+        import torch
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-    for module in [*MODULES, *([] if torch.cuda.is_available() else DEEPSPEED)]:
-        import_module(module)
-    get_checkpoint_conversion_mapping("llama")
+        for module in [*MODULES, *([] if torch.cuda.is_available() else DEEPSPEED)]:
+            import_module(module)
+        get_checkpoint_conversion_mapping("llama")
+except ImportError as error:
+    raise RuntimeError("the server would pass over this in silence") from error
