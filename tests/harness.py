@@ -14,8 +14,10 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import chdir, contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
+from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,32 +30,10 @@ from forked import DEEPSPEED, DRAWBAR, TORCHRUN, fork_ranks, run_python
 T = TypeVar("T")
 
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # torch must not touch the GPUs to find them: it is to fork
-_DEEPSPEED = ["deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.module_inject.auto_tp"]
-_DEEPSPEED += ["deepspeed.launcher.runner", "deepspeed.launcher.launch"]
-if torch.cuda.is_available():
-    _DEEPSPEED = []  # it looks for GPUs when it is imported, which a server that forks must not
-else:
+if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    [
-        *("torch", "torch.distributed.run", "torch.utils.tensorboard"),
-        *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "bert", "t5", "bart", "bloom")),
-        *("datasets", "pandas", "peft", "peft.tuners.lora", "sacrebleu", "sklearn.metrics"),
-        *(
-            f"drawbar.cli.{name}"
-            for name in ("evaluate", "export", "generate", "predict", "prepare", "submit", "train")
-        ),
-        *(
-            "drawbar.train.trainer",
-            "drawbar.commands.score_run",
-            "drawbar.commands.prepare_data",
-            "drawbar.commands.export_run",
-        ),
-        *("drawbar.parity.run", "drawbar.launch.node.agent", "drawbar.launch.node.node_check"),
-        *("pytest", "hypothesis", *_DEEPSPEED, "harness"),
-    ]
-)
+_context.set_forkserver_preload(["preloaded"])
 
 
 @dataclass(frozen=True)
@@ -87,7 +67,7 @@ def run_deepspeed(*arguments: str, cwd: Path, env: dict[str, str] | None = None,
 
 def _run(command: list[str], cwd: Path, env: dict[str, str] | None, timeout: float) -> Finished:
     with tempfile.TemporaryDirectory() as folder:
-        process = _context.Process(target=run_here, args=(command, str(cwd), env or {}, folder))
+        process = _process(run_here, command, str(cwd), env or {}, folder)
         process.start()
         _wait([process], timeout, folder=Path(folder))
         code = process.exitcode
@@ -97,7 +77,7 @@ def _run(command: list[str], cwd: Path, env: dict[str, str] | None, timeout: flo
 
 def start_cli(*arguments: str, cwd: Path, output: Path, env: dict[str, str] | None = None) -> BaseProcess:
     """The same, still running; its output goes to ``0.out`` and ``0.err`` in ``output``. A process group of its own."""
-    process = _context.Process(target=run_here, args=([*DRAWBAR, *arguments], str(cwd), env or {}, str(output)))
+    process = _process(run_here, [*DRAWBAR, *arguments], str(cwd), env or {}, str(output))
     process.start()
     return process
 
@@ -153,9 +133,7 @@ def run_ranks(
         for rank in range(world_size):
             receiver, sender = _context.Pipe(duplex=False)
             place = {} if world_size == 1 else _place(rank, world_size, port)
-            process = _context.Process(
-                target=_rank, args=(function, arguments, rank, {**place, **(env or {})}, folder, sender)
-            )
+            process = _process(_rank, function, arguments, rank, {**place, **(env or {})}, folder, sender)
             process.start()
             sender.close()
             processes.append(process)
@@ -189,6 +167,17 @@ def _place(rank: int, world_size: int, port: int) -> dict[str, str]:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "OMP_NUM_THREADS": "1",
     }
+
+
+def _process(function: Callable[..., None], *arguments: Any) -> BaseProcess:
+    _start_server()
+    return _context.Process(target=function, args=arguments)
+
+
+@cache
+def _start_server() -> None:
+    with chdir(Path(__file__).parent):  # it looks there for what it is to import
+        forkserver.ensure_running()
 
 
 def _rank(

@@ -4,11 +4,13 @@ import json
 import re
 import shlex
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from walkthrough import commands, copy_example, finish, start_torchrun, walk, write_sentiments
+from walkthrough import commands, copy_example, walk, write_sentiments
 
+from harness import Finished, run_torchrun
 from runs import losses
 
 SMALLER = {
@@ -57,13 +59,16 @@ def test_two_nodes_meet_at_an_address_and_port(folder: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    processes = []
-    for command in nodes:
+    settings = ["train.steps=3", "train.epochs=null", "precision=fp32", "task.from_scratch.dropout=0.0"]
+
+    def run_node(command: str) -> Finished:
         here = re.sub(r"--master_addr=\S+", "--master_addr=127.0.0.1", command)
         here = re.sub(r"--master_port=\S+", f"--master_port={port}", here).replace("per_node=4", "per_node=1")
-        settings = ["train.steps=3", "train.epochs=null", "precision=fp32", "task.from_scratch.dropout=0.0"]
-        processes.append(start_torchrun([*shlex.split(here)[1:], *settings], folder, {"SST2": str(folder)}))
-    for done in map(finish, processes):
+        return run_torchrun(*shlex.split(here)[1:], *settings, cwd=folder, env={"SST2": str(folder)})
+
+    with ThreadPoolExecutor() as pool:
+        ended = list(pool.map(run_node, nodes))
+    for done in ended:
         assert done.code == 0, done.out + done.err
     run = folder / "runs" / "sst2-nodes"
     assert sorted(path.name for path in (run / "logs").iterdir()) == ["rank-0000.log", "rank-0001.log"]

@@ -4,12 +4,9 @@ The slice is made-up data, and each test names the sizes that it makes smaller; 
 example's own.
 """
 
-import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -68,23 +65,6 @@ def _run(words: list[str], folder: Path, env: dict[str, str]) -> Finished:
         case "torchrun":
             return run_torchrun(*words[1:], cwd=folder, env=env)
     raise AssertionError(f"an example runs drawbar, python or torchrun, not {words[0]}")
-
-
-def start_torchrun(arguments: list[str], folder: Path, env: dict[str, str]) -> "subprocess.Popen[str]":
-    """The real torchrun, still running; its ranks are new interpreters."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", *arguments],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def finish(process: "subprocess.Popen[str]") -> Finished:
-    out, err = process.communicate(timeout=400)
-    return Finished(process.returncode, out, err)
 
 
 def write_sentiments(folder: Path) -> None:

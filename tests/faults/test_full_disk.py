@@ -123,7 +123,7 @@ def test_full_during_the_run(run: str, seen: dict[str, Seen]) -> None:
     during = seen[f"during {run}"]
     assert during.code == 1, during.output
     check_one_message(during.output, "No space left on device", f"runs/{run}", "free some space")
-    assert not any(name.endswith((".tmp", ".deleting")) for name in during.files)
+    assert not [name for name in during.files if name.endswith((".tmp", ".deleting"))]
     if run == "checkpoint":
         assert f"{during.latest}, is intact" in during.output
 

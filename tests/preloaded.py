@@ -1,0 +1,32 @@
+"""What the server of forked processes (see :mod:`harness`) has, once for all of them: the modules that ranks and
+commands need, and what transformers makes when it first loads a model from a folder."""
+
+from importlib import import_module
+
+from drawbar.cli.imports import quick_imports
+
+MODULES = [
+    *("torch.distributed.run", "torch.utils.tensorboard"),
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "bert", "t5", "bart", "bloom")),
+    *("datasets", "pandas", "peft", "peft.tuners.lora", "sacrebleu", "sklearn.metrics"),
+    *(f"drawbar.cli.{name}" for name in ("evaluate", "export", "generate", "predict", "prepare", "train")),
+    *("drawbar.train.trainer", "drawbar.train.inference", "drawbar.train.prepare", "drawbar.train.export"),
+    *("drawbar.parity.run", "drawbar.launch.node.agent", "drawbar.launch.node.node_check", "seqeval.metrics"),
+    *("pytest", "hypothesis", "harness"),
+]
+DEEPSPEED = [
+    *("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.module_inject.auto_tp"),
+    *("deepspeed.launcher.runner", "deepspeed.launcher.launch"),
+]
+"""Not where there are GPUs: it looks for them when it is imported, which a server that forks must not."""
+
+try:
+    with quick_imports():
+        import torch
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+        for module in [*MODULES, *([] if torch.cuda.is_available() else DEEPSPEED)]:
+            import_module(module)
+        get_checkpoint_conversion_mapping("llama")
+except ImportError as error:
+    raise RuntimeError("the server would pass over this in silence") from error
