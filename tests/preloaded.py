@@ -3,14 +3,19 @@ commands need, and what transformers makes when it first loads a model from a fo
 
 from importlib import import_module
 
-from drawbar.cli.imports import quick_imports
+from drawbar.cli.import_command import quick_imports
 
 MODULES = [
     *("torch.distributed.run", "torch.utils.tensorboard"),
     *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "bert", "t5", "bart", "bloom")),
     *("datasets", "pandas", "peft", "peft.tuners.lora", "sacrebleu", "sklearn.metrics"),
     *(f"drawbar.cli.{name}" for name in ("evaluate", "export", "generate", "predict", "prepare", "train")),
-    *("drawbar.train.trainer", "drawbar.train.inference", "drawbar.train.prepare", "drawbar.train.export"),
+    *(
+        "drawbar.train.trainer",
+        "drawbar.commands.score_run",
+        "drawbar.commands.prepare_data",
+        "drawbar.commands.export_run",
+    ),
     *("drawbar.parity.run", "drawbar.launch.node.agent", "drawbar.launch.node.node_check", "seqeval.metrics"),
     *("pytest", "hypothesis", "harness"),
 ]

@@ -27,7 +27,7 @@ from drawbar.checkpoint.load import (
 from drawbar.checkpoint.save import write_amended, write_files
 from drawbar.checkpoint.space import REMEDIES, free_bytes, readable
 from drawbar.errors import ExitCode, UserError
-from drawbar.util.atomic_write import retried, sync, write_whole
+from drawbar.util.atomic_files import retried, sync, write_durably
 
 logger = logging.getLogger("drawbar")
 
@@ -163,7 +163,7 @@ class CheckpointDirectory:
         if step not in self.steps():
             raise ValueError(f"step {step} has no complete checkpoint in {self.path}")
         with self._explained(BEST_FILE):
-            write_whole(self.path / BEST_FILE, Best(step=step, metric=metric, score=score).model_dump_json(indent=2))
+            write_durably(self.path / BEST_FILE, Best(step=step, metric=metric, score=score).model_dump_json(indent=2))
 
     def resolve(self, which: str) -> Path:
         """The checkpoint that ``latest``, ``best``, a step number, a path or a folder name here stands for.

@@ -26,7 +26,7 @@ from drawbar.checkpoint.format import (
 from drawbar.distributed.process_group import Distributed
 from drawbar.errors import ExitCode, UserError
 from drawbar.runtime.safetensors_reader import TensorFiles
-from drawbar.util.atomic_write import identity, retried
+from drawbar.util.atomic_files import identity, retried
 
 T = TypeVar("T")
 

@@ -26,7 +26,7 @@ from drawbar.checkpoint.format import (
 )
 from drawbar.checkpoint.space import rust_errors
 from drawbar.runtime.safetensors_reader import read_header
-from drawbar.util.atomic_write import sync
+from drawbar.util.atomic_files import sync
 
 
 def host_copies(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from drawbar.errors import ExitCode, UserError
-from drawbar.util.atomic_write import replacing
+from drawbar.util.atomic_files import replacing
 
 
 def check_output(text: str, overwrite: bool) -> Path:

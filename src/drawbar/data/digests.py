@@ -9,7 +9,7 @@ from pathlib import Path
 from drawbar.data.heartbeat import replace_text
 from drawbar.data.sources import Records
 from drawbar.distributed.process_group import Distributed
-from drawbar.util.atomic_write import identity
+from drawbar.util.atomic_files import identity
 
 FILE = "digests.json"
 """Beside the encoded data."""

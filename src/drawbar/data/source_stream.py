@@ -13,7 +13,7 @@ from drawbar.data.nested import columns_of, old_name, value_at
 from drawbar.data.readers import BadRecord, Reader, Record, Unit
 from drawbar.errors import UserError
 from drawbar.runtime.log import logger
-from drawbar.util.atomic_write import identity
+from drawbar.util.atomic_files import identity
 
 SHOWN_IN_FULL = 10
 """Bad records of a stream that are logged one by one."""

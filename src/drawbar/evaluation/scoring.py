@@ -19,7 +19,7 @@ from drawbar.errors import ExitCode, UserError, nearest
 from drawbar.tasks.batch import Ask, Batch
 from drawbar.tasks.task import Task
 from drawbar.tracking.jsonl import json_number
-from drawbar.util.atomic_write import replacing, write_whole
+from drawbar.util.atomic_files import replacing, write_durably
 
 
 @dataclass(frozen=True)
@@ -288,7 +288,7 @@ def write_results(folder: Path, evaluation: Evaluation, step: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     numbers = {"step": step, "records": len(evaluation.records)}
     scores = {name: json_number(value) for name, value in evaluation.scores.items()}
-    write_whole(folder / "scores.json", json.dumps({**numbers, **scores}, indent=2) + "\n")
+    write_durably(folder / "scores.json", json.dumps({**numbers, **scores}, indent=2) + "\n")
     if any("prediction" in record for record in evaluation.records):
         with replacing(folder / "predictions.jsonl") as file:
             for record in evaluation.records:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from drawbar.errors import ExitCode, UserError
 from drawbar.tracking.tracker import TrackedRun, Tracker
-from drawbar.util.atomic_write import replacing
+from drawbar.util.atomic_files import replacing
 
 logger = logging.getLogger(__name__)
 

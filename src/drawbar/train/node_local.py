@@ -18,7 +18,7 @@ from drawbar.config.io.load_config import SCRIPT_FILE
 from drawbar.distributed.process_group import Distributed
 from drawbar.runtime.log import logger
 from drawbar.train.rundir import RunStart
-from drawbar.util.atomic_write import sync
+from drawbar.util.atomic_files import sync
 
 _METRICS = "metrics.jsonl"
 _RUN_FILES = ("config.yaml", "task.json", SCRIPT_FILE, _METRICS, "tokenizer/*", f"checkpoints/{BEST_FILE}")

@@ -20,13 +20,13 @@ from drawbar.config.schema.run_config import RUN_NAME, RunConfig, RunSection
 from drawbar.errors import UserError
 from drawbar.launch.job_files import FOLDER as LAUNCH_FOLDER
 from drawbar.runtime.log import logger
-from drawbar.util.atomic_write import write_whole
+from drawbar.util.atomic_files import write_durably
 
 LOCK_FILE = ".lock"
 _NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
 """What flock raises on a file system that has none."""
 CONFIG_DRAFT = "config.yaml.tmp"
-"""What a process that was killed may leave behind: see ``write_whole``."""
+"""What a process that was killed may leave behind: see ``write_durably``."""
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ def lock_run_dir(folder: Path, patience: float = 5.0) -> IO[str]:
 
 def write_config(config: RunConfig) -> None:
     """Write ``config.yaml``, whole or not at all: from here on the directory is a run."""
-    write_whole(config.run_dir / "config.yaml", dump_yaml(encoded_once(config)))
+    write_durably(config.run_dir / "config.yaml", dump_yaml(encoded_once(config)))
 
 
 def encoded_once(config: RunConfig) -> RunConfig:

@@ -29,7 +29,7 @@ from drawbar.train.node_local import Disks
 from drawbar.train.setup import check_base
 from drawbar.train.step import RunProgress
 from drawbar.train.stop import Reason, Stop
-from drawbar.util.atomic_write import sync
+from drawbar.util.atomic_files import sync
 
 
 class Saver:

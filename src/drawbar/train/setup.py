@@ -32,7 +32,7 @@ from drawbar.tasks.overrides import fault, named_errors
 from drawbar.tasks.pretrained import PretrainedTask
 from drawbar.tasks.task import Task
 from drawbar.tasks.task_registry import is_named
-from drawbar.util.atomic_write import sync, write_whole
+from drawbar.util.atomic_files import sync, write_durably
 
 TASK_FILE = "task.json"
 WRAPS_TEXTS = "wraps_texts"
@@ -120,9 +120,9 @@ def save_task(task: Task, run_dir: Path) -> None:
     defined_in = getattr(sys.modules[type(task).__module__], "__file__", None)
     if not is_named(task) and defined_in is not None:
         script = {"script": str(Path(defined_in).absolute()), "class": type(task).__qualname__}
-        write_whole(run_dir / SCRIPT_FILE, json.dumps(script, ensure_ascii=False) + "\n")
+        write_durably(run_dir / SCRIPT_FILE, json.dumps(script, ensure_ascii=False) + "\n")
     if task.dataset_metadata and not (run_dir / TASK_FILE).exists():
-        write_whole(run_dir / TASK_FILE, json.dumps(task.dataset_metadata, ensure_ascii=False, indent=2) + "\n")
+        write_durably(run_dir / TASK_FILE, json.dumps(task.dataset_metadata, ensure_ascii=False, indent=2) + "\n")
 
 
 def on_one_process(config: RunConfig) -> RunConfig:

@@ -13,7 +13,7 @@ from drawbar.checkpoint import CheckpointDirectory, format, load, read, read_sta
 from drawbar.checkpoint.format import Manifest
 from drawbar.checkpoint.load import read_together
 from drawbar.errors import ExitCode, UserError
-from drawbar.util import atomic_write
+from drawbar.util import atomic_files
 from ranks import SecondRank
 
 
@@ -28,7 +28,7 @@ def directory(tmp_path):
 @pytest.fixture
 def fail(monkeypatch):
     """Let the disk fail, with an error number, whenever the path is opened or listed, or so many times."""
-    monkeypatch.setattr(atomic_write, "_PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(atomic_files, "_PAUSES", (0.0, 0.0))
     bad = {}
 
     def failing(real):
@@ -191,7 +191,7 @@ def hashed(monkeypatch):
 def test_of_the_ranks_that_see_the_same_checkpoint_one_verifies_it(directory, hashed):
     newest = directory.path / "step-00000003"
     seen = [
-        atomic_write.identity(newest / name)
+        atomic_files.identity(newest / name)
         for name in Manifest.from_json((newest / "manifest.json").read_bytes()).files
     ]
     assert read_together(newest, SecondRank(seen)).step == 3

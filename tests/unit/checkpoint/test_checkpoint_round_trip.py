@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from drawbar.checkpoint import AsyncWriter, CheckpointDirectory, Snapshot, host_copies, read, read_state
-from drawbar.util.atomic_write import sync
+from drawbar.util.atomic_files import sync
 from harness import wait_until
 
 

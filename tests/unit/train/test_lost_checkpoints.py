@@ -20,7 +20,7 @@ from drawbar.errors import ExitCode, UserError
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.causal_lm import CausalLM
 from drawbar.train.stop import Reason, Stop
-from drawbar.util import atomic_write
+from drawbar.util import atomic_files
 from harness import run_ranks
 from runs import Fit, fit_in, losses
 
@@ -127,7 +127,7 @@ def test_a_disk_that_cannot_be_read_is_an_error(
 ) -> None:
     before = contents(run)
     with monkeypatch.context() as patch:
-        patch.setattr(atomic_write, "_PAUSES", ())
+        patch.setattr(atomic_files, "_PAUSES", ())
         for module, name in ((os, "scandir"), (__import__("io"), "open")):
             patch.setattr(module, name, stale(getattr(module, name), Path("runs/tiny") / place))
         with pytest.raises(UserError, match=f"cannot read runs/tiny/{place}: {os.strerror(errno.ESTALE)}") as error:

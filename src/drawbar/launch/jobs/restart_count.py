@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from drawbar.launch.job_files import FOLDER
-from drawbar.util.atomic_file import write_atomically
+from drawbar.util.atomic_files import write_atomically
 
 MOST = 3
 """Restarts without progress."""

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from drawbar.util.atomic_file import write_atomically
+from drawbar.util.atomic_files import write_atomically
 
 FILE = "status.json"
 RunState = Literal["training", "complete", "stopped", "failed"]

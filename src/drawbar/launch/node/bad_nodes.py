@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from drawbar.launch.job_files import FOLDER
-from drawbar.util.atomic_file import write_atomically
+from drawbar.util.atomic_files import write_atomically
 
 FILE = "bad-nodes.json"
 LOST = "is lost"

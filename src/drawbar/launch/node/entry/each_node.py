@@ -16,7 +16,7 @@ from drawbar.config.io.user_modules import SNAPSHOT
 from drawbar.launch.job_files import CONFIG, NODES
 from drawbar.launch.node.rendezvous import Rendezvous, job_name
 from drawbar.launch.node.route import describe, find_route
-from drawbar.util.atomic_file import write_atomically
+from drawbar.util.atomic_files import write_atomically
 
 
 def main(arguments: list[str]) -> NoReturn:

@@ -1,7 +1,9 @@
-"""Files that are whole or absent, also after a power cut; whether one has changed; disks that are asked once more."""
+"""Files that are complete or absent, some also after a power cut; whether one has changed; disks that are asked once
+more."""
 
 import errno
 import os
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -16,8 +18,21 @@ _PAUSES = (0.5, 2.0)
 """Seconds before the second and the third attempt."""
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a text file under another name, and rename it when it is on the disk."""
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file under another name, and rename it, before it need be on the disk. Several processes, and nodes,
+    may do so at the same time.
+
+    Raises:
+        OSError: it cannot be written, nor its folder made.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    draft.write_bytes(content)
+    draft.replace(path)
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Write a text file under another name, and rename it when it is on the disk. One process at a time may do so."""
     with replacing(path) as file:
         file.write(text.encode())
 
