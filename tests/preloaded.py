@@ -3,14 +3,17 @@ commands need, and what transformers makes when it first loads a model from a fo
 
 from importlib import import_module
 
-from drawbar.cli.imports import quick_imports
-
 MODULES = [
     *("torch.distributed.run", "torch.utils.tensorboard"),
     *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "bert", "t5", "bart", "bloom")),
     *("datasets", "pandas", "peft", "peft.tuners.lora", "sacrebleu", "sklearn.metrics"),
     *(f"drawbar.cli.{name}" for name in ("evaluate", "export", "generate", "predict", "prepare", "train")),
-    *("drawbar.train.trainer", "drawbar.train.inference", "drawbar.train.prepare", "drawbar.train.export"),
+    *(
+        "drawbar.train.trainer",
+        "drawbar.commands.score_run",
+        "drawbar.commands.prepare_data",
+        "drawbar.commands.export_run",
+    ),
     *("drawbar.parity.run", "drawbar.launch.node.agent", "drawbar.launch.node.node_check", "seqeval.metrics"),
     *("pytest", "hypothesis", "harness"),
 ]
@@ -21,6 +24,8 @@ DEEPSPEED = [
 """Not where there are GPUs: it looks for them when it is imported, which a server that forks must not."""
 
 try:
+    from drawbar.cli.import_command import quick_imports
+
     with quick_imports():
         import torch
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping
@@ -29,4 +34,4 @@ try:
             import_module(module)
         get_checkpoint_conversion_mapping("llama")
 except ImportError as error:
-    raise RuntimeError("the server would pass over this in silence") from error
+    raise RuntimeError("the server of processes would pass over an ImportError in silence") from error
