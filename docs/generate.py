@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from drawbar.config.io.explain import markdown_reference
-from drawbar.config.rules.rule_table import compatibility
+from drawbar.config.rules import compatibility
 
 PAGES = {"configuration.md": markdown_reference, "compatibility.md": compatibility.markdown}
 

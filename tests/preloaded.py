@@ -3,8 +3,6 @@ commands need, and what transformers makes when it first loads a model from a fo
 
 from importlib import import_module
 
-from drawbar.cli.import_command import quick_imports
-
 MODULES = [
     *("torch.distributed.run", "torch.utils.tensorboard"),
     *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "bert", "t5", "bart", "bloom")),
@@ -26,6 +24,8 @@ DEEPSPEED = [
 """Not where there are GPUs: it looks for them when it is imported, which a server that forks must not."""
 
 try:
+    from drawbar.cli.import_command import quick_imports
+
     with quick_imports():
         import torch
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping
@@ -34,4 +34,4 @@ try:
             import_module(module)
         get_checkpoint_conversion_mapping("llama")
 except ImportError as error:
-    raise RuntimeError("the server would pass over this in silence") from error
+    raise RuntimeError("the server of processes would pass over an ImportError in silence") from error

@@ -21,7 +21,7 @@ from drawbar.config.rules.compatibility import parallel_cases
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
-from drawbar.engines import build, torch_strategies
+from drawbar.engines import local_model, torch_strategies, updaters
 from drawbar.parallel import ddp
 from drawbar.parity.cases import parse_case, written
 from drawbar.parity.comparison import KINDS
@@ -135,7 +135,7 @@ def other_on_rank_1() -> Iterator[None]:
                 parameter.grad *= 1.001
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_strategies, "reduce_partial_grads", spoil)
+        patch.setattr(updaters, "reduce_partial_grads", spoil)
         with before_replicating(lambda model: watched.append(model.get_parameter(f"{SPOILED}.weight"))):
             yield
 
@@ -153,7 +153,7 @@ def slightly_too_large() -> Iterator[None]:
                 parameter.grad *= 7 / 6
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_strategies, "reduce_partial_grads", spoil)
+        patch.setattr(updaters, "reduce_partial_grads", spoil)
         with before_replicating(lambda model: watched.append(model.get_parameter(f"{SPOILED}.weight"))):
             yield
 
@@ -192,15 +192,15 @@ def wrong_update() -> AbstractContextManager[None]:
 @contextmanager
 def wrong_plan(tensor: dict[str, str], packed: dict[str, int] | None = None) -> Iterator[None]:
     """A tensor plan with one style wrong."""
-    plan_for = build.plan_for
+    plan_for = local_model.plan_for
 
     def spoiled(model: nn.Module) -> Any:
         plan = plan_for(model)
         changed = dataclasses.replace(plan, tensor={**(plan.tensor or {}), **tensor})
-        return changed if packed is None else dataclasses.replace(changed, packed=packed)
+        return changed if packed is None else dataclasses.replace(changed, fused=packed)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "plan_for", spoiled)
+        patch.setattr(local_model, "plan_for", spoiled)
         yield
 
 
