@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from drawbar.config.io.load_config import load_config
     from drawbar.config.schema.run_config import RunConfig
     from drawbar.config.schema.task_sections import TaskConfig
+    from drawbar.config.strategies import Strategy
     from drawbar.data.readers import BadRecord, FileReader, Unit
     from drawbar.errors import UserError
     from drawbar.tasks.batch import Batch
@@ -44,6 +45,7 @@ _HOMES = {
     "Seq2Seq": "drawbar.tasks.seq2seq",
     "SequenceClassification": "drawbar.tasks.classification",
     "StepInfo": "drawbar.train.step",
+    "Strategy": "drawbar.config.strategies",
     "Task": "drawbar.tasks.task",
     "TaskConfig": "drawbar.config.schema.task_sections",
     "TokenClassification": "drawbar.tasks.classification",
@@ -69,6 +71,7 @@ __all__ = [
     "Seq2Seq",
     "SequenceClassification",
     "StepInfo",
+    "Strategy",
     "Task",
     "TaskConfig",
     "TokenClassification",

@@ -66,13 +66,13 @@ def build_ddp(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
         return _pipeline(task, config, world)
     if world.dims.model_size > 1:
         return _shards(task, config, world)
-    return replicas(task, config, world)
+    return build_replicas(task, config, world)
 
 
 def build_zero1(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
     """Replicas, with the optimizer's state dealt out to the ranks."""
     deal_out: Callable[[Optimizer], Optimizer] = zero1_optimizer if world.size > 1 else lambda optimizer: optimizer
-    return replicas(task, config, world, deal_out)
+    return build_replicas(task, config, world, deal_out)
 
 
 def build_fsdp(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
@@ -80,7 +80,7 @@ def build_fsdp(task: Task, config: RunConfig, world: Distributed) -> EngineParts
     return _pipeline(task, config, world) if world.dims.pp > 1 else _shards(task, config, world)
 
 
-def replicas(
+def build_replicas(
     task: Task,
     config: RunConfig,
     world: Distributed,

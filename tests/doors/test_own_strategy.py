@@ -1,4 +1,4 @@
-"""A strategy of somebody else's, as a stranger writes one: DDP whose gradients travel in fp16. One file, one name."""
+"""The strategy of docs/extending.md, as a stranger would follow it: DDP whose gradients travel in fp16."""
 
 import sys
 from pathlib import Path
@@ -6,36 +6,21 @@ from pathlib import Path
 import pytest
 
 from conftest import make_project
+from docs.pages import blocks
 from drawbar.config.strategies import find_strategy
 from drawbar.errors import UserError
 from harness import run_cli, run_ranks
 from runs import fit_in, largest_difference, losses
 
-STRATEGY = '''\
-"""DistributedDataParallel with torch's fp16 compression hook."""
-
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-
-from drawbar.config.strategies import Strategy
-from drawbar.engines.torch_strategies import replicas
-
-
-def build(task, config, world):
-    parts = replicas(task, config, world)
-    if world.size > 1:
-        parts.executor.trained.module.register_comm_hook(None, fp16_compress_hook)
-    return parts
-
-
-compressed = Strategy("compressed", build)
-'''
+PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 ENTRY_POINT = "[drawbar.strategies]\ncompressed = compression:compressed\n"
 
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     make_project(tmp_path)
-    (tmp_path / "compression.py").write_text(STRATEGY)
+    (source,) = (block.text for block in blocks(PAGE) if block.text.startswith("# compression.py"))
+    (tmp_path / "compression.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
     yield tmp_path
     sys.modules.pop("compression", None)
