@@ -1,15 +1,16 @@
 """Text from a causal language model: prompts in a batch, with a key-value cache."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from drawbar.config.schema.task_sections import GenerationSection
 from drawbar.data.tokenizer import begin_tokens, special_tokens_around
 from drawbar.engines.engine import Engine
 from drawbar.errors import UserError
 from drawbar.runtime.log import logger
 from drawbar.tasks.chat import chat_prompt
-from drawbar.tasks.generation import left_padded
+from drawbar.tasks.generation import generation_options, left_padded
 
 
 @dataclass(frozen=True)
@@ -24,16 +25,7 @@ class Sampling:
 
     def options(self) -> dict[str, Any]:
         """As arguments of transformers' ``generate``."""
-        common = {"max_new_tokens": self.max_new_tokens, "num_beams": self.beams}
-        if self.temperature == 0:
-            return {**common, "do_sample": False}
-        return {
-            **common,
-            "do_sample": True,
-            "temperature": self.temperature,
-            "top_k": self.top_k,
-            "top_p": self.top_p,
-        }
+        return generation_options(GenerationSection.model_construct(**asdict(self)), room=None)
 
 
 PROMPTS_TOGETHER = 32
