@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from drawbar.config.schema.run_config import RunConfig
     from drawbar.config.schema.task_sections import TaskConfig
     from drawbar.config.strategies import Strategy
-    from drawbar.data.readers import BadRecord, FileReader, Unit
+    from drawbar.data.readers import BadRecord, FileReader, RawRecord
     from drawbar.errors import UserError
     from drawbar.tasks.batch import Batch
     from drawbar.tasks.causal_lm import CausalLM
@@ -52,7 +52,7 @@ _HOMES = {
     "TrackedRun": "drawbar.tracking.tracker",
     "Tracker": "drawbar.tracking.tracker",
     "Trainer": "drawbar.train.trainer",
-    "Unit": "drawbar.data.readers",
+    "RawRecord": "drawbar.data.readers",
     "UserError": "drawbar.errors",
     "load_config": "drawbar.config.io.load_config",
     "load_run": "drawbar.commands.trained_run",
@@ -66,6 +66,7 @@ __all__ = [
     "CausalLM",
     "FileReader",
     "MaskedLM",
+    "RawRecord",
     "RunConfig",
     "RunHandle",
     "Seq2Seq",
@@ -78,7 +79,6 @@ __all__ = [
     "TrackedRun",
     "Tracker",
     "Trainer",
-    "Unit",
     "UserError",
     "load_config",
     "load_run",

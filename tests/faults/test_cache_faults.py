@@ -51,7 +51,7 @@ def cached(
     return encode_cached(
         lambda: read_list(RECORDS, lambda i: f"file:{i + 1}"),
         encoder,
-        made_of=MADE_OF,
+        inputs=MADE_OF,
         cache=folder / "cache",
         workers=workers,
         name="train",
@@ -211,7 +211,7 @@ from drawbar.errors import UserError
 cache = Path(sys.argv[1]) / "cache"
 def cached(records):
     return encode_cached(
-        lambda: read_list(records, str), lambda record: {"x": np.full(500, 2**40 + record)}, made_of={"a": "b"},
+        lambda: read_list(records, str), lambda record: {"x": np.full(500, 2**40 + record)}, inputs={"a": "b"},
         cache=cache, workers=0, name="train", on_bad_record="error", progress=None, timeout=60, eager=True)
 try:
     cached(range(1024))

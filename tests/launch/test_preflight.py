@@ -15,7 +15,7 @@ from drawbar.errors import UserError
 from drawbar.launch.folder_facts import check_room
 from drawbar.launch.job import Job
 from drawbar.launch.node.bad_nodes import record_bad_nodes
-from drawbar.launch.slurm.bad_node_requeue import ENDS, NONE, requeue
+from drawbar.launch.slurm.bad_node_requeue import GAVE_UP, NO_BAD_NODES, requeue
 from drawbar.launch.slurm.obstacles import find_obstacles, fitting_nodes
 from drawbar.launch.slurm.partitions import (
     Partition,
@@ -194,11 +194,11 @@ def test_too_few_nodes_are_left(
     job = slurm.run(*command, cwd=project).strip()
     run_dir = tmp_path / "runs" / "tiny"
     monkeypatch.setenv("SLURM_JOB_ID", job)
-    assert requeue(run_dir, job, "exclude") == NONE  # it has named none
+    assert requeue(run_dir, job, "exclude") == NO_BAD_NODES  # it has named none
     record_bad_nodes(run_dir, f"drawbar-{job}", {"n2": "node n2 did not answer within 60 s"})
-    assert requeue(run_dir, job, "requeue") == ENDS  # n2 is not lost
+    assert requeue(run_dir, job, "requeue") == GAVE_UP  # n2 is not lost
     assert capsys.readouterr().out == ""
-    assert requeue(run_dir, job, "exclude") == ENDS
+    assert requeue(run_dir, job, "exclude") == GAVE_UP
     assert re.search(r"without n2 there are 1 nodes, too few for job \d+; it ends here", capsys.readouterr().err)
     assert slurm.facts(job)["ExcNodeList"] == "(null)"
     slurm.run("scancel", job)

@@ -94,7 +94,7 @@ def usable(path: Path) -> Iterator[None]:
 
 @contextmanager
 def readable_disk(folder: Path) -> Iterator[None]:
-    """An error of the disk says nothing of what is on it: nobody may take that for damaged, or for absent.
+    """Turn an OSError into a UserError: an I/O error does not mean that a checkpoint is damaged or missing.
 
     Raises:
         UserError: in place of an OSError.

@@ -40,7 +40,7 @@ def host_copies(
 
     Args:
         keep: False on a rank that only takes part in ``convert``; it gets nothing.
-        convert: makes a tensor whole, where ranks hold parts of it; called once for each, in the same order everywhere.
+        convert: returns the full tensor (collective if sharded); called once per tensor, in one order on all ranks.
     """
     first = _first_names(tensors)
     copies: dict[str, Tensor] = {}

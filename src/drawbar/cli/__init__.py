@@ -148,7 +148,7 @@ def _tell(error: Exception, text: str) -> None:
 
 def _let_the_first_rank_speak() -> None:
     """Other launchers show what every rank says, and all ranks say what is wrong with a request. They also end the
-    ranks that are left when one has gone: where that does not happen, the first one has found nothing wrong."""
+    remaining ranks when one exits; if this rank is not killed while it waits, rank 0 had no error of its own."""
     if _is_one_of_several() and os.environ.get("LOCAL_RANK", "0") != "0":
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(_SECONDS_TO_SPEAK_FIRST)

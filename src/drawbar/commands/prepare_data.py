@@ -1,4 +1,4 @@
-"""Encode the data of a run before it, and say what they are like."""
+"""Encode a run's data before training, and print statistics of it."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -181,7 +181,7 @@ def padding_share(
     for first in range(0, sampler.size, together):
         rows = sampler.rows(0, np.arange(first, min(first + together, sampler.size)))
         for start in range(0, len(rows), global_batch):
-            for part in micro_batch.cut(rows[start : start + global_batch], lengths):
+            for part in micro_batch.split(rows[start : start + global_batch], lengths):
                 used += int(lengths[part].sum())
                 computed += len(part) * int(lengths[part].max())
     return 1 - used / computed

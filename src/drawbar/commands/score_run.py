@@ -26,13 +26,13 @@ from drawbar.runtime.seed import seed_everything
 from drawbar.tasks.task import Task
 from drawbar.tasks.task_registry import task_class
 from drawbar.tracking.console import Console, make_console
-from drawbar.train.batches import Opened, augmenting, encode_split, eval_micro_batch, open_split
+from drawbar.train.batches import Opened, encode_split, eval_micro_batch, make_augment, open_split
 from drawbar.train.setup import build_task, check_predicts, open_checkpoint
 
 
 @contextmanager
 def _joined(config: RunConfig) -> Iterator[tuple[Distributed, Console]]:
-    """The processes of a command, and where it tells a person how far it is."""
+    """The process group of a command, and its console."""
     place = RankInfo.from_environment()
     check_layout(config, place.world_size)
     dims = ParallelDims.of(config.parallel, place.world_size)
@@ -68,7 +68,7 @@ def evaluate_run(
                 split,
                 world,
                 eval_micro_batch(config, in_tokens="input_ids" in split.samples.fields),
-                augmenting(task, config, train=False),
+                make_augment(task, config, train=False),
                 progress=lambda done, total: console.phase(f"evaluating {split_name}", done, total),
             )
         assert evaluation is not None, "nobody asks for a stop"
@@ -122,7 +122,7 @@ def predict_from_run(
                     split,
                     world,
                     eval_micro_batch(config, in_tokens="input_ids" in split.samples.fields),
-                    augmenting(task, config, train=False),
+                    make_augment(task, config, train=False),
                     ask,
                     progress=lambda done, total: console.phase("predicting", done, total),
                 )

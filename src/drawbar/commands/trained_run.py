@@ -20,7 +20,7 @@ from drawbar.tasks.encoder import TaskEncoder
 from drawbar.tasks.task import Task
 from drawbar.tasks.task_registry import task_class
 from drawbar.tracking.console import SilentConsole
-from drawbar.train.batches import augmenting, eval_micro_batch, load_split
+from drawbar.train.batches import eval_micro_batch, load_split, make_augment
 from drawbar.train.setup import build_task, check_predicts, on_one_process, open_checkpoint
 
 
@@ -124,4 +124,4 @@ class TrainedRun:
     def _how(self, split: Split) -> tuple[MicroBatchSize, Augment]:
         """How a split is batched, and augmented."""
         in_tokens = "input_ids" in split.samples.fields
-        return eval_micro_batch(self.config, in_tokens), augmenting(self.task, self.config, train=False)
+        return eval_micro_batch(self.config, in_tokens), make_augment(self.task, self.config, train=False)

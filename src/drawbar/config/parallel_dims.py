@@ -57,7 +57,7 @@ class ParallelDims:
         return at["dp_replicate"] * self.dp_shard + at["dp_shard"]
 
     def seed_rank(self, rank: int) -> int:
-        """What a rank's random numbers depend on. Tensor-parallel ranks draw the same: some activations stand on all
+        """Mixed into the RNG seed. Tensor-parallel ranks share it: some activations are replicated on all
         of them, and dropout must leave them equal."""
         return rank // self.tp
 

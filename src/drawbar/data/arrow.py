@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from drawbar.data.class_labels import Feature, class_names, features_of, only_classes, with_classes
-from drawbar.data.readers import BadRecord, FileReader, Reader, Record, Unit
+from drawbar.data.readers import BadRecord, FileReader, RawRecord, Reader, Record
 from drawbar.errors import UserError
 
 ROWS_AT_ONCE = 1024
@@ -65,7 +65,7 @@ class ColumnarReader(Reader):
     def class_names(self, column: str) -> list[str] | None:
         return class_names(self._classes, column)
 
-    def units(self) -> Iterator[Unit]:
+    def units(self) -> Iterator[RawRecord]:
         import pyarrow as pa
 
         line = 0
@@ -74,14 +74,14 @@ class ColumnarReader(Reader):
                 cursor = _Cursor(group.batches)
                 for number in range(group.rows):
                     line += 1
-                    yield Unit((cursor, number), self.name, line)
+                    yield RawRecord((cursor, number), self.name, line)
         except (pa.ArrowException, OSError) as error:
             raise self._damaged(error) from error
 
-    def where(self, unit: Unit) -> str:
+    def where(self, unit: RawRecord) -> str:
         return f"{unit.path}, row {unit.line}"
 
-    def decode(self, unit: Unit) -> Record:
+    def decode(self, unit: RawRecord) -> Record:
         import pyarrow as pa
 
         cursor, number = unit.raw

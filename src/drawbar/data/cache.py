@@ -101,7 +101,7 @@ def encode_cached(
     read: Callable[[], Reading],
     encoder: Encode,
     *,
-    made_of: Mapping[str, str],
+    inputs: Mapping[str, str],
     cache: Path,
     workers: int | Literal["auto"],
     name: str,
@@ -117,10 +117,10 @@ def encode_cached(
         encoder: see ``Encode``; workers need it to be picklable.
         workers: processes to encode in; see ``encode_chunks``.
         on_bad_record: ``error`` or ``skip``.
-        made_of, cache, name, progress, timeout, eager: see ``made_once``.
+        inputs, cache, name, progress, timeout, eager: see ``load_or_create``.
 
     Raises:
-        UserError: as ``encode_records`` and ``made_once``.
+        UserError: as ``encode_records`` and ``load_or_create``.
     """
 
     def write(draft: FolderStorage, report: OnProgress) -> dict[str, Any]:
@@ -128,15 +128,15 @@ def encode_cached(
             draft, read(), encoder, progress=report, on_bad_record=on_bad_record, workers=workers, timeout=timeout
         )
 
-    return made_once(
-        cache, name, made_of, write=write, read=read_samples, progress=progress, timeout=timeout, eager=eager
+    return load_or_create(
+        cache, name, inputs, write=write, read=read_samples, progress=progress, timeout=timeout, eager=eager
     )
 
 
-def made_once(
+def load_or_create(
     cache: Path,
     name: str,
-    made_of: Mapping[str, str],
+    inputs: Mapping[str, str],
     *,
     write: Callable[[FolderStorage, OnProgress], dict[str, Any]],
     read: Callable[[FolderStorage, dict[str, Any]], T],
@@ -144,7 +144,7 @@ def made_once(
     timeout: float,
     eager: bool,
 ) -> T:
-    """What the cache has of this name that is made of this; written first where it is not there yet.
+    """Load the cache entry with this name and these inputs; create it first if it does not exist.
 
     Of several processes that call this at the same time, on one host or on several that share the folder, one
     writes. The others wait for it, and one of them takes over if it dies.
@@ -152,7 +152,7 @@ def made_once(
     Args:
         cache: the folder; it need not exist.
         name: what it is called in the cache, such as the split.
-        made_of: everything that it depends on, by name.
+        inputs: everything that it depends on, by name.
         write: puts it into an empty folder, and returns what ``read`` needs to know, as plain values. The second
             argument is to be told how far it is.
         read: opens it; raises ValueError where it is damaged.
@@ -163,7 +163,7 @@ def made_once(
     Raises:
         UserError: as ``write``; or the folder cannot be written, or whoever writes gave no sign of life.
     """
-    entry = _Entry(cache.absolute(), name, made_of, read)
+    entry = _Entry(cache.absolute(), name, inputs, read)
 
     def make(heartbeat: Heartbeat) -> None:
         def report(done: int, total: int) -> None:
@@ -181,12 +181,12 @@ def made_once(
         return found
 
 
-def entry_folder(cache: Path, name: str, made_of: Mapping[str, str]) -> Path:
+def entry_folder(cache: Path, name: str, inputs: Mapping[str, str]) -> Path:
     """Where the cache has the samples of that name that are made of this."""
-    return cache / f"{name}-{content_key(dict(made_of))[:24]}"
+    return cache / f"{name}-{content_key(dict(inputs))[:24]}"
 
 
-def remove_cached(cache: Path, name: str, made_of: Mapping[str, str]) -> None:
+def remove_cached(cache: Path, name: str, inputs: Mapping[str, str]) -> None:
     """Take samples out of the cache, if they are there; nobody finds a part of them.
 
     Args: as for ``encode_cached``.
@@ -194,7 +194,7 @@ def remove_cached(cache: Path, name: str, made_of: Mapping[str, str]) -> None:
     Raises:
         UserError: the folder cannot be written.
     """
-    entry = _Entry(cache.absolute(), name, made_of, read_samples)
+    entry = _Entry(cache.absolute(), name, inputs, read_samples)
     removed = entry.beside(_draft_ending())
     with _explain_errors(entry), suppress(FileNotFoundError):
         shutil.rmtree(removed, ignore_errors=True)
@@ -210,12 +210,12 @@ class _Entry(Generic[T]):
     """One folder of the cache. It is complete or absent: written under another name, and renamed."""
 
     def __init__(
-        self, cache: Path, name: str, made_of: Mapping[str, str], read: Callable[[FolderStorage, dict[str, Any]], T]
+        self, cache: Path, name: str, inputs: Mapping[str, str], read: Callable[[FolderStorage, dict[str, Any]], T]
     ) -> None:
         self._read = read
-        self.made_of = dict(made_of)
-        self.key = content_key(self.made_of)
-        self.folder = entry_folder(cache, name, made_of)
+        self.inputs = dict(inputs)
+        self.key = content_key(self.inputs)
+        self.folder = entry_folder(cache, name, inputs)
         self.written = 0
         """Bytes of the last draft, when it ended."""
 
@@ -251,7 +251,7 @@ class _Entry(Generic[T]):
             about = write(storage)
             storage.close()
             sizes = {path.name: path.stat().st_size for path in draft.iterdir()}
-            head = {"format": FORMAT, "key": self.key, "made_of": self.made_of, "sizes": sizes}
+            head = {"format": FORMAT, "key": self.key, "made_of": self.inputs, "sizes": sizes}
             storage.append(META, json.dumps({**head, **about}).encode())
             storage.close()
             _sync_folder(draft)

@@ -24,7 +24,7 @@ def base_of(name: str, layout: FieldKinds) -> str | None:
 
 
 class DifferenceWriter:
-    """As ``ColumnWriter``, of a column and the one that it is compared with."""
+    """As ``ColumnWriter``, but stores only the values that differ from a base column."""
 
     def __init__(self, storage: Storage, name: str, base: str) -> None:
         self.base = base

@@ -16,7 +16,7 @@ FILE = "digests.json"
 MOST_KEPT = 100_000
 """Digests; then the oldest are forgotten."""
 SETTLED_NS = 2 * 10**9
-"""Nanoseconds without a change until a file's times tell all later changes: some file systems count in steps of 2 s."""
+"""Nanoseconds a file must be unchanged before its times are trusted: some file systems have 2 s timestamps."""
 
 
 class KeptDigests:

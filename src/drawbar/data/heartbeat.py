@@ -124,7 +124,7 @@ class Failure:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Nobody ever reads a half of it."""
+    """Write a text atomically: readers see the old or the new content, never a part."""
     draft = path.with_name(f"{path.name}-{socket.gethostname()}-{os.getpid()}")
     draft.write_text(text)
     os.replace(draft, path)

@@ -55,7 +55,7 @@ class MicroBatchSize:
     rows: int | None = None
     tokens: int | None = None
 
-    def cut(self, rows: NDArray[np.int64], lengths: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    def split(self, rows: NDArray[np.int64], lengths: NDArray[np.int64]) -> list[NDArray[np.int64]]:
         """The rows in micro-batches, longest first, so that rows of similar length share one.
 
         Args:
@@ -197,7 +197,7 @@ class TrainLoader(Loader[Batch]):
             epoch = self.position.epoch
             rows = self._take()
             self.tokens = int(self.rows.lengths[rows].sum())
-            dealt = self._deal(rows)
+            dealt = self._rank_micro_batches(rows)
             yield (
                 step,
                 [MicroBatch(self._collate(chosen, epoch), is_filler) for chosen, is_filler in dealt],
@@ -215,7 +215,7 @@ class TrainLoader(Loader[Batch]):
         )
         return self.sampler.rows(epoch, np.arange(start, stop))
 
-    def _deal(self, rows: NDArray[np.int64]) -> list[tuple[NDArray[np.int64], bool]]:
+    def _rank_micro_batches(self, rows: NDArray[np.int64]) -> list[tuple[NDArray[np.int64], bool]]:
         """This rank's share of the rows as (rows, is_filler) for each micro-batch: equally many on every rank.
 
         Collective operations run once a micro-batch, so a rank that ran fewer would leave the others waiting. Where a
@@ -224,7 +224,7 @@ class TrainLoader(Loader[Batch]):
         cuts = []
         for rank in range(self.world_size):
             share = rows[rank * len(rows) // self.world_size : (rank + 1) * len(rows) // self.world_size]
-            cuts.append(self.micro_batch.cut(share, self.rows.lengths))
+            cuts.append(self.micro_batch.split(share, self.rows.lengths))
         fillers = max(map(len, cuts)) - len(cuts[self.rank])
         return [(chosen, False) for chosen in cuts[self.rank]] + [(rows[:1], True)] * fillers
 
@@ -235,7 +235,7 @@ class TrainLoader(Loader[Batch]):
 class EvalLoader(Generic[Batch]):
     """Every row once over all ranks. Which rows share a batch does not depend on the number of ranks.
 
-    Batches are dealt in turn, and all ranks run equally often. Args: as for ``TrainLoader``. Its length is this rank's
+    Batches go to ranks round-robin, equally many to each. Args: as for ``TrainLoader``. ``len`` is this rank's
     number of micro-batches, fillers included.
     """
 
@@ -252,7 +252,7 @@ class EvalLoader(Generic[Batch]):
         self.rows = rows
         self.collate = collate
         self.augment = augment
-        batches = micro_batch.cut(np.arange(len(rows)), rows.lengths)
+        batches = micro_batch.split(np.arange(len(rows)), rows.lengths)
         mine = batches[rank::world_size]
         fillers = -(-len(batches) // world_size) - len(mine)
         self._dealt = [(chosen, False) for chosen in mine] + [(batches[-1][:1], True)] * fillers

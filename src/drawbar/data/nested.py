@@ -44,7 +44,7 @@ def columns_of(record: Record) -> list[str]:
 
 
 def misread_header(column: str, record: Record) -> str | None:
-    """What to do where a column is there, but was not told from what stands around it in a header; None elsewhere."""
+    """A remedy if the header was split wrongly, so that the column is part of another name; None otherwise."""
     for name in record:
         if name.strip() == column:
             return f"write {column!r} without spaces around it; in a table, that is the header"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from drawbar.data.cache import made_once
+from drawbar.data.cache import load_or_create
 from drawbar.data.columns import BLOCK_VALUES, FolderStorage, Values
 from drawbar.data.encode import OnProgress
 from drawbar.data.order import order
@@ -19,8 +19,8 @@ from drawbar.runtime.log import logger
 
 NAME = "packs"
 """Of plans in the cache."""
-KEPT_FROM = 2**20
-"""Samples. A plan of fewer takes a second or two."""
+CACHED_FROM = 2**20
+"""Plans of at least this many samples are cached; a smaller one takes a second or two to compute."""
 
 
 @dataclass(frozen=True)
@@ -85,10 +85,10 @@ def plan_sources(lengths: NDArray[np.int64], sizes: Sequence[int], capacity: int
 def keep_plan(
     lengths: NDArray[np.int64], sizes: Sequence[int], capacity: int, seed: int, *, cache: Path, timeout: float
 ) -> tuple[Plan, list[int]]:
-    """As ``plan_sources``, by one process for all, and for the runs to come.
+    """As ``plan_sources``, computed by one process and cached for the others and for later runs.
 
     Args:
-        cache, timeout: see ``made_once``.
+        cache, timeout: see ``load_or_create``.
     """
 
     def write(draft: FolderStorage, _: OnProgress) -> dict[str, Any]:
@@ -105,14 +105,14 @@ def keep_plan(
     digest = hashlib.blake2b(digest_size=20)
     for block in range(0, len(lengths), BLOCK_VALUES):
         digest.update(lengths[block : block + BLOCK_VALUES].tobytes())
-    made_of = {
+    inputs = {
         "the lengths": digest.hexdigest(),
         "the sources": repr(list(sizes)),
         "data.sequence_length": str(capacity),
         "run.seed": str(seed),
     }
     try:
-        return made_once(cache, NAME, made_of, write=write, read=read, progress=None, timeout=timeout, eager=True)
+        return load_or_create(cache, NAME, inputs, write=write, read=read, progress=None, timeout=timeout, eager=True)
     except UserError as error:  # such as a folder that can only be read
         logger.warning("the plan of the rows is not kept, and every process makes it: %s", error.what)
         return plan_sources(lengths, sizes, capacity, seed)
@@ -159,7 +159,7 @@ def _longest_first(lengths: NDArray[np.int64], counts: NDArray[np.int64], seed: 
     next_places = np.cumsum(counts[::-1])[::-1] - counts
     for first in range(0, size, BLOCK_VALUES):
         samples = order(seed, 0, np.arange(first, min(first + BLOCK_VALUES, size)), size)
-        _deal(samples, lengths[samples], found, next_places)
+        _scatter(samples, lengths[samples], found, next_places)
     return found
 
 
@@ -229,16 +229,16 @@ def _rows(pack_of: NDArray[Any], packs: int) -> Plan:
     samples, next_places = np.empty(size, pack_of.dtype), ends - counts
     for begin in range(0, size, BLOCK_VALUES):
         numbers = np.arange(begin, min(begin + BLOCK_VALUES, size))
-        _deal(numbers, row_of[pack_of[numbers]], samples, next_places)
+        _scatter(numbers, row_of[pack_of[numbers]], samples, next_places)
     return Plan(samples, ends)
 
 
-def _deal(numbers: NDArray[Any], groups: NDArray[Any], into: NDArray[Any], next_places: NDArray[np.int64]) -> None:
-    """Put each number into the part of ``into`` that is its group's, behind those that are there.
+def _scatter(numbers: NDArray[Any], groups: NDArray[Any], into: NDArray[Any], next_places: NDArray[np.int64]) -> None:
+    """Append each number to its group's section of ``into`` (one pass of a counting sort).
 
     Args:
         groups: of each number.
-        next_places: where each group's next number goes; moved on.
+        next_places: the index in ``into`` of each group's next number; advanced in place.
     """
     by_group = np.argsort(groups, kind="stable")
     ordered = groups[by_group]

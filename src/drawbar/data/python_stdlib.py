@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from drawbar.data.readers import Reader, Record, Unit
+from drawbar.data.readers import RawRecord, Reader, Record
 from drawbar.errors import UserError
 
 PYTHON_STDLIB = "python_stdlib"
@@ -33,16 +33,16 @@ class PythonStdlib(Reader):
     def settings(self) -> list[str]:
         return [*super().settings(), *(_relative(path) for path in self.files)]  # a record holds its path
 
-    def units(self) -> Iterator[Unit]:
+    def units(self) -> Iterator[RawRecord]:
         for path in self.files:
             try:
                 text = path.read_text(encoding="utf-8")
             except UnicodeDecodeError:
                 continue  # a few files are in old encodings, on purpose
             if text.strip():
-                yield Unit({"text": text, "path": _relative(path)}, path, None)
+                yield RawRecord({"text": text, "path": _relative(path)}, path, None)
 
-    def decode(self, unit: Unit) -> Record:
+    def decode(self, unit: RawRecord) -> Record:
         return unit.raw
 
     def empty(self) -> UserError:

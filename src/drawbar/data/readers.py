@@ -1,6 +1,6 @@
 """What every reader of records is, and the readers of text files: lines, paragraphs, documents, JSON, parallel lines.
 
-A reader gives *units*: records that have not been decoded. So a process that needs every eighth record decodes every
+A reader yields undecoded records (``RawRecord``), so a process that needs every eighth record decodes only every
 eighth. Text is read line by line; only ``.json`` files and whole documents are held in memory at once.
 """
 
@@ -31,7 +31,7 @@ class BadRecord(UserError):
     """One record that cannot be read; those after it can. ``data.on_bad_record=skip`` leaves it out."""
 
 
-class Unit(NamedTuple):
+class RawRecord(NamedTuple):
     """A record that has not been decoded."""
 
     raw: Any
@@ -54,7 +54,7 @@ class Reader(ABC):
         """Every file that is read."""
 
     @abstractmethod
-    def units(self) -> Iterator[Unit]:
+    def units(self) -> Iterator[RawRecord]:
         """All records, not decoded, in the order of the file. A unit is good until the next one is asked for.
 
         Raises:
@@ -62,18 +62,18 @@ class Reader(ABC):
         """
 
     @abstractmethod
-    def decode(self, unit: Unit) -> Record:
+    def decode(self, unit: RawRecord) -> Record:
         """The record of one of this reader's units. Raises ``BadRecord``."""
 
     def class_names(self, column: str) -> list[str] | None:
         """The names of all classes of a column, in the order of their numbers; None where the file does not say."""
         return None
 
-    def where(self, unit: Unit) -> str:
+    def where(self, unit: RawRecord) -> str:
         """File and line of a record, for messages: ``data/train.jsonl:17``."""
         return str(unit.path) if unit.line is None else f"{unit.path}:{unit.line}"
 
-    def content(self, unit: Unit) -> bytes:
+    def content(self, unit: RawRecord) -> bytes:
         """The record as bytes that are the same wherever and in whatever order records are stored."""
         if isinstance(unit.raw, bytes):
             return unit.raw
@@ -264,39 +264,39 @@ class TextLines(FileReader):
     def open(cls, path: Path, options: ReadOptions) -> FileReader:
         return {"line": TextLines, "paragraph": TextParagraphs, "document": TextDocument}[options.sample_by](path)
 
-    def units(self) -> Iterator[Unit]:
-        return (Unit(line, self.path, number) for number, line in self._lines())
+    def units(self) -> Iterator[RawRecord]:
+        return (RawRecord(line, self.path, number) for number, line in self._lines())
 
     def _lines(self) -> Iterator[tuple[int, bytes]]:
         return _numbered_text(_expect_short(binary_lines(self.path), self.path))
 
-    def decode(self, unit: Unit) -> Record:
+    def decode(self, unit: RawRecord) -> Record:
         return {"text": text_of(unit.raw, unit.path, unit.line or 1)}
 
 
 class TextParagraphs(TextLines):
     """A paragraph is a run of lines that are not blank."""
 
-    def units(self) -> Iterator[Unit]:
+    def units(self) -> Iterator[RawRecord]:
         first, lines = 0, list[bytes]()
         for number, line in self._lines():
             if lines and number != first + len(lines):
-                yield Unit(b"\n".join(lines), self.path, first)
+                yield RawRecord(b"\n".join(lines), self.path, first)
                 lines = []
             if not lines:
                 first = number
             lines.append(line)
         if lines:
-            yield Unit(b"\n".join(lines), self.path, first)
+            yield RawRecord(b"\n".join(lines), self.path, first)
 
 
 class TextDocument(TextLines):
     """The whole file is one record."""
 
-    def units(self) -> Iterator[Unit]:
+    def units(self) -> Iterator[RawRecord]:
         text = b"".join(whole_lines(self.path))
         if not _is_blank(text):
-            yield Unit(text, self.path, None)
+            yield RawRecord(text, self.path, None)
 
 
 class JsonLines(FileReader):
@@ -304,10 +304,10 @@ class JsonLines(FileReader):
 
     is_text: ClassVar[bool] = True
 
-    def units(self) -> Iterator[Unit]:
-        return (Unit(line, self.path, number) for number, line in _numbered_text(binary_lines(self.path)))
+    def units(self) -> Iterator[RawRecord]:
+        return (RawRecord(line, self.path, number) for number, line in _numbered_text(binary_lines(self.path)))
 
-    def decode(self, unit: Unit) -> Record:
+    def decode(self, unit: RawRecord) -> Record:
         where = self.where(unit)
         line = text_of(unit.raw, unit.path, unit.line or 1)
         try:
@@ -332,13 +332,13 @@ class JsonFile(FileReader):
     is_text: ClassVar[bool] = True
     no_records: ClassVar[str] = "its list is empty"
 
-    def units(self) -> Iterator[Unit]:
-        return (Unit(value, self.path, number) for number, value in enumerate(self._values(), start=1))
+    def units(self) -> Iterator[RawRecord]:
+        return (RawRecord(value, self.path, number) for number, value in enumerate(self._values(), start=1))
 
-    def where(self, unit: Unit) -> str:
+    def where(self, unit: RawRecord) -> str:
         return f"{unit.path}, record {unit.line}"
 
-    def decode(self, unit: Unit) -> Record:
+    def decode(self, unit: RawRecord) -> Record:
         record = _object(unit.raw, self.where(unit))
         _refuse_half_characters(record, self.where(unit))
         return record
@@ -381,14 +381,14 @@ class ParallelLines(Reader):
     def files(self) -> list[Path]:
         return list(self.paths)
 
-    def units(self) -> Iterator[Unit]:
+    def units(self) -> Iterator[RawRecord]:
         rows = zip_longest(*(_expect_short(binary_lines(path), path) for path in self.paths))
         for number, lines in enumerate(rows, start=1):
             if None in lines:
                 raise self._unequal()
-            yield Unit(lines, self.paths[0], number)
+            yield RawRecord(lines, self.paths[0], number)
 
-    def decode(self, unit: Unit) -> Record:
+    def decode(self, unit: RawRecord) -> Record:
         texts = (text_of(line, path, unit.line or 1) for line, path in zip(unit.raw, self.paths, strict=True))
         return dict(zip(self.columns, texts, strict=True))
 

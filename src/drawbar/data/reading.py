@@ -13,7 +13,7 @@ class Found(NamedTuple):
     """A record of a split, or what is wrong with it."""
 
     source: int
-    """Of several, the number of the one that it comes from."""
+    """The index of the source that it comes from."""
     where: str
     """File and line, for messages."""
     record: Record | BadRecord

@@ -7,19 +7,19 @@ from pathlib import Path
 from drawbar.data.cache import META, entry_folder
 
 SHOWN_CHANGES = 5
-_WHAT_IT_IS_ABOUT = {"the records", "task.type"}
-"""Parts that differ between two jobs; where few others do, somebody has changed one job."""
+_IDENTIFYING_INPUTS = {"the records", "task.type"}
+"""Inputs that differ between unrelated runs; if few others differ too, it is a changed version of one run."""
 
 
-def is_kept(cache: Path, name: str, made_of: Mapping[str, str]) -> bool:
+def is_kept(cache: Path, name: str, inputs: Mapping[str, str]) -> bool:
     """Whether the cache has these samples."""
-    return (entry_folder(cache, name, made_of) / META).is_file()
+    return (entry_folder(cache, name, inputs) / META).is_file()
 
 
-def why_not_kept(cache: Path, name: str, made_of: Mapping[str, str]) -> str | None:
-    """What is not as it was when the samples were encoded that the cache has of this name: of those most like these.
-    None where all of them are another job's, of which these are no changed version."""
-    changes = [_changes(kept, made_of) for kept in _kept(cache, name)]
+def why_not_kept(cache: Path, name: str, inputs: Mapping[str, str]) -> str | None:
+    """What differs from the most similar cached samples of this name, as a text for the log.
+    None if all cached samples of this name seem to belong to unrelated runs."""
+    changes = [_changes(kept, inputs) for kept in _kept(cache, name)]
     if not changes:
         return f"no {name} data are kept in {cache}"
     changes = [changed for changed in changes if not _is_another_job(changed)]
@@ -43,7 +43,7 @@ def _kept(cache: Path, name: str) -> list[dict[str, str]]:
 
 
 def _is_another_job(changed: list[str]) -> bool:
-    return len(changed) > SHOWN_CHANGES and not _WHAT_IT_IS_ABOUT.isdisjoint(changed)
+    return len(changed) > SHOWN_CHANGES and not _IDENTIFYING_INPUTS.isdisjoint(changed)
 
 
 def _changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Which row stands at which place of an epoch: a pure function, so that any process can start anywhere."""
+"""Which row comes at which position of an epoch: a pure function, so that any process can start anywhere."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

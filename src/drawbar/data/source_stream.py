@@ -10,7 +10,7 @@ from typing import Any, Literal
 from drawbar.data.class_labels import agreed_names
 from drawbar.data.hub_dataset import HubDataset
 from drawbar.data.nested import columns_of, old_name, value_at
-from drawbar.data.readers import BadRecord, Reader, Record, Unit
+from drawbar.data.readers import BadRecord, RawRecord, Reader, Record
 from drawbar.errors import UserError
 from drawbar.runtime.log import logger
 from drawbar.util.atomic_files import identity
@@ -35,8 +35,8 @@ class Located:
 
 
 @dataclass(frozen=True)
-class Side:
-    """One side of training data of which a share is for validation.
+class SplitFilter:
+    """Selects the training or the validation records where ``data.validation_share`` splits the training data.
 
     The content of a record alone decides, so duplicates are on the same side, and a new order of files moves nothing.
     """
@@ -61,7 +61,7 @@ class SourceStream:
         weight: float | None,
         rename: dict[str, str],
         rename_key: str,
-        side: Side | None,
+        side: SplitFilter | None,
         limit: int | None,
         before: "SourceStream | None",
         skip_bad: bool,
@@ -151,7 +151,7 @@ class SourceStream:
         return self._digest(lambda path: of_file(path).encode())
 
     def identity(self) -> list[Any]:
-        """Of each file what ``identity`` says; of a dataset that is no folder the node, which has a copy."""
+        """``identity`` of each file; for a Hub dataset the node's name, as each node has its own copy."""
         from drawbar.distributed.rank_info import node_name  # it loads torch, which a submission does without
 
         try:
@@ -162,7 +162,7 @@ class SourceStream:
     def _digest(self, of_file: Callable[[Path], bytes]) -> str:
         """
         Args:
-            of_file: tells one file from another, in bytes that say themselves where they end.
+            of_file: a self-delimiting byte string that identifies a file.
         """
         settings = [self._rename, self._side, self._limit, self._skip_bad]
         digest = hashlib.blake2b(repr(settings).encode(), digest_size=16)
@@ -177,7 +177,7 @@ class SourceStream:
             raise self._unreadable(error) from error
         return digest.hexdigest()
 
-    def _units_of_lane(self, lane: int, lanes: int, first: int) -> Iterator[tuple[int, Reader, Unit]]:
+    def _units_of_lane(self, lane: int, lanes: int, first: int) -> Iterator[tuple[int, Reader, RawRecord]]:
         """(number in the source, reader, unit) of the units of the lane, and of the split, from number ``first`` on."""
         quota, taken = self._quota, 0
         if quota == 0:
@@ -203,7 +203,7 @@ class SourceStream:
             return self._limit
         return self._before._quota - self._before.count
 
-    def _units(self) -> Iterator[tuple[Reader, Unit]]:
+    def _units(self) -> Iterator[tuple[Reader, RawRecord]]:
         try:
             for reader in self._readers:
                 unit = None

@@ -14,7 +14,7 @@ from drawbar.data.hub_dataset import HubDataset
 from drawbar.data.python_stdlib import PYTHON_STDLIB, PythonStdlib
 from drawbar.data.readers import BadRecord, FileReader, ParallelLines, Reader, ReadOptions, Record
 from drawbar.data.reading import Found, Numbered, Reading
-from drawbar.data.source_stream import Located, Side, SourceStream
+from drawbar.data.source_stream import Located, SourceStream, SplitFilter
 from drawbar.data.tables import check_names
 from drawbar.errors import UserError
 
@@ -62,7 +62,7 @@ class Records(Sequence[Record]):
         return agreed_names(stream.class_names(column) for stream in self.streams)
 
     def identity(self) -> list[Any]:
-        """What tells, without reading them, the files of one place from those of another, and from what they were."""
+        """Identifies the files by metadata, without reading them: differs between file systems and after a change."""
         return [stream.identity() for stream in self.streams]
 
     def digest(self, of_file: Callable[[Path], str]) -> str:
@@ -154,7 +154,7 @@ def open_records(data: DataSection, split: str) -> Records:
     return Records(streams, key)
 
 
-def _side(data: DataSection, split: str) -> Side | None:
+def _side(data: DataSection, split: str) -> SplitFilter | None:
     if data.validation_share is None or split not in ("train", "validation"):
         return None
     if data.validation not in (None, []):
@@ -163,7 +163,7 @@ def _side(data: DataSection, split: str) -> Side | None:
             where="data.validation, data.validation_share",
             remedy="keep one of the two",
         )
-    return Side(data.validation_share, cast(Literal["train", "validation"], split))
+    return SplitFilter(data.validation_share, cast(Literal["train", "validation"], split))
 
 
 def _readers(source: SourceSection, data: DataSection, *, split: str, key: str) -> list[Reader]:

@@ -57,7 +57,7 @@ class Cursor:
     """Where a block begins."""
 
     positions: list[int]
-    """For each source, how many records it gave to one lane; a source with a weight begins again where it ends."""
+    """For each source, the records already read per lane; a weighted source restarts at its end."""
     source: int = 0
     """Without weights: the source that is being read."""
     block: int = 0
@@ -67,7 +67,7 @@ class Cursor:
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank read of a block."""
+    """One rank's share of a block."""
 
     lanes: dict[int, Rows]
     """Its rows by lane; a lane without rows is left out."""
@@ -82,7 +82,7 @@ class Block:
     lanes: dict[int, Rows]
     """This rank's rows."""
     ends: list[int]
-    """The same, over all ranks."""
+    """For each source, how often it came to its end, summed over all ranks."""
     sequence: NDArray[np.int64]
     """Shape (rows, 2): lane and number of all ranks' rows, in the order of training."""
 
@@ -142,10 +142,10 @@ class StreamLoader(Loader[Batch]):
 
     def load(self, state: dict[str, Any]) -> None:
         self._check(state)
-        self._cursor, self._used = self._place(state)
+        self._cursor, self._used = self._position_from(state)
         self._block = self._ahead = None
 
-    def _place(self, state: dict[str, Any]) -> tuple[Cursor, int]:
+    def _position_from(self, state: dict[str, Any]) -> tuple[Cursor, int]:
         """The position; for a fork with other lanes or blocks, the nearest one before the block that was in use."""
         cursor, used, settings = Cursor(**state["cursor"]), state["used"], self.settings
         lanes, records = state.get("lanes", settings.lanes), state.get("records", settings.records)
@@ -160,7 +160,7 @@ class StreamLoader(Loader[Batch]):
         return replace(cursor, positions=[place * lanes // settings.lanes for place in cursor.positions]), 0
 
     def _check(self, state: dict[str, Any]) -> None:
-        """See that a position is one in this data, and say where nobody can tell.
+        """Check that a saved position belongs to this data; warn where that cannot be decided.
 
         Raises:
             OtherData: it is not.
@@ -215,7 +215,7 @@ class StreamLoader(Loader[Batch]):
         lengths = np.array([length for _, length in rows], dtype=np.int64)
         batches = [
             MicroBatch(self.collate([rows[index][0] for index in chosen.tolist()]))
-            for chosen in self.micro_batch.cut(np.arange(len(rows)), lengths)
+            for chosen in self.micro_batch.split(np.arange(len(rows)), lengths)
         ]
         fillers = self.ranks.largest(len(batches)) - len(batches)
         self.tokens = int(self.ranks.sum(lengths.sum()))
@@ -340,7 +340,7 @@ class _Reader:
         self._stop = -1
 
     def take(self, first: int, stop: int) -> tuple[list[tuple[int, Located]], int]:
-        """This rank's visits from number ``first`` to before ``stop``, and how often the source ended meanwhile.
+        """This rank's (index, record) pairs for ``first`` <= index < ``stop``, and how often the source ended.
 
         A source that is over stays so: it ends in every call.
         """
@@ -362,7 +362,7 @@ class _Reader:
 
 
 class _EndlessReader(_Reader):
-    """One source over and over: visit u is record ``u % size``, and belongs to rank ``u % ranks``."""
+    """An endlessly repeated source: global read index u is record ``u % size``, assigned to rank ``u % ranks``."""
 
     def visits(self, first: int) -> Iterator[tuple[int, Located]]:
         visit, turns_without = self.rank + self.ranks * first, 0

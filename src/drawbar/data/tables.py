@@ -11,9 +11,9 @@ from typing import Any, ClassVar, NoReturn
 from drawbar.data.readers import (
     BadRecord,
     FileReader,
+    RawRecord,
     ReadOptions,
     Record,
-    Unit,
     binary_lines,
     expect_no_utf16,
     holds_nul,
@@ -62,21 +62,21 @@ class _Table(FileReader):
         check_names(names, f"{self.path}:{first.line}", remedy)
         return names
 
-    def rows(self) -> Iterator[Unit]:
+    def rows(self) -> Iterator[RawRecord]:
         """Every row that is not blank, the header too."""
         raise NotImplementedError
 
-    def fields(self, row: Unit) -> list[str]:
+    def fields(self, row: RawRecord) -> list[str]:
         """The fields of a row. Raises ``BadRecord``."""
         raise NotImplementedError
 
-    def units(self) -> Iterator[Unit]:
+    def units(self) -> Iterator[RawRecord]:
         rows = self.rows()
         if self.columns is None and self.header:
             next(rows)
         return rows
 
-    def decode(self, unit: Unit) -> Record:
+    def decode(self, unit: RawRecord) -> Record:
         values, header = self.fields(unit), self.header
         if len(values) != len(header):
             source = "the setting columns" if self.columns is not None else "the header"
@@ -91,18 +91,18 @@ class _Table(FileReader):
 class TsvTable(_Table):
     """Fields between tabs, without quoting: a ``"`` is text."""
 
-    def rows(self) -> Iterator[Unit]:
+    def rows(self) -> Iterator[RawRecord]:
         lines = enumerate(binary_lines(self.path), start=1)
-        return (Unit(line, self.path, number) for number, line in lines if line)
+        return (RawRecord(line, self.path, number) for number, line in lines if line)
 
-    def fields(self, row: Unit) -> list[str]:
+    def fields(self, row: RawRecord) -> list[str]:
         return text_of(row.raw, row.path, row.line or 1).split("\t")
 
 
 class CsvTable(_Table):
     """Fields between commas. One in quotes may hold commas, newlines and doubled quotes (RFC 4180)."""
 
-    def rows(self) -> Iterator[Unit]:
+    def rows(self) -> Iterator[RawRecord]:
         csv.field_size_limit(LONGEST_FIELD)
         # Bytes that are not UTF-8 must not stop the reader in the middle of a row: `fields` refuses them.
         lines = (line.decode("utf-8", "surrogateescape") for line in whole_lines(self.path))
@@ -118,9 +118,9 @@ class CsvTable(_Table):
             if row is None:
                 return
             if row:
-                yield Unit(row, self.path, line)
+                yield RawRecord(row, self.path, line)
 
-    def fields(self, row: Unit) -> list[str]:
+    def fields(self, row: RawRecord) -> list[str]:
         where = self.where(row)
         if isinstance(row.raw, csv.Error):
             expect_no_utf16(row.path)  # there, the carriage return of an ordinary line break stands alone

@@ -14,7 +14,7 @@ _TASKS = "SLURM_STEP_NUM_TASKS"
 
 
 def check_alone(environ: Mapping[str, str] = os.environ) -> None:
-    """See that this process was started once. Those that torchrun or drawbar started need not ask.
+    """Check that this is the only process of its run, unless torchrun or drawbar set RANK.
 
     Raises:
         UserError: MPI or srun started several, and each would train alone.

@@ -1,7 +1,7 @@
-"""What each rank is doing, told to the others through the store: so that waiting for a rank that works has no deadline,
+"""What each rank is doing, published in the store: so that waiting for a rank that works has no deadline,
 and one that is gone or hangs is named.
 
-A thread of each rank writes its entry. By itself it gives signs of life only while the rank waits here, or says that it
+A thread of each rank writes its entry. It sends heartbeats by itself only while the rank waits here, or says that it
 is at work: a rank that hangs anywhere else, as in a collective of its engine, falls silent.
 """
 
@@ -20,9 +20,9 @@ from drawbar.runtime.log import logger
 TELL_SECONDS = 60.0
 """So often a person hears who waits for whom."""
 _BEATS = 20
-"""Signs of life that must fail to come, one after another, before a rank is silent."""
+"""Heartbeats missed in a row after which a rank counts as silent."""
 _LOOK_SECONDS = 1.0
-"""The longest that a wait goes on without looking around; Python hears of signals in between."""
+"""Longest blocking wait between polls; Python handles signals in between."""
 _NAMED = 4
 """Ranks that a message names."""
 

@@ -60,7 +60,7 @@ class Distributed:
         self._liveness = Liveness(self._store, self.rank, self.size, timeout)
 
     def shard_over(self, dims: ParallelDims) -> None:
-        """Set the degrees, once the strategy is known: replicas become shards. Who reads which rows stays as it is."""
+        """Set the degrees once the strategy is known. Only replicate/shard may change: each rank keeps its dp_rank."""
         assert (dims.dp_size, dims.dp_rank(self.rank)) == (self.data.size, self.data.rank)
         self.dims = dims
 
@@ -253,8 +253,8 @@ class Distributed:
         return values
 
     def first_alike(self, view: object) -> int:
-        """The lowest rank with the same ``view`` as this one. Where that says which files a rank sees, what one of them
-        finds out of these holds for the others."""
+        """The lowest rank with the same ``view`` as this one. If ``view`` identifies the files that a rank sees, only
+        that rank needs to check them."""
         return self.share(view).index(view)
 
     def collect(self, tensors: dict[str, torch.Tensor], targets: Sequence[int] = (0,)) -> dict[str, torch.Tensor]:

@@ -33,7 +33,7 @@ def check_launcher(environ: Mapping[str, str], processes: int, why: str) -> Iter
 
     Args:
         processes: on this machine.
-        why: there are so many.
+        why: the reason for that number.
     """
     started = launcher(environ)
     what = f"started by {started}" if started else "none: `drawbar train` starts what it needs"

@@ -13,7 +13,7 @@ SECTION = "Network"
 USUAL_PORT = 29500
 """Where torchrun meets unless it is told otherwise."""
 _SOMEWHERE = "198.51.100.1"
-"""On no network (RFC 5737): the way there is the way to anywhere."""
+"""A reserved address (RFC 5737): the route to it is the default route."""
 _SOCKET_NAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
@@ -33,7 +33,7 @@ class Network:
     host_address: str
     """What the host name stands for; empty where nothing knows it."""
     interfaces: tuple[Interface, ...]
-    towards: str
+    peer: str
     """The other host that the route was asked for; empty where none is known."""
     towards_address: str
     route_address: str
@@ -49,8 +49,8 @@ class Network:
 def collect_network(environ: Mapping[str, str] = os.environ) -> Network:
     """Sends nothing: a route is asked of the kernel."""
     host = socket.gethostname()
-    towards = environ.get("MASTER_ADDR") or first_host(environ.get("SLURM_JOB_NODELIST", ""))
-    towards_address = _resolve(towards) if towards else ""
+    peer = environ.get("MASTER_ADDR") or first_host(environ.get("SLURM_JOB_NODELIST", ""))
+    towards_address = _resolve(peer) if peer else ""
     port = environ.get("MASTER_PORT", "")
     number = int(port) if port.isdigit() and 0 < int(port) < 65536 else USUAL_PORT
     return Network(
@@ -59,7 +59,7 @@ def collect_network(environ: Mapping[str, str] = os.environ) -> Network:
         interfaces=tuple(
             Interface(name, interface_address(name) or "", is_infiniband(name)) for _, name in socket.if_nameindex()
         ),
-        towards=towards,
+        peer=peer,
         towards_address=towards_address,
         route_address=_route(towards_address or _SOMEWHERE),
         port=number,
@@ -99,7 +99,7 @@ def choose_interface(network: Network) -> tuple[Interface | None, str]:
         # an address of its own that is not found is a second one of some interface, or this is no Linux
         nameless = Interface("", network.route_address, False)
         on_the_way = (interface for interface in addressed if interface.address == network.route_address)
-        way = f"the way to {network.towards}" if network.towards else "the way to other networks"
+        way = f"the way to {network.peer}" if network.peer else "the way to other networks"
         return next(on_the_way, nameless), way
     others = [interface for interface in addressed if not interface.address.startswith("127.")]
     if others:
@@ -124,9 +124,9 @@ def check_network(network: Network, many_hosts: bool, opens_port: bool) -> Itera
     for variable, value in network.socket_names:
         yield _socket_name(variable, value, network, chosen)
     yield _host_name(network, many_hosts)
-    if network.towards and not network.towards_address:
-        what = f"{network.towards} cannot be resolved"
-        fix = Fix(f"getent hosts {network.towards}", "correct MASTER_ADDR, or add the name to /etc/hosts")
+    if network.peer and not network.towards_address:
+        what = f"{network.peer} cannot be resolved"
+        fix = Fix(f"getent hosts {network.peer}", "correct MASTER_ADDR, or add the name to /etc/hosts")
         yield Finding(SECTION, "first node", Level.PROBLEM, what, "the processes meet there", fix)
     yield _port(network, opens_port)
 

@@ -58,7 +58,7 @@ def assemble_engine(task: Task, config: RunConfig, world: Distributed, total_ste
 
 
 def _as_it_runs(config: RunConfig, world: Distributed) -> RunConfig:
-    """The configuration as the rules see it, with nothing left to choose: they may refuse what ``auto`` came to."""
+    """The configuration with device and number of processes filled in, for the rules to check what ``auto`` chose."""
     launch = config.launch.model_copy(update={"nproc": world.size})
     return config.model_copy(update={"device": world.device.type, "launch": launch})
 
@@ -73,7 +73,7 @@ def _choose_strategy(task: Task, config: RunConfig, world: Distributed) -> tuple
         return "ddp", "the ranks share one model, and there is nothing to replicate"
     if type(task).build_model is not PretrainedTask.build_model:
         return "ddp", f"{world.size} processes"  # to find the size of a user's own model is to build it
-    model_ranks = world.dims.tp * world.dims.pp  # those that share a sequence have copies
+    model_ranks = world.dims.tp * world.dims.pp  # context-parallel ranks replicate the parameters
     with world.working("finding the size of the model"):
         parameters = sum(parameter.numel() for parameter in task.build_meta_model().parameters())
     needed, room = parameters * BYTES_PER_PARAMETER / model_ranks, _memory_of_a_rank(world)

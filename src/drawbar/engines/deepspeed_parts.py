@@ -133,7 +133,7 @@ class DeepSpeedState:
                 self.masters.set_weight(tensor, cut(tensor, tensors[name]))
 
     def replicated(self) -> dict[str, nn.Parameter]:
-        # what is cut is another on each rank, and stage 3 holds pieces
+        # tensor-parallel shards differ between ranks, and ZeRO-3 parameters are partitioned
         return {
             name: parameter
             for name, parameter in self.module.named_parameters()

@@ -96,7 +96,7 @@ def _one_model(task: Task, config: RunConfig, world: Distributed) -> EngineParts
 
 
 def _replicated(task: Task, config: RunConfig, world: Distributed) -> tuple[LocalModel, WeightSource]:
-    """The whole model; and its weights where DeepSpeed would copy its fp32 weights from those that it has cast."""
+    """The full model, and its fp32 weights where DeepSpeed would derive its master weights from low-precision ones."""
     local = build_whole(task, config, world, _HOST)
     if config.precision == "fp32":
         return local, {}
@@ -199,7 +199,7 @@ def _fill_stages(
 
 
 def _check_groups(optimizer: Optimizer, world: Distributed) -> None:
-    """DeepSpeed takes the norm of one group after another, each over all stages."""
+    """Stages must have equally many parameter groups: DeepSpeed all-reduces the norm group by group over all stages."""
     number = len(optimizer.param_groups)
     if world.largest(number) != -world.largest(-number):
         raise UserError(

@@ -64,7 +64,7 @@ class Engine:
 
     @property
     def base(self) -> Base | None:
-        """What is below the adapters of the run, the same on every rank; None of a run without adapters."""
+        """Digest and newly initialized parameters of the base model under LoRA, equal on all ranks; else None."""
         return self._local.base
 
     @property
@@ -168,8 +168,8 @@ class Engine:
 
     @contextmanager
     def inspecting(self, look: Callable[[], None]) -> Iterator[None]:
-        """Call ``look()`` in each step made inside that updates, when its gradients are complete, and neither clipped
-        nor used."""
+        """Call ``look()`` in each step made inside that is not skipped: gradients are then reduced, but not yet
+        clipped or used."""
         kept, self._before_update = self._before_update, look
         try:
             yield

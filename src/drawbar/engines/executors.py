@@ -22,7 +22,7 @@ from drawbar.tasks.task import Task
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """What micro-batches go through in training: a model, or what replicates it."""
+    """The module that training forwards call (the model, or its DDP or DeepSpeed wrapper), its loss and backward."""
 
     module: nn.Module
     loss: Callable[[Batch], torch.Tensor]
@@ -110,7 +110,7 @@ class PipelineExecutor:
 
     Args:
         stages: those of this rank.
-        trained: them, or what trains them.
+        trained: the same modules, or the DeepSpeed engine around them; only its ``train()`` is called.
         pipeline: the steps of training.
         relay: evaluation and generation, through the stages in turn.
         shards_logits: as for ``ModelExecutor``.
@@ -189,7 +189,7 @@ def task_loss(task: Task, context: ContextParallel | None, model: nn.Module, bat
 
 
 def scalar(loss: torch.Tensor) -> torch.Tensor:
-    """The loss of a task as a tensor without dimensions; as it is, where it is none with one element."""
+    """The loss of a task as a tensor without dimensions; anything else is returned unchanged."""
     return loss.reshape(()) if isinstance(loss, torch.Tensor) and loss.numel() == 1 else loss
 
 

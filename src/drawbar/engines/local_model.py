@@ -25,7 +25,7 @@ from drawbar.runtime.log import logger
 from drawbar.tasks.task import Task
 
 WeightSource: TypeAlias = Mapping[str, torch.Tensor] | nn.Module | None
-"""Where first weights come from: files; or a whole model, which rank 0 has, and the others have not."""
+"""Where the initial weights come from: tensors in files, or the full model (on rank 0; None on the others)."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class LocalModel:
     module: nn.Module
     """All of it, shards (DTensor), or its stages."""
     meta_model: nn.Module
-    """All parameters of the whole model, if not their values: ``module``, where that has them."""
+    """The full model without values (meta device or DTensor shapes); ``module``, where that has all parameters."""
     base: Base | None
-    """What is below the adapters of the run; None of a run without adapters."""
+    """Digest and newly initialized parameters of the base model under LoRA; None without LoRA."""
     fused: dict[str, FusedLayout] = field(default_factory=dict)
     """Parameters that are stored in another order than in the whole model."""
     replicas: list[dist.ProcessGroup] = field(default_factory=list)
@@ -75,7 +75,7 @@ def build_whole(task: Task, config: RunConfig, world: Distributed, device: torch
         allow_packed_rows(model, task, config)
         parallelize(model, plan_for(model), config.parallel, ParallelDims(), None, config.precision)
         model = model.to(device)
-    base = world.from_first(lambda: base, "building the model")  # its weights are those of all
+    base = world.from_first(lambda: base, "building the model")  # all ranks will hold rank 0's weights
     return LocalModel(model, model, base, replicas=[dist.group.WORLD] if world.size > 1 else [])
 
 

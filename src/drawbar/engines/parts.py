@@ -65,7 +65,7 @@ class Updater(Protocol):
 
 
 class StateAccess(Protocol):
-    """Tensors by their names in the whole model, out of this rank's shards and into them. Every rank calls each."""
+    """Gathers full tensors, by full-model name, from the shards, and loads them. Collective: every rank calls each."""
 
     def model(self, writers: Sequence[int]) -> dict[str, torch.Tensor]:
         """Full weights in host memory on the ranks ``writers``; nothing on others."""

@@ -45,7 +45,7 @@ class EmptyStages:
         return int(self.meta_model.config.get_text_config().hidden_size)
 
     def relay(self, world: Distributed) -> PipelineInference:
-        """Evaluation and generation through the stages; made before anything else gets hold of them."""
+        """For evaluation and generation through the stages; build it before FSDP or other hooks wrap them."""
         vocabulary = self.meta_model.config.get_text_config().vocab_size
         return PipelineInference(self.parts, self.group, world.device, self.hidden_size, vocabulary)
 

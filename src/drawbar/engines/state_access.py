@@ -19,7 +19,7 @@ from drawbar.parallel.zero1 import is_zero1, local_optimizer
 from drawbar.runtime.safetensors_reader import TensorFiles
 
 Keeps = Callable[[Sequence[int]], bool]
-"""Of the ranks that are to have the full tensors: whether this rank keeps those that it takes part in gathering."""
+"""(writer ranks) → whether this rank stores the full tensors; every rank joins the gather all the same."""
 
 
 def is_writer(world: Distributed) -> Keeps:
@@ -90,12 +90,12 @@ class TorchState:
         return {parameter: name for name, parameter in self.module.named_parameters()}
 
     def _full(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        self.world.note(f"copying {name}")  # which the others may wait for
+        self.world.note(f"copying {name}")  # shown by ranks that wait for this one
         return full_tensor(tensor, self.fused.get(name))
 
 
 class StagesState:
-    """The state of a pipeline: each stage's, by whatever gives access to that, put together.
+    """The state of a pipeline: gathers and merges what the ``StateAccess`` of each stage (``own``) returns.
 
     Args:
         own: of this rank's stages; its ``keeps`` is ``is_stage_leader``.

@@ -182,7 +182,7 @@ def _pipeline(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
 
 
 class _SameUse:
-    """Sees that in each step all ranks use the same parts of a sharded model: else gradients are worth nothing."""
+    """Checks in each step that all ranks ran the same submodules of a sharded model: else the gradients are wrong."""
 
     def __init__(self, module: nn.Module, world: Distributed) -> None:
         self._module = module

@@ -26,7 +26,7 @@ class TorchUpdater:
         optimizers: of its trained parameters.
         scaler: of the loss.
         clip: largest global norm; None to clip nothing.
-        squared_norm: over what other ranks hold too.
+        squared_norm: global sum of squares, including other ranks' shards.
     """
 
     def __init__(

@@ -108,7 +108,7 @@ def evaluate(
             failure = error
         if not _agree_to_go_on(failure, stop_wanted(), world):
             return None
-        world.note(_standing("evaluating", split, done, len(loader)))
+        world.note(_progress_text("evaluating", split, done, len(loader)))
         progress(done, len(loader))
     return _score(task, split, share, world)
 
@@ -127,7 +127,7 @@ class _Share:
         self.predictions += predictions
 
 
-class _Wish(IntEnum):
+class _Vote(IntEnum):
     """What a rank wants after a batch; the largest counts."""
 
     GO_ON = 0
@@ -137,17 +137,17 @@ class _Wish(IntEnum):
 
 def _agree_to_go_on(failure: Exception | None, stop: bool, world: Distributed) -> bool:
     """Whether every rank goes on with the next batch. What failed on one of them is raised on all."""
-    own = _Wish.FAIL if failure is not None else _Wish.STOP if stop else _Wish.GO_ON
+    own = _Vote.FAIL if failure is not None else _Vote.STOP if stop else _Vote.GO_ON
     try:
         agreed = world.largest(own)
     except (RuntimeError, UserError):
         if failure is not None:
             raise failure from None  # the others did not come: they waited for this rank in a forward that needs all
         raise
-    if agreed == _Wish.FAIL:
+    if agreed == _Vote.FAIL:
         own_error = None if failure is None else EvaluationFailed.of(failure, world)
         raise next(error for error in world.share(own_error) if error is not None)
-    return agreed == _Wish.GO_ON
+    return agreed == _Vote.GO_ON
 
 
 def _score(task: Task, split: Split, share: _Share, world: Distributed) -> Evaluation:
@@ -184,7 +184,7 @@ def _loader(
     )
 
 
-def _standing(what: str, split: Split, done: int, total: int) -> str:
+def _progress_text(what: str, split: Split, done: int, total: int) -> str:
     return f"{what} {split.name}: {done} of {total} batches done"
 
 
@@ -233,7 +233,7 @@ def predict(
     for done, micro in enumerate(loader, start=1):
         found = _with_ids(task, micro.batch.ids, engine.predict_step(micro.batch, ask))
         predictions += found if not micro.is_filler else []
-        world.note(_standing("predicting", split, done, len(loader)))
+        world.note(_progress_text("predicting", split, done, len(loader)))
         progress(done, len(loader))
     gathered = world.data.gather(predictions)
     return _by_record(split, [pair for part in gathered for pair in part]) if gathered is not None else {}

@@ -157,7 +157,7 @@ def check_image(container: Container) -> None:
 
 
 def _own_folders(paths: list[str]) -> list[str]:
-    """What to bind so that all paths are seen, links on their way included; none lies in one before it."""
+    """The folders to bind so that all paths and the targets of their symlinks are visible, without duplicates."""
     folders: list[str] = []
     for path in paths:
         if not any(_is_in(path, folder) for folder in folders):

@@ -273,7 +273,7 @@ def weights_without_file(model: nn.Module) -> set[str]:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Its table of missing, unexpected and mismatched weights is said in our own words; its bar would fill logs."""
+    """Silence transformers' load report and progress bar: drawbar logs mismatched weights itself."""
     before, bar = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()

@@ -42,7 +42,7 @@ _ATTENTION = (
 
 @dataclass(frozen=True)
 class Base:
-    """What a run knows of the pretrained model below its adapters, of which its checkpoints hold nothing."""
+    """Identifies the frozen pretrained model under the adapters, whose weights are not in the checkpoints."""
 
     new: frozenset[str]
     """Parameters that no file of it has, which are trained, and so in the checkpoints."""
@@ -59,7 +59,7 @@ def add_adapters(model: nn.Module, lora: LoraSection, new: Collection[str] = ())
 
     Args:
         new: parameters that start from random values, as no file has them. Their modules are trained whole, too:
-            frozen, they would be of no use, and nobody could have them again.
+            frozen at random values they would be useless, and could not be restored.
 
     Returns:
         The same ``model``.

@@ -20,7 +20,7 @@ Arguments = dict[str, Any]
 
 DECODERS = {"gemma", "gemma3_text", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "granite", "llama", "mistral", "mixtral"}
 DECODERS |= {"olmo2", "phi", "phi3", "qwen2", "qwen3", "smollm3", "starcoder2"}
-"""They build a mask of blocks themselves from positions that begin again, with the sliding window of some of them."""
+"""They derive the block-diagonal mask from restarting ``position_ids``, including any sliding window."""
 ENCODERS = {"bert", "distilbert", "electra"} | COUNTS_FROM_PAD
 """They take positions and a mask of four dims, and classify a text by its first token."""
 ENCODER_DECODERS = {"t5", "mt5", "bart", "mbart"}

@@ -98,7 +98,7 @@ _PIPELINE_FAMILIES = ", ".join(sorted(_STAGES))
 
 
 def plan_for(model: nn.Module) -> ModelParallelPlan:
-    """How the model can be cut, in one piece and with its adapters injected, if any.
+    """How the model can be sharded. It must not be sharded yet, and must have its adapters injected, if any.
 
     Returns:
         A plan whose ``tensor`` or ``pipeline`` is None where the model cannot be cut so, with the reason.
@@ -150,7 +150,7 @@ def _tensor_plan(model: PreTrainedModel) -> ModelParallelPlan:
 
 
 def _norms_of_heads(styles: Mapping[str, Style]) -> dict[str, Style]:
-    """Norms of queries and keys that may be missing (in Phi's plan they are): each rank's are of its own heads."""
+    """Styles for query and key norms, which a plan may lack (Phi's does): each rank norms only its own heads."""
     attentions = [name.removesuffix(".q_proj") for name, style in styles.items() if style == "colwise"]
     return {f"{name}.{norm}": "replicated" for name in attentions for norm in ("q_layernorm", "k_layernorm")}
 
@@ -183,7 +183,7 @@ def _weight(module: nn.Module) -> Any:
 
 
 def _with_adapters(model: nn.Module, plan: ModelParallelPlan) -> ModelParallelPlan:
-    """The plan with styles for low-rank adapters: of B A x, the one of the two that has the dim which is cut."""
+    """The plan with styles for low-rank adapters: shards A or B, whichever has the sharded dimension."""
     if plan.tensor is None:
         return plan
     tensor, fused = dict(plan.tensor), dict(plan.fused)

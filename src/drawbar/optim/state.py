@@ -59,7 +59,7 @@ def load_optimizer_state(
 
 
 def _beside(parameter: nn.Parameter, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor on the parameter's device; a single number, such as the step, stays: the optimizer knows its place."""
+    """The tensor on the parameter's device; 0-d ones (step) are left to ``load_state_dict``."""
     return tensor.to(parameter.device) if tensor.dim() else tensor
 
 

@@ -16,8 +16,8 @@ from drawbar.parallel.tensor import tensor_parallel
 
 
 def _quiet() -> None:
-    """What torch says of FSDP over tensor parallelism, and nobody can mend: that a tensor cut twice is gathered twice,
-    and that outputs are views, which a task would have to change in place to do harm."""
+    """Silence two torch warnings about FSDP over tensor parallelism that users cannot act on: that a tensor sharded
+    twice is all-gathered twice, and that outputs are views (a problem only if a task changes them in place)."""
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 

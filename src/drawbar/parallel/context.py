@@ -101,7 +101,7 @@ class ContextParallel:
             self.config._attn_implementation = before
 
     def _whole(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What will be cut into two pieces for each rank; each label with the token before."""
+        """The padded full batch that will be split into two chunks per rank, with the labels shifted by one."""
         unknown = sorted(batch.keys() - FIELDS)
         if unknown:
             raise UserError(
@@ -129,7 +129,7 @@ class ContextParallel:
 
     def align(self, outputs: Any) -> Any:
         """Give the logits (B, P, V) one column more, of zeros. A task pairs all but the last with all labels but the
-        first: what it leaves out of a piece are then columns that say nothing."""
+        first: with the padding, only the padded column and the ignored first label are dropped from a shard."""
         outputs.logits = functional.pad(outputs.logits, (0, 0, 0, 1))
         return outputs
 

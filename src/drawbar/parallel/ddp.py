@@ -22,8 +22,8 @@ warnings.filterwarnings("ignore", message="find_unused_parameters=True was speci
 
 
 class _LossOf(nn.Module):
-    """A model, and what computes its loss: DDP looks in what a forward returns for the parameters that get a gradient,
-    and a model may return what no loss comes from."""
+    """A module whose forward returns the loss: DDP finds unused parameters by walking the graph from forward's output,
+    and a model may return tensors that the loss does not depend on."""
 
     def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Any], torch.Tensor]) -> None:
         super().__init__()

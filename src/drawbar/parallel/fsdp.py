@@ -28,7 +28,7 @@ from drawbar.parallel.synced_generate import synchronize_generate
 from drawbar.util.dtypes import DTYPES
 
 _CAST_BY_AUTOCAST = {kind.forward for kind in (nn.Linear, Conv1D, nn.Conv1d, nn.Conv2d, nn.Conv3d)}
-"""What uses its parameters in operators alone that autocast casts all inputs of."""
+"""Forwards that use their parameters only in operators whose inputs autocast casts to the low precision."""
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, parallel: ParallelSection, precision: str) -> None:
@@ -36,7 +36,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, parallel: ParallelSection, precisi
 
     Parameters stay fp32, and gradients are reduced in fp32. Autocast decides what is computed in ``precision``, as
     without shards. So only what it would cast anyway is gathered in ``precision``: the matrices of the blocks and of
-    the head. All else is gathered in fp32, and the few numbers of norms together with what is outside of the blocks:
+    the head. The rest is all-gathered in fp32; norm parameters go in the root's group with all outside of the blocks:
     groups of their own would need hooks, and collectives, inside of each block.
 
     Args:
@@ -66,7 +66,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, parallel: ParallelSection, precisi
 
 
 class _UsedUnits:
-    """A digest of the training forwards of what is gathered by itself, in their order."""
+    """A running digest of which FSDP units ran a training forward, in order."""
 
     def __init__(self, units: Iterable[nn.Module]) -> None:
         self.digest = 0
@@ -82,8 +82,8 @@ _used_units: WeakKeyDictionary[nn.Module, _UsedUnits] = WeakKeyDictionary()
 
 
 def digest_of_use(model: nn.Module, before: int) -> int:
-    """What differs from one rank to another where they have used other parts of a model that ``shard`` has cut: 32
-    bits. A rank then takes other parameters for its own, or adds other gradients to them, and nothing else shows it.
+    """A 32-bit digest that differs between ranks that used different submodules of a model sharded by ``shard``.
+    FSDP's collectives then pair up different parameters or gradients, and raise no error.
 
     Args:
         before: the digest of earlier micro-batches.
@@ -136,7 +136,7 @@ def generate_together(model: nn.Module) -> None:
 
 
 def replicate_parts(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Replicate what other ranks hold other parts of, in place: DDP itself knows no tensors that are cut.
+    """Replicate a model with tensor-parallel shards, in place: DistributedDataParallel does not support DTensors.
 
     Args:
         mesh: that of the replicas alone.

@@ -5,8 +5,8 @@ Layers as a whole (attention, the feed-forward network) gather the sequence befo
 their outputs over it. The embedding, the last norm and the head see it whole: masks are made for its full length.
 Without gradients (evaluation, generation) nothing is cut.
 
-Outside, tensor-parallel ranks must draw the same random numbers. Inside, each has dropout of its own: as the parts may
-be of different lengths, it would draw more numbers than another, and from then on other ones.
+Outside, tensor-parallel ranks share one RNG state. Inside, each rank uses its own: shards may differ in length, so
+dropout would advance a shared generator by different amounts, and the ranks' RNG states would diverge.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ SEQUENCE = Shard(1)
 
 @dataclass
 class _Cut:
-    """What the shards of the forward pass at hand are parts of."""
+    """The mesh, and the full sequence length of the current forward pass, which gathering needs."""
 
     mesh: DeviceMesh
     length: int = 0
@@ -42,7 +42,7 @@ class _Cut:
 
 
 class _OwnRandomness:
-    """Random numbers of this rank alone, between ``begin`` and ``end``; then those go on that all ranks share."""
+    """Uses a per-rank RNG seed between ``begin`` and ``end``; ``end`` restores the RNG state shared by all ranks."""
 
     def __init__(self, device: torch.device, rank: int) -> None:
         self._generator: Any = torch.cuda if device.type == "cuda" else torch

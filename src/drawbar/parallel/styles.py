@@ -50,7 +50,7 @@ class Colwise(ColwiseParallel):
     """A layer (linear, or an embedding) with a part of the outputs.
 
     Args:
-        sums: whether its part of the input's gradient is summed over the ranks here, and not by who gathered the input.
+        sums: whether the input's partial gradient is all-reduced here; else the gather of the input reduces it.
     """
 
     def __init__(self, output_layouts: Placement | None = None, sums: bool = True) -> None:
@@ -131,7 +131,7 @@ class Embedding(ParallelStyle):
 def use_local(module: nn.Module, names: Sequence[str], gradient: Replicate | Shard | Partial) -> None:
     """Let the module's ``forward`` see these parameters as the plain tensors of this rank, in place.
 
-    So any code works, whatever operators it uses. To everybody else they stay what they are.
+    So forward may use any operator. Outside of forward (optimizer, state_dict) they remain DTensors.
 
     Args:
         gradient: what the gradients are on each rank; ``Partial`` where the module's inputs differ by rank.

@@ -72,7 +72,7 @@ def load_shard(tensor: Tensor, tensors: Mapping[str, Tensor], name: str, fused: 
 def shard_like(
     parameter: nn.Parameter, tensors: Mapping[str, Tensor], name: str, fused: FusedLayout | None = None
 ) -> Tensor:
-    """``tensors[name]``, spread as the parameter that it belongs to is; as it is, where it has another shape."""
+    """``tensors[name]`` sharded like its parameter; returned unsharded if its shape differs from the parameter's."""
     if not isinstance(parameter, DTensor) or shape_of(tensors, name) != parameter.shape:
         return tensors[name]
     part = torch.empty_like(parameter)

@@ -9,8 +9,8 @@ Everything is relative, and what it is relative to is chosen so that rounding pa
   the parameter would have if all entries of the model's gradient were of one size. With a tolerance of 1e-4, a gradient
   a millionth of the usual size is still seen to be missing, or doubled.
 - *weights*: ‖a - b‖ / ‖b‖ for each parameter, over the entries whose first gradient is well known (``Tolerances``).
-  Adam makes a step of full size of a gradient of any size, of one that is nothing but rounding too: there the weights
-  of two right trainings are two draws of a lottery. How well an entry's gradient is known is seen from the gradients
+  Adam makes a step of full size of a gradient of any size, of one that is nothing but rounding too: there the updates
+  of two correct trainings are unrelated. How well an entry's gradient is known is seen from the gradients
   of the two trainings: the root mean square of their difference, over the parameter.
 
 What of this is no fault is fixed for fp32. In a lower precision it is measured: see ``reference`` and ``rounding``.
@@ -60,7 +60,7 @@ class Tolerances:
     gradients: Limits
     weights: Limits
     known: float
-    """An entry of a weight is compared where its gradient is known to within this share of it."""
+    """A weight entry is compared only if the relative rounding error of its gradient is at most this."""
 
 
 EXACT = Tolerances(Limits(1e-5), Limits(1e-4), Limits(1e-4), Limits(1e-4), known=1e-4)
@@ -106,7 +106,7 @@ class Trace:
     unequal: list[Note] = field(default_factory=list)
     """Where ranks should hold the same, and do not."""
     before_last: StepStart | None = None
-    """In a lower precision: what it was before the last of several steps."""
+    """Only in a lower precision: the state before the last step (None if there is one step)."""
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,7 @@ def difference(found: Tensor, expected: Tensor, floor: float = 0.0) -> float:
 
 
 def _ratio(distance: float, size: float) -> float:
-    """What is no number is larger than all."""
+    """NaN counts as infinite, so that it exceeds every limit."""
     if distance == 0:
         return 0.0
     return distance / size if size and not math.isnan(distance / size) else math.inf

@@ -1,4 +1,4 @@
-"""Where a strategy leaves the path of one process: the first module whose output, or whose gradient, differs.
+"""Where a strategy first diverges from one process: the first module whose output, or whose gradient, differs.
 
 A step of very few rows is made twice more, from the first weights: alone and under the strategy. Hooks on every module
 see its outputs in the forward pass, and their gradients in the backward pass. The reference's are kept, and sent to
@@ -72,9 +72,9 @@ class Probe:
 
     events: list[Event]
     agreed: set[tuple[str, str]]
-    """(kind, module) of what some rank has the whole of, and equal."""
+    """(kind, module) of full tensors that match the reference on some rank."""
     parts: set[tuple[str, str]]
-    """The same of what some rank has a part of that is found in the whole."""
+    """(kind, module) of shards that match some slice of the reference on some rank."""
     order: dict[str, list[str]]
     """By kind: the modules in the order in which the reference computes them."""
     found: Tensors
@@ -201,8 +201,8 @@ class _Hooks:
     """Sees every output of every module, by ``module#call#number``, and its gradient."""
 
     def watch(self, engine: Engine, staged: bool = False) -> None:
-        """Args: staged: whether the modules are stages. What stands in the place of others, and what that is in, is
-        left out."""
+        """Args: staged: whether the modules are stages. Then placeholders of pruned modules, and their parents, are
+        skipped."""
         for root in modules_of(engine):
             replaced = [
                 f"{name}." for name, module in root.named_modules() if staged and isinstance(module, _STAND_INS)

@@ -23,7 +23,7 @@ from drawbar.runtime.seed import seed_everything
 from drawbar.tracking.console import Console
 
 Part = tuple[str, tuple[tuple[int, int], ...]]
-"""A parameter's name, and where along which axes of its mesh the part stands."""
+"""A parameter's name, and its shard's (mesh axis, coordinate) pairs."""
 
 
 def train(
@@ -144,7 +144,7 @@ def unequal_parts(
 ) -> list[Note]:
     """Which tensors differ, in any bit, between ranks that hold the same part of them; on rank 0.
 
-    Nothing ever makes them equal again: where a run begins with one bit, the ranks drift apart.
+    Replicas are never synchronized again, so a difference of one bit grows.
     """
     digests = {_part(clean_name(name), tensor): _digest(tensor) for name, tensor in tensors.items()}
     first_names = {name: names[0] for names in ties for name in names}  # a pipeline's copies of a tied weight

@@ -29,7 +29,7 @@ def reference_config(config: RunConfig, precision: str = "fp32") -> RunConfig:
 def make_reference(
     subject: Subject, device: torch.device, precision: str = "fp32", console: Console | None = None
 ) -> Reference:
-    """All steps; but for what is to be compared in a lower precision, the first.
+    """The reference: all steps for fp32; only the first step for a lower precision (see ``with_last_step``).
 
     Raises:
         UserError: the training cannot be made, or its loss is no number.
@@ -46,7 +46,7 @@ def make_reference(
 def with_last_step(
     reference: Reference, subject: Subject, device: torch.device, precision: str, trace: Trace
 ) -> Reference:
-    """Complete a reference for what ``trace`` did in a lower precision: with the last step, from where that was."""
+    """Complete a reference for what ``trace`` did in a lower precision: repeat the last step from the same state."""
     if trace.before_last is None:
         return reference
     last = repeat_step(subject, device, precision, trace.before_last)

@@ -4,8 +4,8 @@ on its weights and on the processor's kernels.
 One process makes the step several times in that precision, and every module rounds its outputs once more, each time by
 other random numbers (Monte Carlo arithmetic: Parker 1997; for training: TTrace, Jiang et al. 2025, arXiv:2506.09280).
 The gradients that flow back are rounded alike. So whatever a strategy rounds otherwise (sums in another order, parts of
-sums, states between blocks) is among what is tried, and how far these steps come from that in fp32 is how far another
-right one may come.
+sums, states between blocks) is covered. The largest difference of these steps from fp32, times ``MARGIN``, is the
+tolerance for a strategy.
 """
 
 from collections.abc import Sequence
@@ -56,7 +56,7 @@ class Noise:
 
 
 def noises(precision: str) -> Sequence[Noise]:
-    """What is to be tried; nothing for fp32."""
+    """The noise seeds to measure with; none for fp32."""
     return [Noise(precision, seed) for seed in range(DRAWS)] if precision != "fp32" else []
 
 
@@ -92,5 +92,5 @@ def limits(least: Limits, tried: Sequence[Differences]) -> Limits:
 
 
 def allowed(value: float) -> float:
-    """What may be, where this was."""
+    """The limit for a difference that rounding alone was measured to cause."""
     return min(MARGIN * value, LARGEST)

@@ -40,7 +40,7 @@ Tell = Callable[[str], None]
 PATIENCE = 24 * 3600
 """Seconds that ranks wait for rank 0 while it trains alone: as long as that takes."""
 AGREEMENT = timedelta(seconds=60)
-"""In this time all ranks must have refused a case, if one has."""
+"""How long a rank that refused a case waits for the other ranks to refuse it, too."""
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ def explain(probe: Probe, comparison: Comparison, trace: Trace, reference: Refer
         return Divergence(
             _module(name.partition(",")[0]), f"the first step is equal; later, the gradient of {name}, is not"
         )
-    return Divergence("", "a step of few rows from the first weights is equal: it comes with other rows, or later")
+    return Divergence("", "a step of few rows from the first weights is equal: other rows or later steps diverge")
 
 
 def _first(probe: Probe, kind: str) -> Event | None:
@@ -78,7 +78,7 @@ def _first(probe: Probe, kind: str) -> Event | None:
 
 
 def _cut(probe: Probe, event: Event) -> str:
-    """The modules before it whose outputs ranks have parts of: these may be other parts than the next module takes."""
+    """Sharded outputs just before the event: each matched some shard, maybe not the one expected next."""
     order = probe.order["output"]
     before: list[str] = []
     for module in order[: order.index(event.module)]:
@@ -86,7 +86,7 @@ def _cut(probe: Probe, event: Event) -> str:
             before = []
         elif ("output", module) in probe.parts:
             before.append(module)
-    return f"; it takes what ranks have parts of, from {', '.join(before)}" if before else ""
+    return f"; its inputs are sharded; they come from {', '.join(before)}" if before else ""
 
 
 def _module(name: str) -> str:

@@ -2,7 +2,7 @@
 
 The steps are the first ones of the configuration: its task, data, batches, optimizer and schedule. Two things change.
 Dropout is switched off, since ranks draw other random numbers than one process does. And the model is made smaller
-where that is asked for. (Two more for what is measured beside: the model rounds more often, or drops what it drops.)
+where that is asked for. (Two side checks change more: ``noise`` adds rounding, ``drops`` keeps dropout on.)
 """
 
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ from drawbar.models.huggingface import load_model_config
 from drawbar.parity.rounding import Noise
 from drawbar.runtime.seed import seed_everything
 from drawbar.tasks.batch import Batch
-from drawbar.tasks.overrides import named_errors
+from drawbar.tasks.overrides import name_failing_method
 from drawbar.tasks.pretrained import PretrainedTask
 from drawbar.tasks.task import Task
 from drawbar.tracking.console import Console, SilentConsole
@@ -73,7 +73,7 @@ class Subject:
         self._change(task)
         total = max(self.steps, count_steps(config.train, steps_per_epoch))
         seed_everything(config.run.seed)
-        with named_errors(task):
+        with name_failing_method(task):
             return build_engine(task, config, world, total)
 
     def _change(self, task: Task) -> None:

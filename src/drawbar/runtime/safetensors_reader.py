@@ -1,6 +1,6 @@
-"""Tensors that stay in their files until they are asked for, and models that have no room for theirs yet.
+"""Tensors that stay in their files until they are asked for, and models whose parameters are still on the meta device.
 
-With both, a model too large for one rank is built, spread and filled without ever being whole in memory.
+With both, a model too large for one rank is built, sharded and loaded without ever being in memory in full.
 """
 
 import json

@@ -79,8 +79,8 @@ class CausalLM(PretrainedTask):
             tokenizer.split_special_tokens = False  # those of the template are its marks and end tokens, not letters
         return tokenizer
 
-    def _fitted(self, model: nn.Module) -> nn.Module:
-        model = super()._fitted(model)
+    def _prepare_model(self, model: nn.Module) -> nn.Module:
+        model = super()._prepare_model(model)
         if self.config.messages_column is not None:
             try:
                 stop_with(model, self.chat_format.stop_tokens)
@@ -90,7 +90,7 @@ class CausalLM(PretrainedTask):
 
     @cached_property
     def _end(self) -> list[int]:
-        """What ends a document or a completion, where the tokenizer does not: without it a model never stops."""
+        """The end token, if the tokenizer does not append it itself: without it a model never learns to stop."""
         end, after = self.tokenizer.eos_token_id, self.special_around[1]
         return [] if end is None or end in after else [end]
 
@@ -121,12 +121,12 @@ class CausalLM(PretrainedTask):
         chats = self.config.messages_column is not None
         tokens, labels = self._chat(record) if chats else self._completion(record)
         limit = self.data.sequence_length
-        # the prompt alone fills it; and what goes on from half a prompt is no answer
+        # drop it if the prompt alone fills the window, or (without labels) if the prompt would be truncated
         lost = all(label == IGNORED_LABEL for label in labels[1:limit]) if self.has_labels else len(tokens) > limit
         if lost:
             return None
-        cut = {"truncated": True} if len(tokens) > limit else {}
-        return [{"input_ids": tokens[:limit], "labels": labels[:limit], **cut}]
+        truncated = {"truncated": True} if len(tokens) > limit else {}
+        return [{"input_ids": tokens[:limit], "labels": labels[:limit], **truncated}]
 
     def _chat(self, record: dict[str, Any]) -> tuple[list[int], list[int]]:
         messages = self._messages(record)

@@ -89,7 +89,7 @@ class ChatFormat:
         return tokens, labels
 
     def last_answer(self, messages: list[Any]) -> str:
-        """What the assistant says last as the template writes it, and so as a model does that learned it."""
+        """The last assistant message as the template renders it, to compare with what the model generates."""
         _, labels = self.encode(messages, "last")
         return self.tokenizer.decode([label for label in labels if label != IGNORED_LABEL], skip_special_tokens=True)
 
@@ -145,7 +145,7 @@ class ChatFormat:
         for before in range(len(turn) - size + 1):  # a begin token, say, may come first
             if turn[before : before + size] == self.header:
                 return before + size
-        # what stands in for a thought may be part of the header, and left out of earlier turns
+        # the header may contain an empty thinking block, which the template omits in earlier turns
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(turn, self.header, strict=False)))
 
     def _turns(self, messages: list[Message], text: str) -> dict[int, Span]:

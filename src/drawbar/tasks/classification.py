@@ -34,7 +34,7 @@ from drawbar.tasks.labels import (
     warn_of_alike,
 )
 from drawbar.tasks.pretrained import PretrainedTask, TokenTask
-from drawbar.tasks.task import of_every, require
+from drawbar.tasks.task import map_each, require
 
 
 def _find_labels(
@@ -55,7 +55,7 @@ def _find_labels(
     elif task.data.streaming:
         labels = _labels_of_stream(classes)
     else:
-        every = chain.from_iterable(of_every(records, _known(classes, labels_of), task.skips_bad_records))
+        every = chain.from_iterable(map_each(records, _known(classes, labels_of), task.skips_bad_records))
         labels = _labels_of_data(every, column, classes)
     config = task.pretrained_config()
     if config is not None:
@@ -148,8 +148,8 @@ class SequenceClassification(PretrainedTask):
             return {"num_labels": 1, "problem_type": "regression", **pad}
         return {**self.labels.model_fields(), "problem_type": f"{self.config.problem}_classification", **pad}
 
-    def _fitted(self, model: nn.Module) -> nn.Module:
-        model = super()._fitted(model)
+    def _prepare_model(self, model: nn.Module) -> nn.Module:
+        model = super()._prepare_model(model)
         if self.config.problem == "regression":
             predict_in_fp32(model, outputs=1)
         return model

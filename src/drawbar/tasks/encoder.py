@@ -19,7 +19,7 @@ from drawbar.tasks.task import Task
 
 NOT_FOR_ENCODING = {"attention", "generation", "metrics"}
 """Options of the built-in tasks that no sample depends on."""
-LAST_CALL = {"truncation", "padding"}
+PER_CALL_STATE = {"truncation", "padding"}
 LIBRARIES = ("drawbar", "tokenizers", "transformers")
 """Installed packages that decide what samples are made of a record."""
 
@@ -49,12 +49,12 @@ def _rebuild(
     return TaskEncoder(task, train)
 
 
-def made_of(task: Task, train: bool) -> dict[str, str] | None:
+def cache_inputs(task: Task, train: bool) -> dict[str, str] | None:
     """What the samples that ``encode`` makes of a record depend on besides the record, by name: equal values, equal
     samples.
 
-    What ``settings_of`` says, the user's code, drawbar's, and the versions of libraries. None where one of them has no
-    content that could be told.
+    The result of ``settings_of``, the user's code, drawbar's, and library versions. None if one of them cannot
+    be hashed.
     """
     code, settings = code_of(task), settings_of(task, train)
     if code is None or settings is None:
@@ -69,7 +69,7 @@ def made_of(task: Task, train: bool) -> dict[str, str] | None:
 
 def settings_of(task: Task, train: bool) -> dict[str, str] | None:
     """What decides, besides records and code, which samples there are: tokenizer, options and dataset metadata of the
-    task, and the files that it declares. None where the tokenizer has no content that could be told."""
+    task, and the files that it declares. None if the tokenizer cannot be hashed."""
     tokenizer = _tokenizer_digest(task.tokenizer)
     if tokenizer is None:
         return None
@@ -136,8 +136,8 @@ def _tokenizer_digest(tokenizer: Any) -> str | None:
         return ""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
-        # what the last call set, and no part of the tokenizer: a call says anew whether it cuts or pads
-        lasting = {name: part for name, part in json.loads(backend.to_str()).items() if name not in LAST_CALL}
+        # state left by the last call, not part of the tokenizer: each call sets truncation and padding anew
+        lasting = {name: part for name, part in json.loads(backend.to_str()).items() if name not in PER_CALL_STATE}
         return content_key(
             json.dumps(lasting),
             type(tokenizer).__qualname__,

@@ -37,14 +37,14 @@ def check_label(label: Any, column: str) -> Any:
     return label
 
 
-def spelled(label: Any) -> Any:
+def display_label(label: Any) -> Any:
     """The label as people write it: that of a class is its name."""
     return label.name if isinstance(label, ClassNumber) else label
 
 
 def label_key(label: Any) -> str:
     """Equal labels have equal keys: ``1``, ``1.0``, ``"1"``, ``"1.0"`` and ``true`` are one label."""
-    label = spelled(label)
+    label = display_label(label)
     if isinstance(label, str):
         if label.lower() in ("true", "false"):
             return "1" if label.lower() == "true" else "0"
@@ -56,8 +56,8 @@ def label_key(label: Any) -> str:
 class Labels:
     """The labels of a task, in the order of its model's outputs.
 
-    A class may be written as its name or as its number in the training data, where no name of a class is itself the
-    number of one.
+    A record may give a class by name or by its number in the training data, unless some class name equals the
+    number of a class.
 
     Args:
         names: the labels.
@@ -86,7 +86,7 @@ class Labels:
             return self._outputs[str(int(label)) if by_number else label_key(label)]
         except KeyError as error:
             raise UserError(
-                f"the label {spelled(label)!r} is none of the task's: {show_labels(self.names)}",
+                f"the label {display_label(label)!r} is none of the task's: {show_labels(self.names)}",
                 remedy="mend the record, or list all labels in task.labels",
             ) from error
 
@@ -136,13 +136,13 @@ def check_listed(labels: list[Any]) -> list[Any]:
 def count_labels(labels: Iterable[Any]) -> dict[Any, int]:
     """How often each label occurs: numbers by size, then texts by letters.
 
-    A label that is written in several ways is spelled as it was first; numbers are all whole, or all fractions.
+    A label that is written in several ways is display_label as it was first; numbers are all whole, or all fractions.
     """
     first: dict[str, Any] = {}
     counts: Counter[str] = Counter()
     for label in labels:
         key = label_key(label)
-        first.setdefault(key, spelled(label))
+        first.setdefault(key, display_label(label))
         counts[key] += 1
     in_order = sorted(first, key=lambda key: _by_size_or_letters(first[key]))
     of_one_kind = _of_one_kind(first.values())
@@ -212,7 +212,7 @@ def alike(labels: Iterable[Any]) -> list[list[str]]:
 
 
 def warn_of_alike(labels: Iterable[Any], column: str) -> None:
-    """A label with a space behind it is a class of its own, which few people mean."""
+    """Warn of labels that differ only in spaces, case or Unicode form: they become separate classes."""
     groups = alike(labels)
     if groups:
         shown = _first([" and ".join(map(ascii, group)) for group in groups])

@@ -43,7 +43,7 @@ def check_signatures(task_type: type[Task]) -> None:
 
 
 @contextmanager
-def named_errors(task: Task) -> Iterator[None]:
+def name_failing_method(task: Task) -> Iterator[None]:
     """An exception out of one of the task's methods, as an error that names it and the line."""
     try:
         yield

@@ -41,7 +41,7 @@ from drawbar.parallel.styles import cross_entropy_sum
 from drawbar.runtime.log import logger
 from drawbar.tasks.batch import Batch, pad_and_stack
 from drawbar.tasks.generation import generation_defaults
-from drawbar.tasks.task import Task, of_every
+from drawbar.tasks.task import Task, map_each
 
 
 class PretrainedTask(Task):
@@ -85,7 +85,7 @@ class PretrainedTask(Task):
     def _train_or_load_tokenizer(self) -> Any:
         wanted = self.config.tokenizer
         if isinstance(wanted, TokenizerTraining):
-            texts = of_every(self.records("train"), self.texts, self.skips_bad_records)
+            texts = map_each(self.records("train"), self.texts, self.skips_bad_records)
             return train_byte_bpe(chain.from_iterable(texts), wanted.vocab_size, self.special_tokens)
         if wanted is None and self.config.from_scratch is not None:
             raise UserError(
@@ -96,7 +96,7 @@ class PretrainedTask(Task):
         try:
             return load_tokenizer(wanted or self.config.model)
         except UserError:
-            if wanted is None:  # it may be for want of a model that there is no tokenizer
+            if wanted is None:  # perhaps the model folder itself is missing or broken: report that instead
                 check_model_folder(self.config.model)
             raise
 
@@ -121,15 +121,17 @@ class PretrainedTask(Task):
         name, scratch = self.config.model, self.config.from_scratch
         with self._attention_refused():
             if scratch is not None:
-                return self._fitted(build_from_scratch(name, scratch, self.tokenizer, self.head, **self._all_fields()))
+                return self._prepare_model(
+                    build_from_scratch(name, scratch, self.tokenizer, self.head, **self._all_fields())
+                )
             tell_new = not self.has_checkpoint
-            return self._fitted(load_pretrained(name, self.head, tell_new=tell_new, **self._all_fields()))
+            return self._prepare_model(load_pretrained(name, self.head, tell_new=tell_new, **self._all_fields()))
 
     def build_meta_model(self) -> nn.Module:
         if self.config.from_scratch is not None or self.config.resize_embeddings:
             return super().build_meta_model()
         with self._attention_refused():
-            return self._fitted(build_meta_model(self.config.model, self.head, **self._all_fields()))
+            return self._prepare_model(build_meta_model(self.config.model, self.head, **self._all_fields()))
 
     def stored_weights(self, meta_model: nn.Module) -> Mapping[str, torch.Tensor] | None:
         if self.config.from_scratch is not None or self.config.resize_embeddings:
@@ -145,8 +147,8 @@ class PretrainedTask(Task):
         config = self.config
         return attention_refused(config.attention, config.model, config.from_scratch, self.tokenizer, self.head)
 
-    def _fitted(self, model: nn.Module) -> nn.Module:
-        """The model, sure to have room for every token and every position, and set to write as the task says."""
+    def _prepare_model(self, model: nn.Module) -> nn.Module:
+        """Check the vocabulary size and the number of positions, and set the generation config."""
         fit_embeddings(model, self.tokenizer, resize=self.config.resize_embeddings)
         limit = longest_input(model)
         for setting, length in self.longest().items():

@@ -94,8 +94,8 @@ class Seq2Seq(TokenTask):
         return {**sample, "truncated": True} if cut else sample
 
     def _labels(self, target: str) -> tuple[list[int], bool]:
-        """A target as its tokenizer wraps targets, and whether it was cut. Without a begin token that is the end token
-        as well: whatever is written would be over with it."""
+        """A target's token ids and whether it was truncated. Drops a begin token that equals the end token,
+        as generation would stop at it at once."""
         setting = "data.sequence_length" if self.config.target_length is None else "task.target_length"
         limit = self.config.target_length or self.data.sequence_length
         ends_at_once = int(self._around_target[0] == [self.tokenizer.eos_token_id])

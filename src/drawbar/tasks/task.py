@@ -107,12 +107,12 @@ class Task:
     def encoding_files(self) -> Iterable[str | Path]:
         """The files that ``encode`` reads besides the data and its own code, a word list, say.
 
-        Their content is a part of what encoded data are known by: where it changes, records are encoded anew.
+        Their content is part of the cache key: if it changes, records are encoded anew.
         """
         return []
 
     def augment(self, sample: Sample, train: bool, rng: np.random.Generator) -> Sample:
-        """A sample as one epoch sees it: where chance comes in. ``rng`` is a pure function of run.seed, epoch and
+        """A sample as one epoch sees it: the place for randomness. ``rng`` is a pure function of run.seed, epoch and
         sample (in an evaluation always the same), so no world size, batch size or restart changes the draw."""
         return sample
 
@@ -143,7 +143,7 @@ class Task:
         raise NotImplementedError(f"{type(self).__name__} does not define predict()")
 
     def complete(self, record: dict[str, Any], prediction: Any) -> Any:
-        """A record's prediction (or how likely it is) as it is scored and written, with what only the record shows."""
+        """Post-process a record's prediction (or probabilities) with the record itself, before scoring and writing."""
         return prediction
 
     @property
@@ -172,7 +172,7 @@ class Task:
 keep_old_names(Task)
 
 
-def of_every(records: Iterable[dict[str, Any]], function: Callable[[dict[str, Any]], T], skip_bad: bool) -> Iterator[T]:
+def map_each(records: Iterable[dict[str, Any]], function: Callable[[dict[str, Any]], T], skip_bad: bool) -> Iterator[T]:
     """``function`` of every record, for what must be found out before records are encoded.
 
     Args:

@@ -1,4 +1,4 @@
-"""A tracker in a thread of its own: training never waits for it, and a run that goes on tells it no line twice."""
+"""Runs a tracker in a thread: training never waits for it, and a resumed run sends it no value twice."""
 
 import json
 import logging
@@ -33,7 +33,7 @@ class FailureLog:
         """Whether the call succeeded."""
         try:
             call(self._tracker)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is worth no step
+        except Exception as error:  # noqa: BLE001 - a failing tracker must not stop training
             if not self._failing:
                 what = str(error) if isinstance(error, UserError) else f"{type(self._tracker).__name__}: {cause(error)}"
                 logger.warning("%s\n  the run goes on, and %s", what, after)
@@ -45,8 +45,8 @@ class FailureLog:
 
 @dataclass
 class _Delivered:
-    """What a tracker has got: kept in the run directory, so that steps that are made again are not told again. Their
-    numbers are the same."""
+    """What was already sent to a tracker, stored in the run directory, so that repeated steps are not sent again. Their
+    values are the same."""
 
     path: Path
     id: str

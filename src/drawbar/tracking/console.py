@@ -134,7 +134,7 @@ class TerminalConsole(Console):
         self._rich.print(Text(text))
 
     def logging_handler(self) -> logging.Handler:
-        return _told_plainly(
+        return _with_plain_format(
             RichHandler(
                 console=self._rich, show_time=False, show_level=False, show_path=False, highlighter=NullHighlighter()
             )
@@ -178,7 +178,7 @@ class PlainConsole(Console):
         print(text, flush=True)
 
     def logging_handler(self) -> logging.Handler:
-        return _told_plainly(logging.StreamHandler())
+        return _with_plain_format(logging.StreamHandler())
 
     def stop(self) -> None:
         """Nothing is held."""
@@ -206,14 +206,14 @@ class SilentConsole(Console):
 
 
 class _PlainFormatter(logging.Formatter):
-    """News as it is, trouble by its name."""
+    """INFO messages as they are; warnings and errors with their level name in front."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
         return text if record.levelno <= logging.INFO else f"{record.levelname.lower()}: {text}"
 
 
-def _told_plainly(handler: logging.Handler) -> logging.Handler:
+def _with_plain_format(handler: logging.Handler) -> logging.Handler:
     handler.setFormatter(_PlainFormatter())
     return handler
 

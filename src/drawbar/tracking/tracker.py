@@ -42,7 +42,7 @@ class Tracker(ABC):
     """Modules that it imports, each with what to ``pip install`` for it. One that is missing is an error at once."""
     in_background: ClassVar[bool] = True
     """Whether its methods are called in a thread of their own: they may wait for a network, and get each line once,
-    even where a run was killed and makes steps again. Otherwise it drops what it has of steps to come itself."""
+    even if a killed run repeats steps. Otherwise ``start`` must itself discard values after ``resume_step``."""
 
     @abstractmethod
     def start(self, run: TrackedRun) -> None:

@@ -16,7 +16,7 @@ from drawbar.data.dataset import EncodedDataset, NoSamples, Sample, encode_in_me
 from drawbar.data.digests import KeptDigests, digest_for_all, file_digest
 from drawbar.data.loader import Augment, Loader, MicroBatchSize, Rows, SampleRows, TrainLoader
 from drawbar.data.packing import PackedRows, Targets, packed_lengths
-from drawbar.data.plan import KEPT_FROM, Plan, keep_plan, plan_sources
+from drawbar.data.plan import CACHED_FROM, Plan, keep_plan, plan_sources
 from drawbar.data.reading import Numbered, Reading, read_list
 from drawbar.data.reuse import is_kept, why_not_kept
 from drawbar.data.sampler import Grouped, InOrder, Mixed, Sampler, Shuffled
@@ -27,8 +27,8 @@ from drawbar.errors import ExitCode, UserError
 from drawbar.evaluation.scoring import Split
 from drawbar.runtime.log import logger
 from drawbar.tasks.batch import Batch
-from drawbar.tasks.encoder import TaskEncoder, code_of, made_of, settings_of
-from drawbar.tasks.overrides import fault, named_errors
+from drawbar.tasks.encoder import TaskEncoder, cache_inputs, code_of, settings_of
+from drawbar.tasks.overrides import fault, name_failing_method
 from drawbar.tasks.task import Task
 from drawbar.tracking.console import Console
 from drawbar.train.shares import warn_of_share
@@ -36,32 +36,36 @@ from drawbar.train.shares import warn_of_share
 SHOWN_BAD_RECORDS = 10
 FIRST_RECORDS = 8
 """Records that a task is tried on."""
-UNCOUNTED_ROWS = 32
+DEFAULT_EVAL_ROWS = 32
 """Rows of an evaluation forward where samples have no length in tokens, and no setting says how many."""
 
 
 @dataclass(frozen=True)
 class Opened:
-    """One part of the data, before it is encoded."""
+    """One split of the data, before it is encoded."""
 
     name: str
     records: Sequence[Record]
-    parts: dict[str, str] | None = None
-    """What the cache knows its samples by; None where they cannot be kept, or are not made ahead."""
+    cache_inputs: dict[str, str] | None = None
+    """The inputs of the cache key, by name; None if the samples cannot be cached, or are streamed."""
     digests: KeptDigests | None = None
     """Of the files; to be saved once all is well."""
     identity: list[Any] | None = None
     """Of the files, from before they were read."""
 
     def check_unchanged(self) -> None:
-        """See that the files are still those that ``parts`` was made of: they are read a second time.
+        """Check that the files have not changed since ``cache_inputs`` was computed: they are read a second time.
 
         Raises:
             UserError: they are not.
         """
-        if not isinstance(self.records, Records) or self.parts is None or self.records.identity() == self.identity:
+        if (
+            not isinstance(self.records, Records)
+            or self.cache_inputs is None
+            or self.records.identity() == self.identity
+        ):
             return
-        if self.records.digest(file_digest) != self.parts["the records"]:  # a new name or mode is no change
+        if self.records.digest(file_digest) != self.cache_inputs["the records"]:  # a new name or mode is no change
             raise UserError(
                 f"the {self.name} data changed while they were read",
                 where=f"data.{self.name}",
@@ -84,26 +88,26 @@ def open_split(task: Task, name: str, config: RunConfig, world: Distributed) -> 
     Raises:
         UserError: it cannot be read.
     """
-    with world.working(f"reading {name}"), named_errors(task):
+    with world.working(f"reading {name}"), name_failing_method(task):
         records = task.records(name)
         if name == "train" and config.data.streaming:
             return Opened(name, _streamed(task, records))
         if not isinstance(records, Sequence):
             records = list(records)
     digests, identity = KeptDigests(config.cache_dir), records.identity() if isinstance(records, Records) else None
-    return Opened(name, records, _made_of(task, records, name, digests, world), digests, identity)
+    return Opened(name, records, _cache_inputs(task, records, name, digests, world), digests, identity)
 
 
 def first_samples(opened: Opened, task: Task, config: RunConfig, world: Distributed, console: Console) -> Split:
-    """The first samples of a part of the data, to try a task on before all of them are encoded; where they are all in
-    the cache, these.
+    """The first samples of a split, to try a task on before the whole split is encoded; if all are already in
+    the cache, the cached ones.
 
     Raises:
         UserError: the first records cannot be read or encoded, or no record gives a sample.
     """
-    parts = opened.parts
+    inputs = opened.cache_inputs
     with world.working(f"encoding the first records of {opened.name}"):
-        if parts is not None and not config.data.rebuild and is_kept(config.cache_dir, opened.name, parts):
+        if inputs is not None and not config.data.rebuild and is_kept(config.cache_dir, opened.name, inputs):
             return Split(opened.name, opened.records, _encode(task, opened, config, world, console))
         encode, on_bad_record = TaskEncoder(task, opened.name == "train"), config.data.on_bad_record
         numbered = iter(_reading(opened))
@@ -130,7 +134,7 @@ def load_data(
 
 
 def load_split(task: Task, name: str, config: RunConfig, world: Distributed, console: Console) -> Split:
-    """Read and encode one part of the data, or take it from the cache. Raises: as its two parts."""
+    """Read and encode one part of the data, or take it from the cache. Raises: as its two inputs."""
     return encode_split(task, open_split(task, name, config, world), config, world, console)
 
 
@@ -141,8 +145,8 @@ def encode_split(task: Task, opened: Opened, config: RunConfig, world: Distribut
         UserError: it cannot be read, has no samples, or differs between processes.
     """
     name, records = opened.name, opened.records
-    if opened.parts is not None:
-        _use_of_cache(name, opened.parts, config, world)
+    if opened.cache_inputs is not None:
+        _log_cache_use(name, opened.cache_inputs, config, world)
     with world.working(f"encoding {name}"):
         samples = _encode(task, opened, config, world, console)
     logger.info("%s: %s", name, describe_samples(samples))
@@ -159,19 +163,19 @@ def encode_split(task: Task, opened: Opened, config: RunConfig, world: Distribut
         )
     if opened.digests is not None:
         opened.digests.save()  # only now: a start that fails leaves nothing behind
-    return Split(name, records, samples, kept=opened.parts is not None)
+    return Split(name, records, samples, kept=opened.cache_inputs is not None)
 
 
-def _made_of(
+def _cache_inputs(
     task: Task, records: Sequence[Record], name: str, digests: KeptDigests, world: Distributed
 ) -> dict[str, str] | None:
-    """Everything that the samples depend on, by name; None where a part of it has no content that could be told."""
-    with world.working(f"reading {name}"), named_errors(task):
-        parts = made_of(task, name == "train")
-    if parts is None:
+    """Digests of everything that the samples depend on, by name; None if one of these cannot be hashed."""
+    with world.working(f"reading {name}"), name_failing_method(task):
+        inputs = cache_inputs(task, name == "train")
+    if inputs is None:
         return None
     of_records = digest_for_all(records, digests, world) if isinstance(records, Records) else records_digest(records)
-    return None if of_records is None else {"the records": of_records, **parts}
+    return None if of_records is None else {"the records": of_records, **inputs}
 
 
 def _encode(task: Task, opened: Opened, config: RunConfig, world: Distributed, console: Console) -> EncodedDataset:
@@ -182,12 +186,12 @@ def _encode(task: Task, opened: Opened, config: RunConfig, world: Distributed, c
 
     encode, read = TaskEncoder(task, opened.name == "train"), partial(_reading, opened)
     on_bad_record = config.data.on_bad_record
-    if opened.parts is None:
+    if opened.cache_inputs is None:
         return encode_in_memory(read(), encode, progress=progress, on_bad_record=on_bad_record)
     return encode_cached(
         read,
         encode,
-        made_of=opened.parts,
+        inputs=opened.cache_inputs,
         cache=config.cache_dir,
         workers=config.data.workers,
         name=opened.name,
@@ -209,8 +213,8 @@ def _read_again(found: Sequence[Numbered] | Sequence[Located]) -> Reading:
     return read_list([one.record for one in found], [one.where for one in found].__getitem__)
 
 
-def _use_of_cache(name: str, parts: dict[str, str], config: RunConfig, world: Distributed) -> None:
-    """Say whether samples are taken from the cache, and why not; first take them out of it where a user says so."""
+def _log_cache_use(name: str, parts: dict[str, str], config: RunConfig, world: Distributed) -> None:
+    """Log whether the cache is used, and if not, why; with ``data.rebuild``, delete the cached samples first."""
     cache = config.cache_dir
     if config.data.rebuild:
         with world.together(f"removing encoded {name} data"):
@@ -232,7 +236,7 @@ def describe_samples(samples: EncodedDataset) -> str:
     return f"{text}, {int(samples.lengths.sum()):,} tokens" if "input_ids" in samples.fields else text
 
 
-def augmenting(task: Task, config: RunConfig, train: bool) -> Augment:
+def make_augment(task: Task, config: RunConfig, train: bool) -> Augment:
     """``task.augment`` with a generator that is a pure function of seed, epoch and sample."""
     if type(task).augment is Task.augment:
         return lambda sample, epoch: sample
@@ -270,7 +274,7 @@ def _load_train(
         rank=world.data.rank,
         world_size=world.data.size,
         collate=task.collate,
-        augment=augmenting(task, config, train=True),
+        augment=make_augment(task, config, train=True),
     )
     return loader, split
 
@@ -302,7 +306,7 @@ def _plan(task: Task, samples: EncodedDataset, sizes: list[int], config: RunConf
     """
     lengths = packed_lengths(samples, _targets(task))
     capacity, seed = config.data.sequence_length, config.run.seed
-    if len(samples) < KEPT_FROM:
+    if len(samples) < CACHED_FROM:
         return plan_sources(lengths, sizes, capacity, seed)
     return keep_plan(lengths, sizes, capacity, seed, cache=config.cache_dir, timeout=config.launch.timeout)
 
@@ -329,7 +333,7 @@ def _streamed(task: Task, records: Iterable[Record]) -> Records:
 
 def _stream_loader(task: Task, records: Records, config: RunConfig, world: Distributed) -> StreamLoader[Batch]:
     encode = TaskEncoder(task, train=True)
-    # a stream is told by what it is made of, not by its samples: changed code, such as a metric's, ends no run
+    # a stream's fingerprint covers files and settings, not samples: changed code (a metric) must not block a resume
     of_files = [stream.fingerprint for stream in records.streams]
     fingerprint = content_key(of_files, settings_of(task, train=True), config.data.batching)
 
@@ -359,7 +363,7 @@ def _stream_loader(task: Task, records: Records, config: RunConfig, world: Distr
         ranks=world.data,
         micro_batch=train_micro_batch(config, world, in_tokens=task.tokenizer is not None),
         collate=task.collate,
-        augment=augmenting(task, config, train=True),
+        augment=make_augment(task, config, train=True),
     )
 
 
@@ -389,5 +393,5 @@ def eval_micro_batch(config: RunConfig, in_tokens: bool) -> MicroBatchSize:
     if config.train.micro_batch_tokens is not None:
         return MicroBatchSize(tokens=config.train.micro_batch_tokens)
     if config.train.micro_batch == "auto":
-        return MicroBatchSize(tokens=MICRO_BATCH_TOKENS) if in_tokens else MicroBatchSize(rows=UNCOUNTED_ROWS)
+        return MicroBatchSize(tokens=MICRO_BATCH_TOKENS) if in_tokens else MicroBatchSize(rows=DEFAULT_EVAL_ROWS)
     return MicroBatchSize(rows=config.train.micro_batch)

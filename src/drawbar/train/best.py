@@ -9,11 +9,11 @@ _WORDS = {"min": "smallest", "max": "largest"}
 
 
 def settle_mode(section: EvalSection, begun: str | None) -> EvalSection:
-    """The section with ``min`` or ``max`` for ``auto``; as it is where nothing says which.
+    """The section with ``auto`` resolved to ``min`` or ``max``; unchanged if neither the run nor the metric decides.
 
     Args:
-        begun: what a run that exists has gone by until now; None for a new one. It was ``min`` for every metric once,
-            where a user did not say.
+        begun: the ``eval.mode`` stored in an existing run; None for a new run. Older versions stored ``min`` if
+            the user had not set it.
     """
     usual = best_is(section.metric)
     mode = (begun or "auto") if section.mode == "auto" else section.mode

@@ -208,7 +208,7 @@ class EvaluateCallback(Callback):
 
 
 def owes_evaluation(config: EvalSection, progress: RunProgress, last: bool) -> bool:
-    """Whether the step that the run has come to is one to evaluate at, and that has not been done."""
+    """Whether an evaluation is due at the current step and has not been made yet."""
     due = last or (config.every is not None and progress.step % config.every == 0)
     return due and progress.evaluated_step != progress.step
 
@@ -247,7 +247,7 @@ class SaveCallback(Callback):
         self._saver.wait()
 
     def save(self, info: StepInfo) -> None:
-        """Save this step now; where that is done, let its checkpoint say what has come of the step since."""
+        """Save this step; if its checkpoint exists already, update only the progress in it."""
         check_finite(info, self._saver)
         is_new = self._saver.saved is None or self._saver.saved.step != info.step
         with self._meter.paused():
@@ -257,7 +257,7 @@ class SaveCallback(Callback):
 
 
 class SaveScoreCallback(Callback):
-    """After an evaluation: a checkpoint at every new best score; where there is one of the step, it gets the score."""
+    """After an evaluation: saves a checkpoint at a new best score, or adds the score to this step's checkpoint."""
 
     def __init__(self, keep_best: bool, saver: Saver, save: Callable[[StepInfo], None]) -> None:
         self._keep_best = keep_best

@@ -12,9 +12,9 @@ from drawbar.engines.results import EvalResult
 from drawbar.errors import UserError
 from drawbar.evaluation.scoring import Split, joined, unknown_metric
 from drawbar.tasks.batch import Batch
-from drawbar.tasks.overrides import fault, named_errors
+from drawbar.tasks.overrides import fault, name_failing_method
 from drawbar.tasks.task import Task
-from drawbar.train.batches import augmenting
+from drawbar.train.batches import make_augment
 
 TRIED_SAMPLES = 8
 
@@ -27,8 +27,8 @@ def check_task(task: Task, engine: Engine, split: Split) -> None:
             ``collate``
             lose samples. It names the method.
     """
-    with named_errors(task):
-        example = augmenting(task, task.run_config, train=True)(split.samples[0], 0)
+    with name_failing_method(task):
+        example = make_augment(task, task.run_config, train=True)(split.samples[0], 0)
     one, two = (_evaluate(task, engine, [example] * count) for count in (1, 2))
     for result in (one, two):
         if not math.isfinite(result.loss):
@@ -57,8 +57,8 @@ def check_evaluation(task: Task, engine: Engine, split: Split, metric: str) -> N
             method.
     """
     samples = [split.samples[number] for number in range(min(TRIED_SAMPLES, len(split.samples)))]
-    with named_errors(task):
-        augment = augmenting(task, task.run_config, train=False)
+    with name_failing_method(task):
+        augment = make_augment(task, task.run_config, train=False)
         rows = [augment(sample, 0) for sample in samples]
     result = _evaluate(task, engine, rows)
     of_records = split.samples.record_of[: len(samples)].tolist()
@@ -66,14 +66,14 @@ def check_evaluation(task: Task, engine: Engine, split: Split, metric: str) -> N
     records = [first[number] for number in of_records]
     predictions: list[Any] = [None] * len(samples)
     if result.predictions is not None:
-        with named_errors(task):
+        with name_failing_method(task):
             predictions = list(map(task.complete, records, result.predictions))
     records = [
         {"id": sample["id"], **record, "prediction": prediction}
         for sample, record, prediction in zip(samples, records, predictions, strict=True)
     ]
     try:
-        with named_errors(task):
+        with name_failing_method(task):
             of_loss, own = task.loss_scores(result.loss, result.num_targets or 1.0, records), task.score(records)
     except UserError as error:
         if isinstance(error.__cause__, ZeroDivisionError):
@@ -88,7 +88,7 @@ def check_evaluation(task: Task, engine: Engine, split: Split, metric: str) -> N
 
 
 def _evaluate(task: Task, engine: Engine, samples: list[Sample]) -> EvalResult:
-    with named_errors(task):
+    with name_failing_method(task):
         batch = task.collate(samples)
     wanted = [number for sample in samples for number in sample["ids"]]
     if not isinstance(batch, Batch):
@@ -100,7 +100,7 @@ def _evaluate(task: Task, engine: Engine, samples: list[Sample]) -> EvalResult:
             f"gives the ids {batch.ids} for samples {wanted}",
             'give Batch the ids of all its samples, in order: ids=[n for s in samples for n in s["ids"]]',
         )
-    with named_errors(task):
+    with name_failing_method(task):
         try:
             result = engine.eval_step(batch)
         except NoNumber as error:

@@ -10,13 +10,13 @@ from drawbar.train.callback import Callback, RunHandle
 from drawbar.train.step import StepInfo
 
 SECONDS = 30.0
-"""Of what time the share is taken: a neighbour of a few seconds does not matter."""
+"""The length of the measuring window: contention of a few seconds does not matter."""
 LARGE_SHARE = 0.2
-"""Of the time without a core. A thread of a machine of its own waits for a hundredth of it."""
+"""The fraction of time spent waiting for a core above which to warn; on an idle machine it is about 0.01."""
 
 
 class CoreWaitCallback(Callback):
-    """Warns once. For a run on CPUs with several threads: alone, a thread that waits keeps no other from its work."""
+    """Warns once. For CPU runs with several threads: there, one delayed thread holds up all others."""
 
     def __init__(self) -> None:
         self._wait = CoreWait()

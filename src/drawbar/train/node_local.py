@@ -32,8 +32,8 @@ class Disks:
     """Where the run directory is, as one rank sees it."""
 
     writers: tuple[int, ...]
-    """The ranks that look after a run directory, one for each disk; rank 0 is the first."""
-    keeper: bool
+    """The ranks that read and write the run directory, one per file system; rank 0 is the first."""
+    is_writer: bool
     """This rank is one of them."""
 
     @property
@@ -44,7 +44,7 @@ class Disks:
 
 @dataclass(frozen=True)
 class _Offer:
-    """What a disk has."""
+    """What one file system holds of the run: its newest and best checkpoints, and the other files."""
 
     start: RunStart
     step: int
@@ -77,11 +77,11 @@ def look_at_disks(folder: Path, world: Distributed) -> Disks:
         folder.mkdir(parents=True, exist_ok=True)
         own.touch()
     world.barrier("looking for a shared disk")
-    keeper = leads and not any((folder / f".{tag}-{rank}").exists() for rank in leaders if rank < world.rank)
-    writers = tuple(rank for rank, keeps in enumerate(world.share(keeper)) if keeps)
+    is_writer = leads and not any((folder / f".{tag}-{rank}").exists() for rank in leaders if rank < world.rank)
+    writers = tuple(rank for rank, keeps in enumerate(world.share(is_writer)) if keeps)
     if leads:
         own.unlink()  # everybody has looked
-    return Disks(writers, keeper)
+    return Disks(writers, is_writer)
 
 
 def find_start_everywhere(find: Callable[[], RunStart], disks: Disks, world: Distributed) -> RunStart:
@@ -100,9 +100,9 @@ def find_start_everywhere(find: Callable[[], RunStart], disks: Disks, world: Dis
 
 
 def _compare(find: Callable[[], RunStart], disks: Disks, world: Distributed) -> RunStart:
-    """The best start of all disks, once each has it; what this rank's disk has to set aside stays its own."""
+    """The newest start over all disks, copied to each. ``unusable`` stays that of this rank's own disk."""
     with world.working(_LOOKING):
-        own = _offer(find()) if disks.keeper else None
+        own = _offer(find()) if disks.is_writer else None
     shared = world.share(own)
     offers = {rank: offer for rank, offer in enumerate(shared) if offer is not None}
     source = max(offers, key=lambda rank: (offers[rank].worth, -rank))
@@ -140,7 +140,7 @@ def _offer(start: RunStart) -> _Offer:
 
 
 def _complete(offer: _Offer, best: _Offer, source: int, target: int, world: Distributed) -> None:
-    """Send what the disk of rank ``target`` has not, or not so. The other ranks wait for these two."""
+    """Copy every missing or different file from rank ``source`` to rank ``target``. The other ranks wait."""
     for folder, (manifest, names) in best.checkpoints.items():
         if folder in offer.checkpoints and offer.checkpoints[folder][0] == manifest:
             continue

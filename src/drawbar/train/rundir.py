@@ -211,9 +211,9 @@ def lock_run_dir(folder: Path, patience: float = 5.0) -> IO[str]:
 
 def write_config(config: RunConfig) -> None:
     """Write ``config.yaml``, whole or not at all: from here on the directory is a run."""
-    write_durably(config.run_dir / "config.yaml", dump_yaml(encoded_once(config)))
+    write_durably(config.run_dir / "config.yaml", dump_yaml(without_rebuild(config)))
 
 
-def encoded_once(config: RunConfig) -> RunConfig:
-    """The configuration of a run that has begun: ``data.rebuild`` is for its start alone."""
+def without_rebuild(config: RunConfig) -> RunConfig:
+    """The configuration with ``data.rebuild`` off: it applies only to the start of a new run."""
     return config.model_copy(update={"data": config.data.model_copy(update={"rebuild": False})})

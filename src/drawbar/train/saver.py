@@ -72,16 +72,16 @@ class Saver:
 
     @property
     def saved(self) -> RunProgress | None:
-        """What the newest checkpoint says of the run; None once all know that a save failed: it may be that one."""
+        """The progress stored in the newest checkpoint; None once all ranks know that a save failed."""
         return None if self._stop.reason is Reason.UNSAVED else self._saved
 
     def save(self, progress: RunProgress) -> None:
-        """Save this step; where that is done, let its checkpoint say what has come of the step since. Every rank must
+        """Save this step; if its checkpoint exists already, update only the progress in it. Every rank must
         call it."""
         best = (progress.best_step, progress.best_score)
         if self.saved is not None and self.saved.step == progress.step:
             self._saved = replace(progress)
-            if self._disks.keeper:
+            if self._disks.is_writer:
                 amend = partial(self._directory.amend, progress.step, {"progress": progress.state()})
                 self._writer.follow(partial(self._write, progress.step, *best, amend))
             return
@@ -91,7 +91,7 @@ class Saver:
         own = rng_state(self._world.device)
         generators = self._world.gather(own) if self._disks.shared else self._world.share(own)
         self._saved = replace(progress)
-        if generators is None or not self._disks.keeper:
+        if generators is None or not self._disks.is_writer:
             return
         values = {
             "progress": progress.state(),
@@ -134,9 +134,9 @@ class Saver:
         with self._world.together(self._writing):  # those that write nothing wait here, and not in a collective
             self._writer.wait()
             error = self._explained(self._writer.take_error())
-        for told in self._world.share(error if isinstance(error, UserError) else None):
-            if told is not None:
-                raise told
+        for failure in self._world.share(error if isinstance(error, UserError) else None):
+            if failure is not None:
+                raise failure
         if error is not None:
             raise error
 
@@ -213,7 +213,7 @@ def restore_position(
     validation: Split | None,
     world: Distributed,
 ) -> RunProgress:
-    """Put back all else, so that the next step is the one that would have followed.
+    """Restore everything else (data position, RNG, progress), so that training continues exactly where it stopped.
 
     A fork takes the position in the data where that fits, and forgets the scores of the run it came from.
 
@@ -242,7 +242,7 @@ def restore_position(
 
 
 def _check_validation(saved: str | None, validation: Split | None) -> None:
-    """Scores before and after would be of two sets of data, and the best of them says nothing."""
+    """Refuse changed validation data: scores before and after the change could not be compared."""
     if validation is not None and saved is not None and saved != validation.samples.fingerprint:
         raise UserError(
             "the validation data changed since the checkpoint was written: its fingerprint "
@@ -300,6 +300,6 @@ def _restore_generators(rng: dict[str, torch.Tensor], seed: int, step: int, worl
 
 
 def _generator(world: Distributed, rank: int) -> str:
-    """Under what a checkpoint keeps the generators of a rank: by its seed rank, so that ranks that must draw the same
-    find the same state, whatever the layout of the run that saved it was."""
+    """The key of a rank's RNG state in a checkpoint: its seed rank, so that ranks that must draw the same
+    numbers restore the same state, whatever the parallel layout at saving was."""
     return f"seed-{world.dims.seed_rank(rank):04d}"

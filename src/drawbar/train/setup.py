@@ -28,7 +28,7 @@ from drawbar.optim.schedules import learning_rate_scale
 from drawbar.runtime.log import logger
 from drawbar.runtime.seed import seed_everything
 from drawbar.tasks.chat import read_template
-from drawbar.tasks.overrides import fault, named_errors
+from drawbar.tasks.overrides import fault, name_failing_method
 from drawbar.tasks.pretrained import PretrainedTask
 from drawbar.tasks.task import Task
 from drawbar.tasks.task_registry import is_named
@@ -36,7 +36,7 @@ from drawbar.util.atomic_files import sync, write_durably
 
 TASK_FILE = "task.json"
 WRAPS_TEXTS = "wraps_texts"
-"""Beside a run's tokenizer: it puts itself around a text what the model is to see. In older runs, tasks did that."""
+"""Marker file beside a run's tokenizer: it adds the special tokens itself. In older runs, the task added them."""
 
 
 def build_task(task_type: type[Task], config: RunConfig, world: Distributed, origin: Path) -> Task:
@@ -52,7 +52,7 @@ def build_task(task_type: type[Task], config: RunConfig, world: Distributed, ori
     find: Callable[[], Any] = (
         (lambda: json.loads(metadata.read_text("utf-8"))) if metadata.exists() else task.find_dataset_metadata
     )
-    with named_errors(task):
+    with name_failing_method(task):
         task.tokenizer = world.from_first(build, "building the tokenizer")
         task.dataset_metadata = world.from_first(find, "finding the metadata of the data")
     if world.first and not tokenizer.is_dir() and isinstance(task, PretrainedTask):
@@ -90,8 +90,8 @@ def _saved_options(origin: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def chats_as_then(task: Task, origin: Path) -> Iterator[None]:
-    """Name what keeps a run of chats from going on that an older drawbar began: other labels, and not other data."""
+def explain_chat_label_change(task: Task, origin: Path) -> Iterator[None]:
+    """Explain why a chat run of an older drawbar cannot be resumed: its labels changed, not its data."""
     try:
         yield
     except OtherData as error:
@@ -138,7 +138,7 @@ def count_steps(config: TrainSection, steps_per_epoch: int | None) -> int:
     return math.ceil((config.epochs or 0) * steps_per_epoch)
 
 
-def tell_length(changed: Sequence[Difference], made: int, total_steps: int, optim: OptimSection) -> None:
+def log_changed_length(changed: Sequence[Difference], made: int, total_steps: int, optim: OptimSection) -> None:
     """Say that a run goes on to another last step than the one that it began with, and what that does."""
     if not changed or made >= total_steps:
         return

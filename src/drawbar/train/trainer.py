@@ -27,14 +27,14 @@ from drawbar.parallel.precision import choose_formats
 from drawbar.runtime.log import errors_in_log, logger, open_log_file, start_logging
 from drawbar.runtime.seed import rng_state, seed_everything, set_rng_state, use_deterministic_kernels
 from drawbar.runtime.streams import outlive_readers
-from drawbar.tasks.overrides import check_signatures, named_errors
+from drawbar.tasks.overrides import check_signatures, name_failing_method
 from drawbar.tasks.task import Task
 from drawbar.tasks.task_registry import task_class
 from drawbar.tracking.console import Console, make_console
 from drawbar.tracking.meters import Throughput
 from drawbar.tracking.tracker import TrackedRun
 from drawbar.tracking.trackers import Trackers, make_trackers
-from drawbar.train.batches import Opened, augmenting, eval_micro_batch, first_samples, load_data, open_data
+from drawbar.train.batches import Opened, eval_micro_batch, first_samples, load_data, make_augment, open_data
 from drawbar.train.best import check_mode, settle_mode
 from drawbar.train.callback import Callback, GuardedCallback, RunHandle, check_callbacks, make_callbacks
 from drawbar.train.callbacks import (
@@ -50,9 +50,9 @@ from drawbar.train.callbacks import (
 from drawbar.train.check import check_evaluation, check_task
 from drawbar.train.core_wait import CoreWaitCallback
 from drawbar.train.node_local import Disks, find_start_everywhere, look_at_disks
-from drawbar.train.rundir import RunStart, encoded_once, find_start, lock_run_dir, renamed, write_config
+from drawbar.train.rundir import RunStart, find_start, lock_run_dir, renamed, without_rebuild, write_config
 from drawbar.train.saver import Saver, formats_as_begun, restore_engine, restore_position
-from drawbar.train.setup import build_task, chats_as_then, count_steps, save_task, tell_length
+from drawbar.train.setup import build_task, count_steps, explain_chat_label_change, log_changed_length, save_task
 from drawbar.train.step import RunProgress, StepInfo
 from drawbar.train.stop import Stop
 
@@ -104,19 +104,19 @@ class Trainer:
             UserError: the request is wrong, or the run failed for a reason that the user can mend.
         """
         trackers = make_trackers(self.config.tracking)
-        place = RankInfo.from_environment()
-        check_world(self.config, place.world_size)
-        device = choose_device(self.config.device, place)
-        dims = ParallelDims.of(self.config.parallel, place.world_size)
+        rank_info = RankInfo.from_environment()
+        check_world(self.config, rank_info.world_size)
+        device = choose_device(self.config.device, rank_info)
+        dims = ParallelDims.of(self.config.parallel, rank_info.world_size)
         outlive_readers()
-        console = make_console(place.first)
-        start_logging(place.rank, console.logging_handler())
+        console = make_console(rank_info.first)
+        start_logging(rank_info.rank, console.logging_handler())
         self._warn_of_one_process(device)
         try:
             with (
                 errors_in_log(),
                 explain_full_disk(self.config.run_dir),
-                Distributed(place, device, self.config.launch.timeout, dims) as world,
+                Distributed(rank_info, device, self.config.launch.timeout, dims) as world,
                 Stop(world) as stop,
             ):
                 check_links(world, self.config.run_dir)
@@ -147,7 +147,7 @@ class Trainer:
         self.config = config = config.model_copy(update={"eval": settled})
         if config.data.rebuild and world.from_first((config.run_dir / "config.yaml").exists, "looking for the run"):
             logger.info("data.rebuild: not again, as the run has begun; `drawbar prepare` encodes its data anew")
-            config = encoded_once(config)
+            config = without_rebuild(config)
         if config.run.deterministic:
             use_deterministic_kernels()
         seed_everything(config.run.seed)
@@ -159,7 +159,7 @@ class Trainer:
         task = build_task(self.task_type, config, world, origin)
         task.has_checkpoint = start.checkpoint is not None
         opened = open_data(task, config, world)
-        with named_errors(task):
+        with name_failing_method(task):
             engine = build_engine(task, config, world)
         if start.checkpoint is not None:
             rest = restore_engine(start.checkpoint, start.forked, engine, world)
@@ -171,10 +171,10 @@ class Trainer:
         progress = RunProgress()
         if start.checkpoint is not None:
             of_run = (start.checkpoint, rest, start.forked, config.run.seed)
-            with chats_as_then(task, origin):
+            with explain_chat_label_change(task, origin):
                 progress = restore_position(*of_run, loader, validation, world)
             check_length(progress.step, total_steps, config.train)
-            tell_length(start.changed_length, progress.step, total_steps, config.optim)
+            log_changed_length(start.changed_length, progress.step, total_steps, config.optim)
         self._open(task, engine, world, disks, start)
         parts = (config, world, disks, stop, console, trackers, task, engine, loader, validation, progress)
         _Run(*parts, total_steps, self.callbacks).train()
@@ -211,7 +211,7 @@ class Trainer:
         checkpoints = CheckpointDirectory(folder / "checkpoints")
         world.barrier("loading the checkpoint")  # cleaning up may rename it
         with world.together("opening the run directory"):
-            if disks.keeper:
+            if disks.is_writer:
                 checkpoints.set_aside(start.unusable)
                 saved = len(checkpoints.steps())
                 check_space(folder, required_bytes(engine.checkpoint_bytes, self.config.checkpoint.keep, saved))
@@ -244,9 +244,9 @@ class _Run:
     meter: Throughput = field(default_factory=Throughput)
 
     def __post_init__(self) -> None:
-        place = (self.world.rank, self.world.size)
+        rank_and_size = (self.world.rank, self.world.size)
         self.handle = RunHandle(
-            self.config, self.progress, *place, self.total_steps, _stop=self.stop, _log=self.trackers.log
+            self.config, self.progress, *rank_and_size, self.total_steps, _stop=self.stop, _log=self.trackers.log
         )
 
     def train(self) -> None:
@@ -353,7 +353,7 @@ class _Run:
                     self.validation,
                     self.world,
                     eval_micro_batch(self.config, in_tokens="input_ids" in samples.fields),
-                    augmenting(self.task, self.config, train=False),
+                    make_augment(self.task, self.config, train=False),
                     progress=lambda done, total: self.console.phase("evaluating", done, total),
                     stop_wanted=lambda: self.stop.wanted,
                 )

@@ -73,8 +73,8 @@ def sync(path: Path) -> None:
 
 
 def identity(path: Path) -> tuple[int, int, int, int]:
-    """What a change of a file's content changes: size, times of the last change of its content and of what is known of
-    it, in nanoseconds, and inode. A program can set the first of the two times back, but not the second."""
+    """Metadata that changes when a file's content does: size, mtime and ctime in nanoseconds,
+    and inode. A program can set mtime back, but not ctime."""
     stat = path.stat()
     return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
 

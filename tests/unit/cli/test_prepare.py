@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from drawbar.commands.prepare_data import padding_share
 from drawbar.data.loader import MicroBatchSize
 from drawbar.data.sampler import Grouped, InOrder, Shuffled
-from drawbar.data.source_stream import Side
+from drawbar.data.source_stream import SplitFilter
 from drawbar.data.tokenizer import train_byte_bpe
 from harness import Finished, run_cli
 from messages import check_one_message
@@ -177,7 +177,7 @@ def test_a_validation_share_and_test_data(project: Path) -> None:
 
 
 def test_a_share_that_equal_records_make_much_larger(project: Path) -> None:
-    validation = Side(0.1, "validation")
+    validation = SplitFilter(0.1, "validation")
     texts = [f"text number {number} of these" for number in range(100)]
     ours = next(text for text in texts if validation.has(text.encode()))
     other = next(text for text in texts if not validation.has(text.encode()))

@@ -47,7 +47,7 @@ def encode(record: dict[str, Any]) -> dict[str, Any]:
 
 def cached(folder: Path, records: Any = RECORDS, encoder: Any = encode, **options: Any) -> EncodedDataset:
     defaults: dict[str, Any] = {
-        "made_of": MADE_OF,
+        "inputs": MADE_OF,
         "workers": 0,
         "name": "train",
         "on_bad_record": "error",
@@ -100,7 +100,7 @@ def test_what_was_skipped_and_dropped_is_in_the_cache(tmp_path: Path) -> None:
         assert dataset.skipped[0].startswith("file:1: the task's encode failed")
 
 
-@pytest.mark.parametrize("change", [{"made_of": {"the records": "others"}}, {"name": "validation"}])
+@pytest.mark.parametrize("change", [{"inputs": {"the records": "others"}}, {"name": "validation"}])
 def test_another_key_or_name_encodes_anew(tmp_path: Path, change: dict[str, Any]) -> None:
     cached(tmp_path)
     assert len(cached(tmp_path, RECORDS[:3], **change)) == 3

@@ -80,7 +80,7 @@ def run(ranks: list[TrainLoader[list[int]]], first: int, last: int) -> list[list
 @given(lengths=LENGTHS, size=SIZES)
 def test_micro_batches_hold_every_row_once_longest_first(lengths: list[int], size: MicroBatchSize) -> None:
     rows = np.arange(len(lengths))[::-2]  # some of all rows, in an order of their own
-    batches = size.cut(rows, np.array(lengths))
+    batches = size.split(rows, np.array(lengths))
     assert sorted(row for batch in batches for row in batch.tolist()) == sorted(rows.tolist())
     assert all(fits(size, [lengths[row] for row in batch]) for batch in batches)
     of_rows = [lengths[row] for batch in batches for row in batch]
@@ -89,7 +89,7 @@ def test_micro_batches_hold_every_row_once_longest_first(lengths: list[int], siz
 
 @given(lengths=LENGTHS, size=SIZES)
 def test_a_micro_batch_takes_all_that_fits(lengths: list[int], size: MicroBatchSize) -> None:
-    batches = size.cut(np.arange(len(lengths)), np.array(lengths))
+    batches = size.split(np.arange(len(lengths)), np.array(lengths))
     for batch, following in itertools.pairwise(batches):
         assert not fits(size, [lengths[row] for row in [*batch, following[0]]])
 

@@ -9,11 +9,11 @@ from drawbar.data.reuse import is_kept, why_not_kept
 MADE_OF = {"the records": "1", "the tokenizer": "2", "words/clean.py": "3"}
 
 
-def encode(cache: Path, made_of: dict[str, str]) -> None:
+def encode(cache: Path, inputs: dict[str, str]) -> None:
     encode_cached(
         lambda: read_list([1, 2], str),  # type: ignore[list-item]
         lambda number: {"x": number},
-        made_of=made_of,
+        inputs=inputs,
         cache=cache,
         workers=0,
         name="train",

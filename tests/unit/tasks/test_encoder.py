@@ -28,7 +28,7 @@ from drawbar.data.tokenizer import train_byte_bpe
 from drawbar.errors import UserError
 from drawbar.tasks import encoder
 from drawbar.tasks.classification import SequenceClassification
-from drawbar.tasks.encoder import TaskEncoder, made_of
+from drawbar.tasks.encoder import TaskEncoder, cache_inputs
 from drawbar.tasks.seq2seq import Seq2Seq
 from drawbar.tasks.task import Task
 
@@ -63,7 +63,7 @@ def test_another_process_encodes_the_same() -> None:
 
 
 def samples_key(task: Task, records: Any, train: bool) -> str | None:
-    parts = made_of(task, train)
+    parts = cache_inputs(task, train)
     return None if parts is None else content_key(parts, records.digest(file_digest))
 
 
@@ -215,12 +215,12 @@ def test_a_helper_that_a_task_imports_matters(records: Any, project: Path, befor
     (project / "tasks" / "mine.py").write_text(CLEANING.format(before=before, inside=inside))
     (project / "words" / "other.py").write_text("A = 1\n")
     task = importlib.import_module("tasks.mine").Own(RunConfig(task=TaskConfig()))
-    parts = made_of(task, True)
+    parts = cache_inputs(task, True)
     assert parts is not None
     assert {"tasks/mine.py", "words/clean.py"} <= set(parts)
     assert not [name for name in parts if name.startswith(("random", "typing", "drawbar/", "words/other"))]
     (project / "words" / "clean.py").write_text(CLEAN.format(method="lower"))
-    changed = made_of(task, True)
+    changed = cache_inputs(task, True)
     assert changed is not None
     assert {name for name in parts if parts[name] != changed[name]} == {"words/clean.py"}
 
@@ -254,7 +254,7 @@ def test_what_is_installed_is_no_part_of_a_project(
     Path(program.__file__).touch()
     monkeypatch.setitem(sys.modules, "__main__", program)
     task = importlib.import_module("tasks.mine").Own(RunConfig(task=TaskConfig()))
-    parts = made_of(task, True)
+    parts = cache_inputs(task, True)
     assert parts is not None
     assert "tasks/mine.py" in parts
     assert not [name for name in parts if name.startswith(".venv") or "installed_helper" in name]

@@ -15,7 +15,7 @@ from drawbar.config.schema.task_sections import MaskedLMConfig
 from drawbar.data.tokenizer import train_byte_bpe, wrap_texts
 from drawbar.errors import UserError
 from drawbar.tasks.masked_lm import MaskedLM
-from drawbar.train.batches import augmenting
+from drawbar.train.batches import make_augment
 from runs import fit_in, losses
 
 TOKENIZER = wrap_texts(train_byte_bpe(["the load and the engine"] * 9, 300, {"mask_token": "<|mask|>"}), "begin_end")
@@ -81,7 +81,7 @@ def test_every_epoch_masks_anew_and_an_evaluation_does_not() -> None:
     task = task_of()
     sample = sample_of(task, "the load and the engine " * 5)
     for train, differs in ((True, True), (False, False)):
-        augment = augmenting(task, task.run_config, train)
+        augment = make_augment(task, task.run_config, train)
         epochs = [augment(sample, epoch if train else 0)["labels"] for epoch in range(4)]
         again = [augment(sample, epoch if train else 0)["labels"] for epoch in range(4)]
         assert all((one == other).all() for one, other in zip(epochs, again, strict=True))

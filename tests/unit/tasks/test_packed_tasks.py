@@ -24,7 +24,7 @@ from drawbar.tasks.batch import Batch
 from drawbar.tasks.task import Task
 from drawbar.tasks.task_registry import task_class
 from drawbar.tracking.console import make_console
-from drawbar.train.batches import augmenting, make_loader
+from drawbar.train.batches import make_augment, make_loader
 from plans import plan_of
 from tiny import CPU
 
@@ -112,7 +112,7 @@ def test_loss_and_gradients_are_those_of_padded_rows(name: str, family: str, opt
     """In fp32, without dropout; for masked_lm, of the same draws."""
     task = task_of(name, family, options)
     samples = encoded(task, records())
-    augment = augmenting(task, task.run_config, train=True)
+    augment = make_augment(task, task.run_config, train=True)
     lengths = np.maximum(samples.lengths, samples.field_lengths("labels") if name == "seq2seq" else 0)
     plan = plan_packs(lengths, LENGTH, seed=0)
     assert 2 <= len(plan) < len(samples) - 3

@@ -16,7 +16,7 @@ from drawbar.data.sources import Located
 from drawbar.data.stream import StreamLoader, StreamSettings
 from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
-from drawbar.train.batches import augmenting
+from drawbar.train.batches import make_augment
 from harness import run_ranks
 from tiny import CPU
 
@@ -36,7 +36,7 @@ class Noisy(drawbar.Task):
 
 def augment_of(seed: int, train: bool) -> Augment:
     config = RunConfig(task=TaskConfig(), run=RunSection(seed=seed))
-    return augmenting(Noisy(config), config, train)
+    return make_augment(Noisy(config), config, train)
 
 
 def rows_of(numbers: range | list[int], packed: bool) -> Rows:
@@ -163,5 +163,5 @@ def test_an_augment_cannot_change_which_sample_it_is() -> None:
             return {"input_ids": sample["input_ids"]}
 
     config = RunConfig(task=TaskConfig())
-    augment = augmenting(Renamed(config), config, train=True)
+    augment = make_augment(Renamed(config), config, train=True)
     assert augment({"input_ids": [1], "label": 2, "id": 7, "ids": [7]}, 0) == {"input_ids": [1], "id": 7, "ids": [7]}

@@ -91,7 +91,7 @@ def test_a_warm_start_opens_no_file_of_the_data(
 ) -> None:
     """Neither for its digest, nor for the messages of bad records, nor for the source of each, by which weights go."""
     monkeypatch.setattr(digests, "SETTLED_NS", -1, raising=False)  # files may be hashed as soon as they are written
-    monkeypatch.setattr(train_data, "KEPT_FROM", 1, raising=False)  # samples: as if these were many
+    monkeypatch.setattr(train_data, "CACHED_FROM", 1, raising=False)  # samples: as if these were many
     task, config, split = load(sources, tmp_path, batching)
     rows_and_order(task, split, config)
     monkeypatch.setattr(plan, "plan_packs", lambda *_: pytest.fail("planned again"))

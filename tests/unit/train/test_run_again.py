@@ -378,7 +378,7 @@ def test_a_run_that_goes_on_does_not_encode_its_data_again(
 ) -> None:
     """Though every requeue gives the same command."""
     removed: list[str] = []
-    monkeypatch.setattr("drawbar.train.batches.remove_cached", lambda cache, name, made_of: removed.append(name))
+    monkeypatch.setattr("drawbar.train.batches.remove_cached", lambda cache, name, inputs: removed.append(name))
     fit("data.rebuild=true")
     assert removed == ["train", "validation"]
     assert "rebuild: false" in (run / "config.yaml").read_text()  # which evaluations of the run are made with

@@ -40,14 +40,14 @@ MAY_CHANGE: dict[str, str] = {
 }
 """Settings and whole sections that may change when a run is resumed, each with the reason."""
 
-AS_BEGUN = ("eval.mode",)
-"""Settings whose ``auto`` is what the run began with, whatever that is."""
+INHERITED_IF_AUTO = ("eval.mode",)
+"""Settings whose ``auto`` keeps, on resume, the value stored in the run."""
 
 READING = ("data.validation_share", "data.columns", "data.rename", "data.sample_by", "data.on_bad_record")
 """How the records of every split are read."""
 
 LENGTH = ("train.steps", "train.epochs")
-"""How long to train: the one change that shows in what a resumed run computes, and so is said."""
+"""How long to train: the only allowed change that affects what a resumed run computes, so it is logged."""
 
 ABSENT = "(absent)"
 """Stands for a key that one of the two configurations does not have."""
@@ -63,7 +63,7 @@ class Difference:
 
 
 def differences(old: RunConfig, new: RunConfig) -> list[Difference]:
-    """The settings that differ and may not (see ``MAY_CHANGE``, ``AS_BEGUN``), by dotted key in the file's order."""
+    """Settings that differ and may not (``MAY_CHANGE``, ``INHERITED_IF_AUTO``), by dotted key in the file's order."""
     found = _all_differences(old, new)
     return [difference for difference in found if not (_may_change(difference.key) or _is_as_begun(difference))]
 
@@ -159,4 +159,4 @@ def _may_change(key: str) -> bool:
 
 
 def _is_as_begun(difference: Difference) -> bool:
-    return difference.key in AS_BEGUN and difference.new == "auto"
+    return difference.key in INHERITED_IF_AUTO and difference.new == "auto"

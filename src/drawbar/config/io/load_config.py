@@ -80,7 +80,7 @@ def load_config(
 
 
 def _drop_retired(settings: Settings) -> None:
-    """Leave out settings of older versions that had one value alone, which their run directories hold."""
+    """Drop settings that no longer exist, which older run directories still hold with their only possible value."""
     tracking = settings.values.get("tracking")
     if isinstance(tracking, dict) and tracking.get("wandb", 0) is None:
         del tracking["wandb"]

@@ -87,8 +87,8 @@ class NoSettings(UserError):
 
 @contextmanager
 def config_of_run(folder: Path) -> Iterator[Path]:
-    """The path of a run's own ``config.yaml``, to be read inside. drawbar wrote it, whole: where it cannot be read, it
-    is damaged, and no mistake of a user who would correct it."""
+    """Context for reading a run's own ``config.yaml``: drawbar wrote it completely, so if it cannot be parsed, it
+    is reported as damaged, and not as a mistake of the user."""
     path = folder / "config.yaml"
     try:
         if not read_text(path).endswith("\n"):

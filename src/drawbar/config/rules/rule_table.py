@@ -1,6 +1,6 @@
 """Which settings combine: the one table that training obeys, the documentation prints and the tests walk.
 
-A rule refuses what cannot work, and what would have no effect: a setting that does nothing is a mistake in the making.
+A rule refuses what cannot work, and settings that would have no effect, as these are usually mistakes.
 """
 
 import math

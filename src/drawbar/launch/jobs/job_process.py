@@ -1,4 +1,4 @@
-"""``JobProcess``: the process that a job lives and dies with, found by a file that it keeps locked."""
+"""``JobProcess``: the process whose lifetime is that of the job, found by a file that it keeps locked."""
 
 import fcntl
 import json

@@ -153,8 +153,8 @@ def _explain(failures: dict[int, ProcessFailure]) -> int:
 
 
 def _time_of(failure: ProcessFailure) -> float:
-    """When it failed, in seconds. One without a record was killed, or told to leave: by the launcher itself, where
-    another one failed."""
+    """When a rank failed, in seconds. One without an error file was killed, or stopped by the launcher because
+    another rank had failed."""
     message = failure.error_file_data.get("message")
     if not isinstance(message, dict):
         return math.inf if failure.exitcode in (-signal.SIGTERM, *_QUIET_CODES) else failure.timestamp

@@ -31,8 +31,8 @@ from drawbar.launch.node.rendezvous import Rendezvous
 LOST_SECONDS = 60
 """Without a sign of life, after which a node is lost and the others end."""
 _POLL, _BEAT = 0.05, 1.0
-_FAREWELL = 5.0
-"""Seconds that the first node stays to be heard, where it has bad news."""
+_LINGER_SECONDS = 5.0
+"""Seconds that the first node keeps the store up, so that the others can read a failed verdict."""
 _SUSPICION = 5
 """Seconds without a sign of life, where a rank has lost its connection to another."""
 _ATTEMPT = 5
@@ -146,13 +146,13 @@ class NodeCheck:
         store.set("verdict", json.dumps(asdict(verdict)))
         if verdict.errors:
             others = [f"heard/{node}" for node in there if node != 0]
-            _wait(lambda: not others or store.check(others), _FAREWELL)
+            _wait(lambda: not others or store.check(others), _LINGER_SECONDS)
         return verdict
 
     def _await_verdict(self, store: dist.Store, rendezvous: Rendezvous) -> Verdict:
         """On the other nodes: wait for the verdict."""
-        if not _wait(lambda: store.check(["verdict"]), self.seconds + _FAREWELL):
-            raise self._no_head(rendezvous, f"said nothing for {self.seconds + _FAREWELL:.0f} s")
+        if not _wait(lambda: store.check(["verdict"]), self.seconds + _LINGER_SECONDS):
+            raise self._no_head(rendezvous, f"said nothing for {self.seconds + _LINGER_SECONDS:.0f} s")
         verdict = Verdict(**json.loads(store.get("verdict")))
         store.set(f"heard/{rendezvous.node}", "")
         return verdict
@@ -167,7 +167,7 @@ class NodeCheck:
         )
 
     def _blame_head(self, rendezvous: Rendezvous) -> None:
-        """Unless the first node has given up waiting for this one."""
+        """Record the first node as bad, unless it has already recorded this node as bad."""
         if rendezvous.name(rendezvous.node) not in bad_nodes(self.run_dir, rendezvous.job, attempt()):
             reason = f"node {rendezvous.name(0)} did not answer within {self.seconds:.0f} s"
             _record(self.run_dir, rendezvous, {rendezvous.name(0): reason})
@@ -214,7 +214,7 @@ class NodeWatch:
             time.sleep(3 * _BEAT)
 
     def _name_lost(self) -> None:
-        """Say which node is lost, where a rank has lost its connection to another and a node falls silent."""
+        """After a rank lost its connection to a peer: report which node no longer sends heartbeats."""
         enough = self._beats + 4  # of the watching thread, which may be slow on a busy machine
         _wait(lambda: self._beats >= enough, LOST_SECONDS)
         _wait(lambda: self._lost(_SUSPICION) or not self._lost(2), LOST_SECONDS)
@@ -316,7 +316,7 @@ def _remedy(verdict: Verdict) -> str:
 
 
 def _wait(ready: Callable[[], object], seconds: float) -> bool:
-    """Whether it came to be in time."""
+    """Poll until ``ready()`` is true; False if that takes longer than ``seconds``."""
     end = time.monotonic() + seconds
     while not ready():
         if time.monotonic() > end:

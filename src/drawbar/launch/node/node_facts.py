@@ -112,7 +112,7 @@ def _query(question: str) -> list[list[str]]:
 
 
 def judge(nodes: Sequence[NodeFacts]) -> Verdict:
-    """What is wrong with the answers, but for their clocks: only who hears them knows what the time was."""
+    """What is wrong with the answers; clocks are checked separately, as that needs the time of arrival."""
     verdict = Verdict()
     _judge_settings(nodes, verdict)
     for node in nodes:

@@ -10,18 +10,18 @@ from drawbar.launch.node.bad_nodes import LOST, attempt, bad_nodes
 from drawbar.launch.node.rendezvous import job_name
 from drawbar.launch.slurm.partitions import ask, facts, read_nodes
 
-BACK, ENDS, NONE = 0, 3, 1
+REQUEUED, GAVE_UP, NO_BAD_NODES = 0, 3, 1
 """Exit codes: the job went back, it ends because of its bad nodes, it has named none."""
 
 
 def requeue(run_dir: Path, job: str, then: str) -> int:
-    """Put the job back into the queue, or tell why not; ``BACK``, ``ENDS`` or ``NONE``.
+    """Put the job back into the queue, or tell why not; ``REQUEUED``, ``GAVE_UP`` or ``NO_BAD_NODES``.
 
     Args:
         then: ``exclude``: back into the queue, to run without them. ``requeue``: back where a node was lost, as Slurm
             itself would do when it finds out.
     """
-    own = job_name(os.environ["SLURM_JOB_ID"])  # that of an element is another number than what Slurm requeues it by
+    own = job_name(os.environ["SLURM_JOB_ID"])  # an array element has its own job id, but is requeued as ARRAY_INDEX
     reasons = bad_nodes(run_dir, own, attempt())
     try:
         if reasons and then == "exclude":
@@ -29,11 +29,11 @@ def requeue(run_dir: Path, job: str, then: str) -> int:
         if any(LOST in reason for reason in reasons.values()):
             print(f"drawbar: job {job} goes back into the queue: {'; '.join(reasons.values())}", flush=True)
             _scontrol("requeue", job)
-            return BACK
+            return REQUEUED
     except subprocess.CalledProcessError as error:
         print(f"error: job {job} could not go back into the queue: {error}", file=sys.stderr)
         print(f"  fix:   submit it again; if it is held, `scontrol release {job}`", file=sys.stderr)
-    return ENDS if reasons else NONE
+    return GAVE_UP if reasons else NO_BAD_NODES
 
 
 def _exclude(job: str, bad: Iterable[str]) -> int:
@@ -45,10 +45,10 @@ def _exclude(job: str, bad: Iterable[str]) -> int:
     if left < int(described.get("NumNodes", "1").partition("-")[0]):
         print(f"error: without {excluded} there are {left} nodes, too few for job {job}; it ends here", file=sys.stderr)
         print("  fix:   mend those nodes, or submit for fewer (--nodes)", file=sys.stderr)
-        return ENDS
+        return GAVE_UP
     print(f"drawbar: job {job} goes back into the queue, without {excluded}", flush=True)
     _requeue_without(job, excluded)
-    return BACK
+    return REQUEUED
 
 
 def _requeue_without(job: str, nodes: str) -> None:

@@ -15,7 +15,7 @@ from drawbar.errors import ExitCode, UserError
 from drawbar.launch.job import Job
 from drawbar.launch.job_files import CONFIG, FOLDER
 from drawbar.launch.slurm.allocation import OWN_JOB
-from drawbar.launch.slurm.bad_node_requeue import BACK, ENDS
+from drawbar.launch.slurm.bad_node_requeue import GAVE_UP, REQUEUED
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
@@ -155,7 +155,7 @@ def _requeue_without_bad_nodes(job: Job) -> str:
         return ""
     then = "exclude" if cluster.exclude_bad_nodes else "requeue"
     python, failed = shlex.quote(job.python), int(ExitCode.FAILED)
-    return _BAD_NODES.format(python=python, then=then, back=BACK, ends=ENDS, failed=failed)
+    return _BAD_NODES.format(python=python, then=then, back=REQUEUED, ends=GAVE_UP, failed=failed)
 
 
 def _which(job: Job) -> list[str]:

@@ -35,7 +35,7 @@ def few_cpus(cluster: ClusterSection, processes: int) -> list[str]:
 
 
 def _share_of_gpus(cluster: ClusterSection) -> int | None:
-    """As large a part of a node's CPUs as of its GPUs, on the node that has fewest of those that may be given.
+    """CPUs in proportion to the requested GPUs of a node; the smallest such number over the eligible nodes.
 
     None without GPUs, and where Slurm does not answer or has no such nodes: submitting will tell.
     """

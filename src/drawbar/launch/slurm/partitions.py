@@ -42,7 +42,7 @@ class SlurmNode:
 
     @property
     def is_away(self) -> bool:
-        """Whether no job can start there now, whoever has ended."""
+        """Whether the node is down, drained or in maintenance, so that no job can start there even if it is idle."""
         return self.state.endswith("*") or self.state.lower().startswith(_AWAY)
 
 

@@ -111,7 +111,7 @@ def _tied_gradients(tied: nn.Parameter | None, group: dist.ProcessGroup | None) 
 
 
 def _count(stage: Stage, tied: nn.Parameter | None, is_first_of_tensor: bool) -> None:
-    """Say which gradients are part of the global norm, so that each counts once.
+    """Mark parameters so that DeepSpeed counts each gradient once in the global norm.
 
     DeepSpeed's optimizers understand ``ds_pipe_replicated``; its clipping of stage 0 leaves out all but the first rank
     of a model's ranks, unless parameters are marked as its own.

@@ -98,7 +98,7 @@ def start(
 
 
 def _partition(deepspeed: ModuleType, model: nn.Module, values: Mapping[str, Any]) -> None:
-    """Leave this rank its piece of every parameter; none but one is ever whole."""
+    """Partition every parameter over the ranks (``zero.Init``), one at a time: at most one is unsharded."""
     deepspeed.init_distributed(dist_init_required=False)
     pieces = deepspeed.zero.Init(module=nn.Module(), config_dict_or_path=dict(values))
     for parameter in model.parameters():
@@ -155,7 +155,7 @@ class Masters(ABC):
 
 
 class OwnMasters(Masters):
-    """Stage 0: every rank has all."""
+    """ZeRO stage 0: nothing is partitioned; every rank holds the full state."""
 
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
@@ -218,7 +218,7 @@ class FlatMasters(Masters):
         return whole.view_as(parameter)
 
     def _pieces(self, parameter: nn.Parameter, whole: Tensor, key: str) -> tuple[Tensor | None, Tensor]:
-        """The part of a whole tensor that lies on this rank, and where it lies; None where none of it does."""
+        """Views of this rank's range: in the full tensor (None if it has none) and in its flat buffer."""
         mapping = parameter._hp_mapping
         if mapping is None:
             return None, whole
@@ -302,7 +302,7 @@ def cut(parameter: nn.Parameter, whole: Tensor) -> Tensor:
 
 
 def _in_place_of(parameter: nn.Parameter, tensor: Tensor, method: str) -> Tensor:
-    """DeepSpeed's layers change parameters in place, and know them by identity."""
+    """Run an AutoTP method on ``tensor`` by swapping it into ``parameter.data``: AutoTP works on its own parameters."""
     if not is_cut(parameter):
         return tensor
     kept = parameter.data
