@@ -96,7 +96,8 @@ class BackgroundTracker(Tracker):
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         if self._calls.qsize() < LONGEST_QUEUE:
-            self._calls.put(lambda: self._deliver(step, dict(values)))
+            kept = dict(values)
+            self._calls.put(lambda: self._deliver(step, kept))
         elif not self._told_full:
             self._told_full = True
             logger.warning("the tracker %s is too slow: it does not get all lines", self._name)
@@ -119,10 +120,12 @@ class BackgroundTracker(Tracker):
             self._failures.attempt(lambda tracker: self._delivered.write())
 
     def _deliver(self, step: int, values: Mapping[str, float]) -> None:
-        if not self._started or self._delivered.has(step, values):
-            return
-        if self._failures.attempt(lambda tracker: tracker.log(step, values)):
-            self._failures.attempt(lambda tracker: self._delivered.add(step, values))
+        def deliver(tracker: Tracker) -> None:
+            tracker.log(step, values)
+            self._delivered.add(step, values)
+
+        if self._started and not self._delivered.has(step, values):
+            self._failures.attempt(deliver)
 
     def _finish(self) -> None:
         if self._started:
