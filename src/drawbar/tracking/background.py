@@ -13,6 +13,7 @@ from typing import Self
 from drawbar.config.io.user_modules import cause
 from drawbar.errors import UserError
 from drawbar.tracking.tracker import TrackedRun, Tracker
+from drawbar.util.atomic_files import write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -72,10 +73,8 @@ class _Delivered:
         self.write()
 
     def write(self) -> None:
-        self.path.parent.mkdir(exist_ok=True)
-        draft = self.path.with_name(self.path.name + ".tmp")  # a rename is enough here: nobody waits for the disk
-        draft.write_text(json.dumps({"id": self.id, "step": self.step, "names": self.names}) + "\n", "utf-8")
-        draft.replace(self.path)
+        content = json.dumps({"id": self.id, "step": self.step, "names": self.names})
+        write_atomically(self.path, f"{content}\n".encode())
 
 
 class BackgroundTracker(Tracker):
