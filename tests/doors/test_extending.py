@@ -234,12 +234,14 @@ def test_a_run_that_a_callback_ends_goes_on_with_the_same_command(capfd: pytest.
         ("['ema:Emma']", "the module has no 'Emma'; did you mean ema:Ema?", "name a class of ema"),
         ("[{'ema:Ema': {decoy: 1}}]", "unexpected keyword argument 'decoy'", "it takes: decay: float = 0.9"),
         ("['bag:Bag.Config']", "the module has no 'Bag.Config'", "name a class of bag"),
-        ("['alarms:len']", "the module has no 'len'", "name a class of alarms"),
+        ("['alarms:false_alarms']", "is not a subclass of drawbar.Callback", "name a class that is"),
     ],
 )
 def test_a_callback_that_cannot_be_made_is_refused(callbacks: str, what: str, remedy: str) -> None:
     with pytest.raises(UserError) as caught:
         train(f"callbacks={callbacks}")
+    with pytest.raises(UserError, match="int is not a subclass"):
+        train(callbacks=[3])
     assert what in caught.value.what
     assert remedy in str(caught.value.remedy)
     assert not Path("runs").exists()

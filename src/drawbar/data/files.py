@@ -6,7 +6,7 @@ import shlex
 from functools import cache
 from pathlib import Path
 
-from drawbar.config.io.user_modules import find_by_name
+from drawbar.config.io.user_modules import find_class
 from drawbar.data.python_stdlib import PYTHON_STDLIB
 from drawbar.data.readers import READERS, FileReader, ReadOptions
 from drawbar.errors import UserError, nearest
@@ -27,8 +27,8 @@ def reader_of(path: Path, options: ReadOptions, reader: str | None, key: str) ->
     Raises:
         UserError: a file of an unknown kind, or no such reader.
     """
-    made = _named_reader(reader, f"{key}.reader") if reader is not None else _usual_reader(path)
-    return made.open(path, options)
+    named = find_class(READERS, FileReader, reader, f"{key}.reader") if reader is not None else None
+    return (named or _usual_reader(path)).open(path, options)
 
 
 def _usual_reader(path: Path) -> type[FileReader]:
@@ -54,14 +54,7 @@ def _ending(name: str) -> str:
 
 @cache  # of many files; an error is not kept
 def _reader_of_ending(ending: str) -> type[FileReader]:
-    return _named_reader(ending, "data")
-
-
-def _named_reader(name: str, where: str) -> type[FileReader]:
-    found = find_by_name(READERS, name, where, "Class")
-    if not (isinstance(found, type) and issubclass(found, FileReader)):
-        raise UserError(f"{name} is not a subclass of drawbar.FileReader", where=where, remedy="name a class that is")
-    return found
+    return find_class(READERS, FileReader, ending, "data")
 
 
 def is_empty(path: Path) -> bool:

@@ -1,8 +1,7 @@
 """From the setting ``task.type`` to a class."""
 
-from drawbar.config.io.user_modules import find_by_name
+from drawbar.config.io.user_modules import find_class
 from drawbar.config.schema.task_sections import TASKS
-from drawbar.errors import UserError
 from drawbar.tasks.task import Task
 
 
@@ -12,14 +11,7 @@ def task_class(name: str) -> type[Task]:
     Raises:
         UserError: there is no such class, or it is no Task.
     """
-    found = find_by_name(TASKS, name, "task.type", "Class")
-    if not (isinstance(found, type) and issubclass(found, Task)):
-        raise UserError(
-            f"{name} is not a subclass of drawbar.Task",
-            where="task.type",
-            remedy="name a class that is, as package.module:Class",
-        )
-    return found
+    return find_class(TASKS, Task, name, "task.type")
 
 
 def is_named(task: Task) -> bool:

@@ -13,6 +13,7 @@ from typing import Self
 from drawbar.config.io.user_modules import cause
 from drawbar.errors import UserError
 from drawbar.tracking.tracker import TrackedRun, Tracker
+from drawbar.util.atomic_files import write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -72,10 +73,8 @@ class _Delivered:
         self.write()
 
     def write(self) -> None:
-        self.path.parent.mkdir(exist_ok=True)
-        draft = self.path.with_name(self.path.name + ".tmp")  # a rename is enough here: nobody waits for the disk
-        draft.write_text(json.dumps({"id": self.id, "step": self.step, "names": self.names}) + "\n", "utf-8")
-        draft.replace(self.path)
+        content = json.dumps({"id": self.id, "step": self.step, "names": self.names})
+        write_atomically(self.path, f"{content}\n".encode())
 
 
 class BackgroundTracker(Tracker):
@@ -96,7 +95,8 @@ class BackgroundTracker(Tracker):
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         if self._calls.qsize() < LONGEST_QUEUE:
-            self._calls.put(lambda: self._deliver(step, dict(values)))
+            kept = dict(values)
+            self._calls.put(lambda: self._deliver(step, kept))
         elif not self._told_full:
             self._told_full = True
             logger.warning("the tracker %s is too slow: it does not get all lines", self._name)
@@ -119,10 +119,12 @@ class BackgroundTracker(Tracker):
             self._failures.attempt(lambda tracker: self._delivered.write())
 
     def _deliver(self, step: int, values: Mapping[str, float]) -> None:
-        if not self._started or self._delivered.has(step, values):
-            return
-        if self._failures.attempt(lambda tracker: tracker.log(step, values)):
-            self._failures.attempt(lambda tracker: self._delivered.add(step, values))
+        def deliver(tracker: Tracker) -> None:
+            tracker.log(step, values)
+            self._delivered.add(step, values)
+
+        if self._started and not self._delivered.has(step, values):
+            self._failures.attempt(deliver)
 
     def _finish(self) -> None:
         if self._started:

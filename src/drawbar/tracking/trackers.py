@@ -4,7 +4,7 @@ import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from drawbar.config.io.user_modules import find_by_name, make_with_options
+from drawbar.config.io.user_modules import find_class, make_with_options
 from drawbar.config.schema.run_config import TrackingSection
 from drawbar.errors import UserError
 from drawbar.tracking.background import BackgroundTracker, FailureLog
@@ -52,9 +52,7 @@ def make_trackers(config: TrackingSection) -> list[Tracker]:
 
 def _make(name: str, options: Mapping[str, Any]) -> Tracker:
     where = f"{SETTING}.{name}"
-    made = find_by_name(TRACKERS, name, SETTING, "Class")
-    if not (isinstance(made, type) and issubclass(made, Tracker)):
-        raise UserError(f"{name} is not a subclass of drawbar.Tracker", where=where, remedy="name a class that is")
+    made = find_class(TRACKERS, Tracker, name, SETTING)
     for module, package in made.packages.items():
         if importlib.util.find_spec(module) is None:
             raise UserError(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drawbar.config.io.user_modules import cause, find_by_name, make_with_options
+from drawbar.config.io.user_modules import cause, find_class, make_with_options
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.errors import UserError
 from drawbar.runtime.log import log_to_file, logger
@@ -94,23 +94,22 @@ def make_callbacks(config: Sequence[str | Mapping[str, Mapping[str, Any]]]) -> l
     Raises:
         UserError: there is no such callback, or it refuses its options.
     """
-    callbacks: list[Callback] = []
-    for item in config:
-        for name, options in {item: {}}.items() if isinstance(item, str) else item.items():
-            made = find_by_name(CALLBACKS, name, "callbacks", "Class")
-            callback = make_with_options(made, options, f"the callback {name}", "callbacks")
-            callbacks.append(callback)
-    return callbacks
+    where = "callbacks"
+    return [
+        make_with_options(find_class(CALLBACKS, Callback, name, where), options, f"the callback {name}", where)
+        for item in config
+        for name, options in ({item: {}} if isinstance(item, str) else item).items()
+    ]
 
 
 def check_callbacks(callbacks: Sequence[object]) -> None:
-    """Refuse what is no callback."""
+    """Refuse what is no object of a class of callbacks."""
     for callback in callbacks:
         if not isinstance(callback, Callback):
             raise UserError(
                 f"{type(callback).__name__} is not a subclass of drawbar.Callback",
                 where="callbacks",
-                remedy="name a class that is; Trainer(callbacks=[...]) takes objects of such classes",
+                remedy="Trainer(callbacks=[...]) takes objects of classes that are",
             )
 
 

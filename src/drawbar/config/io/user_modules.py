@@ -94,6 +94,18 @@ def find_by_name(registry: Registry[T], name: str, where: str, form: str) -> T:
         raise
 
 
+def find_class(registry: Registry[type[T]], base: type, name: str, where: str) -> type[T]:
+    """The class that a setting names, see ``find_by_name``. Raises ``UserError``, also where it is not a ``base``."""
+    found = find_by_name(registry, name, where, "Class")
+    if isinstance(found, type) and issubclass(found, base):
+        return found
+    raise UserError(
+        f"{name} is not a subclass of drawbar.{base.__name__}",
+        where=where,
+        remedy="name a class that is, as package.module:Class",
+    )
+
+
 def import_user_object(name: str, kind: str, where: str, form: str) -> Any:
     """What a user names as ``package.module:NAME``; see ``find_by_name``."""
     module_name, _, attribute = name.partition(":")
