@@ -14,13 +14,13 @@ class SecondRank:
     """
 
     rank = 1
-    first_alike = Distributed.first_alike
+    lowest_rank_with_same = Distributed.lowest_rank_with_same
     together = Distributed.together
 
     def __init__(self, *answers_of_first: Any) -> None:
         self.answers = list(answers_of_first)
 
-    def share(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         return [self.answers.pop(0), value]
 
     def working(self, activity: str) -> AbstractContextManager[None]:

@@ -44,7 +44,9 @@ def read(path: Path) -> Snapshot:
 def read_together(path: Path, world: Distributed) -> Snapshot:
     """As ``read``, on every rank; of those that see the same files, one verifies them."""
     with usable(path):
-        leader = world.first_alike([_look(name, partial(identity, path / name)) for name in check_sizes(path).files])
+        leader = world.lowest_rank_with_same(
+            [_look(name, partial(identity, path / name)) for name in check_sizes(path).files]
+        )
     with world.together(f"reading {path}"), usable(path):
         if leader == world.rank:
             verify(path)

@@ -41,11 +41,11 @@ Exit codes: 0 done, 1 failed, 2 the request is wrong, 75 saved after SIGTERM, 13
 @click.pass_obj
 def train(task: "type[Task] | None", arguments: tuple[str, ...], resume: str, fork: str | None) -> int:
     """Train the run that CONFIG (a YAML file) describes, with some settings changed."""
-    from drawbar.distributed.interrupt import leaving_when_told
+    from drawbar.distributed.interrupt import exit_on_signal
     from drawbar.runtime.streams import outlive_readers
 
     outlive_readers()
-    with leaving_when_told():
+    with exit_on_signal():
         return start(task, arguments, resume, fork)
 
 

@@ -68,11 +68,11 @@ def file_digest(file: Path) -> str:
 
 def digest_for_all(records: Records, kept: KeptDigests, world: Distributed) -> str:
     """``records.digest``. Of the ranks that see the same files, one reads them. Every rank must call it."""
-    leader = world.first_alike(records.identity())
+    leader = world.lowest_rank_with_same(records.identity())
     own = None
     if leader == world.rank:
         with world.working("hashing the data"):
             own = records.digest(kept.of)
-    found = world.share(own)[leader]
+    found = world.all_gather(own)[leader]
     assert found is not None
     return found

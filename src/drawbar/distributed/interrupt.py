@@ -33,7 +33,7 @@ def handle(handler: Handler, *numbers: signal.Signals) -> dict[signal.Signals, A
 
 
 @contextmanager
-def leaving_when_told() -> Iterator[None]:
+def exit_on_signal() -> Iterator[None]:
     """While nothing else handles signals: exit code 75 for a scheduler, and 130 for a person, as after a save."""
     before = handle(leave, *REQUEUE, *INTERRUPT)
     try:

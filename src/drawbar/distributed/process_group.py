@@ -59,7 +59,7 @@ class Distributed:
         self._watchdog = Watchdog()
         self._liveness = Liveness(self._store, self.rank, self.size, timeout)
 
-    def shard_over(self, dims: ParallelDims) -> None:
+    def set_dims(self, dims: ParallelDims) -> None:
         """Set the degrees once the strategy is known. Only replicate/shard may change: each rank keeps its dp_rank."""
         assert (dims.dp_size, dims.dp_rank(self.rank)) == (self.data.size, self.data.rank)
         self.dims = dims
@@ -106,7 +106,7 @@ class Distributed:
             )
             self._control = dist.new_group(backend="gloo", timeout=self.timeout)
             self._liveness.start()
-            ranks: list[tuple[Address, str]] = self.share((self._watchdog.address, node_name()))
+            ranks: list[tuple[Address, str]] = self.all_gather((self._watchdog.address, node_name()))
         except (dist.DistError, RuntimeError, ValueError) as error:
             raise self._not_met(f"{self._absent()}{error}") from error
         finally:
@@ -115,13 +115,13 @@ class Distributed:
         self.nodes = tuple(name for _, name in ranks)
         return self
 
-    def join_alone(self) -> None:
+    def init_single_process_group(self) -> None:
         """Make the process group of one process, for strategies that cannot do without one; several have theirs."""
         if not dist.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=self.timeout)
 
-    def limit_waiting(self) -> None:
+    def set_group_timeouts(self) -> None:
         """Give every process group of this rank the timeout of the run. Torch gives its own default, of 10 or 30
         minutes, to those that a mesh, a strategy or a library has made."""
         for group in dist.distributed_c10d._world.pg_map:
@@ -155,7 +155,7 @@ class Distributed:
         if kind is None and dist.is_initialized():
             self.barrier("the end of the run")
             self._watchdog.stop()
-            _left.append(dist.group.WORLD)
+            _retired_groups.append(dist.group.WORLD)
             dist.destroy_process_group()
         self._liveness.stop()
 
@@ -244,7 +244,7 @@ class Distributed:
         dist.gather_object(value, values, dst=0, group=self._control)
         return values
 
-    def share(self, value: T) -> list[T]:
+    def all_gather(self, value: T) -> list[T]:
         """Every process's value, in rank order, on every process."""
         values = [value] * self.size
         if self.size > 1:
@@ -252,12 +252,12 @@ class Distributed:
             dist.all_gather_object(values, value, group=self._control)
         return values
 
-    def first_alike(self, view: object) -> int:
+    def lowest_rank_with_same(self, view: object) -> int:
         """The lowest rank with the same ``view`` as this one. If ``view`` identifies the files that a rank sees, only
         that rank needs to check them."""
-        return self.share(view).index(view)
+        return self.all_gather(view).index(view)
 
-    def collect(self, tensors: dict[str, torch.Tensor], targets: Sequence[int] = (0,)) -> dict[str, torch.Tensor]:
+    def gather_dict(self, tensors: dict[str, torch.Tensor], targets: Sequence[int] = (0,)) -> dict[str, torch.Tensor]:
         """Every process's host tensors, on the ranks ``targets``, rank 0 among them, which gets them one after another
         and hands them on; nothing elsewhere.
 
@@ -269,7 +269,7 @@ class Distributed:
         others = [rank for rank in targets if rank != 0]
         if not others:
             return found
-        listed = self.from_first(lambda: _listed(found), "listing the tensors")
+        listed = self.from_rank0(lambda: _listed(found), "listing the tensors")
         for target in others:
             if self.first:
                 self._send(found, listed, target)
@@ -285,7 +285,7 @@ class Distributed:
         for items in listed or []:
             wanted.append([item for item in items if item[0] not in seen])
             seen |= {name for name, *_ in items}
-        wanted = self.from_first(lambda: wanted, "listing the tensors")
+        wanted = self.from_rank0(lambda: wanted, "listing the tensors")
         found = dict(tensors) if self.first else {}
         for rank in range(1, self.size):
             if self.first:
@@ -330,7 +330,7 @@ class Distributed:
                     dist.recv(chunk, src=source, group=self._control)
                     file.write(memoryview(chunk.numpy()))
 
-    def from_first(self, make: Callable[[], T], what: str) -> T:
+    def from_rank0(self, make: Callable[[], T], what: str) -> T:
         """What ``make`` returns on rank 0, sent to every process. It runs on rank 0 alone, for as long as it takes.
 
         Args:
@@ -383,7 +383,7 @@ def _listed(tensors: dict[str, torch.Tensor]) -> list[_Item]:
     return [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
 
 
-_left: list[dist.ProcessGroup | None] = []
+_retired_groups: list[dist.ProcessGroup | None] = []
 """The process groups of the worlds that were left, kept so that a DDP replica is never the last to hold one. Whoever is
 last waits for the group's threads, and such a thread may need the interpreter, to drop the work it has just finished.
 Python frees the interpreter while it waits, a replica does not: both would wait for ever (torch 2.13, busy machine)."""

@@ -44,7 +44,7 @@ def build_engine(task: Task, config: RunConfig, world: Distributed, total_steps:
             remedy="set parallel.strategy=ddp, which has a process for each device, or start one process",
         )
     config = choose_formats(config, world.device)
-    check_rules(_as_it_runs(config, world))
+    check_rules(_resolved_for_rules(config, world))
     if config.parallel.compile:
         check_compiler(world.device)
     return assemble_engine(task, config, world, total_steps)
@@ -52,12 +52,12 @@ def build_engine(task: Task, config: RunConfig, world: Distributed, total_steps:
 
 def assemble_engine(task: Task, config: RunConfig, world: Distributed, total_steps: int = 0) -> Engine:
     """The engine of a configuration with nothing left to choose or to check: see :func:`build_engine`."""
-    world.shard_over(ParallelDims.of(config.parallel, world.size))
+    world.set_dims(ParallelDims.of(config.parallel, world.size))
     parts = config.parallel.features.build(task, config, world)
     return Engine(task, config, world, parts, total_steps)
 
 
-def _as_it_runs(config: RunConfig, world: Distributed) -> RunConfig:
+def _resolved_for_rules(config: RunConfig, world: Distributed) -> RunConfig:
     """The configuration with device and number of processes filled in, for the rules to check what ``auto`` chose."""
     launch = config.launch.model_copy(update={"nproc": world.size})
     return config.model_copy(update={"device": world.device.type, "launch": launch})

@@ -11,10 +11,10 @@ from drawbar.config.schema.run_config import RunConfig
 from drawbar.distributed.process_group import Distributed
 from drawbar.engines.local_model import LocalModel
 from drawbar.engines.parts import Update
-from drawbar.engines.state_access import Keeps
+from drawbar.engines.state_access import ShouldStore
 from drawbar.models.lora import saved_tensors
 from drawbar.optim.schedules import set_learning_rate
-from drawbar.parallel.deepspeed.deepspeed_state import STEP, Masters, cut, gathered, is_cut
+from drawbar.parallel.deepspeed.deepspeed_state import STEP, MasterState, is_tp_shard, tp_gather, tp_shard
 
 
 class DeepSpeedUpdater:
@@ -27,7 +27,7 @@ class DeepSpeedUpdater:
 
     loss_scale = 1.0
 
-    def __init__(self, masters: Masters, precision: str) -> None:
+    def __init__(self, masters: MasterState, precision: str) -> None:
         self.masters = masters
         self.backend = masters.engine
         self.precision = precision
@@ -75,24 +75,24 @@ class DeepSpeedState:
     """The fp32 weights and the optimizer's state of a DeepSpeed engine, as full tensors by name."""
 
     def __init__(
-        self, local: LocalModel, masters: Masters, config: RunConfig, world: Distributed, keeps: Keeps
+        self, local: LocalModel, masters: MasterState, config: RunConfig, world: Distributed, should_store: ShouldStore
     ) -> None:
         self.module = local.module
         self.masters = masters
         self.config = config
         self.world = world
-        self.keeps = keeps
+        self.should_store = should_store
 
     def model(self, writers: Sequence[int]) -> dict[str, torch.Tensor]:
-        return host_copies(saved_tensors(self.module, self.config), self.keeps(writers), self._full)
+        return host_copies(saved_tensors(self.module, self.config), self.should_store(writers), self._full)
 
     def optimizer(self, writers: Sequence[int]) -> dict[str, torch.Tensor]:
         copies = {}
         for parameter, name in self._trained():
             for key in self.masters.keys:
                 tensor = self.masters.state(parameter, key)
-                tensor = tensor if key == STEP else gathered(parameter, tensor)
-                if self.keeps(writers):
+                tensor = tensor if key == STEP else tp_gather(parameter, tensor)
+                if self.should_store(writers):
                     copies[f"{name}/{key}"] = tensor.to("cpu", copy=True)
         return copies
 
@@ -101,8 +101,8 @@ class DeepSpeedState:
         for parameter, name in self._trained():
             gradient = self.masters.gradient(parameter)
             if gradient is not None:
-                full = gathered(parameter, gradient.float())
-                if self.keeps((0,)):
+                full = tp_gather(parameter, gradient.float())
+                if self.should_store((0,)):
                     found[name] = full.to("cpu", copy=True) / self._loss_scale()
         return found
 
@@ -119,7 +119,7 @@ class DeepSpeedState:
             for key in keys:
                 if f"{name}/{key}" in tensors:
                     tensor = tensors[f"{name}/{key}"]
-                    self.masters.set_state(parameter, key, tensor if key == STEP else cut(parameter, tensor))
+                    self.masters.set_state(parameter, key, tensor if key == STEP else tp_shard(parameter, tensor))
 
     @torch.no_grad()
     def set_weights(self, live: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
@@ -130,14 +130,14 @@ class DeepSpeedState:
                 tensor.copy_(tensors[name])
             elif id(tensor) not in seen:
                 seen.add(id(tensor))
-                self.masters.set_weight(tensor, cut(tensor, tensors[name]))
+                self.masters.set_weight(tensor, tp_shard(tensor, tensors[name]))
 
     def replicated(self) -> dict[str, nn.Parameter]:
         # tensor-parallel shards differ between ranks, and ZeRO-3 parameters are partitioned
         return {
             name: parameter
             for name, parameter in self.module.named_parameters()
-            if not is_cut(parameter) and not hasattr(parameter, "ds_id")
+            if not is_tp_shard(parameter) and not hasattr(parameter, "ds_id")
         }
 
     def replicated_gradients(self) -> dict[str, torch.Tensor]:
@@ -147,7 +147,7 @@ class DeepSpeedState:
         """A parameter's fp32 weight, or a buffer, as one process has it."""
         if not isinstance(tensor, nn.Parameter):
             return tensor.detach()
-        return gathered(tensor, self.masters.weight(tensor))
+        return tp_gather(tensor, self.masters.weight(tensor))
 
     def _trained(self) -> Iterator[tuple[nn.Parameter, str]]:
         return ((parameter, name) for name, parameter in self.module.named_parameters() if parameter.requires_grad)

@@ -44,9 +44,15 @@ from drawbar.parallel.deepspeed.deepspeed_stages import (
     cut_layers,
     pipeline_module,
 )
-from drawbar.parallel.deepspeed.deepspeed_state import FlatMasters, Masters, import_deepspeed, is_cut, start
+from drawbar.parallel.deepspeed.deepspeed_state import (
+    FlatMasterState,
+    MasterState,
+    import_deepspeed,
+    is_tp_shard,
+    start,
+)
 from drawbar.parallel.synced_generate import synchronize_generate
-from drawbar.parallel.weights import materialize, named_tensors, sent_from_first, without_room
+from drawbar.parallel.weights import expanded_empty, materialize, named_tensors, sent_from_first
 from drawbar.runtime.log import logger
 from drawbar.tasks.task import Task
 from drawbar.util.dtypes import DTYPES
@@ -70,7 +76,7 @@ def build(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
 
 def _one_model(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
     import_deepspeed(world.device)
-    world.join_alone()
+    world.init_single_process_group()
     stage = zero_stage(config)
     local, source = _partitioned(task, config, world) if stage == 3 else _replicated(task, config, world)
     # after the model, whose first weights must be those of any other strategy
@@ -80,7 +86,7 @@ def _one_model(task: Task, config: RunConfig, world: Distributed) -> EngineParts
     backend = start(local.module, optimizer, values, world.device, in_pieces=stage == 3)
     local = replace(local, module=backend.module, meta_model=meta_model, replicas=[torch.distributed.group.WORLD])
     _check_cuts(local, config.parallel.tensor)
-    state = DeepSpeedState(local, Masters.of(backend), config, world, is_writer(world))
+    state = DeepSpeedState(local, MasterState.of(backend), config, world, is_writer(world))
     _set_first_weights(local.module, source, state, world.device)
     if stage == 3:
         synchronize_generate(local.module)
@@ -110,7 +116,7 @@ def _partitioned(task: Task, config: RunConfig, world: Distributed) -> tuple[Loc
     parallelize(model, plan_for(model), config.parallel, ParallelDims(), None, config.precision)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(DTYPES[config.precision])
-    materialize(model, _HOST, _HOST, without_room)
+    materialize(model, _HOST, _HOST, expanded_empty)
     return LocalModel(model, model, base), source
 
 
@@ -133,7 +139,7 @@ def _check_cuts(local: LocalModel, degree: int) -> None:
         return
     whole = dict(local.meta_model.named_parameters())
     for name, parameter in local.module.named_parameters():
-        if parameter.shape != whole[name].shape and not is_cut(parameter):
+        if parameter.shape != whole[name].shape and not is_tp_shard(parameter):
             raise UserError(
                 f"DeepSpeed's tensor parallelism does not know a {type(local.meta_model).__name__}: "
                 f"it leaves {name} in parts",
@@ -168,7 +174,7 @@ def _pipeline(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
     exact = {parameter: parameter.detach() for parameter in local.module.parameters()}
     backend = start(module, optimizer, values, world.device, in_pieces=False)
     # in bf16 its pipeline has an optimizer of its own, with flat buffers in stage 0 too
-    masters = FlatMasters(backend) if hasattr(backend.optimizer, "bf16_groups") else Masters.of(backend)
+    masters = FlatMasterState(backend) if hasattr(backend.optimizer, "bf16_groups") else MasterState.of(backend)
     if config.precision != "fp32":  # its fp32 weights are copies of those that it cast
         for parameter, weight in exact.items():
             masters.set_weight(parameter, weight)

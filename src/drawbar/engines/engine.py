@@ -55,7 +55,7 @@ class Engine:
         self._local = parts.model
         self._state = parts.state
         self._before_update: Callable[[], None] = lambda: None
-        world.limit_waiting()  # all process groups are there now
+        world.set_group_timeouts()  # all process groups are there now
 
     @property
     def module(self) -> nn.Module:
@@ -73,7 +73,7 @@ class Engine:
         sizes = {True: 0, False: 0}
         for parameter in self._local.meta_model.parameters():
             sizes[parameter.requires_grad] += parameter.numel() * parameter.element_size()
-        # the optimizer keeps up to two more numbers for each trained weight; with LoRA the others are not saved
+        # the optimizer should_store up to two more numbers for each trained weight; with LoRA the others are not saved
         return 3 * sizes[True] + (sizes[False] if self.config.lora is None else 0)
 
     def train_step(self, micro_batches: list[MicroBatch[Batch]]) -> StepResult:

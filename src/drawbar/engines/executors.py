@@ -163,13 +163,13 @@ class PipelineExecutor:
             loss = 0.0 if logits is None else as_float(self.task.loss(self.relay.outputs(forward, logits), batch))
             predictions = None
             if self.task.predicts:
-                with self.relay.same_chance():
+                with self.relay.synced_rng():
                     predictions = self.task.predict(self.relay.model, batch)
         return loss, predictions
 
     @contextmanager
     def inference(self) -> Iterator[nn.Module]:
-        with self._evaluating(), self.relay.same_chance():
+        with self._evaluating(), self.relay.synced_rng():
             yield self.relay.model
 
     @contextmanager
@@ -206,7 +206,7 @@ def as_float(loss: torch.Tensor) -> float:
 
 
 def without_fillers(loss: torch.Tensor, micro: MicroBatch[Batch]) -> torch.Tensor:
-    """The loss; zero for a filler, which keeps this rank in step with the others, and adds nothing."""
+    """The loss; zero for a filler, which should_store this rank in step with the others, and adds nothing."""
     return loss if not micro.is_filler else loss * 0
 
 
@@ -221,7 +221,7 @@ def sequence_shard(context: ContextParallel | None, batch: Batch) -> Iterator[Ba
     if context is None:
         yield batch
     else:
-        with context.cut(batch) as shard:
+        with context.shard(batch) as shard:
             yield type(batch)(shard, batch.ids)
 
 

@@ -75,7 +75,7 @@ def build_whole(task: Task, config: RunConfig, world: Distributed, device: torch
         allow_packed_rows(model, task, config)
         parallelize(model, plan_for(model), config.parallel, ParallelDims(), None, config.precision)
         model = model.to(device)
-    base = world.from_first(lambda: base, "building the model")  # all ranks will hold rank 0's weights
+    base = world.from_rank0(lambda: base, "building the model")  # all ranks will hold rank 0's weights
     return LocalModel(model, model, base, replicas=[dist.group.WORLD] if world.size > 1 else [])
 
 
@@ -122,7 +122,7 @@ def build_meta(task: Task, config: RunConfig, world: Distributed) -> tuple[nn.Mo
     # first the whole model: it must start from the same random numbers as that of one process
     with world.together("building the model"):
         source, base = _build_adapted(task, config) if world.first else (None, None)
-    base = world.from_first(lambda: base, "building the model")
+    base = world.from_rank0(lambda: base, "building the model")
     with world.together("building the model"):
         structure = with_adapters(task.build_meta_model(), config, base)
     logger.info("weights: rank 0 builds the model, and sends each process its part")

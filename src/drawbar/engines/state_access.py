@@ -18,17 +18,17 @@ from drawbar.parallel.weights import full_tensor, load_shard, shard_like
 from drawbar.parallel.zero1 import is_zero1, local_optimizer
 from drawbar.runtime.safetensors_reader import TensorFiles
 
-Keeps = Callable[[Sequence[int]], bool]
+ShouldStore = Callable[[Sequence[int]], bool]
 """(writer ranks) → whether this rank stores the full tensors; every rank joins the gather all the same."""
 
 
-def is_writer(world: Distributed) -> Keeps:
-    """``Keeps`` of a model without stages: the writers themselves."""
+def is_writer(world: Distributed) -> ShouldStore:
+    """``ShouldStore`` of a model without stages: the writers themselves."""
     return lambda writers: world.rank in writers
 
 
-def is_stage_leader(world: Distributed) -> Keeps:
-    """``Keeps`` of a stage: one rank of each, from which the writers get it."""
+def is_stage_leader(world: Distributed) -> ShouldStore:
+    """``ShouldStore`` of a stage: one rank of each, from which the writers get it."""
     return lambda writers: world.dims.is_stage_leader(world.rank)
 
 
@@ -42,7 +42,7 @@ class TorchState:
         scaler: LossScaler,
         config: RunConfig,
         world: Distributed,
-        keeps: Keeps,
+        should_store: ShouldStore,
     ) -> None:
         self.module = local.module
         self.fused = local.fused
@@ -50,21 +50,21 @@ class TorchState:
         self.scaler = scaler
         self.config = config
         self.world = world
-        self.keeps = keeps
+        self.should_store = should_store
 
     def model(self, writers: Sequence[int]) -> dict[str, torch.Tensor]:
-        return host_copies(saved_tensors(self.module, self.config), self.keeps(writers), self._full)
+        return host_copies(saved_tensors(self.module, self.config), self.should_store(writers), self._full)
 
     def optimizer(self, writers: Sequence[int]) -> dict[str, torch.Tensor]:
         tensors = optimizer_state(self._names(), [local_optimizer(optimizer) for optimizer in self.optimizers])
         if any(is_zero1(optimizer) for optimizer in self.optimizers):  # the other ranks have the rest
-            return self.world.collect(host_copies(tensors), writers)
-        return host_copies(tensors, self.keeps(writers), lambda name, t: self._full(name.rpartition("/")[0], t))
+            return self.world.gather_dict(host_copies(tensors), writers)
+        return host_copies(tensors, self.should_store(writers), lambda name, t: self._full(name.rpartition("/")[0], t))
 
     def gradients(self) -> dict[str, torch.Tensor]:
         scale = self.scaler.scale
         return host_copies(
-            self.replicated_gradients(), self.keeps((0,)), lambda name, tensor: self._full(name, tensor) / scale
+            self.replicated_gradients(), self.should_store((0,)), lambda name, tensor: self._full(name, tensor) / scale
         )
 
     def load_model(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -98,7 +98,7 @@ class StagesState:
     """The state of a pipeline: gathers and merges what the ``StateAccess`` of each stage (``own``) returns.
 
     Args:
-        own: of this rank's stages; its ``keeps`` is ``is_stage_leader``.
+        own: of this rank's stages; its ``should_store`` is ``is_stage_leader``.
         local: the model that they are stages of.
     """
 
@@ -109,7 +109,7 @@ class StagesState:
         self.world = world
 
     def model(self, writers: Sequence[int]) -> dict[str, torch.Tensor]:
-        found = self.world.collect(self.own.model(writers), writers)
+        found = self.world.gather_dict(self.own.model(writers), writers)
         if self.world.rank not in writers:
             return {}
         first: dict[int, str] = {}  # a tied weight has two names, and one of them was collected
@@ -119,10 +119,10 @@ class StagesState:
         }
 
     def optimizer(self, writers: Sequence[int]) -> dict[str, torch.Tensor]:
-        return self.world.collect(self.own.optimizer(writers), writers)
+        return self.world.gather_dict(self.own.optimizer(writers), writers)
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        return self.world.collect(self.own.gradients())
+        return self.world.gather_dict(self.own.gradients())
 
     def load_model(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self.own.load_model(tensors)

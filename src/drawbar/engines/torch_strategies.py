@@ -17,7 +17,7 @@ from drawbar.engines.executors import ModelExecutor, PipelineExecutor, TrainedMo
 from drawbar.engines.local_model import LocalModel, allow_packed_rows, build_shards, build_whole
 from drawbar.engines.parts import EngineParts, Executor
 from drawbar.engines.stage_building import build_stages
-from drawbar.engines.state_access import Keeps, StagesState, TorchState, is_stage_leader, is_writer
+from drawbar.engines.state_access import ShouldStore, StagesState, TorchState, is_stage_leader, is_writer
 from drawbar.engines.updaters import SquaredNorm, StagesNorm, TorchUpdater, model_norm
 from drawbar.errors import ExitCode, UserError
 from drawbar.optim.optimizers import build_optimizers
@@ -25,7 +25,7 @@ from drawbar.parallel.apply import parallelize
 from drawbar.parallel.context import ContextParallel, check_context
 from drawbar.parallel.ddp import accumulate, replicate
 from drawbar.parallel.dp import DataParallel
-from drawbar.parallel.fsdp import digest_of_use, generate_together
+from drawbar.parallel.fsdp import digest_of_used_units, generate_together
 from drawbar.parallel.pipeline.schedule import Pipeline
 from drawbar.parallel.precision import LossScaler
 from drawbar.parallel.synced_generate import synchronize_generate
@@ -38,7 +38,7 @@ from drawbar.tasks.task import Task
 def build_single(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
     """One process, one device."""
     local = build_whole(task, config, world, world.device)
-    return assemble(task, config, world, local, _alone(task, local.module))
+    return assemble(task, config, world, local, _unwrapped(task, local.module))
 
 
 def build_dp(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
@@ -57,7 +57,7 @@ def build_dp(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
         )
     local = build_whole(task, config, world, world.device)
     model = DataParallel(local.module, config.precision, world.device)
-    return assemble(task, config, world, local, _alone(task, model))
+    return assemble(task, config, world, local, _unwrapped(task, model))
 
 
 def build_ddp(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
@@ -88,14 +88,14 @@ def build_replicas(
 ) -> EngineParts:
     """A whole model on every rank, by torch's DistributedDataParallel where there are several."""
     local = build_whole(task, config, world, world.device)
-    trained = _alone(task, local.module)
+    trained = _unwrapped(task, local.module)
     if world.size > 1:
         model = replicate(local.module, partial(task_loss, task, None))
         trained = TrainedModel(model, model, partial(accumulate, model))
     return assemble(task, config, world, local, trained, wrap_optimizer)
 
 
-def _alone(task: Task, model: nn.Module) -> TrainedModel:
+def _unwrapped(task: Task, model: nn.Module) -> TrainedModel:
     return TrainedModel(model, partial(task_loss, task, None, model))
 
 
@@ -103,7 +103,7 @@ def _shards(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
     """A model of which this rank holds shards, or that others on the mesh compute with it."""
     if world.dims.cp > 1:
         check_context(world.device, task.targets)
-    world.join_alone()
+    world.init_single_process_group()
     mesh = build_mesh(world.dims, world.device)
     local = build_shards(task, config, world, mesh)
     module = local.module
@@ -111,7 +111,7 @@ def _shards(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
     synchronizing: Callable[[bool], AbstractContextManager[None]] = partial(accumulate, module)
     if config.parallel.features.shards_parameters:
         generate_together(module)
-        synchronizing = _SameUse(module, world).synchronizing
+        synchronizing = _UsageCheck(module, world).synchronizing
     trained = TrainedModel(module, partial(task_loss, task, context, module), synchronizing)
     return assemble(task, config, world, local, trained, context=context)
 
@@ -138,11 +138,11 @@ def _with_optimizers(
     executor: Executor,
     optimizers: list[Optimizer],
     norm: SquaredNorm,
-    keeps: Keeps,
+    should_store: ShouldStore,
 ) -> EngineParts:
     scaler = LossScaler(config.precision)
     updater = TorchUpdater(local.module, optimizers, scaler, world.device, config.train.gradient_clip, norm)
-    return EngineParts(local, executor, updater, TorchState(local, optimizers, scaler, config, world, keeps))
+    return EngineParts(local, executor, updater, TorchState(local, optimizers, scaler, config, world, should_store))
 
 
 def _shards_logits(task: Task, world: Distributed) -> bool:
@@ -181,7 +181,7 @@ def _pipeline(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
     return EngineParts(local, executor, parts.updater, StagesState(parts.state, local, config, world))
 
 
-class _SameUse:
+class _UsageCheck:
     """Checks in each step that all ranks ran the same submodules of a sharded model: else the gradients are wrong."""
 
     def __init__(self, module: nn.Module, world: Distributed) -> None:
@@ -198,7 +198,7 @@ class _SameUse:
         """
         with accumulate(self._module, last):
             yield
-        self._digest = digest_of_use(self._module, self._digest)
+        self._digest = digest_of_used_units(self._module, self._digest)
         if last:
             used, self._digest = self._digest, 0
             self._check(used)

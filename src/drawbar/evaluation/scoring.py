@@ -146,7 +146,7 @@ def _agree_to_go_on(failure: Exception | None, stop: bool, world: Distributed) -
         raise
     if agreed == _Vote.FAIL:
         own_error = None if failure is None else EvaluationFailed.of(failure, world)
-        raise next(error for error in world.share(own_error) if error is not None)
+        raise next(error for error in world.all_gather(own_error) if error is not None)
     return agreed == _Vote.GO_ON
 
 
@@ -164,7 +164,7 @@ def _score(task: Task, split: Split, share: _Share, world: Distributed) -> Evalu
         except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer
             return EvaluationFailed.of(error, world)
 
-    scores = world.from_first(score, "scoring")
+    scores = world.from_rank0(score, "scoring")
     if isinstance(scores, EvaluationFailed):
         raise scores
     return Evaluation(scores, records)

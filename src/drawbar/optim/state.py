@@ -11,7 +11,7 @@ from drawbar.errors import UserError
 
 Names = Mapping[nn.Parameter, str]
 """The name of each parameter in the whole model."""
-PlaceTensor = Callable[[nn.Parameter, Mapping[str, torch.Tensor], str], torch.Tensor]
+ShardTensor = Callable[[nn.Parameter, Mapping[str, torch.Tensor], str], torch.Tensor]
 """(parameter, tensors, name) → the tensor of that name, as the optimizer of this rank holds it."""
 
 
@@ -33,7 +33,7 @@ def load_optimizer_state(
     names: Names,
     optimizers: Sequence[Optimizer],
     tensors: Mapping[str, torch.Tensor],
-    place: PlaceTensor = lambda parameter, tensors, name: tensors[name],
+    place: ShardTensor = lambda parameter, tensors, name: tensors[name],
 ) -> None:
     """Put back what :func:`optimizer_state` returned. Each tensor goes to the device of its parameter before the next
     is read from its file: the host never holds the state of a model that lies elsewhere.

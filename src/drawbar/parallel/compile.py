@@ -21,8 +21,8 @@ def compile_blocks(model: nn.Module) -> None:
         UserError: the model has no repeated blocks.
     """
     torch.compiler.reset()  # sizes are counted over the process: an earlier model must not have used them up
-    is_cut = any(isinstance(parameter, DTensor) for parameter in model.parameters())
-    replace = partial(_compiled, dynamic=False if is_cut else None)
+    is_sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    replace = partial(_compiled, dynamic=False if is_sharded else None)
     made: dict[type, type] = {}
     for block in blocks_for(model, "parallel.compile"):
         replace_forward(block, replace, made)

@@ -77,7 +77,7 @@ class ContextParallel:
         self.ignored = ignored
 
     @contextmanager
-    def cut(self, batch: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    def shard(self, batch: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         """This rank's piece of a batch. Forward and backward belong inside; every rank of the mesh must come along.
 
         The labels of the piece stand one to the right of where the model predicts them, as in a whole batch, and so

@@ -81,7 +81,7 @@ class _UsedUnits:
 _used_units: WeakKeyDictionary[nn.Module, _UsedUnits] = WeakKeyDictionary()
 
 
-def digest_of_use(model: nn.Module, before: int) -> int:
+def digest_of_used_units(model: nn.Module, before: int) -> int:
     """A 32-bit digest that differs between ranks that used different submodules of a model sharded by ``shard``.
     FSDP's collectives then pair up different parameters or gradients, and raise no error.
 

@@ -32,7 +32,7 @@ def squared_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
             mesh, placements = gradient.device_mesh, gradient.placements
             cut = [not placement.is_replicate() for placement in placements]  # is_shard() leaves out strided shards
             kind = (mesh, *cut)
-            groups[kind] = [mesh.get_group(axis) for axis, is_cut in enumerate(cut) if is_cut]
+            groups[kind] = [mesh.get_group(axis) for axis, is_sharded in enumerate(cut) if is_sharded]
             local = gradient.to_local()
         kinds.setdefault(kind, []).append(local)
     dtype = sum_dtype(device)

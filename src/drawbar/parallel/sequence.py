@@ -22,7 +22,7 @@ SEQUENCE = Shard(1)
 
 
 @dataclass
-class _Cut:
+class _SequenceSharding:
     """The mesh, and the full sequence length of the current forward pass, which gathering needs."""
 
     mesh: DeviceMesh
@@ -41,7 +41,7 @@ class _Cut:
         return cut.redistribute(placements=[Replicate()]).to_local(grad_placements=[gradient])
 
 
-class _OwnRandomness:
+class _PerRankRng:
     """Uses a per-rank RNG seed between ``begin`` and ``end``; ``end`` restores the RNG state shared by all ranks."""
 
     def __init__(self, device: torch.device, rank: int) -> None:
@@ -67,8 +67,8 @@ def cut_between(blocks: Sequence[nn.Module], layers: Sequence[nn.Module], mesh: 
         blocks: repeated blocks, one after another; the hidden states (B, L, H) come first in their arguments.
         layers: the parts of the blocks that need the whole sequence; their rowwise layers scatter it again.
     """
-    cut = _Cut(mesh)
-    randomness = _OwnRandomness(torch.device(mesh.device_type), mesh.get_local_rank())
+    cut = _SequenceSharding(mesh)
+    randomness = _PerRankRng(torch.device(mesh.device_type), mesh.get_local_rank())
 
     def scatter(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled():

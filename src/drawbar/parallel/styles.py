@@ -60,10 +60,10 @@ class Colwise(ColwiseParallel):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         prepare = partial(self._prepare_input_fn, self.input_layouts, self.desired_input_layouts)
         finish = partial(self._prepare_output_fn, self.output_layouts, self.use_local_output)
-        return distribute_module(module, device_mesh, None, prepare if self.sums else _input_of_parts, finish)
+        return distribute_module(module, device_mesh, None, prepare if self.sums else _input_with_partial_grad, finish)
 
 
-def _input_of_parts(module: nn.Module, inputs: tuple[Tensor, ...], device_mesh: DeviceMesh) -> DTensor:
+def _input_with_partial_grad(module: nn.Module, inputs: tuple[Tensor, ...], device_mesh: DeviceMesh) -> DTensor:
     return DTensor.from_local(inputs[0], device_mesh, [Replicate()], grad_placements=[Partial()])
 
 

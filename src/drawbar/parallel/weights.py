@@ -40,7 +40,7 @@ def materialize(
                 module._buffers[name] = buffer.to(buffers)
 
 
-def without_room(parameter: Tensor, device: torch.device) -> Tensor:
+def expanded_empty(parameter: Tensor, device: torch.device) -> Tensor:
     """For ``materialize``: something of the parameter's shape that takes no memory, and must not be written to."""
     return torch.empty((), dtype=parameter.dtype, device=device).expand(parameter.shape)
 

@@ -59,11 +59,11 @@ class Tolerances:
     grad_norm: Limits
     gradients: Limits
     weights: Limits
-    known: float
+    gradient_precision: float
     """A weight entry is compared only if the relative rounding error of its gradient is at most this."""
 
 
-EXACT = Tolerances(Limits(1e-5), Limits(1e-4), Limits(1e-4), Limits(1e-4), known=1e-4)
+EXACT = Tolerances(Limits(1e-5), Limits(1e-4), Limits(1e-4), Limits(1e-4), gradient_precision=1e-4)
 """Of fp32, compared with fp32."""
 
 
@@ -177,11 +177,11 @@ class Comparison:
 
 def compare(trace: Trace, reference: Trace, tolerances: Tolerances) -> Comparison:
     """Both traces are of the same steps, from the same weights, on the same data."""
-    return Comparison.of(distances(trace, reference, tolerances.known), tolerances)
+    return Comparison.of(distances(trace, reference, tolerances.gradient_precision), tolerances)
 
 
-def distances(trace: Trace, reference: Trace, known: float) -> Distances:
-    """The same before anything is judged. ``known``: see :class:`Tolerances`."""
+def distances(trace: Trace, reference: Trace, gradient_precision: float) -> Distances:
+    """The same before anything is judged. ``gradient_precision``: see :class:`Tolerances`."""
     notes = [*trace.unequal]
     if skipped := sorted(set(trace.skipped) ^ set(reference.skipped)):
         notes.append(Note("", f"fp16 overflowed: no update in step {', '.join(map(str, skipped))}"))
@@ -192,7 +192,7 @@ def distances(trace: Trace, reference: Trace, known: float) -> Distances:
         notes += [note for note in missing if note not in notes]
         apart = gradient_differences(found, by_every_name(expected, reference.ties))
         gradients |= {at_step(name, step): value for name, value in apart.items()}
-    weights, left_out, missing = weight_differences(trace, reference, known)
+    weights, left_out, missing = weight_differences(trace, reference, gradient_precision)
     return Distances(
         loss=number_differences(trace.losses, reference.losses),
         grad_norm=number_differences(trace.grad_norms, reference.grad_norms),
@@ -251,7 +251,9 @@ def _ratio(distance: float, size: float) -> float:
     return distance / size if size and not math.isnan(distance / size) else math.inf
 
 
-def weight_differences(trace: Trace, reference: Trace, known: float) -> tuple[Differences, float, list[Note]]:
+def weight_differences(
+    trace: Trace, reference: Trace, gradient_precision: float
+) -> tuple[Differences, float, list[Note]]:
     """By parameter; with the share of all entries that rounding keeps from being compared, and what is missing."""
     found, notes = match(trace.weights, reference.weights, reference.ties)
     first = reference.weights_from
@@ -265,7 +267,7 @@ def weight_differences(trace: Trace, reference: Trace, known: float) -> tuple[Di
             continue
         one, other = found[name], expected
         if name in gradients and name in others and one.shape == other.shape == others[name].shape:
-            compared = known_entries(others[name], gradients[name], known)
+            compared = known_entries(others[name], gradients[name], gradient_precision)
             left_out += expected.numel() - int(compared.sum())
             one, other = one[compared], other[compared]
         differences[name] = difference(one, other)

@@ -86,7 +86,7 @@ class Probe:
 
 
 @dataclass(frozen=True)
-class _Flow:
+class _ReferenceStep:
     """A step of one process."""
 
     records: list[ModuleRecord]
@@ -107,13 +107,13 @@ def find_divergence(subject: Subject, config: RunConfig, reference: RunConfig, w
     train = config.train.model_copy(update=few)
     loader = subject.loader(config.model_copy(update={"train": train}), world)
     _, micro_batches = next(iter(loader.steps(0, 1)))
-    of_ranks = world.data.gather(micro_batches)
+    micro_batches_by_rank = world.data.gather(micro_batches)
     records = [ModuleRecord() for _ in range(world.data.size)]
-    flow, of_gradients = _Flow(records, {}, []), EXACT.gradients
-    if of_ranks is not None:
+    flow, gradient_limits = _ReferenceStep(records, {}, []), EXACT.gradients
+    if micro_batches_by_rank is not None:
         with world.working("making a step in one process"):
-            flow = _record(subject, reference, world, of_ranks)
-            of_gradients = _measure(subject, reference, config.precision, world, of_ranks, flow)
+            flow = _record(subject, reference, world, micro_batches_by_rank)
+            gradient_limits = _measure(subject, reference, config.precision, world, micro_batches_by_rank, flow)
     own = _own_record(flow.records, world)
     engine = subject.engine(config, world, loader.steps_per_epoch)
     comparer = _Comparer(own, world)
@@ -125,21 +125,23 @@ def find_divergence(subject: Subject, config: RunConfig, reference: RunConfig, w
     order = {"output": _modules(own.outputs), "gradient": _modules(own.gradients)}
     events = [event for events, *_ in reports for event in events]
     agreed, parts = (set().union(*(report[place] for report in reports)) for place in (1, 2))
-    return Probe(events, agreed, parts, order, found, flow.gradients, of_gradients, flow.ties)
+    return Probe(events, agreed, parts, order, found, flow.gradients, gradient_limits, flow.ties)
 
 
-def _record(subject: Subject, config: RunConfig, world: Distributed, of_ranks: Sequence[MicroBatches]) -> _Flow:
+def _record(
+    subject: Subject, config: RunConfig, world: Distributed, micro_batches_by_rank: Sequence[MicroBatches]
+) -> _ReferenceStep:
     """One process's step over the micro-batches of all ranks."""
     alone = Distributed(RankInfo(), world.device, world.timeout.total_seconds())
     engine = subject.engine(config, alone, None if config.train.steps else 1)
     starts, total = [], 0
-    for micro_batches in of_ranks:
+    for micro_batches in micro_batches_by_rank:
         starts.append(total)
         total += len(micro_batches)
     recorder = _Recorder({start: ModuleRecord() for start in starts})
     recorder.watch(engine)
-    gradients = _step(engine, [micro for micro_batches in of_ranks for micro in micro_batches])
-    return _Flow(list(recorder.records.values()), gradients, tied_names(recorder.tied(engine)))
+    gradients = _step(engine, [micro for micro_batches in micro_batches_by_rank for micro in micro_batches])
+    return _ReferenceStep(list(recorder.records.values()), gradients, tied_names(recorder.tied(engine)))
 
 
 def _measure(
@@ -147,15 +149,15 @@ def _measure(
     config: RunConfig,
     precision: str,
     world: Distributed,
-    of_ranks: Sequence[MicroBatches],
-    flow: _Flow,
+    micro_batches_by_rank: Sequence[MicroBatches],
+    flow: _ReferenceStep,
 ) -> Limits:
     """What rounding does in this step: to what flows, which is noted in the records, and to the gradients."""
     low = config.model_copy(update={"precision": precision})
     apart: list[Differences] = []
     of_records: list[list[dict[str, Differences]]] = [[] for _ in flow.records]
     for noise in noises(precision):
-        other = _record(replace(subject, noise=noise), low, world, of_ranks)
+        other = _record(replace(subject, noise=noise), low, world, micro_batches_by_rank)
         apart.append(gradient_differences(other.gradients, flow.gradients))
         for found, record, rounded in zip(of_records, flow.records, other.records, strict=True):
             found.append(record.differences(rounded))
@@ -177,7 +179,7 @@ def _own_record(records: Sequence[ModuleRecord], world: Distributed) -> ModuleRe
     own = ModuleRecord()
     for number in range(world.data.size):
         record = records[number]
-        outputs, order, gradients, backward, allowed = world.from_first(
+        outputs, order, gradients, backward, allowed = world.from_rank0(
             lambda record=record: (  # type: ignore[misc]
                 save(record.outputs),
                 list(record.outputs),

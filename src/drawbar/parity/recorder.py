@@ -74,7 +74,7 @@ def train(
     return trace
 
 
-def train_dropping(subject: Subject, config: RunConfig, world: Distributed) -> list[Note]:
+def train_with_dropout(subject: Subject, config: RunConfig, world: Distributed) -> list[Note]:
     """What ranks hold differently after two steps with the model's own dropout, seeded as in a run; on rank 0.
 
     Tensor-parallel ranks must draw the same numbers: where one draws more than another, replicas drift apart.

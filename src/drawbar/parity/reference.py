@@ -16,7 +16,7 @@ from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
 from drawbar.parity.comparison import EXACT, Limits, Reference, Tolerances, Trace, distances
 from drawbar.parity.recorder import StepStart, check_finite, train
-from drawbar.parity.rounding import known, noises, tolerances
+from drawbar.parity.rounding import gradient_precision, noises, tolerances
 from drawbar.parity.workload import Subject
 from drawbar.tracking.console import Console
 
@@ -67,7 +67,7 @@ def _merged(first: Tolerances, last: Tolerances) -> Tolerances:
         grad_norm=Limits(max(first.grad_norm.least, last.grad_norm.least)),
         gradients=Limits(last.gradients.least, {**first.gradients.at, **last.gradients.at}),
         weights=last.weights,
-        known=last.known,
+        gradient_precision=last.gradient_precision,
     )
 
 
@@ -84,7 +84,9 @@ def repeat_step(
     trace = train(subject, reference_config(subject.config), alone, console, start, until)
     low = reference_config(subject.config, precision)
     rounded = (train(replace(subject, noise=noise), low, alone, None, start, until) for noise in noises(precision))
-    return Reference(trace, tolerances(precision, [distances(one, trace, known(precision)) for one in rounded]))
+    return Reference(
+        trace, tolerances(precision, [distances(one, trace, gradient_precision(precision)) for one in rounded])
+    )
 
 
 def _alone(subject: Subject, device: torch.device) -> Distributed:

@@ -51,7 +51,7 @@ class ResultsDir:
         values |= {name: dict(values[name]) for name in ("losses", "grad_norms")}
         values["unequal"] = [Note(**note) for note in values["unequal"]]
         limits = {kind: Limits(**tolerances[kind]) for kind in KINDS}
-        return Reference(Trace(**values), Tolerances(**limits, known=tolerances["known"]))
+        return Reference(Trace(**values), Tolerances(**limits, gradient_precision=tolerances["gradient_precision"]))
 
     def add(self, result: Result) -> None:
         with (self.path / _RESULTS).open("a", encoding="utf-8") as file:

@@ -24,7 +24,7 @@ DRAWS = 8
 MARGIN = 5.0
 """How far another step may come, as a multiple of the farthest of these."""
 LARGEST = 0.9
-"""Never allowed: what is missing, or there twice, differs by 1."""
+"""Never limit_for: what is missing, or there twice, differs by 1."""
 
 
 @dataclass(frozen=True)
@@ -60,16 +60,16 @@ def noises(precision: str) -> Sequence[Noise]:
     return [Noise(precision, seed) for seed in range(DRAWS)] if precision != "fp32" else []
 
 
-def known(precision: str) -> float:
-    """``Tolerances.known``: all but three of the bits that numbers have."""
-    return 8 * torch.finfo(DTYPES[precision]).eps if precision != "fp32" else EXACT.known
+def gradient_precision(precision: str) -> float:
+    """``Tolerances.gradient_precision``: all but three of the bits that numbers have."""
+    return 8 * torch.finfo(DTYPES[precision]).eps if precision != "fp32" else EXACT.gradient_precision
 
 
 def tolerances(precision: str, tried: Sequence[Distances]) -> Tolerances:
     """Those of a precision, after a step was tried with ``noises``."""
     anywhere = {
         kind: max(
-            [getattr(EXACT, kind).least, *(allowed(value) for one in tried for value in getattr(one, kind).values())]
+            [getattr(EXACT, kind).least, *(limit_for(value) for one in tried for value in getattr(one, kind).values())]
         )
         for kind in ("loss", "grad_norm")
     }
@@ -78,7 +78,7 @@ def tolerances(precision: str, tried: Sequence[Distances]) -> Tolerances:
         grad_norm=Limits(anywhere["grad_norm"]),
         gradients=limits(EXACT.gradients, [one.gradients for one in tried]),
         weights=limits(EXACT.weights, [one.weights for one in tried]),
-        known=known(precision),
+        gradient_precision=gradient_precision(precision),
     )
 
 
@@ -87,10 +87,10 @@ def limits(least: Limits, tried: Sequence[Differences]) -> Limits:
     at: dict[str, float] = {}
     for differences in tried:
         for where, value in differences.items():
-            at[where] = max(at.get(where, 0.0), allowed(value))
+            at[where] = max(at.get(where, 0.0), limit_for(value))
     return Limits(least.least, at)
 
 
-def allowed(value: float) -> float:
+def limit_for(value: float) -> float:
     """The limit for a difference that rounding alone was measured to cause."""
     return min(MARGIN * value, LARGEST)

@@ -23,7 +23,7 @@ from drawbar.errors import ExitCode, UserError
 from drawbar.parity.cases import Case, check_case
 from drawbar.parity.comparison import Reference, compare
 from drawbar.parity.divergence import find_divergence
-from drawbar.parity.recorder import clean_name, train, train_dropping
+from drawbar.parity.recorder import clean_name, train, train_with_dropout
 from drawbar.parity.reference import make_reference, reference_config, with_last_step
 from drawbar.parity.result import Result
 from drawbar.parity.results_dir import ResultsDir
@@ -72,14 +72,14 @@ def run_case(
     trace = train(subject, config, world)
     gc.collect()  # the engine's gradients and buckets, before there is another engine
     if case.parallel.tensor > 1:
-        trace.unequal += train_dropping(subject, config, world)
+        trace.unequal += train_with_dropout(subject, config, world)
         gc.collect()
     comparison = None
     if expected is not None:
         with world.working("making the last step in one process"):
             expected = with_last_step(expected, subject, world.device, request.precision, trace)
         comparison = compare(trace, expected.trace, expected.tolerances)
-    passes = world.from_first(lambda: comparison is not None and comparison.passes, "comparing")
+    passes = world.from_rank0(lambda: comparison is not None and comparison.passes, "comparing")
     probe = None
     if not passes:
         probe = find_divergence(subject, config, reference_config(subject.config), world)
@@ -129,7 +129,7 @@ def _meet(place: RankInfo, device: torch.device, make: Callable[[], T]) -> T:
     """What ``make`` returns on rank 0, for all ranks, which wait for it as long as it takes."""
     made = make() if place.first else None
     with Distributed(place, device, PATIENCE) as world:
-        return world.from_first(lambda: made, "the next case")  # type: ignore[return-value]
+        return world.from_rank0(lambda: made, "the next case")  # type: ignore[return-value]
 
 
 def _try_case(

@@ -69,8 +69,8 @@ def look_at_disks(folder: Path, world: Distributed) -> Disks:
     if not world.place.spans_nodes:
         return Disks((0,), world.first)
     leads = world.place.local_rank == 0
-    leaders = [rank for rank, found in enumerate(world.share(leads)) if found]
-    tag = world.from_first(uuid.uuid4, "looking for a shared disk")
+    leaders = [rank for rank, found in enumerate(world.all_gather(leads)) if found]
+    tag = world.from_rank0(uuid.uuid4, "looking for a shared disk")
     own = folder / f".{tag}-{world.rank}"
     if leads:
         check_writable(folder)  # before a bare error of touch()
@@ -78,7 +78,7 @@ def look_at_disks(folder: Path, world: Distributed) -> Disks:
         own.touch()
     world.barrier("looking for a shared disk")
     is_writer = leads and not any((folder / f".{tag}-{rank}").exists() for rank in leaders if rank < world.rank)
-    writers = tuple(rank for rank, keeps in enumerate(world.share(is_writer)) if keeps)
+    writers = tuple(rank for rank, keeps in enumerate(world.all_gather(is_writer)) if keeps)
     if leads:
         own.unlink()  # everybody has looked
     return Disks(writers, is_writer)
@@ -93,7 +93,7 @@ def find_start_everywhere(find: Callable[[], RunStart], disks: Disks, world: Dis
     Raises:
         UserError: there are checkpoints, and none can be used; on all ranks.
     """
-    start = world.from_first(find, _LOOKING) if disks.shared else _compare(find, disks, world)
+    start = world.from_rank0(find, _LOOKING) if disks.shared else _compare(find, disks, world)
     if start.refusal is not None:
         raise start.refusal
     return start
@@ -103,7 +103,7 @@ def _compare(find: Callable[[], RunStart], disks: Disks, world: Distributed) -> 
     """The newest start over all disks, copied to each. ``unusable`` stays that of this rank's own disk."""
     with world.working(_LOOKING):
         own = _offer(find()) if disks.is_writer else None
-    shared = world.share(own)
+    shared = world.all_gather(own)
     offers = {rank: offer for rank, offer in enumerate(shared) if offer is not None}
     source = max(offers, key=lambda rank: (offers[rank].worth, -rank))
     best = offers[source]

@@ -67,7 +67,7 @@ class Saver:
         self._stop = stop
         self._writer = AsyncWriter()
         world.end_only_after(self._writer.is_writing)
-        resumed = world.from_first(lambda: progress.step in self._directory.steps(), "looking at the checkpoints")
+        resumed = world.from_rank0(lambda: progress.step in self._directory.steps(), "looking at the checkpoints")
         self._saved: RunProgress | None = replace(progress) if resumed else None
 
     @property
@@ -89,7 +89,7 @@ class Saver:
             self._writer.wait()  # never two copies in host memory
         state = self._engine.state(self._disks.writers)
         own = rng_state(self._world.device)
-        generators = self._world.gather(own) if self._disks.shared else self._world.share(own)
+        generators = self._world.gather(own) if self._disks.shared else self._world.all_gather(own)
         self._saved = replace(progress)
         if generators is None or not self._disks.is_writer:
             return
@@ -134,7 +134,7 @@ class Saver:
         with self._world.together(self._writing):  # those that write nothing wait here, and not in a collective
             self._writer.wait()
             error = self._explained(self._writer.take_error())
-        for failure in self._world.share(error if isinstance(error, UserError) else None):
+        for failure in self._world.all_gather(error if isinstance(error, UserError) else None):
             if failure is not None:
                 raise failure
         if error is not None:

@@ -53,8 +53,8 @@ def build_task(task_type: type[Task], config: RunConfig, world: Distributed, ori
         (lambda: json.loads(metadata.read_text("utf-8"))) if metadata.exists() else task.find_dataset_metadata
     )
     with name_failing_method(task):
-        task.tokenizer = world.from_first(build, "building the tokenizer")
-        task.dataset_metadata = world.from_first(find, "finding the metadata of the data")
+        task.tokenizer = world.from_rank0(build, "building the tokenizer")
+        task.dataset_metadata = world.from_rank0(find, "finding the metadata of the data")
     if world.first and not tokenizer.is_dir() and isinstance(task, PretrainedTask):
         logger.info("a text is read as: %s", task.how_texts_are_read())
     try:
@@ -173,7 +173,7 @@ def open_checkpoint(task: Task, config: RunConfig, which: str | None, world: Dis
         which: ``best``, ``latest``, a step or a path; None for the best, or the latest where no evaluation chose one.
     """
     checkpoints = CheckpointDirectory(config.run_dir / "checkpoints")
-    path = world.from_first(
+    path = world.from_rank0(
         lambda: (checkpoints.best() if which is None else None) or checkpoints.resolve(which or "latest"),
         "looking for the checkpoint",
     )

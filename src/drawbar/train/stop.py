@@ -82,7 +82,7 @@ class Stop:
 
     def failure(self) -> UserError | None:
         """What is to be raised now that the run is saved. Every rank must call it, and gets an error if one has any."""
-        others = self._world.share(self._error)
+        others = self._world.all_gather(self._error)
         return self._error or next((error for error in others if error is not None), None)
 
     def request(self, reason: Reason) -> None:

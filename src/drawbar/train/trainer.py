@@ -145,7 +145,7 @@ class Trainer:
         start = find_start_everywhere(self._find_start, disks, world)
         settled = settle_mode(config.eval, start.eval_mode)
         self.config = config = config.model_copy(update={"eval": settled})
-        if config.data.rebuild and world.from_first((config.run_dir / "config.yaml").exists, "looking for the run"):
+        if config.data.rebuild and world.from_rank0((config.run_dir / "config.yaml").exists, "looking for the run"):
             logger.info("data.rebuild: not again, as the run has begun; `drawbar prepare` encodes its data anew")
             config = without_rebuild(config)
         if config.run.deterministic:

@@ -24,7 +24,7 @@ from drawbar.data.tokenizer import (
     train_byte_bpe,
     wrap_texts,
 )
-from drawbar.distributed.interrupt import leaving_when_told
+from drawbar.distributed.interrupt import exit_on_signal
 from drawbar.errors import UserError
 from harness import run_ranks, wait_until
 
@@ -221,7 +221,7 @@ def be_told_in_training() -> int:
     """The exit code of a process that is told to leave while the library is at work, as it is for minutes."""
     child = os.fork()
     if child == 0:
-        with leaving_when_told():
+        with exit_on_signal():
             train_byte_bpe(long_work(), 280)
         os._exit(0)
     ended: list[int] = []

@@ -209,7 +209,7 @@ def resume_all() -> list[Any]:
         other.load(one.state())
         norms = [float(engine.train_step(case.step(engine, 1)).grad_norm) for engine in (one, other)]
         own = other.state()
-        state = world.from_first(lambda: own, "a test")
+        state = world.from_rank0(lambda: own, "a test")
         state.values["scaler"] = {"scale": 2.0**100, "_growth_tracker": 0}
         other.load(state)
         skipped = other.train_step(case.step(other, 2)).skipped

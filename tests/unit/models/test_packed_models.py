@@ -293,7 +293,7 @@ def test_hooks_work_inside_ddp() -> None:
     expected = packed_logits(model, "sequence_classification", samples, [])
     expected_gradient = gradient(model, expected)
     with Distributed(RankInfo(), torch.device("cpu"), timeout=60) as world:
-        world.join_alone()
+        world.init_single_process_group()
         found = packed_logits(nn.parallel.DistributedDataParallel(model), "sequence_classification", samples, [])
         assert torch.equal(torch.stack(found), torch.stack(expected))
         assert torch.equal(gradient(model, found), expected_gradient)

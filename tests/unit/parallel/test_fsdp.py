@@ -96,7 +96,7 @@ def test_what_is_gathered_in_16_bits(own: bool) -> None:
         found.update({name: p.dtype for name, p in model.named_parameters() if not hasattr(p, "placements")})
 
     with Distributed(RankInfo(), CPU, 60, ParallelDims.of(FSDP, 1)) as world:
-        world.join_alone()
+        world.init_single_process_group()
         shard(model, build_mesh(ParallelDims.of(FSDP, 1), CPU)["dp_shard"], FSDP, "bf16")
         model.blocks[0].norm.register_forward_pre_hook(look)
         model.head.register_forward_pre_hook(look)
@@ -118,7 +118,7 @@ def test_a_sharded_encoder_decoder_writes_the_same() -> None:
     tokens = torch.arange(2, 12).reshape(2, 5)
     expected = model.generate(tokens, max_new_tokens=5)
     with Distributed(RankInfo(), CPU, 60, ParallelDims.of(FSDP, 1)) as world:
-        world.join_alone()
+        world.init_single_process_group()
         shard(model, build_mesh(ParallelDims.of(FSDP, 1), CPU)["dp_shard"], FSDP, "fp32")
         generate_together(model)
         for _ in range(2):

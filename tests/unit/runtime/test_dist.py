@@ -31,7 +31,7 @@ def collectives() -> dict[str, Any]:
             "largest": world.largest([3, 2**40, -1][world.rank]),
             "tensor": world.sum_tensor(torch.full((2,), float(world.rank))).tolist(),
             "gathered": world.gather({"rank": world.rank}),
-            "from first": world.from_first(make, "making it"),
+            "from first": world.from_rank0(make, "making it"),
             "made": made,
             "first": world.first,
         }
@@ -70,7 +70,7 @@ def test_one_process_needs_no_group() -> None:
         assert world.largest(7) == 7
         assert world.sum_tensor(torch.ones(2)).tolist() == [1.0, 1.0]
         assert world.gather("a") == ["a"]
-        assert world.from_first(lambda: 3, "counting") == 3
+        assert world.from_rank0(lambda: 3, "counting") == 3
         assert not dist.is_initialized()
 
 
@@ -119,7 +119,7 @@ def test_a_rank_that_dies_at_work_is_noticed_at_once() -> None:
     assert seconds < 30  # half the timeout
 
 
-def join_alone() -> tuple[str, int] | None:
+def init_single_process_group() -> tuple[str, int] | None:
     try:
         Distributed(RankInfo.from_environment(), CPU, timeout=1).__enter__()
     except UserError as error:
@@ -128,7 +128,7 @@ def join_alone() -> tuple[str, int] | None:
 
 
 def come_or_stay_away() -> tuple[str, int] | None:
-    return None if os.environ["RANK"] == "1" else join_alone()
+    return None if os.environ["RANK"] == "1" else init_single_process_group()
 
 
 def test_the_rank_that_does_not_come_is_named() -> None:
@@ -140,7 +140,7 @@ def test_the_rank_that_does_not_come_is_named() -> None:
 
 def test_a_world_that_never_gets_together() -> None:
     place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    (result,) = run_ranks(join_alone, 1, env=place)
+    (result,) = run_ranks(init_single_process_group, 1, env=place)
     assert result is not None
     message, code = result
     assert "rank 0 could not meet the other 1 processes" in message

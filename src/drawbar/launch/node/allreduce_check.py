@@ -50,7 +50,7 @@ def check_links(world: Distributed, run_dir: Path, seconds: float = SECONDS) -> 
     if failures:
         raise failures[0]
     told = world.gather(found[0])
-    reasons = world.from_first(lambda: _judge(told or [], world.nodes), "judging the first sum")
+    reasons = world.from_rank0(lambda: _judge(told or [], world.nodes), "judging the first sum")
     if reasons:
         if world.first:
             _record(run_dir, reasons)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from drawbar.config.parallel_dims import ParallelDims
 from drawbar.errors import UserError
-from drawbar.parallel.deepspeed.deepspeed_state import is_cut
+from drawbar.parallel.deepspeed.deepspeed_state import is_tp_shard
 from drawbar.parallel.model_plan import ModelParallelPlan, Style
 from drawbar.parallel.pipeline.schedule import Inputs, Loss
 from drawbar.parallel.precision import autocast
@@ -119,7 +119,7 @@ def _count(stage: Stage, tied: nn.Parameter | None, is_first_of_tensor: bool) ->
     for parameter in stage.parameters():
         mark: Any = parameter
         mark.ds_pipe_replicated = parameter is tied and not stage.is_first
-        mark.model_parallel = not mark.ds_pipe_replicated and (is_first_of_tensor or is_cut(parameter))
+        mark.model_parallel = not mark.ds_pipe_replicated and (is_first_of_tensor or is_tp_shard(parameter))
 
 
 class DeepSpeedPipeline:

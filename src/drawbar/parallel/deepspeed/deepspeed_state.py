@@ -106,7 +106,7 @@ def _partition(deepspeed: ModuleType, model: nn.Module, values: Mapping[str, Any
         pieces._convert_to_zero_parameters([parameter])
 
 
-class Masters(ABC):
+class MasterState(ABC):
     """The fp32 weights, gradients and optimizer state of a DeepSpeed engine, whole over its data-parallel ranks.
 
     Every rank calls every method. Tensors have the shape that the parameter has on one tensor-parallel rank.
@@ -118,9 +118,9 @@ class Masters(ABC):
         self.optimizer: Optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
 
     @staticmethod
-    def of(engine: Any) -> "Masters":
+    def of(engine: Any) -> "MasterState":
         stage = int(engine.zero_optimization_stage())
-        return (OwnMasters, FlatMasters, FlatMasters, PartitionedMasters)[stage](engine)
+        return (UnshardedMasterState, FlatMasterState, FlatMasterState, PartitionedMasterState)[stage](engine)
 
     @property
     def keys(self) -> list[str]:
@@ -154,7 +154,7 @@ class Masters(ABC):
         return safe_get_full_grad(parameter)
 
 
-class OwnMasters(Masters):
+class UnshardedMasterState(MasterState):
     """ZeRO stage 0: nothing is partitioned; every rank holds the full state."""
 
     def __init__(self, engine: Any) -> None:
@@ -186,7 +186,7 @@ class OwnMasters(Masters):
         self.optimizer.state[self._master(parameter)][key] = place
 
 
-class FlatMasters(Masters):
+class FlatMasterState(MasterState):
     """Stages 1 and 2: each group of parameters is one flat buffer, of which a rank has a piece."""
 
     def _flat(self, group: int) -> Tensor:
@@ -240,7 +240,7 @@ class FlatMasters(Masters):
                 piece.copy_(here)
 
 
-class PartitionedMasters(Masters):
+class PartitionedMasterState(MasterState):
     """Stage 3: a rank has a piece of each parameter."""
 
     def weight(self, parameter: nn.Parameter) -> Tensor:
@@ -286,24 +286,24 @@ def _make_room(optimizer: Optimizer, flat: Tensor, keys: set[str], step: Tensor)
     optimizer.state[flat] = {key: step.clone() if key == STEP else torch.zeros_like(flat) for key in keys}
 
 
-def is_cut(parameter: nn.Parameter) -> bool:
+def is_tp_shard(parameter: nn.Parameter) -> bool:
     """Whether tensor parallelism has left a part of it on this rank."""
     return hasattr(parameter, "gather_params")
 
 
-def gathered(parameter: nn.Parameter, part: Tensor) -> Tensor:
+def tp_gather(parameter: nn.Parameter, part: Tensor) -> Tensor:
     """The whole tensor, from a part that is cut as the parameter is. All tensor-parallel ranks call it."""
-    return _in_place_of(parameter, part, "gather_params")
+    return _apply_autotp(parameter, part, "gather_params")
 
 
-def cut(parameter: nn.Parameter, whole: Tensor) -> Tensor:
+def tp_shard(parameter: nn.Parameter, whole: Tensor) -> Tensor:
     """This rank's part of a whole tensor, cut as the parameter is."""
-    return _in_place_of(parameter, whole, "_tp_partition")
+    return _apply_autotp(parameter, whole, "_tp_partition")
 
 
-def _in_place_of(parameter: nn.Parameter, tensor: Tensor, method: str) -> Tensor:
+def _apply_autotp(parameter: nn.Parameter, tensor: Tensor, method: str) -> Tensor:
     """Run an AutoTP method on ``tensor`` by swapping it into ``parameter.data``: AutoTP works on its own parameters."""
-    if not is_cut(parameter):
+    if not is_tp_shard(parameter):
         return tensor
     kept = parameter.data
     try:

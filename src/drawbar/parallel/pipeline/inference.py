@@ -97,14 +97,14 @@ class PipelineInference:
         whole = {name: value for name, value in kwargs.items() if name != "logits_to_keep"}
         stages = ranks * len(self.parts)
         out: Tensor | None = None
-        for place, part in enumerate(self.parts):
-            stage = rank + place * ranks
+        for chunk, module in enumerate(self.parts):
+            stage = rank + chunk * ranks
             received: tuple[Tensor, ...] = ()
             if stage > 0:
                 hidden_BLH = torch.empty((rows, length, self.width), device=self.device)
                 dist.recv(hidden_BLH, group=self.group, group_src=(rank - 1) % ranks)
                 received = (hidden_BLH,)
-            out = part(*received, **(kwargs if stage == stages - 1 else whole)).float().contiguous()
+            out = module(*received, **(kwargs if stage == stages - 1 else whole)).float().contiguous()
             if stage < stages - 1:
                 dist.send(out, group=self.group, group_dst=(rank + 1) % ranks)
         return out if self.last else None
@@ -151,7 +151,7 @@ class PipelineInference:
             self._answer = self.compute
 
     @contextmanager
-    def same_chance(self) -> Iterator[None]:
+    def synced_rng(self) -> Iterator[None]:
         """In here, all ranks of the pipeline draw the random numbers of its first rank: texts are sampled alike."""
         on_cuda = self.device.type == "cuda"
         state = torch.cuda.get_rng_state(self.device) if on_cuda else torch.get_rng_state()

@@ -132,8 +132,8 @@ class Pipeline:
         self._schedule, self._stages = None, []
         ranks, rank = self.group.size(), self.group.rank()
         self._stages = [
-            self._stage(part, rank + ranks * place, ranks * len(self.parts), tokens)
-            for place, part in enumerate(self.parts)
+            self._stage(module, rank + ranks * chunk, ranks * len(self.parts), tokens)
+            for chunk, module in enumerate(self.parts)
         ]
         options: dict[str, Any] = {"n_microbatches": count, "loss_fn": self._compute_loss, "scale_grads": False}
         if self.name == "interleaved":

@@ -119,7 +119,7 @@ def cut_stage(model: nn.Module, plan: PipelinePlan, layers: Sequence[int], stage
     if stage < len(layers) - 1:
         for name in (*plan.after, plan.head):
             part.set_submodule(name, nn.Identity())
-    _take_and_give_tensors(part, received)
+    _add_stage_hooks(part, received)
     return part
 
 
@@ -139,7 +139,7 @@ def _keep_blocks(part: nn.Module, plan: PipelinePlan, start: int, stop: int) -> 
         config.layer_types = kinds[start:stop]
 
 
-def _take_and_give_tensors(part: nn.Module, received: StageInput | None) -> None:
+def _add_stage_hooks(part: nn.Module, received: StageInput | None) -> None:
     def take(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
         if received is not None:
             (received.hidden_BLH,) = args
