@@ -178,7 +178,7 @@ def test_before_the_first_step_a_process_leaves_at_once(slow: Path, number: sign
     process = start_slowly(slow, rank="alone")
     assert process.pid is not None
     os.kill(process.pid, number)
-    process.join(10)
+    process.join(60)
     err = (slow / "output" / "0.err").read_text()
     assert process.exitcode == code, err
     assert f"{number.name} came when there was nothing to save" in err
@@ -193,7 +193,7 @@ def test_before_the_first_step_a_run_leaves_at_once(slow: Path, everybody: bool)
     for pid in family if everybody else family[:1]:
         with suppress(ProcessLookupError):  # the launcher tells its ranks, and one may have left before its turn here
             os.kill(pid, signal.SIGTERM)
-    process.join(20)
+    process.join(60)
     err = (slow / "output" / "0.err").read_text()
     assert process.exitcode == 75, err
     assert "Traceback" not in err

@@ -12,10 +12,11 @@ from drawbar.data.class_labels import agreed_names
 from drawbar.data.files import BUILT_IN_SOURCES, find_file, find_files, is_empty, reader_of
 from drawbar.data.hub_dataset import HubDataset
 from drawbar.data.python_stdlib import PYTHON_STDLIB, PythonStdlib
-from drawbar.data.readers import BadRecord, FileReader, ParallelLines, Reader, ReadOptions, Record
+from drawbar.data.readers import BadRecord, FileReader, Reader, ReadOptions, Record
 from drawbar.data.reading import Found, Numbered, Reading
 from drawbar.data.source_stream import Located, SourceStream, SplitFilter
 from drawbar.data.tables import check_names
+from drawbar.data.text_readers import ParallelLines
 from drawbar.errors import UserError
 
 __all__ = ["BUILT_IN_SOURCES", "Located", "Record", "Records", "SourceStream", "open_records"]

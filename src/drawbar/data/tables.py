@@ -8,19 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
-from drawbar.data.readers import (
-    BadRecord,
-    FileReader,
-    RawRecord,
-    ReadOptions,
-    Record,
-    binary_lines,
-    expect_no_utf16,
-    holds_nul,
-    not_utf8,
-    text_of,
-    whole_lines,
-)
+from drawbar.data.readers import BadRecord, FileReader, RawRecord, ReadOptions, Record
+from drawbar.data.text_readers import binary_lines, expect_no_utf16, holds_nul, not_utf8, text_of, whole_lines
 from drawbar.errors import UserError
 
 LONGEST_FIELD = 2**31 - 1

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from drawbar.config.parallel_dims import ParallelDims
 from drawbar.distributed.liveness import Liveness
 from drawbar.distributed.rank_info import RankInfo, has_launcher, node_name
+from drawbar.distributed.stores import own_store
 from drawbar.distributed.watchdog import Address, Watchdog
 from drawbar.errors import ExitCode, UserError
 
@@ -92,7 +93,7 @@ class Distributed:
         deadline.daemon = True
         deadline.start()
         try:
-            self._store = _own_store(self.timeout)
+            self._store = own_store(self.timeout)
             self._store.set(f"came/{self.rank}", node_name())
             self._liveness = Liveness(self._store, self.rank, self.size, self.timeout.total_seconds())
             self._liveness.join()
@@ -387,16 +388,3 @@ _retired_groups: list[dist.ProcessGroup | None] = []
 """The process groups of the worlds that were left, kept so that a DDP replica is never the last to hold one. Whoever is
 last waits for the group's threads, and such a thread may need the interpreter, to drop the work it has just finished.
 Python frees the interpreter while it waits, a replica does not: both would wait for ever (torch 2.13, busy machine)."""
-
-_stores: list[dist.Store] = []
-"""Where the processes meet, and as many parts of it as worlds were joined."""
-
-
-def _own_store(timeout: timedelta) -> dist.Store:
-    """A part of the store for one :class:`Distributed`: a second one in this process must not find its keys."""
-    if not _stores:
-        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
-        _stores.append(store)
-    own = dist.PrefixStore(f"world-{len(_stores)}", _stores[0])
-    _stores.append(own)
-    return own

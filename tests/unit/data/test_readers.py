@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drawbar.config.schema.data_section import DataSection, SourceSection
-from drawbar.data.readers import LONG_LINE
 from drawbar.data.sources import Records, open_records
+from drawbar.data.text_readers import LONG_LINE
 from drawbar.errors import UserError
 from drawbar.runtime.log import logger
 

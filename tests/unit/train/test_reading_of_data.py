@@ -11,7 +11,7 @@ import torch
 from drawbar.config.schema.data_section import SourceSection
 from drawbar.config.schema.run_config import DataSection, RunConfig, RunSection, TrainSection
 from drawbar.data import digests, encode, plan
-from drawbar.data.readers import JsonLines
+from drawbar.data.text_readers import JsonLines
 from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
 from drawbar.errors import UserError

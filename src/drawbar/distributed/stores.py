@@ -1,0 +1,18 @@
+"""The store at which the processes of a run meet."""
+
+from datetime import timedelta
+
+import torch.distributed as dist
+
+_stores: list[dist.Store] = []
+"""Where the processes meet, and as many parts of it as worlds were joined."""
+
+
+def own_store(timeout: timedelta) -> dist.Store:
+    """A part of the store for one :class:`Distributed`: a second one in this process must not find its keys."""
+    if not _stores:
+        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+        _stores.append(store)
+    own = dist.PrefixStore(f"world-{len(_stores)}", _stores[0])
+    _stores.append(own)
+    return own
