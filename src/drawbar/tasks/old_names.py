@@ -14,22 +14,26 @@ METHODS = {
 
 
 def keep_old_names(task_type: type[Any]) -> None:
-    """Let a class that overrides a method under its old name override the new one, and let those that call a method
-    of it by the old name, ``super().weight(batch)``, find it."""
-    own = vars(task_type)
+    """Let a class that overrides a method under its old name, itself or by a mixin, override the new one, and let those
+    that call a method of it by the old name, ``super().weight(batch)``, find it."""
     for old, new in METHODS.items():
-        if old in own and new not in own:
-            _warn(f"{task_type.__name__}.{old} is called {new} now: rename it", stacklevel=4)
+        definer = next(base for base in task_type.__mro__ if old in vars(base) or new in vars(base))
+        own = vars(definer)
+        if old in own and new in own:  # another task, whose names are in order
+            if definer is task_type and own[old] is not own[new]:
+                _warn(f"{task_type.__name__} has both {old} and {new}: {new} is called, and {old} is not", stacklevel=4)
+        elif old in own:
+            _warn(f"{definer.__name__}.{old} is called {new} now: rename it", stacklevel=4)
             setattr(task_type, new, own[old])
-        elif new in own:
+        else:
             setattr(task_type, old, _called_by_old_name(own[new], old, new))
 
 
-def _called_by_old_name(method: Callable[..., Any], old: str, new: str) -> Callable[..., Any]:
+def _called_by_old_name(method: Any, old: str, new: str) -> Callable[..., Any]:
     @wraps(method)
-    def call(self: Any, *args: Any) -> Any:
+    def call(self: Any, *args: Any, **keywords: Any) -> Any:
         _warn(f"{type(self).__name__}.{old} is called {new} now: call that", stacklevel=3)
-        return method(self, *args)
+        return method.__get__(self, type(self))(*args, **keywords)  # a static method, say, gets no self
 
     return call
 

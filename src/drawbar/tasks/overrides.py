@@ -54,7 +54,7 @@ def name_failing_method(task: Task) -> Iterator[None]:
         inside = [
             (depth, frame)
             for depth, (frame, _) in enumerate(frames)
-            if frame.f_code.co_name in METHODS and frame.f_locals.get("self") is task
+            if frame.f_code.co_name in (*METHODS, *OLD_METHODS) and frame.f_locals.get("self") is task
         ]
         if not inside:
             raise

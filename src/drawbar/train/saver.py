@@ -230,7 +230,7 @@ def restore_position(
         loader.load(values["data"])
         _check_validation(values.get("validation"), validation)
     _restore_generators(rest.rng, seed, rest.step, world)
-    progress = RunProgress(**values["progress"])
+    progress = RunProgress.of_state(values["progress"])
     if forked:
         progress.best_step = progress.best_score = None
         progress.evaluations_since_best = 0

@@ -1,7 +1,8 @@
 """What the loop counts, and what callbacks see of a step."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Self
 
 from drawbar.engines.results import StepResult
 
@@ -29,6 +30,11 @@ class RunProgress:
 
     def state(self) -> dict[str, Any]:
         return asdict(self)
+
+    @classmethod
+    def of_state(cls, state: Mapping[str, Any]) -> Self:
+        """What ``state`` returned, of an older drawbar, too, which called ``num_targets`` ``weight``."""
+        return cls(**{"num_targets" if name == "weight" else name: value for name, value in state.items()})
 
 
 @dataclass(frozen=True)

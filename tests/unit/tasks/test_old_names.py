@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from drawbar.config.schema.run_config import RunConfig
+from drawbar.errors import UserError
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.causal_lm import CausalLM
+from drawbar.tasks.overrides import named_errors
 from drawbar.tasks.task import Task
 
 BATCH = Batch({"labels": torch.tensor([[0, 1, 2, -100]]), "input_ids": torch.zeros(1, 4, dtype=torch.long)}, ids=[0])
@@ -40,3 +42,51 @@ def test_attributes_and_methods_are_found_under_their_old_names() -> None:
     with pytest.warns(FutureWarning, match="has_labels"):
         task.labelled = False
     assert not task.has_labels
+
+
+def test_an_override_of_a_mixin_under_its_old_name_is_used() -> None:
+    class Halves:
+        def weight(self, batch: Batch) -> float:
+            found: float = super().weight(batch=batch)  # type: ignore[misc]
+            return found / 2
+
+    with pytest.warns(FutureWarning, match=r"Halves.weight is called num_targets now"):
+
+        class Halved(Halves, CausalLM):
+            pass
+
+    with pytest.warns(FutureWarning, match="call that"):
+        assert Halved(RunConfig()).num_targets(BATCH) == CausalLM(RunConfig()).num_targets(BATCH) / 2 > 0
+
+
+def test_a_static_method_is_found_under_its_old_name() -> None:
+    class Static(CausalLM):
+        @staticmethod
+        def num_targets(batch: Batch) -> float:  # type: ignore[override]
+            return 7.0
+
+    with pytest.warns(FutureWarning, match="call that"):
+        assert Static(RunConfig()).weight(BATCH) == 7  # type: ignore[attr-defined]
+
+
+def test_both_names_in_one_class_are_told() -> None:
+    with pytest.warns(FutureWarning, match="Both has both weight and num_targets"):
+
+        class Both(CausalLM):
+            def num_targets(self, batch: Batch) -> float:
+                return 2.0
+
+            def weight(self, batch: Batch) -> float:
+                return self.num_targets(batch) / 2
+
+
+def test_an_error_in_a_method_of_an_old_name_names_it() -> None:
+    with pytest.warns(FutureWarning):
+
+        class Raises(CausalLM):
+            def weight(self, batch: Batch) -> float:
+                raise KeyError("absent")
+
+    task = Raises(RunConfig())
+    with pytest.raises(UserError, match=r"Raises\.weight fails: KeyError: 'absent'"), named_errors(task):
+        task.num_targets(BATCH)
