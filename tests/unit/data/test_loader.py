@@ -95,7 +95,7 @@ def test_a_micro_batch_takes_all_that_fits(lengths: list[int], size: MicroBatchS
 
 
 def test_no_rows_give_no_micro_batches() -> None:
-    assert ROWS.cut(np.arange(0), np.array([3, 4])) == []
+    assert ROWS.split(np.arange(0), np.array([3, 4])) == []
 
 
 @given(lengths=LENGTHS, global_batch=COUNTS, micro_batch=SIZES, world_size=WORLDS)

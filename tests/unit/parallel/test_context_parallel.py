@@ -202,15 +202,15 @@ def pieces_of_a_row() -> dict[str, Any]:
         parallel = ContextParallel(model, build_mesh(dims, world.device)["cp"], -100)
         row = torch.arange(10, 17)[None]
         batch = {"input_ids": row, "labels": row}
-        with parallel.cut(batch) as piece:
+        with parallel.shard(batch) as piece:
             found: dict[str, Any] = {name: tensor.tolist() for name, tensor in piece.items()}
         for name, field in {"left": "attention_mask", "unknown": "weights"}.items():
-            with pytest.raises(UserError) as error, parallel.cut({**batch, field: (row > 10).long()}):
+            with pytest.raises(UserError) as error, parallel.shard({**batch, field: (row > 10).long()}):
                 pass
             found[name] = str(error.value)
         for block in model.model.layers:
             block.self_attn.attention_dropout = 0.1
-        with pytest.raises(UserError) as error, parallel.cut(batch) as piece:
+        with pytest.raises(UserError) as error, parallel.shard(batch) as piece:
             model(input_ids=piece["input_ids"], position_ids=piece["position_ids"])
         assert model.config._attn_implementation == "sdpa"
         return {**found, "dropout": str(error.value)}

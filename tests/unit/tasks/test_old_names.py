@@ -9,7 +9,7 @@ from drawbar.config.schema.run_config import RunConfig
 from drawbar.errors import UserError
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.causal_lm import CausalLM
-from drawbar.tasks.overrides import named_errors
+from drawbar.tasks.overrides import name_failing_method
 from drawbar.tasks.task import Task
 
 BATCH = Batch({"labels": torch.tensor([[0, 1, 2, -100]]), "input_ids": torch.zeros(1, 4, dtype=torch.long)}, ids=[0])
@@ -88,5 +88,5 @@ def test_an_error_in_a_method_of_an_old_name_names_it() -> None:
                 raise KeyError("absent")
 
     task = Raises(RunConfig())
-    with pytest.raises(UserError, match=r"Raises\.weight fails: KeyError: 'absent'"), named_errors(task):
+    with pytest.raises(UserError, match=r"Raises\.weight fails: KeyError: 'absent'"), name_failing_method(task):
         task.num_targets(BATCH)

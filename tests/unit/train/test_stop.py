@@ -78,7 +78,7 @@ def test_what_one_rank_wants_all_ranks_do(
 def test_what_failed_on_one_rank_is_raised_on_all(stop: Stop, monkeypatch: pytest.MonkeyPatch) -> None:
     assert stop.failure() is None
     other = UserError("the callback Mine.on_step on rank 1 failed", remedy="correct it")
-    monkeypatch.setattr(Distributed, "share", lambda _, own: [own, other])
+    monkeypatch.setattr(Distributed, "all_gather", lambda _, own: [own, other])
     assert stop.failure() is other
     stop.fail(own := UserError("the evaluation failed", remedy="correct it"))
     stop.fail(UserError("and then more", remedy="correct it"))
