@@ -76,6 +76,9 @@ def test_any_node_may_come_first_or_be_lost(tmp_path: Path) -> None:
     assert log.count("none has a checkpoint of this run: it begins anew") == 1
     assert "lacks" not in log
 
+    told = runs[0] / "tracking" / "mine.json"  # which run a tracker's service knows, and up to which step
+    told.parent.mkdir()
+    told.write_text("{}")
     shutil.rmtree(nodes[1])  # a new one takes its place
     assert run_ranks(in_turn, 2, str(tmp_path), ((2, 0), None), env=APART) == [[0], [0]]
     found = losses(runs[2])
@@ -89,6 +92,7 @@ def test_any_node_may_come_first_or_be_lost(tmp_path: Path) -> None:
             torch.testing.assert_close(weights(run, 12)[name], tensor, atol=1e-5, rtol=1e-4)
         assert CheckpointDirectory(run / "checkpoints").best() is not None
     assert manifests(runs[0]) == manifests(runs[2])
+    assert (runs[2] / "tracking" / "mine.json").read_text() == "{}"
 
 
 STRATEGIES = [

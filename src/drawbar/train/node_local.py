@@ -21,7 +21,15 @@ from drawbar.train.rundir import RunStart
 from drawbar.util.atomic_files import sync
 
 _METRICS = "metrics.jsonl"
-_RUN_FILES = ("config.yaml", "task.json", SCRIPT_FILE, _METRICS, "tokenizer/*", f"checkpoints/{BEST_FILE}")
+_RUN_FILES = (
+    "config.yaml",
+    "task.json",
+    SCRIPT_FILE,
+    _METRICS,
+    "tokenizer/*",
+    "tracking/*.json",
+    f"checkpoints/{BEST_FILE}",
+)
 """What goes with the checkpoints."""
 _LOOKING = "looking for the newest checkpoint"
 _COPYING = "copying the run to the disks that lack it"
