@@ -1,4 +1,4 @@
-"""Whether a process that has no place among others really is the only one of its run."""
+"""Whether a process without RANK and WORLD_SIZE really is the only one of its run."""
 
 import os
 import shlex

@@ -18,7 +18,7 @@ from drawbar.errors import ExitCode, UserError
 from drawbar.runtime.log import logger
 
 TELL_SECONDS = 60.0
-"""So often a person hears who waits for whom."""
+"""How often the log says which rank waits for which."""
 _BEATS = 20
 """Heartbeats missed in a row after which a rank counts as silent."""
 _LOOK_SECONDS = 1.0
@@ -39,7 +39,7 @@ class RankActivity:
 
 
 class Liveness:
-    """The entry of this rank, what it has seen of the others', and waiting that goes by them.
+    """This rank's entry, the entries last seen of its peers, and waits that depend on those.
 
     Args:
         store: where the ranks meet.
@@ -110,7 +110,7 @@ class Liveness:
             self._is_waiting = False
 
     def _watch(self, operation: dist.Work, look: float) -> None:
-        # counted in looks, and not timed: in a job that was suspended nobody was silent
+        # counts polls instead of seconds, so that no rank counts as silent after a suspended job resumes
         looks = stuck = 0
         silent = dict.fromkeys(self._peers, 0)
         last = self._seen

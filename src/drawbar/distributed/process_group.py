@@ -44,7 +44,7 @@ class Distributed:
         place: this process's place.
         device: what the data-parallel collectives run on (nccl on CUDA, else gloo).
         timeout: seconds that a process waits for a sign of life of its peers.
-        dims: how the ranks stand on the mesh; by default each has data of its own.
+        dims: the degree of each mesh axis; by default, all ranks are data-parallel.
     """
 
     def __init__(self, place: RankInfo, device: torch.device, timeout: float, dims: ParallelDims | None = None) -> None:
@@ -79,7 +79,7 @@ class Distributed:
 
     @property
     def store(self) -> dist.Store:
-        """Where the ranks met; for what must work even where collectives do not."""
+        """The rendezvous store, for what must work even when collectives do not."""
         return self._store
 
     def __enter__(self) -> Self:
@@ -169,7 +169,7 @@ class Distributed:
         return self._watchdog.is_busy()
 
     def end_only_after(self, is_busy: Callable[[], bool]) -> None:
-        """Where a rank is gone, this one ends once ``is_busy`` says that it has finished what would be lost."""
+        """If another rank is lost, let this one end only once ``is_busy()`` is false, so that it finishes its work."""
         self._watchdog.is_busy = is_busy
 
     def note(self, activity: str) -> None:
@@ -178,12 +178,12 @@ class Distributed:
 
     def working(self, activity: str) -> AbstractContextManager[None]:
         """Around what may take this rank longer than ``launch.timeout``: the others wait for it as long as it takes,
-        in the next operation of this class. None may be inside."""
+        in the next operation of this class. No such operation may run inside."""
         return self._liveness.working(activity)
 
     @contextmanager
     def together(self, activity: str) -> Iterator[None]:
-        """Around long work that ranks do each by itself: they go on when all have done theirs. Every rank must come."""
+        """Context for long work that each rank does on its own, with a barrier at the end. Every rank must enter it."""
         with self.working(activity):
             yield
         self.barrier(activity)
@@ -262,7 +262,7 @@ class Distributed:
         """Every process's host tensors, on the ranks ``targets``, rank 0 among them, which gets them one after another
         and hands them on; nothing elsewhere.
 
-        Where several have a name, that of the lowest rank counts.
+        If several processes have a tensor of the same name, that of the lowest rank counts.
         """
         if self.size == 1:
             return tensors
@@ -349,7 +349,7 @@ class Distributed:
 
 
 class DataParallelGroup:
-    """The data-parallel ranks. Ranks that hold parts of one model read the same rows, and one of them speaks for all:
+    """The data-parallel ranks. Ranks that hold parts of one model read the same rows, and only one contributes:
     sums and lists over the data-parallel ranks then count each row once."""
 
     def __init__(self, world: Distributed) -> None:

@@ -37,7 +37,7 @@ class RankInfo:
 
     @staticmethod
     def from_environment(environ: Mapping[str, str] = os.environ) -> "RankInfo":
-        """The place that torchrun or DeepSpeed's launcher gave this process; one process alone where nothing did.
+        """The rank and world size from torchrun or DeepSpeed's launcher; those of a single process without either.
 
         Raises:
             UserError: some of torchrun's variables are set and others are missing or no numbers; or MPI or srun

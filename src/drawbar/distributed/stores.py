@@ -5,7 +5,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 _stores: list[dist.Store] = []
-"""Where the processes meet, and as many parts of it as worlds were joined."""
+"""The rendezvous store, and one ``PrefixStore`` of it for each ``Distributed`` that was joined."""
 
 
 def own_store(timeout: timedelta) -> dist.Store:

@@ -44,7 +44,7 @@ class DeepSpeedUpdater:
         return Update(grad_norm, skipped)
 
     def _norm_of_stage_0(self) -> torch.Tensor | None:
-        """In fp32 DeepSpeed clips without saying what the norm was."""
+        """The gradient norm for ZeRO stage 0 in fp32, where DeepSpeed clips without reporting it; else None."""
         if self.masters.wrapper is not self.masters.optimizer:
             return None
         from deepspeed.runtime.utils import clip_grad_norm_

@@ -110,7 +110,7 @@ def _replicated(task: Task, config: RunConfig, world: Distributed) -> tuple[Loca
 
 
 def _partitioned(task: Task, config: RunConfig, world: Distributed) -> tuple[LocalModel, WeightSource]:
-    """The model without room for its parameters, of which stage 3 gives each rank a piece; and its weights."""
+    """The model without memory for its parameters, which ZeRO-3 will shard; and the source of its weights."""
     model, source, base = build_meta(task, config, world)
     allow_packed_rows(model, task, config)
     parallelize(model, plan_for(model), config.parallel, ParallelDims(), None, config.precision)
@@ -121,7 +121,7 @@ def _partitioned(task: Task, config: RunConfig, world: Distributed) -> tuple[Loc
 
 
 def _optimizer(module: nn.Module, config: RunConfig) -> Optimizer:
-    (optimizer,) = build_optimizers(module, config.optim)  # a rule refuses muon, which are two
+    (optimizer,) = build_optimizers(module, config.optim)  # a config rule refuses muon, which needs two optimizers
     return optimizer
 
 
@@ -134,7 +134,7 @@ def _json(config: RunConfig, world: Distributed) -> dict[str, Any]:
 
 
 def _check_cuts(local: LocalModel, degree: int) -> None:
-    """AutoTP cuts the position biases of T5, and does not know how to put them together, or to reduce them."""
+    """Refuse parameters that AutoTP shards but cannot gather or reduce again, such as T5's position biases."""
     if degree == 1:
         return
     whole = dict(local.meta_model.named_parameters())
@@ -149,7 +149,7 @@ def _check_cuts(local: LocalModel, degree: int) -> None:
 
 
 def _set_first_weights(module: nn.Module, source: WeightSource, state: DeepSpeedState, device: torch.device) -> None:
-    """Those that the model, whole or in pieces, does not have yet."""
+    """Set the initial weights that the model (replicated, or sharded by ZeRO-3) does not have yet."""
     here = named_tensors(module)
     if isinstance(source, Mapping):
         state.set_weights({name: here[name] for name in source}, source)
@@ -175,7 +175,7 @@ def _pipeline(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
     backend = start(module, optimizer, values, world.device, in_pieces=False)
     # in bf16 its pipeline has an optimizer of its own, with flat buffers in stage 0 too
     masters = FlatMasterState(backend) if hasattr(backend.optimizer, "bf16_groups") else MasterState.of(backend)
-    if config.precision != "fp32":  # its fp32 weights are copies of those that it cast
+    if config.precision != "fp32":  # else DeepSpeed's fp32 master weights would be copies of the low-precision weights
         for parameter, weight in exact.items():
             masters.set_weight(parameter, weight)
     pipeline = DeepSpeedPipeline(backend, layer, world.device, config.precision)

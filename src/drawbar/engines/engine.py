@@ -1,4 +1,4 @@
-"""One optimizer step under any strategy: the seam between the loop and what spreads a model over ranks.
+"""One optimizer step under any strategy: the interface between the training loop and the parallelism strategies.
 
 The trainer hands over micro-batches and gets a :class:`StepResult`; it never names a strategy. The engine owns the loss
 contract: gradients are those of ``sum(loss) / sum(num_targets)`` over the global batch.
@@ -49,7 +49,7 @@ class Engine:
         self.total_steps = total_steps
         self.step = 0
         self.positions = longest_input(parts.model.meta_model)
-        """Most tokens of a text that the model has positions for; None where there is no such limit."""
+        """Longest input, in tokens, that the model has positions for; None if there is no such limit."""
         self.executor = parts.executor
         self.updater = parts.updater
         self._local = parts.model
@@ -73,7 +73,7 @@ class Engine:
         sizes = {True: 0, False: 0}
         for parameter in self._local.meta_model.parameters():
             sizes[parameter.requires_grad] += parameter.numel() * parameter.element_size()
-        # the optimizer should_store up to two more numbers for each trained weight; with LoRA the others are not saved
+        # the optimizer keeps up to two more numbers for each trained weight; with LoRA, frozen weights are not saved
         return 3 * sizes[True] + (sizes[False] if self.config.lora is None else 0)
 
     def train_step(self, micro_batches: list[MicroBatch[Batch]]) -> StepResult:
@@ -125,8 +125,8 @@ class Engine:
             return tokens_BL
 
     def state(self, writers: Sequence[int] = (0,)) -> EngineState:
-        """The full state, in host memory on the ranks ``writers``, rank 0 among them, sharing nothing with the live
-        one; no tensors on other ranks. Every rank calls it."""
+        """A copy of the full state, in host memory on the ranks ``writers`` (which must include rank 0); without
+        tensors on other ranks. Every rank calls it."""
         self.share_buffers()
         optimizer = self._state.optimizer(writers)
         values = {

@@ -1,4 +1,4 @@
-"""Ways to take micro-batches through a model: the model of one rank, whole or in shards, and a pipeline of stages."""
+"""Executors, which run micro-batches through a model: one rank's full or sharded model, or a pipeline of stages."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -28,8 +28,8 @@ class TrainedModel:
     loss: Callable[[Batch], torch.Tensor]
     """The sum of a batch's loss (0-d)."""
     synchronizing: Callable[[bool], AbstractContextManager[None]] = lambda last: nullcontext()
-    """Around forward and backward of one micro-batch; it is told whether that is the last one of the step, in which
-    gradients travel between replicas."""
+    """Context for forward and backward of one micro-batch. Its argument says whether this is the last one of the step,
+    whose backward reduces the gradients over the replicas."""
     backward: Callable[[torch.Tensor], None] = torch.Tensor.backward
 
 
@@ -98,7 +98,7 @@ class Schedule(Protocol):
     """Training steps of a pipeline: torch's or DeepSpeed's."""
 
     def fitting(self, count: int) -> int:
-        """The next number of micro-batches that the schedule can work with."""
+        """The smallest number of micro-batches, at least ``count``, that the schedule accepts."""
 
     def run(self, inputs: Sequence[Inputs], loss: Loss) -> None:
         """Forward and backward of all micro-batches; gradients add up in the parameters."""
@@ -206,7 +206,7 @@ def as_float(loss: torch.Tensor) -> float:
 
 
 def without_fillers(loss: torch.Tensor, micro: MicroBatch[Batch]) -> torch.Tensor:
-    """The loss; zero for a filler, which should_store this rank in step with the others, and adds nothing."""
+    """The loss, or zero for a filler micro-batch, which only keeps this rank in step with the others."""
     return loss if not micro.is_filler else loss * 0
 
 
@@ -217,7 +217,7 @@ def maybe_sharded_logits(shards_logits: bool) -> AbstractContextManager[None]:
 
 @contextmanager
 def sequence_shard(context: ContextParallel | None, batch: Batch) -> Iterator[Batch]:
-    """What this rank computes of a batch. Forward and backward belong inside."""
+    """Yield this rank's sequence shard of a batch. Forward and backward must run inside."""
     if context is None:
         yield batch
     else:

@@ -1,4 +1,4 @@
-"""``LocalModel``: what one rank holds of a task's model, all of it, shards, or stages; and how that is built."""
+"""``LocalModel``: the part of a task's model on one rank (full model, shards or stages), and how to build it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -33,28 +33,28 @@ class LocalModel:
     """What one rank holds of a model."""
 
     module: nn.Module
-    """All of it, shards (DTensor), or its stages."""
+    """The full model, its shards (DTensor), or this rank's pipeline stages."""
     meta_model: nn.Module
-    """The full model without values (meta device or DTensor shapes); ``module``, where that has all parameters."""
+    """All names and full shapes of the model, without values; ``module`` itself if that has all parameters."""
     base: Base | None
     """Digest and newly initialized parameters of the base model under LoRA; None without LoRA."""
     fused: dict[str, FusedLayout] = field(default_factory=dict)
     """Parameters that are stored in another order than in the whole model."""
     replicas: list[dist.ProcessGroup] = field(default_factory=list)
-    """Of ranks that have the same buffers, one group for each axis of the mesh."""
+    """Process groups of the ranks that hold the same buffers, one for each mesh axis."""
 
 
 def with_adapters(structure: nn.Module, config: RunConfig, base: Base | None) -> nn.Module:
     """A model without its weights, with the adapters of the run, where it has any.
 
     Args:
-        base: what the whole model was found to be.
+        base: digest and newly initialized parameters of the base model; None without LoRA.
     """
     return structure if config.lora is None or base is None else add_adapters(structure, config.lora, base.new)
 
 
 def _build_adapted(task: Task, config: RunConfig) -> tuple[nn.Module, Base | None]:
-    """The whole model, with the adapters of the run, where it has any, and what there is to know below them."""
+    """The full model, with the run's LoRA adapters if any, and the ``Base`` below them (None without LoRA)."""
     model = task.build_model()
     if config.lora is None:
         return model, None
@@ -82,8 +82,8 @@ def build_whole(task: Task, config: RunConfig, world: Distributed, device: torch
 def build_shards(task: Task, config: RunConfig, world: Distributed, mesh: DeviceMesh) -> LocalModel:
     """The shards of the model that this rank holds.
 
-    Where the task can say in which files the weights are, each rank reads its own; else rank 0 builds the whole model,
-    and the others get their shards from it.
+    If the task knows the weight files, each rank reads its own shards from them; else rank 0 builds the full model and
+    broadcasts it tensor by tensor, and every rank keeps its shards.
     """
     model, source, base = build_meta(task, config, world)
     allow_packed_rows(model, task, config)
@@ -100,7 +100,7 @@ def load_first_weights(
     fused: Mapping[str, FusedLayout],
     world: Distributed,
 ) -> None:
-    """Set the first weights of what this rank holds of a model, from where ``build_meta`` says."""
+    """Load the initial weights of this rank's part of the model from the source that ``build_meta`` returned."""
     if isinstance(source, Mapping):
         with world.together("reading the weights"):
             for name, parameter in module.named_parameters():
@@ -110,8 +110,8 @@ def load_first_weights(
 
 
 def build_meta(task: Task, config: RunConfig, world: Distributed) -> tuple[nn.Module, WeightSource, Base | None]:
-    """The model without its parameters; where they come from: files, or the whole model, which rank 0 has; and what is
-    below its adapters."""
+    """The model on the meta device; the source of its weights (files, or the full model on rank 0); and the ``Base``
+    below its LoRA adapters, or None."""
     files = None
     if config.lora is None:
         with world.working("finding the weights"):
@@ -119,7 +119,7 @@ def build_meta(task: Task, config: RunConfig, world: Distributed) -> tuple[nn.Mo
             files = task.stored_weights(structure)
         if world.sum(files is not None) == world.size:
             return structure, files, None
-    # first the whole model: it must start from the same random numbers as that of one process
+    # build the full model first: it must draw the same random numbers as in a single-process run
     with world.together("building the model"):
         source, base = _build_adapted(task, config) if world.first else (None, None)
     base = world.from_rank0(lambda: base, "building the model")

@@ -1,4 +1,4 @@
-"""What an engine is put together from: three parts, each of which knows one thing about a strategy.
+"""The three parts that an engine is composed of; each implements one aspect of a strategy.
 
 None of them inherits code from another: what two of them share is a function. A strategy's builder chooses them.
 """
@@ -27,7 +27,7 @@ class Executor(Protocol):
         """The loss of a batch on the device, and the task's predictions where it makes any; no gradients."""
 
     def inference(self) -> AbstractContextManager[Any]:
-        """A model that looks whole, for forwards without gradients while the context is open."""
+        """A model that is called like the full model, for forward passes without gradients inside the context."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Updater(Protocol):
         """Clip once, update, and clear the gradients.
 
         Args:
-            before_update: called when the gradients are complete, and neither clipped nor used.
+            before_update: called once the gradients are fully reduced, before they are clipped or used.
         """
 
     def scaler_state(self) -> dict[str, float]:
@@ -83,7 +83,7 @@ class StateAccess(Protocol):
         """The same of the optimizer's state."""
 
     def replicated(self) -> dict[str, nn.Parameter]:
-        """This rank's parameters, by name, that other ranks with the same shard must hold bit by bit."""
+        """This rank's parameters, by name, that must be bitwise equal on all ranks with the same shard."""
 
     def replicated_gradients(self) -> dict[str, torch.Tensor]:
         """The same of their gradients, between backward and update."""

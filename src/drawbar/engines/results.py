@@ -1,4 +1,4 @@
-"""What engines give back: of a step, of an evaluation, and of themselves."""
+"""What an engine returns: the results of a step and of an evaluation, and its own state."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

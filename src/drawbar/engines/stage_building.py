@@ -29,7 +29,7 @@ class EmptyStages:
     parts: list[nn.Module]
     """In order: stage ``i``, and with interleaving ``i + P`` as well, on rank ``i`` of P."""
     meta_model: PreTrainedModel
-    """What they were cut from."""
+    """The full model, without weights, that the stages were cut from."""
     plan: ModelParallelPlan
     mesh: DeviceMesh
     source: WeightSource
@@ -63,7 +63,7 @@ def build_stages(task: Task, config: RunConfig, world: Distributed) -> EmptyStag
     """Divide the task's model into stages; every rank calls it.
 
     Raises:
-        UserError: the model cannot be divided, or not into so many, or nothing is trained in one of them.
+        UserError: the model cannot be split into that many stages, or a stage has no trainable parameter.
     """
     meta_model, source, base = build_meta(task, config, world)
     plan = plan_for(meta_model)

@@ -1,4 +1,4 @@
-"""Weights, gradients and optimizer state by name: of torch's optimizers, and of a pipeline's stages put together."""
+"""Weights, gradients and optimizer state by name: with torch's optimizers, and merged over pipeline stages."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -28,7 +28,7 @@ def is_writer(world: Distributed) -> ShouldStore:
 
 
 def is_stage_leader(world: Distributed) -> ShouldStore:
-    """``ShouldStore`` of a stage: one rank of each, from which the writers get it."""
+    """``ShouldStore`` of a stage: one rank per stage stores it, and sends it to the writers."""
     return lambda writers: world.dims.is_stage_leader(world.rank)
 
 

@@ -45,7 +45,7 @@ def build_dp(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
     """One process with several CUDA devices.
 
     Raises:
-        UserError: there are not.
+        UserError: there are fewer than two CUDA devices.
     """
     devices = torch.cuda.device_count() if world.device.type == "cuda" else 0
     if devices < 2:

@@ -55,7 +55,7 @@ class TorchUpdater:
         reduce_partial_grads(parameters)
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         grad_norm = (self.squared_norm(parameters, self.device).sqrt() / self.scaler.scale).float()
-        # asked of all gradients at once: one optimizer, or one rank, must not update without the others
+        # decided from the global norm: all optimizers on all ranks must skip the update together, or none
         overflowed = self.scaler.enabled and not bool(torch.isfinite(grad_norm))
         if not overflowed:
             before_update()

@@ -33,9 +33,9 @@ def parallelize(
     """Spread a model (or one stage of a pipeline) over the ranks, in place: tensor → activation checkpointing →
     compile → shard or replicate.
 
-    The matrices of a layer are cut first, so that all the rest sees the parts of one rank. What is computed again is
-    the block as it is cut; what is compiled is the block as it is computed again; and FSDP gathers around all of these.
-    (``ddp`` without model parallelism is not here: DDP wraps the model when it has its weights.)
+    Tensor parallelism comes first, so that everything else sees one rank's shards. Activation checkpointing wraps the
+    tensor-parallel block, compilation wraps the checkpointed block, and FSDP all-gathers outside of both.
+    (``ddp`` without model parallelism is not applied here: DDP wraps the model after its weights are loaded.)
 
     Args:
         parallel: with ``strategy`` resolved: not ``auto``.

@@ -1,4 +1,4 @@
-"""Context parallelism: each sequence is cut over several ranks, whose attention goes round in a ring.
+"""Context parallelism: each sequence is sharded over several ranks, which compute ring attention.
 
 By torch's ``context_parallel`` (Ring Attention, Liu et al. 2023, arXiv:2310.01889): each rank has the queries of its
 own tokens, and gets the keys and values of the others. In a causal model the last tokens look at all others and the
@@ -24,7 +24,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from drawbar.errors import UserError
 
 DEVICES = {"cuda": 32}
-"""The types of device for whose attention kernels torch has a ring, and what must divide the tokens of a piece: the
+"""Device types for which torch has ring attention, with the number that must divide the tokens of a chunk: the
 kernel for fp32 rounds the log-sum-exps up to a multiple of 32, and the ring takes them for those of tokens."""
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 """Any other would attend within this rank's tokens alone, or fail with an error that nobody understands."""

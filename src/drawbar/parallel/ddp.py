@@ -46,8 +46,8 @@ def replicate(model: nn.Module, loss: Callable[[nn.Module, Any], torch.Tensor]) 
 
 
 def accumulate(model: nn.Module, last: bool) -> AbstractContextManager[None]:
-    """Around forward and backward of one micro-batch: gradients travel between replicas only in the ``last`` one of a
-    step. Between shards they travel in each, since whole gradients would need the room that sharding saves."""
+    """Context for forward and backward of one micro-batch: gradients are all-reduced over replicas only in the ``last``
+    one of a step. Over shards they are reduced in each: unsharded ones would take the memory that sharding saves."""
     if isinstance(model, ReplicateModule):
         model.set_requires_gradient_sync(last)
     elif isinstance(model, FSDPModule):

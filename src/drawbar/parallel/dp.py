@@ -13,8 +13,8 @@ from drawbar.parallel.precision import autocast
 class DataParallel(nn.DataParallel):
     """torch's own, which computes in ``precision``.
 
-    Replicas compute in threads, each with an autocast of its own. torch hands on to them whether it is on, but not its
-    number format: without this, bf16 would be fp16 there, and no loss scaler would know.
+    Replicas compute in threads, each with its own autocast state. torch passes on whether autocast is on, but not its
+    dtype: without this class, bf16 would become fp16 in the threads, without a loss scaler.
     """
 
     def __init__(self, module: nn.Module, precision: str, device: torch.device) -> None:

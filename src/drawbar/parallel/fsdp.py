@@ -57,7 +57,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, parallel: ParallelSection, precisi
     cast = set() if dtype is None else _cast_parameters(model)
     groups = [_own_group(own, cast) for own in _own_parameters(model, units)]
     _used_units[model] = _UsedUnits(units)
-    # the model first: FSDP looks for parameters in no module that it has a hook on
+    # the root first: FSDP collects no parameters from submodules that it already wraps
     wrap(model, mp_policy=exact, ignored_params=set().union(*groups))
     for unit, group in zip(units, groups, strict=True):
         if group:
@@ -130,7 +130,7 @@ def _own_group(own: set[nn.Parameter], cast: set[nn.Parameter]) -> set[nn.Parame
 def generate_together(model: nn.Module) -> None:
     """Let all ranks call ``generate`` of a sharded model, in place."""
     if hasattr(model, "generate"):
-        # it calls the encoder by itself, which needs what is gathered for the whole model
+        # generate calls the encoder directly, which needs the root's parameters all-gathered
         register_fsdp_forward_method(model, "generate")
         synchronize_generate(model)
 
@@ -148,7 +148,7 @@ def replicate_parts(model: nn.Module, mesh: DeviceMesh) -> None:
 
 @contextmanager
 def free_gathered(model: nn.Module) -> Iterator[None]:
-    """Around a forward without backward: give back what was gathered for it, also where it fails."""
+    """Context for a forward pass without backward: reshard the parameters afterwards, also after an error."""
     try:
         yield
     finally:

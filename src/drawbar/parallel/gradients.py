@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 
 def reduce_partial_grads(parameters: Iterable[nn.Parameter]) -> None:
-    """Sum up gradients that are still in parts, one on each tensor-parallel rank."""
+    """All-reduce gradients that are still partial sums on the tensor-parallel ranks."""
     for parameter in parameters:
         gradient = parameter.grad
         if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):

@@ -77,7 +77,7 @@ def cut_between(blocks: Sequence[nn.Module], layers: Sequence[nn.Module], mesh: 
         return _on_states(cut.scatter, args, kwargs)
 
     def gather(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        # the layers inside leave their parts of the gradient for one sum
+        # the linear layers inside return partial gradients, which the backward of this gather sums once
         return _on_states(lambda x: cut.gather(x, Partial()), args, kwargs) if torch.is_grad_enabled() else None
 
     def finish(module: nn.Module, args: Any, output: Any) -> Any:

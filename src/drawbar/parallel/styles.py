@@ -1,7 +1,7 @@
 """How a module computes with a part of its weights. Between modules, activations are plain tensors.
 
-torch's own styles cut the weights too; here that has happened already (``parallel.tensor``), since tied weights must
-stay one tensor. So these only convert what goes in and what comes out.
+torch's own styles also shard the weights; here ``parallel.tensor`` has already done that, since tied weights must
+stay one tensor. So these styles only convert inputs and outputs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,8 +25,8 @@ _sharded: ContextVar[bool] = ContextVar("sharded_logits", default=False)
 
 @contextmanager
 def sharded_logits() -> Iterator[None]:
-    """Inside, a vocabulary-parallel head leaves its logits cut along the vocabulary (a ``DTensor``), and
-    :func:`cross_entropy_sum` takes them so: no rank ever holds them whole. The backward pass belongs inside too."""
+    """Inside, a vocabulary-parallel head leaves its logits sharded along the vocabulary (a ``DTensor``), which
+    :func:`cross_entropy_sum` accepts: no rank ever holds the full logits. The backward pass must run inside, too."""
     token = _sharded.set(True)
     try:
         # what a model adds to its logits (BART's bias, a buffer) is a plain tensor, the same on every rank
@@ -47,7 +47,7 @@ def cross_entropy_sum(logits_NV: Tensor, labels_N: Tensor, ignored: int) -> Tens
 
 
 class Colwise(ColwiseParallel):
-    """A layer (linear, or an embedding) with a part of the outputs.
+    """A column-parallel layer (linear or embedding): each rank has a shard of the outputs.
 
     Args:
         sums: whether the input's partial gradient is all-reduced here; else the gather of the input reduces it.
@@ -68,10 +68,10 @@ def _input_with_partial_grad(module: nn.Module, inputs: tuple[Tensor, ...], devi
 
 
 class Rowwise(RowwiseParallel):
-    """A linear layer with a part of the inputs.
+    """A row-parallel linear layer: each rank has a shard of the inputs.
 
     Args:
-        scatters: whether its sums are cut along the sequence, where there are gradients (``parallel.sequence``).
+        scatters: whether outputs are reduce-scattered along the sequence, if gradients are on (``parallel.sequence``).
     """
 
     def __init__(self, input_layouts: Placement | None = None, scatters: bool = False) -> None:
@@ -103,8 +103,8 @@ class Embedding(ParallelStyle):
     """An embedding with a part of the vocabulary (Shoeybi et al. 2019, arXiv:1909.08053): each rank looks up the tokens
     that it has, and the sum over the ranks is complete.
 
-    torch's own ``RowwiseParallel`` compares the pad token with numbers that count from the part's first row; and it
-    knows no embedding that also scales its rows.
+    torch's own ``RowwiseParallel`` compares the pad token with row numbers relative to the shard, and it does not
+    support an embedding that also scales its rows.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -164,6 +164,6 @@ def _with_local(kind: Any, names: tuple[str, ...], gradient: Replicate | Shard |
 
 def _local(parameter: DTensor, gradient: Replicate | Shard | Partial) -> Tensor:
     if isinstance(gradient, Partial) and torch.is_grad_enabled():
-        # going from replicas to replicas does nothing; going back, it sums the parts of the gradient
+        # Replicate to Replicate does nothing in forward; in backward, it all-reduces the partial gradients
         parameter = parameter.redistribute(placements=parameter.placements)
     return parameter.to_local(grad_placements=[gradient])

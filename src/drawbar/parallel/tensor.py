@@ -24,9 +24,9 @@ Styled = Mapping[str, tuple[nn.Module, Style]]
 
 @dataclass(frozen=True)
 class FusedLayout:
-    """A tensor that holds several layers one after another, of which each rank needs a part of every one.
+    """A tensor that holds several layers one after another; each rank needs a shard of every layer.
 
-    As DTensor knows only parts in a row, it is stored with the parts of one rank next to one another.
+    DTensor supports only contiguous shards, so the tensor is stored with each rank's shards next to one another.
     """
 
     dim: int
@@ -49,7 +49,7 @@ class FusedLayout:
 
 
 def fused_layouts(model: nn.Module) -> dict[str, FusedLayout]:
-    """Of a model that ``tensor_parallel`` has cut: which parameters are stored in another order, by name."""
+    """The parameters that ``tensor_parallel`` has stored in another order, by name."""
     return {
         f"{name}.{own}" if name else own: fused
         for name, module in model.named_modules()
@@ -93,7 +93,7 @@ def tensor_parallel(model: nn.Module, plan: ModelParallelPlan, mesh: DeviceMesh,
 
 
 def _convert(model: nn.Module, styles: Styled, blocks: Sequence[nn.Module], mesh: DeviceMesh) -> None:
-    """Let every module compute with what it has of its parameters; ``blocks``: those that get parts of sequences."""
+    """Let every module compute with its local shards; ``blocks``: those that get sequence shards."""
     inside = {id(module) for block in blocks for module in block.modules()}
     for name, module in model.named_modules():
         _, style = styles.get(name, (module, None))

@@ -1,8 +1,8 @@
 """Weights into a model that is spread over ranks, and out of it again, under the names of the whole model.
 
-Outside, tensors are whole and in the layout of one process; inside, a rank holds its part. A model for several ranks is
-built with its parameters on the meta device, spread there, and only then filled, part by part: no rank needs room for
-more than its parts and one whole tensor.
+Outside, tensors are full and in the single-process layout; inside, a rank holds shards. A model for several ranks is
+built with its parameters on the meta device, sharded there, and only then filled, shard by shard: no rank needs memory
+for more than its shards and one full tensor.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -46,7 +46,7 @@ def expanded_empty(parameter: Tensor, device: torch.device) -> Tensor:
 
 
 def full_tensor(tensor: Tensor, fused: FusedLayout | None = None) -> Tensor:
-    """A tensor as one process has it. Every rank that holds a part of it must call this."""
+    """The full tensor, in the single-process layout. Every rank that holds a shard of it must call this."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     full = tensor.detach().full_tensor()

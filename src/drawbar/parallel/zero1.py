@@ -12,7 +12,7 @@ def zero1_optimizer(optimizer: Optimizer) -> ZeroRedundancyOptimizer:
     groups = [
         {name: value for name, value in group.items() if name != "param_names"} for group in optimizer.param_groups
     ]
-    known = inspect.signature(type(optimizer)).parameters  # AdamW's defaults hold one that it does not take
+    known = inspect.signature(type(optimizer)).parameters  # AdamW's defaults have a key that AdamW() does not accept
     defaults = {name: value for name, value in optimizer.defaults.items() if name in known}
     return ZeroRedundancyOptimizer(groups, optimizer_class=type(optimizer), **defaults)
 

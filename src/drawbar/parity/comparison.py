@@ -13,7 +13,7 @@ Everything is relative, and what it is relative to is chosen so that rounding pa
   of two correct trainings are unrelated. How well an entry's gradient is known is seen from the gradients
   of the two trainings: the root mean square of their difference, over the parameter.
 
-What of this is no fault is fixed for fp32. In a lower precision it is measured: see ``reference`` and ``rounding``.
+For fp32, the tolerances are fixed. In a lower precision they are measured: see ``reference`` and ``rounding``.
 """
 
 import math

@@ -24,7 +24,7 @@ DRAWS = 8
 MARGIN = 5.0
 """How far another step may come, as a multiple of the farthest of these."""
 LARGEST = 0.9
-"""Never limit_for: what is missing, or there twice, differs by 1."""
+"""Upper bound of every limit: a tensor that is missing, or counted twice, differs by 1 and must always fail."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def tolerances(precision: str, tried: Sequence[Distances]) -> Tolerances:
 
 
 def limits(least: Limits, tried: Sequence[Differences]) -> Limits:
-    """By place."""
+    """The limit for each place (parameter, module or step) where a difference was measured."""
     at: dict[str, float] = {}
     for differences in tried:
         for where, value in differences.items():

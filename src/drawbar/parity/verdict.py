@@ -63,8 +63,8 @@ def explain(probe: Probe, comparison: Comparison, trace: Trace, reference: Refer
 
 
 def _first(probe: Probe, kind: str) -> Event | None:
-    """The first difference in the order of the reference. A part that is not found in the whole may be cut in a way
-    that is not known here: it counts only where the nearest whole around it differs, too."""
+    """The first difference in the order of the reference. A shard that is not found in the full output may be cut
+    in an unknown way: it counts only if the full output of its nearest enclosing module differs, too."""
     places = {module: place for place, module in enumerate(probe.order[kind])}
     events = sorted((e for e in probe.events if e.kind == kind), key=lambda e: (places.get(e.module, -1), e.rank))
     differing = {event.module for event in events if event.whole}

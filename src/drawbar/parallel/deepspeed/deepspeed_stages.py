@@ -25,8 +25,8 @@ from drawbar.util.module_patterns import matching
 
 
 class Stage(nn.Module):
-    """One stage as a layer of DeepSpeed's: from hidden states (B, L, H) to hidden states, or to what backward starts
-    from.
+    """One stage as a layer of DeepSpeed's: from hidden states (B, L, H) to hidden states, or to the loss in the last
+    stage.
 
     Args:
         part: from ``parallel.stages.cut_stage``.
@@ -44,7 +44,7 @@ class Stage(nn.Module):
         self._loss: Loss | None = None
 
     def expect(self, inputs: Sequence[Inputs], loss: Loss) -> None:
-        """What the next calls are for: every schedule of DeepSpeed's goes forward through micro-batches in order.
+        """Set the micro-batches of the next forward calls: DeepSpeed's schedules run forwards in order.
 
         Args:
             loss: called on the last stage alone.
@@ -151,10 +151,10 @@ class DeepSpeedPipeline:
         return count
 
     def run(self, inputs: Sequence[Inputs], loss: Loss) -> None:
-        """Forward and backward of all micro-batches, and the sums over the data-parallel ranks, divided by how many
-        these are."""
+        """Forward and backward of all micro-batches, with the gradients averaged over the data-parallel
+        ranks."""
         engine = self.engine
-        divided_by = engine.gradient_accumulation_steps()  # what its JSON says, whatever this step has
+        divided_by = engine.gradient_accumulation_steps()  # from its JSON, not this step's micro-batch count
 
         def compute_loss(logits: Tensor, number: int) -> Tensor:
             with autocast(self.precision, self.device):

@@ -32,7 +32,7 @@ def import_deepspeed(device: torch.device) -> ModuleType:
     """
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # it looks for GPUs when it is imported
-    else:  # it takes this for the number of its GPU, which is 0 where each process sees its own GPU alone
+    else:  # DeepSpeed uses this as its GPU index, which is 0 if each process sees only its own GPU
         os.environ["LOCAL_RANK"] = str(device.index or 0)
     try:
         import deepspeed
@@ -70,7 +70,7 @@ def start(
 
     Args:
         values: its JSON.
-        in_pieces: stage 3, and the parameters have neither values nor room yet.
+        in_pieces: whether this is ZeRO-3, with parameters that have neither values nor memory yet.
 
     Raises:
         UserError: DeepSpeed refuses the model, or the values.
@@ -79,7 +79,7 @@ def start(
     # it keeps the process groups of its first engine, which may be gone by the second
     deepspeed.utils.groups._release_process_group_references()
     deepspeed.comm.comm.cdb = None
-    os.environ.setdefault("LOCAL_RANK", "0")  # which it insists on, where one process was started by nobody
+    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed requires it even for one process without a launcher
     try:
         if in_pieces:
             _partition(deepspeed, model, values)
@@ -129,7 +129,7 @@ class MasterState(ABC):
 
     @abstractmethod
     def weight(self, parameter: nn.Parameter) -> Tensor:
-        """In fp32 where it is trained, else as it is."""
+        """The parameter's weight: in fp32 if it is trained, else in its own dtype."""
 
     @abstractmethod
     def set_weight(self, parameter: nn.Parameter, value: Tensor) -> None:

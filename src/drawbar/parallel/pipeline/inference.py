@@ -29,7 +29,7 @@ _HOOKS = (
 class PipelineInference:
     """The stages of this rank as ``model``: an object of the model's own class, which shares its modules.
 
-    Make it before FSDP and the hooks of packed rows get hold of the stages: they work inside them.
+    Create it before FSDP and the packed-row hooks are applied to the stages: they must run inside the stage calls.
 
     Args:
         parts, group: as for ``Pipeline``.
@@ -56,7 +56,7 @@ class PipelineInference:
         self.model = self._make_model()
 
     def _make_model(self) -> Any:
-        # with hooks of its own, which are none: those of the parts run when the parts are called
+        # without hooks: the hooks of the stages run when the stages are called
         model: Any = copy(self.parts[0])
         for name in _HOOKS:
             setattr(model, name, OrderedDict())
@@ -76,7 +76,7 @@ class PipelineInference:
         return model
 
     def compute(self, kwargs: Arguments) -> CausalLMOutputWithPast:
-        """One forward of the whole model, in turns; the same outputs on every rank. Their numbers are fp32."""
+        """One forward pass of the full model, stage by stage; every rank gets the same outputs, in fp32."""
         rows, length = kwargs["input_ids"].shape
         if len(self.parts) > 1:
             kwargs = {**kwargs, "past_key_values": None, "use_cache": False}

@@ -1,9 +1,9 @@
 """Training steps of a pipeline, by the schedules of ``torch.distributed.pipelining``.
 
-T: tokens that there is room for in the largest micro-batch of a step, H: hidden size. torch's stages send tensors of
-one shape, and micro-batches have many. So hidden states travel as (T, H) with nothing in the rest, and each stage
-computes on micro-batches as they are. They travel in fp32, which the residual stream has under autocast: a pipeline
-computes what one process computes.
+T: tokens in the largest micro-batch of a step, rounded up; H: hidden size. torch's stages send tensors of one fixed
+shape, but micro-batches differ in shape. So hidden states are sent as (T, H), padded with zeros, and each stage
+computes on unpadded micro-batches. They are sent in fp32, the dtype of the residual stream under autocast: so a
+pipeline computes the same as one process.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -100,7 +100,7 @@ class Pipeline:
         self._loss: Loss | None = None
 
     def fitting(self, count: int) -> int:
-        """The next number of micro-batches that the schedule can work with."""
+        """The smallest number of micro-batches, at least ``count``, that the schedule accepts."""
         ranks = self.group.size()
         while self.name == "interleaved" and count % max(1, count // ranks) != 0:
             count += 1
@@ -152,7 +152,7 @@ class Pipeline:
             stages,
             self.device,
             input_args=(hidden_TH,) if index > 0 else (),
-            output_args=(hidden_TH,),  # also of the last stage, where nobody asks
+            output_args=(hidden_TH,),  # wrong for the last stage, where it is not used
             group=self.group,
         )
         stage.precision = self.precision

@@ -1,7 +1,7 @@
-"""Cutting a causal language model into stages: consecutive blocks, each with a part of the model around them.
+"""Cutting a causal language model into stages: consecutive blocks, plus the embedding (first) and the head (last).
 
-A stage is the transformers model itself, pruned: what other stages have is replaced by modules that hand on what they
-get, so its own ``forward`` still makes positions, masks and caches. Parameters keep their names.
+A stage is a pruned copy of the transformers model: modules of other stages are replaced by placeholders, mostly
+identities, so its own ``forward`` still makes positions, masks and caches. Parameters keep their names.
 """
 
 from collections import OrderedDict
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class StageInput(nn.Module):
-    """Stands in the token embedding's place: gives the hidden states that came from the stage before."""
+    """Replaces the token embedding: returns the hidden states received from the previous stage."""
 
     hidden_BLH: Tensor | None = None
 
@@ -98,8 +98,8 @@ def is_tied(model: nn.Module, plan: PipelinePlan) -> bool:
 def cut_stage(model: nn.Module, plan: PipelinePlan, layers: Sequence[int], stage: int) -> nn.Module:
     """A copy of the model with the blocks of one stage alone, and what belongs to it.
 
-    It is called as the whole model is, with ``input_ids`` by name; a later stage with the hidden states (B, L, H)
-    besides, as the only positional argument. It returns hidden states; the last stage, the logits (B, L, V).
+    It is called like the full model, with ``input_ids`` as a keyword; later stages also take the hidden states
+    (B, L, H), as the only positional argument. It returns hidden states; the last stage, the logits (B, L, V).
 
     Args:
         model: transformers', whole, on the meta device or not.
