@@ -24,7 +24,7 @@ class Group(NamedTuple):
 
 
 class _Cursor:
-    """Finds rows of a group by number. Numbers may not fall: batches are passed once, and not kept."""
+    """Finds rows of a group by number. Numbers must not decrease: batches are read once and not cached."""
 
     def __init__(self, batches: Iterator[Any]) -> None:
         self._batches = batches

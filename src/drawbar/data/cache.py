@@ -182,7 +182,7 @@ def load_or_create(
 
 
 def entry_folder(cache: Path, name: str, inputs: Mapping[str, str]) -> Path:
-    """Where the cache has the samples of that name that are made of this."""
+    """The cache folder of the samples with this name and these inputs."""
     return cache / f"{name}-{content_key(dict(inputs))[:24]}"
 
 

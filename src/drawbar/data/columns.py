@@ -215,7 +215,7 @@ class Column:
 
     kind: Kind
     dtype: np.dtype[Any]
-    """Of what comes out; what is stored may be smaller."""
+    """The dtype of returned values; the stored dtype may be smaller."""
     values: Values
     """Those of all samples, end to end. Text is UTF-8."""
     shapes: NDArray[np.int64]

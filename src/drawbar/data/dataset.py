@@ -66,7 +66,7 @@ class EncodedDataset:
     skipped_count: int
     """How many bad records were left out."""
     truncated: int
-    """Samples of which encode said that it cut them."""
+    """Samples that encode reported as truncated."""
     fingerprint: str
     """Hex digest of every field of every sample in order, the same in every process."""
 
@@ -128,7 +128,7 @@ def encode_records(
 def encode_in_memory(
     reading: Reading, encode: Encode, *, progress: OnProgress | None = None, on_bad_record: str
 ) -> EncodedDataset:
-    """As ``encode_records``, of records on their way."""
+    """As ``encode_records``, for the records of one pass (``Reading``)."""
     storage = MemoryStorage()
     about = write_samples(storage, reading, encode, progress=progress, on_bad_record=on_bad_record, workers=0)
     return read_samples(storage, about)

@@ -53,7 +53,7 @@ class Chunk:
     skipped: list[UserError] = field(default_factory=list)
     """What was wrong with records, and where they are, where bad ones are left out."""
     fatal: UserError | None = None
-    """What ends it all; the records before that one are in the chunk."""
+    """The error that ends encoding; the records before the failing one are in the chunk."""
 
 
 def encode_chunk(encode: Encode, numbered: Iterator[Numbered], skip: bool, seconds: float) -> Chunk:

@@ -1,4 +1,4 @@
-"""A source as a stream: its records in order, in constant memory, in lanes, from any place on."""
+"""One source as a stream: reads records in order, in constant memory, split into lanes, from any position on."""
 
 import hashlib
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ SHOWN_IN_FULL = 10
 END_BYTES = 64 * 1024
 """How much of each end of a file a stream's fingerprint reads."""
 SAMPLES, SAMPLE_BYTES = 16, 4096
-"""And how much of what is between, in how many places."""
+"""Number of samples that the fingerprint reads between the two ends, and their size in bytes."""
 
 
 @dataclass(frozen=True)

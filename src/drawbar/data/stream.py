@@ -23,7 +23,7 @@ from drawbar.errors import UserError
 from drawbar.runtime.log import logger
 
 LARGEST_BLOCK = 2**32
-"""More samples than a lane has in one block: numbers samples across blocks."""
+"""Upper bound on the samples of a lane in one block; used to number samples across blocks."""
 
 
 class Stream(Protocol):
@@ -328,7 +328,7 @@ class StreamLoader(Loader[Batch]):
 
 
 class _Reader:
-    """This rank's records of one source, read onwards; they are found anew only where the position jumps."""
+    """Reads this rank's records of one source sequentially; seeks only when the position jumps."""
 
     def __init__(self, stream: Stream, ranks: DataParallelGroup) -> None:
         self.stream = stream
@@ -342,7 +342,7 @@ class _Reader:
     def take(self, first: int, stop: int) -> tuple[list[tuple[int, Located]], int]:
         """This rank's (index, record) pairs for ``first`` <= index < ``stop``, and how often the source ended.
 
-        A source that is over stays so: it ends in every call.
+        An exhausted source reports its end again in every call.
         """
         ends = self.ends
         if first != self._stop:
@@ -366,7 +366,7 @@ class _EndlessReader(_Reader):
 
     def visits(self, first: int) -> Iterator[tuple[int, Located]]:
         visit, turns_without = self.rank + self.ranks * first, 0
-        while turns_without < self.ranks:  # in as many turns, a rank comes to see some record of any source
+        while turns_without < self.ranks:  # in this many passes, a rank is assigned some record of any source
             size = self.stream.size
             turn, place = divmod(visit, size) if size else (0, visit)
             start, lane = visit - place, place % self.ranks

@@ -35,7 +35,7 @@ class Job:
     container: Container | None = None
     """Where ``argv`` runs, and drawbar's own parts; None: on the node itself."""
     elements: "tuple[Job, ...]" = ()
-    """The runs of a sweep; this job then says what they all ask for. Each has its name, configuration, settings and
+    """The runs of a sweep; this job then holds what they have in common. Each has its name, configuration, settings and
     directory."""
     at_once: int | None = None
     """So many elements run at the same time, at most."""

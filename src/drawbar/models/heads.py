@@ -27,9 +27,9 @@ class HeadKind(NamedTuple):
     """The model types that have such a head."""
     noun: str
     such_as: str
-    """Families that work, for the error of one that does not."""
+    """Example families that have the head, for the error message of one that does not."""
     is_new: bool
-    """Whether a pretrained model usually gets this head for the first time."""
+    """Whether this head is usually newly initialized on top of a pretrained model."""
 
 
 HEADS: dict[Head, HeadKind] = {
@@ -81,7 +81,7 @@ def check_head(config: PreTrainedConfig, head: Head) -> None:
         UserError: it names families that have it.
     """
     kind = HEADS[head]
-    # transformers would build BERT for next-token prediction, and let every token see those that follow
+    # transformers would build BERT for next-token prediction without a causal mask
     sees_ahead = (
         head == "causal_lm"
         and config.model_type in HEADS["masked_lm"].families

@@ -27,7 +27,7 @@ from drawbar.runtime.safetensors_reader import parameters_on_meta
 T = TypeVar("T")
 
 _DROPPED_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
-"""What transformers once saved of many models, and now computes."""
+"""Buffers that older transformers versions saved for many models, and newer ones compute."""
 
 
 def build_from_scratch(
@@ -49,7 +49,7 @@ def build_from_scratch(
     try:
         config = load_model_config(name, overrides, tokenizer)
     except UserError:
-        check_head(_base_config(name), head)  # the wrong architecture is worth more words than its unknown fields
+        check_head(_base_config(name), head)  # report a wrong architecture rather than its unknown fields
         raise
     check_head(config, head)
     with _settings_refused(config.model_type):
@@ -91,7 +91,7 @@ def _is_model_type(name: str) -> bool:
 
 
 def _base_config(name: str) -> PreTrainedConfig:
-    """What a model from scratch is a variation of."""
+    """The config that a model from scratch starts from, before ``overrides``."""
     return AutoConfig.for_model(name) if _is_model_type(name) else from_hub(AutoConfig.from_pretrained, name)
 
 
@@ -104,7 +104,7 @@ def _special_tokens(base: PreTrainedConfig, tokenizer: Any) -> dict[str, int | N
         start = getattr(base, "decoder_start_token_id", None)
         # BART's decoder begins with the end token, T5's (which does not say so) with the pad token
         tokens["decoder_start_token_id"] = end if start is not None and start == base.eos_token_id else pad
-        # numbers in another vocabulary; a text that reaches its longest has not come to its end
+        # ids of another vocabulary; and a text cut off at the maximum length must not get a forced end token
         tokens |= {name: None for name in ("forced_bos_token_id", "forced_eos_token_id") if hasattr(base, name)}
     return tokens
 
@@ -123,8 +123,8 @@ ATTENTION = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_at
 def attention_refused(
     wanted: str, name: str, overrides: dict[str, Any] | None, tokenizer: Any, head: Head
 ) -> Iterator[None]:
-    """Around the building of a model with an attention implementation of the user's choice: what transformers raises
-    where the model or the machine does not have it, as one error that names those that work.
+    """Wraps the building of a model with a user-chosen attention implementation: what transformers raises if the model
+    or the machine does not support it becomes one UserError that names implementations that work.
 
     Args:
         wanted: the setting ``task.attention``.
@@ -164,7 +164,7 @@ def _has_attention(config: PreTrainedConfig, head: Head, implementation: str) ->
 
 
 def _learn_embedding(model: nn.Module, token: int) -> None:
-    """Models keep the pad token's embedding at zero for ever. One that also begins or ends texts must be learned."""
+    """Unset ``padding_idx``, which fixes an embedding at zero, for a pad token that also begins or ends texts."""
     weight = model.get_input_embeddings().weight
     for module in model.modules():
         if isinstance(module, nn.Embedding) and module.weight is weight and module.padding_idx is not None:
@@ -176,7 +176,7 @@ def _learn_embedding(model: nn.Module, token: int) -> None:
 
 @contextmanager
 def _settings_refused(family: str) -> Iterator[None]:
-    """What architectures raise for values that cannot be, as one error that says what to do."""
+    """Turns what architectures raise for invalid config values into one UserError that says what to do."""
     try:
         yield
     except (
@@ -211,7 +211,7 @@ def _check_fields(base: PreTrainedConfig, overrides: dict[str, Any]) -> None:
 
 
 def _check_counts(config: PreTrainedConfig) -> None:
-    """What an architecture itself would find out in its first forward, or never."""
+    """Check layer and head counts, which an architecture itself checks only in its first forward, or never."""
     fields = config.to_dict()
 
     def count(name: str) -> Any:
@@ -233,7 +233,7 @@ def load_pretrained(name: str, head: Head = "causal_lm", *, tell_new: bool = Tru
 
     Args:
         head: what the model is for.
-        tell_new: log which weights start from random values; not where those of a checkpoint take their place.
+        tell_new: log which weights start from random values; False if a checkpoint overwrites them anyway.
         fields: what the task sets in the config, such as ``num_labels`` or ``id2label``.
 
     Raises:
@@ -286,7 +286,7 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def _is_of_new_head(model: nn.Module, key: str) -> bool:
-    # a pooler is part of the body by its name, but only classifiers of whole texts have ever trained one
+    # by its name a pooler is part of the base model, but only sequence classifiers train one
     return not key.startswith(f"{model.base_model_prefix}.") or ".pooler." in key
 
 
@@ -313,8 +313,8 @@ def _tell_new(name: str, info: dict[str, Any], is_new: Callable[[str], bool]) ->
 
 
 def warn_of_unused(name: str, model: nn.Module, unused: Iterable[str]) -> None:
-    """Name the stored weights of the body that the model has no place for. Those of other heads and poolers are often
-    there, and buffers that an architecture no longer saves."""
+    """Warn of stored base-model weights that the model has no parameters for. Those of other heads and poolers are
+    usual, as are buffers that an architecture no longer saves: these are not reported."""
     body = {part for part, _ in model.base_model.named_children()}
     dropped = re.compile("|".join([*(model._keys_to_ignore_on_load_unexpected or ()), *_DROPPED_BUFFERS]))
     lost = [
@@ -363,7 +363,7 @@ def fit_embeddings(model: nn.Module, tokenizer: Any, resize: bool) -> None:
         return
     if resize:
         logger.info("embeddings resized from %d to %d rows", rows, len(tokenizer))
-        # new rows get the mean of the others, which nobody knows of a model without weights
+        # new rows are initialized to the mean of the others, which a model on the meta device does not have
         whole = not model.get_input_embeddings().weight.is_meta
         model.resize_token_embeddings(len(tokenizer), mean_resizing=whole)
     elif len(tokenizer) > rows:

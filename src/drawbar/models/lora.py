@@ -32,7 +32,7 @@ _ADAPTER = "default"
 _LINEAR = (nn.Linear, Conv1D)
 _ADAPTABLE = (*_LINEAR, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _HEADS = {"classifier", "score", "qa_outputs"}
-"""What peft trains whole in classification and question answering."""
+"""Heads that peft trains fully (``modules_to_save``) in classification and question answering."""
 _ATTENTION = (
     *("q_proj", "v_proj", "query", "value", "q", "v", "q_lin", "v_lin", "query_proj", "value_proj"),
     *("c_attn", "qkv", "qkv_proj", "query_key_value", "Wqkv"),
@@ -45,9 +45,9 @@ class Base:
     """Identifies the frozen pretrained model under the adapters, whose weights are not in the checkpoints."""
 
     new: frozenset[str]
-    """Parameters that no file of it has, which are trained, and so in the checkpoints."""
+    """Parameters missing from the pretrained files; they are trained, and so stored in the checkpoints."""
     digest: str
-    """Of the values that are frozen, all of them."""
+    """Digest of all frozen weights."""
 
 
 def add_adapters(model: nn.Module, lora: LoraSection, new: Collection[str] = ()) -> nn.Module:
@@ -93,9 +93,9 @@ def add_adapters(model: nn.Module, lora: LoraSection, new: Collection[str] = ())
 
 
 def add_adapters_to_base(model: nn.Module, lora: LoraSection, new: Collection[str]) -> Base:
-    """As :func:`add_adapters`, on a model that has its weights; what there is to know of those below the adapters.
+    """As :func:`add_adapters`, on a model with loaded weights; returns what identifies the frozen weights.
 
-    What the model itself froze before is left out: it may be computed, and another machine may round it otherwise.
+    Parameters that the model itself had frozen are left out: they may be computed, and rounding differs by machine.
     """
     before = [parameter for parameter in model.parameters() if parameter.requires_grad]
     add_adapters(model, lora, new)
@@ -177,7 +177,7 @@ def save_adapter(model: nn.Module, folder: Path, base_name: str) -> None:
 
 
 def _saved_whole(model: nn.Module, names: list[str]) -> list[str]:
-    """The modules that own these tensors, both of two tied ones. Of the buffers, only batch norm's statistics count."""
+    """The modules that own these tensors (both, if tied) and have trained parameters, or are batch norms."""
     owners = sorted({name.rpartition(".")[0] for name in names})
     return [
         owner
@@ -228,7 +228,7 @@ def _head(model: nn.Module, modules: dict[str, nn.Module]) -> list[str]:
 
 
 def _output_embeddings(model: nn.Module) -> list[nn.Module]:
-    """The layers that score the vocabulary, in this model or in those that it is made of."""
+    """The output embeddings (LM heads) of this model and of models nested in it."""
     layers = [module.get_output_embeddings() for module in model.modules() if isinstance(module, PreTrainedModel)]
     return [layer for layer in layers if layer is not None]
 
@@ -288,7 +288,7 @@ def _refuse_tied(model: nn.Module, targets: list[str]) -> None:
 
 
 def _target_setting(model: nn.Module, targets: list[str]) -> list[str] | str:
-    """peft's ``target_modules`` for exactly these: last names where they say it, as people write them, or a pattern."""
+    """peft's ``target_modules`` for exactly these: short names (last component) if unambiguous, else a pattern."""
     last_names = sorted({name.rpartition(".")[2] for name in targets})
     everywhere = _ending((name for name, _ in model.named_modules()), last_names)
     return last_names if everywhere == targets else "|".join(re.escape(name) for name in targets)

@@ -165,7 +165,7 @@ class _Decoder(_Packing):
 
     def arguments(self, segments_RL: Tensor, decoder_segments_RT: Tensor | None, kwargs: Arguments) -> Arguments:
         self.tokens_RL = kwargs["input_ids"]
-        # transformers reads samples from positions that begin again, but only where it has no mask and no cache
+        # transformers detects samples by restarting positions, but only without attention mask and cache
         return {"position_ids": count_positions(segments_RL), "attention_mask": None, "use_cache": False}
 
     def choose(self, module: nn.Module, args: tuple[Any, ...], logits_RLC: Tensor) -> None:
@@ -258,7 +258,7 @@ class _EncoderDecoder(_Packing):
             return args, kwargs
         allowed_RTL = _same_segment(self.decoder_segments_RT, self.segments_RL)
         # A decoder's padding may have no padding of the encoder to look at, and a query without any key is NaN in some
-        # attention kernels. It looks at everything: no one sees it.
+        # attention kernels. So padding attends to everything; its outputs are not used.
         allowed_RTL = allowed_RTL | (self.decoder_segments_RT < 0)[:, :, None]
         return args, {**kwargs, "encoder_attention_mask": _mask(self.model, allowed_RTL)}
 

@@ -17,13 +17,13 @@ _HUGGINGFACE: dict[str, Style] = {
     "rowwise_split_input": "rowwise_split_input",
     "replicated_with_grad_allreduce": "replicated",
 }
-"""transformers' names for the styles. Those that are missing cut experts, and layers that are made for its own code."""
+"""transformers' names for the styles. Missing styles shard experts, or layers that only its own code runs."""
 
 _NUMBERS = (
     *("num_attention_heads", "num_key_value_heads", "intermediate_size"),
     *("encoder_attention_heads", "decoder_attention_heads", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff"),
 )
-"""Fields of the configs that tensor-parallel ranks share."""
+"""Config fields whose value is divided by the number of tensor-parallel ranks."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def plan_for(model: nn.Module) -> ModelParallelPlan:
     """How the model can be sharded. It must not be sharded yet, and must have its adapters injected, if any.
 
     Returns:
-        A plan whose ``tensor`` or ``pipeline`` is None where the model cannot be cut so, with the reason.
+        A plan whose ``tensor`` or ``pipeline`` is None with the reason, where the model cannot be split that way.
     """
     if not isinstance(model, PreTrainedModel):
         what = f"{type(model).__name__} is no model of transformers"

@@ -23,7 +23,7 @@ from drawbar.runtime.safetensors_reader import TensorFiles, parameters_on_meta
 _ROWS = 512
 """How many rows of two tensors are compared at once."""
 _SPECIAL = ("quantization_config", "transformers_weights")
-"""Fields of a config by which its weights are in other files, or must be computed from what is stored."""
+"""Config fields which mean that weights are in other files, or must be computed from the stored tensors."""
 
 
 def build_meta_model(name: str, head: Head = "causal_lm", **fields: Any) -> nn.Module:
@@ -87,7 +87,7 @@ def stored_tensors(name: str, model: nn.Module) -> TensorFiles | None:
 
 
 def _open_files(name: str, model: nn.Module, local_files_only: bool) -> TensorFiles | None:
-    """The files under the model's names; None where it takes more than other names to load them."""
+    """The files' tensors under the model's parameter names; None if loading them takes more than renaming."""
     if not isinstance(model, PreTrainedModel) or any(hasattr(model.config, field) for field in _SPECIAL):
         return None
     paths = _paths(name, local_files_only)
@@ -165,7 +165,7 @@ def _equal(files: TensorFiles, first: str, second: str) -> bool:
 
 
 def _load_buffers(model: PreTrainedModel, files: TensorFiles) -> None:
-    """Such as the bias that mBART and Marian add to their scores; parameters are the caller's to fill."""
+    """Load stored buffers, such as the logits bias of mBART and Marian; the caller loads the parameters."""
     kept = model.state_dict().keys() & files.keys()
     for name, buffer in model.named_buffers():
         if name in kept and files.shape(name) == buffer.shape:

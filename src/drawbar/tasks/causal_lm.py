@@ -76,7 +76,7 @@ class CausalLM(PretrainedTask):
         if self.config.chat_template is not None:
             tokenizer.chat_template = read_template(self.config.chat_template)
         if self.config.messages_column is not None:
-            tokenizer.split_special_tokens = False  # those of the template are its marks and end tokens, not letters
+            tokenizer.split_special_tokens = False  # in chats they are the template's role and end tokens
         return tokenizer
 
     def _prepare_model(self, model: nn.Module) -> nn.Module:
@@ -84,7 +84,7 @@ class CausalLM(PretrainedTask):
         if self.config.messages_column is not None:
             try:
                 stop_with(model, self.chat_format.stop_tokens)
-            except UserError as error:  # whoever encodes chats is refused by then; an older run's model may still write
+            except UserError as error:  # encoding would have failed earlier; an older run's model can still generate
                 logger.warning("what the model writes ends with the tokenizer's end token alone: %s", error.what)
         return model
 
@@ -101,7 +101,7 @@ class CausalLM(PretrainedTask):
         return f"{super().how_texts_are_read()}{added}"
 
     def upgrade_tokenizer(self, tokenizer: Any) -> Any:
-        return wrap_texts(tokenizer, "begin")  # then as now, the end is the task's
+        return wrap_texts(tokenizer, "begin")  # the end token is added by the task, as in older runs
 
     def tokenizer_options(self) -> dict[str, Any]:
         """Prompts are padded on the left, and may be longer than what was trained on."""
@@ -142,7 +142,7 @@ class CausalLM(PretrainedTask):
         assert config.completion_column is not None
         before, after = self.special_around
         prompt = [*before, *self._tokens(require(record, config.prompt_column, "task.prompt_column"))]
-        prompt = prompt or begin_tokens(self.tokenizer)  # what is generated goes on from some token
+        prompt = prompt or begin_tokens(self.tokenizer)  # generation needs a first token
         completion = []
         if self.has_labels:
             completion = self._tokens(require(record, config.completion_column, "task.completion_column"))
@@ -197,7 +197,7 @@ class CausalLM(PretrainedTask):
         return self.config.generation is not None
 
     def predict(self, model: nn.Module, batch: Batch) -> list[Any]:
-        """The completion of each sample's prompt: of what stands before the last answer."""
+        """The completion of each sample's prompt (all that comes before the last answer)."""
         assert self.config.generation is not None
         lengths_B = batch["attention_mask"].sum(1).tolist()
         rows = zip(batch["input_ids"].tolist(), batch["labels"].tolist(), lengths_B, strict=True)

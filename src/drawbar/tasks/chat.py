@@ -17,7 +17,7 @@ from drawbar.tasks.turns import TURN_KEY, mark_turns, split_turns
 
 Message = dict[str, Any]
 Span = tuple[int, int]
-"""From the first to before the last: of characters, or of tokens."""
+"""Half-open range ``[start, stop)`` of characters or of tokens."""
 
 QUESTION: Message = {"role": "user", "content": "1 + 1?"}
 ANSWER: Message = {"role": "assistant", "content": "2"}
@@ -94,7 +94,7 @@ class ChatFormat:
         return self.tokenizer.decode([label for label in labels if label != IGNORED_LABEL], skip_special_tokens=True)
 
     def _stop_tokens(self) -> list[int]:
-        """What a model that learned these answers stops with."""
+        """The ids of the tokens with which a model trained on these answers ends its text."""
         tokens, spans = self._answers([QUESTION, ANSWER])
         if spans and not self._ended(tokens, spans[-1]):  # then the mark of who speaks next is the end
             tokens, spans = self._answers([QUESTION, ANSWER, QUESTION])
@@ -118,7 +118,7 @@ class ChatFormat:
         options = {"return_dict": True, "tokenizer_kwargs": {"return_offsets_mapping": True, "verbose": False}}
         found = apply_template(self.tokenizer, messages, return_assistant_tokens_mask=True, **options)
         tokens, mask, offsets = list(found["input_ids"]), list(found["assistant_masks"]), found["offset_mapping"]
-        for place in range(1, len(mask)):  # transformers leaves out the rest of a last letter that is several tokens
+        for place in range(1, len(mask)):  # transformers omits the later tokens of a last character that spans several
             mask[place] |= mask[place - 1] and offsets[place] == offsets[place - 1]
         edges = np.flatnonzero(np.diff([0, *mask, 0])).tolist()
         return tokens, list(zip(edges[::2], edges[1::2], strict=True))
@@ -131,7 +131,7 @@ class ChatFormat:
         return tokens, [self._answer(text, tokens, offsets, turns[number]) for number in of_assistant]
 
     def _answer(self, text: str, tokens: list[int], offsets: NDArray[np.int64], turn: Span) -> Span:
-        """Of an assistant's turn (characters of the text), what the assistant writes (tokens)."""
+        """The span of tokens that the assistant writes within its turn (a span of characters)."""
         start, stop = overlapping(offsets, turn)
         start += self._header_length(tokens[start:stop])
         last = next((place for place in reversed(range(start, stop)) if tokens[place] in self.special), None)

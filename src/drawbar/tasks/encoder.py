@@ -106,7 +106,7 @@ def _is_ours(module: str) -> bool:
 
 
 def _own_digest(modules: Iterable[str]) -> str:
-    """Of drawbar's own folders that records and samples come from, and of those of these modules."""
+    """Digest of the Python files of ``drawbar.data`` and of the folders of these modules."""
     files = {Path(str(sys.modules[module].__file__)) for module in ("drawbar.data.packing", *modules)}
     paths = sorted(path for folder in {file.parent for file in files} for path in folder.glob("*.py"))
     return content_key([(f"{path.parent.name}/{path.name}", path.read_bytes()) for path in paths])

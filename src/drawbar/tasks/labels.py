@@ -136,7 +136,7 @@ def check_listed(labels: list[Any]) -> list[Any]:
 def count_labels(labels: Iterable[Any]) -> dict[Any, int]:
     """How often each label occurs: numbers by size, then texts by letters.
 
-    A label that is written in several ways is display_label as it was first; numbers are all whole, or all fractions.
+    A label with several spellings is counted under its first one; numbers become all ints or all floats.
     """
     first: dict[str, Any] = {}
     counts: Counter[str] = Counter()

@@ -79,7 +79,7 @@ class PretrainedTask(Task):
         return self.wrapping if isinstance(self.config.tokenizer, TokenizerTraining) else None
 
     def upgrade_tokenizer(self, tokenizer: Any) -> Any:
-        """A tokenizer that was saved when tasks themselves wrapped texts, so that it gives the ids of then."""
+        """Set up a tokenizer of an older run, in which the task added special tokens, to give the same ids now."""
         return tokenizer if tokenizer.num_special_tokens_to_add() else wrap_texts(tokenizer, "begin_end")
 
     def _train_or_load_tokenizer(self) -> Any:

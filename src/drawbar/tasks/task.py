@@ -130,7 +130,7 @@ class Task:
 
     @property
     def vocabulary_parallel(self) -> bool:
-        """Whether ``loss`` takes logits that are cut along the vocabulary (``parallel.styles.sharded_logits``)."""
+        """Whether ``loss`` takes logits that are sharded along the vocabulary (``parallel.styles.sharded_logits``)."""
         return False
 
     def num_targets(self, batch: Batch) -> float:

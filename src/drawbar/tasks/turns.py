@@ -1,4 +1,4 @@
-"""Which part of a rendered chat is which message's: the template's loops over messages, made to say so."""
+"""Finds each message's characters in a rendered chat, by marks added to the template's loops over messages."""
 
 import re
 

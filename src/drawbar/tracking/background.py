@@ -53,7 +53,7 @@ class _Delivered:
     id: str
     step: int = -1
     names: tuple[str, ...] = ()
-    """Of the values of that step."""
+    """Names of the values of that step that were already sent."""
 
     @classmethod
     def of(cls, path: Path, begins_anew: bool) -> Self:

@@ -49,15 +49,15 @@ class Opened:
     cache_inputs: dict[str, str] | None = None
     """The inputs of the cache key, by name; None if the samples cannot be cached, or are streamed."""
     digests: KeptDigests | None = None
-    """Of the files; to be saved once all is well."""
+    """The stored digests of the files; saved once encoding has succeeded."""
     identity: list[Any] | None = None
-    """Of the files, from before they were read."""
+    """Metadata of the files (size, mtime, inode), taken before they were read."""
 
     def check_unchanged(self) -> None:
         """Check that the files have not changed since ``cache_inputs`` was computed: they are read a second time.
 
         Raises:
-            UserError: they are not.
+            UserError: they have changed.
         """
         if (
             not isinstance(self.records, Records)
@@ -115,7 +115,7 @@ def first_samples(opened: Opened, task: Task, config: RunConfig, world: Distribu
             with suppress(NoSamples):
                 samples = encode_in_memory(_read_again(piece), encode, on_bad_record=on_bad_record)
                 return Split(opened.name, [one.record for one in piece], samples)
-        samples = encode_in_memory(_reading(opened), encode, on_bad_record=on_bad_record)  # it refuses
+        samples = encode_in_memory(_reading(opened), encode, on_bad_record=on_bad_record)  # raises NoSamples
         return Split(opened.name, opened.records, samples)
 
 
@@ -368,7 +368,7 @@ def _stream_loader(task: Task, records: Records, config: RunConfig, world: Distr
 
 
 def train_micro_batch(config: RunConfig, world: Distributed, in_tokens: bool) -> MicroBatchSize:
-    """What one forward of training takes on one process.
+    """The largest training micro-batch (one forward) on one process.
 
     Args:
         in_tokens: whether samples have a length in tokens.
@@ -381,13 +381,13 @@ def train_micro_batch(config: RunConfig, world: Distributed, in_tokens: bool) ->
 
 
 def _rows_for_stages(config: RunConfig, world: Distributed) -> int | None:
-    """At most so many rows, that a pipeline has four micro-batches for each stage: it then idles a fifth or less."""
+    """The most rows per micro-batch that leave a pipeline four micro-batches per stage: it idles a fifth or less."""
     stages = config.parallel.pipeline
     return max(1, config.train.global_batch // world.data.size // (4 * stages)) if stages > 1 else None
 
 
 def eval_micro_batch(config: RunConfig, in_tokens: bool) -> MicroBatchSize:
-    """What one forward of an evaluation takes on one process: it does not depend on how many there are."""
+    """The largest evaluation micro-batch on one process; it does not depend on the number of processes."""
     if config.eval.micro_batch is not None:
         return MicroBatchSize(rows=config.eval.micro_batch)
     if config.train.micro_batch_tokens is not None:

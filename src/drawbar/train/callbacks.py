@@ -1,7 +1,7 @@
 """drawbar's own callbacks: logging, evaluation with early stopping, saving, profiling.
 
 The trainer calls them before the user's, in the order they are listed: a save comes before the evaluation of its step,
-which may fail, and what the evaluation came to is added to the checkpoint.
+which may fail; the scores are then added to the checkpoint.
 """
 
 import math
@@ -48,7 +48,7 @@ class StatusCallback(Callback):
         self._write(run, "failed")
 
     def _write(self, run: RunHandle, state: RunState) -> None:
-        with suppress(OSError):  # such as of a full disk: what must be written will say so
+        with suppress(OSError):  # such as a full disk: writing the checkpoint or the metrics will report it
             write_run_status(run.run_dir, state, run.step, run.total_steps)
 
 
@@ -97,7 +97,7 @@ class LogCallback(Callback):
 
 
 def check_finite(info: StepInfo, saver: Saver) -> None:
-    """Stop a run whose loss or gradient is lost, before it overwrites a good checkpoint."""
+    """Stop a run whose loss or gradient norm is not finite, before it overwrites a good checkpoint."""
     found = {"loss": float(info.result.loss)}
     if not info.result.skipped:  # fp16 overflowed, and no harm was done
         found["gradient norm"] = float(info.result.grad_norm)
@@ -120,7 +120,7 @@ class EvaluateCallback(Callback):
     """Evaluation every few steps and at the end, never twice at one step; keeps the best score, and stops early.
 
     Args:
-        evaluate: None instead of an evaluation that was given up for a signal: it is made when the run goes on.
+        evaluate: runs it; returns None if a signal interrupted it: it is repeated when the run resumes.
         announce: calls ``on_evaluate`` of all callbacks.
     """
 

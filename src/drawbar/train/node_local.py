@@ -1,7 +1,7 @@
-"""Runs whose nodes have disks of their own: each has a run directory, and writes every checkpoint whole.
+"""Runs whose nodes share no disk: each node has its own run directory, and writes complete checkpoints to it.
 
-So the run survives the loss of a node, of the first one, too. When it goes on, with its nodes in another order or with
-new ones among them, every disk says what it has: the newest checkpoint counts, and goes to the disks that lack it.
+So the run survives the loss of any node, the first included. On resume, when nodes may be reordered or replaced, the
+newest checkpoint found on any disk is used, and is copied to the disks that lack it.
 """
 
 import uuid
@@ -30,7 +30,7 @@ _RUN_FILES = (
     "tracking/*.json",
     f"checkpoints/{BEST_FILE}",
 )
-"""What goes with the checkpoints."""
+"""Files of the run that are copied between disks together with the checkpoints."""
 _LOOKING = "looking for the newest checkpoint"
 _COPYING = "copying the run to the disks that lack it"
 
@@ -58,18 +58,18 @@ class _Offer:
     step: int
     """-1 for none."""
     checkpoints: dict[Path, tuple[bytes, list[str]]]
-    """The newest and the best one: their manifests, of which equal ones mean equal checkpoints, and all their files."""
+    """By folder, newest and best checkpoint: its manifest (equal manifests: equal checkpoints) and its file names."""
     files: dict[Path, FileEntry]
     """The others of the run."""
 
     @property
     def worth(self) -> tuple[int, int]:
-        """The larger, the better. Of equal checkpoints, the one of rank 0's disk has all metrics with it."""
+        """Sort key, larger is better: newest step, then size of ``metrics.jsonl``, complete on rank 0's disk."""
         return self.step, max((file.size for path, file in self.files.items() if path.name == _METRICS), default=0)
 
 
 def look_at_disks(folder: Path, world: Distributed) -> Disks:
-    """Which nodes see the same ``folder``: each writes there, and looks for what those before it wrote.
+    """Find which nodes share ``folder``: each creates a file in it, and looks for those of nodes with lower ranks.
 
     Raises:
         UserError: a node cannot write there.
@@ -166,7 +166,7 @@ def _complete(offer: _Offer, best: _Offer, source: int, target: int, world: Dist
 
 
 def _send(names: list[str], source: int, target: int, world: Distributed, folder: Path) -> None:
-    """Send what is in ``folder`` on the one rank, to a new ``folder`` on the other."""
+    """Copy the files ``names`` of ``folder`` on rank ``source`` into a new ``folder`` on rank ``target``."""
     if world.rank == target:
         folder.mkdir()
     for name in names:

@@ -1,4 +1,4 @@
-"""The run directory: who may open it, and where a run goes on from."""
+"""The run directory: locking it, and finding the checkpoint to resume from."""
 
 import errno
 import fcntl
@@ -24,7 +24,7 @@ from drawbar.util.atomic_files import write_durably
 
 LOCK_FILE = ".lock"
 _NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
-"""What flock raises on a file system that has none."""
+"""Error numbers that flock raises on a file system without locks."""
 CONFIG_DRAFT = "config.yaml.tmp"
 """What a process that was killed may leave behind: see ``write_durably``."""
 
@@ -34,24 +34,24 @@ class RunStart:
     """Where a run begins."""
 
     checkpoint: Path | None = None
-    """What it goes on from; None for step 0."""
+    """The checkpoint to resume or fork from; None to start at step 0."""
     forked: bool = False
     """The checkpoint is another run's, and the configuration may differ from that run's."""
     unusable: Mapping[Path, Unusable] = field(default_factory=dict)
-    """What is to be set aside before the run goes on, and why."""
+    """Unusable checkpoints, to be moved aside before the run resumes, each with the reason."""
     changed_length: Sequence[Difference] = ()
-    """What is new in how long the run trains."""
+    """Settings of the training length (steps, epochs) that differ from those stored in the run directory."""
     refusal: UserError | None = None
     """Why the run cannot begin: it has checkpoints, and none can be used. Another node's disk may have a better one."""
     eval_mode: str | None = None
-    """Which score the run has taken for the better one until now; None for a run that does not exist yet."""
+    """The ``eval.mode`` stored in the run directory; None for a run that does not exist yet."""
 
 
 def find_start(config: RunConfig, resume: str, fork: str | None) -> RunStart:
     """Decide, on rank 0 and before anything is written, where the run begins.
 
     Args:
-        resume: ``auto`` (go on where the run directory's newest complete checkpoint ends), ``never``, or a checkpoint.
+        resume: ``auto`` (resume from the run directory's newest complete checkpoint), ``never``, or a checkpoint.
         fork: a new run's name: begin from this run's checkpoint, with a configuration that may differ.
 
     Raises:
@@ -91,7 +91,7 @@ def _find(config: RunConfig, resume: str) -> RunStart:
     if resume == "auto":
         return RunStart(found.newest, unusable=found.unusable, changed_length=changed, refusal=refusal)
     chosen = checkpoints.resolve(resume).resolve()
-    if chosen.parent != checkpoints.path.resolve():  # where the run began: the same command again goes on with it
+    if chosen.parent != checkpoints.path.resolve():  # the checkpoint the run began from: a repeated command resumes it
         return RunStart(found.newest or chosen, unusable=found.unusable, changed_length=changed)
     if refusal is not None:
         raise refusal
@@ -105,8 +105,8 @@ def _find(config: RunConfig, resume: str) -> RunStart:
 
 
 def _refusal(found: Survey, folder: Path) -> UserError | None:
-    """Why a run must not go on by itself: it would lose what it cannot read. Damaged checkpoints with an intact one
-    before them are no reason."""
+    """Why a run must not resume automatically: it would lose checkpoints that it cannot read. Damaged ones are no
+    reason if an older one is intact."""
     newer = [reason for reason in found.unusable.values() if isinstance(reason, OtherFormat)]
     if found.newest is not None:
         if not newer:

@@ -112,10 +112,10 @@ class Saver:
         self._writer.submit(partial(self._write, progress.step, *best, partial(self._directory.write, snapshot)))
 
     def _write(self, step: int, best_step: int | None, best_score: float | None, write: Callable[[], None]) -> None:
-        """In the background: write the checkpoint of a step, or amend it, and what follows from that."""
+        """Runs in the background thread: write or amend a step's checkpoint, mark the best one, delete old ones."""
         try:
-            with suppress(OSError):  # no metrics are a reason to lose a checkpoint
-                sync(self._metrics)  # first: a run that goes on from this step does not write these lines again
+            with suppress(OSError):  # a failing metrics file must not cost a checkpoint
+                sync(self._metrics)  # first: a run that resumes from this step does not write these lines again
             write()
             protected = {step}
             if self._config.keep_best and best_step is not None and best_score is not None:
@@ -130,7 +130,7 @@ class Saver:
             raise
 
     def wait(self) -> None:
-        """Until the newest save is on every disk. Every rank must call it, and raises what went wrong with any save."""
+        """Wait until the newest save is on every disk. Every rank must call it, and raises the error of any save."""
         with self._world.together(self._writing):  # those that write nothing wait here, and not in a collective
             self._writer.wait()
             error = self._explained(self._writer.take_error())
@@ -141,7 +141,7 @@ class Saver:
             raise error
 
     def close(self) -> None:
-        """Until what this rank writes is on its disk; then end the background thread. Raises what went wrong."""
+        """Wait until this rank's writes are on its disk, then end the background thread. Raises the error of a save."""
         with self._world.working(self._writing):
             self._writer.close()
             error = self._explained(self._writer.take_error())
@@ -149,7 +149,7 @@ class Saver:
             raise error
 
     def _explained(self, error: BaseException | None) -> BaseException | None:
-        """Add to what went wrong what there is to go on from: a later save may have succeeded."""
+        """The error, its text extended by the checkpoints to resume from: a later save may have succeeded."""
         if not isinstance(error, UserError):
             return error
         what = f"{error.what}. {self._directory.standing()}"
@@ -234,7 +234,7 @@ def restore_position(
     if forked:
         progress.best_step = progress.best_score = None
         progress.evaluations_since_best = 0
-        progress.evaluated_step = progress.step  # its first evaluation comes after steps of its own
+        progress.evaluated_step = progress.step  # a fork is not evaluated before its own first step
     if values["world_size"] != world.size:
         logger.info("saved by %d processes, resumed by %d", values["world_size"], world.size)
     logger.info("resumed from %s at step %d", checkpoint, progress.step)
@@ -254,7 +254,7 @@ def _check_validation(saved: str | None, validation: Split | None) -> None:
 
 
 def _with_lanes(data: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
-    """A position with the lanes and blocks of its stream; older checkpoints leave them to their run's configuration."""
+    """The data position with its stream's lanes and block size, which older checkpoints lack: read from config.yaml."""
     if "cursor" not in data:  # no stream
         return data
     path = checkpoint.resolve().parent.parent / "config.yaml"

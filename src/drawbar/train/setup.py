@@ -40,8 +40,8 @@ WRAPS_TEXTS = "wraps_texts"
 
 
 def build_task(task_type: type[Task], config: RunConfig, world: Distributed, origin: Path) -> Task:
-    """The task with its tokenizer and the metadata of its data: those of the run directory ``origin``, which the
-    weights come from, where there is one; else made once, on rank 0, for all.
+    """The task with its tokenizer and dataset metadata: loaded from ``origin``, the run directory that the weights come
+    from, if it has them; otherwise built once on rank 0 and sent to all ranks.
 
     Raises:
         UserError: a method of the task fails, or finds metadata that are no plain values.
@@ -66,8 +66,8 @@ def build_task(task_type: type[Task], config: RunConfig, world: Distributed, ori
 
 
 def _saved(task: Task, origin: Path) -> Any:
-    """The tokenizer of a run. That of a run in which the task wrapped texts is made to wrap them so itself, and a chat
-    template that was given since takes the place of its own."""
+    """The saved tokenizer of a run. In older runs the task added special tokens; now the tokenizer is set up to do so.
+    A chat template that was configured since then replaces the saved one."""
     tokenizer = load_tokenizer(str(origin / "tokenizer"))
     if not isinstance(task, PretrainedTask):
         return tokenizer
@@ -139,7 +139,7 @@ def count_steps(config: TrainSection, steps_per_epoch: int | None) -> int:
 
 
 def log_changed_length(changed: Sequence[Difference], made: int, total_steps: int, optim: OptimSection) -> None:
-    """Say that a run goes on to another last step than the one that it began with, and what that does."""
+    """Log that a resumed run trains to a different last step than it began with, and what follows from that."""
     if not changed or made >= total_steps:
         return
     what = ", ".join(f"{one.key} was {show(one.old)} and is now {show(one.new)}" for one in changed)
@@ -196,7 +196,7 @@ def check_base(snapshot: Snapshot, engine: Engine) -> None:
     """Refuse adapters on a pretrained model that is not the one they were trained on: a checkpoint holds nothing of it.
 
     Raises:
-        UserError: its weights are others, or one that it does not have is not in the checkpoint either.
+        UserError: its weights differ, or a parameter that its files lack is missing from the checkpoint, too.
     """
     if engine.base is None:
         return

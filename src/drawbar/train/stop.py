@@ -45,9 +45,9 @@ _REASONS = dict.fromkeys(REQUEUE, Reason.REQUEUE) | dict.fromkeys(INTERRUPT, Rea
 
 
 class Stop:
-    """While it is entered, a first signal asks for a stop after this step; a second one ends the process at once.
+    """As a context manager: a first signal requests a stop after this step; a second one ends the process at once.
 
-    Until :meth:`begin`, when there is nothing to save, so does the first.
+    Before :meth:`begin`, while there is nothing to save, the first signal already ends the process at once.
     """
 
     def __init__(self, world: Distributed) -> None:
@@ -66,7 +66,7 @@ class Stop:
 
     @property
     def may_go_on(self) -> bool:
-        """Whether the run was stopped before its end, and the same command goes on with it."""
+        """Whether the run was stopped before its end, so that the same command resumes it."""
         return self.exit_code is not ExitCode.DONE or self.reason is Reason.CALLBACK
 
     @property
@@ -76,7 +76,7 @@ class Stop:
 
     def fail(self, error: UserError) -> None:
         """Stop for an error, once this step is saved. The first one counts."""
-        error.exit_code = ExitCode.FAILED  # whatever it is: the request was good enough to train
+        error.exit_code = ExitCode.FAILED  # whatever code it had: the settings were valid, as training has begun
         self._error = self._error or error
         self.request(Reason.FAILED)
 
@@ -87,7 +87,7 @@ class Stop:
 
     def request(self, reason: Reason) -> None:
         """Any thread or signal handler may call it."""
-        self._wanted.append(reason)  # one operation: nothing can come between, and be lost
+        self._wanted.append(reason)  # atomic: a signal handler cannot interrupt it and lose a request
 
     def agreed(self) -> bool:
         """Whether any rank wants to stop. Every rank must call it at the same step, and gets the same answer."""
@@ -116,7 +116,7 @@ class Stop:
         is_first = self._told is None
         may_echo = has_launcher() or received in REQUEUE  # a person who presses Ctrl-C twice means it
         is_echo = may_echo and self._told is not None and now - self._told < ECHO_SECONDS
-        # where a rank is gone, it is not the scheduler's: the launcher ends what is left of a failed run
+        # after a rank has died, the signal is not the scheduler's but the launcher's, which ends the other ranks
         lost_a_rank = self._world.lost_a_rank()
         if (lost_a_rank and not self._world.is_busy()) or not (is_first or is_echo):
             signal.signal(received, signal.SIG_DFL)

@@ -127,7 +127,7 @@ class Trainer:
                 self._lock.close()
 
     def _warn_of_one_process(self, device: torch.device) -> None:
-        """Where a script or a notebook asks for several: it is the commands that start them."""
+        """Warn a script or notebook whose ``launch.nproc`` asks for several processes: only the commands start them."""
         wanted = self.config.launch.nproc
         if wanted == "auto":
             one = device.type != "cuda" or self.config.parallel.features.one_process
@@ -206,7 +206,7 @@ class Trainer:
         return find_start(self.source, self.resume, self.fork)
 
     def _open(self, task: Task, engine: Engine, world: Distributed, disks: Disks, start: RunStart) -> None:
-        """Only now, with everything ready to train, does the run directory come into being, or change."""
+        """Create or update the run directory; called only once everything is ready to train."""
         folder = self.config.run_dir
         checkpoints = CheckpointDirectory(folder / "checkpoints")
         world.barrier("loading the checkpoint")  # cleaning up may rename it
@@ -217,7 +217,7 @@ class Trainer:
                 check_space(folder, required_bytes(engine.checkpoint_bytes, self.config.checkpoint.keep, saved))
                 folder.mkdir(parents=True, exist_ok=True)
                 self._lock = self._lock or lock_run_dir(folder)
-                write_config(self.config)  # first: from here on the same command goes on with what it finds
+                write_config(self.config)  # first: from here on the same command resumes this run
                 save_task(task, folder)
                 checkpoints.clean()
         open_log_file(folder, world.rank)
@@ -296,7 +296,7 @@ class _Run:
         self.console.start(self.total_steps, self.progress.step)
         for callback in self.callbacks:
             callback.on_train_start(self.handle)
-        if not self.stop.agreed():  # after an evaluation that the run still owed
+        if not self.stop.agreed():  # a stop requested in on_train_start, which may run an overdue evaluation
             self.stop.begin()
             for step, micro_batches in self.loader.steps(self.progress.step, self.total_steps):
                 self.world.note(f"step {step}")

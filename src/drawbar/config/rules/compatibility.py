@@ -25,8 +25,8 @@ class Feature:
     settings: Mapping[str, Any]
     """Values by dotted key."""
     kind: Kind = "other"
-    """Of what is laid out over ranks: strategies and degrees are tried together, variants of them alone, and what
-    DeepSpeed does apart."""
+    """For parallel layouts: strategies and degrees are tested in combination, their variants one at a time, and
+    DeepSpeed's features separately."""
 
 
 def _fsdp(**settings: Any) -> dict[str, Any]:

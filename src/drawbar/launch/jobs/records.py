@@ -48,7 +48,7 @@ class JobRecord:
     sweep: str | None = None
     """Of an element: the name of the whole, which is that of the job, too."""
     settings: tuple[str, ...] = ()
-    """Of an element: what it has of its own."""
+    """For an element of a sweep: the settings that only it has."""
     launcher: str = "slurm"
     """By name. Records of older versions are all Slurm's."""
 
@@ -150,7 +150,7 @@ def find(what: str) -> list[JobRecord]:
 
 
 def _newest(records: list[JobRecord], fits: Callable[[JobRecord], bool]) -> list[JobRecord]:
-    """Of the job that was submitted last, what fits. Numbers come again, after years or on other clusters."""
+    """The matching records of the job submitted last: job numbers are reused, after years or on other clusters."""
     fitting = [record for record in records if fits(record)]
     if not fitting:
         return []

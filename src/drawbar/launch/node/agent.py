@@ -55,7 +55,7 @@ def run_processes(
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc)))
     os.environ[LAUNCHER] = str(os.getpid())
-    logging.disable()  # we say it in our own words
+    logging.disable()  # drawbar prints its own messages instead of torch's
     with tempfile.TemporaryDirectory(prefix="drawbar-") as folder:
         status = Path(folder) / "status"
         os.environ[STATUS_FILE] = str(status)
@@ -92,7 +92,7 @@ def _launch_config(rendezvous: Rendezvous, nproc: int, timeout: float, log_dir: 
         max_restarts=0,
         monitor_interval=0.1,
         logs_specs=DefaultLogsSpecs(log_dir=log_dir),
-        signals_to_handle="SIGQUIT",  # the others are ours
+        signals_to_handle="SIGQUIT",  # drawbar handles the other signals itself
         shutdown_timeout=_SAVE_SECONDS,
     )
 
@@ -164,7 +164,7 @@ def _time_of(failure: ProcessFailure) -> float:
 def report_failure(error: BaseException) -> bool:
     """Leave the error where the elastic launcher looks for it; False where there is no such launcher."""
     if lost_peer := _lost_a_peer(error):
-        time.sleep(2)  # let the launcher see first the rank that it was lost by: it ends this one, too
+        time.sleep(2)  # let the launcher first notice the rank that died: it then ends this one, too
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
         return False

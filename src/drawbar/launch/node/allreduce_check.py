@@ -17,7 +17,7 @@ from drawbar.runtime.log import logger
 
 SECONDS = 60.0
 _BYTES = {"cuda": 64 * 2**20, "cpu": 2**20}
-"""Of the tensor that is summed: enough to be slowed by the network alone, and no more than it takes a moment to sum."""
+"""Size of the summed tensor: large enough to be limited by the network alone, small enough to take only a moment."""
 _POLL = 0.02
 
 

@@ -29,12 +29,12 @@ from drawbar.launch.node.node_facts import NodeFacts, Verdict, collect_facts, ju
 from drawbar.launch.node.rendezvous import Rendezvous
 
 LOST_SECONDS = 60
-"""Without a sign of life, after which a node is lost and the others end."""
+"""Seconds without a heartbeat after which a node counts as lost and the others end."""
 _POLL, _BEAT = 0.05, 1.0
 _LINGER_SECONDS = 5.0
 """Seconds that the first node keeps the store up, so that the others can read a failed verdict."""
 _SUSPICION = 5
-"""Seconds without a sign of life, where a rank has lost its connection to another."""
+"""Seconds without a heartbeat after which a node is reported, once a rank has lost its connection to a peer."""
 _ATTEMPT = 5
 """Seconds for one try to connect, and for an answer of the store."""
 
@@ -226,7 +226,7 @@ class NodeWatch:
         while not self._over.wait(_BEAT):
             try:
                 if store is None:
-                    store = _reconnect(self._rendezvous)  # of its own: a call of the main thread may take long
+                    store = _reconnect(self._rendezvous)  # own connection: calls of the main thread may block
                 store.set(f"beat/{self._rendezvous.node}", str(self._beats))
                 silent = {node for node in self._silent if not self._is_there(store, node)}
                 self._end_with_first_node(store)

@@ -15,7 +15,7 @@ import torch
 CLOCK_SECONDS = 5.0
 """Clocks that differ by more are told of: times in logs and files then mislead, but nothing breaks."""
 USED_SHARE, FULL_SHARE = 0.05, 0.9
-"""Of a GPU's memory that others hold: worth telling; and too much for any run."""
+"""Shares of a GPU's memory in use by other processes: from the first on a warning, from the second on an error."""
 _PATIENCE = 20
 """Seconds for nvidia-smi, which hangs where the driver does."""
 

@@ -17,7 +17,7 @@ class NetworkRoute:
     address: str
     """Its own, on that route."""
     interface: str | None
-    """None where no interface has the address as its first."""
+    """The interface with that address; None if no interface has it as its first address."""
     variables: dict[str, str]
     """What to set so that gloo and NCCL take the same route."""
 

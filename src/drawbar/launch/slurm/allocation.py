@@ -23,7 +23,7 @@ class Allocation:
     gpus_per_node: int | None
     """Of the node that has fewest."""
     cpus_per_task: int | None
-    """All that it has on each node."""
+    """All CPUs that the allocation has on each node (on the one with the fewest)."""
     uneven: str = ""
     """How many GPUs each node has, where these are not equally many."""
 

@@ -55,10 +55,10 @@ class SshLauncher(Launcher):
         return f"cluster.hosts={json.dumps(names)}", f"cluster.nodes={len(hosts)}", f"launch.nproc={processes}"
 
     def _with_slots(self, config: RunConfig, program: str | None, hosts: list[Host]) -> list[Host]:
-        """The hosts, each with its slots where those depend on its GPUs and nothing says how many it has.
+        """The hosts; where slots depend on GPUs and are not given, each host is asked for its number of GPUs.
 
         Raises:
-            UserError: a host of which nothing says it does not, either.
+            UserError: a host without given slots does not report its number of GPUs.
         """
         cluster = config.cluster or ClusterSection()
         unknown = [host for host in hosts if host.slots is None]
