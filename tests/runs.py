@@ -1,7 +1,7 @@
 """What the tests of whole runs share: making a run in this process, and reading its losses and weights."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import chdir
 from pathlib import Path
 
@@ -17,13 +17,18 @@ Fit = Callable[..., Outcome]
 
 
 def fit_in(
-    project: Path, *settings: str, task: type[Task] | None = None, resume: str = "auto", fork: str | None = None
+    project: Path,
+    *settings: str,
+    task: type[Task] | None = None,
+    resume: str = "auto",
+    fork: str | None = None,
+    callbacks: Sequence[drawbar.Callback] = (),
 ) -> Outcome:
     """What ``drawbar train config.yaml SETTINGS`` does in ``project``, in this process: less than a second."""
     torch.set_num_threads(1)  # tiny tensors: threads would only wait for one another
     with chdir(project):
         loaded = drawbar.load_config("config.yaml", settings, task.Config if task else None)
-        return drawbar.Trainer(loaded.config, task, resume=resume, fork=fork).fit()
+        return drawbar.Trainer(loaded.config, task, resume=resume, fork=fork, callbacks=callbacks).fit()
 
 
 def metrics(run: Path) -> list[dict[str, float]]:

@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import chdir, contextmanager
 from pathlib import Path
 from typing import Any
@@ -76,11 +76,13 @@ def come_together(folder: Path, rank: int) -> None:
     wait_until(lambda: (folder / f"here-{1 - rank}").exists(), "the other rank")
 
 
-def fit(task: type[drawbar.CausalLM], *settings: str) -> int:
+def fit(task: type[drawbar.CausalLM], *settings: str, callbacks: Sequence[drawbar.Callback] = ()) -> int:
     torch.set_num_threads(1)
     loaded = drawbar.load_config("config.yaml", ["parallel.strategy=ddp", *settings], task.Config)
     launch = loaded.config.launch.model_copy(update={"timeout": TIMEOUT})
-    return drawbar.Trainer(loaded.config.model_copy(update={"launch": launch}), task).fit().exit_code
+    return (
+        drawbar.Trainer(loaded.config.model_copy(update={"launch": launch}), task, callbacks=callbacks).fit().exit_code
+    )
 
 
 def train_slowly(folder: str) -> int:
@@ -95,6 +97,37 @@ def test_what_rank_0_does_for_all_takes_as_long_as_it_takes(tmp_path: Path) -> N
     assert run_ranks(train_slowly, 2, str(tmp_path), env={"TORCHELASTIC_RUN_ID": "1"}) == [0, 0]
     assert CheckpointDirectory(run / "checkpoints").steps() == [2, 3]
     assert any("eval/validation/loss" in line for line in metrics(run))
+
+
+class SlowThenFails(drawbar.Callback):
+    """Takes long on rank 0 alone, fails on rank 1 alone, and needs all ranks to end."""
+
+    def on_step(self, run: drawbar.RunHandle, info: drawbar.StepInfo) -> None:
+        if info.step == 1 and run.rank == 0:
+            time.sleep(SLOW)
+        if info.step == 2 and run.rank == 1:
+            raise RuntimeError("for the test")
+
+    def on_train_end(self, run: drawbar.RunHandle) -> None:
+        torch.distributed.all_reduce(torch.ones(()))
+
+
+def call_back_slowly(folder: str) -> str:
+    """The error of the run."""
+    come_together(Path(folder), RankInfo.from_environment().rank)
+    try:
+        with chdir(folder):
+            fit(drawbar.CausalLM, "checkpoint.every=null", callbacks=[SlowThenFails()])
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_a_callback_may_be_slow_on_one_rank_and_is_called_on_none_once_it_failed(tmp_path: Path) -> None:
+    run = make_project(tmp_path) / "runs" / "tiny"
+    for error in run_ranks(call_back_slowly, 2, str(tmp_path), env={"TORCHELASTIC_RUN_ID": "1"}):
+        assert "the callback SlowThenFails.on_step on rank 1 failed: RuntimeError: for the test" in error
+    assert CheckpointDirectory(run / "checkpoints").steps() == [2]
 
 
 def stop_with_a_slow_disk(folder: str) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 from drawbar.config.io.user_modules import cause, find_class, make_with_options
 from drawbar.config.schema.run_config import RunConfig
+from drawbar.distributed.process_group import Distributed
 from drawbar.errors import UserError
 from drawbar.runtime.log import log_to_file, logger
 from drawbar.train.step import RunProgress, StepInfo
@@ -114,12 +115,15 @@ def check_callbacks(callbacks: Sequence[object]) -> None:
 
 
 class GuardedCallback(Callback):
-    """A callback of the user, whose first error is logged and stops the run, once it is saved."""
+    """A callback of the user, whose first error is logged and stops the run, once it is saved. It may take one rank any
+    time: the others wait."""
 
-    def __init__(self, callback: Callback, stop: Stop) -> None:
+    def __init__(self, callback: Callback, stop: Stop, world: Distributed) -> None:
         self._callback = callback
         self._stop = stop
-        self._failed = False
+        self._world = world
+        self.failed = False
+        """It is not called again."""
 
     def on_train_start(self, run: RunHandle) -> None:
         self._call("on_train_start", run)
@@ -140,13 +144,15 @@ class GuardedCallback(Callback):
         self._call("on_train_end", run)
 
     def _call(self, event: str, run: RunHandle, *arguments: Any) -> None:
-        if self._failed:
+        if self.failed:
             return
+        name = f"{type(self._callback).__name__}.{event}"
         try:
-            getattr(self._callback, event)(run, *arguments)
+            with self._world.working(f"the callback {name}"):
+                getattr(self._callback, event)(run, *arguments)
         except Exception as error:  # noqa: BLE001 - it costs no step
-            self._failed = True
-            name = f"{type(self._callback).__name__}.{event}" + (f" on rank {run.rank}" if run.world_size > 1 else "")
+            self.failed = True
+            name += f" on rank {run.rank}" if run.world_size > 1 else ""
             failure = UserError(
                 f"the callback {name} failed: {cause(error)}",
                 where="callbacks",
@@ -156,3 +162,11 @@ class GuardedCallback(Callback):
             logger.warning("the callback %s failed: the run saves, and ends", name)
             log_to_file("".join(traceback.format_exception(error)).rstrip())
             self._stop.fail(failure)
+
+
+def share_failures(callbacks: Sequence[GuardedCallback], world: Distributed) -> None:
+    """A callback that failed on one rank is called on none any more: it may wait there for what that rank would send.
+    Every rank calls this."""
+    for failed in world.share([callback.failed for callback in callbacks]):
+        for callback, has_failed in zip(callbacks, failed, strict=False):  # a rank may have callbacks of its own
+            callback.failed = callback.failed or has_failed

@@ -16,7 +16,7 @@ from drawbar.data.loader import Loader
 from drawbar.distributed.process_group import Distributed
 from drawbar.errors import ExitCode, UserError
 from drawbar.evaluation.scoring import Evaluation, EvaluationFailed, unknown_metric, write_results
-from drawbar.launch.jobs.run_status import RunState, write_run_status
+from drawbar.launch.jobs.run_status import RunState, RunStatus, write_run_status
 from drawbar.runtime.log import log_to_file, logger
 from drawbar.tracking.console import Console
 from drawbar.tracking.meters import Throughput, peak_memory
@@ -28,11 +28,15 @@ from drawbar.train.stop import Reason, Stop
 
 
 class StatusCallback(Callback):
-    """``status.json`` of the run, for those who look at it from outside. Rank 0 alone has it."""
+    """``status.json`` of the run, for those who look at it from outside. Rank 0 alone has it.
 
-    def __init__(self, every: int, stop: Stop) -> None:
+    Args:
+        is_complete: whether nothing is left to do.
+    """
+
+    def __init__(self, every: int, is_complete: Callable[[], bool]) -> None:
         self._every = every
-        self._stop = stop
+        self._is_complete = is_complete
 
     def on_train_start(self, run: RunHandle) -> None:
         self._write(run, "training")
@@ -42,10 +46,16 @@ class StatusCallback(Callback):
             self._write(run, "training")
 
     def on_train_end(self, run: RunHandle) -> None:
-        self._write(run, "stopped" if self._stop.may_go_on else "complete")
+        self._write(run, "complete" if self._is_complete() else "stopped")
 
     def on_exception(self, run: RunHandle, error: Exception) -> None:
         self._write(run, "failed")
+
+    def on_nothing_left(self, run: RunHandle) -> None:
+        """The run was complete when this process began; the one before it may not have lived to say so."""
+        known = RunStatus.read(run.run_dir)
+        if known is not None and known.state != "complete":
+            self._write(run, "complete")
 
     def _write(self, run: RunHandle, state: RunState) -> None:
         with suppress(OSError):  # such as a full disk: writing the checkpoint or the metrics will report it

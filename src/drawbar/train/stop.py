@@ -65,11 +65,6 @@ class Stop:
         return _EXIT_CODES.get(self.reason, ExitCode.DONE)
 
     @property
-    def may_go_on(self) -> bool:
-        """Whether the run was stopped before its end, so that the same command resumes it."""
-        return self.exit_code is not ExitCode.DONE or self.reason is Reason.CALLBACK
-
-    @property
     def wanted(self) -> bool:
         """Whether this rank wants to stop; the others may not know yet."""
         return max(self._wanted) > Reason.SAVE

@@ -36,7 +36,14 @@ from drawbar.tracking.tracker import TrackedRun
 from drawbar.tracking.trackers import Trackers, make_trackers
 from drawbar.train.batches import Opened, eval_micro_batch, first_samples, load_data, make_augment, open_data
 from drawbar.train.best import check_mode, settle_mode
-from drawbar.train.callback import Callback, GuardedCallback, RunHandle, check_callbacks, make_callbacks
+from drawbar.train.callback import (
+    Callback,
+    GuardedCallback,
+    RunHandle,
+    check_callbacks,
+    make_callbacks,
+    share_failures,
+)
 from drawbar.train.callbacks import (
     EvaluateCallback,
     LogCallback,
@@ -54,7 +61,7 @@ from drawbar.train.rundir import RunStart, find_start, lock_run_dir, renamed, wi
 from drawbar.train.saver import Saver, formats_as_begun, restore_engine, restore_position
 from drawbar.train.setup import build_task, count_steps, explain_chat_label_change, log_changed_length, save_task
 from drawbar.train.step import RunProgress, StepInfo
-from drawbar.train.stop import Stop
+from drawbar.train.stop import Reason, Stop
 
 
 @dataclass(frozen=True)
@@ -251,15 +258,15 @@ class _Run:
 
     def train(self) -> None:
         """Train, unless the run is complete."""
-        made_all = self.progress.step >= self.total_steps
-        owes = self.validation is not None and owes_evaluation(self.config.eval, self.progress, last=made_all)
-        if (made_all and not owes) or out_of_patience(self.config.eval, self.progress):
-            early = "" if made_all else ", and stopped early"
+        if self._is_complete():
+            if self.world.first:
+                StatusCallback(self.config.tracking.log_every, self._is_complete).on_nothing_left(self.handle)
+            early = "" if self._made_all else ", and stopped early"
             self.console.message(f"{self.config.run.name} is complete: it has made {self.progress.step} steps{early}")
             return
         resume_step = self.progress.step or None  # without a checkpoint, step 0 is evaluated anew, too
         settings = self.config.model_dump(mode="json")
-        self.trackers.start(TrackedRun(self.config.run_dir, settings, resume_step, evaluated=not owes))
+        self.trackers.start(TrackedRun(self.config.run_dir, settings, resume_step, evaluated=not self._owes_evaluation))
         try:
             self._train()
         except Exception as error:
@@ -271,14 +278,27 @@ class _Run:
                 self.trackers.finish()
         self.console.message(self._farewell())
 
+    @property
+    def _made_all(self) -> bool:
+        return self.progress.step >= self.total_steps
+
+    @property
+    def _owes_evaluation(self) -> bool:
+        return self.validation is not None and owes_evaluation(self.config.eval, self.progress, last=self._made_all)
+
+    def _is_complete(self) -> bool:
+        """Whether nothing is left to do: all steps are made, and evaluated, or the run stopped early."""
+        return (self._made_all and not self._owes_evaluation) or out_of_patience(self.config.eval, self.progress)
+
     def _train(self) -> None:
         saver = Saver(
             self.config, self.engine, self.loader, self.world, self.disks, self.stop, self.progress, self.validation
         )
         with closing(saver):  # a save that has begun is finished, even where a step fails
             self.callbacks += self._own_callbacks(saver)
-            self.callbacks += [GuardedCallback(callback, self.stop) for callback in self.user_callbacks]
-            self._loop()
+            guarded = [GuardedCallback(callback, self.stop, self.world) for callback in self.user_callbacks]
+            self.callbacks += guarded
+            self._loop(guarded)
         failure = self.stop.failure()
         if failure is not None:
             raise failure
@@ -286,12 +306,12 @@ class _Run:
     def _farewell(self) -> str:
         """The last line: where the run is, and what it came to."""
         step, best = self.progress.step, self.progress.best_step
-        if self.stop.may_go_on:
+        if not self._is_complete():
             return f"{self.config.run_dir}: saved at step {step}; the same command goes on from there"
         score = f"; best {self.config.eval.metric}: {self.progress.best_score:.4g}, at step {best}" if best else ""
         return f"{self.config.run_dir}: {step:,} steps made{score}"
 
-    def _loop(self) -> None:
+    def _loop(self, guarded: Sequence[GuardedCallback]) -> None:
         """The loop, the same for every strategy."""
         self.console.start(self.total_steps, self.progress.step)
         for callback in self.callbacks:
@@ -307,6 +327,8 @@ class _Run:
                     callback.on_step(self.handle, info)
                 if self.stop.agreed():  # signal, early stop or a failure: every rank, same step
                     break
+        if self.stop.reason >= Reason.FAILED:
+            share_failures(guarded, self.world)
         for callback in self.callbacks:
             callback.on_train_end(self.handle)
 
@@ -327,7 +349,7 @@ class _Run:
         if world.device.type == "cpu" and torch.get_num_threads() > 1:
             callbacks.append(CoreWaitCallback())
         if world.first:
-            callbacks.append(StatusCallback(log_every, stop))
+            callbacks.append(StatusCallback(log_every, self._is_complete))
         if config.tracking.profile is not None:  # first, so that a trace ends before an evaluation or a save
             callbacks.insert(0, ProfileCallback(config.tracking.profile, run_dir, world))
         return callbacks

@@ -62,7 +62,7 @@ def test_an_override_of_a_mixin_under_its_old_name_is_used() -> None:
 def test_a_static_method_is_found_under_its_old_name() -> None:
     class Static(CausalLM):
         @staticmethod
-        def num_targets(batch: Batch) -> float:  # type: ignore[override]
+        def num_targets(batch: Batch) -> float:
             return 7.0
 
     with pytest.warns(FutureWarning, match="call that"):

@@ -14,11 +14,12 @@ import pytest
 import torch
 from torch import nn
 
+from drawbar import Callback, RunHandle, StepInfo
 from drawbar.data.stream import StreamLoader
 from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
 from drawbar.errors import ExitCode, UserError
-from drawbar.launch.jobs.run_status import RunStatus
+from drawbar.launch.jobs.run_status import RunState, RunStatus, write_run_status
 from drawbar.runtime.seed import rng_state
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.causal_lm import CausalLM
@@ -114,6 +115,27 @@ def test_an_interrupted_run_goes_on(every: int, fit: Fit, project: Path) -> None
     assert [line["step"] for line in metrics(run)] == [line["step"] for line in metrics(whole)]
     for name, tensor in weights(whole, 12).items():
         assert torch.equal(tensor, weights(run, 12)[name])
+
+
+@pytest.mark.parametrize("state", ["training", "stopped", "failed"])
+def test_a_finished_run_is_complete_whatever_its_last_process_said(state: RunState, fit: Fit, run: Path) -> None:
+    fit()
+    write_run_status(run, state, 11, 12)
+    fit()
+    assert state_of(run) == ("complete", 12, 12)
+
+
+def test_a_run_that_is_told_to_stop_at_its_last_step_is_complete(
+    fit: Fit, run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class StopAtTheEnd(Callback):
+        def on_step(self, run: RunHandle, info: StepInfo) -> None:
+            if info.last:
+                run.request_stop()
+
+    fit(callbacks=[StopAtTheEnd()])
+    assert state_of(run) == ("complete", 12, 12)
+    assert "12 steps made" in capfd.readouterr().out
 
 
 def test_a_run_that_failed_before_its_first_checkpoint_begins_anew(fit: Fit, project: Path) -> None:
