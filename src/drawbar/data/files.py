@@ -6,7 +6,7 @@ import shlex
 from functools import cache
 from pathlib import Path
 
-from drawbar.config.io.user_modules import find_by_name
+from drawbar.config.io.user_modules import cause, find_by_name
 from drawbar.data.python_stdlib import PYTHON_STDLIB
 from drawbar.data.readers import READERS, FileReader, ReadOptions
 from drawbar.errors import UserError, nearest
@@ -28,14 +28,16 @@ def reader_of(path: Path, options: ReadOptions, reader: str | None, key: str) ->
         UserError: a file of an unknown kind, or no such reader.
     """
     made = _named_reader(reader, f"{key}.reader") if reader is not None else _usual_reader(path)
-    return made.open(path, options)
+    try:
+        return made.open(path, options)
+    except TypeError as error:  # it lacks a method
+        what = f"the reader {made.__name__} cannot be made: {cause(error)}"
+        raise UserError(what, where=str(path), remedy="define its methods units and decode") from error
 
 
 def _usual_reader(path: Path) -> type[FileReader]:
-    try:
-        found = _reader_of_ending(_ending(path.name))
-    except UserError:
-        found = None
+    ending = _ending(path.name)
+    found = _reader_of_ending(ending) if ending in READERS.names() else None
     if found is not None and (found.is_text or not path.name.lower().endswith(".gz")):
         return found
     unpack = UNPACKERS.get(path.suffix.lower())
