@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import drawbar
 from conftest import make_project
 from docs.pages import blocks
 from drawbar.config.strategies import find_strategy
@@ -56,3 +57,25 @@ def test_an_unknown_one_is_refused_with_what_there_is(project: Path) -> None:
     assert "there is no strategy 'compression:copressed'" in refused.err
     with pytest.raises(UserError, match="is no drawbar"):
         find_strategy("compression:build")
+
+
+@pytest.mark.parametrize(
+    ("code", "name", "what"),
+    [
+        ("raise KeyError('boom')", "own_bad:mine", "KeyError: 'boom'"),
+        ("def mine(:", "own_bad:mine", "SyntaxError"),
+        ("raise SystemExit(4)", "own_bad:mine", "ends the program when it is imported, with 4"),
+        ("mine = 5", "bad_entry", "is no drawbar.config.strategies.Strategy"),
+        ("raise KeyError('boom')", "bad_entry", "cannot be imported: KeyError: 'boom'"),
+    ],
+)
+def test_one_that_cannot_be_had_is_one_message(project: Path, code: str, name: str, what: str) -> None:
+    (project / "own_bad.py").write_text(code + "\n")
+    folder = project / "own_bad-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: own_bad\nVersion: 1.0\n")
+    (folder / "entry_points.txt").write_text("[drawbar.strategies]\nbad_entry = own_bad:mine\n")
+    with pytest.raises(UserError) as caught:
+        drawbar.load_config(project / "config.yaml", [f"parallel.strategy={name}"])
+    assert what in caught.value.what
+    sys.modules.pop("own_bad", None)

@@ -8,6 +8,7 @@ from click.testing import CliRunner, Result
 
 from drawbar.cli import group
 from drawbar.errors import ExitCode, UserError
+from drawbar.launch.launchers import get_launcher
 from harness import wait_until
 
 PAGE = Path(__file__).parents[2] / "docs" / "jobs.md"
@@ -98,3 +99,15 @@ def test_what_it_cannot_do_is_refused(at_home: Path) -> None:
         (["--hosts", "gpu1"], "exclude one another"),
     ):
         assert says in str(submit(at_home, "--to", "at_home", *option).exception)
+
+
+def test_one_that_is_no_launcher_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "no_launcher-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: no-launcher\nVersion: 1.0\n")
+    (folder / "entry_points.txt").write_text("[drawbar.launchers]\nlist = builtins:list\nbad = json:loads\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match="'list' stands for no Launcher"):
+        get_launcher("list", "--to")
+    with pytest.raises(UserError, match="the launcher 'bad' cannot be made: TypeError"):
+        get_launcher("bad", "--to")

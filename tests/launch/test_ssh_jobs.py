@@ -45,11 +45,11 @@ class SshJob:
         (project / "terminal").mkdir()
         environment = json.dumps({"PYTHONPATH": str(Path(drawbar.__file__).parents[1])})
         self.environ = {"XDG_STATE_HOME": str(project / "state")}
-        self.process: BaseProcess = self.start(
+        self.command = [
             *("submit", "config.yaml", "--hosts", "gpu1:1", f"cluster.ssh_config={sshd.config}"),
             *(f"cluster.environment={environment}", f"cluster.python={python}"),
-            output=project / "terminal",
-        )
+        ]
+        self.process: BaseProcess = self.start(*self.command, output=project / "terminal")
         wait_until(lambda: "training" in self.shown(), self.shown)
         self.number = self.status()["number"]
 
@@ -105,6 +105,13 @@ def test_a_run_over_ssh_is_a_job(ssh_job: SshJob) -> None:
 
     again = ssh_job.call("resume", "tiny", "--dry-run")
     assert again.out == (ssh_job.project / "runs" / "tiny" / "launch" / f"job-{number}.sh").read_text()
+
+
+def test_a_run_that_is_being_trained_is_not_submitted_again(ssh_job: SshJob) -> None:
+    again = run_cli(*ssh_job.command, cwd=ssh_job.project, env=ssh_job.environ)
+    assert again.code == 2
+    check_one_message(again.err, f"the run tiny is being trained now, by job {ssh_job.number}", "drawbar cancel")
+    assert ssh_job.status()["number"] == ssh_job.number
 
 
 def test_how_it_failed_is_known_afterwards(ssh_job: SshJob) -> None:

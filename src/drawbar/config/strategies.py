@@ -74,14 +74,14 @@ def find_strategy(name: str) -> Strategy:
     if name == AUTO:
         return _UNDECIDED
     module, colon, attribute = name.partition(":")
-    if not colon:
-        return STRATEGIES.get(name, "parallel.strategy")
     try:
-        found = getattr(import_user_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+        found = getattr(import_user_module(module), attribute) if colon else STRATEGIES.get(name, "parallel.strategy")
+    except UserError:
+        raise
+    except Exception as error:
         raise _no_strategy(f"there is no strategy {name!r}: {cause(error)}") from error
     if not isinstance(found, Strategy):
-        raise _no_strategy(f"{name} is no drawbar.Strategy")
+        raise _no_strategy(f"{name} is no drawbar.config.strategies.Strategy")
     return found
 
 

@@ -6,7 +6,7 @@ import shlex
 from functools import cache
 from pathlib import Path
 
-from drawbar.config.io.user_modules import find_class
+from drawbar.config.io.user_modules import cause, find_class
 from drawbar.data.python_stdlib import PYTHON_STDLIB
 from drawbar.data.readers import READERS, FileReader, ReadOptions
 from drawbar.errors import UserError, nearest
@@ -28,14 +28,17 @@ def reader_of(path: Path, options: ReadOptions, reader: str | None, key: str) ->
         UserError: a file of an unknown kind, or no such reader.
     """
     named = find_class(READERS, FileReader, reader, f"{key}.reader") if reader is not None else None
-    return (named or _usual_reader(path)).open(path, options)
+    made = named or _usual_reader(path)
+    try:
+        return made.open(path, options)
+    except TypeError as error:  # it lacks a method
+        what = f"the reader {made.__name__} cannot be made: {cause(error)}"
+        raise UserError(what, where=str(path), remedy="define its methods units and decode") from error
 
 
 def _usual_reader(path: Path) -> type[FileReader]:
-    try:
-        found = _reader_of_ending(_ending(path.name))
-    except UserError:
-        found = None
+    ending = _ending(path.name)
+    found = _reader_of_ending(ending) if ending in READERS.names() else None
     if found is not None and (found.is_text or not path.name.lower().endswith(".gz")):
         return found
     unpack = UNPACKERS.get(path.suffix.lower())

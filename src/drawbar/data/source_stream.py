@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from drawbar.config.io.user_modules import cause
 from drawbar.data.class_labels import agreed_names
 from drawbar.data.hub_dataset import HubDataset
 from drawbar.data.nested import columns_of, old_name, value_at
@@ -117,7 +118,7 @@ class SourceStream:
         for number, reader, unit in self._units_of_lane(lane, lanes, first):
             where = reader.where(unit)
             try:
-                yield number // lanes, where, self._renamed(reader.decode(unit), where)
+                yield number // lanes, where, self._renamed(_decoded(reader, unit, where), where)
             except BadRecord as error:
                 if not self._skip_bad:
                     remedy = f"{error.remedy}; or leave bad records out: data.on_bad_record=skip"
@@ -262,3 +263,19 @@ def _size_and_samples(path: Path) -> bytes:
                 found.append(file.read(SAMPLE_BYTES))
         file.seek(max(size - END_BYTES, 0))
         return b"".join([*found, file.read(END_BYTES)])
+
+
+def _decoded(reader: Reader, unit: RawRecord, where: str) -> Record:
+    """The decoded record. What is wrong with a reader of the user's is said of the reader, and not of the task."""
+    name = type(reader).__name__
+    try:
+        record = reader.decode(unit)
+    except (UserError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        what = f"the reader {name} cannot decode a record: {cause(error)}"
+        raise UserError(what, where=where, remedy="correct its method decode, or let it raise BadRecord") from error
+    if not isinstance(record, dict):
+        what = f"the reader {name} makes {type(record).__name__} of a record, and not dict"
+        raise UserError(what, where=where, remedy="let its method decode return a dict")
+    return record

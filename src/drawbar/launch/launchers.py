@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from drawbar.config.io.user_modules import cause
 from drawbar.errors import UserError
 from drawbar.launch.jobs.job_status import JobStatus, status_from_files
 from drawbar.launch.jobs.records import JobRecord
@@ -15,7 +16,18 @@ LAUNCHERS.register_lazy("ssh", "drawbar.launch.ssh.ssh_launcher:SshLauncher")
 
 def get_launcher(name: str, where: str) -> Launcher:
     """A launcher by its name; ``where`` is what names it. Raises UserError where there is none."""
-    return LAUNCHERS.get(name, where)()
+    made = LAUNCHERS.get(name, where)
+    try:
+        launcher = made()
+    except Exception as error:
+        raise _no_launcher(f"the launcher {name!r} cannot be made: {cause(error)}", name, where) from error
+    if not isinstance(launcher, Launcher):
+        raise _no_launcher(f"{name!r} stands for no Launcher of drawbar.launch.launcher", name, where)
+    return launcher
+
+
+def _no_launcher(what: str, name: str, where: str) -> UserError:
+    return UserError(what, where=where, remedy=f"correct the package that brings {name}, or choose another launcher")
 
 
 def launcher_of(record: JobRecord) -> Launcher:

@@ -83,6 +83,7 @@ class BackgroundTracker(Tracker):
     def __init__(self, tracker: Tracker, name: str) -> None:
         self._tracker = tracker
         self._name = name.rpartition(":")[2]
+        self._file = f"{name.replace(':', '.')}.json"  # with its module: two of a run may have one class name
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._failures = FailureLog(tracker)
         self._started = False
@@ -111,7 +112,7 @@ class BackgroundTracker(Tracker):
             self._calls.get()()
 
     def _start(self, run: TrackedRun) -> None:
-        self._delivered = _Delivered.of(run.folder / "tracking" / f"{self._name}.json", run.resume_step is None)
+        self._delivered = _Delivered.of(run.folder / "tracking" / self._file, run.resume_step is None)
         of_tracker = replace(run, id=self._delivered.id)
         after = f"without the tracker {self._name}"
         self._started = self._failures.attempt(lambda tracker: tracker.start(of_tracker), after)

@@ -1,10 +1,11 @@
 """The trackers of a run: made from its configuration, and told everything as one."""
 
 import importlib.util
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from drawbar.config.io.user_modules import find_class, make_with_options
+from drawbar.config.io.user_modules import cause, find_class, make_with_options
 from drawbar.config.schema.run_config import TrackingSection
 from drawbar.errors import UserError
 from drawbar.tracking.background import BackgroundTracker, FailureLog
@@ -12,6 +13,7 @@ from drawbar.tracking.jsonl import JsonlTracker
 from drawbar.tracking.tracker import TRACKERS, TrackedRun, Tracker
 
 SETTING = "tracking.trackers"
+logger = logging.getLogger(__name__)
 
 
 class Trackers:
@@ -23,8 +25,17 @@ class Trackers:
 
     def start(self, run: TrackedRun) -> None:
         """Start all of them. Raises ``UserError`` where one cannot write its files: nothing is trained yet."""
-        for tracker in self._trackers:
-            tracker.start(run)
+        started = []
+        for tracker, failures in zip(self._trackers, self._failures, strict=True):
+            try:
+                tracker.start(run)
+            except UserError:
+                raise
+            except Exception as error:  # noqa: BLE001 - a tracker of the user's: the run goes on without it
+                logger.warning("%s: %s\n  the run goes on without this tracker", type(tracker).__name__, cause(error))
+            else:
+                started.append(failures)
+        self._failures = started
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Tell all of them the values of a step."""
@@ -54,7 +65,7 @@ def _make(name: str, options: Mapping[str, Any]) -> Tracker:
     where = f"{SETTING}.{name}"
     made = find_class(TRACKERS, Tracker, name, SETTING)
     for module, package in made.packages.items():
-        if importlib.util.find_spec(module) is None:
+        if not _is_installed(module):
             raise UserError(
                 f"the tracker {name} needs {module}, which is not installed",
                 where=where,
@@ -62,3 +73,10 @@ def _make(name: str, options: Mapping[str, Any]) -> Tracker:
             )
     tracker = make_with_options(made, options, f"the tracker {name}", where)
     return BackgroundTracker(tracker, name) if tracker.in_background else tracker
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # nor is the package that it is in
+        return False

@@ -167,6 +167,6 @@ class GuardedCallback(Callback):
 def share_failures(callbacks: Sequence[GuardedCallback], world: Distributed) -> None:
     """A callback that failed on one rank is called on none any more: it may wait there for what that rank would send.
     Every rank calls this."""
-    for failed in world.share([callback.failed for callback in callbacks]):
+    for failed in world.all_gather([callback.failed for callback in callbacks]):
         for callback, has_failed in zip(callbacks, failed, strict=False):  # a rank may have callbacks of its own
             callback.failed = callback.failed or has_failed

@@ -80,12 +80,13 @@ class Registry(Generic[T]):
 
     def _unknown(self, name: str, where: str) -> UserError:
         names = self.names()
+        known = ", ".join(names) or "none"
         near = nearest(name, names)
         hint = f"did you mean {near}? " if near else ""
         return UserError(
             f"there is no {self.kind} {name!r}",
             where=where,
-            remedy=f"{hint}There are: {', '.join(names)}; a package adds one by the entry point group {self.group}",
+            remedy=f"{hint}There are: {known}; a package adds one by the entry point group {self.group}",
         )
 
     def _check_new(self, name: str) -> None:

@@ -404,3 +404,54 @@ def test_a_column_inside_a_column_is_renamed(tmp_path: Path) -> None:
     records = opened(path, rename={"source": "translation.en", "target": "translation.de"})
     assert records[0] == {"translation": {"en": "one", "de": "eins"}, "source": "one", "target": "eins"}
     assert "'translation.en', 'translation.de'" in str(refused(path, rename={"source": "translation.fr"}))
+
+
+OWN_READERS = """
+from drawbar import FileReader, Unit
+
+
+class Whole(FileReader):
+    def units(self):
+        yield Unit(self.path.read_bytes(), self.path, None)
+
+
+class Listed(Whole):
+    def decode(self, unit):
+        return [1]
+
+
+class Failing(Whole):
+    def decode(self, unit):
+        return {}["x"]
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("Whole", "the reader Whole cannot be made: TypeError"),
+        ("Listed", "the reader Listed makes list of a record, and not dict"),
+        ("Failing", "the reader Failing cannot decode a record: KeyError: 'x'"),
+    ],
+)
+def test_a_mistake_in_a_reader_is_said_of_the_reader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, what: str
+) -> None:
+    (tmp_path / "own_readers.py").write_text(OWN_READERS)
+    (tmp_path / "data.own").write_text("text")
+    monkeypatch.syspath_prepend(tmp_path)
+    source = SourceSection(files=str(tmp_path / "data.own"), reader=f"own_readers:{name}")
+    with pytest.raises(UserError) as caught:
+        list(open_records(DataSection(train=source), "train"))
+    assert what in caught.value.what
+
+
+def test_an_ending_that_two_packages_bring_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("reads_a", "reads_b"):
+        folder = tmp_path / f"{package}-1.0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+        (folder / "entry_points.txt").write_text("[drawbar.readers]\n.twice = json:loads\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "data.twice").write_text("text")
+    assert "several packages bring the reader '.twice'" in refused(tmp_path / "data.twice").what

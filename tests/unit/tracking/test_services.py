@@ -12,6 +12,7 @@ import pytest
 from drawbar.config.schema.run_config import TrackingSection
 from drawbar.errors import UserError
 from drawbar.tracking import background
+from drawbar.tracking.jsonl import JsonlTracker
 from drawbar.tracking.tracker import TrackedRun
 from drawbar.tracking.trackers import Trackers, make_trackers
 from drawbar.tracking.wandb import WandbTracker
@@ -174,6 +175,47 @@ def test_a_package_that_is_missing_is_said_with_what_installs_it(name: str, monk
     with pytest.raises(UserError, match=f"the tracker {name} needs {name}, which is not installed") as caught:
         make_trackers(TrackingSection(trackers={name: {"project": "x"}}))
     assert str(caught.value.remedy).startswith(f'pip install "drawbar[{name}]"')
+
+
+def test_a_package_inside_one_that_is_missing_is_said_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "inner_package.py").write_text(
+        "from drawbar import Tracker\n\n\nclass Cloud(Tracker):\n"
+        '    packages = {"no_such_cloud.store": "no-such-cloud"}\n'
+        "    start = log = finish = lambda *_: None\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match=r"needs no_such_cloud.store, which is not installed"):
+        make_trackers(TrackingSection(trackers={"inner_package:Cloud": {}}))
+
+
+def test_two_trackers_with_one_class_name_know_their_own_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("first_notes", "second_notes"):
+        (tmp_path / f"{name}.py").write_text(
+            "from drawbar import Tracker\n\n\nclass Notes(Tracker):\n    start = log = finish = lambda *_: None\n"
+        )
+    monkeypatch.syspath_prepend(tmp_path)
+    both = {"first_notes:Notes": {}, "second_notes:Notes": {}}
+    trackers = Trackers(make_trackers(TrackingSection(tensorboard=False, trackers=both)))
+    trackers.start(TrackedRun(tmp_path, {}))
+    trackers.log(1, {"train/loss": 1.0})
+    trackers.finish()
+    kept = {path.name for path in (tmp_path / "tracking").iterdir()}
+    assert kept == {"first_notes.Notes.json", "second_notes.Notes.json"}
+
+
+def test_a_tracker_in_the_foreground_that_does_not_start_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Fails(JsonlTracker):
+        def start(self, run: TrackedRun) -> None:
+            raise ValueError("no such board")
+
+    trackers = Trackers([Fails(), JsonlTracker()])
+    trackers.start(TrackedRun(tmp_path, {}))
+    trackers.log(1, {"train/loss": 1.0})
+    trackers.finish()
+    assert "no such board" in caplog.text
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
 
 
 def test_a_tracker_is_left_out_by_null() -> None:

@@ -28,12 +28,15 @@ _PACKAGES = {"PIL": "pillow", "bs4": "beautifulsoup4", "cv2": "opencv-python", "
 
 
 def import_user_module(name: str) -> ModuleType:
-    """A module on the path or in the current folder. Whatever its code raises comes through."""
+    """A module on the path or in the current folder. What its code raises comes through, an exit as ``ImportError``."""
     # the current folder as `python -m` does it; the installed command `drawbar` does not
     for folder in (str(Path.cwd()), os.environ.get(SNAPSHOT)):
         if folder and folder not in sys.path:
             sys.path.insert(0, folder)
-    return importlib.import_module(name)
+    try:
+        return importlib.import_module(name)
+    except SystemExit as error:  # a script without `if __name__ == "__main__"`
+        raise ImportError(f"the module ends the program when it is imported, with {error.code!r}") from error
 
 
 def is_own(path: Path) -> bool:

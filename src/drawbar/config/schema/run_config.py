@@ -17,7 +17,7 @@ from drawbar.config.schema.deepspeed_section import DeepSpeedSection
 from drawbar.config.schema.secrets import refuse_secrets
 from drawbar.config.schema.section import Auto, Count, Fraction, PathText, Section, Text, text_of
 from drawbar.config.schema.task_sections import CausalLMConfig, TaskConfig
-from drawbar.config.strategies import BUILT_IN, Strategy, find_strategy
+from drawbar.config.strategies import BUILT_IN, STRATEGIES, Strategy, find_strategy
 from drawbar.errors import UserError
 
 RUN_NAME = "letters, digits, dots, dashes and underscores (first a letter, a digit or an underscore)"
@@ -101,7 +101,7 @@ def _known_strategy(name: str) -> str:
     try:
         find_strategy(name)
     except UserError as error:
-        if ":" in name:
+        if ":" in name or name in STRATEGIES.names():  # it is there, and cannot be had
             raise ValueError(f"{error.what}; {error.remedy}") from error
         raise PydanticCustomError("unknown_strategy", "no such strategy") from error
     return name

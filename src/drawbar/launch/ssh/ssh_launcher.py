@@ -20,7 +20,7 @@ from drawbar.launch.job import Job, make_job
 from drawbar.launch.job_files import end_file
 from drawbar.launch.jobs.job_process import find_process, hold_job, is_running
 from drawbar.launch.jobs.job_status import LOST, RUNNING, JobStatus, status_from_files, wait_for_ends
-from drawbar.launch.jobs.records import JobEnd, JobRecord
+from drawbar.launch.jobs.records import JobEnd, JobRecord, read, run_file
 from drawbar.launch.launcher import Launcher, Submitted
 from drawbar.launch.ssh.host_gpus import count_gpus
 from drawbar.launch.ssh.host_output import HostOutput
@@ -89,6 +89,7 @@ class SshLauncher(Launcher):
 
     def submit(self, job: Job, script: str) -> Submitted:
         _check_installed()
+        _check_free(job)
         number = f"ssh-{secrets.token_hex(4)}"
         return Submitted(number, lambda begun: self._run(job, number, begun))
 
@@ -152,6 +153,17 @@ class SshLauncher(Launcher):
                 remedy=f"call `drawbar cancel {record.number}` on {process.machine}",
             )
         os.kill(process.pid, number)
+
+
+def _check_free(job: Job) -> None:
+    """Raises UserError where a job of this run has not ended: a new one would stand before it under the run's name."""
+    for record in read(run_file(job.run_dir)):
+        if is_running(record):
+            raise UserError(
+                f"the run {job.name} is being trained now, by job {record.number}",
+                where=str(job.run_dir),
+                remedy=f"wait for it, end it by `drawbar cancel {record.number}`, or choose another run.name",
+            )
 
 
 def _status(record: JobRecord) -> JobStatus:
