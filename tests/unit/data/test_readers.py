@@ -407,12 +407,12 @@ def test_a_column_inside_a_column_is_renamed(tmp_path: Path) -> None:
 
 
 OWN_READERS = """
-from drawbar import FileReader, Unit
+from drawbar import FileReader, RawRecord
 
 
 class Whole(FileReader):
     def units(self):
-        yield Unit(self.path.read_bytes(), self.path, None)
+        yield RawRecord(self.path.read_bytes(), self.path, None)
 
 
 class Listed(Whole):
