@@ -150,7 +150,7 @@ class GuardedCallback(Callback):
         try:
             with self._world.working(f"the callback {name}"):
                 getattr(self._callback, event)(run, *arguments)
-        except Exception as error:  # noqa: BLE001 - it costs no step
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - it costs no step
             self.failed = True
             name += f" on rank {run.rank}" if run.world_size > 1 else ""
             failure = UserError(

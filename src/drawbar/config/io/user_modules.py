@@ -48,13 +48,13 @@ def _is_installed(path: Path) -> bool:
     return any(part in INSTALLED for part in path.parts)
 
 
-def cause(error: Exception) -> str:
+def cause(error: BaseException) -> str:
     """The error, the line of the user's file that led to it, and what to install where a module is missing."""
     advice = missing_module(error)
     return f"{type(error).__name__}: {error}{_place(error)}" + (f"; {advice}" if advice else "")
 
 
-def _place(error: Exception) -> str:
+def _place(error: BaseException) -> str:
     """The innermost line of the user's own; of a library, where there is none of them; never one of drawbar's."""
     frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     own = [(file, line) for file, line in frames if file.is_absolute() and is_own(file)]
@@ -63,7 +63,7 @@ def _place(error: Exception) -> str:
     return f" ({found[-1][0]}:{found[-1][1]})" if found else ""
 
 
-def missing_module(error: Exception) -> str | None:
+def missing_module(error: BaseException) -> str | None:
     """What to do about a module that is not there; None where the error is another one."""
     if not isinstance(error, ModuleNotFoundError) or not error.name:
         return None
