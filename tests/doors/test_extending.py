@@ -242,6 +242,8 @@ def test_a_callback_that_cannot_be_made_is_refused(callbacks: str, what: str, re
         train(f"callbacks={callbacks}")
     with pytest.raises(UserError, match="int is not a subclass"):
         train(callbacks=[3])
+    with pytest.raises(UserError, match=r"on_steps would never be called[\s\S]*did you mean on_step"):
+        train(callbacks=[type("Misspelt", (drawbar.Callback,), {"on_steps": print})()])
     assert what in caught.value.what
     assert remedy in str(caught.value.remedy)
     assert not Path("runs").exists()

@@ -9,7 +9,7 @@ from typing import Any
 from drawbar.config.io.user_modules import cause, find_class, make_with_options
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.distributed.process_group import Distributed
-from drawbar.errors import UserError
+from drawbar.errors import UserError, nearest
 from drawbar.runtime.log import log_to_file, logger
 from drawbar.train.step import RunProgress, StepInfo
 from drawbar.train.stop import Reason, Stop
@@ -112,6 +112,16 @@ def check_callbacks(callbacks: Sequence[object]) -> None:
                 where="callbacks",
                 remedy="Trainer(callbacks=[...]) takes objects of classes that are",
             )
+        for name in vars(type(callback)):
+            if name.startswith("on_") and name not in EVENTS:
+                raise UserError(
+                    f"{type(callback).__name__}.{name} would never be called: there is no such event",
+                    where="callbacks",
+                    remedy=f"did you mean {nearest(name, EVENTS) or ', '.join(EVENTS)}?",
+                )
+
+
+EVENTS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 
 class GuardedCallback(Callback):
