@@ -126,7 +126,7 @@ def not_reduced() -> Iterator[None]:
 def other_on_rank_1() -> Iterator[None]:
     """One gradient is another on rank 1 alone, which cannot be seen from those of rank 0."""
     watched: list[nn.Parameter] = []
-    reduce_partial_grads = torch_strategies.reduce_partial_grads
+    reduce_partial_grads = updaters.reduce_partial_grads
 
     def spoil(parameters: list[nn.Parameter]) -> None:
         reduce_partial_grads(parameters)
@@ -144,7 +144,7 @@ def other_on_rank_1() -> Iterator[None]:
 def slightly_too_large() -> Iterator[None]:
     """One gradient is a sixth too large, on every rank."""
     watched: list[nn.Parameter] = []
-    reduce_partial_grads = torch_strategies.reduce_partial_grads
+    reduce_partial_grads = updaters.reduce_partial_grads
 
     def spoil(parameters: list[nn.Parameter]) -> None:
         reduce_partial_grads(parameters)
@@ -218,7 +218,7 @@ FAULTS: dict[str, tuple[Callable[[], AbstractContextManager[None]], str, str, st
     ),
     "wrong style in forward": (
         lambda: wrong_plan({"transformer.h.*.attn.c_attn": "colwise"}, {}),
-        *("tensor=2", "gpt2.yaml", "transformer.h.0.attn.c_proj", "parts of, from transformer.h.0.attn.c_attn"),
+        *("tensor=2", "gpt2.yaml", "transformer.h.0.attn.c_proj", "takes shards from transformer.h.0.attn.c_attn"),
     ),
     "other dropout": (
         other_dropout,

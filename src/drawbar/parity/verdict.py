@@ -86,7 +86,7 @@ def _cut(probe: Probe, event: Event) -> str:
             before = []
         elif ("output", module) in probe.parts:
             before.append(module)
-    return f"; its inputs are sharded; they come from {', '.join(before)}" if before else ""
+    return f"; it takes shards from {', '.join(before)}" if before else ""
 
 
 def _module(name: str) -> str:
