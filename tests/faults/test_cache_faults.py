@@ -62,7 +62,9 @@ def cached(
     )
 
 
-def run(folder: Path, number: int, encoder: Encoder, eager: bool, workers: int) -> None:
+def run(folder: Path, number: int, encoder: Encoder, eager: bool, workers: int, count: int) -> None:
+    (folder / f"started-{number}").touch()  # on a busy machine one might come when the others have ended
+    wait_until(lambda: len(list(folder.glob("started-*"))) >= count)
     cache.HEAD_START_SECONDS = 30.0  # processes may start seconds apart on a busy machine
     try:
         dataset = cached(folder, encoder, eager=eager, workers=workers)
@@ -78,7 +80,8 @@ def start(
 ) -> list[SpawnProcess]:
     context = multiprocessing.get_context("spawn")
     processes = [
-        context.Process(target=run, args=(folder, number, encoder, eager(number), workers)) for number in range(count)
+        context.Process(target=run, args=(folder, number, encoder, eager(number), workers, count))
+        for number in range(count)
     ]
     for process in processes:
         process.start()

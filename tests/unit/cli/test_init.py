@@ -99,7 +99,7 @@ def test_the_code_passes_the_linter(template: str, tmp_path: Path) -> None:
     settings = Path(__file__).parents[3] / "pyproject.toml"
     for check in (["check"], ["format", "--check"]):
         command = [sys.executable, "-m", "ruff", *check, "--no-cache", "--config", str(settings), str(project)]
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = subprocess.run(command, capture_output=True, text=True, cwd=settings.parent)  # where src/drawbar is
         assert done.returncode == 0, done.stdout + done.stderr
 
 
