@@ -3,6 +3,7 @@
 import glob
 import os
 import shlex
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -37,10 +38,10 @@ def reader_of(path: Path, options: ReadOptions, reader: str | None, key: str) ->
 
 
 def _usual_reader(path: Path) -> type[FileReader]:
-    ending = _ending(path.name)
-    found = _reader_of_ending(ending) if ending in READERS.names() else None
-    if found is not None and (found.is_text or not path.name.lower().endswith(".gz")):
-        return found
+    with suppress(LookupError):
+        found = _reader_of_ending(_ending(path.name))
+        if found.is_text or not path.name.lower().endswith(".gz"):
+            return found
     unpack = UNPACKERS.get(path.suffix.lower())
     raise UserError(
         f"{path} is of an unknown kind ({''.join(path.suffixes[-2:]) or 'no extension'})",
@@ -55,8 +56,11 @@ def _ending(name: str) -> str:
     return Path(name.lower().removesuffix(".gz")).suffix
 
 
-@cache  # of many files; an error is not kept
+@cache  # of many files, as it looks at all installed packages; an error is not kept
 def _reader_of_ending(ending: str) -> type[FileReader]:
+    """Raises LookupError where no reader has this ending, and UserError where it cannot be imported."""
+    if ending not in READERS.names():
+        raise LookupError(ending)
     return find_class(READERS, FileReader, ending, "data")
 
 

@@ -164,7 +164,7 @@ class Engine:
         """Free what the engine holds."""
         self.updater.close()
 
-    # what parity and the watchdogs look at, between backward and update
+    # what parity looks at, between backward and update
 
     @contextmanager
     def inspecting(self, look: Callable[[], None]) -> Iterator[None]:

@@ -14,7 +14,7 @@ class RunProgress:
     step: int = 0
     """Optimizer steps made, skipped ones included."""
     num_targets: float = 0.0
-    """Units (target tokens, or examples) trained on."""
+    """Targets (tokens, examples or decisions) trained on."""
     skipped: int = 0
     """Updates left out because fp16 overflowed."""
     best_step: int | None = None
