@@ -79,3 +79,12 @@ def test_one_that_cannot_be_had_is_one_message(project: Path, code: str, name: s
         drawbar.load_config(project / "config.yaml", [f"parallel.strategy={name}"])
     assert what in caught.value.what
     sys.modules.pop("own_bad", None)
+
+
+def test_one_that_does_not_combine_is_refused_with_model_parallelism(project: Path) -> None:
+    """It would average gradients over ranks that hold one model together."""
+    refused = run_cli(
+        "train", "config.yaml", "parallel.strategy=compression:compressed", "parallel.tensor=2", cwd=project
+    )
+    assert refused.code == 2
+    assert "takes whole parameters" in refused.err

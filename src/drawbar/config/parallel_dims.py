@@ -40,7 +40,7 @@ class ParallelDims:
         return self.dp_replicate * self.dp_shard
 
     @property
-    def model_size(self) -> int:
+    def model_ranks(self) -> int:
         """Ranks that hold one model together, beside data-parallel shards."""
         return self.pp * self.cp * self.tp
 

@@ -52,7 +52,7 @@ STRATEGIES = Registry[Strategy]("strategy", "drawbar.strategies")
 
 
 _NATIVE = "drawbar.engines.torch_strategies"
-_UNDECIDED = Strategy(AUTO, "")
+_UNDECIDED = Strategy(AUTO, "", combines=True)  # it comes to one that does
 BUILT_IN = (
     Strategy("single", f"{_NATIVE}:build_single", one_process=True),
     Strategy("dp", f"{_NATIVE}:build_dp", one_process=True, many_devices=True),
@@ -66,7 +66,7 @@ for _strategy in BUILT_IN:
 
 
 def find_strategy(name: str) -> Strategy:
-    """The strategy of a name, or of ``package.module:name``. ``auto`` has no features: it is chosen later.
+    """The strategy of a name, or of ``package.module:name``. ``auto`` has few features: it is chosen later.
 
     Raises:
         UserError: there is none.

@@ -64,7 +64,7 @@ def build_ddp(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
     """A replica on every data-parallel rank."""
     if world.dims.pp > 1:
         return _pipeline(task, config, world)
-    if world.dims.model_size > 1:
+    if world.dims.model_ranks > 1:
         return _shards(task, config, world)
     return build_replicas(task, config, world)
 

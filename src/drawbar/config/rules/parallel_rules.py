@@ -4,9 +4,14 @@ from drawbar.config.deepspeed.meaning import is_deepspeed
 from drawbar.config.rules.rule import Rule
 from drawbar.config.schema.run_config import ParallelSection, RunConfig
 from drawbar.config.schema.task_sections import BUILT_IN_TASKS
+from drawbar.config.strategies import Strategy
 
 DEFAULTS = ParallelSection()
 DEGREES = ("parallel.tensor", "parallel.pipeline", "parallel.context")
+
+
+def _keeps_models_whole(strategy: Strategy) -> bool:
+    return not (strategy.combines or strategy.one_process)
 
 
 def _attention(config: RunConfig) -> str:
@@ -83,8 +88,8 @@ DATA_PARALLEL = (
     Rule(
         "zero1 with model parallelism",
         ("parallel.strategy", *DEGREES),
-        lambda c: c.parallel.strategy == "zero1" and c.parallel.model_ranks > 1,
-        "torch's ZeroRedundancyOptimizer deals out whole parameters, and knows none that are cut",
+        lambda c: _keeps_models_whole(c.parallel.features) and c.parallel.model_ranks > 1,
+        "torch's ZeroRedundancyOptimizer, like any strategy that takes whole parameters, knows none that are cut",
         "set parallel.strategy=fsdp, which shards more, or ddp",
     ),
     Rule(
