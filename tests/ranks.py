@@ -15,7 +15,7 @@ class SecondRank:
 
     rank = 1
     lowest_rank_with_same = Distributed.lowest_rank_with_same
-    together = Distributed.together
+    barrier_after = Distributed.barrier_after
 
     def __init__(self, *answers_of_first: Any) -> None:
         self.answers = list(answers_of_first)

@@ -16,7 +16,7 @@ from drawbar.parity.cases import parse_case
 from drawbar.parity.reference import make_reference
 from drawbar.parity.result import Result
 from drawbar.parity.run import ParityRequest, run_case
-from drawbar.parity.workload import Subject
+from drawbar.parity.workload import Workload
 from drawbar.tasks.task_registry import task_class
 from harness import run_ranks
 from runs import fit_in, largest_difference, losses, scores, weights
@@ -70,16 +70,18 @@ def compare(folder: str, cases: Cases) -> list[Result | str]:
     with chdir(folder):
         for model, settings, precision, name in cases:
             config = drawbar.load_config(f"{model}.yaml", settings).config
-            subject = Subject(config, task_class(config.task.type), STEPS).with_task()
+            workload = Workload(config, task_class(config.task.type), STEPS).with_task()
             kind = (model, precision, *settings)
-            if place.first and kind not in expected:
-                expected[kind] = make_reference(subject, CPU, precision)
+            if place.is_rank0 and kind not in expected:
+                expected[kind] = make_reference(workload, CPU, precision)
             case = parse_case(name, config)
             with Distributed(place, CPU, 60, ParallelDims.of(case.parallel, place.world_size)) as world:
                 try:
-                    results.append(run_case(subject, case, world, expected.get(kind), ParityRequest([case], precision)))
+                    results.append(
+                        run_case(workload, case, world, expected.get(kind), ParityRequest([case], precision))
+                    )
                 except UserError as error:
-                    results.append(str(error) if place.first else None)
+                    results.append(str(error) if place.is_rank0 else None)
     return [result for result in results if result is not None]
 
 

@@ -74,7 +74,7 @@ def write_records(path: Path, first: int, count: int) -> None:
 def train_all(folder: str, cases: dict[str, list[str]]) -> None:
     """Every case twice: through, and from its checkpoint at step 2."""
     torch.manual_seed(0)
-    first = drawbar.distributed.rank_info.RankInfo.from_environment().first
+    first = drawbar.distributed.rank_info.RankInfo.from_environment().is_rank0
     for name, settings in cases.items():
         parallel = [f"parallel.{setting}" for setting in settings] + [FOUR_BLOCKS] * (name == "interleaved")
         runs = Path(folder) / "runs"

@@ -15,7 +15,7 @@ from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
 from drawbar.errors import UserError
-from drawbar.train.node_local import Disks, find_start_everywhere, look_at_disks
+from drawbar.train.node_local import Disks, find_start_on_all_disks, look_at_disks
 from drawbar.train.rundir import find_start
 from harness import run_ranks
 from runs import fit_in, largest_difference, losses, scores, weights
@@ -149,7 +149,9 @@ def begin(folder: str, *cases: str) -> list[tuple[str, list[str]]]:
                 config = drawbar.load_config("config.yaml").config
                 disks = look_at_disks(Path("runs"), world)
                 try:
-                    start = find_start_everywhere(lambda config=config: find_start(config, "auto", None), disks, world)
+                    start = find_start_on_all_disks(
+                        lambda config=config: find_start(config, "auto", None), disks, world
+                    )
                     found.append((str(start.checkpoint), [path.name for path in start.unusable]))
                 except UserError as error:
                     found.append((error.what, []))

@@ -28,7 +28,7 @@ from drawbar.parity.comparison import KINDS
 from drawbar.parity.reference import make_reference
 from drawbar.parity.result import Result
 from drawbar.parity.run import ParityRequest, describe, run_case
-from drawbar.parity.workload import Subject
+from drawbar.parity.workload import Workload
 from drawbar.tasks.task_registry import task_class
 from harness import run_cli, run_ranks, run_script
 from tiny import CPU
@@ -51,13 +51,13 @@ def compare_all(
         place = RankInfo.from_environment()
         rows = 2 if place.world_size == 2 else 1  # a micro-batch for each stage, and as few as that
         config = drawbar.load_config(file, [*rest, f"train.micro_batch={rows}"]).config
-        subject = Subject(config, task_class(config.task.type), steps).with_task()
-        expected = make_reference(subject, CPU, precision) if place.first else None
+        workload = Workload(config, task_class(config.task.type), steps).with_task()
+        expected = make_reference(workload, CPU, precision) if place.is_rank0 else None
         results = []
         for name in names:
             case = parse_case(name, config)
             with Distributed(place, CPU, 60, ParallelDims.of(case.parallel, place.world_size)) as world:
-                results.append(run_case(subject, case, world, expected, ParityRequest([case], precision)))
+                results.append(run_case(workload, case, world, expected, ParityRequest([case], precision)))
             gc.freeze()  # what it imported and keeps: collecting garbage was a seventh of the time
     return [result for result in results if result is not None]
 

@@ -17,7 +17,7 @@ from drawbar.parity.cases import parse_case
 from drawbar.parity.reference import make_reference
 from drawbar.parity.result import Result
 from drawbar.parity.run import ParityRequest, run_case
-from drawbar.parity.workload import Subject
+from drawbar.parity.workload import Workload
 from drawbar.tasks.task_registry import task_class
 from harness import run_ranks
 from runs import fit_in
@@ -128,13 +128,13 @@ def compare_all(folder: str) -> dict[str, list[Result]]:
     with chdir(folder):
         for job, ((file, *settings), names, precision) in JOBS.items():
             config = drawbar.load_config(file, settings).config
-            subject = Subject(config, task_class(config.task.type), steps=3).with_task()
-            expected = make_reference(subject, CPU, precision) if place.first else None
+            workload = Workload(config, task_class(config.task.type), steps=3).with_task()
+            expected = make_reference(workload, CPU, precision) if place.is_rank0 else None
             found[job] = []
             for name in names:
                 case = parse_case(name, config)
                 with Distributed(place, CPU, 60, ParallelDims.of(case.parallel, place.world_size)) as world:
-                    result = run_case(subject, case, world, expected, ParityRequest([case], precision))
+                    result = run_case(workload, case, world, expected, ParityRequest([case], precision))
                 gc.freeze()  # what it imported and keeps: collecting garbage was a seventh of the time
                 if result is not None:
                     found[job].append(result)

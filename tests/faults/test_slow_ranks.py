@@ -48,7 +48,7 @@ class Told(drawbar.CausalLM):
 
     def forward(self, model: Any, batch: Any) -> Any:
         Told.forwards += model.training
-        if Told.forwards == 2 and RankInfo.from_environment().first:
+        if Told.forwards == 2 and RankInfo.from_environment().is_rank0:
             os.kill(os.getpid(), signal.SIGTERM)
         return super().forward(model, batch)
 

@@ -15,7 +15,7 @@ from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo, choose_device
 from drawbar.engines.engine import Engine
 from drawbar.engines.results import EngineState
-from drawbar.parallel.ddp import accumulate, replicate
+from drawbar.parallel.ddp import gradient_sync, replicate
 from drawbar.parallel.precision import choose_precision
 from drawbar.runtime.seed import rng_state, seed_everything, set_rng_state, use_deterministic_kernels
 from harness import run_cli, run_ranks
@@ -199,7 +199,7 @@ def replicated_and_plain_gradients() -> list[list[float]]:
         plain = torch.nn.Linear(3, 2).to(CUDA)
         model = replicate(plain, sum_of_squares) if wrap else partial(sum_of_squares, plain)
         for number in range(3):
-            with accumulate(model, last=number == 2):
+            with gradient_sync(model, last=number == 2):
                 model(torch.full((4, 3), number + 1.0, device=CUDA)).backward()
         assert plain.weight.grad is not None
         gradients.append(plain.weight.grad.flatten().tolist())

@@ -18,7 +18,7 @@ from drawbar.config.schema.run_config import LaunchSection, RunConfig
 from drawbar.errors import UserError
 from drawbar.launch.jobs.follow import Follower
 from drawbar.launch.jobs.progress import BestScore, read_progress
-from drawbar.launch.jobs.records import JobEnd, JobRecord, find, keep, read, run_file, user_file
+from drawbar.launch.jobs.records import JobEnd, JobRecord, append_records, find, read, run_file, user_file
 from drawbar.launch.jobs.run_status import write_run_status
 from drawbar.launch.slurm import allocation
 from drawbar.launch.slurm.allocation import Allocation
@@ -57,8 +57,8 @@ def entry(number: str = "7", state: str = "RUNNING", **values: object) -> QueueE
 @pytest.mark.parametrize("word", HOSTILE)
 def test_a_record_comes_back_as_it_was_written(tmp_path: Path, word: str) -> None:
     job = record("7", tmp_path / "run", arguments=(word, word), workdir=word, settings=(word,), profile=word)
-    keep([job])
-    keep([replace(job, number="8")])
+    append_records([job])
+    append_records([replace(job, number="8")])
     for file in (user_file(), run_file(tmp_path / "run")):
         assert read(file) == [job, replace(job, number="8")]
         with file.open("a") as lines:
@@ -76,12 +76,12 @@ def test_a_job_is_found_by_its_number_its_run_and_its_folder(tmp_path: Path, mon
     script = str(runs / "lr" / "launch" / "job-8.sh")
     sweep = [record(f"8_{n}", runs / f"lr-{n}", sweep="lr", script=script, time=1500.0) for n in range(3)]
     for jobs in ([first], sweep, [again]):
-        keep(jobs)
+        append_records(jobs)
     assert find("7") == [first]
     assert find("9") == find("tiny") == find("runs/tiny") == [again]
     assert find("8") == find("lr") == find("runs/lr") == sweep
     assert find("8_1") == find("lr-1") == find("runs/lr-1/") == sweep[1:2]
-    keep([replace(first, time=3000.0)])  # numbers have begun again
+    append_records([replace(first, time=3000.0)])  # numbers have begun again
     assert find("7") == [replace(first, time=3000.0)]
     (runs / "lr-2").rename(tmp_path / "lr-2")
     assert find("./lr-2") == [replace(sweep[2], run_dir=str(tmp_path / "lr-2"))]
@@ -311,7 +311,7 @@ def test_what_the_files_know_needs_no_slurm(tmp_path: Path) -> None:
     assert call("jobs", cwd=tmp_path).out == "no jobs\n"
     old, done = record("7", tmp_path / "runs" / "old"), record("8", tmp_path / "runs" / "tiny", time=time.time())
     for job in (old, done):
-        keep([job])
+        append_records([job])
         end(job, 0, when=job.time + 60)
     (tmp_path / "runs" / "tiny" / "metrics.jsonl").write_text('{"step": 3, "time": 5.0, "train/loss": 2.0}\n')
     Path(done.log).write_text("all is well\n")
@@ -330,7 +330,7 @@ def test_what_the_files_know_needs_no_slurm(tmp_path: Path) -> None:
         assert refused.code == 2
         check_one_message(refused.err, says)
 
-    keep([replace(record("9", tmp_path / "runs" / "own"), program="/me/my task.py")])
+    append_records([replace(record("9", tmp_path / "runs" / "own"), program="/me/my task.py")])
     end(record("9", tmp_path / "runs" / "own"), 1)
     check_one_message(call("resume", "own", cwd=tmp_path).err, "was submitted by /me/my task.py", "resume own")
 

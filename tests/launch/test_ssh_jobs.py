@@ -18,7 +18,7 @@ from drawbar.errors import UserError
 from drawbar.launch.job_files import FOLDER
 from drawbar.launch.jobs.job_process import find_process, hold_job, is_running
 from drawbar.launch.jobs.job_status import LOST, RUNNING
-from drawbar.launch.jobs.records import JobEnd, JobRecord, keep
+from drawbar.launch.jobs.records import JobEnd, JobRecord, append_records
 from drawbar.launch.ssh.ssh_launcher import UNKNOWN, SshLauncher
 from harness import Finished, run_cli, start_cli, wait_until
 from messages import check_one_message
@@ -154,7 +154,7 @@ def test_the_end_of_a_process_frees_its_job(tmp_path: Path) -> None:
 
 def test_a_process_of_another_machine_is_asked_about_there(tmp_path: Path) -> None:
     job = record(tmp_path)
-    keep([job])
+    append_records([job])
     with hold_job(tmp_path, job.number):
         file = tmp_path / FOLDER / "process-ssh-1.json"
         file.write_text(file.read_text().replace(os.uname().nodename, "login7"))

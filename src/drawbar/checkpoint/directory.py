@@ -203,7 +203,7 @@ class CheckpointDirectory:
             UserError: the disk is full, a quota or limit is reached, or the folder is not writable. The
                 checkpoints written before are untouched.
         """
-        self.place(step_name(snapshot.step), partial(write_files, snapshot=snapshot))
+        self.publish(step_name(snapshot.step), partial(write_files, snapshot=snapshot))
 
     def amend(self, step: int, changes: dict[str, Any]) -> None:
         """Change entries of the state of a checkpoint that is complete. It is as safe as writing one, and quick.
@@ -212,9 +212,9 @@ class CheckpointDirectory:
             UserError: as ``write`` does.
         """
         old = self.path / step_name(step)
-        self.place(old.name, lambda folder: write_amended(folder, old, changes))
+        self.publish(old.name, lambda folder: write_amended(folder, old, changes))
 
-    def place(self, name: str, fill: Callable[[Path], None]) -> None:
+    def publish(self, name: str, fill: Callable[[Path], None]) -> None:
         """Make the checkpoint ``name`` of what ``fill`` writes into a new folder. It appears when ``fill`` is done.
 
         Raises:

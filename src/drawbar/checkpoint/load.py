@@ -47,7 +47,7 @@ def read_together(path: Path, world: Distributed) -> Snapshot:
         leader = world.lowest_rank_with_same(
             [_look(name, partial(identity, path / name)) for name in check_sizes(path).files]
         )
-    with world.together(f"reading {path}"), usable(path):
+    with world.barrier_after(f"reading {path}"), usable(path):
         if leader == world.rank:
             verify(path)
     return open_snapshot(path)

@@ -115,14 +115,14 @@ def _compare(
 ) -> None:
     """The part of one process."""
     from drawbar.parity.run import run_process
-    from drawbar.parity.workload import Subject
+    from drawbar.parity.workload import Workload
     from drawbar.tasks.task_registry import task_class
     from drawbar.tracking.console import SilentConsole, make_console
 
     console = SilentConsole() if as_json else make_console(os.environ.get("RANK", "0") == "0")
-    subject = Subject(config, task or task_class(config.task.type), steps, layers)
+    workload = Workload(config, task or task_class(config.task.type), steps, layers)
     try:
-        run_process(subject, request, folder, lambda line: print(line, file=sys.stderr, flush=True), console)
+        run_process(workload, request, folder, lambda line: print(line, file=sys.stderr, flush=True), console)
     finally:
         console.stop()
 

@@ -19,7 +19,7 @@ from drawbar.config.rules.rule_table import RULES, TRAIN_RULES, check_rules, che
 from drawbar.errors import ExitCode, UserError
 from drawbar.launch.code_snapshot import copy_code, is_tracked
 from drawbar.launch.job import Job
-from drawbar.launch.jobs.records import JobRecord, keep
+from drawbar.launch.jobs.records import JobRecord, append_records
 from drawbar.launch.launcher import Launcher
 from drawbar.launch.launchers import get_launcher
 from drawbar.launch.sweep import name_runs
@@ -109,7 +109,7 @@ class PlannedJob:
             for record, job in zip(records, self.job.elements or [self.job], strict=True):
                 record.config_file.parent.mkdir(parents=True, exist_ok=True)
                 record.config_file.write_text(job.config, encoding="utf-8")
-            keep(records)
+            append_records(records)
         except OSError as error:
             click.echo(f"warning: job {number} is submitted, but cannot be recorded: {error}", err=True)
         return records

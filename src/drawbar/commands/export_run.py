@@ -44,11 +44,11 @@ def export_run(config: RunConfig, task_type: type[Task] | None, folder: Path, wh
     config = on_one_process(config)
     folder = folder.absolute()
     _check(config, folder, merge)
-    place = RankInfo()
-    console = make_console(place.first)
-    start_logging(place.rank, console.logging_handler())
+    rank_info = RankInfo()
+    console = make_console(rank_info.is_rank0)
+    start_logging(rank_info.rank, console.logging_handler())
     transformers_logging.disable_progress_bar()
-    with Distributed(place, torch.device("cpu"), config.launch.timeout) as world:
+    with Distributed(rank_info, torch.device("cpu"), config.launch.timeout) as world:
         task = build_task(task_type or task_class(config.task.type), config, world, config.run_dir)
         engine, _ = open_checkpoint(task, config, which, world)
         with closing(engine), redirect_stdout(sys.stderr):  # what libraries say is not what the command answers
@@ -81,7 +81,7 @@ def _write(engine: Engine, task: Task, folder: Path, merge: bool) -> None:
             if hasattr(task.tokenizer, "save_pretrained"):
                 tokenizer = task.tokenizer_to_export() if isinstance(task, PretrainedTask) else task.tokenizer
                 tokenizer.save_pretrained(str(draft))
-            _share(draft)
+            _apply_umask(draft)
             draft.rename(folder)  # an empty folder gives way
     finally:
         shutil.rmtree(draft, ignore_errors=True)
@@ -105,7 +105,7 @@ def _save_model(engine: Engine, folder: Path, base_name: str, merge: bool) -> No
         save_adapter(model, folder, base_name)
 
 
-def _share(folder: Path) -> None:
+def _apply_umask(folder: Path) -> None:
     """Let the user's umask decide who may read the files, as it did for the folder: safetensors lets nobody else."""
     for path in folder.iterdir():
         path.chmod(folder.stat().st_mode & 0o666)

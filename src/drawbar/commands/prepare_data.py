@@ -37,12 +37,12 @@ def prepare_run(config: RunConfig, task_type: type[Task] | None) -> None:
     Raises:
         UserError: as the run itself would; or there is nothing to prepare.
     """
-    place = RankInfo()
-    console = make_console(place.first)
-    start_logging(place.rank, console.logging_handler())
+    rank_info = RankInfo()
+    console = make_console(rank_info.is_rank0)
+    start_logging(rank_info.rank, console.logging_handler())
     found = task_type or task_class(config.task.type)
     check_signatures(found)
-    with Distributed(place, choose_device(config.device, place), config.launch.timeout) as world:
+    with Distributed(rank_info, choose_device(config.device, rank_info), config.launch.timeout) as world:
         try:
             names = _splits(config, console)
             task = build_task(found, config, world, config.run_dir)

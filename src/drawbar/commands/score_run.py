@@ -26,22 +26,22 @@ from drawbar.runtime.seed import seed_everything
 from drawbar.tasks.task import Task
 from drawbar.tasks.task_registry import task_class
 from drawbar.tracking.console import Console, make_console
-from drawbar.train.batches import Opened, encode_split, eval_micro_batch, make_augment, open_split
+from drawbar.train.batches import SplitSource, encode_split, eval_micro_batch, make_augment, open_split
 from drawbar.train.setup import build_task, check_predicts, open_checkpoint
 
 
 @contextmanager
 def _joined(config: RunConfig) -> Iterator[tuple[Distributed, Console]]:
     """The process group of a command, and its console."""
-    place = RankInfo.from_environment()
-    check_layout(config, place.world_size)
-    dims = ParallelDims.of(config.parallel, place.world_size)
-    device = choose_device(config.device, place)
-    console = make_console(place.first)
-    start_logging(place.rank, console.logging_handler())
-    seed_everything(config.run.seed, dims.seed_rank(place.rank))  # for predictions that are drawn by chance
+    rank_info = RankInfo.from_environment()
+    check_layout(config, rank_info.world_size)
+    dims = ParallelDims.of(config.parallel, rank_info.world_size)
+    device = choose_device(config.device, rank_info)
+    console = make_console(rank_info.is_rank0)
+    start_logging(rank_info.rank, console.logging_handler())
+    seed_everything(config.run.seed, dims.seed_rank(rank_info.rank))  # for predictions that are drawn by chance
     try:
-        with errors_in_log(), Distributed(place, device, config.launch.timeout, dims) as world:
+        with errors_in_log(), Distributed(rank_info, device, config.launch.timeout, dims) as world:
             yield world, console
     finally:
         console.stop()
@@ -72,7 +72,7 @@ def evaluate_run(
                 progress=lambda done, total: console.phase(f"evaluating {split_name}", done, total),
             )
         assert evaluation is not None, "nobody asks for a stop"
-        if world.first:
+        if world.is_rank0:
             with world.working("writing the scores"):
                 folder, others = _results_folder(config, split_name)
                 write_results(folder, evaluation, step)
@@ -128,7 +128,7 @@ def predict_from_run(
                 )
                 for name, ask in asked.items()
             }
-        if world.first:
+        if world.is_rank0:
             with world.working("writing the predictions"):
                 count = write_lines(output, _with_answers(task, opened, answers))
             left_out = count - len(answers["prediction"])
@@ -159,7 +159,9 @@ def _hints(task: Task, config: RunConfig) -> Iterator[None]:
         raise
 
 
-def _with_answers(task: Task, opened: Opened, answers: Mapping[str, Mapping[int, Any]]) -> Iterator[dict[str, Any]]:
+def _with_answers(
+    task: Task, opened: SplitSource, answers: Mapping[str, Mapping[int, Any]]
+) -> Iterator[dict[str, Any]]:
     """Every record of the input with its prediction, by its number; of a bad one, what is wrong with it.
 
     Args:

@@ -13,13 +13,13 @@ from drawbar.util.atomic_files import identity
 
 FILE = "digests.json"
 """Beside the encoded data."""
-MOST_KEPT = 100_000
+MAX_ENTRIES = 100_000
 """Digests; then the oldest are forgotten."""
-SETTLED_NS = 2 * 10**9
+MIN_AGE_NS = 2 * 10**9
 """Nanoseconds a file must be unchanged before its times are trusted: some file systems have 2 s timestamps."""
 
 
-class KeptDigests:
+class DigestCache:
     """Digests of the content of files, by path and ``identity``: a file that has not changed is not read again.
 
     Args:
@@ -28,18 +28,18 @@ class KeptDigests:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / FILE
-        self._kept = _read(self._path)
+        self._stored = _read(self._path)
         self._new: dict[str, str] = {}
 
     def of(self, file: Path) -> str:
         """Hex digest of every byte of a file. Raises OSError where it cannot be read."""
         found, began = identity(file), time.time_ns()
         key = json.dumps([str(file.absolute()), *found])
-        digest = self._kept.get(key)
+        digest = self._stored.get(key)
         if digest is None:
             digest = file_digest(file)
             _, *times, _ = found
-            if identity(file) == found and began - max(times) > SETTLED_NS:
+            if identity(file) == found and began - max(times) > MIN_AGE_NS:
                 self._new[key] = digest
         return digest
 
@@ -47,7 +47,7 @@ class KeptDigests:
         """Keep what was found out, where the folder can be written."""
         if self._new:
             others = _read(self._path)  # that other processes have kept in the meantime
-            latest = list({**others, **self._new}.items())[-MOST_KEPT:]
+            latest = list({**others, **self._new}.items())[-MAX_ENTRIES:]
             with suppress(OSError):
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 replace_text(self._path, json.dumps(dict(latest), indent=0))
@@ -66,7 +66,7 @@ def file_digest(file: Path) -> str:
         return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
-def digest_for_all(records: Records, kept: KeptDigests, world: Distributed) -> str:
+def digest_for_all(records: Records, kept: DigestCache, world: Distributed) -> str:
     """``records.digest``. Of the ranks that see the same files, one reads them. Every rank must call it."""
     leader = world.lowest_rank_with_same(records.identity())
     own = None

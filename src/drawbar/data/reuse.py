@@ -11,12 +11,12 @@ _IDENTIFYING_INPUTS = {"the records", "task.type"}
 """Inputs that differ between unrelated runs; if few others differ too, it is a changed version of one run."""
 
 
-def is_kept(cache: Path, name: str, inputs: Mapping[str, str]) -> bool:
+def is_cached(cache: Path, name: str, inputs: Mapping[str, str]) -> bool:
     """Whether the cache has these samples."""
     return (entry_folder(cache, name, inputs) / META).is_file()
 
 
-def why_not_kept(cache: Path, name: str, inputs: Mapping[str, str]) -> str | None:
+def explain_cache_miss(cache: Path, name: str, inputs: Mapping[str, str]) -> str | None:
     """What differs from the most similar cached samples of this name, as a text for the log.
     None if all cached samples of this name seem to belong to unrelated runs."""
     changes = [_changes(kept, inputs) for kept in _kept(cache, name)]

@@ -217,8 +217,8 @@ class StreamLoader(Loader[Batch]):
             MicroBatch(self.collate([rows[index][0] for index in chosen.tolist()]))
             for chosen in self.micro_batch.split(np.arange(len(rows)), lengths)
         ]
-        fillers = self.ranks.largest(len(batches)) - len(batches)
-        self.tokens = int(self.ranks.sum(lengths.sum()))
+        fillers = self.ranks.max(len(batches)) - len(batches)
+        self.tokens = int(self.ranks.sum_of_leaders(lengths.sum()))
         if fillers:
             filler = rows[0][0] if rows else self._any_row()
             batches += [MicroBatch(self.collate([filler]), is_filler=True) for _ in range(fillers)]

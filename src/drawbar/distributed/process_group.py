@@ -41,16 +41,18 @@ class Distributed:
     """The process group of a run; a context manager, so that it is left in good order.
 
     Args:
-        place: this process's place.
+        rank_info: rank, world size and node of this process.
         device: what the data-parallel collectives run on (nccl on CUDA, else gloo).
         timeout: seconds that a process waits for a sign of life of its peers.
         dims: the degree of each mesh axis; by default, all ranks are data-parallel.
     """
 
-    def __init__(self, place: RankInfo, device: torch.device, timeout: float, dims: ParallelDims | None = None) -> None:
-        self.place = place
+    def __init__(
+        self, rank_info: RankInfo, device: torch.device, timeout: float, dims: ParallelDims | None = None
+    ) -> None:
+        self.rank_info = rank_info
         self.device = device
-        self.dims = dims or ParallelDims(dp_replicate=place.world_size)
+        self.dims = dims or ParallelDims(dp_replicate=rank_info.world_size)
         self.data = DataParallelGroup(self)
         self.timeout = timedelta(seconds=timeout)
         self.nodes: tuple[str, ...] = (node_name(),)
@@ -67,15 +69,15 @@ class Distributed:
 
     @property
     def rank(self) -> int:
-        return self.place.rank
+        return self.rank_info.rank
 
     @property
     def size(self) -> int:
-        return self.place.world_size
+        return self.rank_info.world_size
 
     @property
-    def first(self) -> bool:
-        return self.place.first
+    def is_rank0(self) -> bool:
+        return self.rank_info.is_rank0
 
     @property
     def store(self) -> dist.Store:
@@ -182,7 +184,7 @@ class Distributed:
         return self._liveness.working(activity)
 
     @contextmanager
-    def together(self, activity: str) -> Iterator[None]:
+    def barrier_after(self, activity: str) -> Iterator[None]:
         """Context for long work that each rank does on its own, with a barrier at the end. Every rank must enter it."""
         with self.working(activity):
             yield
@@ -224,7 +226,7 @@ class Distributed:
             return values
         return self._reduce(torch.tensor(values, dtype=torch.int64), dist.ReduceOp.SUM).tolist()
 
-    def largest(self, value: int) -> int:
+    def max(self, value: int) -> int:
         """The largest of a host number over all processes."""
         if self.size == 1:
             return value
@@ -241,7 +243,7 @@ class Distributed:
         if self.size == 1:
             return [value]
         self._meet()
-        values: list[Any] | None = [None] * self.size if self.first else None
+        values: list[Any] | None = [None] * self.size if self.is_rank0 else None
         dist.gather_object(value, values, dst=0, group=self._control)
         return values
 
@@ -272,7 +274,7 @@ class Distributed:
             return found
         listed = self.from_rank0(lambda: _listed(found), "listing the tensors")
         for target in others:
-            if self.first:
+            if self.is_rank0:
                 self._send(found, listed, target)
             elif self.rank == target:
                 found = self._receive(listed, 0)
@@ -287,9 +289,9 @@ class Distributed:
             wanted.append([item for item in items if item[0] not in seen])
             seen |= {name for name, *_ in items}
         wanted = self.from_rank0(lambda: wanted, "listing the tensors")
-        found = dict(tensors) if self.first else {}
+        found = dict(tensors) if self.is_rank0 else {}
         for rank in range(1, self.size):
-            if self.first:
+            if self.is_rank0:
                 found |= self._receive(wanted[rank], rank)
             elif self.rank == rank:
                 self._send(tensors, wanted[rank], 0)
@@ -340,7 +342,7 @@ class Distributed:
         if self.size == 1:
             return make()
         box: list[T | None] = [None]
-        if self.first:
+        if self.is_rank0:
             with self.working(what):
                 box = [make()]
         self.barrier(what)
@@ -361,7 +363,8 @@ class DataParallelGroup:
     def working(self, activity: str) -> AbstractContextManager[None]:
         return self._world.working(activity)
 
-    def sum(self, value: float) -> float:
+    def sum_of_leaders(self, value: float) -> float:
+        """The sum over the data-parallel ranks, each counted once; on all ranks."""
         return self._world.sum(value if self.is_dp_leader else 0.0)
 
     def sum_counts(self, values: list[int]) -> list[int]:
@@ -371,13 +374,13 @@ class DataParallelGroup:
         """The sum of a device tensor, in place."""
         return self._world.sum_tensor(tensor if self.is_dp_leader else tensor.zero_())
 
-    def largest(self, value: int) -> int:
-        return self._world.largest(value)
+    def max(self, value: int) -> int:
+        return self._world.max(value)
 
-    def gather(self, value: Any) -> list[Any] | None:
+    def gather_from_leaders(self, value: Any) -> list[Any] | None:
         """Every data-parallel rank's value, in order, on global rank 0; None elsewhere."""
         gathered = self._world.gather((self.is_dp_leader, value if self.is_dp_leader else None))
-        return None if gathered is None else [value for speaks, value in gathered if speaks]
+        return None if gathered is None else [value for is_leader, value in gathered if is_leader]
 
 
 def _listed(tensors: dict[str, torch.Tensor]) -> list[_Item]:

@@ -27,7 +27,7 @@ class RankInfo:
     local_world_size: int = 1
 
     @property
-    def first(self) -> bool:
+    def is_rank0(self) -> bool:
         return self.rank == 0
 
     @property

@@ -14,12 +14,12 @@ from drawbar.config.io.load_config import LoadedConfig
 from drawbar.config.rules.rule_table import RULES, TRAIN_RULES, check_rules, check_world
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.config.strategies import AUTO
-from drawbar.doctor.ask import Question, ask, check_device, check_meeting, driver_version
 from drawbar.doctor.environment import LAUNCH, check_hub, check_launcher, check_slurm_gpus, is_offline
 from drawbar.doctor.finding import Finding, Findings, Fix, Level, problem_of
 from drawbar.doctor.host import check_compiler, check_host, collect_compiler, collect_host
 from drawbar.doctor.libraries import check_libraries, collect_libraries
 from drawbar.doctor.network import check_network, collect_network, has_other_hosts, is_this_host
+from drawbar.doctor.probe_process import ProbeProcess, check_device, check_rendezvous, driver_version, start_probe
 from drawbar.doctor.storage import check_folder
 from drawbar.errors import UserError
 from drawbar.launch.folder_facts import GIB, collect_folder
@@ -37,16 +37,16 @@ def examine(loaded: LoadedConfig, given: bool, count: Callable[[int], int]) -> F
         count: from the number of GPUs to the number of processes that `drawbar train` would start.
     """
     config = loaded.config
-    meeting = ask("meet")  # torch is imported twice meanwhile
+    meeting = start_probe("meet")  # torch is imported twice meanwhile
     expected = 1 if config.launch.nproc == "auto" else config.launch.nproc
-    facts = ask("device", config.device, config.precision, str(expected)).answer()
+    facts = start_probe("device", config.device, config.precision, str(expected)).result()
     gpus = len(facts.get("gpus", []))
     processes = _processes_here(count(gpus))
     return Findings(list(_findings(loaded, given, facts, meeting, processes)))
 
 
 def _findings(
-    loaded: LoadedConfig, given: bool, facts: Mapping[str, Any], meeting: Question, processes: int
+    loaded: LoadedConfig, given: bool, facts: Mapping[str, Any], meeting: ProbeProcess, processes: int
 ) -> Iterator[Finding]:
     config, environ = loaded.config, os.environ
     device = facts.get("device", "cpu")
@@ -59,7 +59,7 @@ def _findings(
     listens = environ.get("RANK") == "0" and "TORCHELASTIC_USE_AGENT_STORE" not in environ
     own = is_this_host(network.towards_address, network.interfaces)
     yield from check_network(network, has_other_hosts(), listens and own and "MASTER_PORT" in environ)
-    yield check_meeting(meeting.answer())
+    yield check_rendezvous(meeting.result())
     wanted = {name: _is_cached(name) for name in hub_names(config)} if given else {}
     yield from _folders(config, downloads=not all(wanted.values()))
     yield from _hub(wanted)

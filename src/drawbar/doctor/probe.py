@@ -38,13 +38,15 @@ def look_at_device(wanted: str, precision: str, processes: int) -> dict[str, Any
         "errors": {},
     }
     try:
-        place = RankInfo.from_environment()
+        rank_info = RankInfo.from_environment()
     except UserError as error:
         facts["errors"]["launcher"] = _told(error)
-        place = RankInfo()
+        rank_info = RankInfo()
     try:
-        place = place if place.world_size > 1 else RankInfo(world_size=processes, local_world_size=processes)
-        device = choose_device(wanted, place)
+        rank_info = (
+            rank_info if rank_info.world_size > 1 else RankInfo(world_size=processes, local_world_size=processes)
+        )
+        device = choose_device(wanted, rank_info)
         facts["device"] = device.type
         facts["precision"] = choose_precision(precision, device)
         facts["product"] = _multiply(device, facts["precision"])

@@ -77,7 +77,7 @@ def _choose_strategy(task: Task, config: RunConfig, world: Distributed) -> tuple
     with world.working("finding the size of the model"):
         parameters = sum(parameter.numel() for parameter in task.build_meta_model().parameters())
     needed, room = parameters * BYTES_PER_PARAMETER / model_ranks, _memory_of_a_rank(world)
-    fits = world.data.sum(needed <= SHARE_FOR_STATE * room) == world.data.size
+    fits = world.data.sum_of_leaders(needed <= SHARE_FOR_STATE * room) == world.data.size
     amounts = f"the model's state takes {needed / 2**30:.1f} GiB, and a rank has {room / 2**30:.1f} GiB"
     return ("ddp", f"{world.size} processes; {amounts}") if fits else ("fsdp", amounts)
 
@@ -86,4 +86,4 @@ def _memory_of_a_rank(world: Distributed) -> float:
     """Bytes."""
     if world.device.type == "cuda":
         return torch.cuda.get_device_properties(world.device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / world.place.local_world_size
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / world.rank_info.local_world_size

@@ -20,7 +20,7 @@ from drawbar.config.parallel_dims import ParallelDims
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.distributed.process_group import Distributed
 from drawbar.engines.deepspeed_parts import DeepSpeedState, DeepSpeedUpdater
-from drawbar.engines.executors import ModelExecutor, PipelineExecutor, TrainedModel, task_loss
+from drawbar.engines.executors import ModelExecutor, PipelineExecutor, TrainingModule, task_loss
 from drawbar.engines.local_model import (
     LocalModel,
     WeightSource,
@@ -71,10 +71,10 @@ def build(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
     Raises:
         UserError: DeepSpeed is missing or refuses the run, or the model cannot be divided so.
     """
-    return _pipeline(task, config, world) if world.dims.pp > 1 else _one_model(task, config, world)
+    return _build_pipeline(task, config, world) if world.dims.pp > 1 else _build_one_model(task, config, world)
 
 
-def _one_model(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
+def _build_one_model(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
     import_deepspeed(world.device)
     world.init_single_process_group()
     stage = zero_stage(config)
@@ -83,9 +83,9 @@ def _one_model(task: Task, config: RunConfig, world: Distributed) -> EngineParts
     meta_model = with_adapters(task.build_meta_model(), config, local.base)
     optimizer = _optimizer(local.module, config)
     values = _json(config, world)
-    backend = start(local.module, optimizer, values, world.device, in_pieces=stage == 3)
+    backend = start(local.module, optimizer, values, world.device, is_zero3=stage == 3)
     local = replace(local, module=backend.module, meta_model=meta_model, replicas=[torch.distributed.group.WORLD])
-    _check_cuts(local, config.parallel.tensor)
+    _check_tp_shards(local, config.parallel.tensor)
     state = DeepSpeedState(local, MasterState.of(backend), config, world, is_writer(world))
     _set_first_weights(local.module, source, state, world.device)
     if stage == 3:
@@ -96,8 +96,8 @@ def _one_model(task: Task, config: RunConfig, world: Distributed) -> EngineParts
         return nullcontext()
 
     loss, backward = partial(task_loss, task, None, backend), partial(backend.backward, scale_wrt_gas=False)
-    trained = TrainedModel(backend, loss, synchronizing, backward)
-    executor = ModelExecutor(task, local.module, trained, world, config.precision)
+    training_module = TrainingModule(backend, loss, synchronizing, backward)
+    executor = ModelExecutor(task, local.module, training_module, world, config.precision)
     return EngineParts(local, executor, DeepSpeedUpdater(state.masters, config.precision), state)
 
 
@@ -133,7 +133,7 @@ def _json(config: RunConfig, world: Distributed) -> dict[str, Any]:
     return dict(found.values)
 
 
-def _check_cuts(local: LocalModel, degree: int) -> None:
+def _check_tp_shards(local: LocalModel, degree: int) -> None:
     """Refuse parameters that AutoTP shards but cannot gather or reduce again, such as T5's position biases."""
     if degree == 1:
         return
@@ -158,21 +158,21 @@ def _set_first_weights(module: nn.Module, source: WeightSource, state: DeepSpeed
         state.set_weights({name: here[name]}, {name: full})
 
 
-def _pipeline(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
+def _build_pipeline(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
     """Pipeline × tensor × data parallelism, ZeRO stage 0 or 1: DeepSpeed's ``PipelineModule`` over this program's
     stages, and AutoTP's layers inside them. Evaluation and generation go through the stages in turn."""
     import_deepspeed(world.device).init_distributed(dist_init_required=False)
     stages = build_stages(task, config, world)
-    relay = stages.relay(world)
+    pipeline_inference = stages.pipeline_inference(world)
     local, tied = _fill_stages(stages, task, config, world)
     optimizer = _optimizer(local.module, config)
     _check_groups(optimizer, world)
     values = {**_json(config, world), **_FOR_PIPELINES}
     values.pop("tensor_parallel", None)  # the layers are cut
-    layer = Stage(stages.parts[0], stages.group.rank(), world.dims.pp)
+    layer = Stage(stages.stage_modules[0], stages.group.rank(), world.dims.pp)
     module = pipeline_module(layer, tied, world.dims)
     exact = {parameter: parameter.detach() for parameter in local.module.parameters()}
-    backend = start(module, optimizer, values, world.device, in_pieces=False)
+    backend = start(module, optimizer, values, world.device, is_zero3=False)
     # in bf16 its pipeline has an optimizer of its own, with flat buffers in stage 0 too
     masters = FlatMasterState(backend) if hasattr(backend.optimizer, "bf16_groups") else MasterState.of(backend)
     if config.precision != "fp32":  # else DeepSpeed's fp32 master weights would be copies of the low-precision weights
@@ -180,7 +180,7 @@ def _pipeline(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
             masters.set_weight(parameter, weight)
     pipeline = DeepSpeedPipeline(backend, layer, world.device, config.precision)
     executor = PipelineExecutor(
-        task, local.module, backend, pipeline, relay, world, config.precision, shards_logits=False
+        task, local.module, backend, pipeline, pipeline_inference, world, config.precision, shards_logits=False
     )
     own = DeepSpeedState(local, masters, config, world, is_stage_leader(world))
     updater = DeepSpeedUpdater(masters, config.precision)
@@ -191,7 +191,7 @@ def _fill_stages(
     stages: EmptyStages, task: Task, config: RunConfig, world: Distributed
 ) -> tuple[LocalModel, nn.Parameter | None]:
     """This rank's stage with its first weights, divided over tensor-parallel ranks."""
-    (part,) = stages.parts
+    (part,) = stages.stage_modules
     if world.dims.tp > 1:
         check_layers(stages.meta_model, stages.plan, world.dims.tp)
     allow_packed_rows(part, task, config)
@@ -207,7 +207,7 @@ def _fill_stages(
 def _check_groups(optimizer: Optimizer, world: Distributed) -> None:
     """Stages must have equally many parameter groups: DeepSpeed all-reduces the norm group by group over all stages."""
     number = len(optimizer.param_groups)
-    if world.largest(number) != -world.largest(-number):
+    if world.max(number) != -world.max(-number):
         raise UserError(
             "some stages train matrices as well as norms or biases, others only one of the two: "
             "DeepSpeed's norm of the gradient needs both or one in all of them",

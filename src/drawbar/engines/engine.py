@@ -18,7 +18,7 @@ from drawbar.engines.parts import EngineParts
 from drawbar.engines.results import EngineState, EvalResult, StepResult
 from drawbar.errors import UserError
 from drawbar.models.heads import longest_input
-from drawbar.models.lora import Base, saved_tensors
+from drawbar.models.lora import FrozenBaseInfo, saved_tensors
 from drawbar.optim.schedules import learning_rate_scale
 from drawbar.optim.state import check_optimizer_state
 from drawbar.parallel.buffers import share_buffers
@@ -63,7 +63,7 @@ class Engine:
         return self._local.module
 
     @property
-    def base(self) -> Base | None:
+    def base(self) -> FrozenBaseInfo | None:
         """Digest and newly initialized parameters of the base model under LoRA, equal on all ranks; else None."""
         return self._local.base
 
@@ -80,7 +80,7 @@ class Engine:
         """Forward, backward, reduce, clip and update for one global batch, of which this is the rank's share."""
         lr = self.config.optim.lr * learning_rate_scale(self.step, self.total_steps, self.config.optim)
         # the targets of the whole global batch are counted before the first backward, so nothing is rescaled after it
-        num_targets = self.world.data.sum(
+        num_targets = self.world.data.sum_of_leaders(
             sum(self.task.num_targets(micro.batch) for micro in micro_batches if not micro.is_filler)
         )
         divisor = num_targets or 1.0  # a batch without targets has no loss and no gradient

@@ -21,7 +21,7 @@ from drawbar.tasks.task import Task
 
 
 @dataclass(frozen=True)
-class TrainedModel:
+class TrainingModule:
     """The module that training forwards call (the model, or its DDP or DeepSpeed wrapper), its loss and backward."""
 
     module: nn.Module
@@ -47,7 +47,7 @@ class ModelExecutor:
         self,
         task: Task,
         module: nn.Module,
-        trained: TrainedModel,
+        training_module: TrainingModule,
         world: Distributed,
         precision: str,
         context: ContextParallel | None = None,
@@ -55,27 +55,27 @@ class ModelExecutor:
     ) -> None:
         self.task = task
         self.module = module
-        self.trained = trained
+        self.training_module = training_module
         self.device = world.device
         self.precision = precision
         self.context = context
         self.shards_logits = shards_logits
 
     def forward_backward(self, micro_batches: list[MicroBatch[Batch]], scale: float) -> torch.Tensor:
-        self.trained.module.train()
+        self.training_module.module.train()
         loss_sum = torch.zeros((), device=self.device)
         for index, micro in enumerate(micro_batches):
             last = index == len(micro_batches) - 1
             batch = micro.batch.to(self.device)
             with (
-                self.trained.synchronizing(last),
+                self.training_module.synchronizing(last),
                 maybe_sharded_logits(self.shards_logits),
                 sequence_shard(self.context, batch) as shard,
             ):
                 with autocast(self.precision, self.device):
-                    loss = self.trained.loss(shard)
+                    loss = self.training_module.loss(shard)
                 loss = without_fillers(loss, micro)
-                self.trained.backward(loss * scale)
+                self.training_module.backward(loss * scale)
             loss_sum += loss.detach()
         return loss_sum if self.context is None else self.context.sum(loss_sum)
 
@@ -97,7 +97,7 @@ class ModelExecutor:
 class Schedule(Protocol):
     """Training steps of a pipeline: torch's or DeepSpeed's."""
 
-    def fitting(self, count: int) -> int:
+    def round_up_micro_batches(self, count: int) -> int:
         """The smallest number of micro-batches, at least ``count``, that the schedule accepts."""
 
     def run(self, inputs: Sequence[Inputs], loss: Loss) -> None:
@@ -112,7 +112,7 @@ class PipelineExecutor:
         stages: those of this rank.
         trained: the same modules, or the DeepSpeed engine around them; only its ``train()`` is called.
         pipeline: the steps of training.
-        relay: evaluation and generation, through the stages in turn.
+        pipeline_inference: evaluation and generation, through the stages in turn.
         shards_logits: as for ``ModelExecutor``.
     """
 
@@ -120,38 +120,40 @@ class PipelineExecutor:
         self,
         task: Task,
         stages: nn.Module,
-        trained: nn.Module,
+        training_module: nn.Module,
         pipeline: Schedule,
-        relay: PipelineInference,
+        pipeline_inference: PipelineInference,
         world: Distributed,
         precision: str,
         shards_logits: bool,
     ) -> None:
         self.task = task
         self.stages = stages
-        self.trained = trained
+        self.training_module = training_module
         self.pipeline = pipeline
-        self.relay = relay
+        self.pipeline_inference = pipeline_inference
         self.device = world.device
         self.precision = precision
         self.shards_logits = shards_logits
 
     def forward_backward(self, micro_batches: list[MicroBatch[Batch]], scale: float) -> torch.Tensor:
-        self.trained.train()
+        self.training_module.train()
         fewest = min(micro_batches, key=lambda micro: next(iter(micro.batch.values())).numel())
-        missing = self.pipeline.fitting(len(micro_batches)) - len(micro_batches)
+        missing = self.pipeline.round_up_micro_batches(len(micro_batches)) - len(micro_batches)
         micro_batches = micro_batches + [MicroBatch(fewest.batch, is_filler=True)] * missing
         batches = [micro.batch.to(self.device) for micro in micro_batches]
         forwards = [self._forward(batch) for batch in batches]
         loss_sum = torch.zeros((), device=self.device)
 
         def compute_loss(logits: torch.Tensor, index: int) -> torch.Tensor:
-            loss = scalar(self.task.loss(self.relay.outputs(forwards[index], logits), batches[index]))
+            loss = scalar(
+                self.task.loss(self.pipeline_inference.replay_outputs(forwards[index], logits), batches[index])
+            )
             loss = without_fillers(loss, micro_batches[index])
             loss_sum.add_(loss.detach())
             return loss * scale
 
-        inputs = [self.relay.inputs(forward) for forward in forwards]
+        inputs = [self.pipeline_inference.record_inputs(forward) for forward in forwards]
         with maybe_sharded_logits(self.shards_logits):
             self.pipeline.run(inputs, compute_loss)
         return loss_sum
@@ -159,22 +161,26 @@ class PipelineExecutor:
     def evaluate(self, batch: Batch) -> tuple[float, list[Any] | None]:
         forward = self._forward(batch)
         with self._evaluating():
-            logits = self.relay.logits(self.relay.inputs(forward))
-            loss = 0.0 if logits is None else as_float(self.task.loss(self.relay.outputs(forward, logits), batch))
+            logits = self.pipeline_inference.last_stage_logits(self.pipeline_inference.record_inputs(forward))
+            loss = (
+                0.0
+                if logits is None
+                else as_float(self.task.loss(self.pipeline_inference.replay_outputs(forward, logits), batch))
+            )
             predictions = None
             if self.task.predicts:
-                with self.relay.synced_rng():
-                    predictions = self.task.predict(self.relay.model, batch)
+                with self.pipeline_inference.synced_rng():
+                    predictions = self.task.predict(self.pipeline_inference.model, batch)
         return loss, predictions
 
     @contextmanager
     def inference(self) -> Iterator[nn.Module]:
-        with self._evaluating(), self.relay.synced_rng():
-            yield self.relay.model
+        with self._evaluating(), self.pipeline_inference.synced_rng():
+            yield self.pipeline_inference.model
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        self.relay.model.eval()
+        self.pipeline_inference.model.eval()
         with evaluating(self.stages, self.precision, self.device):
             yield
 

@@ -15,7 +15,7 @@ from drawbar.config.schema.run_config import RunConfig
 from drawbar.distributed.device_mesh import buffer_replicas
 from drawbar.distributed.process_group import Distributed
 from drawbar.models.huggingface import weights_without_file
-from drawbar.models.lora import Base, add_adapters, add_adapters_to_base
+from drawbar.models.lora import FrozenBaseInfo, add_adapters, add_adapters_to_base
 from drawbar.models.packed import allow_packing
 from drawbar.models.plans import plan_for
 from drawbar.parallel.apply import parallelize
@@ -36,7 +36,7 @@ class LocalModel:
     """The full model, its shards (DTensor), or this rank's pipeline stages."""
     meta_model: nn.Module
     """All names and full shapes of the model, without values; ``module`` itself if that has all parameters."""
-    base: Base | None
+    base: FrozenBaseInfo | None
     """Digest and newly initialized parameters of the base model under LoRA; None without LoRA."""
     fused: dict[str, FusedLayout] = field(default_factory=dict)
     """Parameters that are stored in another order than in the whole model."""
@@ -44,7 +44,7 @@ class LocalModel:
     """Process groups of the ranks that hold the same buffers, one for each mesh axis."""
 
 
-def with_adapters(structure: nn.Module, config: RunConfig, base: Base | None) -> nn.Module:
+def with_adapters(structure: nn.Module, config: RunConfig, base: FrozenBaseInfo | None) -> nn.Module:
     """A model without its weights, with the adapters of the run, where it has any.
 
     Args:
@@ -53,8 +53,8 @@ def with_adapters(structure: nn.Module, config: RunConfig, base: Base | None) ->
     return structure if config.lora is None or base is None else add_adapters(structure, config.lora, base.new)
 
 
-def _build_adapted(task: Task, config: RunConfig) -> tuple[nn.Module, Base | None]:
-    """The full model, with the run's LoRA adapters if any, and the ``Base`` below them (None without LoRA)."""
+def _build_adapted(task: Task, config: RunConfig) -> tuple[nn.Module, FrozenBaseInfo | None]:
+    """The full model, with the run's LoRA adapters if any, and what is frozen below them (None without LoRA)."""
     model = task.build_model()
     if config.lora is None:
         return model, None
@@ -70,7 +70,7 @@ def allow_packed_rows(model: nn.Module, task: Task, config: RunConfig) -> None:
 def build_whole(task: Task, config: RunConfig, world: Distributed, device: torch.device) -> LocalModel:
     """All of the model, on every rank. It is made on the CPU, so that it starts from the same random numbers on every
     device."""
-    with world.together("building the model"):
+    with world.barrier_after("building the model"):
         model, base = _build_adapted(task, config)
         allow_packed_rows(model, task, config)
         parallelize(model, plan_for(model), config.parallel, ParallelDims(), None, config.precision)
@@ -102,15 +102,17 @@ def load_first_weights(
 ) -> None:
     """Load the initial weights of this rank's part of the model from the source that ``build_meta`` returned."""
     if isinstance(source, Mapping):
-        with world.together("reading the weights"):
+        with world.barrier_after("reading the weights"):
             for name, parameter in module.named_parameters():
                 load_shard(parameter, source, name, fused.get(name))
     else:
         broadcast_shards(named_tensors(module), source, fused, world.device)
 
 
-def build_meta(task: Task, config: RunConfig, world: Distributed) -> tuple[nn.Module, WeightSource, Base | None]:
-    """The model on the meta device; the source of its weights (files, or the full model on rank 0); and the ``Base``
+def build_meta(
+    task: Task, config: RunConfig, world: Distributed
+) -> tuple[nn.Module, WeightSource, FrozenBaseInfo | None]:
+    """The model on the meta device; the source of its weights (files, or the full model on rank 0); and what is frozen
     below its LoRA adapters, or None."""
     files = None
     if config.lora is None:
@@ -120,10 +122,10 @@ def build_meta(task: Task, config: RunConfig, world: Distributed) -> tuple[nn.Mo
         if world.sum(files is not None) == world.size:
             return structure, files, None
     # build the full model first: it must draw the same random numbers as in a single-process run
-    with world.together("building the model"):
-        source, base = _build_adapted(task, config) if world.first else (None, None)
+    with world.barrier_after("building the model"):
+        source, base = _build_adapted(task, config) if world.is_rank0 else (None, None)
     base = world.from_rank0(lambda: base, "building the model")
-    with world.together("building the model"):
+    with world.barrier_after("building the model"):
         structure = with_adapters(task.build_meta_model(), config, base)
     logger.info("weights: rank 0 builds the model, and sends each process its part")
     return structure, source, base

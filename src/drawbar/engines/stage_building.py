@@ -12,7 +12,7 @@ from drawbar.distributed.device_mesh import build_mesh
 from drawbar.distributed.process_group import Distributed
 from drawbar.engines.local_model import LocalModel, WeightSource, build_meta, load_first_weights
 from drawbar.errors import UserError
-from drawbar.models.lora import Base
+from drawbar.models.lora import FrozenBaseInfo
 from drawbar.models.plans import plan_for
 from drawbar.parallel.model_plan import ModelParallelPlan, PipelinePlan
 from drawbar.parallel.pipeline.inference import PipelineInference
@@ -26,14 +26,14 @@ from drawbar.tasks.task import Task
 class EmptyStages:
     """The stages of this rank, without weights yet."""
 
-    parts: list[nn.Module]
+    stage_modules: list[nn.Module]
     """In order: stage ``i``, and with interleaving ``i + P`` as well, on rank ``i`` of P."""
     meta_model: PreTrainedModel
     """The full model, without weights, that the stages were cut from."""
     plan: ModelParallelPlan
     mesh: DeviceMesh
     source: WeightSource
-    base: Base | None
+    base: FrozenBaseInfo | None
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -44,15 +44,15 @@ class EmptyStages:
     def hidden_size(self) -> int:
         return int(self.meta_model.config.get_text_config().hidden_size)
 
-    def relay(self, world: Distributed) -> PipelineInference:
+    def pipeline_inference(self, world: Distributed) -> PipelineInference:
         """For evaluation and generation through the stages; build it before FSDP or other hooks wrap them."""
         vocabulary = self.meta_model.config.get_text_config().vocab_size
-        return PipelineInference(self.parts, self.group, world.device, self.hidden_size, vocabulary)
+        return PipelineInference(self.stage_modules, self.group, world.device, self.hidden_size, vocabulary)
 
     def load(self, fused: dict[str, FusedLayout], world: Distributed) -> tuple[LocalModel, nn.Parameter | None]:
         """The stages with their first weights, and the copy that the first and the last have of a tied weight."""
         assert self.plan.pipeline is not None, "it was cut by it"
-        module = LocalStages(self.parts, self.meta_model, self.plan.pipeline)
+        module = LocalStages(self.stage_modules, self.meta_model, self.plan.pipeline)
         load_first_weights(module, self.source, fused, world)
         tied = f"{self.plan.pipeline.embedding}.weight" if is_tied(self.meta_model, self.plan.pipeline) else ""
         local = LocalModel(module, self.meta_model, self.base, fused)

@@ -13,7 +13,7 @@ from drawbar.config.schema.run_config import RunConfig
 from drawbar.data.packing import IGNORED_LABEL
 from drawbar.distributed.device_mesh import build_mesh
 from drawbar.distributed.process_group import Distributed
-from drawbar.engines.executors import ModelExecutor, PipelineExecutor, TrainedModel, task_loss
+from drawbar.engines.executors import ModelExecutor, PipelineExecutor, TrainingModule, task_loss
 from drawbar.engines.local_model import LocalModel, allow_packed_rows, build_shards, build_whole
 from drawbar.engines.parts import EngineParts, Executor
 from drawbar.engines.stage_building import build_stages
@@ -23,7 +23,7 @@ from drawbar.errors import ExitCode, UserError
 from drawbar.optim.optimizers import build_optimizers
 from drawbar.parallel.apply import parallelize
 from drawbar.parallel.context import ContextParallel, check_context
-from drawbar.parallel.ddp import accumulate, replicate
+from drawbar.parallel.ddp import gradient_sync, replicate
 from drawbar.parallel.dp import DataParallel
 from drawbar.parallel.fsdp import digest_of_used_units, generate_together
 from drawbar.parallel.pipeline.schedule import Pipeline
@@ -63,9 +63,9 @@ def build_dp(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
 def build_ddp(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
     """A replica on every data-parallel rank."""
     if world.dims.pp > 1:
-        return _pipeline(task, config, world)
+        return _build_pipeline(task, config, world)
     if world.dims.model_ranks > 1:
-        return _shards(task, config, world)
+        return _build_on_mesh(task, config, world)
     return build_replicas(task, config, world)
 
 
@@ -77,7 +77,7 @@ def build_zero1(task: Task, config: RunConfig, world: Distributed) -> EnginePart
 
 def build_fsdp(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
     """A shard of every parameter on each data-parallel rank."""
-    return _pipeline(task, config, world) if world.dims.pp > 1 else _shards(task, config, world)
+    return _build_pipeline(task, config, world) if world.dims.pp > 1 else _build_on_mesh(task, config, world)
 
 
 def build_replicas(
@@ -88,18 +88,18 @@ def build_replicas(
 ) -> EngineParts:
     """A whole model on every rank, by torch's DistributedDataParallel where there are several."""
     local = build_whole(task, config, world, world.device)
-    trained = _unwrapped(task, local.module)
+    training_module = _unwrapped(task, local.module)
     if world.size > 1:
         model = replicate(local.module, partial(task_loss, task, None))
-        trained = TrainedModel(model, model, partial(accumulate, model))
-    return assemble(task, config, world, local, trained, wrap_optimizer)
+        training_module = TrainingModule(model, model, partial(gradient_sync, model))
+    return assemble(task, config, world, local, training_module, wrap_optimizer)
 
 
-def _unwrapped(task: Task, model: nn.Module) -> TrainedModel:
-    return TrainedModel(model, partial(task_loss, task, None, model))
+def _unwrapped(task: Task, model: nn.Module) -> TrainingModule:
+    return TrainingModule(model, partial(task_loss, task, None, model))
 
 
-def _shards(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
+def _build_on_mesh(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
     """A model of which this rank holds shards, or that others on the mesh compute with it."""
     if world.dims.cp > 1:
         check_context(world.device, task.targets)
@@ -108,12 +108,12 @@ def _shards(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
     local = build_shards(task, config, world, mesh)
     module = local.module
     context = ContextParallel(module, mesh["cp"], IGNORED_LABEL) if world.dims.cp > 1 else None
-    synchronizing: Callable[[bool], AbstractContextManager[None]] = partial(accumulate, module)
+    synchronizing: Callable[[bool], AbstractContextManager[None]] = partial(gradient_sync, module)
     if config.parallel.features.shards_parameters:
         generate_together(module)
         synchronizing = _UsageCheck(module, world).synchronizing
-    trained = TrainedModel(module, partial(task_loss, task, context, module), synchronizing)
-    return assemble(task, config, world, local, trained, context=context)
+    training_module = TrainingModule(module, partial(task_loss, task, context, module), synchronizing)
+    return assemble(task, config, world, local, training_module, context=context)
 
 
 def assemble(
@@ -121,12 +121,14 @@ def assemble(
     config: RunConfig,
     world: Distributed,
     local: LocalModel,
-    trained: TrainedModel,
+    training_module: TrainingModule,
     wrap_optimizer: Callable[[Optimizer], Optimizer] = lambda optimizer: optimizer,
     context: ContextParallel | None = None,
 ) -> EngineParts:
     """The parts of an engine whose ranks compute one model each, or together, without stages."""
-    executor = ModelExecutor(task, local.module, trained, world, config.precision, context, _shards_logits(task, world))
+    executor = ModelExecutor(
+        task, local.module, training_module, world, config.precision, context, _shards_logits(task, world)
+    )
     optimizers = [wrap_optimizer(optimizer) for optimizer in build_optimizers(local.module, config.optim)]
     return _with_optimizers(config, world, local, executor, optimizers, model_norm, is_writer(world))
 
@@ -149,12 +151,12 @@ def _shards_logits(task: Task, world: Distributed) -> bool:
     return world.dims.tp > 1 and task.vocabulary_parallel
 
 
-def _pipeline(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
+def _build_pipeline(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
     """Stages on ranks that pass hidden states on to one another."""
     stages = build_stages(task, config, world)
     parallel, precision = config.parallel, config.precision
     pipeline = Pipeline(
-        stages.parts,
+        stages.stage_modules,
         parallel.schedule,
         stages.group,
         world.device,
@@ -162,18 +164,18 @@ def _pipeline(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
         precision,
         parallel.reshard is True,
     )
-    relay = stages.relay(world)
+    pipeline_inference = stages.pipeline_inference(world)
     if parallel.features.shards_parameters:
-        synchronize_generate(relay.model)
+        synchronize_generate(pipeline_inference.model)
     fused: dict[str, FusedLayout] = {}
-    for part in stages.parts:
+    for part in stages.stage_modules:
         allow_packed_rows(part, task, config)
         parallelize(part, stages.plan, parallel, world.dims, stages.mesh, precision)
         fused |= fused_layouts(part)
         materialize(part, torch.device("cpu") if parallel.offload else world.device, world.device)
     local, tied = stages.load(fused, world)
     executor = PipelineExecutor(
-        task, local.module, local.module, pipeline, relay, world, precision, _shards_logits(task, world)
+        task, local.module, local.module, pipeline, pipeline_inference, world, precision, _shards_logits(task, world)
     )
     optimizers = build_optimizers(local.module, config.optim)
     norm = StagesNorm(stages.group, tied)
@@ -191,12 +193,12 @@ class _UsageCheck:
 
     @contextmanager
     def synchronizing(self, last: bool) -> Iterator[None]:
-        """See ``TrainedModel``.
+        """See ``TrainingModule``.
 
         Raises:
             UserError: after the last micro-batch, where ranks used different parts.
         """
-        with accumulate(self._module, last):
+        with gradient_sync(self._module, last):
             yield
         self._digest = digest_of_used_units(self._module, self._digest)
         if last:

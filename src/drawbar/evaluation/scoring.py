@@ -96,25 +96,25 @@ def evaluate(
     world.barrier("evaluating")  # a rank that still does something else is not waited for in a collective
     engine.share_buffers()
     loader = _loader(task, split, world, micro_batch, augment)
-    batches, share = iter(loader), _Share()
+    batches, results = iter(loader), _RankResults()
     for done in range(1, len(loader) + 1):
         failure = None
         try:
             micro = next(batches)
             result = engine.eval_step(micro.batch)
             if not micro.is_filler:
-                share.add(result, _with_ids(task, micro.batch.ids, result.predictions))
+                results.add(result, _with_ids(task, micro.batch.ids, result.predictions))
         except Exception as error:  # noqa: BLE001 - every rank raises it, below
             failure = error
         if not _agree_to_go_on(failure, stop_wanted(), world):
             return None
         world.note(_progress_text("evaluating", split, done, len(loader)))
         progress(done, len(loader))
-    return _score(task, split, share, world)
+    return _score(task, split, results, world)
 
 
 @dataclass
-class _Share:
+class _RankResults:
     """What one rank has found out."""
 
     loss: float = 0.0
@@ -139,7 +139,7 @@ def _agree_to_go_on(failure: Exception | None, stop: bool, world: Distributed) -
     """Whether every rank goes on with the next batch. What failed on one of them is raised on all."""
     own = _Vote.FAIL if failure is not None else _Vote.STOP if stop else _Vote.GO_ON
     try:
-        agreed = world.largest(own)
+        agreed = world.max(own)
     except (RuntimeError, UserError):
         if failure is not None:
             raise failure from None  # the others did not come: they waited for this rank in a forward that needs all
@@ -150,10 +150,10 @@ def _agree_to_go_on(failure: Exception | None, stop: bool, world: Distributed) -
     return agreed == _Vote.GO_ON
 
 
-def _score(task: Task, split: Split, share: _Share, world: Distributed) -> Evaluation:
+def _score(task: Task, split: Split, results: _RankResults, world: Distributed) -> Evaluation:
     """The scores of what all ranks have found out."""
-    loss, num_targets = world.data.sum(share.loss), world.data.sum(share.num_targets)
-    gathered = world.data.gather(share.predictions)
+    loss, num_targets = world.data.sum_of_leaders(results.loss), world.data.sum_of_leaders(results.num_targets)
+    gathered = world.data.gather_from_leaders(results.predictions)
     records: list[dict[str, Any]] = []
 
     def score() -> dict[str, float] | EvaluationFailed:
@@ -235,7 +235,7 @@ def predict(
         predictions += found if not micro.is_filler else []
         world.note(_progress_text("predicting", split, done, len(loader)))
         progress(done, len(loader))
-    gathered = world.data.gather(predictions)
+    gathered = world.data.gather_from_leaders(predictions)
     return _by_record(split, [pair for part in gathered for pair in part]) if gathered is not None else {}
 
 

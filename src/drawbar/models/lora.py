@@ -41,7 +41,7 @@ _ATTENTION = (
 
 
 @dataclass(frozen=True)
-class Base:
+class FrozenBaseInfo:
     """Identifies the frozen pretrained model under the adapters, whose weights are not in the checkpoints."""
 
     new: frozenset[str]
@@ -69,7 +69,7 @@ def add_adapters(model: nn.Module, lora: LoraSection, new: Collection[str] = ())
             cannot adapt such a module.
     """
     peft = _import_peft()
-    whole = _trained_whole(model, lora.train, new)
+    whole = _fully_trained_modules(model, lora.train, new)
     targets = _targets(model, lora, _inside(whole))
     _refuse_tied(model, targets)
     trained = [p for module in whole.values() for p in module.parameters() if p.requires_grad]
@@ -92,7 +92,7 @@ def add_adapters(model: nn.Module, lora: LoraSection, new: Collection[str] = ())
     return model
 
 
-def add_adapters_to_base(model: nn.Module, lora: LoraSection, new: Collection[str]) -> Base:
+def add_adapters_to_base(model: nn.Module, lora: LoraSection, new: Collection[str]) -> FrozenBaseInfo:
     """As :func:`add_adapters`, on a model with loaded weights; returns what identifies the frozen weights.
 
     Parameters that the model itself had frozen are left out: they may be computed, and rounding differs by machine.
@@ -101,7 +101,7 @@ def add_adapters_to_base(model: nn.Module, lora: LoraSection, new: Collection[st
     add_adapters(model, lora, new)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     frozen = [parameter for parameter in before if not parameter.requires_grad]
-    return Base(frozenset(trained & set(new)), _digest(frozen))
+    return FrozenBaseInfo(frozenset(trained & set(new)), _digest(frozen))
 
 
 def _digest(parameters: Iterable[nn.Parameter]) -> str:
@@ -159,7 +159,7 @@ def save_adapter(model: nn.Module, folder: Path, base_name: str) -> None:
         for name, tensor in trained.items()
         if name.startswith(layers)
     }
-    whole = _saved_whole(model, [name for name in trained if not name.startswith(layers)])
+    whole = _modules_to_save(model, [name for name in trained if not name.startswith(layers)])
     for name in whole:
         tensors |= model.get_submodule(name).state_dict(prefix=f"{name}.")
     folder.mkdir(parents=True, exist_ok=True)
@@ -176,7 +176,7 @@ def save_adapter(model: nn.Module, folder: Path, base_name: str) -> None:
     config.save_pretrained(str(folder), auto_mapping_dict=base)
 
 
-def _saved_whole(model: nn.Module, names: list[str]) -> list[str]:
+def _modules_to_save(model: nn.Module, names: list[str]) -> list[str]:
     """The modules that own these tensors (both, if tied) and have trained parameters, or are batch norms."""
     owners = sorted({name.rpartition(".")[0] for name in names})
     return [
@@ -205,7 +205,7 @@ def _adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
-def _trained_whole(model: nn.Module, train: list[str], new: Collection[str]) -> dict[str, nn.Module]:
+def _fully_trained_modules(model: nn.Module, train: list[str], new: Collection[str]) -> dict[str, nn.Module]:
     """The new head, the modules whose names end as ``train`` says, and those of the parameters ``new``."""
     modules = {name: module for name, module in model.named_modules() if name and list(module.parameters())}
     unknown = [suffix for suffix in train if not _ending(modules, [suffix])]

@@ -33,7 +33,7 @@ def load_optimizer_state(
     names: Names,
     optimizers: Sequence[Optimizer],
     tensors: Mapping[str, torch.Tensor],
-    place: ShardTensor = lambda parameter, tensors, name: tensors[name],
+    shard: ShardTensor = lambda parameter, tensors, name: tensors[name],
 ) -> None:
     """Put back what :func:`optimizer_state` returned. Each tensor goes to the device of its parameter before the next
     is read from its file: the host never holds the state of a model that lies elsewhere.
@@ -49,7 +49,7 @@ def load_optimizer_state(
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         state: dict[int, Any] = {
             index: {
-                key: _beside(parameter, place(parameter, tensors, f"{names[parameter]}/{key}"))
+                key: _beside(parameter, shard(parameter, tensors, f"{names[parameter]}/{key}"))
                 for key in keys[names[parameter]]
             }
             for index, parameter in enumerate(parameters)

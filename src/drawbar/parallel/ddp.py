@@ -45,7 +45,7 @@ def replicate(model: nn.Module, loss: Callable[[nn.Module, Any], torch.Tensor]) 
     )
 
 
-def accumulate(model: nn.Module, last: bool) -> AbstractContextManager[None]:
+def gradient_sync(model: nn.Module, last: bool) -> AbstractContextManager[None]:
     """Context for forward and backward of one micro-batch: gradients are all-reduced over replicas only in the ``last``
     one of a step. Over shards they are reduced in each: unsharded ones would take the memory that sharding saves."""
     if isinstance(model, ReplicateModule):

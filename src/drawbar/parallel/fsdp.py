@@ -135,7 +135,7 @@ def generate_together(model: nn.Module) -> None:
         synchronize_generate(model)
 
 
-def replicate_parts(model: nn.Module, mesh: DeviceMesh) -> None:
+def replicate_tp_model(model: nn.Module, mesh: DeviceMesh) -> None:
     """Replicate a model with tensor-parallel shards, in place: DistributedDataParallel does not support DTensors.
 
     Args:

@@ -60,7 +60,7 @@ class _PerRankRng:
         self._generator.set_rng_state(self._shared)
 
 
-def cut_between(blocks: Sequence[nn.Module], layers: Sequence[nn.Module], mesh: DeviceMesh) -> None:
+def shard_sequence_between_blocks(blocks: Sequence[nn.Module], layers: Sequence[nn.Module], mesh: DeviceMesh) -> None:
     """Cut activations along the sequence from the first of these blocks to the last, in place.
 
     Args:

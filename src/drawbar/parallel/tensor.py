@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from drawbar.errors import UserError
 from drawbar.parallel.model_plan import ModelParallelPlan, Style
-from drawbar.parallel.sequence import cut_between
+from drawbar.parallel.sequence import shard_sequence_between_blocks
 from drawbar.parallel.styles import Colwise, Embedding, Rowwise, Vocabulary, use_local
 from drawbar.util.module_patterns import matching
 
@@ -106,7 +106,7 @@ def _convert(model: nn.Module, styles: Styled, blocks: Sequence[nn.Module], mesh
     if blocks:
         cut = {id(module) for module, _ in styles.values()}
         layers = [child for block in blocks for child in block.children() if cut & set(map(id, child.modules()))]
-        cut_between(blocks, layers, mesh)
+        shard_sequence_between_blocks(blocks, layers, mesh)
 
 
 def _is_replicated(parameter: nn.Parameter) -> bool:

@@ -35,7 +35,7 @@ class Case:
         """Whether it runs in one process, however many there are."""
         return _is_alone(self.parallel)
 
-    def of(self, config: RunConfig, precision: str) -> RunConfig:
+    def apply_to(self, config: RunConfig, precision: str) -> RunConfig:
         """The configuration, run in this way."""
         return laid_out(config, self.parallel).model_copy(update={"precision": precision})
 
@@ -130,4 +130,4 @@ def check_case(case: Case, config: RunConfig, ranks: int, precision: str) -> Non
 def _placed(case: Case, config: RunConfig, ranks: int, precision: str) -> RunConfig:
     """The configuration, run in this way on so many processes."""
     launch = config.launch.model_copy(update={"nproc": 1 if case.alone else ranks})
-    return case.of(config, precision).model_copy(update={"launch": launch})
+    return case.apply_to(config, precision).model_copy(update={"launch": launch})

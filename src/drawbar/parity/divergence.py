@@ -28,7 +28,7 @@ from drawbar.parallel.pipeline.stages import StageInput, Zero
 from drawbar.parity.comparison import EXACT, Differences, Limits, difference, gradient_differences, norm
 from drawbar.parity.recorder import clean_name, modules_of, tied_names
 from drawbar.parity.rounding import limits, noises
-from drawbar.parity.workload import Subject
+from drawbar.parity.workload import Workload
 from drawbar.tasks.batch import Batch
 
 MicroBatches = list[MicroBatch[Batch]]
@@ -95,27 +95,27 @@ class _ReferenceStep:
     ties: list[list[str]]
 
 
-def find_divergence(subject: Subject, config: RunConfig, reference: RunConfig, world: Distributed) -> Probe | None:
+def find_divergence(workload: Workload, config: RunConfig, reference: RunConfig, world: Distributed) -> Probe | None:
     """Make the step of few rows; every rank calls it. What came of it, on rank 0.
 
     Args:
-        config: the subject's, run in the way that failed.
-        reference: the subject's, run in one process.
+        config: the workload's, run in the way that failed.
+        reference: the workload's, run in one process.
     """
     rows = 2 * config.parallel.pipeline if config.parallel.pipeline > 1 else 1  # every stage is to have work
     few = {"global_batch": rows * world.data.size, "micro_batch": 1, "micro_batch_tokens": None}
     train = config.train.model_copy(update=few)
-    loader = subject.loader(config.model_copy(update={"train": train}), world)
+    loader = workload.loader(config.model_copy(update={"train": train}), world)
     _, micro_batches = next(iter(loader.steps(0, 1)))
-    micro_batches_by_rank = world.data.gather(micro_batches)
+    micro_batches_by_rank = world.data.gather_from_leaders(micro_batches)
     records = [ModuleRecord() for _ in range(world.data.size)]
     flow, gradient_limits = _ReferenceStep(records, {}, []), EXACT.gradients
     if micro_batches_by_rank is not None:
         with world.working("making a step in one process"):
-            flow = _record(subject, reference, world, micro_batches_by_rank)
-            gradient_limits = _measure(subject, reference, config.precision, world, micro_batches_by_rank, flow)
+            flow = _record(workload, reference, world, micro_batches_by_rank)
+            gradient_limits = _measure(workload, reference, config.precision, world, micro_batches_by_rank, flow)
     own = _own_record(flow.records, world)
-    engine = subject.engine(config, world, loader.steps_per_epoch)
+    engine = workload.engine(config, world, loader.steps_per_epoch)
     comparer = _Comparer(own, world)
     comparer.watch(engine, staged=config.parallel.pipeline > 1)
     found = _step(engine, micro_batches)
@@ -129,11 +129,11 @@ def find_divergence(subject: Subject, config: RunConfig, reference: RunConfig, w
 
 
 def _record(
-    subject: Subject, config: RunConfig, world: Distributed, micro_batches_by_rank: Sequence[MicroBatches]
+    workload: Workload, config: RunConfig, world: Distributed, micro_batches_by_rank: Sequence[MicroBatches]
 ) -> _ReferenceStep:
     """One process's step over the micro-batches of all ranks."""
     alone = Distributed(RankInfo(), world.device, world.timeout.total_seconds())
-    engine = subject.engine(config, alone, None if config.train.steps else 1)
+    engine = workload.engine(config, alone, None if config.train.steps else 1)
     starts, total = [], 0
     for micro_batches in micro_batches_by_rank:
         starts.append(total)
@@ -145,7 +145,7 @@ def _record(
 
 
 def _measure(
-    subject: Subject,
+    workload: Workload,
     config: RunConfig,
     precision: str,
     world: Distributed,
@@ -157,7 +157,7 @@ def _measure(
     apart: list[Differences] = []
     of_records: list[list[dict[str, Differences]]] = [[] for _ in flow.records]
     for noise in noises(precision):
-        other = _record(replace(subject, noise=noise), low, world, micro_batches_by_rank)
+        other = _record(replace(workload, noise=noise), low, world, micro_batches_by_rank)
         apart.append(gradient_differences(other.gradients, flow.gradients))
         for found, record, rounded in zip(of_records, flow.records, other.records, strict=True):
             found.append(record.differences(rounded))

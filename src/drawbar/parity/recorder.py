@@ -18,7 +18,7 @@ from drawbar.engines.results import EngineState
 from drawbar.errors import ExitCode, UserError
 from drawbar.parallel.pipeline.stages import LocalStages
 from drawbar.parity.comparison import Note, StepStart, Trace
-from drawbar.parity.workload import Subject, drops
+from drawbar.parity.workload import Workload, drops
 from drawbar.runtime.seed import seed_everything
 from drawbar.tracking.console import Console
 
@@ -27,7 +27,7 @@ Part = tuple[str, tuple[tuple[int, int], ...]]
 
 
 def train(
-    subject: Subject,
+    workload: Workload,
     config: RunConfig,
     world: Distributed,
     console: Console | None = None,
@@ -37,16 +37,16 @@ def train(
     """Make the first steps; every rank of ``world`` calls it.
 
     Args:
-        config: the subject's, run in one of its ways.
+        config: the workload's, run in one of its ways.
         start: where to go on from.
-        until: the last step; by default the subject's.
+        until: the last step; by default the workload's.
 
     Raises:
         UserError: the configuration cannot be run so, or the loss is no number.
     """
-    loader = subject.loader(config, world, console)
-    engine = subject.engine(config, world, loader.steps_per_epoch)
-    first, last = 1, until or subject.steps
+    loader = workload.loader(config, world, console)
+    engine = workload.engine(config, world, loader.steps_per_epoch)
+    first, last = 1, until or workload.steps
     if start is not None:
         values = {**start.engine.values, "precision": config.precision}
         # copies: an optimizer keeps what it is given, and changes it
@@ -74,14 +74,14 @@ def train(
     return trace
 
 
-def train_with_dropout(subject: Subject, config: RunConfig, world: Distributed) -> list[Note]:
+def train_with_dropout(workload: Workload, config: RunConfig, world: Distributed) -> list[Note]:
     """What ranks hold differently after two steps with the model's own dropout, seeded as in a run; on rank 0.
 
     Tensor-parallel ranks must draw the same numbers: where one draws more than another, replicas drift apart.
     """
-    subject = replace(subject, drops=True)
-    loader = subject.loader(config, world)
-    engine = subject.engine(config, world, loader.steps_per_epoch)
+    workload = replace(workload, drops=True)
+    loader = workload.loader(config, world)
+    engine = workload.engine(config, world, loader.steps_per_epoch)
     with closing(engine):
         if not any(drops(module) for module in modules_of(engine)):
             return []
@@ -117,7 +117,7 @@ def check_finite(trace: Trace) -> None:
 
 def modules_of(engine: Engine) -> list[nn.Module]:
     """The model, or the stages of it, that this rank computes with, without what replicates it."""
-    return list(engine.module.parts) if isinstance(engine.module, LocalStages) else [engine.module]
+    return list(engine.module.stage_modules) if isinstance(engine.module, LocalStages) else [engine.module]
 
 
 def clean_name(name: str) -> str:

@@ -17,7 +17,7 @@ from drawbar.distributed.rank_info import RankInfo
 from drawbar.parity.comparison import EXACT, Limits, Reference, Tolerances, Trace, distances
 from drawbar.parity.recorder import StepStart, check_finite, train
 from drawbar.parity.rounding import gradient_precision, noises, tolerances
-from drawbar.parity.workload import Subject
+from drawbar.parity.workload import Workload
 from drawbar.tracking.console import Console
 
 
@@ -27,7 +27,7 @@ def reference_config(config: RunConfig, precision: str = "fp32") -> RunConfig:
 
 
 def make_reference(
-    subject: Subject, device: torch.device, precision: str = "fp32", console: Console | None = None
+    workload: Workload, device: torch.device, precision: str = "fp32", console: Console | None = None
 ) -> Reference:
     """The reference: all steps for fp32; only the first step for a lower precision (see ``with_last_step``).
 
@@ -35,21 +35,21 @@ def make_reference(
         UserError: the training cannot be made, or its loss is no number.
     """
     if precision != "fp32":
-        reference = repeat_step(subject, device, precision, None, console)
+        reference = repeat_step(workload, device, precision, None, console)
     else:
-        trace = train(subject, reference_config(subject.config), _alone(subject, device), console)
+        trace = train(workload, reference_config(workload.config), _alone(workload, device), console)
         reference = Reference(trace, EXACT)
     check_finite(reference.trace)
     return reference
 
 
 def with_last_step(
-    reference: Reference, subject: Subject, device: torch.device, precision: str, trace: Trace
+    reference: Reference, workload: Workload, device: torch.device, precision: str, trace: Trace
 ) -> Reference:
     """Complete a reference for what ``trace`` did in a lower precision: repeat the last step from the same state."""
     if trace.before_last is None:
         return reference
-    last = repeat_step(subject, device, precision, trace.before_last)
+    last = repeat_step(workload, device, precision, trace.before_last)
     one, other = reference.trace, last.trace
     both = replace(
         other,
@@ -72,7 +72,7 @@ def _merged(first: Tolerances, last: Tolerances) -> Tolerances:
 
 
 def repeat_step(
-    subject: Subject, device: torch.device, precision: str, start: StepStart | None, console: Console | None = None
+    workload: Workload, device: torch.device, precision: str, start: StepStart | None, console: Console | None = None
 ) -> Reference:
     """One step of one process: in fp32, and in another precision as often as it takes to see what rounding does.
 
@@ -80,14 +80,14 @@ def repeat_step(
         start: where it begins; by default, where the training does.
     """
     until = 1 if start is None else start.step + 1
-    alone = _alone(subject, device)
-    trace = train(subject, reference_config(subject.config), alone, console, start, until)
-    low = reference_config(subject.config, precision)
-    rounded = (train(replace(subject, noise=noise), low, alone, None, start, until) for noise in noises(precision))
+    alone = _alone(workload, device)
+    trace = train(workload, reference_config(workload.config), alone, console, start, until)
+    low = reference_config(workload.config, precision)
+    rounded = (train(replace(workload, noise=noise), low, alone, None, start, until) for noise in noises(precision))
     return Reference(
         trace, tolerances(precision, [distances(one, trace, gradient_precision(precision)) for one in rounded])
     )
 
 
-def _alone(subject: Subject, device: torch.device) -> Distributed:
-    return Distributed(RankInfo(), device, subject.config.launch.timeout)
+def _alone(workload: Workload, device: torch.device) -> Distributed:
+    return Distributed(RankInfo(), device, workload.config.launch.timeout)

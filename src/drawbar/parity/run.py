@@ -28,7 +28,7 @@ from drawbar.parity.reference import make_reference, reference_config, with_last
 from drawbar.parity.result import Result
 from drawbar.parity.results_dir import ResultsDir
 from drawbar.parity.verdict import explain
-from drawbar.parity.workload import Subject
+from drawbar.parity.workload import Workload
 from drawbar.runtime.log import logger
 from drawbar.runtime.seed import use_deterministic_kernels
 from drawbar.tracking.console import Console
@@ -54,7 +54,7 @@ class ParityRequest:
 
 
 def run_case(
-    subject: Subject, case: Case, world: Distributed, expected: Reference | None, request: ParityRequest
+    workload: Workload, case: Case, world: Distributed, expected: Reference | None, request: ParityRequest
 ) -> Result | None:
     """Train under a strategy, and compare; every rank of ``world`` calls it.
 
@@ -68,21 +68,21 @@ def run_case(
     Raises:
         UserError: the strategy cannot run here.
     """
-    config = case.of(subject.config, request.precision)
-    trace = train(subject, config, world)
+    config = case.apply_to(workload.config, request.precision)
+    trace = train(workload, config, world)
     gc.collect()  # the engine's gradients and buckets, before there is another engine
     if case.parallel.tensor > 1:
-        trace.unequal += train_with_dropout(subject, config, world)
+        trace.unequal += train_with_dropout(workload, config, world)
         gc.collect()
     comparison = None
     if expected is not None:
         with world.working("making the last step in one process"):
-            expected = with_last_step(expected, subject, world.device, request.precision, trace)
+            expected = with_last_step(expected, workload, world.device, request.precision, trace)
         comparison = compare(trace, expected.trace, expected.tolerances)
     passes = world.from_rank0(lambda: comparison is not None and comparison.passes, "comparing")
     probe = None
     if not passes:
-        probe = find_divergence(subject, config, reference_config(subject.config), world)
+        probe = find_divergence(workload, config, reference_config(workload.config), world)
     gc.collect()
     if comparison is None or expected is None:
         return None
@@ -90,74 +90,76 @@ def run_case(
     return Result.of(case.name, request.asked_for, comparison, divergence)
 
 
-def run_process(subject: Subject, request: ParityRequest, folder: ResultsDir, tell: Tell, console: Console) -> None:
+def run_process(workload: Workload, request: ParityRequest, folder: ResultsDir, tell: Tell, console: Console) -> None:
     """What each process does: the reference, and then every case that ``folder`` has no result of.
 
     Args:
-        subject: without the tokenizer and the dataset's metadata of its task.
+        workload: without the tokenizer and the dataset's metadata of its task.
         folder: rank 0 keeps the reference and the results there.
 
     Raises:
         UserError: the reference cannot be trained.
     """
-    place = RankInfo.from_environment()
-    device = choose_device(subject.config.device, place)
-    logger.setLevel(logging.WARNING if place.first else logging.CRITICAL)
-    if subject.config.run.deterministic:
+    rank_info = RankInfo.from_environment()
+    device = choose_device(workload.config.device, rank_info)
+    logger.setLevel(logging.WARNING if rank_info.is_rank0 else logging.CRITICAL)
+    if workload.config.run.deterministic:
         use_deterministic_kernels()
     expected = None
-    if place.first:
-        subject = subject.with_task()
+    if rank_info.is_rank0:
+        workload = workload.with_task()
         if not folder.has_reference:
-            tell(f"one process, fp32: {subject.steps if request.precision == 'fp32' else 1} steps")
-            folder.keep_reference(make_reference(subject, device, request.precision, console))
+            tell(f"one process, fp32: {workload.steps if request.precision == 'fp32' else 1} steps")
+            folder.keep_reference(make_reference(workload, device, request.precision, console))
         expected = folder.reference()
     tokenizer, metadata, done = _meet(
-        place, device, lambda: (subject.tokenizer, subject.dataset_metadata, folder.names())
+        rank_info, device, lambda: (workload.tokenizer, workload.dataset_metadata, folder.names())
     )
-    subject = replace(subject, tokenizer=tokenizer, dataset_metadata=metadata)
+    workload = replace(workload, tokenizer=tokenizer, dataset_metadata=metadata)
     for case in request.cases:
         if case.name in done:
             continue
-        result = _try_case(subject, case, place, device, expected, request, folder)
-        if place.first and result is not None:
+        result = _try_case(workload, case, rank_info, device, expected, request, folder)
+        if rank_info.is_rank0 and result is not None:
             folder.add(result)
             tell(result.line())
 
 
-def _meet(place: RankInfo, device: torch.device, make: Callable[[], T]) -> T:
+def _meet(rank_info: RankInfo, device: torch.device, make: Callable[[], T]) -> T:
     """What ``make`` returns on rank 0, for all ranks, which wait for it as long as it takes."""
-    made = make() if place.first else None
-    with Distributed(place, device, PATIENCE) as world:
+    made = make() if rank_info.is_rank0 else None
+    with Distributed(rank_info, device, PATIENCE) as world:
         return world.from_rank0(lambda: made, "the next case")  # type: ignore[return-value]
 
 
 def _try_case(
-    subject: Subject,
+    workload: Workload,
     case: Case,
-    place: RankInfo,
+    rank_info: RankInfo,
     device: torch.device,
     expected: Reference | None,
     request: ParityRequest,
     folder: ResultsDir,
 ) -> Result | None:
     """One case, in a world of its own."""
-    config = case.of(subject.config, request.precision)
-    alone = case.alone or place.world_size == 1
+    config = case.apply_to(workload.config, request.precision)
+    alone = case.alone or rank_info.world_size == 1
     try:
-        check_case(case, subject.config, place.world_size, request.precision)
+        check_case(case, workload.config, rank_info.world_size, request.precision)
         if alone:
             world = Distributed(RankInfo(), device, config.launch.timeout)
-            result = run_case(subject, case, world, expected, request) if place.first else None
+            result = run_case(workload, case, world, expected, request) if rank_info.is_rank0 else None
     except UserError as error:
         return _refused(case, request, error)
     if alone:
-        _meet(place, device, lambda: None)
+        _meet(rank_info, device, lambda: None)
         return result
-    with Distributed(place, device, config.launch.timeout, ParallelDims.of(case.parallel, place.world_size)) as world:
+    with Distributed(
+        rank_info, device, config.launch.timeout, ParallelDims.of(case.parallel, rank_info.world_size)
+    ) as world:
         group = dist.new_group(backend="gloo")
         try:
-            return run_case(subject, case, world, expected, request)
+            return run_case(workload, case, world, expected, request)
         except UserError as error:
             if error.exit_code is not ExitCode.WRONG_REQUEST:
                 raise

@@ -36,7 +36,7 @@ LAYER_COUNTS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "encode
 
 
 @dataclass(frozen=True)
-class Subject:
+class Workload:
     """A configuration, and what every process must know alike of its task."""
 
     config: RunConfig
@@ -51,7 +51,7 @@ class Subject:
     tokenizer: Any = None
     dataset_metadata: dict[str, Any] = field(default_factory=dict)
 
-    def with_task(self) -> "Subject":
+    def with_task(self) -> "Workload":
         """With the tokenizer and the dataset's metadata, made in this process alone."""
         alone = Distributed(RankInfo(), _HOST, self.config.launch.timeout)
         task = build_task(self.task_type, self.config, alone, self.config.run_dir)

@@ -13,12 +13,12 @@ from drawbar.config.rules.rule_table import MICRO_BATCH_TOKENS, resolve_micro_ba
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.data.cache import content_key, encode_cached, records_digest, remove_cached
 from drawbar.data.dataset import EncodedDataset, NoSamples, Sample, encode_in_memory
-from drawbar.data.digests import KeptDigests, digest_for_all, file_digest
+from drawbar.data.digests import DigestCache, digest_for_all, file_digest
 from drawbar.data.loader import Augment, Loader, MicroBatchSize, Rows, SampleRows, TrainLoader
 from drawbar.data.packing import PackedRows, Targets, packed_lengths
 from drawbar.data.plan import CACHED_FROM, Plan, keep_plan, plan_sources
 from drawbar.data.reading import Numbered, Reading, read_list
-from drawbar.data.reuse import is_kept, why_not_kept
+from drawbar.data.reuse import explain_cache_miss, is_cached
 from drawbar.data.sampler import Grouped, InOrder, Mixed, Sampler, Shuffled
 from drawbar.data.sources import Located, Record, Records
 from drawbar.data.stream import StreamLoader, StreamSettings
@@ -41,14 +41,14 @@ DEFAULT_EVAL_ROWS = 32
 
 
 @dataclass(frozen=True)
-class Opened:
+class SplitSource:
     """One split of the data, before it is encoded."""
 
     name: str
     records: Sequence[Record]
     cache_inputs: dict[str, str] | None = None
     """The inputs of the cache key, by name; None if the samples cannot be cached, or are streamed."""
-    digests: KeptDigests | None = None
+    digests: DigestCache | None = None
     """The stored digests of the files; saved once encoding has succeeded."""
     identity: list[Any] | None = None
     """Metadata of the files (size, mtime, inode), taken before they were read."""
@@ -74,7 +74,7 @@ class Opened:
             )
 
 
-def open_data(task: Task, config: RunConfig, world: Distributed) -> tuple[Opened, Opened | None]:
+def open_data(task: Task, config: RunConfig, world: Distributed) -> tuple[SplitSource, SplitSource | None]:
     """The training data, and the validation data where there are any: a missing file is found before anything else."""
     has_validation = config.data.validation is not None or config.data.validation_share is not None
     return open_split(task, "train", config, world), (
@@ -82,7 +82,7 @@ def open_data(task: Task, config: RunConfig, world: Distributed) -> tuple[Opened
     )
 
 
-def open_split(task: Task, name: str, config: RunConfig, world: Distributed) -> Opened:
+def open_split(task: Task, name: str, config: RunConfig, world: Distributed) -> SplitSource:
     """Find one part of the data. Nothing is encoded.
 
     Raises:
@@ -91,14 +91,14 @@ def open_split(task: Task, name: str, config: RunConfig, world: Distributed) -> 
     with world.working(f"reading {name}"), name_failing_method(task):
         records = task.records(name)
         if name == "train" and config.data.streaming:
-            return Opened(name, _streamed(task, records))
+            return SplitSource(name, _streamed(task, records))
         if not isinstance(records, Sequence):
             records = list(records)
-    digests, identity = KeptDigests(config.cache_dir), records.identity() if isinstance(records, Records) else None
-    return Opened(name, records, _cache_inputs(task, records, name, digests, world), digests, identity)
+    digests, identity = DigestCache(config.cache_dir), records.identity() if isinstance(records, Records) else None
+    return SplitSource(name, records, _cache_inputs(task, records, name, digests, world), digests, identity)
 
 
-def first_samples(opened: Opened, task: Task, config: RunConfig, world: Distributed, console: Console) -> Split:
+def first_samples(opened: SplitSource, task: Task, config: RunConfig, world: Distributed, console: Console) -> Split:
     """The first samples of a split, to try a task on before the whole split is encoded; if all are already in
     the cache, the cached ones.
 
@@ -107,7 +107,7 @@ def first_samples(opened: Opened, task: Task, config: RunConfig, world: Distribu
     """
     inputs = opened.cache_inputs
     with world.working(f"encoding the first records of {opened.name}"):
-        if inputs is not None and not config.data.rebuild and is_kept(config.cache_dir, opened.name, inputs):
+        if inputs is not None and not config.data.rebuild and is_cached(config.cache_dir, opened.name, inputs):
             return Split(opened.name, opened.records, _encode(task, opened, config, world, console))
         encode, on_bad_record = TaskEncoder(task, opened.name == "train"), config.data.on_bad_record
         numbered = iter(_reading(opened))
@@ -120,7 +120,7 @@ def first_samples(opened: Opened, task: Task, config: RunConfig, world: Distribu
 
 
 def load_data(
-    task: Task, opened: tuple[Opened, Opened | None], config: RunConfig, world: Distributed, console: Console
+    task: Task, opened: tuple[SplitSource, SplitSource | None], config: RunConfig, world: Distributed, console: Console
 ) -> tuple[Loader[Batch], Split | None]:
     """The training batches of this rank, and the validation data, where there are any."""
     train, validation = opened
@@ -138,7 +138,7 @@ def load_split(task: Task, name: str, config: RunConfig, world: Distributed, con
     return encode_split(task, open_split(task, name, config, world), config, world, console)
 
 
-def encode_split(task: Task, opened: Opened, config: RunConfig, world: Distributed, console: Console) -> Split:
+def encode_split(task: Task, opened: SplitSource, config: RunConfig, world: Distributed, console: Console) -> Split:
     """Encode a part of the data, or take it from the cache.
 
     Raises:
@@ -167,7 +167,7 @@ def encode_split(task: Task, opened: Opened, config: RunConfig, world: Distribut
 
 
 def _cache_inputs(
-    task: Task, records: Sequence[Record], name: str, digests: KeptDigests, world: Distributed
+    task: Task, records: Sequence[Record], name: str, digests: DigestCache, world: Distributed
 ) -> dict[str, str] | None:
     """Digests of everything that the samples depend on, by name; None if one of these cannot be hashed."""
     with world.working(f"reading {name}"), name_failing_method(task):
@@ -178,7 +178,7 @@ def _cache_inputs(
     return None if of_records is None else {"the records": of_records, **inputs}
 
 
-def _encode(task: Task, opened: Opened, config: RunConfig, world: Distributed, console: Console) -> EncodedDataset:
+def _encode(task: Task, opened: SplitSource, config: RunConfig, world: Distributed, console: Console) -> EncodedDataset:
     """The samples of one part of the data."""
 
     def progress(done: int, total: int) -> None:
@@ -198,11 +198,11 @@ def _encode(task: Task, opened: Opened, config: RunConfig, world: Distributed, c
         on_bad_record=on_bad_record,
         progress=progress,
         timeout=config.launch.timeout,
-        eager=world.place.local_rank == 0,
+        eager=world.rank_info.local_rank == 0,
     )
 
 
-def _reading(opened: Opened) -> Reading:
+def _reading(opened: SplitSource) -> Reading:
     if isinstance(opened.records, Records):
         return opened.records.reading(opened.check_unchanged)
     return read_list(opened.records, lambda number: f"{opened.name} record {number}")
@@ -217,14 +217,14 @@ def _log_cache_use(name: str, parts: dict[str, str], config: RunConfig, world: D
     """Log whether the cache is used, and if not, why; with ``data.rebuild``, delete the cached samples first."""
     cache = config.cache_dir
     if config.data.rebuild:
-        with world.together(f"removing encoded {name} data"):
-            if world.place.local_rank == 0:
+        with world.barrier_after(f"removing encoded {name} data"):
+            if world.rank_info.local_rank == 0:
                 remove_cached(cache, name, parts)
         logger.info("%s: encoding anew, as data.rebuild says", name)
-    elif is_kept(cache, name, parts):
+    elif is_cached(cache, name, parts):
         logger.info("%s: taken from the cache: nothing that it depends on has changed", name)
     else:
-        why = why_not_kept(cache, name, parts)
+        why = explain_cache_miss(cache, name, parts)
         logger.info("%s: encoding%s", name, f"; {why}" if why else "")
 
 
@@ -258,7 +258,7 @@ def make_loader(task: Task, config: RunConfig, world: Distributed, console: Cons
 
 
 def _load_train(
-    task: Task, opened: Opened, config: RunConfig, world: Distributed, console: Console
+    task: Task, opened: SplitSource, config: RunConfig, world: Distributed, console: Console
 ) -> tuple[Loader[Batch], Split | None]:
     """The training batches, and the samples that they are made of; None for those of a stream."""
     if isinstance(opened.records, Records) and config.data.streaming:

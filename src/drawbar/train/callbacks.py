@@ -181,7 +181,7 @@ class EvaluateCallback(Callback):
         with self._world.working("writing the scores"):
             self._trackers.log(progress.step, values)
             self._console.evaluation(progress.step, values)
-            if self._world.first:
+            if self._world.is_rank0:
                 self._write(evaluation, progress.step)
         self._compare(progress, score)
         self._announce(values)
@@ -319,7 +319,7 @@ class ProfileCallback(Callback):
         if self._profiler is None:
             return
         profiler, self._profiler = self._profiler, None
-        with self._world.together("writing the profile"):
+        with self._world.barrier_after("writing the profile"):
             try:
                 profiler.stop()
                 self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -51,7 +51,7 @@ class Disks:
 
 
 @dataclass(frozen=True)
-class _Offer:
+class _DiskState:
     """What one file system holds of the run: its newest and best checkpoints, and the other files."""
 
     start: RunStart
@@ -63,7 +63,7 @@ class _Offer:
     """The others of the run."""
 
     @property
-    def worth(self) -> tuple[int, int]:
+    def sort_key(self) -> tuple[int, int]:
         """Sort key, larger is better: newest step, then size of ``metrics.jsonl``, complete on rank 0's disk."""
         return self.step, max((file.size for path, file in self.files.items() if path.name == _METRICS), default=0)
 
@@ -74,9 +74,9 @@ def look_at_disks(folder: Path, world: Distributed) -> Disks:
     Raises:
         UserError: a node cannot write there.
     """
-    if not world.place.spans_nodes:
-        return Disks((0,), world.first)
-    leads = world.place.local_rank == 0
+    if not world.rank_info.spans_nodes:
+        return Disks((0,), world.is_rank0)
+    leads = world.rank_info.local_rank == 0
     leaders = [rank for rank, found in enumerate(world.all_gather(leads)) if found]
     tag = world.from_rank0(uuid.uuid4, "looking for a shared disk")
     own = folder / f".{tag}-{world.rank}"
@@ -92,7 +92,7 @@ def look_at_disks(folder: Path, world: Distributed) -> Disks:
     return Disks(writers, is_writer)
 
 
-def find_start_everywhere(find: Callable[[], RunStart], disks: Disks, world: Distributed) -> RunStart:
+def find_start_on_all_disks(find: Callable[[], RunStart], disks: Disks, world: Distributed) -> RunStart:
     """Where the run begins. Afterwards every disk has that checkpoint, and the best one.
 
     Args:
@@ -110,29 +110,29 @@ def find_start_everywhere(find: Callable[[], RunStart], disks: Disks, world: Dis
 def _compare(find: Callable[[], RunStart], disks: Disks, world: Distributed) -> RunStart:
     """The newest start over all disks, copied to each. ``unusable`` stays that of this rank's own disk."""
     with world.working(_LOOKING):
-        own = _offer(find()) if disks.is_writer else None
+        own = _describe_disk(find()) if disks.is_writer else None
     shared = world.all_gather(own)
-    offers = {rank: offer for rank, offer in enumerate(shared) if offer is not None}
-    source = max(offers, key=lambda rank: (offers[rank].worth, -rank))
-    best = offers[source]
+    disk_states = {rank: disk_state for rank, disk_state in enumerate(shared) if disk_state is not None}
+    source = max(disk_states, key=lambda rank: (disk_states[rank].sort_key, -rank))
+    best = disk_states[source]
     if best.start.checkpoint is None:
-        refused = [offer.start for offer in offers.values() if offer.start.refusal is not None]
+        refused = [disk_state.start for disk_state in disk_states.values() if disk_state.start.refusal is not None]
         if refused:
             return refused[0]
         logger.info("each node has a disk of its own, and none has a checkpoint of this run: it begins anew")
-    for target, offer in offers.items():
-        if offer.step < best.step:
+    for target, disk_state in disk_states.items():
+        if disk_state.step < best.step:
             logger.info("the disk of rank %d lacks %s, and gets it from rank %d", target, best.start.checkpoint, source)
         if target != source:
-            _complete(offer, best, source, target, world)
+            _copy_missing_files(disk_state, best, source, target, world)
     damaged = {} if own is None else own.start.unusable
     left = {path: reason for path, reason in damaged.items() if path not in best.checkpoints}
     return replace(best.start, unusable=left)
 
 
-def _offer(start: RunStart) -> _Offer:
+def _describe_disk(start: RunStart) -> _DiskState:
     if start.checkpoint is None:
-        return _Offer(start, -1, {}, {})
+        return _DiskState(start, -1, {}, {})
     directory = CheckpointDirectory(start.checkpoint.parent)
     progress = read_state(start.checkpoint)["progress"]
     step, best_step = progress["step"], progress["best_step"]  # best.json may be damaged, or older
@@ -144,23 +144,23 @@ def _offer(start: RunStart) -> _Offer:
             checkpoints[folder] = ((folder / MANIFEST_FILE).read_bytes(), names)
     origin = directory.path.parent
     files = [path for pattern in _RUN_FILES for path in sorted(origin.glob(pattern)) if path.is_file()]
-    return _Offer(start, step, checkpoints, {path: describe(path) for path in files})
+    return _DiskState(start, step, checkpoints, {path: describe(path) for path in files})
 
 
-def _complete(offer: _Offer, best: _Offer, source: int, target: int, world: Distributed) -> None:
+def _copy_missing_files(disk_state: _DiskState, best: _DiskState, source: int, target: int, world: Distributed) -> None:
     """Copy every missing or different file from rank ``source`` to rank ``target``. The other ranks wait."""
     for folder, (manifest, names) in best.checkpoints.items():
-        if folder in offer.checkpoints and offer.checkpoints[folder][0] == manifest:
+        if folder in disk_state.checkpoints and disk_state.checkpoints[folder][0] == manifest:
             continue
         send = partial(_send, names, source, target, world)
-        with world.together(_COPYING):
+        with world.barrier_after(_COPYING):
             if world.rank == target:
-                CheckpointDirectory(folder.parent).place(folder.name, send)
+                CheckpointDirectory(folder.parent).publish(folder.name, send)
             elif world.rank == source:
                 send(folder)
-    with world.together(_COPYING):
+    with world.barrier_after(_COPYING):
         for path, entry in best.files.items():
-            if offer.files.get(path) != entry and world.rank in (source, target):
+            if disk_state.files.get(path) != entry and world.rank in (source, target):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 world.send_file(path, source, target)
 

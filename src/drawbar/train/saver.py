@@ -85,7 +85,7 @@ class Saver:
                 amend = partial(self._directory.amend, progress.step, {"progress": progress.state()})
                 self._writer.follow(partial(self._write, progress.step, *best, amend))
             return
-        with self._world.together(self._writing):
+        with self._world.barrier_after(self._writing):
             self._writer.wait()  # never two copies in host memory
         state = self._engine.state(self._disks.writers)
         own = rng_state(self._world.device)
@@ -131,9 +131,9 @@ class Saver:
 
     def wait(self) -> None:
         """Wait until the newest save is on every disk. Every rank must call it, and raises the error of any save."""
-        with self._world.together(self._writing):  # those that write nothing wait here, and not in a collective
+        with self._world.barrier_after(self._writing):  # those that write nothing wait here, and not in a collective
             self._writer.wait()
-            error = self._explained(self._writer.take_error())
+            error = self._with_resume_hint(self._writer.take_error())
         for failure in self._world.all_gather(error if isinstance(error, UserError) else None):
             if failure is not None:
                 raise failure
@@ -144,11 +144,11 @@ class Saver:
         """Wait until this rank's writes are on its disk, then end the background thread. Raises the error of a save."""
         with self._world.working(self._writing):
             self._writer.close()
-            error = self._explained(self._writer.take_error())
+            error = self._with_resume_hint(self._writer.take_error())
         if error is not None:
             raise error
 
-    def _explained(self, error: BaseException | None) -> BaseException | None:
+    def _with_resume_hint(self, error: BaseException | None) -> BaseException | None:
         """The error, its text extended by the checkpoints to resume from: a later save may have succeeded."""
         if not isinstance(error, UserError):
             return error
@@ -160,7 +160,7 @@ class Saver:
         return "saving" if self._saved is None else f"writing the checkpoint of step {self._saved.step}"
 
 
-def formats_as_begun(config: RunConfig, checkpoint: Path, device: torch.device) -> RunConfig:
+def with_saved_precision(config: RunConfig, checkpoint: Path, device: torch.device) -> RunConfig:
     """The configuration with the run's own number formats in place of ``auto``: on other hardware, too, a resumed run
     is the same run.
 

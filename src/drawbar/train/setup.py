@@ -55,7 +55,7 @@ def build_task(task_type: type[Task], config: RunConfig, world: Distributed, ori
     with name_failing_method(task):
         task.tokenizer = world.from_rank0(build, "building the tokenizer")
         task.dataset_metadata = world.from_rank0(find, "finding the metadata of the data")
-    if world.first and not tokenizer.is_dir() and isinstance(task, PretrainedTask):
+    if world.is_rank0 and not tokenizer.is_dir() and isinstance(task, PretrainedTask):
         logger.info("a text is read as: %s", task.how_texts_are_read())
     try:
         task.dataset_metadata = json.loads(json.dumps(task.dataset_metadata))  # as a resumed run will read them
@@ -186,7 +186,7 @@ def open_checkpoint(task: Task, config: RunConfig, which: str | None, world: Dis
         check_base(snapshot, engine)
     except UserError as error:
         logger.warning("%s: what comes of it is not what the run gave", error.what)
-    with world.together(f"loading {path}"):
+    with world.barrier_after(f"loading {path}"):
         engine.load_model(snapshot.model)
     logger.info("checkpoint: %s", path)
     return engine, snapshot.step

@@ -57,7 +57,7 @@ class Stop:
         """What all ranks agreed on."""
         self._error: UserError | None = None
         self._before: dict[signal.Signals, Any] = {}
-        self._told: float | None = None
+        self._first_signal_time: float | None = None
         """When the first signal came."""
 
     @property
@@ -89,7 +89,7 @@ class Stop:
         own = max(self._wanted)
         while Reason.SAVE in self._wanted:
             self._wanted.remove(Reason.SAVE)
-        self.reason = Reason(self._world.largest(own))
+        self.reason = Reason(self._world.max(own))
         return self.reason > Reason.SAVE
 
     def __enter__(self) -> Self:
@@ -108,16 +108,16 @@ class Stop:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         received, now = signal.Signals(number), time.monotonic()
-        is_first = self._told is None
+        is_first = self._first_signal_time is None
         may_echo = has_launcher() or received in REQUEUE  # a person who presses Ctrl-C twice means it
-        is_echo = may_echo and self._told is not None and now - self._told < ECHO_SECONDS
+        is_echo = may_echo and self._first_signal_time is not None and now - self._first_signal_time < ECHO_SECONDS
         # after a rank has died, the signal is not the scheduler's but the launcher's, which ends the other ranks
         lost_a_rank = self._world.lost_a_rank()
         if (lost_a_rank and not self._world.is_busy()) or not (is_first or is_echo):
             signal.signal(received, signal.SIG_DFL)
             os.kill(os.getpid(), received)
         if is_first:
-            self._told = now
+            self._first_signal_time = now
             if lost_a_rank:
                 logger.warning("another rank is gone: this one writes the checkpoint that it has begun, and ends")
                 return

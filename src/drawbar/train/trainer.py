@@ -34,7 +34,7 @@ from drawbar.tracking.console import Console, make_console
 from drawbar.tracking.meters import Throughput
 from drawbar.tracking.tracker import TrackedRun
 from drawbar.tracking.trackers import Trackers, make_trackers
-from drawbar.train.batches import Opened, eval_micro_batch, first_samples, load_data, make_augment, open_data
+from drawbar.train.batches import SplitSource, eval_micro_batch, first_samples, load_data, make_augment, open_data
 from drawbar.train.best import check_mode, settle_mode
 from drawbar.train.callback import (
     Callback,
@@ -56,9 +56,9 @@ from drawbar.train.callbacks import (
 )
 from drawbar.train.check import check_evaluation, check_task
 from drawbar.train.core_wait import CoreWaitCallback
-from drawbar.train.node_local import Disks, find_start_everywhere, look_at_disks
+from drawbar.train.node_local import Disks, find_start_on_all_disks, look_at_disks
 from drawbar.train.rundir import RunStart, find_start, lock_run_dir, renamed, without_rebuild, write_config
-from drawbar.train.saver import Saver, formats_as_begun, restore_engine, restore_position
+from drawbar.train.saver import Saver, restore_engine, restore_position, with_saved_precision
 from drawbar.train.setup import build_task, count_steps, explain_chat_label_change, log_changed_length, save_task
 from drawbar.train.step import RunProgress, StepInfo
 from drawbar.train.stop import Reason, Stop
@@ -116,7 +116,7 @@ class Trainer:
         device = choose_device(self.config.device, rank_info)
         dims = ParallelDims.of(self.config.parallel, rank_info.world_size)
         outlive_readers()
-        console = make_console(rank_info.first)
+        console = make_console(rank_info.is_rank0)
         start_logging(rank_info.rank, console.logging_handler())
         self._warn_of_one_process(device)
         try:
@@ -127,7 +127,7 @@ class Trainer:
                 Stop(world) as stop,
             ):
                 check_links(world, self.config.run_dir)
-                return self._fit(world, stop, console, Trackers(trackers if world.first else ()))
+                return self._fit(world, stop, console, Trackers(trackers if world.is_rank0 else ()))
         finally:
             console.stop()
             if self._lock is not None:
@@ -149,7 +149,7 @@ class Trainer:
     def _fit(self, world: Distributed, stop: Stop, console: Console, trackers: Trackers) -> Outcome:
         config = self.config
         disks = look_at_disks(Path(config.run.dir), world)
-        start = find_start_everywhere(self._find_start, disks, world)
+        start = find_start_on_all_disks(self._find_start, disks, world)
         settled = settle_mode(config.eval, start.eval_mode)
         self.config = config = config.model_copy(update={"eval": settled})
         if config.data.rebuild and world.from_rank0((config.run_dir / "config.yaml").exists, "looking for the run"):
@@ -160,7 +160,7 @@ class Trainer:
         seed_everything(config.run.seed)
 
         if start.checkpoint is not None and not start.forked:
-            config = formats_as_begun(config, start.checkpoint, world.device)
+            config = with_saved_precision(config, start.checkpoint, world.device)
         config = choose_formats(config, world.device)
         origin = config.run_dir if start.checkpoint is None else start.checkpoint.resolve().parent.parent
         task = build_task(self.task_type, config, world, origin)
@@ -192,7 +192,7 @@ class Trainer:
         self,
         task: Task,
         engine: Engine,
-        opened: tuple[Opened, Opened | None],
+        opened: tuple[SplitSource, SplitSource | None],
         config: RunConfig,
         world: Distributed,
         console: Console,
@@ -217,7 +217,7 @@ class Trainer:
         folder = self.config.run_dir
         checkpoints = CheckpointDirectory(folder / "checkpoints")
         world.barrier("loading the checkpoint")  # cleaning up may rename it
-        with world.together("opening the run directory"):
+        with world.barrier_after("opening the run directory"):
             if disks.is_writer:
                 checkpoints.set_aside(start.unusable)
                 saved = len(checkpoints.steps())
@@ -259,7 +259,7 @@ class _Run:
     def train(self) -> None:
         """Train, unless the run is complete."""
         if self._is_complete():
-            if self.world.first:
+            if self.world.is_rank0:
                 StatusCallback(self.config.tracking.log_every, self._is_complete).on_nothing_left(self.handle)
             early = "" if self._made_all else ", and stopped early"
             self.console.message(f"{self.config.run.name} is complete: it has made {self.progress.step} steps{early}")
@@ -348,7 +348,7 @@ class _Run:
             ]
         if world.device.type == "cpu" and torch.get_num_threads() > 1:
             callbacks.append(CoreWaitCallback())
-        if world.first:
+        if world.is_rank0:
             callbacks.append(StatusCallback(log_every, self._is_complete))
         if config.tracking.profile is not None:  # first, so that a trace ends before an evaluation or a save
             callbacks.insert(0, ProfileCallback(config.tracking.profile, run_dir, world))

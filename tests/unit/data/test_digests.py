@@ -9,7 +9,7 @@ import pytest
 
 from drawbar.config.schema.run_config import DataSection
 from drawbar.data import digests
-from drawbar.data.digests import KeptDigests, digest_for_all, file_digest
+from drawbar.data.digests import DigestCache, digest_for_all, file_digest
 from drawbar.data.sources import Records, open_records
 from drawbar.distributed.process_group import Distributed
 from ranks import SecondRank
@@ -27,12 +27,12 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> HashedFiles:
         return file_digest(file)
 
     monkeypatch.setattr(digests, "file_digest", note)
-    monkeypatch.setattr(digests, "SETTLED_NS", -1)
+    monkeypatch.setattr(digests, "MIN_AGE_NS", -1)
     return names
 
 
 def digest(file: Path) -> str:
-    kept = KeptDigests(file.parent)
+    kept = DigestCache(file.parent)
     found = kept.of(file)
     kept.save()
     return found
@@ -97,7 +97,7 @@ def test_one_of_the_ranks_that_see_the_same_files_reads_them(tmp_path: Path, has
     path = tmp_path / "a.txt"
     path.write_text("one\n")
     records: Records = open_records(DataSection(train=str(path)), "train")
-    kept = KeptDigests(tmp_path / "cache")
+    kept = DigestCache(tmp_path / "cache")
     same = SecondRank(records.identity(), "what the first has found")
     assert digest_for_all(records, kept, cast(Distributed, same)) == "what the first has found"
     assert hashed == []

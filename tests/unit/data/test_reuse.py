@@ -4,7 +4,7 @@ from pathlib import Path
 
 from drawbar.data.cache import encode_cached, entry_folder, remove_cached
 from drawbar.data.reading import read_list
-from drawbar.data.reuse import is_kept, why_not_kept
+from drawbar.data.reuse import explain_cache_miss, is_cached
 
 MADE_OF = {"the records": "1", "the tokenizer": "2", "words/clean.py": "3"}
 
@@ -25,19 +25,21 @@ def encode(cache: Path, inputs: dict[str, str]) -> None:
 
 
 def test_what_has_changed_is_named(tmp_path: Path) -> None:
-    assert why_not_kept(tmp_path, "train", MADE_OF) == f"no train data are kept in {tmp_path}"
+    assert explain_cache_miss(tmp_path, "train", MADE_OF) == f"no train data are kept in {tmp_path}"
     encode(tmp_path, {**MADE_OF, "the records": "7", "the tokenizer": "7"})
     encode(tmp_path, MADE_OF)
-    assert is_kept(tmp_path, "train", MADE_OF)
+    assert is_cached(tmp_path, "train", MADE_OF)
     changed = {**MADE_OF, "words/clean.py": "4"}
-    assert not is_kept(tmp_path, "train", changed)
+    assert not is_cached(tmp_path, "train", changed)
     assert (
-        why_not_kept(tmp_path, "train", changed) == "changed since those that are kept: words/clean.py"
+        explain_cache_miss(tmp_path, "train", changed) == "changed since those that are kept: words/clean.py"
     )  # of the entry most like it
-    assert str(why_not_kept(tmp_path, "train", {**MADE_OF, "words/new.py": "5"})).endswith(": words/new.py")
-    assert why_not_kept(tmp_path, "validation", MADE_OF) == f"no validation data are kept in {tmp_path}"
+    assert str(explain_cache_miss(tmp_path, "train", {**MADE_OF, "words/new.py": "5"})).endswith(": words/new.py")
+    assert explain_cache_miss(tmp_path, "validation", MADE_OF) == f"no validation data are kept in {tmp_path}"
     many = {f"{number}.py": "" for number in range(7)}
-    assert str(why_not_kept(tmp_path, "train", {**MADE_OF, **many})).endswith("0.py, 1.py, 2.py, 3.py, 4.py and 2 more")
+    assert str(explain_cache_miss(tmp_path, "train", {**MADE_OF, **many})).endswith(
+        "0.py, 1.py, 2.py, 3.py, 4.py and 2 more"
+    )
 
 
 def test_the_data_of_another_job_are_not_called_changed(tmp_path: Path) -> None:
@@ -45,26 +47,26 @@ def test_the_data_of_another_job_are_not_called_changed(tmp_path: Path) -> None:
         return dict.fromkeys(("the records", "the tokenizer", "task.type", *"abcde"), value)
 
     encode(tmp_path, parts("1"))
-    assert why_not_kept(tmp_path, "train", parts("2")) is None
+    assert explain_cache_miss(tmp_path, "train", parts("2")) is None
     same_task = {**parts("2"), "task.type": "1"}
-    assert why_not_kept(tmp_path, "train", same_task) is None
+    assert explain_cache_miss(tmp_path, "train", same_task) is None
     same_both = {**same_task, "the records": "1"}  # nothing but code, settings and versions
-    assert str(why_not_kept(tmp_path, "train", same_both)).endswith("the tokenizer, a, b, c, d and 1 more")
+    assert str(explain_cache_miss(tmp_path, "train", same_both)).endswith("the tokenizer, a, b, c, d and 1 more")
     few = {**parts("1"), "the records": "2", "task.type": "2"}
-    assert str(why_not_kept(tmp_path, "train", few)).endswith(": the records, task.type")
+    assert str(explain_cache_miss(tmp_path, "train", few)).endswith(": the records, task.type")
 
 
 def test_a_damaged_entry_says_nothing(tmp_path: Path) -> None:
     encode(tmp_path, MADE_OF)
     (entry_folder(tmp_path, "train", MADE_OF) / "meta.json").write_text("[]")
-    assert why_not_kept(tmp_path, "train", {}) == f"no train data are kept in {tmp_path}"
+    assert explain_cache_miss(tmp_path, "train", {}) == f"no train data are kept in {tmp_path}"
 
 
 def test_samples_that_are_removed_leave_nothing(tmp_path: Path) -> None:
     remove_cached(tmp_path, "train", MADE_OF)  # they need not be there
     encode(tmp_path, MADE_OF)
     remove_cached(tmp_path, "train", MADE_OF)
-    assert not is_kept(tmp_path, "train", MADE_OF)
+    assert not is_cached(tmp_path, "train", MADE_OF)
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
     encode(tmp_path, MADE_OF)
-    assert is_kept(tmp_path, "train", MADE_OF)
+    assert is_cached(tmp_path, "train", MADE_OF)

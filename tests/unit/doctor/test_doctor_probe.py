@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import doctor_sites
-from drawbar.doctor.ask import ask, check_device, check_meeting, driver_version
 from drawbar.doctor.finding import Finding, Level
+from drawbar.doctor.probe_process import check_device, check_rendezvous, driver_version, start_probe
 
 ENV = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
 ONE = {**ENV, "OMP_NUM_THREADS": "1"}
@@ -23,7 +23,7 @@ def levels(findings: list[Finding]) -> dict[str, Level]:
 
 @pytest.fixture(scope="module")
 def cpu() -> dict[str, Any]:
-    return ask("device", "cpu", "auto", "2", environ=ONE).answer()
+    return start_probe("device", "cpu", "auto", "2", environ=ONE).result()
 
 
 def test_a_cpu(cpu: dict[str, Any]) -> None:
@@ -40,7 +40,7 @@ def test_a_cpu(cpu: dict[str, Any]) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_cuda_is_asked_for_and_a_wrong_place_is_given() -> None:
     environ = {**ONE, "RANK": "3", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
-    facts = ask("device", "cuda", "auto", "1", environ=environ).answer()
+    facts = start_probe("device", "cuda", "auto", "1", environ=environ).result()
     assert facts["errors"]["launcher"][0] == "RANK=3 is not below WORLD_SIZE=2"
     device = next(finding for finding in check_device(facts, None, "cuda", "auto") if finding.name == "device")
     assert device.level is Level.PROBLEM
@@ -61,7 +61,7 @@ def test_a_torch_that_is_broken(body: str, says: str, tmp_path: Path) -> None:
     (tmp_path / "torch" / "__init__.py").write_text(body)
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     begin = time.monotonic()
-    facts = ask("device", "auto", "auto", "1", environ={**ONE, "PYTHONPATH": path}, patience=1.0).answer()
+    facts = start_probe("device", "auto", "auto", "1", environ={**ONE, "PYTHONPATH": path}, timeout=1.0).result()
     assert time.monotonic() - begin < 10
     (found,) = check_device(facts, None, "auto", "auto")
     assert found.level is Level.PROBLEM
@@ -96,17 +96,17 @@ def test_a_gpu_that_others_use(cpu: dict[str, Any]) -> None:
 
 
 def test_two_processes_meet() -> None:
-    facts = ask("meet", environ=ONE).answer()
+    facts = start_probe("meet", environ=ONE).result()
     assert facts["right"] is True
-    assert check_meeting(facts).level is Level.OK
-    assert check_meeting({**facts, "right": False}).level is Level.PROBLEM
+    assert check_rendezvous(facts).level is Level.OK
+    assert check_rendezvous({**facts, "right": False}).level is Level.PROBLEM
 
 
 def test_two_processes_that_cannot_meet() -> None:
     begin = time.monotonic()
-    facts = ask("meet", environ={**ONE, "GLOO_SOCKET_IFNAME": "ib7"}).answer()
+    facts = start_probe("meet", environ={**ONE, "GLOO_SOCKET_IFNAME": "ib7"}).result()
     assert time.monotonic() - begin < 25
-    found = check_meeting(facts)
+    found = check_rendezvous(facts)
     assert found.level is Level.PROBLEM
     assert "Unable to find address for: ib7" in found.what
     assert "enforce fail" not in found.what
@@ -114,4 +114,4 @@ def test_two_processes_that_cannot_meet() -> None:
 
 
 def test_every_trouble_is_caused_here(request: pytest.FixtureRequest) -> None:
-    doctor_sites.check_all_were_caused(request, "ask")
+    doctor_sites.check_all_were_caused(request, "probe_process")

@@ -22,7 +22,7 @@ def wait_alone() -> dict[str, float]:
         engine = tiny_engine(tiny_config(parallel=parallel), world)
         mesh = next(parameter for parameter in engine.module.parameters()).device_mesh
         waited = {}
-        for axis in mesh.mesh_dim_names if world.first else ():
+        for axis in mesh.mesh_dim_names if world.is_rank0 else ():
             begin = time.monotonic()
             try:
                 dist.all_reduce(torch.ones(1), group=mesh.get_group(axis))

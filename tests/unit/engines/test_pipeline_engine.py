@@ -127,7 +127,7 @@ def train(case: Case, engine: Engine, rank: int = 0, ranks: int = 1) -> dict[str
         "norms": [float(result.grad_norm) for result in results],
         "skipped": [result.skipped for result in results],
         "whole gradients": max(whole, default=0),
-        "evaluated": (engine.world.data.sum(evaluated.loss) / ranks, evaluated.num_targets),
+        "evaluated": (engine.world.data.sum_of_leaders(evaluated.loss) / ranks, evaluated.num_targets),
         "texts": [text.tolist() for text in (greedy, beams, sampled)],
         "gradients": {name: tensor.numpy() for name, tensor in gradients.items()},
         "model": {name: tensor.numpy() for name, tensor in state.model.items()},
@@ -263,7 +263,9 @@ def refuse_all() -> list[str]:
             except UserError as error:
                 refusals.append(str(error))
         with pytest.raises(UserError) as refusal:
-            engine.executor.relay.outputs(lambda model: (model(PROMPTS), model(PROMPTS)), torch.zeros(2, 3, VOCABULARY))
+            engine.executor.pipeline_inference.replay_outputs(
+                lambda model: (model(PROMPTS), model(PROMPTS)), torch.zeros(2, 3, VOCABULARY)
+            )
         refusals.append(str(refusal.value))
     return refusals
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
-from drawbar.parallel.ddp import accumulate, replicate
+from drawbar.parallel.ddp import gradient_sync, replicate
 from harness import run_ranks
 
 CPU = torch.device("cpu")
@@ -26,7 +26,7 @@ def gradients_after_each_backward() -> list[float]:
         replica = replicate(model, total)
         found = []
         for number in range(3):
-            with accumulate(replica, last=number == 2):
+            with gradient_sync(replica, last=number == 2):
                 replica(torch.tensor([[1.0 + 2.0 * world.rank]])).backward()
             assert model.weight.grad is not None
             found.append(model.weight.grad.item())
@@ -56,7 +56,7 @@ def test_a_replica_is_not_the_last_to_hold_the_process_group() -> None:
 def test_one_process_has_nothing_to_wait_for() -> None:
     model = nn.Linear(1, 1, bias=False)
     for last in (False, True):
-        with accumulate(model, last=last):
+        with gradient_sync(model, last=last):
             model(torch.ones(1, 1)).sum().backward()
     assert model.weight.grad is not None
     assert model.weight.grad.item() == 2.0

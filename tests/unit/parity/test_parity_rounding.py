@@ -15,7 +15,7 @@ from drawbar.parity.comparison import EXACT, Reference, Trace, compare
 from drawbar.parity.recorder import train
 from drawbar.parity.reference import make_reference, reference_config, with_last_step
 from drawbar.parity.rounding import LARGEST, MARGIN, Noise, limits, tolerances
-from drawbar.parity.workload import Subject
+from drawbar.parity.workload import Workload
 from drawbar.tasks.task_registry import task_class
 from tiny import CPU
 
@@ -61,11 +61,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trace, Reference]
     """Steps in bf16 whose size takes any two right trainings apart, rounded in another way than what is measured."""
     with chdir(make_project(tmp_path_factory.mktemp("rounding"))):
         config = drawbar.load_config("config.yaml", ["optim.lr=3.0e-2"]).config
-        subject = Subject(config, task_class(config.task.type), STEPS).with_task()
-        noisy = replace(subject, noise=Noise("bf16", seed=1001))
+        workload = Workload(config, task_class(config.task.type), STEPS).with_task()
+        noisy = replace(workload, noise=Noise("bf16", seed=1001))
         trace = train(noisy, reference_config(config, "bf16"), Distributed(RankInfo(), CPU, timeout=60))
-        first = make_reference(subject, CPU, "bf16")
-        return trace, with_last_step(first, subject, CPU, "bf16", trace)
+        first = make_reference(workload, CPU, "bf16")
+        return trace, with_last_step(first, workload, CPU, "bf16", trace)
 
 
 def test_rounding_passes(trained: tuple[Trace, Reference]) -> None:

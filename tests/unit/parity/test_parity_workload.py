@@ -14,7 +14,7 @@ from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
 from drawbar.errors import UserError
 from drawbar.parallel.blocks import repeated_blocks
-from drawbar.parity.workload import Subject
+from drawbar.parity.workload import Workload
 from drawbar.tasks.causal_lm import CausalLM
 from drawbar.tasks.masked_lm import MaskedLM
 from drawbar.tasks.seq2seq import Seq2Seq
@@ -48,8 +48,8 @@ class Flat(Task):
 
 def build(kind: type[Task], task: TaskConfig, layers: int | None = None, **sections: Any) -> nn.Module:
     config = tiny_config(**sections).model_copy(update={"task": task})
-    subject = Subject(config, kind, steps=1, layers=layers, tokenizer=TOKENIZER)
-    return subject.engine(config, Distributed(RankInfo(), CPU, 60), None).module  # type: ignore[attr-defined]
+    workload = Workload(config, kind, steps=1, layers=layers, tokenizer=TOKENIZER)
+    return workload.engine(config, Distributed(RankInfo(), CPU, 60), None).module  # type: ignore[attr-defined]
 
 
 def dropped(model: nn.Module) -> list[str]:

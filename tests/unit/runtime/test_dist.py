@@ -28,12 +28,12 @@ def collectives() -> dict[str, Any]:
         world.barrier("a test")
         return {
             "sum": world.sum(2.0**53 + 2 * world.rank),
-            "largest": world.largest([3, 2**40, -1][world.rank]),
+            "largest": world.max([3, 2**40, -1][world.rank]),
             "tensor": world.sum_tensor(torch.full((2,), float(world.rank))).tolist(),
             "gathered": world.gather({"rank": world.rank}),
             "from first": world.from_rank0(make, "making it"),
             "made": made,
-            "first": world.first,
+            "first": world.is_rank0,
         }
 
 
@@ -67,7 +67,7 @@ def test_one_process_needs_no_group() -> None:
     with Distributed(RankInfo(), CPU, timeout=60) as world:
         world.barrier("a test")
         assert world.sum(1.5) == 1.5
-        assert world.largest(7) == 7
+        assert world.max(7) == 7
         assert world.sum_tensor(torch.ones(2)).tolist() == [1.0, 1.0]
         assert world.gather("a") == ["a"]
         assert world.from_rank0(lambda: 3, "counting") == 3

@@ -19,13 +19,13 @@ TORCHRUN = {
 def test_alone_without_a_launcher() -> None:
     for environ in ({}, {"LOCAL_RANK": "3", "MASTER_ADDR": "here"}):
         assert RankInfo.from_environment(environ) == RankInfo(0, 1, 0, 1)
-    assert RankInfo().first
+    assert RankInfo().is_rank0
 
 
 def test_the_place_that_torchrun_gives() -> None:
     place = RankInfo.from_environment(TORCHRUN)
     assert place == RankInfo(rank=5, world_size=8, local_rank=1, local_world_size=4)
-    assert not place.first
+    assert not place.is_rank0
 
 
 def test_without_the_local_size_all_processes_are_on_this_machine() -> None:

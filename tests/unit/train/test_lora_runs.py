@@ -24,7 +24,7 @@ from drawbar.commands.export_run import export_run
 from drawbar.commands.score_run import evaluate_run
 from drawbar.data.tokenizer import train_byte_bpe
 from drawbar.errors import UserError
-from drawbar.models.lora import Base
+from drawbar.models.lora import FrozenBaseInfo
 from drawbar.train.setup import check_base
 from runs import fit_in, largest_difference, losses, scores, weights
 
@@ -191,7 +191,7 @@ def test_an_evaluation_on_another_pretrained_model_says_so(
 
 
 def test_an_older_checkpoint_without_what_no_file_has_is_named() -> None:
-    engine = SimpleNamespace(base=Base(frozenset({"bert.pooler.dense.bias"}), "of today"))
+    engine = SimpleNamespace(base=FrozenBaseInfo(frozenset({"bert.pooler.dense.bias"}), "of today"))
     snapshot = Snapshot(6, {}, {}, {}, {})
     with pytest.raises(UserError, match=r"has bert\.pooler\.dense\.bias: an older drawbar"):
         check_base(snapshot, engine)

@@ -90,7 +90,7 @@ def test_a_warm_start_opens_no_file_of_the_data(
     batching: str,
 ) -> None:
     """Neither for its digest, nor for the messages of bad records, nor for the source of each, by which weights go."""
-    monkeypatch.setattr(digests, "SETTLED_NS", -1, raising=False)  # files may be hashed as soon as they are written
+    monkeypatch.setattr(digests, "MIN_AGE_NS", -1)  # files may be hashed as soon as they are written
     monkeypatch.setattr(train_data, "CACHED_FROM", 1, raising=False)  # samples: as if these were many
     task, config, split = load(sources, tmp_path, batching)
     rows_and_order(task, split, config)

@@ -66,12 +66,12 @@ def test_nohup_is_heeded(stop: Stop) -> None:
 def test_what_one_rank_wants_all_ranks_do(
     stop: Stop, own: list[Reason], other: Reason, agreed: Reason, stops: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Distributed, "largest", lambda _, value: max(value, other))
+    monkeypatch.setattr(Distributed, "max", lambda _, value: max(value, other))
     for reason in own:
         stop.request(reason)
     assert stop.agreed() == stops
     assert stop.reason == agreed
-    monkeypatch.setattr(Distributed, "largest", lambda _, value: value)
+    monkeypatch.setattr(Distributed, "max", lambda _, value: value)
     assert stop.agreed() == any(reason > Reason.SAVE for reason in own)  # a checkpoint is asked for once
 
 

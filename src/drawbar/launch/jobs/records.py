@@ -102,7 +102,7 @@ def run_file(run_dir: Path) -> Path:
     return run_dir / FOLDER / FILE
 
 
-def keep(records: Iterable[JobRecord]) -> None:
+def append_records(records: Iterable[JobRecord]) -> None:
     """Write down a new job: with its runs, with the sweep that they belong to, and in the user's list.
 
     Raises:

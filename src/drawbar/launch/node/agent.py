@@ -163,7 +163,7 @@ def _time_of(failure: ProcessFailure) -> float:
 
 def report_failure(error: BaseException) -> bool:
     """Leave the error where the elastic launcher looks for it; False where there is no such launcher."""
-    if lost_peer := _lost_a_peer(error):
+    if lost_peer := _is_peer_failure(error):
         time.sleep(2)  # let the launcher first notice the rank that died: it then ends this one, too
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
@@ -190,7 +190,7 @@ def report_status(code: int) -> None:
             Path(path).write_text(str(int(code)))
 
 
-def _lost_a_peer(error: BaseException) -> bool:
+def _is_peer_failure(error: BaseException) -> bool:
     """Whether a collective failed because another rank is gone."""
     cause: BaseException | None = error
     while cause is not None:

@@ -27,7 +27,7 @@ def check_links(world: Distributed, run_dir: Path, seconds: float = SECONDS) -> 
     Raises:
         UserError: with exit code 1: the sum is wrong, or did not come within ``seconds``; it names the nodes at fault.
     """
-    if not world.place.spans_nodes:
+    if not world.rank_info.spans_nodes:
         return
     world.store.set(f"links/{world.rank}", "")
     found: list[tuple[list[int], float]] = []
@@ -52,7 +52,7 @@ def check_links(world: Distributed, run_dir: Path, seconds: float = SECONDS) -> 
     told = world.gather(found[0])
     reasons = world.from_rank0(lambda: _judge(told or [], world.nodes), "judging the first sum")
     if reasons:
-        if world.first:
+        if world.is_rank0:
             _record(run_dir, reasons)
         raise UserError(
             "\n".join(["a sum over all nodes is wrong:", *reasons.values()]),

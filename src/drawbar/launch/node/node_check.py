@@ -74,7 +74,7 @@ class NodeCheck:
                 else self._await_verdict(store, rendezvous)
             )
         except (dist.DistError, RuntimeError) as error:
-            raise self._no_head(rendezvous, f"went away: {error}") from error
+            raise self._first_node_unreachable(rendezvous, f"went away: {error}") from error
         if verdict.errors:
             raise UserError(
                 "\n".join([f"the nodes cannot train together, says {rendezvous.name(0)}:", *verdict.errors]),
@@ -89,7 +89,7 @@ class NodeCheck:
         return NodeWatch(store, rendezvous, self.run_dir)
 
     def _connect(self, rendezvous: Rendezvous) -> dist.TCPStore:
-        gone = self._no_head(rendezvous, f"did not answer within {self.seconds:.0f} s")
+        gone = self._first_node_unreachable(rendezvous, f"did not answer within {self.seconds:.0f} s")
         if rendezvous.node == 0:
             return self._listen_at(rendezvous)
 
@@ -152,12 +152,12 @@ class NodeCheck:
     def _await_verdict(self, store: dist.Store, rendezvous: Rendezvous) -> Verdict:
         """On the other nodes: wait for the verdict."""
         if not _wait(lambda: store.check(["verdict"]), self.seconds + _LINGER_SECONDS):
-            raise self._no_head(rendezvous, f"said nothing for {self.seconds + _LINGER_SECONDS:.0f} s")
+            raise self._first_node_unreachable(rendezvous, f"said nothing for {self.seconds + _LINGER_SECONDS:.0f} s")
         verdict = Verdict(**json.loads(store.get("verdict")))
         store.set(f"heard/{rendezvous.node}", "")
         return verdict
 
-    def _no_head(self, rendezvous: Rendezvous, what: str) -> UserError:
+    def _first_node_unreachable(self, rendezvous: Rendezvous, what: str) -> UserError:
         return UserError(
             f"node {rendezvous.name(rendezvous.node)}: the first node, {rendezvous.name(0)}, {what}",
             where=rendezvous.endpoint,
@@ -201,7 +201,7 @@ class NodeWatch:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         failed = isinstance(error, ChildFailedError)
-        if isinstance(error, ChildFailedError) and any(map(_lost_peer, error.failures.values())):
+        if isinstance(error, ChildFailedError) and any(map(_is_peer_failure, error.failures.values())):
             self._name_lost()
         self._over.set()
         self._leave(linger=failed)
@@ -272,7 +272,7 @@ class NodeWatch:
             self._store.set("lost", "; ".join(reasons.values()))
 
 
-def _lost_peer(failure: ProcessFailure) -> bool:
+def _is_peer_failure(failure: ProcessFailure) -> bool:
     message = failure.error_file_data.get("message")
     return isinstance(message, dict) and bool(message["extraInfo"].get("lost_peer"))
 

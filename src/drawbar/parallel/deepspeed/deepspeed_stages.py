@@ -146,7 +146,7 @@ class DeepSpeedPipeline:
         engine._train_schedule = lambda: WithoutUpdate(engine.micro_batches, engine.num_stages, engine.stage_id)
         engine.step = engine._exec_optimizer_step
 
-    def fitting(self, count: int) -> int:
+    def round_up_micro_batches(self, count: int) -> int:
         """As of ``schedule.Pipeline``: any number will do."""
         return count
 

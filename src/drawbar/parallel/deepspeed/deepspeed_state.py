@@ -64,13 +64,13 @@ def _broken(error: Exception) -> UserError:
 
 
 def start(
-    model: nn.Module, optimizer: Optimizer, values: Mapping[str, Any], device: torch.device, in_pieces: bool
+    model: nn.Module, optimizer: Optimizer, values: Mapping[str, Any], device: torch.device, is_zero3: bool
 ) -> Any:
     """DeepSpeed's engine around a model on the CPU, which it moves, cuts and casts.
 
     Args:
         values: its JSON.
-        in_pieces: whether this is ZeRO-3, with parameters that have neither values nor memory yet.
+        is_zero3: whether this is ZeRO-3, with parameters that have neither values nor memory yet.
 
     Raises:
         UserError: DeepSpeed refuses the model, or the values.
@@ -81,7 +81,7 @@ def start(
     deepspeed.comm.comm.cdb = None
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed requires it even for one process without a launcher
     try:
-        if in_pieces:
+        if is_zero3:
             _partition(deepspeed, model, values)
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=dict(values), dist_init_required=False

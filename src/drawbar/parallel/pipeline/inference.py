@@ -39,13 +39,13 @@ class PipelineInference:
 
     def __init__(
         self,
-        parts: Sequence[nn.Module],
+        stage_modules: Sequence[nn.Module],
         group: dist.ProcessGroup,
         device: torch.device,
         width: int,
         vocabulary: int,
     ) -> None:
-        self.parts = parts
+        self.stage_modules = stage_modules
         self.group = group
         self.device = device
         self.width = width
@@ -57,28 +57,28 @@ class PipelineInference:
 
     def _make_model(self) -> Any:
         # without hooks: the hooks of the stages run when the stages are called
-        model: Any = copy(self.parts[0])
+        model: Any = copy(self.stage_modules[0])
         for name in _HOOKS:
             setattr(model, name, OrderedDict())
         forward = model.forward
         names = list(inspect.signature(forward).parameters)
 
         @wraps(forward)
-        def relayed(*args: Any, **kwargs: Any) -> Any:
+        def forward_through_stages(*args: Any, **kwargs: Any) -> Any:
             kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
             kwargs.pop("return_dict", None)
             _check(kwargs)
             return self._answer(kwargs)
 
-        model.forward = relayed
-        if len(self.parts) > 1:  # a cache of transformers' counts the layers of one part
+        model.forward = forward_through_stages
+        if len(self.stage_modules) > 1:  # a cache of transformers' counts the layers of one part
             model.generate = _without_cache(model.generate)
         return model
 
     def compute(self, kwargs: Arguments) -> CausalLMOutputWithPast:
         """One forward pass of the full model, stage by stage; every rank gets the same outputs, in fp32."""
         rows, length = kwargs["input_ids"].shape
-        if len(self.parts) > 1:
+        if len(self.stage_modules) > 1:
             kwargs = {**kwargs, "past_key_values": None, "use_cache": False}
         logits = self._in_turns(kwargs, rows, length)
         if logits is None:
@@ -88,16 +88,16 @@ class PipelineInference:
         return CausalLMOutputWithPast(logits=logits, past_key_values=kwargs.get("past_key_values"))
 
     @torch.no_grad()
-    def logits(self, kwargs: Arguments) -> Tensor | None:
+    def last_stage_logits(self, kwargs: Arguments) -> Tensor | None:
         """The logits, on the last stage alone."""
         return self._in_turns(kwargs, *kwargs["input_ids"].shape)
 
     def _in_turns(self, kwargs: Arguments, rows: int, length: int) -> Tensor | None:
         rank, ranks = self.group.rank(), self.group.size()
         whole = {name: value for name, value in kwargs.items() if name != "logits_to_keep"}
-        stages = ranks * len(self.parts)
+        stages = ranks * len(self.stage_modules)
         out: Tensor | None = None
-        for chunk, module in enumerate(self.parts):
+        for chunk, module in enumerate(self.stage_modules):
             stage = rank + chunk * ranks
             received: tuple[Tensor, ...] = ()
             if stage > 0:
@@ -109,7 +109,7 @@ class PipelineInference:
                 dist.send(out, group=self.group, group_dst=(rank + 1) % ranks)
         return out if self.last else None
 
-    def inputs(self, call: Callable[[nn.Module], Any]) -> Arguments:
+    def record_inputs(self, call: Callable[[nn.Module], Any]) -> Arguments:
         """What ``call`` calls the model with; nothing is computed.
 
         Raises:
@@ -126,7 +126,7 @@ class PipelineInference:
                 return called.kwargs
         raise _fault("does not call the model")
 
-    def outputs(self, call: Callable[[nn.Module], Any], logits: Tensor) -> Any:
+    def replay_outputs(self, call: Callable[[nn.Module], Any], logits: Tensor) -> Any:
         """What ``call`` returns, where its one call of the model gives these logits.
 
         Raises:

@@ -79,7 +79,7 @@ class Pipeline:
 
     def __init__(
         self,
-        parts: Sequence[nn.Module],
+        stage_modules: Sequence[nn.Module],
         schedule: str,
         group: dist.ProcessGroup,
         device: torch.device,
@@ -87,7 +87,7 @@ class Pipeline:
         precision: str,
         reshard: bool,
     ) -> None:
-        self.parts = parts
+        self.stage_modules = stage_modules
         self.name = schedule
         self.group = group
         self.device = device
@@ -99,7 +99,7 @@ class Pipeline:
         self._schedule: Any = None
         self._loss: Loss | None = None
 
-    def fitting(self, count: int) -> int:
+    def round_up_micro_batches(self, count: int) -> int:
         """The smallest number of micro-batches, at least ``count``, that the schedule accepts."""
         ranks = self.group.size()
         while self.name == "interleaved" and count % max(1, count // ranks) != 0:
@@ -132,8 +132,8 @@ class Pipeline:
         self._schedule, self._stages = None, []
         ranks, rank = self.group.size(), self.group.rank()
         self._stages = [
-            self._stage(module, rank + ranks * chunk, ranks * len(self.parts), tokens)
-            for chunk, module in enumerate(self.parts)
+            self._stage(module, rank + ranks * chunk, ranks * len(self.stage_modules), tokens)
+            for chunk, module in enumerate(self.stage_modules)
         ]
         options: dict[str, Any] = {"n_microbatches": count, "loss_fn": self._compute_loss, "scale_grads": False}
         if self.name == "interleaved":

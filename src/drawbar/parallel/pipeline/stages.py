@@ -162,31 +162,31 @@ class LocalStages(nn.Module):
         model: what they were cut from.
     """
 
-    def __init__(self, parts: Sequence[nn.Module], model: nn.Module, plan: PipelinePlan) -> None:
+    def __init__(self, stage_modules: Sequence[nn.Module], model: nn.Module, plan: PipelinePlan) -> None:
         super().__init__()
-        self.parts = nn.ModuleList(parts)
+        self.stage_modules = nn.ModuleList(stage_modules)
         # the head's copy of a tied weight goes by the name that the weight has in the whole model
         self._renamed = {f"{plan.head}.weight": f"{plan.embedding}.weight"} if is_tied(model, plan) else {}
 
     def get_output_embeddings(self) -> nn.Module | None:
         """The head, where there is one: as in a model of transformers, which is how Muon finds it."""
-        last: Any = self.parts[-1]
+        last: Any = self.stage_modules[-1]
         return last.get_output_embeddings()
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        for part in self.parts:
+        for part in self.stage_modules:
             yield from self._named(part.named_parameters(prefix, recurse, remove_duplicate))
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        for part in self.parts:
+        for part in self.stage_modules:
             yield from self._named(part.named_buffers(prefix, recurse, remove_duplicate))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        states = [part.state_dict(*args, **kwargs) for part in self.parts]
+        states = [part.state_dict(*args, **kwargs) for part in self.stage_modules]
         return {name: tensor for state in states for name, tensor in self._named(state.items())}
 
     def _named(self, items: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:

@@ -17,7 +17,7 @@ from typing import IO, Any
 from drawbar.doctor.finding import Finding, Fix, Level, problem_of, size
 from drawbar.errors import UserError
 
-PATIENCE_SECONDS = 30.0
+TIMEOUT_SECONDS = 30.0
 """For importing torch on a busy machine; it usually takes 2."""
 DEVICE = "Device"
 _PLACE_IN_GLOO = re.compile(r"^.*\[enforce fail at [^\]]*\] (ifa != nullptr\. )?")
@@ -25,30 +25,30 @@ _DRIVER = "/proc/driver/nvidia/version"
 
 
 @dataclass
-class Question:
+class ProbeProcess:
     """A probe that runs. Its answer is asked for once."""
 
     process: subprocess.Popen[bytes]
     errors: IO[bytes]
-    patience: float
+    timeout: float
     begin: float
 
-    def answer(self) -> dict[str, Any]:
+    def result(self) -> dict[str, Any]:
         """What the probe printed; ``{"error": …}`` where it did not come to that."""
         try:
-            out, _ = self.process.communicate(timeout=max(0.1, self.begin + self.patience - time.monotonic()))
+            out, _ = self.process.communicate(timeout=max(0.1, self.begin + self.timeout - time.monotonic()))
         except subprocess.TimeoutExpired:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)  # and what it has forked
             self.process.communicate()
-            return {"error": f"no answer after {self.patience:.0f} s"}
+            return {"error": f"no answer after {self.timeout:.0f} s"}
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         with suppress(ValueError, IndexError):
             return dict(json.loads(out.splitlines()[-1]))
-        return {"error": self._last_words()}
+        return {"error": self._last_error_line()}
 
-    def _last_words(self) -> str:
+    def _last_error_line(self) -> str:
         self.errors.seek(0)
         lines = [line.strip() for line in self.errors.read().decode(errors="replace").splitlines() if line.strip()]
         code = self.process.returncode
@@ -56,14 +56,16 @@ class Question:
         return lines[-1][:300] if lines else ended
 
 
-def ask(*arguments: str, environ: Mapping[str, str] = os.environ, patience: float = PATIENCE_SECONDS) -> Question:
+def start_probe(
+    *arguments: str, environ: Mapping[str, str] = os.environ, timeout: float = TIMEOUT_SECONDS
+) -> ProbeProcess:
     """Start a probe; several may run at once."""
     errors = tempfile.TemporaryFile()  # noqa: SIM115 - the question keeps it until it is answered
     process = subprocess.Popen(
         [sys.executable, "-m", "drawbar.doctor.probe", *arguments],
         env=dict(environ), stdout=subprocess.PIPE, stderr=errors, start_new_session=True,
     )  # fmt: skip
-    return Question(process, errors, patience, time.monotonic())
+    return ProbeProcess(process, errors, timeout, time.monotonic())
 
 
 def driver_version(path: str = _DRIVER) -> str | None:
@@ -144,7 +146,7 @@ def _format(precision: str, device: str, wanted: str) -> tuple[str, str]:
     return what, fast
 
 
-def check_meeting(facts: Mapping[str, Any]) -> Finding:
+def check_rendezvous(facts: Mapping[str, Any]) -> Finding:
     """Args: facts: an answer of ``probe meet``."""
     if "error" in facts or not facts["right"]:
         # gloo's own words come after the place in its source code
