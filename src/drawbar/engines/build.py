@@ -4,12 +4,14 @@ import os
 
 import torch
 
+from drawbar.config.io.user_modules import cause
 from drawbar.config.parallel_dims import ParallelDims
 from drawbar.config.rules.rule_table import check_rules
 from drawbar.config.schema.run_config import RunConfig
-from drawbar.config.strategies import AUTO
+from drawbar.config.strategies import AUTO, BUILT_IN
 from drawbar.distributed.process_group import Distributed
 from drawbar.engines.engine import Engine
+from drawbar.engines.parts import EngineParts
 from drawbar.errors import UserError
 from drawbar.parallel.compile import check_compiler
 from drawbar.parallel.precision import choose_formats
@@ -53,8 +55,32 @@ def build_engine(task: Task, config: RunConfig, world: Distributed, total_steps:
 def assemble_engine(task: Task, config: RunConfig, world: Distributed, total_steps: int = 0) -> Engine:
     """The engine of a configuration with nothing left to choose or to check: see :func:`build_engine`."""
     world.set_dims(ParallelDims.of(config.parallel, world.size))
-    parts = config.parallel.features.build(task, config, world)
-    return Engine(task, config, world, parts, total_steps)
+    return Engine(task, config, world, _build_parts(task, config, world), total_steps)
+
+
+def _build_parts(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
+    """What the strategy's builder returns. An error of a builder that is not drawbar's own names it, and its line."""
+    strategy = config.parallel.features
+    parts: object
+    try:
+        parts = strategy.build(task, config, world)
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if strategy in BUILT_IN:
+            raise
+        raise _builder_error(config, f"fails: {cause(error)}") from error
+    if not isinstance(parts, EngineParts):
+        raise _builder_error(config, f"returned {type(parts).__name__}, and no EngineParts")
+    return parts
+
+
+def _builder_error(config: RunConfig, what: str) -> UserError:
+    return UserError(
+        f"the builder of the strategy {what}",
+        where=f"parallel.strategy={config.parallel.strategy}",
+        remedy="mend it: it is called with (task, config, world), and returns a drawbar.engines.parts.EngineParts",
+    )
 
 
 def _resolved_for_rules(config: RunConfig, world: Distributed) -> RunConfig:

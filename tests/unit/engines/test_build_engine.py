@@ -1,5 +1,9 @@
 """The strategy that a configuration gets."""
 
+import sys
+from types import ModuleType
+from typing import Any
+
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -7,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from drawbar.config.parallel_dims import ParallelDims
 from drawbar.config.schema.run_config import ParallelSection
+from drawbar.config.strategies import Strategy
 from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
 from drawbar.engines.build import build_engine
@@ -44,3 +49,26 @@ def test_one_process_can_be_sharded() -> None:
         engine = build_engine(tiny_task(config), config, world, total_steps=1)
         assert isinstance(engine.executor.training_module.module, FSDPModule)
     assert not torch.distributed.is_initialized()
+
+
+def _fail(*_: Any) -> None:
+    raise KeyError("boom")
+
+
+@pytest.mark.parametrize(
+    ("builder", "what"),
+    [
+        (_fail, r"builder of the strategy fails: KeyError: 'boom' \(.*test_build_engine.py:\d+\)"),
+        (lambda *_: None, "returned NoneType, and no EngineParts"),
+        ("own_builders:absent", "has no attribute 'absent'"),
+        ("no_such_module:build", r"pip install no_such_module"),
+    ],
+)
+def test_a_faulty_builder_of_a_user_is_named(builder: Any, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = ModuleType("own_builders")
+    module.mine = Strategy("mine", builder)
+    monkeypatch.setitem(sys.modules, "own_builders", module)
+    config = tiny_config(parallel=ParallelSection(strategy="own_builders:mine"))
+    with pytest.raises(UserError, match=what) as caught:
+        build_engine(tiny_task(config), config, Distributed(RankInfo(), CPU, timeout=60), total_steps=1)
+    assert caught.value.where == "parallel.strategy=own_builders:mine"
