@@ -208,7 +208,7 @@ class SourceStream:
         try:
             for reader in self._readers:
                 unit = None
-                for unit in reader.units():
+                for unit in _found_by(reader):
                     yield reader, unit
                 if unit is None:
                     raise reader.empty()
@@ -265,8 +265,20 @@ def _size_and_samples(path: Path) -> bytes:
         return b"".join([*found, file.read(END_BYTES)])
 
 
+def _found_by(reader: Reader) -> Iterator[RawRecord]:
+    """The units of a reader. What is wrong with a reader of the user's is said of the reader, and not of the task."""
+    try:
+        yield from reader.units()
+    except (UserError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        what = f"the reader {type(reader).__name__} cannot find the records: {cause(error)}"
+        where = str(reader.files[0])
+        raise UserError(what, where=where, remedy="correct its method units: it yields a RawRecord for each") from error
+
+
 def _decoded(reader: Reader, unit: RawRecord, where: str) -> Record:
-    """The decoded record. What is wrong with a reader of the user's is said of the reader, and not of the task."""
+    """The decoded record. Errors as in :func:`_found_by`."""
     name = type(reader).__name__
     try:
         record = reader.decode(unit)
