@@ -16,13 +16,13 @@ SLEEP_SOON = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "10000"}
 """``passive``: threads that wait sleep (all OpenMP runtimes). But libgomp's spin for about 0.1 ms before they do, as
 waking them costs more than most waits inside a step take; ``benchmarks/busy_neighbour.py`` measures it."""
 _POOL_SECONDS = 10.0
-"""The longest wait for one more pool, which is a matter of speed alone."""
+"""The longest wait for the extra thread pool of ``_spin_less``; without it threads spin longer, and nothing fails."""
 _OWN_CHOICES = (*SLEEP_SOON, "KMP_BLOCKTIME", "KMP_LIBRARY")
 
 
 def let_threads_sleep(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Say it to the OpenMP runtime that torch will load, here and in processes that this one starts; not where the user
-    has said something else. It reads its settings when it is loaded: before that or never."""
+    """Set ``SLEEP_SOON`` for the OpenMP runtime that torch will load, here and in processes that it starts; not where
+    the user has set one of these variables. The runtime reads them once, when it is loaded."""
     if not any(name in environ for name in _OWN_CHOICES):
         environ.update(SLEEP_SOON)
         if "torch" in sys.modules:

@@ -23,7 +23,7 @@ from drawbar.config.schema.run_config import DataSection, OptimSection, RunConfi
 from drawbar.data.dataset import Sample, encode_records
 from drawbar.data.loader import MicroBatch, MicroBatchSize, Rows, SampleRows, TrainLoader
 from drawbar.data.packing import IGNORED_LABEL, PackedRows
-from drawbar.data.plan import plan_packs
+from drawbar.data.plan import plan_rows
 from drawbar.data.sampler import InOrder
 from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
@@ -94,7 +94,7 @@ class Case:
         """The documents of each row."""
         lengths = np.array([document.length for document in self.documents])
         capacity = int(lengths.max()) + 8
-        return rows_of(plan_packs(lengths, capacity, self.seed)) if self.packed else [[i] for i in range(len(lengths))]
+        return rows_of(plan_rows(lengths, capacity, self.seed)) if self.packed else [[i] for i in range(len(lengths))]
 
 
 @dataclass(frozen=True)

@@ -87,4 +87,4 @@ def test_one_that_does_not_combine_is_refused_with_model_parallelism(project: Pa
         "train", "config.yaml", "parallel.strategy=compression:compressed", "parallel.tensor=2", cwd=project
     )
     assert refused.code == 2
-    assert "takes whole parameters" in refused.err
+    assert "needs whole parameters" in refused.err

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from drawbar.config.parallel_dims import ParallelDims
-from drawbar.config.schema.run_config import EveryBlock, OptimSection, ParallelSection, RunConfig
+from drawbar.config.schema.run_config import EveryKthBlock, OptimSection, ParallelSection, RunConfig
 from drawbar.config.schema.task_sections import MaskedLMConfig
 from drawbar.data.tokenizer import train_byte_bpe
 from drawbar.distributed.process_group import Distributed
@@ -30,7 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fsdp with offload": {"strategy": "fsdp", "offload": True},
     "full recomputation": {"strategy": "fsdp", "activation_checkpointing": "full"},
     "selective recomputation": {"strategy": "fsdp", "activation_checkpointing": "selective"},
-    "every second block": {"strategy": "fsdp", "activation_checkpointing": EveryBlock(every=2)},
+    "every second block": {"strategy": "fsdp", "activation_checkpointing": EveryKthBlock(every=2)},
     **{f"deepspeed {stage}": {"strategy": "deepspeed", "zero_stage": stage} for stage in range(4)},
     "deepspeed 2 with offload": {"strategy": "deepspeed", "zero_stage": 2, "offload": True},
     "deepspeed 3 with offload": {"strategy": "deepspeed", "zero_stage": 3, "offload": True},

@@ -13,7 +13,7 @@ from test_render import HOSTILE, JOB
 from apptainer_stand_in import calls, install, make_image
 from drawbar.config.io.load_config import load_config
 from drawbar.config.schema.cluster_section import ClusterSection
-from drawbar.config.schema.container_section import UNSPEAKABLE, choose_runtime
+from drawbar.config.schema.container_section import INVALID_IN_BIND, choose_runtime
 from drawbar.errors import UserError
 from drawbar.launch.job_container import VARIABLES, Container, check_image, make_container
 from drawbar.launch.job_files import config_file
@@ -159,7 +159,7 @@ def hostile_job(tmp_path: Path, image: str, *argv: str) -> tuple[str, list[str],
     where = tmp_path / "it's $(touch planted) %j; #1"
     where.mkdir()
     variable = re.compile(r"\$[\w{]")  # whose value takes its place when the configuration is read
-    names = [word for word in HOSTILE if word and not UNSPEAKABLE.search(word) and not variable.search(word)]
+    names = [word for word in HOSTILE if word and not INVALID_IN_BIND.search(word) and not variable.search(word)]
     assert len(names) > 20
     binds = [f"{tmp_path}/bound {word}:/inside {word}" for word in names]
     for bind in binds:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from drawbar.cli.resume import can_go_on
+from drawbar.cli.resume import resumable_jobs
 from drawbar.cli.submission import SubmitRequest, plan
 from drawbar.config.schema.cluster_section import ClusterSection
 from drawbar.config.schema.run_config import LaunchSection, RunConfig
@@ -164,9 +164,9 @@ def test_how_a_job_stands(
 def test_a_complete_run_goes_on_with_more_steps_alone(tmp_path: Path) -> None:
     done = judge_job(record("7", tmp_path / "tiny"), entry(state="COMPLETED"), None)
     with pytest.raises(UserError, match="tiny is complete") as refused:
-        can_go_on("tiny", [done], ("cluster.nodes=2",))
+        resumable_jobs("tiny", [done], ("cluster.nodes=2",))
     assert "drawbar resume tiny train.steps=N" in str(refused.value.remedy)
-    assert can_go_on("tiny", [done], ("cluster.nodes=2", "train.steps=50")) == [done]
+    assert resumable_jobs("tiny", [done], ("cluster.nodes=2", "train.steps=50")) == [done]
 
 
 def test_lost_nodes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,7 +270,9 @@ JobId=7 JobName=interactive NodeList=n[1-3] NumNodes=3 NumCPUs=12 CPUs/Task=1 So
 @pytest.mark.parametrize("last", [8, 4])
 def test_salloc_tells_no_gpus_but_slurm_does(monkeypatch: pytest.MonkeyPatch, last: int) -> None:
     """As ``scontrol show job --details`` of Slurm 22.05 writes it, after ``salloc --gres=gpu:…``."""
-    monkeypatch.setattr(allocation, "ask", lambda *command: DETAILS.format(last=last) if command[-1] == "7" else None)
+    monkeypatch.setattr(
+        allocation, "slurm_output", lambda *command: DETAILS.format(last=last) if command[-1] == "7" else None
+    )
     environ = {
         "SLURM_JOB_ID": "7",
         "SLURM_NNODES": "3",
@@ -358,10 +360,10 @@ def test_a_job_that_is_submitted_again_waits_for_nobody(project: Path, monkeypat
     assert f"--{dependency[16:]}" in plan(SubmitRequest(("config.yaml", dependency))).script()
     kept = (project / "config.yaml").read_text() + "cluster: {options: {dependency: 'afterok:5', qos: high}}\n"
     (project / "kept.yaml").write_text(kept)
-    script = plan(SubmitRequest((), submitted=("kept.yaml",))).script()
+    script = plan(SubmitRequest((), resubmitted=("kept.yaml",))).script()
     assert "--qos=high" in script
     assert "dependency" not in script.partition("drawbar_yaml")[0]
-    assert f"--{dependency[16:]}" in plan(SubmitRequest((), submitted=("kept.yaml", dependency))).script()
+    assert f"--{dependency[16:]}" in plan(SubmitRequest((), resubmitted=("kept.yaml", dependency))).script()
 
 
 def test_several_tasks_are_no_world(project: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from drawbar.config.io.user_modules import SNAPSHOT
 from drawbar.launch.job_files import CONFIG
-from drawbar.launch.jobs.restart_count import MOST, count_restart, newest_step
+from drawbar.launch.jobs.restart_count import MOST_RESTARTS, count_restart, newest_step
 from drawbar.launch.node.endpoint import PORTS, choose_address, choose_port
 from drawbar.launch.node.entry.first_node import main
 from drawbar.launch.node.network_interfaces import address_towards, interface_address, interfaces, is_free
@@ -155,7 +155,7 @@ def test_restarts_without_a_new_checkpoint_are_counted(tmp_path: Path) -> None:
 def test_the_fourth_restart_ends(tmp_path: Path, module: str) -> None:
     """By its own name, and by that which jobs of older versions call."""
     command = [sys.executable, "-m", module, str(tmp_path), "7"]
-    done = [subprocess.run(command, capture_output=True, text=True, check=False) for _ in range(MOST + 2)]
-    assert [finished.returncode for finished in done] == [0] * (MOST + 1) + [1]
+    done = [subprocess.run(command, capture_output=True, text=True, check=False) for _ in range(MOST_RESTARTS + 2)]
+    assert [finished.returncode for finished in done] == [0] * (MOST_RESTARTS + 1) + [1]
     assert done[-1].stderr.startswith("error: job 7 was restarted 3 times without a new checkpoint; it ends here")
     assert "fix:" in done[-1].stderr

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import drawbar
-from drawbar.cli.resume import can_go_on
+from drawbar.cli.resume import resumable_jobs
 from drawbar.errors import UserError
 from drawbar.launch.job_files import FOLDER
 from drawbar.launch.jobs.job_process import find_process, hold_job, is_running
@@ -166,4 +166,4 @@ def test_a_process_of_another_machine_is_asked_about_there(tmp_path: Path) -> No
     (gone,) = SshLauncher().status([job])
     assert (gone.state, gone.is_active) == (UNKNOWN, False)
     assert "login7" in gone.detail
-    assert can_go_on("tiny", [gone], ()) == [gone]
+    assert resumable_jobs("tiny", [gone], ()) == [gone]

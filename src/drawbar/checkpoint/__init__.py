@@ -1,6 +1,6 @@
 """Checkpoints that are complete or absent, whatever happens to the process that writes them.
 
-Nothing here knows of ranks or strategies: rank 0 gathers a ``Snapshot`` and writes it; every rank may read.
+Nothing here knows of strategies: a rank that writes has gathered a full ``Snapshot``; every rank may read.
 """
 
 from drawbar.checkpoint.directory import Best, CheckpointDirectory

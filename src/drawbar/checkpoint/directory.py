@@ -17,11 +17,11 @@ from drawbar.checkpoint.load import (
     REPLACED,
     check_sizes,
     complete_checkpoints,
+    explain_read_errors,
+    explain_unusable,
     folders_in,
-    readable_disk,
     refusal,
     step_folders,
-    usable,
     verify,
 )
 from drawbar.checkpoint.save import write_amended, write_files
@@ -54,7 +54,7 @@ class Best(BaseModel):
 
 @dataclass(frozen=True)
 class Survey:
-    """What a run has to go on from."""
+    """A run's checkpoints, as far as the newest usable one."""
 
     newest: Path | None
     """The newest checkpoint that matches its checksums."""
@@ -65,7 +65,7 @@ class Survey:
 
 
 class CheckpointDirectory:
-    """The checkpoints of one run. One process writes (rank 0); any number may read."""
+    """The checkpoints of one run. One process of each disk writes; any number may read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -75,17 +75,17 @@ class CheckpointDirectory:
         return list(self._complete())
 
     def _complete(self) -> dict[int, Path]:
-        with readable_disk(self.path):
+        with explain_read_errors(self.path):
             return complete_checkpoints(self.path)
 
     def survey(self) -> Survey:
-        """What there is, newest first, as far as the first checkpoint that matches its checksums.
+        """Verify the checkpoints, newest first, up to the first that matches its checksums.
 
         Raises:
             UserError: nobody can tell, as the disk cannot be read.
         """
         unusable: dict[Path, Unusable] = {}
-        with readable_disk(self.path):
+        with explain_read_errors(self.path):
             set_aside = [self.path / name for name in sorted(folders_in(self.path)) if UNUSABLE in name]
             for _, folder in step_folders(self.path):
                 try:
@@ -126,7 +126,7 @@ class CheckpointDirectory:
             UserError: it cannot be read, or is damaged.
         """
         file = self.path / BEST_FILE
-        with readable_disk(self.path):
+        with explain_read_errors(self.path):
             try:
                 text = retried(file.read_bytes)
             except FileNotFoundError:
@@ -154,7 +154,7 @@ class CheckpointDirectory:
         if not folder.exists():
             logger.warning("%s names step %d, whose checkpoint is gone", self.path / BEST_FILE, record.step)
             return None
-        with usable(folder):
+        with explain_unusable(folder):
             verify(folder)
         return folder
 
@@ -271,8 +271,8 @@ class CheckpointDirectory:
         elif _has_all_files(final):
             _delete(replaced)
 
-    def standing(self) -> str:
-        """What there is to go on from, in a sentence for a run that cannot be saved."""
+    def describe_newest(self) -> str:
+        """A sentence on the checkpoint that the run can resume from, for the error of a failed save."""
         try:
             newest = self.latest()
         except UserError as error:

@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 FORMAT = 1
-"""Raised when an older drawbar could no longer read what this one writes."""
+"""Number of the format, one higher each time that an older drawbar could no longer read what is written."""
 
 MODEL_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"

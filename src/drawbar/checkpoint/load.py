@@ -36,18 +36,18 @@ REPLACED = ".replaced"
 
 def read(path: Path) -> Snapshot:
     """Verify a checkpoint and open it: see ``open_snapshot``."""
-    with usable(path):
+    with explain_unusable(path):
         verify(path)
     return open_snapshot(path)
 
 
 def read_together(path: Path, world: Distributed) -> Snapshot:
     """As ``read``, on every rank; of those that see the same files, one verifies them."""
-    with usable(path):
+    with explain_unusable(path):
         leader = world.lowest_rank_with_same(
             [_look(name, partial(identity, path / name)) for name in check_sizes(path).files]
         )
-    with world.barrier_after(f"reading {path}"), usable(path):
+    with world.barrier_after(f"reading {path}"), explain_unusable(path):
         if leader == world.rank:
             verify(path)
     return open_snapshot(path)
@@ -62,7 +62,7 @@ def open_snapshot(path: Path) -> Snapshot:
     Raises:
         UserError: it is missing, damaged or of another format, or the disk cannot be read. The message names the file.
     """
-    with usable(path):
+    with explain_unusable(path):
         return Snapshot(
             step=check_sizes(path).step,
             model=_open_tensors(path / MODEL_FILE),
@@ -74,7 +74,7 @@ def open_snapshot(path: Path) -> Snapshot:
 
 def read_state(path: Path) -> dict[str, Any]:
     """Verify and load ``state.json`` alone. Raises UserError as ``read`` does."""
-    with usable(path):
+    with explain_unusable(path):
         _check_content(path, STATE_FILE, check_sizes(path))
         return decode_state((path / STATE_FILE).read_bytes())
 
@@ -85,9 +85,9 @@ def _open_tensors(path: Path) -> TensorFiles:
 
 
 @contextmanager
-def usable(path: Path) -> Iterator[None]:
+def explain_unusable(path: Path) -> Iterator[None]:
     """Turn what is wrong with the checkpoint ``path``, or with its disk, into a UserError."""
-    with readable_disk(path):
+    with explain_read_errors(path):
         try:
             yield
         except Unusable as reason:
@@ -95,7 +95,7 @@ def usable(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def readable_disk(folder: Path) -> Iterator[None]:
+def explain_read_errors(folder: Path) -> Iterator[None]:
     """Turn an OSError into a UserError: an I/O error does not mean that a checkpoint is damaged or missing.
 
     Raises:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from drawbar.tasks.task import Task
 
 _SECONDS_TO_SPEAK_FIRST = 4.0
-"""DeepSpeed's launcher looks after its processes once a second."""
+"""How long other ranks wait before they print the error of rank 0, too. DeepSpeed's launcher checks every second."""
 
 
 @click.group(
@@ -99,7 +99,7 @@ def _is_one_of_several() -> bool:
 
 
 def _leave_rank(code: int) -> NoReturn:
-    """End a rank whose interpreter is not taken down: the threads of a process group that need it then would abort the
+    """End a rank without shutting the interpreter down, during which threads of a process group would abort the
     process (pytorch/pytorch#190489), or, where the peers are gone, wait for them for ever."""
     from drawbar.launch.node.agent import report_status
 
@@ -147,8 +147,8 @@ def _tell(error: Exception, text: str) -> None:
 
 
 def _let_the_first_rank_speak() -> None:
-    """Other launchers show what every rank says, and all ranks say what is wrong with a request. They also end the
-    remaining ranks when one exits; if this rank is not killed while it waits, rank 0 had no error of its own."""
+    """Wait on all local ranks but 0, so that an error that all ranks have is printed once: other launchers show every
+    rank's output, and end the others when one exits. A rank that outlives the wait has an error that rank 0 has not."""
     if _is_one_of_several() and os.environ.get("LOCAL_RANK", "0") != "0":
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(_SECONDS_TO_SPEAK_FIRST)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def check_before_queue(config: "RunConfig", job: "Job", launcher: "Launcher", task: "type[Task] | None") -> list[str]:
-    """What is good to know of a job that may run.
+    """Check a job before it is submitted. Returns notes for the user about a job that passes.
 
     Raises:
         UserError: its data are not there, its folder takes nothing, or the launcher could never run it.

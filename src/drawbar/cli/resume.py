@@ -40,7 +40,7 @@ def resume(task: "type[Task] | None", what: str, settings: tuple[str, ...], dry_
     from drawbar.launch.jobs.records import find
     from drawbar.launch.launchers import ask_status
 
-    wanted = can_go_on(what, ask_status(find(what)), settings)
+    wanted = resumable_jobs(what, ask_status(find(what)), settings)
     first = wanted[0].record
     program = own_program(task)
     caller = ["python", first.program] if first.program else ["drawbar"]
@@ -66,23 +66,23 @@ def resume(task: "type[Task] | None", what: str, settings: tuple[str, ...], dry_
         program,
         version=first.code if first.snapshot else code_version(Path.cwd()),
         snapshot=first.snapshot,
-        submitted=_submitted(first, settings),
+        resubmitted=_resubmitted(first, settings),
     )
     if first.sweep is None:
         return send(plan(request), dry_run)
     elements = [status.record.settings for status in wanted]
-    submitted = [_submitted(status.record, settings) for status in wanted]
-    return send(plan_sweep(request, first.sweep, elements, submitted=submitted), dry_run)
+    resubmitted = [_resubmitted(status.record, settings) for status in wanted]
+    return send(plan_sweep(request, first.sweep, elements, resubmitted=resubmitted), dry_run)
 
 
-def _submitted(record: "JobRecord", settings: tuple[str, ...]) -> tuple[str, ...] | None:
+def _resubmitted(record: "JobRecord", settings: tuple[str, ...]) -> tuple[str, ...] | None:
     """Its configuration as it was submitted, and what is to change. None where an older drawbar kept none."""
     file = record.config_file
     return (str(file), *settings, *record.settings) if file.is_file() else None
 
 
-def can_go_on(what: str, statuses: "list[JobStatus]", settings: tuple[str, ...]) -> "list[JobStatus]":
-    """What of it can go on: what is not complete, or all of it where the settings ask for another number of steps.
+def resumable_jobs(what: str, statuses: "list[JobStatus]", settings: tuple[str, ...]) -> "list[JobStatus]":
+    """The jobs that can be resumed: those not complete, or all where the settings ask for another number of steps.
 
     Raises:
         UserError: it is under way, or complete.

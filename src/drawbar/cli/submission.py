@@ -45,19 +45,19 @@ class SubmitRequest:
     """Of the user's own code."""
     snapshot: str | None = None
     """The copy of that code to run with: its name in the job's folder, or of an earlier job its path."""
-    submitted: tuple[str, ...] | None = None
-    """Of a job that is submitted again, what is read in place of ``arguments``: its configuration, and changes."""
+    resubmitted: tuple[str, ...] | None = None
+    """Of a job that is submitted again: its stored configuration, and changes; read instead of ``arguments``."""
 
     def load(self, *settings: str) -> LoadedConfig:
         """The configuration, with some settings over the user's."""
-        if self.submitted is not None:
-            return load((*self.submitted, *settings), self.task)
+        if self.resubmitted is not None:
+            return load((*self.resubmitted, *settings), self.task)
         return load((*self.arguments, *settings), self.task, self.profile)
 
     def sets(self, key: str, loaded: LoadedConfig) -> bool:
         """Whether the user gives the setting: the configuration of an earlier job gives them all."""
-        if self.submitted is not None:
-            return any(word.startswith(f"{key}=") for word in self.submitted)
+        if self.resubmitted is not None:
+            return any(word.startswith(f"{key}=") for word in self.resubmitted)
         return key in loaded.origins
 
 
@@ -69,7 +69,7 @@ class PlannedJob:
     launcher: Launcher
     job: Job
     elements: tuple[tuple[str, ...], ...] = ()
-    """Of a sweep: what each element has of its own, in the order of ``job.elements``."""
+    """Of a sweep: the ``key=value`` settings of each element, in the order of ``job.elements``."""
     notes: tuple[str, ...] = ()
     """What is good to know before it is submitted."""
 
@@ -173,7 +173,9 @@ def _plan_run(request: SubmitRequest, launcher: Launcher) -> PlannedJob:
         loaded = request.load(*added)
     config = loaded.config
     check_rules(loaded, RULES + TRAIN_RULES + SUBMIT_RULES)
-    completed = launcher.complete(config, lambda key: request.sets(key, loaded), again=request.submitted is not None)
+    completed = launcher.resolve_cluster(
+        config, lambda key: request.sets(key, loaded), again=request.resubmitted is not None
+    )
     if launcher.shares_disk and (config.run_dir / "config.yaml").exists():
         check_same(config.run_dir, config)
     job = replace(
@@ -199,14 +201,14 @@ def plan_sweep(
     name: str,
     elements: Sequence[tuple[str, ...]],
     at_once: int | None = None,
-    submitted: Sequence[tuple[str, ...] | None] = (),
+    resubmitted: Sequence[tuple[str, ...] | None] = (),
 ) -> PlannedJob:
-    """The same for a sweep: one job, an element for each run.
+    """Check a sweep, as ``plan`` does a run: one job, with an element for each run.
 
     Args:
         elements: the settings of each run, its name among them.
         at_once: so many elements run at the same time, at most.
-        submitted: of each element that is submitted again, see ``SubmitRequest``.
+        resubmitted: ``SubmitRequest.resubmitted`` of each element.
 
     Raises:
         UserError: one of the runs could not start; it is named.
@@ -219,9 +221,10 @@ def plan_sweep(
             where="--sweep",
             remedy="`exit` the allocation and submit again; or submit the runs here one by one",
         )
-    again = submitted or [None] * len(elements)
+    again = resubmitted or [None] * len(elements)
     planned = [
-        _plan_element(replace(request, submitted=one), launcher, own) for own, one in zip(elements, again, strict=True)
+        _plan_element(replace(request, resubmitted=one), launcher, own)
+        for own, one in zip(elements, again, strict=True)
     ]
     jobs = tuple(one.job for one in planned)
     whole = replace(

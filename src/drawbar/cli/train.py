@@ -42,9 +42,9 @@ Exit codes: 0 done, 1 failed, 2 the request is wrong, 75 saved after SIGTERM, 13
 def train(task: "type[Task] | None", arguments: tuple[str, ...], resume: str, fork: str | None) -> int:
     """Train the run that CONFIG (a YAML file) describes, with some settings changed."""
     from drawbar.distributed.interrupt import exit_on_signal
-    from drawbar.runtime.streams import outlive_readers
+    from drawbar.runtime.streams import ignore_output_errors
 
-    outlive_readers()
+    ignore_output_errors()
     with exit_on_signal():
         return start(task, arguments, resume, fork)
 

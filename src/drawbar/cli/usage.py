@@ -1,4 +1,4 @@
-"""What is said of an option that there is not: often it is a setting, written as other trainers write theirs."""
+"""The error for an unknown command-line option: often a setting is meant, written as other trainers write theirs."""
 
 import shlex
 from collections.abc import Sequence

@@ -29,19 +29,22 @@ LARGEST_FILE = "5GB"
 """A larger model is exported in several files, so that those who load it need not read all of it to have a part."""
 
 
-def export_run(config: RunConfig, task_type: type[Task] | None, folder: Path, which: str | None, merge: bool) -> None:
+def export_run(
+    config: RunConfig, task_type: type[Task] | None, folder: Path, checkpoint: str | None, merge: bool
+) -> None:
     """Write a checkpoint's model and tokenizer as a folder for ``from_pretrained``, on one process and the CPU.
 
     Args:
         folder: absent or empty; it appears when it is complete.
-        which: see ``open_checkpoint``.
+        checkpoint: see ``open_checkpoint``.
         merge: of a LoRA run: the whole model with the adapters in its weights, instead of the adapters alone.
 
     Raises:
         UserError: the folder is not empty, there is no such checkpoint, there are no adapters to merge, or the model
             is none of transformers'.
     """
-    config = on_one_process(config)
+    # fp32: in a lower precision the frozen weights would be rounded before the adapters are merged into them
+    config = on_one_process(config).model_copy(update={"precision": "fp32"})
     folder = folder.absolute()
     _check(config, folder, merge)
     rank_info = RankInfo()
@@ -50,7 +53,7 @@ def export_run(config: RunConfig, task_type: type[Task] | None, folder: Path, wh
     transformers_logging.disable_progress_bar()
     with Distributed(rank_info, torch.device("cpu"), config.launch.timeout) as world:
         task = build_task(task_type or task_class(config.task.type), config, world, config.run_dir)
-        engine, _ = open_checkpoint(task, config, which, world)
+        engine, _ = open_checkpoint(task, config, checkpoint, world)
         with closing(engine), redirect_stdout(sys.stderr):  # what libraries say is not what the command answers
             _write(engine, task, folder, merge)
     console.message(f"{folder}: {'adapters' if config.lora and not merge else 'model'} and tokenizer")

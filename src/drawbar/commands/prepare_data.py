@@ -82,8 +82,8 @@ def _load(task: Task, name: str, config: RunConfig, world: Distributed, console:
     split = load_split(task, name, config, world, console)
     if not split.kept:
         logger.warning(
-            "%s is not kept, and every run encodes it anew: the task's code, its tokenizer or the records are "
-            "nothing whose content could be told (a class in a notebook, say)",
+            "%s is not cached, and every run encodes it anew: the content of the task's code, its tokenizer or its "
+            "records cannot be fingerprinted (as of a class in a notebook)",
             name,
         )
     return split

@@ -26,7 +26,7 @@ from drawbar.runtime.seed import seed_everything
 from drawbar.tasks.task import Task
 from drawbar.tasks.task_registry import task_class
 from drawbar.tracking.console import Console, make_console
-from drawbar.train.batches import SplitSource, encode_split, eval_micro_batch, make_augment, open_split
+from drawbar.train.batches import OpenedSplit, encode_split, eval_micro_batch, make_augment, open_split
 from drawbar.train.setup import build_task, check_predicts, open_checkpoint
 
 
@@ -48,7 +48,7 @@ def _joined(config: RunConfig) -> Iterator[tuple[Distributed, Console]]:
 
 
 def evaluate_run(
-    config: RunConfig, task_type: type[Task] | None, split_name: str, which: str | None
+    config: RunConfig, task_type: type[Task] | None, split_name: str, checkpoint: str | None
 ) -> dict[str, float]:
     """Evaluate one checkpoint on one split; print the scores, and write them: see ``_results_folder``.
 
@@ -58,7 +58,7 @@ def evaluate_run(
     with explain_full_disk(config.run_dir), _joined(config) as (world, console):
         task = build_task(task_type or task_class(config.task.type), config, world, config.run_dir)
         opened = open_split(task, split_name, config, world)
-        engine, step = open_checkpoint(task, config, which, world)  # before anything is encoded
+        engine, step = open_checkpoint(task, config, checkpoint, world)  # before anything is encoded
         with closing(engine):
             split = encode_split(task, opened, config, world, console)
             open_log_file(config.run_dir, world.rank)
@@ -91,14 +91,14 @@ def _results_folder(config: RunConfig, split_name: str) -> tuple[Path, list[str]
 
 
 def predict_from_run(
-    config: RunConfig, task_type: type[Task] | None, output: Path, which: str | None, probabilities: bool = False
+    config: RunConfig, task_type: type[Task] | None, output: Path, checkpoint: str | None, probabilities: bool = False
 ) -> None:
     """Predict for the records of ``data.test``, which need no labels, and write each with its prediction.
 
     Args:
         output: a ``.jsonl`` file with a line for each record, in order; it appears when it is complete. Where there is
             no prediction, because ``encode`` dropped the record or it is bad, ``prediction`` is null.
-        which: see ``open_checkpoint``.
+        checkpoint: see ``open_checkpoint``.
         probabilities: write these, too.
 
     Raises:
@@ -110,7 +110,7 @@ def predict_from_run(
         task.has_labels = False
         with _hints(task, config):
             opened = open_split(task, "test", config, world)
-        engine, _ = open_checkpoint(task, config, which, world)
+        engine, _ = open_checkpoint(task, config, checkpoint, world)
         with closing(engine):
             with _hints(task, config):
                 split = encode_split(task, opened, config, world, console)
@@ -123,10 +123,10 @@ def predict_from_run(
                     world,
                     eval_micro_batch(config, in_tokens="input_ids" in split.samples.fields),
                     make_augment(task, config, train=False),
-                    ask,
+                    predict_fn,
                     progress=lambda done, total: console.phase("predicting", done, total),
                 )
-                for name, ask in asked.items()
+                for name, predict_fn in asked.items()
             }
         if world.is_rank0:
             with world.working("writing the predictions"):
@@ -160,7 +160,7 @@ def _hints(task: Task, config: RunConfig) -> Iterator[None]:
 
 
 def _with_answers(
-    task: Task, opened: SplitSource, answers: Mapping[str, Mapping[int, Any]]
+    task: Task, opened: OpenedSplit, answers: Mapping[str, Mapping[int, Any]]
 ) -> Iterator[dict[str, Any]]:
     """Every record of the input with its prediction, by its number; of a bad one, what is wrong with it.
 
@@ -198,10 +198,10 @@ def generate_from_run(
     task_type: type[Task] | None,
     prompts: Sequence[Prompt],
     sampling: Sampling,
-    which: str | None,
+    checkpoint: str | None,
     seed: int,
 ) -> list[str]:
     """What a checkpoint's model goes on with after each prompt, on one process."""
-    run = TrainedRun(config, task_type, which)
+    run = TrainedRun(config, task_type, checkpoint)
     seed_everything(seed)
     return run.generate(prompts, **asdict(sampling))

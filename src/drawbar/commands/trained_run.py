@@ -15,7 +15,7 @@ from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo, choose_device
 from drawbar.evaluation.scoring import Split, evaluate, predict
 from drawbar.evaluation.text_generation import Prompt, Sampling, generate_text
-from drawbar.tasks.batch import Ask
+from drawbar.tasks.batch import PredictFunction
 from drawbar.tasks.encoder import TaskEncoder
 from drawbar.tasks.task import Task
 from drawbar.tasks.task_registry import task_class
@@ -105,7 +105,7 @@ class TrainedRun:
         assert evaluation is not None, "nobody asks for a stop"
         return evaluation.scores
 
-    def _ask(self, records: Iterable[dict[str, Any]], ask: Ask) -> list[Any]:
+    def _ask(self, records: Iterable[dict[str, Any]], predict_fn: PredictFunction) -> list[Any]:
         given = list(records)
         self.task.has_labels = False
         try:
@@ -115,7 +115,7 @@ class TrainedRun:
         finally:
             self.task.has_labels = True
         split = Split("records", given, samples)
-        found = predict(self._engine, self.task, split, self._world, *self._how(split), ask)
+        found = predict(self._engine, self.task, split, self._world, *self._how(split), predict_fn)
         return [
             self.task.complete(record, found[number]) if number in found else None
             for number, record in enumerate(given)

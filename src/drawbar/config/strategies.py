@@ -33,7 +33,7 @@ class Strategy:
     """That process computes on several devices, in threads."""
     shards_parameters: bool = False
     """Each data-parallel rank holds a shard of every parameter."""
-    combines: bool = False
+    supports_model_parallel: bool = False
     """It goes with tensor, pipeline and context parallelism."""
     offloads: bool = False
     """Its state can lie in host memory."""
@@ -52,14 +52,20 @@ STRATEGIES = Registry[Strategy]("strategy", "drawbar.strategies")
 
 
 _NATIVE = "drawbar.engines.torch_strategies"
-_UNDECIDED = Strategy(AUTO, "", combines=True)  # it comes to one that does
+_UNDECIDED = Strategy(AUTO, "", supports_model_parallel=True)  # it resolves to a strategy that does
 BUILT_IN = (
     Strategy("single", f"{_NATIVE}:build_single", one_process=True),
     Strategy("dp", f"{_NATIVE}:build_dp", one_process=True, many_devices=True),
-    Strategy("ddp", f"{_NATIVE}:build_ddp", combines=True),
+    Strategy("ddp", f"{_NATIVE}:build_ddp", supports_model_parallel=True),
     Strategy("zero1", f"{_NATIVE}:build_zero1"),
-    Strategy("fsdp", f"{_NATIVE}:build_fsdp", shards_parameters=True, combines=True, offloads=True),
-    Strategy("deepspeed", "drawbar.engines.deepspeed_strategy:build", combines=True, offloads=True, is_deepspeed=True),
+    Strategy("fsdp", f"{_NATIVE}:build_fsdp", shards_parameters=True, supports_model_parallel=True, offloads=True),
+    Strategy(
+        "deepspeed",
+        "drawbar.engines.deepspeed_strategy:build",
+        supports_model_parallel=True,
+        offloads=True,
+        is_deepspeed=True,
+    ),
 )
 for _strategy in BUILT_IN:
     STRATEGIES.register(_strategy.name)(_strategy)

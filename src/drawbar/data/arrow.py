@@ -51,7 +51,7 @@ class ColumnarReader(Reader):
     @property
     @abstractmethod
     def name(self) -> Path:
-        """What rows are said to come from."""
+        """The path that messages name as the rows' origin."""
 
     @property
     @abstractmethod
@@ -128,7 +128,7 @@ class _ColumnarFile(FileReader, ColumnarReader):
 
 
 class ParquetFile(_ColumnarFile):
-    """Row groups that hold no row which is asked for are not read."""
+    """A ``.parquet`` file. Row groups of which no row is asked for are not read."""
 
     def schema(self) -> Any:
         import pyarrow.parquet as pq

@@ -21,7 +21,7 @@ BLOCK_VALUES = 1 << 20  # values read at a time where a whole file passes throug
 
 
 class Values(Protocol):
-    """Values in a row, of which any part can be read."""
+    """A one-dimensional sequence of values, of which any slice can be read."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, part: slice, /) -> NDArray[Any]: ...
@@ -140,7 +140,7 @@ class FolderStorage:
 
 @dataclass(frozen=True)
 class Piece:
-    """One field of some samples in a row, on its way into a column."""
+    """The values of one field in some consecutive samples, to be appended to a column."""
 
     kind: Kind
     values: NDArray[Any]
@@ -160,7 +160,7 @@ def layout_of(sample: Sample) -> FieldKinds:
     return {name: kind(value) for name, value in sample.items()}
 
 
-def difference(expected: FieldKinds, found: FieldKinds) -> str:
+def describe_layout_mismatch(expected: FieldKinds, found: FieldKinds) -> str:
     """What is wrong with a sample that is laid out otherwise than those before it."""
 
     def words(kind: Kind, dims: int) -> str:

@@ -15,7 +15,7 @@ from drawbar.data.columns import (
     MemoryStorage,
     Sample,
     Storage,
-    difference,
+    describe_layout_mismatch,
     fingerprint,
     read_column,
 )
@@ -189,7 +189,7 @@ class _SamplesWriter:
             self.columns = {name: self._column(number, name, layout) for number, name in enumerate(layout)}
         expected: FieldKinds = {name: (column.kind, column.dims) for name, column in self.columns.items()}
         if layout != expected:
-            raise layout_error(difference(expected, layout), chunk.where)
+            raise layout_error(describe_layout_mismatch(expected, layout), chunk.where)
         for name, piece in chunk.pieces.items():
             column = self.columns[name]
             if isinstance(column, DifferenceWriter):

@@ -19,9 +19,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from drawbar.data.columns import FieldKinds, Piece, Sample, difference, layout_of, number_dtype, stack
+from drawbar.data.columns import FieldKinds, Piece, Sample, describe_layout_mismatch, layout_of, number_dtype, stack
 from drawbar.data.readers import Record
-from drawbar.data.reading import Numbered, Reading
+from drawbar.data.reading import NumberedRecord, Reading
 from drawbar.errors import ExitCode, UserError
 from drawbar.runtime.log import logger
 
@@ -40,7 +40,7 @@ MOST_WORKERS = 16
 
 @dataclass
 class Chunk:
-    """What some records in a row became."""
+    """The samples of some consecutive records."""
 
     records: int = 0
     seconds: float = 0.0
@@ -56,7 +56,7 @@ class Chunk:
     """The error that ends encoding; the records before the failing one are in the chunk."""
 
 
-def encode_chunk(encode: Encode, numbered: Iterator[Numbered], skip: bool, seconds: float) -> Chunk:
+def encode_chunk(encode: Encode, numbered: Iterator[NumberedRecord], skip: bool, seconds: float) -> Chunk:
     """Encode records until there are no more, ``seconds`` have passed, or one is bad and ``skip`` is false."""
     chunk = Chunk()
     started = time.monotonic()
@@ -78,7 +78,7 @@ def encode_chunk(encode: Encode, numbered: Iterator[Numbered], skip: bool, secon
         chunk.truncated += sum(bool(sample.pop("truncated", False)) for sample in encoded)
         layouts = [layout_of(sample) for sample in encoded]
         layout = layout or next(iter(layouts), None)
-        faults = [difference(layout, found) for found in layouts if layout and found != layout]
+        faults = [describe_layout_mismatch(layout, found) for found in layouts if layout and found != layout]
         if faults:
             chunk.fatal = layout_error(faults[0], where)
             break
@@ -209,7 +209,7 @@ def encode_chunks(
 
 
 def _encode_here(
-    encode: Encode, numbered: Iterator[Numbered], skip: bool, seconds: float
+    encode: Encode, numbered: Iterator[NumberedRecord], skip: bool, seconds: float
 ) -> Generator[Chunk, None, tuple[int, float]]:
     """Encode in this process, for so many seconds or to the end; returns (records, seconds) that it came to."""
     done, spent = 0, 0.0
@@ -223,7 +223,7 @@ def _encode_here(
     return done, spent
 
 
-def _pickled(encode: Encode, first: Numbered) -> bytes | None:
+def _pickled(encode: Encode, first: NumberedRecord) -> bytes | None:
     """What workers encode with, or None where they could not."""
     try:
         pickled = pickle.dumps(encode)
@@ -238,7 +238,7 @@ def _pickled(encode: Encode, first: Numbered) -> bytes | None:
 
 
 def _encode_in_workers(
-    pickled: bytes, numbered: Iterator[Numbered], skip: bool, count: int, timeout: float
+    pickled: bytes, numbered: Iterator[NumberedRecord], skip: bool, count: int, timeout: float
 ) -> Iterator[Chunk]:
     _start_tracker()
     # Spawned, not forked: a fork copies the locks of torch's and gloo's threads, held by nobody who could free them.
@@ -323,5 +323,5 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _work(numbered: list[Numbered], skip: bool) -> Chunk:
+def _work(numbered: list[NumberedRecord], skip: bool) -> Chunk:
     return encode_chunk(_encode, iter(numbered), skip, float("inf"))

@@ -189,7 +189,7 @@ class TrainLoader(Loader[Batch]):
         return asdict(self.position)
 
     def load(self, state: dict[str, Any]) -> None:
-        check_fingerprint(state["fingerprint"], self.rows.fingerprint)  # first: a stream's position is another one
+        check_fingerprint(state["fingerprint"], self.rows.fingerprint)  # first: a stream's state has other fields
         self.position = DataState(**state)
 
     def steps(self, first: int, last: int) -> Iterator[tuple[int, list[MicroBatch[Batch]]]]:

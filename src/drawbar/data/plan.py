@@ -65,7 +65,7 @@ class Plan:
 
 
 def plan_sources(lengths: NDArray[np.int64], sizes: Sequence[int], capacity: int, seed: int) -> tuple[Plan, list[int]]:
-    """A plan in which no row holds samples of two sources, and the rows of each source. See ``plan_packs``.
+    """A plan in which no row holds samples of two sources, and the rows of each source. See ``plan_rows``.
 
     Args:
         sizes: samples of each source; they stand source by source.
@@ -73,7 +73,7 @@ def plan_sources(lengths: NDArray[np.int64], sizes: Sequence[int], capacity: int
     samples = np.empty(len(lengths), _number_type(len(lengths)))
     ends, rows, first = [], list[int](), 0
     for size in sizes:
-        plan = plan_packs(lengths[first : first + size], capacity, seed)
+        plan = plan_rows(lengths[first : first + size], capacity, seed)
         samples[first : first + size] = plan.samples[:]
         samples[first : first + size] += first
         ends.append(plan.ends + first)
@@ -118,7 +118,7 @@ def keep_plan(
         return plan_sources(lengths, sizes, capacity, seed)
 
 
-def plan_packs(lengths: NDArray[np.int64], capacity: int, seed: int) -> Plan:
+def plan_rows(lengths: NDArray[np.int64], capacity: int, seed: int) -> Plan:
     """Which samples share a row: best-fit decreasing bin packing (Johnson 1973).
 
     The longest samples are placed first, each into the fullest row that still has room for it; that needs at most
@@ -215,7 +215,7 @@ def _pop(stack: list[NDArray[Any]], count: int) -> NDArray[Any]:
 
 
 def _rows(pack_of: NDArray[Any], packs: int) -> Plan:
-    """The plan, from the pack of each sample. Packs become rows in the order of their first samples."""
+    """The plan, from the pack (row of ``_best_fit``) of each sample: packs are sorted by their first samples."""
     size = len(pack_of)
     first_of = np.empty(packs, pack_of.dtype)
     for end in range(size, 0, -BLOCK_VALUES):

@@ -46,7 +46,7 @@ class Reader(ABC):
 
     @abstractmethod
     def units(self) -> Iterator[RawRecord]:
-        """All records, not decoded, in the order of the file. A unit is good until the next one is asked for.
+        """All records, not decoded, in the order of the file. Each (a unit) is valid until the next one is asked for.
 
         Raises:
             UserError: the file as a whole cannot be read.

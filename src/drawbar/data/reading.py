@@ -9,7 +9,7 @@ from drawbar.data.readers import BadRecord, Record
 KEPT_MESSAGES = 1000
 
 
-class Found(NamedTuple):
+class ReadResult(NamedTuple):
     """A record of a split, or what is wrong with it."""
 
     source: int
@@ -19,7 +19,7 @@ class Found(NamedTuple):
     record: Record | BadRecord
 
 
-class Numbered(NamedTuple):
+class NumberedRecord(NamedTuple):
     """A record of a split that can be read."""
 
     number: int
@@ -37,7 +37,7 @@ class Reading:
         count: counts the records that are found, bad ones included.
     """
 
-    def __init__(self, found: Iterable[Found], sources: int, count: Callable[[], int]) -> None:
+    def __init__(self, found: Iterable[ReadResult], sources: int, count: Callable[[], int]) -> None:
         self.counts = [0] * sources
         """Records of each source."""
         self.bad: list[str] = []
@@ -53,7 +53,7 @@ class Reading:
         """How many records there are, bad ones included. They are counted when somebody wants to know."""
         return self._count()
 
-    def __iter__(self) -> Iterator[Numbered]:
+    def __iter__(self) -> Iterator[NumberedRecord]:
         number = 0
         for source, where, record in self._found:
             if isinstance(record, BadRecord):
@@ -63,7 +63,7 @@ class Reading:
                 continue
             self.first = self.first or where
             self.counts[source] += 1
-            yield Numbered(number, where, record)
+            yield NumberedRecord(number, where, record)
             number += 1
 
 
@@ -73,5 +73,5 @@ def read_list(records: Sequence[Record], describe: Callable[[int], str]) -> Read
     Args:
         describe: says where record i came from, for messages.
     """
-    found = (Found(0, describe(number), record) for number, record in enumerate(records))
+    found = (ReadResult(0, describe(number), record) for number, record in enumerate(records))
     return Reading(found, sources=1, count=records.__len__)

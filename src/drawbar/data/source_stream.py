@@ -25,7 +25,7 @@ SAMPLES, SAMPLE_BYTES = 16, 4096
 
 
 @dataclass(frozen=True)
-class Located:
+class LocatedRecord:
     """A record, and where it is."""
 
     position: int
@@ -62,7 +62,7 @@ class SourceStream:
         weight: float | None,
         rename: dict[str, str],
         rename_key: str,
-        side: SplitFilter | None,
+        split_filter: SplitFilter | None,
         limit: int | None,
         before: "SourceStream | None",
         skip_bad: bool,
@@ -74,7 +74,7 @@ class SourceStream:
             weight: its part of the training, relative to the other sources.
             rename: old names of columns by their new ones.
             rename_key: the setting that says so.
-            side: where only a part of the records belongs to the split.
+            split_filter: selects the records of the split, where only a part of them belongs to it; else None.
             limit: most records of the split, over all sources.
             before: the source before this one, which uses up a part of the limit.
             skip_bad: leave out records that cannot be read, and log them.
@@ -88,12 +88,12 @@ class SourceStream:
         self._key = key
         self._rename = rename
         self._rename_key = rename_key
-        self._side = side
+        self._split_filter = split_filter
         self._limit = limit
         self._before = before
         self._skip_bad = skip_bad
 
-    def read(self, lane: int = 0, lanes: int = 1, first: int = 0) -> Iterator[Located]:
+    def read(self, lane: int = 0, lanes: int = 1, first: int = 0) -> Iterator[LocatedRecord]:
         """Every ``lanes``-th record, in constant memory: the numbers i with ``i % lanes == lane``.
 
         Those of other lanes are passed without being decoded. ``read(lane, lanes, located.position + 1)`` goes on
@@ -111,7 +111,7 @@ class SourceStream:
             if isinstance(record, BadRecord):
                 self._log(record)
             else:
-                yield Located(position, record, where)
+                yield LocatedRecord(position, record, where)
 
     def read_all(self, lane: int = 0, lanes: int = 1, first: int = 0) -> Iterator[tuple[int, str, Record | BadRecord]]:
         """As ``read``, with the bad records that are to be left out: (position, where, record or what is wrong)."""
@@ -165,7 +165,7 @@ class SourceStream:
         Args:
             of_file: a self-delimiting byte string that identifies a file.
         """
-        settings = [self._rename, self._side, self._limit, self._skip_bad]
+        settings = [self._rename, self._split_filter, self._limit, self._skip_bad]
         digest = hashlib.blake2b(repr(settings).encode(), digest_size=16)
         try:
             for reader in self._readers:
@@ -188,7 +188,7 @@ class SourceStream:
             wanted = number % lanes == lane and number // lanes >= first
             if not wanted and quota is None:
                 continue
-            if self._side and not self._side.has(reader.content(unit)):
+            if self._split_filter and not self._split_filter.has(reader.content(unit)):
                 continue
             if wanted:
                 yield number, reader, unit

@@ -13,13 +13,13 @@ from drawbar.data.files import BUILT_IN_SOURCES, find_file, find_files, is_empty
 from drawbar.data.hub_dataset import HubDataset
 from drawbar.data.python_stdlib import PYTHON_STDLIB, PythonStdlib
 from drawbar.data.readers import BadRecord, FileReader, Reader, ReadOptions, Record
-from drawbar.data.reading import Found, Numbered, Reading
-from drawbar.data.source_stream import Located, SourceStream, SplitFilter
+from drawbar.data.reading import NumberedRecord, Reading, ReadResult
+from drawbar.data.source_stream import LocatedRecord, SourceStream, SplitFilter
 from drawbar.data.tables import check_names
 from drawbar.data.text_readers import ParallelLines
 from drawbar.errors import UserError
 
-__all__ = ["BUILT_IN_SOURCES", "Located", "Record", "Records", "SourceStream", "open_records"]
+__all__ = ["BUILT_IN_SOURCES", "LocatedRecord", "Record", "Records", "SourceStream", "open_records"]
 
 
 class Records(Sequence[Record]):
@@ -81,10 +81,10 @@ class Records(Sequence[Record]):
     def _loaded(self) -> list[Record]:
         return list(iter(self))  # list(self) would ask for the length first
 
-    def _good(self) -> Iterator[Numbered]:
+    def _good(self) -> Iterator[NumberedRecord]:
         return iter(self.reading())
 
-    def _found(self, at_end: Callable[[], None]) -> Iterator[Found]:
+    def _found(self, at_end: Callable[[], None]) -> Iterator[ReadResult]:
         good = bad = 0
         first: BadRecord | None = None
         for source, stream in enumerate(self.streams):
@@ -93,7 +93,7 @@ class Records(Sequence[Record]):
                     first, bad = first or record, bad + 1
                 else:
                     good += 1
-                yield Found(source, where, record)
+                yield ReadResult(source, where, record)
         if not good:
             raise self._nothing_left(first, bad)
         at_end()
@@ -122,8 +122,8 @@ def open_records(data: DataSection, split: str) -> Records:
         UserError: at once for no data, files that are missing, empty or of an unknown kind, and settings that do not go
             together; when a record is first needed, for what is wrong inside the files.
     """
-    side = _side(data, split)
-    key = "data.train" if side else f"data.{split}"
+    split_filter = _split_filter(data, split)
+    key = "data.train" if split_filter else f"data.{split}"
     spec = getattr(data, key.removeprefix("data."))
     items = spec if isinstance(spec, list) else [spec] if spec is not None else []
     if not items:
@@ -142,7 +142,7 @@ def open_records(data: DataSection, split: str) -> Records:
                 weight=source.weight,
                 rename=rename or {},
                 rename_key=rename_key,
-                side=side,
+                split_filter=split_filter,
                 limit=getattr(data.limit, split),
                 before=streams[-1] if streams else None,
                 skip_bad=data.on_bad_record == "skip",
@@ -155,7 +155,7 @@ def open_records(data: DataSection, split: str) -> Records:
     return Records(streams, key)
 
 
-def _side(data: DataSection, split: str) -> SplitFilter | None:
+def _split_filter(data: DataSection, split: str) -> SplitFilter | None:
     if data.validation_share is None or split not in ("train", "validation"):
         return None
     if data.validation not in (None, []):

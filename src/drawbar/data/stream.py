@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from drawbar.data.dataset import Sample
 from drawbar.data.loader import Augment, Batch, Collate, Loader, MicroBatch, MicroBatchSize, Rows, check_fingerprint
 from drawbar.data.order import order
-from drawbar.data.sources import Located
+from drawbar.data.sources import LocatedRecord
 from drawbar.distributed.process_group import DataParallelGroup
 from drawbar.errors import UserError
 from drawbar.runtime.log import logger
@@ -33,7 +33,7 @@ class Stream(Protocol):
     size: int | None
     """How many records it has, those that are left out included; None before it was read to its end."""
 
-    def read(self, lane: int, lanes: int, first: int) -> Iterator[Located]: ...
+    def read(self, lane: int, lanes: int, first: int) -> Iterator[LocatedRecord]: ...
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class StreamSettings:
     seed: int
     shuffle: bool
     lanes: int
-    records: int
+    records_per_lane: int
     """Records of a lane in one block."""
     global_batch: int
     fingerprint: str
@@ -107,7 +107,7 @@ class StreamLoader(Loader[Batch]):
         self,
         streams: Sequence[Stream],
         settings: StreamSettings,
-        encode: Callable[[list[Located]], Rows | None],
+        encode: Callable[[list[LocatedRecord]], Rows | None],
         *,
         ranks: DataParallelGroup,
         micro_batch: MicroBatchSize,
@@ -137,7 +137,7 @@ class StreamLoader(Loader[Batch]):
 
     def state(self) -> dict[str, Any]:
         kept = {"fingerprint": self.settings.fingerprint, "code": dict(self.settings.code)}
-        dealt = {"lanes": self.settings.lanes, "records": self.settings.records}
+        dealt = {"lanes": self.settings.lanes, "records": self.settings.records_per_lane}
         return {"cursor": asdict(self._cursor), "used": self._used, **dealt, **kept}
 
     def load(self, state: dict[str, Any]) -> None:
@@ -148,8 +148,8 @@ class StreamLoader(Loader[Batch]):
     def _position_from(self, state: dict[str, Any]) -> tuple[Cursor, int]:
         """The position; for a fork with other lanes or blocks, the nearest one before the block that was in use."""
         cursor, used, settings = Cursor(**state["cursor"]), state["used"], self.settings
-        lanes, records = state.get("lanes", settings.lanes), state.get("records", settings.records)
-        if (lanes, records) == (settings.lanes, settings.records):
+        lanes, records = state.get("lanes", settings.lanes), state.get("records", settings.records_per_lane)
+        if (lanes, records) == (settings.lanes, settings.records_per_lane):
             return cursor, used
         logger.warning(
             "the stream is dealt into other lanes or blocks than before: it goes on where a block of %d records began, "
@@ -271,7 +271,7 @@ class StreamLoader(Loader[Batch]):
     def _read(self, cursor: Cursor) -> Part:
         """Read and encode this rank's records of the block at ``cursor``. Runs in the thread, one block at a time."""
         mine = self.settings.lanes // self.ranks.size
-        records: list[list[Located]] = [[] for _ in range(mine)]
+        records: list[list[LocatedRecord]] = [[] for _ in range(mine)]
         ends = []
         for reader, first, count in zip(self._readers, cursor.positions, self._counts(cursor), strict=True):
             found, ended = reader.take(first * mine, (first + count) * mine) if count else ([], 0)
@@ -287,7 +287,7 @@ class StreamLoader(Loader[Batch]):
 
     def _counts(self, cursor: Cursor) -> list[int]:
         """Records of a lane that each source gives to a block."""
-        size = self.settings.records
+        size = self.settings.records_per_lane
         if None in self._weights:
             return [size if source == cursor.source else 0 for source in range(len(self._weights))]
         shares = np.array(self._weights, dtype=np.float64) / sum(weight or 0.0 for weight in self._weights)
@@ -335,11 +335,11 @@ class _Reader:
         self.rank, self.ranks = ranks.rank, ranks.size
         self.ends = 0
         """How often the end was reached."""
-        self._visits: Iterator[tuple[int, Located]] = iter(())
-        self._pending: tuple[int, Located] | None = None
+        self._visits: Iterator[tuple[int, LocatedRecord]] = iter(())
+        self._pending: tuple[int, LocatedRecord] | None = None
         self._stop = -1
 
-    def take(self, first: int, stop: int) -> tuple[list[tuple[int, Located]], int]:
+    def take(self, first: int, stop: int) -> tuple[list[tuple[int, LocatedRecord]], int]:
         """This rank's (index, record) pairs for ``first`` <= index < ``stop``, and how often the source ended.
 
         An exhausted source reports its end again in every call.
@@ -355,8 +355,8 @@ class _Reader:
         self._stop = stop
         return found, self.ends - ends if self._pending is not None else 1
 
-    def visits(self, first: int) -> Iterator[tuple[int, Located]]:
-        """(number, record) of this rank's records, from a number on."""
+    def visits(self, first: int) -> Iterator[tuple[int, LocatedRecord]]:
+        """(index, record) of this rank's records from index ``first`` on; see ``take``."""
         for located in self.stream.read(self.rank, self.ranks, first):
             yield located.position, located
 
@@ -364,7 +364,7 @@ class _Reader:
 class _EndlessReader(_Reader):
     """An endlessly repeated source: global read index u is record ``u % size``, assigned to rank ``u % ranks``."""
 
-    def visits(self, first: int) -> Iterator[tuple[int, Located]]:
+    def visits(self, first: int) -> Iterator[tuple[int, LocatedRecord]]:
         visit, turns_without = self.rank + self.ranks * first, 0
         while turns_without < self.ranks:  # in this many passes, a rank is assigned some record of any source
             size = self.stream.size

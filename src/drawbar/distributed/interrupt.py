@@ -23,7 +23,7 @@ or it tells Apptainer and the launcher inside, and Apptainer, without a terminal
 
 
 def handle(handler: Handler, *numbers: signal.Signals) -> dict[signal.Signals, Any]:
-    """Let ``handler`` have these signals, those left out that this process was told to ignore, as by nohup.
+    """Install ``handler`` for these signals, except those that this process was told to ignore, as by nohup.
 
     Returns:
         What handled them before.
@@ -44,7 +44,7 @@ def exit_on_signal() -> Iterator[None]:
 
 
 def leave(number: int, frame: FrameType | None) -> None:
-    """End this process at once. Of the processes of a run, the launcher says why."""
+    """End this process at once. It prints why, unless drawbar's launcher started it: then the launcher alone does."""
     received = signal.Signals(number)
     if LAUNCHER not in os.environ or os.environ[LAUNCHER] == str(os.getpid()):
         print(farewell(received), file=sys.stderr, flush=True)

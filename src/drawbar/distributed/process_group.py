@@ -53,7 +53,7 @@ class Distributed:
         self.rank_info = rank_info
         self.device = device
         self.dims = dims or ParallelDims(dp_replicate=rank_info.world_size)
-        self.data = DataParallelGroup(self)
+        self.dp_group = DataParallelGroup(self)
         self.timeout = timedelta(seconds=timeout)
         self.nodes: tuple[str, ...] = (node_name(),)
         """The name of each rank's node."""
@@ -64,7 +64,7 @@ class Distributed:
 
     def set_dims(self, dims: ParallelDims) -> None:
         """Set the degrees once the strategy is known. Only replicate/shard may change: each rank keeps its dp_rank."""
-        assert (dims.dp_size, dims.dp_rank(self.rank)) == (self.data.size, self.data.rank)
+        assert (dims.dp_size, dims.dp_rank(self.rank)) == (self.dp_group.size, self.dp_group.rank)
         self.dims = dims
 
     @property
@@ -114,7 +114,7 @@ class Distributed:
             raise self._not_met(f"{self._absent()}{error}") from error
         finally:
             deadline.cancel()
-        self._watchdog.meet(address for address, _ in ranks)
+        self._watchdog.watch_ranks(address for address, _ in ranks)
         self.nodes = tuple(name for _, name in ranks)
         return self
 
@@ -261,8 +261,8 @@ class Distributed:
         return self.all_gather(view).index(view)
 
     def gather_dict(self, tensors: dict[str, torch.Tensor], targets: Sequence[int] = (0,)) -> dict[str, torch.Tensor]:
-        """Every process's host tensors, on the ranks ``targets``, rank 0 among them, which gets them one after another
-        and hands them on; nothing elsewhere.
+        """Gather every process's host tensors on the ranks ``targets``, of which rank 0 must be one; an empty dict on
+        others. Rank 0 receives from one rank after another, and sends all of it to the other targets.
 
         If several processes have a tensor of the same name, that of the lowest rank counts.
         """

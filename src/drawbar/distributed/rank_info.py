@@ -43,7 +43,7 @@ class RankInfo:
             UserError: some of torchrun's variables are set and others are missing or no numbers; or MPI or srun
                 started several processes, of which each would train alone.
         """
-        if not is_placed(environ):
+        if not has_rank(environ):
             check_alone(environ)
             return RankInfo()
         missing = [name for name in _RANK_VARIABLES if name not in environ]
@@ -78,8 +78,8 @@ def node_name(environ: Mapping[str, str] = os.environ) -> str:
     return environ.get(NODE) or environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
-def is_placed(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether a launcher gave this process its place."""
+def has_rank(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether a launcher gave this process a rank."""
     return "RANK" in environ or "WORLD_SIZE" in environ
 
 
@@ -88,7 +88,7 @@ def has_launcher(environ: Mapping[str, str] = os.environ) -> bool:
     return any(name in environ for name in _STAYING_LAUNCHERS)
 
 
-def choose_device(wanted: str, place: RankInfo) -> torch.device:
+def choose_device(wanted: str, rank_info: RankInfo) -> torch.device:
     """The device of this process, for the setting ``device``.
 
     Raises:
@@ -98,13 +98,13 @@ def choose_device(wanted: str, place: RankInfo) -> torch.device:
         if torch.cuda.is_available():
             wanted = "cuda"
         else:
-            wanted = "mps" if torch.backends.mps.is_available() and place.world_size == 1 else "cpu"
+            wanted = "mps" if torch.backends.mps.is_available() and rank_info.world_size == 1 else "cpu"
     if wanted == "cpu":
         return torch.device("cpu")
     if wanted == "mps":
         if not torch.backends.mps.is_available():
             raise UserError("device is mps, but this machine has none", remedy="set device=cpu or device=auto")
-        if place.world_size > 1:
+        if rank_info.world_size > 1:
             raise UserError("Apple's MPS device serves one process", remedy="set launch.nproc=1 or device=cpu")
         return torch.device("mps")
     if not torch.cuda.is_available():
@@ -114,10 +114,10 @@ def choose_device(wanted: str, place: RankInfo) -> torch.device:
         )
     count = torch.cuda.device_count()
     # processes of one launcher see the same GPUs; Slurm's srun can show each task its own alone (--gpus-per-task)
-    index = 0 if count == 1 and not has_launcher() else place.local_rank
+    index = 0 if count == 1 and not has_launcher() else rank_info.local_rank
     if index >= count:
         raise UserError(
-            f"{place.local_world_size} processes on this machine, but {count} GPUs are visible",
+            f"{rank_info.local_world_size} processes on this machine, but {count} GPUs are visible",
             remedy=f"set launch.nproc={count}, or device=cpu",
         )
     device = torch.device("cuda", index)

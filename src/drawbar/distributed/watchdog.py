@@ -31,7 +31,7 @@ class Watchdog:
     def address(self) -> Address:
         return os.uname().nodename, os.getppid(), os.getpid()
 
-    def meet(self, ranks: Iterable[Address]) -> None:
+    def watch_ranks(self, ranks: Iterable[Address]) -> None:
         """Watch those of ``ranks`` that are on this machine and of the same launcher."""
         machine, launcher, own = self.address
         self._beside = [pid for its, parent, pid in ranks if (its, parent) == (machine, launcher) and pid != own]

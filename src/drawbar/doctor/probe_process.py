@@ -60,7 +60,7 @@ def start_probe(
     *arguments: str, environ: Mapping[str, str] = os.environ, timeout: float = TIMEOUT_SECONDS
 ) -> ProbeProcess:
     """Start a probe; several may run at once."""
-    errors = tempfile.TemporaryFile()  # noqa: SIM115 - the question keeps it until it is answered
+    errors = tempfile.TemporaryFile()  # noqa: SIM115 - the ProbeProcess keeps it until it ends
     process = subprocess.Popen(
         [sys.executable, "-m", "drawbar.doctor.probe", *arguments],
         env=dict(environ), stdout=subprocess.PIPE, stderr=errors, start_new_session=True,

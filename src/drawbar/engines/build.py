@@ -95,7 +95,7 @@ def _choose_strategy(task: Task, config: RunConfig, world: Distributed) -> tuple
         return "deepspeed", "the configuration has settings of it"
     if world.size == 1:
         return "single", "one process"
-    if world.data.size == 1:
+    if world.dp_group.size == 1:
         return "ddp", "the ranks share one model, and there is nothing to replicate"
     if type(task).build_model is not PretrainedTask.build_model:
         return "ddp", f"{world.size} processes"  # to find the size of a user's own model is to build it
@@ -103,7 +103,7 @@ def _choose_strategy(task: Task, config: RunConfig, world: Distributed) -> tuple
     with world.working("finding the size of the model"):
         parameters = sum(parameter.numel() for parameter in task.build_meta_model().parameters())
     needed, room = parameters * BYTES_PER_PARAMETER / model_ranks, _memory_of_a_rank(world)
-    fits = world.data.sum_of_leaders(needed <= SHARE_FOR_STATE * room) == world.data.size
+    fits = world.dp_group.sum_of_leaders(needed <= SHARE_FOR_STATE * room) == world.dp_group.size
     amounts = f"the model's state takes {needed / 2**30:.1f} GiB, and a rank has {room / 2**30:.1f} GiB"
     return ("ddp", f"{world.size} processes; {amounts}") if fits else ("fsdp", amounts)
 

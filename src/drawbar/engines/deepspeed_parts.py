@@ -18,10 +18,10 @@ from drawbar.parallel.deepspeed.deepspeed_state import STEP, MasterState, is_tp_
 
 
 class DeepSpeedUpdater:
-    """DeepSpeed reduces, clips and updates; it scales the loss by itself.
+    """``Updater`` by DeepSpeed's engine, which reduces, clips and updates, and scales the loss by itself.
 
     Args:
-        masters: of its engine.
+        masters: fp32 weights and optimizer state of its engine.
         precision: of the run.
     """
 
@@ -57,7 +57,7 @@ class DeepSpeedUpdater:
         if self.precision != "fp16":
             return {}
         scaler = self.backend.optimizer.loss_scaler
-        # as LossScaler.state_dict: DeepSpeed counts the steps since the last overflow from its own beginning
+        # as LossScaler.state_dict has it; DeepSpeed keeps the iteration of the last overflow, not the steps since then
         quiet = scaler.cur_iter - scaler.last_overflow_iter - 1
         return {"scale": scaler.cur_scale, "_growth_tracker": quiet}
 

@@ -48,11 +48,11 @@ from drawbar.parallel.deepspeed.deepspeed_state import (
     FlatMasterState,
     MasterState,
     import_deepspeed,
+    initialize_deepspeed,
     is_tp_shard,
-    start,
 )
 from drawbar.parallel.synced_generate import synchronize_generate
-from drawbar.parallel.weights import expanded_empty, materialize, named_tensors, sent_from_first
+from drawbar.parallel.weights import expanded_empty, materialize, named_tensors, tensors_from_rank0
 from drawbar.runtime.log import logger
 from drawbar.tasks.task import Task
 from drawbar.util.dtypes import DTYPES
@@ -79,11 +79,11 @@ def _build_one_model(task: Task, config: RunConfig, world: Distributed) -> Engin
     world.init_single_process_group()
     stage = zero_stage(config)
     local, source = _partitioned(task, config, world) if stage == 3 else _replicated(task, config, world)
-    # after the model, whose first weights must be those of any other strategy
+    # built after the model: adapters draw random numbers, and the model must start as under any other strategy
     meta_model = with_adapters(task.build_meta_model(), config, local.base)
     optimizer = _optimizer(local.module, config)
     values = _json(config, world)
-    backend = start(local.module, optimizer, values, world.device, is_zero3=stage == 3)
+    backend = initialize_deepspeed(local.module, optimizer, values, world.device, is_zero3=stage == 3)
     local = replace(local, module=backend.module, meta_model=meta_model, replicas=[torch.distributed.group.WORLD])
     _check_tp_shards(local, config.parallel.tensor)
     state = DeepSpeedState(local, MasterState.of(backend), config, world, is_writer(world))
@@ -154,7 +154,7 @@ def _set_first_weights(module: nn.Module, source: WeightSource, state: DeepSpeed
     if isinstance(source, Mapping):
         state.set_weights({name: here[name] for name in source}, source)
         return
-    for name, full in sent_from_first(source, device):
+    for name, full in tensors_from_rank0(source, device):
         state.set_weights({name: here[name]}, {name: full})
 
 
@@ -168,14 +168,14 @@ def _build_pipeline(task: Task, config: RunConfig, world: Distributed) -> Engine
     optimizer = _optimizer(local.module, config)
     _check_groups(optimizer, world)
     values = {**_json(config, world), **_FOR_PIPELINES}
-    values.pop("tensor_parallel", None)  # the layers are cut
+    values.pop("tensor_parallel", None)  # cut_layers has cut them already
     layer = Stage(stages.stage_modules[0], stages.group.rank(), world.dims.pp)
     module = pipeline_module(layer, tied, world.dims)
     exact = {parameter: parameter.detach() for parameter in local.module.parameters()}
-    backend = start(module, optimizer, values, world.device, is_zero3=False)
+    backend = initialize_deepspeed(module, optimizer, values, world.device, is_zero3=False)
     # in bf16 its pipeline has an optimizer of its own, with flat buffers in stage 0 too
     masters = FlatMasterState(backend) if hasattr(backend.optimizer, "bf16_groups") else MasterState.of(backend)
-    if config.precision != "fp32":  # else DeepSpeed's fp32 master weights would be copies of the low-precision weights
+    if config.precision != "fp32":  # DeepSpeed has made its fp32 master weights from the low-precision ones
         for parameter, weight in exact.items():
             masters.set_weight(parameter, weight)
     pipeline = DeepSpeedPipeline(backend, layer, world.device, config.precision)
@@ -210,7 +210,7 @@ def _check_groups(optimizer: Optimizer, world: Distributed) -> None:
     if world.max(number) != -world.max(-number):
         raise UserError(
             "some stages train matrices as well as norms or biases, others only one of the two: "
-            "DeepSpeed's norm of the gradient needs both or one in all of them",
+            "DeepSpeed's gradient norm needs the same in every stage",
             where="parallel.strategy=deepspeed",
             remedy="set parallel.strategy=ddp, or train the same modules in every stage",
         )

@@ -24,7 +24,7 @@ from drawbar.optim.state import check_optimizer_state
 from drawbar.parallel.buffers import share_buffers
 from drawbar.parallel.weights import check_weights
 from drawbar.runtime.log import logger
-from drawbar.tasks.batch import Ask, Batch
+from drawbar.tasks.batch import Batch, PredictFunction
 from drawbar.tasks.task import Task
 
 
@@ -48,7 +48,7 @@ class Engine:
         self.world = world
         self.total_steps = total_steps
         self.step = 0
-        self.positions = longest_input(parts.model.meta_model)
+        self.max_positions = longest_input(parts.model.meta_model)
         """Longest input, in tokens, that the model has positions for; None if there is no such limit."""
         self.executor = parts.executor
         self.updater = parts.updater
@@ -80,16 +80,16 @@ class Engine:
         """Forward, backward, reduce, clip and update for one global batch, of which this is the rank's share."""
         lr = self.config.optim.lr * learning_rate_scale(self.step, self.total_steps, self.config.optim)
         # the targets of the whole global batch are counted before the first backward, so nothing is rescaled after it
-        num_targets = self.world.data.sum_of_leaders(
+        num_targets = self.world.dp_group.sum_of_leaders(
             sum(self.task.num_targets(micro.batch) for micro in micro_batches if not micro.is_filler)
         )
         divisor = num_targets or 1.0  # a batch without targets has no loss and no gradient
         # executors average over the ranks that see different tokens, the contract wants the sum
-        scale = self.updater.loss_scale * self.world.data.size * self.world.dims.cp / divisor
+        scale = self.updater.loss_scale * self.world.dp_group.size * self.world.dims.cp / divisor
         loss_sum = self.executor.forward_backward(micro_batches, scale)
         update = self.updater.step(lr, self._before_update)
         self.step += 1
-        loss = self.world.data.sum_tensor(loss_sum) / divisor
+        loss = self.world.dp_group.sum_tensor(loss_sum) / divisor
         return StepResult(loss=loss, grad_norm=update.grad_norm, num_targets=num_targets, lr=lr, skipped=update.skipped)
 
     def share_buffers(self) -> None:
@@ -102,10 +102,10 @@ class Engine:
         loss, predictions = self.executor.evaluate(batch.to(self.world.device))
         return EvalResult(loss=loss, num_targets=num_targets, predictions=predictions)
 
-    def predict_step(self, batch: Batch, ask: Ask) -> list[Any]:
-        """What ``ask`` (``task.predict``, say) answers to this rank's batch alone: its records need no labels."""
+    def predict_step(self, batch: Batch, predict_fn: PredictFunction) -> list[Any]:
+        """The predictions (or whatever ``predict_fn`` returns) for this rank's batch. No labels are needed."""
         with self.executor.inference() as model:
-            return ask(model, batch.to(self.world.device))
+            return predict_fn(model, batch.to(self.world.device))
 
     def generate(self, inputs: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:
         """Token ids (B, L): the inputs and what the model goes on with, by transformers' ``generate(**options)``.

@@ -12,6 +12,7 @@ from drawbar.data.loader import MicroBatch
 from drawbar.distributed.process_group import Distributed
 from drawbar.parallel.context import ContextParallel
 from drawbar.parallel.fsdp import free_gathered
+from drawbar.parallel.low_precision_weights import cast_weights_once
 from drawbar.parallel.pipeline.inference import PipelineInference
 from drawbar.parallel.pipeline.schedule import Inputs, Loss
 from drawbar.parallel.precision import autocast
@@ -38,8 +39,8 @@ class ModelExecutor:
 
     Args:
         module: what this rank has of the model, for evaluation.
-        trained: the same for training.
-        context: where ranks share a sequence.
+        training_module: the same for training, with its loss and backward.
+        context: context parallelism, where ranks share a sequence; else None.
         shards_logits: whether the loss takes logits whose vocabulary is sharded over the tensor-parallel ranks.
     """
 
@@ -64,20 +65,23 @@ class ModelExecutor:
     def forward_backward(self, micro_batches: list[MicroBatch[Batch]], scale: float) -> torch.Tensor:
         self.training_module.module.train()
         loss_sum = torch.zeros((), device=self.device)
-        for index, micro in enumerate(micro_batches):
-            last = index == len(micro_batches) - 1
-            batch = micro.batch.to(self.device)
-            with (
-                self.training_module.synchronizing(last),
-                maybe_sharded_logits(self.shards_logits),
-                sequence_shard(self.context, batch) as shard,
-            ):
-                with autocast(self.precision, self.device):
-                    loss = self.training_module.loss(shard)
-                loss = without_fillers(loss, micro)
-                self.training_module.backward(loss * scale)
-            loss_sum += loss.detach()
+        with cast_weights_once(self.module, self.precision, self.device):
+            for index, micro in enumerate(micro_batches):
+                loss_sum += self._forward_backward(micro, scale, last=index == len(micro_batches) - 1)
         return loss_sum if self.context is None else self.context.sum(loss_sum)
+
+    def _forward_backward(self, micro: MicroBatch[Batch], scale: float, last: bool) -> torch.Tensor:
+        batch = micro.batch.to(self.device)
+        with (
+            self.training_module.synchronizing(last),
+            maybe_sharded_logits(self.shards_logits),
+            sequence_shard(self.context, batch) as shard,
+        ):
+            with autocast(self.precision, self.device):
+                loss = self.training_module.loss(shard)
+            loss = without_fillers(loss, micro)
+            self.training_module.backward(loss * scale)
+        return loss.detach()
 
     def evaluate(self, batch: Batch) -> tuple[float, list[Any] | None]:
         with self.inference() as model:
@@ -110,7 +114,7 @@ class PipelineExecutor:
 
     Args:
         stages: those of this rank.
-        trained: the same modules, or the DeepSpeed engine around them; only its ``train()`` is called.
+        training_module: the same modules, or the DeepSpeed engine around them; only its ``train()`` is called.
         pipeline: the steps of training.
         pipeline_inference: evaluation and generation, through the stages in turn.
         shards_logits: as for ``ModelExecutor``.
@@ -154,7 +158,8 @@ class PipelineExecutor:
             return loss * scale
 
         inputs = [self.pipeline_inference.record_inputs(forward) for forward in forwards]
-        with maybe_sharded_logits(self.shards_logits):
+        casts = cast_weights_once(self.stages, self.precision, self.device)
+        with casts, maybe_sharded_logits(self.shards_logits):
             self.pipeline.run(inputs, compute_loss)
         return loss_sum
 

@@ -51,7 +51,7 @@ class EmptyStages:
 
     def load(self, fused: dict[str, FusedLayout], world: Distributed) -> tuple[LocalModel, nn.Parameter | None]:
         """The stages with their first weights, and the copy that the first and the last have of a tied weight."""
-        assert self.plan.pipeline is not None, "it was cut by it"
+        assert self.plan.pipeline is not None, "the stages were cut by this plan"
         module = LocalStages(self.stage_modules, self.meta_model, self.plan.pipeline)
         load_first_weights(module, self.source, fused, world)
         tied = f"{self.plan.pipeline.embedding}.weight" if is_tied(self.meta_model, self.plan.pipeline) else ""
@@ -68,7 +68,7 @@ def build_stages(task: Task, config: RunConfig, world: Distributed) -> EmptyStag
     meta_model, source, base = build_meta(task, config, world)
     plan = plan_for(meta_model)
     if plan.pipeline is None:
-        raise UserError(plan.refusal, where="parallel.pipeline", remedy="set parallel.pipeline=1")
+        raise UserError(plan.pipeline_refusal, where="parallel.pipeline", remedy="set parallel.pipeline=1")
     assert isinstance(meta_model, PreTrainedModel), "only these have a plan"
     mesh = build_mesh(world.dims, world.device)
     parts = _cut(meta_model, plan.pipeline, config, world, mesh["pp"].get_local_rank())

@@ -100,7 +100,7 @@ def _unwrapped(task: Task, model: nn.Module) -> TrainingModule:
 
 
 def _build_on_mesh(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
-    """A model of which this rank holds shards, or that others on the mesh compute with it."""
+    """A model on a device mesh: its parameters (FSDP, tensor parallelism) or its sequences are sharded over ranks."""
     if world.dims.cp > 1:
         check_context(world.device, task.targets)
     world.init_single_process_group()
@@ -125,7 +125,7 @@ def assemble(
     wrap_optimizer: Callable[[Optimizer], Optimizer] = lambda optimizer: optimizer,
     context: ContextParallel | None = None,
 ) -> EngineParts:
-    """The parts of an engine whose ranks compute one model each, or together, without stages."""
+    """The parts of an engine without pipeline stages: each rank has a replica of the model, or shards of it."""
     executor = ModelExecutor(
         task, local.module, training_module, world, config.precision, context, _shards_logits(task, world)
     )
@@ -207,9 +207,9 @@ class _UsageCheck:
 
     def _check(self, digest: int) -> None:
         total, squares = self._world.sum_counts([digest >> 8, (digest >> 8) ** 2])  # 24 bits: no sum overflows
-        if total**2 != squares * self._world.size:  # they are equal where all numbers are
+        if total**2 != squares * self._world.size:  # equal only if all digests are (Cauchy–Schwarz)
             raise UserError(
-                "in this step the ranks used different parts of the model, which fsdp cannot see",
+                "in this step the ranks used different parts of the model: with fsdp, the gradients are wrong then",
                 where="parallel.strategy=fsdp",
                 remedy="set parallel.strategy=zero1 or ddp, or let the model use the same parts for every batch",
                 exit_code=ExitCode.FAILED,

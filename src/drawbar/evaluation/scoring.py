@@ -16,7 +16,7 @@ from drawbar.distributed.process_group import Distributed
 from drawbar.engines.engine import Engine
 from drawbar.engines.results import EvalResult
 from drawbar.errors import ExitCode, UserError, nearest
-from drawbar.tasks.batch import Ask, Batch
+from drawbar.tasks.batch import Batch, PredictFunction
 from drawbar.tasks.task import Task
 from drawbar.tracking.jsonl import json_number
 from drawbar.util.atomic_files import replacing, write_durably
@@ -90,10 +90,10 @@ def evaluate(
 
     Raises:
         EvaluationFailed: a batch or the scoring failed, or the split has no units to compute a loss over.
-        Exception: a batch failed on this rank while others waited for it in a forward that needs all, until that
+        Exception: a batch failed on this rank while others waited for it in a collective of the forward, until that
             timed out.
     """
-    world.barrier("evaluating")  # a rank that still does something else is not waited for in a collective
+    world.barrier("evaluating")  # a busy rank is waited for here: a collective would time out
     engine.share_buffers()
     loader = _loader(task, split, world, micro_batch, augment)
     batches, results = iter(loader), _RankResults()
@@ -142,7 +142,7 @@ def _agree_to_go_on(failure: Exception | None, stop: bool, world: Distributed) -
         agreed = world.max(own)
     except (RuntimeError, UserError):
         if failure is not None:
-            raise failure from None  # the others did not come: they waited for this rank in a forward that needs all
+            raise failure from None  # the others did not come: they waited for it in a collective of the forward
         raise
     if agreed == _Vote.FAIL:
         own_error = None if failure is None else EvaluationFailed.of(failure, world)
@@ -152,8 +152,8 @@ def _agree_to_go_on(failure: Exception | None, stop: bool, world: Distributed) -
 
 def _score(task: Task, split: Split, results: _RankResults, world: Distributed) -> Evaluation:
     """The scores of what all ranks have found out."""
-    loss, num_targets = world.data.sum_of_leaders(results.loss), world.data.sum_of_leaders(results.num_targets)
-    gathered = world.data.gather_from_leaders(results.predictions)
+    loss, num_targets = world.dp_group.sum_of_leaders(results.loss), world.dp_group.sum_of_leaders(results.num_targets)
+    gathered = world.dp_group.gather_from_leaders(results.predictions)
     records: list[dict[str, Any]] = []
 
     def score() -> dict[str, float] | EvaluationFailed:
@@ -177,8 +177,8 @@ def _loader(
     return EvalLoader(
         SampleRows(split.samples),
         micro_batch=micro_batch,
-        rank=world.data.rank,
-        world_size=world.data.size,
+        rank=world.dp_group.rank,
+        world_size=world.dp_group.size,
         collate=task.collate,
         augment=augment,
     )
@@ -223,19 +223,19 @@ def predict(
     world: Distributed,
     micro_batch: MicroBatchSize,
     augment: Augment,
-    ask: Ask,
+    predict_fn: PredictFunction,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[int, Any]:
-    """The answers to ``ask`` by number of record, on rank 0. No labels are needed. Other args as for ``evaluate``."""
+    """What ``predict_fn`` returns, by number of record, on rank 0. No labels are needed. Args: see ``evaluate``."""
     world.barrier("predicting")  # as in evaluate()
     predictions: list[tuple[int, Any]] = []
     loader = _loader(task, split, world, micro_batch, augment)
     for done, micro in enumerate(loader, start=1):
-        found = _with_ids(task, micro.batch.ids, engine.predict_step(micro.batch, ask))
+        found = _with_ids(task, micro.batch.ids, engine.predict_step(micro.batch, predict_fn))
         predictions += found if not micro.is_filler else []
         world.note(_progress_text("predicting", split, done, len(loader)))
         progress(done, len(loader))
-    gathered = world.data.gather_from_leaders(predictions)
+    gathered = world.dp_group.gather_from_leaders(predictions)
     return _by_record(split, [pair for part in gathered for pair in part]) if gathered is not None else {}
 
 

@@ -28,7 +28,7 @@ class FolderFacts:
     """``run.dir``"""
     path: str
     change: str
-    """What makes a run use another one."""
+    """How to make a run use another folder, for error messages: ``set run.dir=ANOTHER_FOLDER``."""
     place: str
     """The folder itself, or where it does not exist the nearest that does."""
     kind: str
@@ -47,7 +47,7 @@ class FolderFacts:
 
 
 def collect_folder(purpose: str, path: str | Path, change: str) -> FolderFacts:
-    """Writes 1 MiB, and removes it: permissions alone tell little of quotas, read-only mounts and root."""
+    """Facts about a folder. It writes 1 MiB and removes it: permissions tell little of quotas and read-only mounts."""
     wanted = Path(path).expanduser().absolute()
     place = wanted
     while not os.path.lexists(place) and place != place.parent:

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drawbar.config.schema.cluster_section import ClusterSection
-from drawbar.config.schema.container_section import UNSPEAKABLE, Runtime, choose_runtime, is_file
+from drawbar.config.schema.container_section import INVALID_IN_BIND, Runtime, choose_runtime, is_file
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.errors import UserError
 
 PYTHON = "python3"
 """What the interpreter of an image is called, unless the user says otherwise."""
 VARIABLES = {"PYTHONNOUSERSITE": "1"}
-"""Packages below ~/.local were installed for another Python, and would be found before those of the image."""
+"""Set in every container: packages in ~/.local are for another Python, and would come before those of the image."""
 _HUB_FOLDERS = ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE")
 _REMEDY = "rename the folder: commas, colons, backslashes, ^ and spaces at the ends mean something else in a bind"
 _NAMES = "give the path of a file; an image of a registry is docker://NAME, or for pyxis REGISTRY#NAME"
@@ -131,9 +131,9 @@ def _wants_gpus(config: RunConfig, cluster: ClusterSection) -> bool:
 
 def _check_words(folders: list[str], image: str, home: str | None) -> None:
     for path in [*folders, *([] if home is None else [home])]:
-        if UNSPEAKABLE.search(path):
+        if INVALID_IN_BIND.search(path):
             raise UserError(f"no container can be given this path: {path!r}", where="cluster.image", remedy=_REMEDY)
-    if image.startswith("/") and UNSPEAKABLE.search(image):
+    if image.startswith("/") and INVALID_IN_BIND.search(image):
         raise UserError(f"an image cannot have this path: {image!r}", where="cluster.image", remedy=_NAMES)
 
 

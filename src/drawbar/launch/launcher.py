@@ -17,8 +17,8 @@ from drawbar.launch.jobs.records import JobRecord
 
 
 @dataclass(frozen=True)
-class CompletedCluster:
-    """The section ``cluster`` as a job runs under it."""
+class ResolvedCluster:
+    """The section ``cluster`` with what the launcher has filled in, as a job uses it."""
 
     cluster: ClusterSection
     notes: tuple[str, ...] = ()
@@ -106,7 +106,7 @@ class Launcher(ABC):
         """
         return ()
 
-    def complete(self, config: RunConfig, is_set: Callable[[str], bool], again: bool) -> CompletedCluster:
+    def resolve_cluster(self, config: RunConfig, is_set: Callable[[str], bool], again: bool) -> ResolvedCluster:
         """The section ``cluster``, with what the launcher decides where the user leaves it open.
 
         Args:
@@ -116,7 +116,7 @@ class Launcher(ABC):
         Raises:
             UserError: it asks for what there is not.
         """
-        return CompletedCluster(config.cluster or ClusterSection())
+        return ResolvedCluster(config.cluster or ClusterSection())
 
     def make_job(self, config: RunConfig, cluster: ClusterSection, program: str | None) -> Job:
         """``drawbar train`` as this launcher runs it; see :func:`drawbar.launch.job.make_job`."""

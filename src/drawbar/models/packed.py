@@ -33,7 +33,7 @@ def allow_packing(model: nn.Module, per_sample: bool) -> None:
 
     Called with ``segment_ids`` (and ``decoder_segment_ids``, and explicit ``decoder_input_ids``) in its keyword
     arguments, the model attends within samples alone and counts positions within each; ``position_ids`` and
-    ``attention_mask`` are replaced, and ``labels`` are the caller's to keep. Called without them it works as before, on
+    ``attention_mask`` are replaced; ``labels`` stay with the caller. Called without them it works as before, on
     padded batches.
 
     Call it on the outermost module of the model itself: after adapters (PEFT goes around hooks of what it wraps), and

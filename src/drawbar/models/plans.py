@@ -23,7 +23,7 @@ _NUMBERS = (
     *("num_attention_heads", "num_key_value_heads", "intermediate_size"),
     *("encoder_attention_heads", "decoder_attention_heads", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff"),
 )
-"""Config fields whose value is divided by the number of tensor-parallel ranks."""
+"""Config fields whose value the number of tensor-parallel ranks must divide."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class _Family:
 
     tensor: Mapping[str, Style]
     fused: Mapping[str, int] = field(default_factory=dict)
-    local: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    divided_attributes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def _layers(prefix: str, colwise: str, rowwise: str) -> dict[str, Style]:
@@ -47,7 +47,7 @@ _GPT2 = _Family(
         **_layers("h.*.", "mlp.c_fc", "attn.c_proj mlp.c_proj"),
     },
     fused={"h.*.attn.c_attn": 3},
-    local={"h.*.attn": ("split_size", "num_heads")},
+    divided_attributes={"h.*.attn": ("split_size", "num_heads")},
 )
 _BERT = _Family(
     _layers(
@@ -55,7 +55,7 @@ _BERT = _Family(
         "attention.self.query attention.self.key attention.self.value intermediate.dense",
         "attention.output.dense output.dense",
     ),
-    local={"encoder.layer.*.attention.self": ("num_attention_heads", "all_head_size")},
+    divided_attributes={"encoder.layer.*.attention.self": ("num_attention_heads", "all_head_size")},
 )
 _BART = _Family(
     {
@@ -63,7 +63,7 @@ _BART = _Family(
         **_layers("*.layers.*.self_attn.", "q_proj k_proj v_proj", "out_proj"),
         **_layers("decoder.layers.*.encoder_attn.", "q_proj k_proj v_proj", "out_proj"),
     },
-    local={"*.layers.*.self_attn": ("num_heads",), "decoder.layers.*.encoder_attn": ("num_heads",)},
+    divided_attributes={"*.layers.*.self_attn": ("num_heads",), "decoder.layers.*.encoder_attn": ("num_heads",)},
 )
 _T5 = _Family(
     {
@@ -72,7 +72,9 @@ _T5 = _Family(
         **_layers("*.block.*.layer.*.DenseReluDense.", "wi wi_0 wi_1", "wo"),
         "*.block.*.layer.*.SelfAttention.relative_attention_bias": "head_bias",
     },
-    local={f"*.block.*.layer.*.{name}": ("n_heads", "inner_dim") for name in ("SelfAttention", "EncDecAttention")},
+    divided_attributes={
+        f"*.block.*.layer.*.{name}": ("n_heads", "inner_dim") for name in ("SelfAttention", "EncDecAttention")
+    },
 )
 _OWN = {
     "gpt2": _GPT2,
@@ -106,8 +108,8 @@ def plan_for(model: nn.Module) -> ModelParallelPlan:
     if not isinstance(model, PreTrainedModel):
         what = f"{type(model).__name__} is no model of transformers"
         return ModelParallelPlan(
-            tensor_refusal=f"{what}: nothing says how to cut its layers; these families can be: {_TENSOR_FAMILIES}",
-            refusal=f"{what}: nothing says where to cut it into stages; these families can be: {_PIPELINE_FAMILIES}",
+            tensor_refusal=f"{what}: no plan shards its layers; these families have one: {_TENSOR_FAMILIES}",
+            pipeline_refusal=f"{what}: no plan divides it into stages; these families have one: {_PIPELINE_FAMILIES}",
         )
     plan = _with_adapters(model, _tensor_plan(model))
     family = model.config.model_type
@@ -117,11 +119,13 @@ def plan_for(model: nn.Module) -> ModelParallelPlan:
         return replace(
             plan,
             sequence_refusal=f"the activations of {family} cannot be cut along the sequence; {choice}",
-            refusal=f"{family} cannot be cut into stages; {choice}",
+            pipeline_refusal=f"{family} cannot be cut into stages; {choice}",
         )
     plan = replace(plan, sequence=stages.blocks)
     if stages.head not in dict(model.named_modules()):
-        return replace(plan, refusal=f"a {type(model).__name__} cannot be cut into stages: only language models can be")
+        return replace(
+            plan, pipeline_refusal=f"a {type(model).__name__} cannot be cut into stages: only language models can be"
+        )
     return replace(plan, pipeline=stages)
 
 
@@ -144,7 +148,7 @@ def _tensor_plan(model: PreTrainedModel) -> ModelParallelPlan:
     return ModelParallelPlan(
         tensor={**{prefix + name: style for name, style in family.tensor.items()}, **_vocabulary(model)},
         fused={prefix + name: parts for name, parts in family.fused.items()},
-        local={prefix + name: attributes for name, attributes in family.local.items()},
+        divided_attributes={prefix + name: attributes for name, attributes in family.divided_attributes.items()},
         heads=_numbers(config),
     )
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers.cache_utils import Cache
 
-from drawbar.config.schema.run_config import EveryBlock
+from drawbar.config.schema.run_config import EveryKthBlock
 from drawbar.parallel.blocks import Forward, blocks_for, replace_forward
 
 _ATEN = torch.ops.aten
@@ -26,7 +26,7 @@ KEPT = {
 """What ``selective`` keeps: the results that cost most to compute."""
 
 
-def checkpoint_activations(model: nn.Module, setting: Literal["none", "full", "selective"] | EveryBlock) -> None:
+def checkpoint_activations(model: nn.Module, setting: Literal["none", "full", "selective"] | EveryKthBlock) -> None:
     """Let the repeated blocks be computed again in the backward pass, in place; nothing is renamed or wrapped.
 
     Random numbers are drawn again as they were, so dropout drops the same. Blocks compute as before where no backward
@@ -37,7 +37,7 @@ def checkpoint_activations(model: nn.Module, setting: Literal["none", "full", "s
     """
     if setting == "none":
         return
-    step = setting.every if isinstance(setting, EveryBlock) else 1
+    step = setting.every if isinstance(setting, EveryKthBlock) else 1
     replace = partial(_recomputed, selective=setting == "selective")
     made: dict[type, type] = {}
     for block in blocks_for(model, "parallel.activation_checkpointing")[::step]:

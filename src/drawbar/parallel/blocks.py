@@ -41,7 +41,7 @@ def _in_lists(model: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
     found = []
     for name, child in model.named_children():
         inside = list(child.children())
-        # by their names: a forward that was replaced made a class of its own
+        # compared by class name: replace_forward gives a block a class of its own
         alike = len(inside) > 1 and len({type(module).__qualname__ for module in inside}) == 1
         if isinstance(child, nn.ModuleList | nn.Sequential) and alike and any(True for _ in inside[0].parameters()):
             found += [(f"{prefix}{name}.{key}", module) for key, module in child.named_children()]

@@ -20,7 +20,7 @@ def compile_blocks(model: nn.Module) -> None:
     Raises:
         UserError: the model has no repeated blocks.
     """
-    torch.compiler.reset()  # sizes are counted over the process: an earlier model must not have used them up
+    torch.compiler.reset()  # the recompile limit counts over the process: an earlier model must not have used it up
     is_sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
     replace = partial(_compiled, dynamic=False if is_sharded else None)
     made: dict[type, type] = {}

@@ -27,7 +27,7 @@ DEVICES = {"cuda": 32}
 """Device types for which torch has ring attention, with the number that must divide the tokens of a chunk: the
 kernel for fp32 rounds the log-sum-exps up to a multiple of 32, and the ring takes them for those of tokens."""
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-"""Any other would attend within this rank's tokens alone, or fail with an error that nobody understands."""
+"""Kernels of ring attention. Any other would attend to this rank's tokens alone, or fail with an obscure error."""
 RING = "drawbar_ring"
 """What transformers knows :func:`_attend` by. It has no mask of that name, so it builds none."""
 FIELDS = {"input_ids", "labels", "attention_mask"}
@@ -41,7 +41,7 @@ def check_context(device: torch.device, targets: str | None) -> None:
     """Refuse, before the model is built, what cannot be cut.
 
     Args:
-        targets: the task's: what the labels of a token are.
+        targets: ``task.targets``; only ``next_token`` is accepted.
     """
     if device.type not in DEVICES:
         raise UserError(
@@ -58,7 +58,7 @@ def check_context(device: torch.device, targets: str | None) -> None:
 
 
 class ContextParallel:
-    """A model that works on pieces of sequences, and how to cut them.
+    """Shards batches along the sequence, and lets a model compute ring attention on them.
 
     Args:
         model: a causal decoder of transformers, with sdpa attention over all tokens before.

@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from inspect import unwrap
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,15 +19,12 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from transformers.pytorch_utils import Conv1D
 
 from drawbar.config.schema.run_config import ParallelSection
 from drawbar.parallel.blocks import repeated_blocks
+from drawbar.parallel.low_precision_weights import parameters_cast_by_autocast
 from drawbar.parallel.synced_generate import synchronize_generate
 from drawbar.util.dtypes import DTYPES
-
-_CAST_BY_AUTOCAST = {kind.forward for kind in (nn.Linear, Conv1D, nn.Conv1d, nn.Conv2d, nn.Conv3d)}
-"""Forwards that use their parameters only in operators whose inputs autocast casts to the low precision."""
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, parallel: ParallelSection, precision: str) -> None:
@@ -54,7 +50,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, parallel: ParallelSection, precisi
         low = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
     units = _units(model)
-    cast = set() if dtype is None else _cast_parameters(model)
+    cast = set() if dtype is None else parameters_cast_by_autocast(model)
     groups = [_own_group(own, cast) for own in _own_parameters(model, units)]
     _used_units[model] = _UsedUnits(units)
     # the root first: FSDP collects no parameters from submodules that it already wraps
@@ -107,16 +103,6 @@ def _own_parameters(model: nn.Module, units: Iterable[nn.Module]) -> list[set[nn
 
     everywhere = uses(model)
     return [{p for p, count in uses(unit).items() if count == everywhere[p]} for unit in units]
-
-
-def _cast_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """Those that autocast casts wherever they are used."""
-    cast: set[nn.Parameter] = set()
-    others: set[nn.Parameter] = set()
-    for module in model.modules():
-        is_cast = unwrap(type(module).forward) in _CAST_BY_AUTOCAST
-        (cast if is_cast else others).update(module.parameters(recurse=False))
-    return cast - others
 
 
 def _own_group(own: set[nn.Parameter], cast: set[nn.Parameter]) -> set[nn.Parameter]:

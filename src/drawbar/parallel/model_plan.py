@@ -59,13 +59,13 @@ class ModelParallelPlan:
     """Of the ``fused_colwise`` modules, by name with ``*``: how many layers each holds."""
     heads: Mapping[str, int] = field(default_factory=dict)
     """Numbers that the tensor-parallel degree must divide, by what they count (``num_key_value_heads``: 2)."""
-    local: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Module names, with ``*``, and their attributes that count heads or sizes of one rank (GPT-2's ``split_size``)."""
+    divided_attributes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Module names, with ``*``, and attributes of theirs to divide by the degree (GPT-2's ``split_size``)."""
     sequence: str | None = None
     """The ``ModuleList`` of repeated blocks, between which activations may be cut along the sequence, or None."""
     sequence_refusal: str = ""
     """Why they may not, for the error."""
     pipeline: PipelinePlan | None = None
     """None where the model cannot be cut into stages."""
-    refusal: str = ""
+    pipeline_refusal: str = ""
     """Why it cannot, for the error."""

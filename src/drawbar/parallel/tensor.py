@@ -78,7 +78,7 @@ def tensor_parallel(model: nn.Module, plan: ModelParallelPlan, mesh: DeviceMesh,
     styles = {
         name: (module, style)
         for name, module, style in matching(model.named_modules(), plan.tensor)
-        if "weight" in module._parameters  # a layer with an adapter is none itself: its parts have styles of their own
+        if "weight" in module._parameters  # a LoRA wrapper has none: its parts have styles of their own
     }
     fused = {name: parts for name, _, parts in matching(model.named_modules(), plan.fused)}
     check_degree({**plan.heads, **_sizes(styles, fused)}, mesh.size())
@@ -87,7 +87,7 @@ def tensor_parallel(model: nn.Module, plan: ModelParallelPlan, mesh: DeviceMesh,
         [block for _, block, _ in matching(model.named_modules(), {f"{plan.sequence}.*": None})] if sequence else []
     )
     _convert(model, styles, blocks, mesh)
-    for _, module, attributes in matching(model.named_modules(), plan.local):
+    for _, module, attributes in matching(model.named_modules(), plan.divided_attributes):
         for attribute in attributes:
             setattr(module, attribute, getattr(module, attribute) // mesh.size())
 

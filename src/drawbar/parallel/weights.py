@@ -19,25 +19,28 @@ from drawbar.runtime.safetensors_reader import read_part, shape_of
 
 
 def materialize(
-    model: nn.Module, device: torch.device, buffers: torch.device, room: Callable[..., Tensor] = torch.empty_like
+    model: nn.Module,
+    device: torch.device,
+    buffer_device: torch.device,
+    allocate: Callable[..., Tensor] = torch.empty_like,
 ) -> None:
-    """Give every parameter on the meta device room on ``device``. Tied ones stay tied.
+    """Replace every parameter on the meta device by an uninitialized one on ``device``. Tied ones stay tied.
 
     Args:
-        buffers: where the buffers go: they are never offloaded, as the forward uses them where they are.
-        room: ``room(parameter, device=device)`` makes it.
+        buffer_device: where the buffers go: they are never offloaded, as the forward uses them where they are.
+        allocate: ``allocate(parameter, device=device)`` makes the new tensor.
     """
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta:
                 if id(parameter) not in made:
-                    empty = room(parameter, device=device)
+                    empty = allocate(parameter, device=device)
                     made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
                 module._parameters[name] = made[id(parameter)]
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[name] = buffer.to(buffers)
+                module._buffers[name] = buffer.to(buffer_device)
 
 
 def expanded_empty(parameter: Tensor, device: torch.device) -> Tensor:
@@ -89,7 +92,7 @@ def check_weights(here: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> 
     shapes = {name: shape_of(tensors, name) for name in tensors}
     problems = [
         *(f"{name} is missing" for name in here if name not in shapes),
-        *(f"{name} is not trained here" for name in shapes if name not in here),
+        *(f"{name} is not one of this model's saved tensors" for name in shapes if name not in here),
         *(
             f"{name} is {list(shapes[name])}, and should be {list(tensor.shape)}"
             for name, tensor in here.items()
@@ -109,8 +112,8 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def sent_from_first(source: nn.Module | None, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a whole model on rank 0, by name, one after another, on every rank. Every rank goes through all.
+def tensors_from_rank0(source: nn.Module | None, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """Broadcast a whole model from rank 0: yields (name, tensor) on every rank. Every rank must iterate to the end.
 
     Args:
         source: the whole model, on rank 0; None elsewhere.
@@ -141,6 +144,6 @@ def broadcast_shards(
         fused: see ``parallel.tensor``.
         device: where tensors travel.
     """
-    for name, full in sent_from_first(source, device):
+    for name, full in tensors_from_rank0(source, device):
         if name in targets:
             load_shard(targets[name], {name: full}, name, fused.get(name))

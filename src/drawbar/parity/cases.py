@@ -83,10 +83,10 @@ def parse_case(text: str, config: RunConfig) -> Case:
 
 
 def default_cases(config: RunConfig, ranks: int, precision: str) -> list[Case]:
-    """Every layout that goes with this configuration and so many processes, and the configuration's own way; those of
-    DeepSpeed where the configuration is for it.
+    """The cases where the user names none: every layout that fits this configuration and so many processes, those of
+    DeepSpeed where the configuration is for it, and the configuration's own ``parallel``.
 
-    Whether the batches can be split over them is another question: the answer stands in the report.
+    Whether the batches can be split over them is not checked here: a case that cannot run is reported as refused.
     """
     found = parallel_cases(config.model_copy(update={"precision": precision}), ranks) if ranks > 1 else []
     cases = [parse_case(written(settings), config) for settings in found]

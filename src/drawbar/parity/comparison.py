@@ -28,7 +28,7 @@ from drawbar.engines.results import EngineState
 
 Tensors = Mapping[str, Tensor]
 Differences = dict[str, float]
-"""Relative ones, by where they are."""
+"""Relative differences, by step, parameter or module."""
 KINDS = ("loss", "grad_norm", "gradients", "weights")
 """What is compared."""
 
@@ -43,9 +43,9 @@ class Limits:
     """Largest differences of one kind that are no fault."""
 
     least: float
-    """Everywhere."""
+    """The limit everywhere; ``at`` can only raise it."""
     at: Mapping[str, float] = field(default_factory=dict)
-    """Where more is allowed: at a step, a parameter, a module."""
+    """Limits by step, parameter or module; ``least`` for those that are not in it."""
 
     def of(self, where: str) -> float:
         return max(self.least, self.at.get(where, 0.0))
@@ -69,7 +69,7 @@ EXACT = Tolerances(Limits(1e-5), Limits(1e-4), Limits(1e-4), Limits(1e-4), gradi
 
 @dataclass(frozen=True)
 class Note:
-    """Something wrong that is no number."""
+    """A fault that is not a difference of numbers, such as a missing tensor, or replicas that are not equal."""
 
     name: str
     """The parameter that it concerns; empty for none."""
@@ -100,7 +100,7 @@ class Trace:
     weights: dict[str, Tensor] = field(default_factory=dict)
     """After the last step."""
     weights_from: int = 1
-    """The first of the steps that made them what they are."""
+    """The first step of this training: 1, or the one after the ``StepStart`` that it goes on from."""
     ties: list[list[str]] = field(default_factory=list)
     """Names of one and the same weight."""
     unequal: list[Note] = field(default_factory=list)
@@ -121,7 +121,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Worst:
-    """The difference that is largest beside what is allowed there, and where it is."""
+    """The difference with the largest ratio to its limit, and where it is."""
 
     value: float
     limit: float
@@ -176,12 +176,12 @@ class Comparison:
 
 
 def compare(trace: Trace, reference: Trace, tolerances: Tolerances) -> Comparison:
-    """Both traces are of the same steps, from the same weights, on the same data."""
+    """Compare two traces of the same steps, from the same weights, on the same data."""
     return Comparison.of(distances(trace, reference, tolerances.gradient_precision), tolerances)
 
 
 def distances(trace: Trace, reference: Trace, gradient_precision: float) -> Distances:
-    """The same before anything is judged. ``gradient_precision``: see :class:`Tolerances`."""
+    """All differences that ``compare`` judges, without limits. ``gradient_precision``: see :class:`Tolerances`."""
     notes = [*trace.unequal]
     if skipped := sorted(set(trace.skipped) ^ set(reference.skipped)):
         notes.append(Note("", f"fp16 overflowed: no update in step {', '.join(map(str, skipped))}"))
@@ -209,7 +209,7 @@ def at_step(name: str, step: int) -> str:
 
 
 def number_differences(found: Mapping[int, float], expected: Mapping[int, float]) -> Differences:
-    """One number a step, of the steps that are expected."""
+    """Relative differences of one number a step (loss, gradient norm), for the steps in ``expected``."""
     floor = SCALAR_FLOOR * max((abs(value) for value in expected.values()), default=0.0)
     return {
         f"step {step}": _ratio(abs(found[step] - other), max(abs(other), floor)) for step, other in expected.items()
@@ -217,7 +217,7 @@ def number_differences(found: Mapping[int, float], expected: Mapping[int, float]
 
 
 def gradient_differences(found: Tensors, expected: Tensors) -> Differences:
-    """Of the parameters that both have, in one step; see the top of this file."""
+    """Relative differences of one step's gradients, by parameter that both have; see the top of this file."""
     usual = usual_size(expected)
     return {
         name: difference(found[name], gradient, GRADIENT_FLOOR * usual * math.sqrt(gradient.numel()))
@@ -254,7 +254,7 @@ def _ratio(distance: float, size: float) -> float:
 def weight_differences(
     trace: Trace, reference: Trace, gradient_precision: float
 ) -> tuple[Differences, float, list[Note]]:
-    """By parameter; with the share of all entries that rounding keeps from being compared, and what is missing."""
+    """Relative differences by parameter, the share of all entries that are not compared, and notes on missing ones."""
     found, notes = match(trace.weights, reference.weights, reference.ties)
     first = reference.weights_from
     gradients = by_every_name(reference.gradients.get(first, {}), reference.ties)
@@ -275,7 +275,7 @@ def weight_differences(
 
 
 def known_entries(found: Tensor, expected: Tensor, tolerance: float) -> Tensor:
-    """Where a gradient is known to within the tolerance: the size of the difference is that share of it, or less.
+    """Mask of the entries at least 1 / ``tolerance`` times as large as the error: the RMS of the two's difference.
 
     An entry that is exactly zero in both is known, too: no token led there. Not so where nothing else of the parameter
     is known: then it is all rounding, and so are its zeros.

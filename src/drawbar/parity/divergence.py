@@ -36,7 +36,7 @@ Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Event:
+class ModuleDifference:
     """An output, or its gradient, that differs from the reference's."""
 
     kind: str
@@ -68,9 +68,9 @@ class ModuleRecord:
 
 @dataclass
 class Probe:
-    """A step of few rows."""
+    """What the step of few rows has shown of all ranks."""
 
-    events: list[Event]
+    events: list[ModuleDifference]
     agreed: set[tuple[str, str]]
     """(kind, module) of full tensors that match the reference on some rank."""
     parts: set[tuple[str, str]]
@@ -103,18 +103,20 @@ def find_divergence(workload: Workload, config: RunConfig, reference: RunConfig,
         reference: the workload's, run in one process.
     """
     rows = 2 * config.parallel.pipeline if config.parallel.pipeline > 1 else 1  # every stage is to have work
-    few = {"global_batch": rows * world.data.size, "micro_batch": 1, "micro_batch_tokens": None}
+    few = {"global_batch": rows * world.dp_group.size, "micro_batch": 1, "micro_batch_tokens": None}
     train = config.train.model_copy(update=few)
     loader = workload.loader(config.model_copy(update={"train": train}), world)
     _, micro_batches = next(iter(loader.steps(0, 1)))
-    micro_batches_by_rank = world.data.gather_from_leaders(micro_batches)
-    records = [ModuleRecord() for _ in range(world.data.size)]
-    flow, gradient_limits = _ReferenceStep(records, {}, []), EXACT.gradients
+    micro_batches_by_rank = world.dp_group.gather_from_leaders(micro_batches)
+    records = [ModuleRecord() for _ in range(world.dp_group.size)]
+    reference_step, gradient_limits = _ReferenceStep(records, {}, []), EXACT.gradients
     if micro_batches_by_rank is not None:
         with world.working("making a step in one process"):
-            flow = _record(workload, reference, world, micro_batches_by_rank)
-            gradient_limits = _measure(workload, reference, config.precision, world, micro_batches_by_rank, flow)
-    own = _own_record(flow.records, world)
+            reference_step = _record(workload, reference, world, micro_batches_by_rank)
+            gradient_limits = _measure(
+                workload, reference, config.precision, world, micro_batches_by_rank, reference_step
+            )
+    own = _own_record(reference_step.records, world)
     engine = workload.engine(config, world, loader.steps_per_epoch)
     comparer = _Comparer(own, world)
     comparer.watch(engine, staged=config.parallel.pipeline > 1)
@@ -125,7 +127,7 @@ def find_divergence(workload: Workload, config: RunConfig, reference: RunConfig,
     order = {"output": _modules(own.outputs), "gradient": _modules(own.gradients)}
     events = [event for events, *_ in reports for event in events]
     agreed, parts = (set().union(*(report[place] for report in reports)) for place in (1, 2))
-    return Probe(events, agreed, parts, order, found, flow.gradients, gradient_limits, flow.ties)
+    return Probe(events, agreed, parts, order, found, reference_step.gradients, gradient_limits, reference_step.ties)
 
 
 def _record(
@@ -150,18 +152,18 @@ def _measure(
     precision: str,
     world: Distributed,
     micro_batches_by_rank: Sequence[MicroBatches],
-    flow: _ReferenceStep,
+    reference_step: _ReferenceStep,
 ) -> Limits:
-    """What rounding does in this step: to what flows, which is noted in the records, and to the gradients."""
+    """Measure what rounding does in this step: sets the limits of the records, returns those of the gradients."""
     low = config.model_copy(update={"precision": precision})
     apart: list[Differences] = []
-    of_records: list[list[dict[str, Differences]]] = [[] for _ in flow.records]
+    of_records: list[list[dict[str, Differences]]] = [[] for _ in reference_step.records]
     for noise in noises(precision):
         other = _record(replace(workload, noise=noise), low, world, micro_batches_by_rank)
-        apart.append(gradient_differences(other.gradients, flow.gradients))
-        for found, record, rounded in zip(of_records, flow.records, other.records, strict=True):
+        apart.append(gradient_differences(other.gradients, reference_step.gradients))
+        for found, record, rounded in zip(of_records, reference_step.records, other.records, strict=True):
             found.append(record.differences(rounded))
-    for found, record in zip(of_records, flow.records, strict=True):
+    for found, record in zip(of_records, reference_step.records, strict=True):
         record.limits = {kind: limits(EXACT.gradients, [one[kind] for one in found]) for kind in ("output", "gradient")}
     return limits(EXACT.gradients, apart)
 
@@ -175,9 +177,9 @@ def _step(engine: Engine, micro_batches: MicroBatches) -> Tensors:
 
 
 def _own_record(records: Sequence[ModuleRecord], world: Distributed) -> ModuleRecord:
-    """Sent from rank 0 to the ranks that have the same rows."""
+    """The reference's record of this rank's first micro-batch, sent from rank 0."""
     own = ModuleRecord()
-    for number in range(world.data.size):
+    for number in range(world.dp_group.size):
         record = records[number]
         outputs, order, gradients, backward, allowed = world.from_rank0(
             lambda record=record: (  # type: ignore[misc]
@@ -189,9 +191,9 @@ def _own_record(records: Sequence[ModuleRecord], world: Distributed) -> ModuleRe
             ),
             "sending a record",
         )
-        if number == world.data.rank:
-            flow, back = load(outputs), load(gradients)
-            own = ModuleRecord({key: flow[key] for key in order}, {key: back[key] for key in backward}, allowed)
+        if number == world.dp_group.rank:
+            forward, back = load(outputs), load(gradients)
+            own = ModuleRecord({key: forward[key] for key in order}, {key: back[key] for key in backward}, allowed)
     return own
 
 
@@ -266,7 +268,7 @@ class _Comparer(_Hooks):
     """Compares what flows in the first micro-batch with the reference's."""
 
     def __init__(self, record: ModuleRecord, world: Distributed) -> None:
-        self.events: list[Event] = []
+        self.events: list[ModuleDifference] = []
         self.agreed: set[tuple[str, str]] = set()
         self.parts: set[tuple[str, str]] = set()
         self._record = record
@@ -284,7 +286,7 @@ class _Comparer(_Hooks):
     def _see_gradient(self, key: str, gradient: Tensor) -> None:
         expected = self._record.gradients[key]
         if self._scale is None:  # of the loss: it differs from strategy to strategy, but not from module to module
-            self._scale = float(self._world.data.size)
+            self._scale = float(self._world.dp_group.size)
             if gradient.shape == expected.shape and norm(expected) > 0:
                 self._scale = float((gradient.double() * expected.double()).sum()) / norm(expected) ** 2 or 1.0
         self._compare("gradient", key, gradient / self._scale, expected)
@@ -294,7 +296,7 @@ class _Comparer(_Hooks):
         whole = found.shape == expected.shape
         value = min((difference(found, piece) for piece in pieces(expected, found.shape)), default=math.inf)
         if value > self._record.limits[kind].of(key):
-            self.events.append(Event(kind, module, value, self._world.rank, whole))
+            self.events.append(ModuleDifference(kind, module, value, self._world.rank, whole))
         else:
             (self.agreed if whole else self.parts).add((kind, module))
 
@@ -310,8 +312,8 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def pieces(whole: Tensor, shape: torch.Size) -> Iterator[Tensor]:
-    """The parts of this shape that a rank may have of a tensor, cut along each dim that is shorter: in a row; from each
-    of several layers in one; or from both ends of a sequence."""
+    """The parts of this shape that a rank may have of a tensor, cut along each shorter dim: contiguous; a part of each
+    of several fused layers; or two, from the head and the tail of a sequence (context parallelism)."""
     if whole.shape == shape:
         yield whole
         return

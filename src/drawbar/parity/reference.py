@@ -22,7 +22,7 @@ from drawbar.tracking.console import Console
 
 
 def reference_config(config: RunConfig, precision: str = "fp32") -> RunConfig:
-    """One process, and nothing computed twice."""
+    """The configuration of the reference: one process, and the defaults of ``parallel``."""
     return laid_out(config, ParallelSection(strategy="single")).model_copy(update={"precision": precision})
 
 
@@ -61,7 +61,7 @@ def with_last_step(
 
 
 def _merged(first: Tolerances, last: Tolerances) -> Tolerances:
-    """A loss is one number, which rounding may leave right by chance: both steps are one sample."""
+    """The tolerances of both steps. Of loss and gradient norm the larger: a single number may be right by chance."""
     return Tolerances(
         loss=Limits(max(first.loss.least, last.loss.least)),
         grad_norm=Limits(max(first.grad_norm.least, last.grad_norm.least)),

@@ -1,5 +1,5 @@
-"""What the processes of a comparison leave for those that come after them: a case that crashes takes its processes
-along, and the next ones go on."""
+"""Files by which a comparison goes on after a crash: a case that crashes ends its processes, and those started next
+find the reference and the results so far."""
 
 import json
 from contextlib import suppress
@@ -18,7 +18,7 @@ _CRASH = "crash.txt"
 
 
 class ResultsDir:
-    """A folder that is there for one comparison alone."""
+    """The folder of one comparison: its reference, its results, and the text of the newest crash."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -81,6 +81,6 @@ class ResultsDir:
 
 
 def _untied(tensors: dict[str, Tensor], ties: list[list[str]]) -> dict[str, Tensor]:
-    """Each tied tensor once: the format has no names for one tensor."""
+    """Each tied tensor once: a safetensors file cannot hold one tensor under two names."""
     left_out = {name for names in ties for name in names[1:]}
     return {name: tensor for name, tensor in tensors.items() if name not in left_out}

@@ -22,7 +22,7 @@ from drawbar.util.dtypes import DTYPES
 DRAWS = 8
 """Steps that are measured."""
 MARGIN = 5.0
-"""How far another step may come, as a multiple of the farthest of these."""
+"""Tolerance, as a multiple of the largest difference that was measured."""
 LARGEST = 0.9
 """Upper bound of every limit: a tensor that is missing, or counted twice, differs by 1 and must always fail."""
 
@@ -35,7 +35,7 @@ class Noise:
     seed: int
 
     def add_to(self, model: nn.Module) -> None:
-        """To the outputs of all modules, for good."""
+        """Round the outputs of all modules once more, in every forward from now on."""
         unit = torch.finfo(DTYPES[self.precision]).eps / 2
         generators: dict[torch.device, torch.Generator] = {}  # their own: the model's are to draw what they always do
 
@@ -56,7 +56,7 @@ class Noise:
 
 
 def noises(precision: str) -> Sequence[Noise]:
-    """The noise seeds to measure with; none for fp32."""
+    """The noises to measure with, one for each seed; none for fp32."""
     return [Noise(precision, seed) for seed in range(DRAWS)] if precision != "fp32" else []
 
 

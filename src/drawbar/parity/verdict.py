@@ -1,4 +1,4 @@
-"""From what was seen of a strategy that differs to the module to look at first."""
+"""Names the module to look at first, from what was seen of a strategy that differs from the reference."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from drawbar.parity.comparison import (
     gradient_differences,
     norm,
 )
-from drawbar.parity.divergence import Event, Probe, Tensors
+from drawbar.parity.divergence import ModuleDifference, Probe, Tensors
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Divergence:
 
 
 def explain(probe: Probe, comparison: Comparison, trace: Trace, reference: Reference) -> Divergence:
-    """From all that was seen to the module to look at first."""
+    """Name the module to look at first, from all that was seen."""
     for kind in ("output", "gradient"):
         event = _first(probe, kind)
         if event is not None:
@@ -62,7 +62,7 @@ def explain(probe: Probe, comparison: Comparison, trace: Trace, reference: Refer
     return Divergence("", "a step of few rows from the first weights is equal: other rows or later steps diverge")
 
 
-def _first(probe: Probe, kind: str) -> Event | None:
+def _first(probe: Probe, kind: str) -> ModuleDifference | None:
     """The first difference in the order of the reference. A shard that is not found in the full output may be cut
     in an unknown way: it counts only if the full output of its nearest enclosing module differs, too."""
     places = {module: place for place, module in enumerate(probe.order[kind])}
@@ -77,8 +77,8 @@ def _first(probe: Probe, kind: str) -> Event | None:
     return None
 
 
-def _cut(probe: Probe, event: Event) -> str:
-    """Sharded outputs just before the event: each matched some shard, maybe not the one expected next."""
+def _cut(probe: Probe, event: ModuleDifference) -> str:
+    """Text naming the sharded outputs just before: each equals some slice of the reference's, maybe a wrong one."""
     order = probe.order["output"]
     before: list[str] = []
     for module in order[: order.index(event.module)]:

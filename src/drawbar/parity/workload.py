@@ -45,7 +45,7 @@ class Workload:
     layers: int | None = None
     """Blocks to keep of the model; None for all."""
     noise: Noise | None = None
-    """What the model rounds otherwise."""
+    """Rounding to add to the outputs of the model's modules; None for none."""
     drops: bool = False
     """Whether dropout stays on."""
     tokenizer: Any = None
@@ -77,7 +77,7 @@ class Workload:
             return build_engine(task, config, world, total)
 
     def _change(self, task: Task) -> None:
-        """Let the task build its model as it is to be here."""
+        """Replace the task's build methods, so that they change the model as this workload says."""
         layers, by_config = self.layers, False
         if layers is not None and isinstance(task, PretrainedTask):
             by_config = type(task).build_model is PretrainedTask.build_model

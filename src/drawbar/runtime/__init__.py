@@ -1,1 +1,1 @@
-"""What a process knows about itself and its peers: place, device, process group, seeds, logs."""
+"""Logs, standard streams, seeds, whether the Hub answers, and tensors read from safetensors files."""

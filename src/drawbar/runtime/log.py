@@ -42,7 +42,7 @@ def start_logging(rank: int, console: logging.Handler) -> None:
 
 
 def log_to_file(text: str, level: int = logging.ERROR) -> None:
-    """For what the console cannot show, or shows by itself: it belongs into the log file alone."""
+    """Write a text to the log file alone: what the console cannot show, or shows by itself."""
     record = logger.makeRecord(logger.name, level, __file__, 0, text, (), None)
     for handler in logger.handlers:
         if isinstance(handler, (logging.FileHandler, logging.handlers.MemoryHandler)):
@@ -51,7 +51,7 @@ def log_to_file(text: str, level: int = logging.ERROR) -> None:
 
 @contextmanager
 def errors_in_log() -> Iterator[None]:
-    """What ends a run is in its log file, whoever shows it to the user."""
+    """Write the error that ends this block to the log file, whoever shows it to the user."""
     try:
         yield
     except Exception as error:

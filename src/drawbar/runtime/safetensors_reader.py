@@ -42,7 +42,7 @@ STORED_DTYPES: dict[str, torch.dtype] = {
 """What safetensors calls the types."""
 
 _PIECE = 16 * 2**20
-"""Bytes that are read at once of rows of which only a part is wanted."""
+"""Most bytes that are read at once where only some columns of the rows are wanted."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _NAMES = {1: "standard output", 2: "standard error"}
 
 
-def outlive_readers() -> None:
+def ignore_output_errors() -> None:
     """From now on, what is written to standard output or error cannot fail, whoever writes it: the user's code, too.
 
     Streams that are no longer those of the process, as in a notebook, stay as they are.

@@ -45,7 +45,7 @@ PADDING = {"labels": IGNORED_LABEL, "attention_mask": 0, "segment_ids": -1, "dec
 """What each field is padded with; ``input_ids`` get the tokenizer's pad token, anything else 0."""
 
 
-Ask = Callable[[nn.Module, Batch], list[Any]]
+PredictFunction = Callable[[nn.Module, Batch], list[Any]]
 """``predict`` or ``probabilities`` of a task: an answer of the model for each sample of a batch."""
 
 

@@ -94,11 +94,11 @@ class CausalLM(PretrainedTask):
         end, after = self.tokenizer.eos_token_id, self.special_around[1]
         return [] if end is None or end in after else [end]
 
-    def how_texts_are_read(self) -> str:
+    def describe_special_tokens(self) -> str:
         if self.config.messages_column is not None:
             return "the chat template says"
         added = "".join(f" {token} (which the task adds)" for token in self.tokenizer.convert_ids_to_tokens(self._end))
-        return f"{super().how_texts_are_read()}{added}"
+        return f"{super().describe_special_tokens()}{added}"
 
     def upgrade_tokenizer(self, tokenizer: Any) -> Any:
         return wrap_texts(tokenizer, "begin")  # the end token is added by the task, as in older runs

@@ -25,7 +25,7 @@ _GENERATION = re.compile(r"{%[-+]?\s*generation\s*[-+]?%}")
 
 
 class ChatFormat:
-    """A tokenizer's chat template as training reads it: what of a chat the assistant writes.
+    """Finds, by a tokenizer's chat template, the tokens of a chat that the assistant writes: those to be learnt.
 
     That is what stands in ``{% generation %}``, as for transformers' ``return_assistant_tokens_mask``. In a template
     without it, it is each of the assistant's messages from behind the header that asks for an answer (what

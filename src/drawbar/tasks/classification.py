@@ -55,7 +55,7 @@ def _find_labels(
     elif task.data.streaming:
         labels = _labels_of_stream(classes)
     else:
-        every = chain.from_iterable(map_each(records, _known(classes, labels_of), task.skips_bad_records))
+        every = chain.from_iterable(map_each(records, _with_class_names(classes, labels_of), task.skips_bad_records))
         labels = _labels_of_data(every, column, classes)
     config = task.pretrained_config()
     if config is not None:
@@ -73,7 +73,7 @@ def _labels_of_stream(classes: list[str] | None) -> list[Any]:
     return list(classes)
 
 
-def _known(
+def _with_class_names(
     classes: list[str] | None, labels_of: Callable[[dict[str, Any]], list[Any]]
 ) -> Callable[[dict[str, Any]], list[Any]]:
     """``labels_of`` with the names of classes, however a record writes them."""
@@ -155,7 +155,7 @@ class SequenceClassification(PretrainedTask):
         return model
 
     def wrapping_for(self, tokenizer: Any) -> Wrapping | None:
-        """Of two texts, something must say where the second begins."""
+        """As ``super()``; for pairs, the task's own where the tokenizer puts nothing between two texts."""
         wanted = super().wrapping_for(tokenizer)
         joined = self.config.text_pair_column is not None and not tokenizer.num_special_tokens_to_add(pair=True)
         return self.wrapping if wanted is None and joined else wanted

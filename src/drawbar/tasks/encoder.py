@@ -1,4 +1,4 @@
-"""A task's ``encode`` as a value that worker processes can be given, and the key of what it makes."""
+"""``TaskEncoder``: a picklable ``task.encode`` for worker processes; and the cache key of the samples it makes."""
 
 import hashlib
 import json

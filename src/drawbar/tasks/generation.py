@@ -23,7 +23,7 @@ def generation_options(section: GenerationSection, room: int | None) -> dict[str
     return {**common, "do_sample": True, **chance}
 
 
-ONLY_FOR_CHANCE = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+ONLY_FOR_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 ONLY_FOR_BEAMS = ("length_penalty", "early_stopping")
 
 
@@ -31,7 +31,7 @@ def generation_defaults(section: GenerationSection, room: int | None) -> dict[st
     """The same as fields of a model's generation config. Fields that have no effect are unset: transformers refuses to
     save them."""
     options = generation_options(section, room)
-    of_chance = () if options["do_sample"] else ONLY_FOR_CHANCE
+    of_chance = () if options["do_sample"] else ONLY_FOR_SAMPLING
     of_beams = ONLY_FOR_BEAMS if section.beams == 1 else ()
     return dict.fromkeys(("max_length", *of_chance, *of_beams)) | options
 

@@ -151,7 +151,7 @@ class PretrainedTask(Task):
         """Check the vocabulary size and the number of positions, and set the generation config."""
         fit_embeddings(model, self.tokenizer, resize=self.config.resize_embeddings)
         limit = longest_input(model)
-        for setting, length in self.longest().items():
+        for setting, length in self.required_positions().items():
             if limit is not None and length > limit:
                 raise UserError(
                     f"{setting} is {length}, but the model has {limit} positions",
@@ -192,8 +192,8 @@ class PretrainedTask(Task):
         section = getattr(self.config, "generation", None)
         return fields if section is None else fields | generation_defaults(section, longest_input(model))
 
-    def longest(self) -> dict[str, int]:
-        """The most positions that the model may be asked for, by the setting that says so."""
+    def required_positions(self) -> dict[str, int]:
+        """How many positions the model must have, by the setting that asks for them."""
         return {"data.sequence_length": self.data.sequence_length}
 
     @property
@@ -207,8 +207,8 @@ class PretrainedTask(Task):
         pad = self.tokenizer.pad_token_id
         return pad if pad is not None else self.tokenizer.eos_token_id or 0
 
-    def how_texts_are_read(self) -> str:
-        """With which special tokens around them, for people."""
+    def describe_special_tokens(self) -> str:
+        """The special tokens around a text, for the log: ``<s> … </s>``."""
         before, after = (self.tokenizer.convert_ids_to_tokens(tokens) for tokens in self.special_around)
         return " ".join([*before, "…", *after])
 
@@ -253,7 +253,7 @@ class PretrainedTask(Task):
 
 
 class TokenTask(PretrainedTask):
-    """A task whose model gives scores for the label of each token, as it stands."""
+    """A task whose model gives logits for each token's own label, without the shift of next-token prediction."""
 
     def loss(self, outputs: Any, batch: Batch) -> torch.Tensor:
         return cross_entropy_sum(outputs.logits.flatten(0, 1), batch["labels"].flatten(), IGNORED_LABEL)

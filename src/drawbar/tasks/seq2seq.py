@@ -37,7 +37,7 @@ class Seq2Seq(TokenTask):
         return tokenizer
 
     def wrapping_for(self, tokenizer: Any) -> Wrapping | None:
-        """Something must end a target, or the model never stops."""
+        """As ``super()``; else one with the end token where the tokenizer adds none, as the model would never stop."""
         wanted = super().wrapping_for(tokenizer)
         before, after = special_tokens_around(tokenizer)
         if wanted is not None or tokenizer.eos_token_id in (None, *after):
@@ -73,9 +73,9 @@ class Seq2Seq(TokenTask):
             fields["forced_bos_token_id"] = before[0] if before else None  # else the decoder starts with the language
         return fields
 
-    def longest(self) -> dict[str, int]:
+    def required_positions(self) -> dict[str, int]:
         target = self.config.target_length
-        return super().longest() | ({"task.target_length": target} if target is not None else {})
+        return super().required_positions() | ({"task.target_length": target} if target is not None else {})
 
     def texts(self, record: dict[str, Any]) -> list[str]:
         return [self._source(record), require(record, self.config.target_column, "task.target_column")]

@@ -23,7 +23,7 @@ FINISH_SECONDS = 60.0
 """How long the end of a run waits for a tracker to send what it still has."""
 
 
-class FailureLog:
+class TrackerGuard:
     """Calls a tracker; whatever it raises is a warning: once, until a call succeeds again."""
 
     def __init__(self, tracker: Tracker) -> None:
@@ -85,7 +85,7 @@ class BackgroundTracker(Tracker):
         self._name = name.rpartition(":")[2]
         self._file = f"{name.replace(':', '.')}.json"  # with its module: two of a run may have one class name
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._failures = FailureLog(tracker)
+        self._failures = TrackerGuard(tracker)
         self._started = False
         self._ended = Event()
         self._told_full = False

@@ -20,9 +20,9 @@ class TrackedRun:
     resume_step: int | None = None
     """Step of the checkpoint that the run goes on from; None where it starts from the beginning."""
     evaluated: bool = True
-    """Whether that checkpoint knows of the evaluation of its step; else that is made again."""
+    """False where the step of that checkpoint is still to be evaluated: scores written for it are written again."""
     id: str = ""
-    """In the background: the same each time the run goes on, and another where it starts from the beginning."""
+    """For background trackers: an id that a run keeps when it goes on; another if it starts from the beginning."""
 
     @property
     def name(self) -> str:

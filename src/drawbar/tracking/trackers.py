@@ -8,7 +8,7 @@ from typing import Any
 from drawbar.config.io.user_modules import cause, find_class, make_with_options
 from drawbar.config.schema.run_config import TrackingSection
 from drawbar.errors import UserError
-from drawbar.tracking.background import BackgroundTracker, FailureLog
+from drawbar.tracking.background import BackgroundTracker, TrackerGuard
 from drawbar.tracking.jsonl import JsonlTracker
 from drawbar.tracking.tracker import TRACKERS, TrackedRun, Tracker
 
@@ -21,7 +21,7 @@ class Trackers:
 
     def __init__(self, trackers: Sequence[Tracker] = ()) -> None:
         self._trackers = trackers
-        self._failures = [FailureLog(tracker) for tracker in trackers]
+        self._failures = [TrackerGuard(tracker) for tracker in trackers]
 
     def start(self, run: TrackedRun) -> None:
         """Start all of them. Raises ``UserError`` where one cannot write its files: nothing is trained yet."""

@@ -17,10 +17,10 @@ from drawbar.data.digests import DigestCache, digest_for_all, file_digest
 from drawbar.data.loader import Augment, Loader, MicroBatchSize, Rows, SampleRows, TrainLoader
 from drawbar.data.packing import PackedRows, Targets, packed_lengths
 from drawbar.data.plan import CACHED_FROM, Plan, keep_plan, plan_sources
-from drawbar.data.reading import Numbered, Reading, read_list
+from drawbar.data.reading import NumberedRecord, Reading, read_list
 from drawbar.data.reuse import explain_cache_miss, is_cached
 from drawbar.data.sampler import Grouped, InOrder, Mixed, Sampler, Shuffled
-from drawbar.data.sources import Located, Record, Records
+from drawbar.data.sources import LocatedRecord, Record, Records
 from drawbar.data.stream import StreamLoader, StreamSettings
 from drawbar.distributed.process_group import Distributed
 from drawbar.errors import ExitCode, UserError
@@ -41,7 +41,7 @@ DEFAULT_EVAL_ROWS = 32
 
 
 @dataclass(frozen=True)
-class SplitSource:
+class OpenedSplit:
     """One split of the data, before it is encoded."""
 
     name: str
@@ -74,7 +74,7 @@ class SplitSource:
             )
 
 
-def open_data(task: Task, config: RunConfig, world: Distributed) -> tuple[SplitSource, SplitSource | None]:
+def open_data(task: Task, config: RunConfig, world: Distributed) -> tuple[OpenedSplit, OpenedSplit | None]:
     """The training data, and the validation data where there are any: a missing file is found before anything else."""
     has_validation = config.data.validation is not None or config.data.validation_share is not None
     return open_split(task, "train", config, world), (
@@ -82,7 +82,7 @@ def open_data(task: Task, config: RunConfig, world: Distributed) -> tuple[SplitS
     )
 
 
-def open_split(task: Task, name: str, config: RunConfig, world: Distributed) -> SplitSource:
+def open_split(task: Task, name: str, config: RunConfig, world: Distributed) -> OpenedSplit:
     """Find one part of the data. Nothing is encoded.
 
     Raises:
@@ -91,14 +91,14 @@ def open_split(task: Task, name: str, config: RunConfig, world: Distributed) -> 
     with world.working(f"reading {name}"), name_failing_method(task):
         records = task.records(name)
         if name == "train" and config.data.streaming:
-            return SplitSource(name, _streamed(task, records))
+            return OpenedSplit(name, _streamed(task, records))
         if not isinstance(records, Sequence):
             records = list(records)
     digests, identity = DigestCache(config.cache_dir), records.identity() if isinstance(records, Records) else None
-    return SplitSource(name, records, _cache_inputs(task, records, name, digests, world), digests, identity)
+    return OpenedSplit(name, records, _cache_inputs(task, records, name, digests, world), digests, identity)
 
 
-def first_samples(opened: SplitSource, task: Task, config: RunConfig, world: Distributed, console: Console) -> Split:
+def first_samples(opened: OpenedSplit, task: Task, config: RunConfig, world: Distributed, console: Console) -> Split:
     """The first samples of a split, to try a task on before the whole split is encoded; if all are already in
     the cache, the cached ones.
 
@@ -120,7 +120,7 @@ def first_samples(opened: SplitSource, task: Task, config: RunConfig, world: Dis
 
 
 def load_data(
-    task: Task, opened: tuple[SplitSource, SplitSource | None], config: RunConfig, world: Distributed, console: Console
+    task: Task, opened: tuple[OpenedSplit, OpenedSplit | None], config: RunConfig, world: Distributed, console: Console
 ) -> tuple[Loader[Batch], Split | None]:
     """The training batches of this rank, and the validation data, where there are any."""
     train, validation = opened
@@ -134,11 +134,11 @@ def load_data(
 
 
 def load_split(task: Task, name: str, config: RunConfig, world: Distributed, console: Console) -> Split:
-    """Read and encode one part of the data, or take it from the cache. Raises: as its two inputs."""
+    """``open_split`` and ``encode_split`` of one part of the data. Raises what these raise."""
     return encode_split(task, open_split(task, name, config, world), config, world, console)
 
 
-def encode_split(task: Task, opened: SplitSource, config: RunConfig, world: Distributed, console: Console) -> Split:
+def encode_split(task: Task, opened: OpenedSplit, config: RunConfig, world: Distributed, console: Console) -> Split:
     """Encode a part of the data, or take it from the cache.
 
     Raises:
@@ -178,7 +178,7 @@ def _cache_inputs(
     return None if of_records is None else {"the records": of_records, **inputs}
 
 
-def _encode(task: Task, opened: SplitSource, config: RunConfig, world: Distributed, console: Console) -> EncodedDataset:
+def _encode(task: Task, opened: OpenedSplit, config: RunConfig, world: Distributed, console: Console) -> EncodedDataset:
     """The samples of one part of the data."""
 
     def progress(done: int, total: int) -> None:
@@ -202,13 +202,13 @@ def _encode(task: Task, opened: SplitSource, config: RunConfig, world: Distribut
     )
 
 
-def _reading(opened: SplitSource) -> Reading:
+def _reading(opened: OpenedSplit) -> Reading:
     if isinstance(opened.records, Records):
         return opened.records.reading(opened.check_unchanged)
     return read_list(opened.records, lambda number: f"{opened.name} record {number}")
 
 
-def _read_again(found: Sequence[Numbered] | Sequence[Located]) -> Reading:
+def _read_again(found: Sequence[NumberedRecord] | Sequence[LocatedRecord]) -> Reading:
     """A pass over some records that were read already."""
     return read_list([one.record for one in found], [one.where for one in found].__getitem__)
 
@@ -258,7 +258,7 @@ def make_loader(task: Task, config: RunConfig, world: Distributed, console: Cons
 
 
 def _load_train(
-    task: Task, opened: SplitSource, config: RunConfig, world: Distributed, console: Console
+    task: Task, opened: OpenedSplit, config: RunConfig, world: Distributed, console: Console
 ) -> tuple[Loader[Batch], Split | None]:
     """The training batches, and the samples that they are made of; None for those of a stream."""
     if isinstance(opened.records, Records) and config.data.streaming:
@@ -271,8 +271,8 @@ def _load_train(
         sampler,
         global_batch=config.train.global_batch,
         micro_batch=train_micro_batch(config, world, in_tokens="input_ids" in split.samples.fields),
-        rank=world.data.rank,
-        world_size=world.data.size,
+        rank=world.dp_group.rank,
+        world_size=world.dp_group.size,
         collate=task.collate,
         augment=make_augment(task, config, train=True),
     )
@@ -337,7 +337,7 @@ def _stream_loader(task: Task, records: Records, config: RunConfig, world: Distr
     of_files = [stream.fingerprint for stream in records.streams]
     fingerprint = content_key(of_files, settings_of(task, train=True), config.data.batching)
 
-    def rows_of(located: list[Located]) -> Rows | None:
+    def rows_of(located: list[LocatedRecord]) -> Rows | None:
         try:
             samples = encode_in_memory(_read_again(located), encode, on_bad_record=config.data.on_bad_record)
         except NoSamples:
@@ -351,7 +351,7 @@ def _stream_loader(task: Task, records: Records, config: RunConfig, world: Distr
         seed=config.run.seed,
         shuffle=config.data.shuffle,
         lanes=config.data.stream_lanes,
-        records=config.data.records_per_lane,
+        records_per_lane=config.data.records_per_lane,
         global_batch=config.train.global_batch,
         fingerprint=fingerprint,
         code=code_of(task) or {},
@@ -360,7 +360,7 @@ def _stream_loader(task: Task, records: Records, config: RunConfig, world: Distr
         records.streams,
         settings,
         rows_of,
-        ranks=world.data,
+        ranks=world.dp_group,
         micro_batch=train_micro_batch(config, world, in_tokens=task.tokenizer is not None),
         collate=task.collate,
         augment=make_augment(task, config, train=True),
@@ -377,13 +377,13 @@ def train_micro_batch(config: RunConfig, world: Distributed, in_tokens: bool) ->
         return MicroBatchSize(tokens=config.train.micro_batch_tokens)
     if config.train.micro_batch == "auto" and in_tokens:
         return MicroBatchSize(rows=_rows_for_stages(config, world), tokens=MICRO_BATCH_TOKENS)
-    return MicroBatchSize(rows=resolve_micro_batch(config, world.data.size))
+    return MicroBatchSize(rows=resolve_micro_batch(config, world.dp_group.size))
 
 
 def _rows_for_stages(config: RunConfig, world: Distributed) -> int | None:
     """The most rows per micro-batch that leave a pipeline four micro-batches per stage: it idles a fifth or less."""
     stages = config.parallel.pipeline
-    return max(1, config.train.global_batch // world.data.size // (4 * stages)) if stages > 1 else None
+    return max(1, config.train.global_batch // world.dp_group.size // (4 * stages)) if stages > 1 else None
 
 
 def eval_micro_batch(config: RunConfig, in_tokens: bool) -> MicroBatchSize:

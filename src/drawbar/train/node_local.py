@@ -64,7 +64,7 @@ class _DiskState:
 
     @property
     def sort_key(self) -> tuple[int, int]:
-        """Sort key, larger is better: newest step, then size of ``metrics.jsonl``, complete on rank 0's disk."""
+        """Sort key, larger is better: newest step, then size of ``metrics.jsonl``: that of rank 0's disk has all."""
         return self.step, max((file.size for path, file in self.files.items() if path.name == _METRICS), default=0)
 
 

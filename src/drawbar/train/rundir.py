@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from drawbar.checkpoint.directory import CheckpointDirectory, Survey
 from drawbar.checkpoint.format import OtherFormat, Unusable
-from drawbar.checkpoint.load import readable_disk
+from drawbar.checkpoint.load import explain_read_errors
 from drawbar.config.io.compare import Difference, check_same
 from drawbar.config.io.load_config import dump_yaml, load_config
 from drawbar.config.schema.run_config import RUN_NAME, RunConfig, RunSection
@@ -59,7 +59,7 @@ def find_start(config: RunConfig, resume: str, fork: str | None) -> RunStart:
             or the disk cannot be read.
     """
     target = config if fork is None else renamed(config, fork)
-    with readable_disk(config.run_dir):
+    with explain_read_errors(config.run_dir):
         start = _find(config, resume) if fork is None else _find_fork(config, resume, target)
         return replace(start, eval_mode=_eval_mode(target))
 

@@ -152,7 +152,7 @@ class Saver:
         """The error, its text extended by the checkpoints to resume from: a later save may have succeeded."""
         if not isinstance(error, UserError):
             return error
-        what = f"{error.what}. {self._directory.standing()}"
+        what = f"{error.what}. {self._directory.describe_newest()}"
         return UserError(what, where=error.where, remedy=error.remedy, exit_code=error.exit_code)
 
     @property

@@ -36,7 +36,7 @@ from drawbar.util.atomic_files import sync, write_durably
 
 TASK_FILE = "task.json"
 WRAPS_TEXTS = "wraps_texts"
-"""Marker file beside a run's tokenizer: it adds the special tokens itself. In older runs, the task added them."""
+"""Marker file of a tokenizer that adds the special tokens itself; where it is missing (older runs), the task did."""
 
 
 def build_task(task_type: type[Task], config: RunConfig, world: Distributed, origin: Path) -> Task:
@@ -56,7 +56,7 @@ def build_task(task_type: type[Task], config: RunConfig, world: Distributed, ori
         task.tokenizer = world.from_rank0(build, "building the tokenizer")
         task.dataset_metadata = world.from_rank0(find, "finding the metadata of the data")
     if world.is_rank0 and not tokenizer.is_dir() and isinstance(task, PretrainedTask):
-        logger.info("a text is read as: %s", task.how_texts_are_read())
+        logger.info("a text is read as: %s", task.describe_special_tokens())
     try:
         task.dataset_metadata = json.loads(json.dumps(task.dataset_metadata))  # as a resumed run will read them
     except (TypeError, ValueError) as error:
@@ -166,15 +166,15 @@ def check_predicts(task: Task, probabilities: bool) -> None:
         )
 
 
-def open_checkpoint(task: Task, config: RunConfig, which: str | None, world: Distributed) -> tuple[Engine, int]:
+def open_checkpoint(task: Task, config: RunConfig, checkpoint: str | None, world: Distributed) -> tuple[Engine, int]:
     """An engine with the weights of a checkpoint, and its step.
 
     Args:
-        which: ``best``, ``latest``, a step or a path; None for the best, or the latest where no evaluation chose one.
+        checkpoint: ``best``, ``latest``, a step or a path; None for the best, else (without an evaluation) the latest.
     """
     checkpoints = CheckpointDirectory(config.run_dir / "checkpoints")
     path = world.from_rank0(
-        lambda: (checkpoints.best() if which is None else None) or checkpoints.resolve(which or "latest"),
+        lambda: (checkpoints.best() if checkpoint is None else None) or checkpoints.resolve(checkpoint or "latest"),
         "looking for the checkpoint",
     )
     snapshot = read_together(path, world)
@@ -185,7 +185,7 @@ def open_checkpoint(task: Task, config: RunConfig, which: str | None, world: Dis
     try:
         check_base(snapshot, engine)
     except UserError as error:
-        logger.warning("%s: what comes of it is not what the run gave", error.what)
+        logger.warning("%s: its scores and predictions will differ from those of the run", error.what)
     with world.barrier_after(f"loading {path}"):
         engine.load_model(snapshot.model)
     logger.info("checkpoint: %s", path)

@@ -17,7 +17,7 @@ from drawbar.config.rules.rule_table import RULES, TRAIN_RULES, check_rules, che
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.data.loader import Loader
 from drawbar.distributed.process_group import Distributed
-from drawbar.distributed.rank_info import RankInfo, choose_device, is_placed
+from drawbar.distributed.rank_info import RankInfo, choose_device, has_rank
 from drawbar.engines.build import build_engine
 from drawbar.engines.engine import Engine
 from drawbar.errors import ExitCode
@@ -26,7 +26,7 @@ from drawbar.launch.node.allreduce_check import check_links
 from drawbar.parallel.precision import choose_formats
 from drawbar.runtime.log import errors_in_log, logger, open_log_file, start_logging
 from drawbar.runtime.seed import rng_state, seed_everything, set_rng_state, use_deterministic_kernels
-from drawbar.runtime.streams import outlive_readers
+from drawbar.runtime.streams import ignore_output_errors
 from drawbar.tasks.overrides import check_signatures, name_failing_method
 from drawbar.tasks.task import Task
 from drawbar.tasks.task_registry import task_class
@@ -34,7 +34,7 @@ from drawbar.tracking.console import Console, make_console
 from drawbar.tracking.meters import Throughput
 from drawbar.tracking.tracker import TrackedRun
 from drawbar.tracking.trackers import Trackers, make_trackers
-from drawbar.train.batches import SplitSource, eval_micro_batch, first_samples, load_data, make_augment, open_data
+from drawbar.train.batches import OpenedSplit, eval_micro_batch, first_samples, load_data, make_augment, open_data
 from drawbar.train.best import check_mode, settle_mode
 from drawbar.train.callback import (
     Callback,
@@ -115,7 +115,7 @@ class Trainer:
         check_world(self.config, rank_info.world_size)
         device = choose_device(self.config.device, rank_info)
         dims = ParallelDims.of(self.config.parallel, rank_info.world_size)
-        outlive_readers()
+        ignore_output_errors()
         console = make_console(rank_info.is_rank0)
         start_logging(rank_info.rank, console.logging_handler())
         self._warn_of_one_process(device)
@@ -139,7 +139,7 @@ class Trainer:
         if wanted == "auto":
             one = device.type != "cuda" or self.config.parallel.features.one_process
             wanted = 1 if one else torch.cuda.device_count()
-        if wanted > 1 and not is_placed():
+        if wanted > 1 and not has_rank():
             logger.warning(
                 "training on this one process: a Trainer starts no others, though launch.nproc asks for %d; "
                 "`drawbar train` does, or start this script with `torchrun --nproc_per_node=%d`",
@@ -192,7 +192,7 @@ class Trainer:
         self,
         task: Task,
         engine: Engine,
-        opened: tuple[SplitSource, SplitSource | None],
+        opened: tuple[OpenedSplit, OpenedSplit | None],
         config: RunConfig,
         world: Distributed,
         console: Console,

@@ -1,5 +1,5 @@
-"""Files that are complete or absent, some also after a power cut; whether one has changed; disks that are asked once
-more."""
+"""Atomic writes, some durable after a power cut; file metadata that shows a change; reads that are tried again after
+errors of network file systems."""
 
 import errno
 import os
@@ -19,7 +19,7 @@ _PAUSES = (0.5, 2.0)
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file under another name, and rename it, before it need be on the disk. Several processes, and nodes,
+    """Write a file under another name and rename it, without an fsync in between. Several processes, and nodes,
     may do so at the same time.
 
     Raises:

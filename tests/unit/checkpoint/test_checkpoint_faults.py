@@ -149,10 +149,10 @@ def test_rotation_never_deletes_what_is_protected(directory):
 
 
 def test_standing(directory, fail):
-    assert "step-00000003, is intact" in directory.standing()
+    assert "step-00000003, is intact" in directory.describe_newest()
     fail(directory.path, errno.EIO)
-    assert "untouched, but cannot read" in directory.standing()
-    assert "no complete checkpoint yet" in CheckpointDirectory(directory.path / "none").standing()
+    assert "untouched, but cannot read" in directory.describe_newest()
+    assert "no complete checkpoint yet" in CheckpointDirectory(directory.path / "none").describe_newest()
 
 
 def test_an_unreadable_best_file_is_an_error(directory, fail):

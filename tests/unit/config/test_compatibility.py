@@ -7,7 +7,7 @@ import pytest
 
 from drawbar.config.deepspeed.deepspeed_rules import DEEPSPEED
 from drawbar.config.rules.compatibility import (
-    FEATURES,
+    CONFIG_OPTIONS,
     LAYOUTS,
     are_alternatives,
     broken_rules,
@@ -33,7 +33,7 @@ def test_the_page_is_current() -> None:
 
 
 def test_each_feature_works_alone() -> None:
-    for feature in FEATURES:
+    for feature in CONFIG_OPTIONS:
         assert broken_rules(feature.settings) == [], feature.label
 
 

@@ -44,7 +44,7 @@ BREAKING = {
     "context of other tasks": [[f"task={{type: {task}, model: m}}", "parallel.context=2"] for task in OTHER_TASKS],
     "context with packed rows": [["parallel.context=2", "data.batching=packed"]],
     "context with pipeline": [["parallel.context=2", "parallel.pipeline=2"]],
-    "sequence in stages that are computed again": [
+    "sequence and activation checkpointing in a pipeline": [
         [
             *("parallel.tensor=2", "parallel.sequence=true", "parallel.pipeline=2"),
             "parallel.activation_checkpointing=full",
@@ -86,7 +86,7 @@ BREAKING = {
     "settings of sharding": [["deepspeed.overlap_comm=false", "parallel.zero_stage=0"]],
     "pin_memory": [["deepspeed={preset: zero3, pin_memory: true}"]],
     "offload of stage 0": [["parallel.strategy=deepspeed", "parallel.zero_stage=0", "parallel.offload=true"]],
-    "disk before stage 3": [["deepspeed={preset: zero2, offload_optimizer: /disk}"]],
+    "offload to disk below stage 3": [["deepspeed={preset: zero2, offload_optimizer: /disk}"]],
     "zero stage of a pipeline": [
         ["parallel.strategy=deepspeed", "parallel.pipeline=2", "parallel.zero_stage=2"],
         ["deepspeed.preset=zero3", "parallel.pipeline=2"],

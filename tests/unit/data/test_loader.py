@@ -11,7 +11,7 @@ from drawbar.data.dataset import EncodedDataset, encode_records
 from drawbar.data.loader import EvalLoader, MicroBatchSize, SampleRows, TrainLoader
 from drawbar.data.order import order
 from drawbar.data.packing import PackedRows
-from drawbar.data.plan import plan_packs
+from drawbar.data.plan import plan_rows
 from drawbar.data.sampler import Grouped, InOrder, Sampler, Shuffled
 from drawbar.errors import UserError
 
@@ -233,7 +233,7 @@ def test_evaluation_sees_every_row_once_in_the_same_batches(
 @given(lengths=LENGTHS, global_batch=COUNTS, world_size=WORLDS)
 def test_packed_rows_give_every_sample_once_an_epoch(lengths: list[int], global_batch: int, world_size: int) -> None:
     samples = dataset(lengths)
-    rows = PackedRows(samples, plan_packs(samples.lengths, 32, seed=1), "next_token")
+    rows = PackedRows(samples, plan_rows(samples.lengths, 32, seed=1), "next_token")
     sampler = Shuffled(len(rows), seed=1)
     ranks = [
         TrainLoader(

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from drawbar.data.dataset import EncodedDataset, encode_records
 from drawbar.data.packing import PackedRows, RowLayout, Targets, packed_lengths, split_tokens
-from drawbar.data.plan import plan_packs
+from drawbar.data.plan import plan_rows
 from drawbar.errors import UserError
 from drawbar.tasks.batch import pad_and_stack
 from plans import plan_of
@@ -112,7 +112,7 @@ def test_neither_side_of_a_decoders_row_is_too_long(sizes: list[tuple[int, int]]
             for tokens, targets in sizes
         ]
     )
-    rows = PackedRows(samples, plan_packs(packed_lengths(samples, "decoder"), 12, seed), "decoder")
+    rows = PackedRows(samples, plan_rows(packed_lengths(samples, "decoder"), 12, seed), "decoder")
     for index in range(len(rows)):
         row = rows.row(index, lambda sample: sample)
         assert max(len(row["input_ids"]), len(row["labels"])) <= 12
@@ -152,7 +152,7 @@ def test_positions_of_the_task_are_kept() -> None:
 @given(documents=st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=20), min_size=1, max_size=30), seed=SEEDS)
 def test_packing_keeps_every_token_and_every_target(documents: list[list[int]], seed: int) -> None:
     base = dataset([{"input_ids": tokens, "labels": tokens} for tokens in documents])
-    packed = PackedRows(base, plan_packs(base.lengths, 24, seed), "next_token")
+    packed = PackedRows(base, plan_rows(base.lengths, 24, seed), "next_token")
     found: dict[int, list[int]] = {}
     targets = 0
     for index in range(len(packed)):

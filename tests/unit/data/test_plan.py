@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from drawbar.data import plan as planning
 from drawbar.data.order import order
-from drawbar.data.plan import Plan, keep_plan, plan_packs, plan_sources
+from drawbar.data.plan import Plan, keep_plan, plan_rows, plan_sources
 from drawbar.errors import UserError
 from plans import rows_of
 
@@ -49,7 +49,7 @@ def test_a_plan_is_what_placing_one_sample_after_another_gives(
     """The fingerprints of older runs' data depend on it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planning, "BLOCK_VALUES", block)
-        plan = plan_packs(lengths, capacity, seed)
+        plan = plan_rows(lengths, capacity, seed)
         rows = rows_of(plan)
         assert rows == one_by_one(lengths, capacity, seed)
         assert plan.row_lengths(lengths).tolist() == [int(lengths[row].sum()) for row in rows]
@@ -57,7 +57,7 @@ def test_a_plan_is_what_placing_one_sample_after_another_gives(
 
 @given(lengths=LENGTHS, capacity=st.integers(50, 120), seed=SEEDS)
 def test_a_plan_holds_every_sample_once_and_no_row_too_long(lengths: np.ndarray, capacity: int, seed: int) -> None:
-    rows = rows_of(plan_packs(lengths, capacity, seed))
+    rows = rows_of(plan_rows(lengths, capacity, seed))
     assert sorted(sample for row in rows for sample in row) == list(range(len(lengths)))
     assert all(0 < lengths[row].sum() <= capacity for row in rows)
     assert rows == sorted(sorted(row) for row in rows)
@@ -66,7 +66,7 @@ def test_a_plan_holds_every_sample_once_and_no_row_too_long(lengths: np.ndarray,
 @given(lengths=LENGTHS, capacity=st.integers(50, 120), seed=SEEDS)
 def test_a_plan_is_tight(lengths: np.ndarray, capacity: int, seed: int) -> None:
     """Any two rows hold more than one row could, or best-fit would have joined them; and Johnson's bound holds."""
-    loads = sorted(plan_packs(lengths, capacity, seed).row_lengths(lengths).tolist())
+    loads = sorted(plan_rows(lengths, capacity, seed).row_lengths(lengths).tolist())
     assert len(loads) < 2 or loads[0] + loads[1] > capacity
     fewest = -(-int(lengths.sum()) // capacity)
     assert len(loads) <= 2 * fewest
@@ -74,25 +74,25 @@ def test_a_plan_is_tight(lengths: np.ndarray, capacity: int, seed: int) -> None:
 
 def test_a_plan_depends_on_lengths_and_seed_alone() -> None:
     lengths = np.tile([30, 20, 10, 5], 50)
-    assert rows_of(plan_packs(lengths, 64, 1)) == rows_of(plan_packs(lengths.copy(), 64, 1))
-    assert rows_of(plan_packs(lengths, 64, 1)) != rows_of(plan_packs(lengths, 64, 2))
+    assert rows_of(plan_rows(lengths, 64, 1)) == rows_of(plan_rows(lengths.copy(), 64, 1))
+    assert rows_of(plan_rows(lengths, 64, 1)) != rows_of(plan_rows(lengths, 64, 2))
 
 
 def test_many_samples() -> None:
     lengths = np.random.default_rng(0).integers(1, 2048, size=100_000)
-    plan = plan_packs(lengths, 2048, 0)
+    plan = plan_rows(lengths, 2048, 0)
     assert lengths.sum() / (len(plan) * 2048) > 0.99
 
 
 def test_a_sample_longer_than_a_row() -> None:
     with pytest.raises(UserError, match="sample 1 is 9 tokens long; a packed row holds 8"):
-        plan_packs(np.array([3, 9]), 8, 0)
+        plan_rows(np.array([3, 9]), 8, 0)
 
 
 def test_no_row_holds_samples_of_two_sources() -> None:
     lengths = np.array([3, 4, 5, 3, 4, 5, 2])
     plan, rows = plan_sources(lengths, [3, 4], 8, 0)
-    first, second = (plan_packs(part, 8, 0) for part in (lengths[:3], lengths[3:]))
+    first, second = (plan_rows(part, 8, 0) for part in (lengths[:3], lengths[3:]))
     assert rows_of(plan) == rows_of(first) + [[3 + sample for sample in row] for row in rows_of(second)]
     assert rows == [len(first), len(second)]
 
@@ -106,7 +106,7 @@ def test_a_plan_that_is_kept_is_not_made_again(tmp_path: Path, monkeypatch: pyte
     made, rows = plan_sources(lengths, [400, 600], 64, 1)
     assert rows_of(kept(lengths, tmp_path)[0]) == rows_of(made)
     with monkeypatch.context() as patch:
-        patch.setattr(planning, "plan_packs", lambda *_: pytest.fail("planned again"))
+        patch.setattr(planning, "plan_rows", lambda *_: pytest.fail("planned again"))
         plan, again = kept(lengths, tmp_path)
     assert (rows_of(plan), again, plan.digest("x")) == (rows_of(made), rows, made.digest("x"))
     lengths[0] = 65 - lengths[0]

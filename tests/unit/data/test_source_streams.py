@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from drawbar.config.schema.data_section import DataSection, LimitSection, SourceSection
 from drawbar.data.source_stream import END_BYTES
-from drawbar.data.sources import Located, SourceStream, open_records
+from drawbar.data.sources import LocatedRecord, SourceStream, open_records
 from drawbar.errors import UserError
 from drawbar.runtime.log import logger
 
@@ -156,7 +156,7 @@ def test_limit_counts_bad_records_and_those_of_its_split_alone(tmp_path: Path) -
 
 def test_rename_in_a_stream(tmp_path: Path) -> None:
     (stream,) = streams_of(write_lines(tmp_path / "a.jsonl", [GOOD]), rename={"label": "n"})
-    assert list(stream.read()) == [Located(0, {"label": 0}, f"{tmp_path}/a.jsonl:1")]
+    assert list(stream.read()) == [LocatedRecord(0, {"label": 0}, f"{tmp_path}/a.jsonl:1")]
 
 
 def test_parallel_lines_in_lanes(tmp_path: Path) -> None:

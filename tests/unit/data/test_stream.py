@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from drawbar.data.dataset import Sample, encode_records
 from drawbar.data.loader import MicroBatchSize, Rows, SampleRows
 from drawbar.data.packing import PackedRows
-from drawbar.data.plan import plan_packs
-from drawbar.data.sources import Located
+from drawbar.data.plan import plan_rows
+from drawbar.data.sources import LocatedRecord
 from drawbar.data.stream import StreamLoader, StreamSettings
 from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
@@ -39,10 +39,10 @@ class Numbers:
     given: int = 0
     """Records that were read from it."""
 
-    def read(self, lane: int, lanes: int, first: int) -> Iterator[Located]:
+    def read(self, lane: int, lanes: int, first: int) -> Iterator[LocatedRecord]:
         for number in range(lane + first * lanes, self.records, lanes):
             self.given += 1
-            yield Located(number // lanes, {"number": self.first + number}, f"record {number}")
+            yield LocatedRecord(number // lanes, {"number": self.first + number}, f"record {number}")
         self.size = self.records
 
 
@@ -60,12 +60,12 @@ def one_sample_of(record: dict[str, Any]) -> list[Sample]:
 Encode = Callable[[dict[str, Any]], list[Sample] | None]
 
 
-def rows_of(located: list[Located], encode: Encode, packed: bool) -> Rows | None:
+def rows_of(located: list[LocatedRecord], encode: Encode, packed: bool) -> Rows | None:
     records = [one.record for one in located if encode(one.record)]
     if not records:
         return None
     samples = encode_records(records, encode, describe=str)
-    return PackedRows(samples, plan_packs(samples.lengths, 12, 0), "sample") if packed else SampleRows(samples)
+    return PackedRows(samples, plan_rows(samples.lengths, 12, 0), "sample") if packed else SampleRows(samples)
 
 
 def collate(rows: list[Sample]) -> Batch:
@@ -109,13 +109,13 @@ class Case:
                 seed=3,
                 shuffle=self.shuffle,
                 lanes=self.lanes,
-                records=self.records,
+                records_per_lane=self.records,
                 global_batch=self.global_batch,
                 fingerprint="fingerprint",
                 code=self.code,
             ),
             lambda located: rows_of(located, encode, self.packed),
-            ranks=world.data,
+            ranks=world.dp_group,
             micro_batch=self.micro_batch,
             collate=collate,
         )
@@ -409,7 +409,7 @@ def test_a_fork_with_other_lanes_goes_on_where_a_block_began(
 
 def test_an_error_of_the_stream_is_raised_in_the_step() -> None:
     class Broken(Numbers):
-        def read(self, lane: int, lanes: int, first: int) -> Iterator[Located]:
+        def read(self, lane: int, lanes: int, first: int) -> Iterator[LocatedRecord]:
             for located in super().read(lane, lanes, first):
                 if located.record["number"] == 30:
                     raise UserError("not JSON", where="train.jsonl:31", remedy="mend it")

@@ -68,7 +68,7 @@ def test_a_tensor_plan_names_modules_of_the_model(family: str, fields: dict[str,
     missing = {name for name in unmatched(plan.tensor, model) if not name.endswith(optional)}
     assert missing == set()
     assert unmatched(plan.fused, model) == set()
-    assert unmatched(plan.local, model) == set()
+    assert unmatched(plan.divided_attributes, model) == set()
     names = dict(model.named_modules(remove_duplicate=False))
     assert plan.tensor[next(name for name, m in names.items() if m is model.get_output_embeddings())] == "vocabulary"
     assert plan.tensor[next(name for name, m in names.items() if m is model.get_input_embeddings())] == "embedding"
@@ -140,7 +140,7 @@ def test_what_cannot_be_cut_says_why(make: Any, tensor: str, pipeline: str) -> N
     assert plan.pipeline is None
     if tensor:
         assert re.match(tensor, plan.tensor_refusal)
-    assert re.match(pipeline, plan.refusal)
+    assert re.match(pipeline, plan.pipeline_refusal)
 
 
 def test_sequences_are_cut_between_the_blocks_of_decoders_alone() -> None:

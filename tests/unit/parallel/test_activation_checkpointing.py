@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
 from drawbar.config.parallel_dims import ParallelDims
-from drawbar.config.schema.run_config import EveryBlock, LoraSection, ParallelSection
+from drawbar.config.schema.run_config import EveryKthBlock, LoraSection, ParallelSection
 from drawbar.distributed.device_mesh import build_mesh
 from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
@@ -39,7 +39,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Dropout is on: the backward pass must drop what the forward pass dropped."""
 HEADS = {"t5": AutoModelForSeq2SeqLM, "bart": AutoModelForSeq2SeqLM, "bert": AutoModelForMaskedLM}
-KINDS = ["full", "selective", EveryBlock(every=2)]
+KINDS = ["full", "selective", EveryKthBlock(every=2)]
 
 
 def build(family: str, change: Callable[[nn.Module], Any] | None = None) -> nn.Module:
@@ -114,7 +114,7 @@ def test_bf16_gradients_stay_the_same() -> None:
 def test_less_is_kept(family: str) -> None:
     none, full, second = (
         kept_bytes(build(family, lambda m, k=kind: checkpoint_activations(m, k)))
-        for kind in ("none", "full", EveryBlock(every=2))
+        for kind in ("none", "full", EveryKthBlock(every=2))
     )
     assert full < 0.5 * none
     assert full < second < none
@@ -143,7 +143,7 @@ def test_selective_multiplies_no_matrices_again() -> None:
 
 
 def test_every_third_block() -> None:
-    model = build("llama", lambda model: checkpoint_activations(model, EveryBlock(every=3)))
+    model = build("llama", lambda model: checkpoint_activations(model, EveryKthBlock(every=3)))
     kinds = [type(block) for _, block in repeated_blocks(model)]
     assert kinds[1] is kinds[2] is not kinds[0]
 
@@ -209,7 +209,7 @@ def test_blocks_of_any_model() -> None:
     assert [name for name, _ in repeated_blocks(model)] == ["blocks.0", "blocks.1", "blocks.2"]
     inputs = torch.ones(2, 4)
     wanted = torch.autograd.grad(model(inputs).sum(), list(model.parameters()))
-    checkpoint_activations(model, EveryBlock(every=2))
+    checkpoint_activations(model, EveryKthBlock(every=2))
     assert [name for name, _ in repeated_blocks(model)] == ["blocks.0", "blocks.1", "blocks.2"]
     found = torch.autograd.grad(model(inputs).sum(), list(model.parameters()))
     assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))

@@ -14,7 +14,7 @@ def test_weights_that_do_not_fit_are_refused_by_name() -> None:
     check_weights(here, dict(here))
     for tensors, problem in (
         ({"a.weight": torch.ones(2, 3)}, "b.weight is missing"),
-        ({**here, "c.weight": torch.ones(1)}, "c.weight is not trained here"),
+        ({**here, "c.weight": torch.ones(1)}, "c.weight is not one of this model's saved tensors"),
         ({**here, "b.weight": torch.ones(5)}, r"b.weight is \[5\], and should be \[4\]"),
     ):
         with pytest.raises(UserError, match=problem):
@@ -35,6 +35,6 @@ def test_materialized_parameters_are_still_tied_and_buffers_keep_their_values() 
 def test_buffers_go_where_the_forward_is_also_when_parameters_are_offloaded() -> None:
     with parameters_on_meta():
         model = nn.BatchNorm1d(3)
-    materialize(model, torch.device("cpu"), buffers=torch.device("meta"))
+    materialize(model, torch.device("cpu"), buffer_device=torch.device("meta"))
     assert [parameter.device.type for parameter in model.parameters()] == ["cpu", "cpu"]
     assert {buffer.device.type for buffer in model.buffers()} == {"meta"}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from drawbar.config.schema.run_config import EveryBlock, LaunchSection, ParallelSection, RunConfig, TrainSection
+from drawbar.config.schema.run_config import EveryKthBlock, LaunchSection, ParallelSection, RunConfig, TrainSection
 from drawbar.errors import UserError
 from drawbar.parity.cases import default_cases, parse_cases
 
@@ -23,7 +23,7 @@ def test_a_case_is_a_strategy_and_settings() -> None:
         "fsdp reshard=false": ParallelSection(strategy="fsdp", reshard=False),
         "tensor=2 pipeline=2 cuts=[1, 1]": ParallelSection(strategy="ddp", tensor=2, pipeline=2, cuts=[1, 1]),
         "single activation_checkpointing={every: 2}": ParallelSection(
-            strategy="single", activation_checkpointing=EveryBlock(every=2)
+            strategy="single", activation_checkpointing=EveryKthBlock(every=2)
         ),
     }
 

@@ -12,7 +12,7 @@ import pytest
 
 from conftest import make_project
 from drawbar.runtime.log import open_log_file, start_logging
-from drawbar.runtime.streams import outlive_readers
+from drawbar.runtime.streams import ignore_output_errors
 from forked import DRAWBAR, fork_ranks, run_python
 from harness import run_ranks
 
@@ -47,11 +47,11 @@ def write_to_nobody(closed: tuple[int, ...], unbuffered: bool, folder: str, othe
         for name, descriptor in (("stdout", 1), ("stderr", 2)):
             raw = open(descriptor, "wb", buffering=0, closefd=False)  # noqa: SIM115
             setattr(sys, name, io.TextIOWrapper(raw, write_through=True))
-    outlive_readers()
+    ignore_output_errors()
     start_logging(0, logging.StreamHandler())
     open_log_file(Path(folder), 0)
     guarded = sys.stdout, sys.stderr
-    outlive_readers()
+    ignore_output_errors()
     assert (sys.stdout, sys.stderr) == guarded
     for _ in range(3):
         print("x" * 100_000, flush=True)
@@ -61,7 +61,7 @@ def write_to_nobody(closed: tuple[int, ...], unbuffered: bool, folder: str, othe
 
 def test_a_stream_that_is_not_that_of_the_process_stays() -> None:
     with redirect_stdout(io.StringIO()) as notebook:
-        outlive_readers()
+        ignore_output_errors()
         assert sys.stdout is notebook
 
 

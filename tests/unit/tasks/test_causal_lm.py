@@ -14,7 +14,7 @@ from drawbar.config.schema.task_sections import CausalLMConfig, TokenizerTrainin
 from drawbar.data.dataset import EncodedDataset, encode_records
 from drawbar.data.loader import Rows, SampleRows
 from drawbar.data.packing import PackedRows
-from drawbar.data.plan import plan_packs
+from drawbar.data.plan import plan_rows
 from drawbar.data.tokenizer import train_byte_bpe, wrap_texts
 from drawbar.errors import UserError
 from drawbar.tasks.batch import Batch
@@ -63,7 +63,7 @@ def test_the_weight_is_the_number_of_targets(texts: list[str], sequence_length: 
     samples = encoded(task, texts)
     rows: Rows = SampleRows(samples)
     if packed:
-        rows = PackedRows(samples, plan_packs(samples.lengths, sequence_length, seed=0), "next_token")
+        rows = PackedRows(samples, plan_rows(samples.lengths, sequence_length, seed=0), "next_token")
     batch = task.collate([rows.row(number, lambda sample: sample) for number in range(len(rows))])
     assert task.num_targets(batch) == len(targets_of(batch)) == sum(len(tokens_of(text)) - 1 for text in texts)
     assert sorted(batch.ids) == list(range(len(samples)))

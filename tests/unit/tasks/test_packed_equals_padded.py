@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from drawbar.data.dataset import encode_records
 from drawbar.data.packing import PackedRows
-from drawbar.data.plan import plan_packs
+from drawbar.data.plan import plan_rows
 from drawbar.models.packed import allow_packing
 from drawbar.tasks.batch import Batch
 from plans import plan_of
@@ -45,7 +45,7 @@ def test_loss_and_gradients_are_those_of_padded_rows(family: str, tied: bool) ->
         for length, context in [(30, 0), (2, 0), (17, 5), (9, 9), (1, 0), (25, 0), (3, 1), (40, 39)]
     ]
     samples = encode_records(records, lambda record: task.encode(record, True), describe=str)
-    plan = plan_packs(samples.lengths, LENGTH, seed=0)
+    plan = plan_rows(samples.lengths, LENGTH, seed=0)
     packed = PackedRows(samples, plan, "next_token")
     assert 1 < len(packed) < len(samples) - 2
     padded_batch = task.collate([samples[number] for number in range(len(samples))])

@@ -13,7 +13,7 @@ from drawbar.config.schema.task_sections import BUILT_IN_TASKS, TaskConfig
 from drawbar.data.dataset import EncodedDataset, encode_records
 from drawbar.data.loader import Augment
 from drawbar.data.packing import PackedRows
-from drawbar.data.plan import Plan, plan_packs
+from drawbar.data.plan import Plan, plan_rows
 from drawbar.data.tokenizer import train_byte_bpe
 from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
@@ -114,7 +114,7 @@ def test_loss_and_gradients_are_those_of_padded_rows(name: str, family: str, opt
     samples = encoded(task, records())
     augment = make_augment(task, task.run_config, train=True)
     lengths = np.maximum(samples.lengths, samples.field_lengths("labels") if name == "seq2seq" else 0)
-    plan = plan_packs(lengths, LENGTH, seed=0)
+    plan = plan_rows(lengths, LENGTH, seed=0)
     assert 2 <= len(plan) < len(samples) - 3
     one = task.collate([augment(samples[number], 0) for number in range(len(samples))])
     other = packed(task, samples, plan, augment)
@@ -198,7 +198,7 @@ def test_a_task_of_ones_own_packs_too() -> None:
     task = Sure(config_of())
     task.tokenizer = TOKENIZER
     samples = encoded(task, records())
-    plan = plan_packs(samples.lengths, LENGTH, seed=0)
+    plan = plan_rows(samples.lengths, LENGTH, seed=0)
     model = model_of(task)
     one = task.collate([samples[number] for number in range(len(samples))])
     loss, gradients = loss_and_gradients(task, model, one)

@@ -10,9 +10,9 @@ from drawbar.config.schema.task_sections import TaskConfig
 from drawbar.data.dataset import Sample, encode_records
 from drawbar.data.loader import Augment, EvalLoader, Loader, MicroBatchSize, Rows, SampleRows, TrainLoader
 from drawbar.data.packing import PackedRows
-from drawbar.data.plan import plan_packs
+from drawbar.data.plan import plan_rows
 from drawbar.data.sampler import Shuffled
-from drawbar.data.sources import Located
+from drawbar.data.sources import LocatedRecord
 from drawbar.data.stream import StreamLoader, StreamSettings
 from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
@@ -42,7 +42,7 @@ def augment_of(seed: int, train: bool) -> Augment:
 def rows_of(numbers: range | list[int], packed: bool) -> Rows:
     records = [{"input_ids": [1] * (1 + number % 5), "number": number, "noise": 0} for number in numbers]
     samples = encode_records(records, lambda record: record, describe=str)
-    return PackedRows(samples, plan_packs(samples.lengths, 6, 0), "sample") if packed else SampleRows(samples)
+    return PackedRows(samples, plan_rows(samples.lengths, 6, 0), "sample") if packed else SampleRows(samples)
 
 
 def collate(rows: list[Sample]) -> Draws:
@@ -58,21 +58,27 @@ class Source:
 
     weight = None
 
-    def read(self, lane: int, lanes: int, first: int) -> Iterator[Located]:
+    def read(self, lane: int, lanes: int, first: int) -> Iterator[LocatedRecord]:
         for number in range(lane + first * lanes, RECORDS, lanes):
-            yield Located(number // lanes, {"number": number}, str(number))
+            yield LocatedRecord(number // lanes, {"number": number}, str(number))
 
 
 def loader_of(layout: str, seed: int, world: Distributed) -> Loader[Draws]:
     packed, micro_batch, augment = "packed" in layout, MicroBatchSize(rows=2), augment_of(seed, train=True)
     if "streaming" in layout:
-        settings = StreamSettings(seed=0, shuffle=True, lanes=2, records=4, global_batch=5, fingerprint="")
+        settings = StreamSettings(seed=0, shuffle=True, lanes=2, records_per_lane=4, global_batch=5, fingerprint="")
 
-        def encode(located: list[Located]) -> Rows:
+        def encode(located: list[LocatedRecord]) -> Rows:
             return rows_of([one.record["number"] for one in located], packed)
 
         return StreamLoader(
-            [Source()], settings, encode, ranks=world.data, micro_batch=micro_batch, collate=collate, augment=augment
+            [Source()],
+            settings,
+            encode,
+            ranks=world.dp_group,
+            micro_batch=micro_batch,
+            collate=collate,
+            augment=augment,
         )
     rows = rows_of(range(RECORDS), packed)
     sampler = Shuffled(len(rows), seed=0)

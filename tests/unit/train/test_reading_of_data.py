@@ -94,7 +94,7 @@ def test_a_warm_start_opens_no_file_of_the_data(
     monkeypatch.setattr(train_data, "CACHED_FROM", 1, raising=False)  # samples: as if these were many
     task, config, split = load(sources, tmp_path, batching)
     rows_and_order(task, split, config)
-    monkeypatch.setattr(plan, "plan_packs", lambda *_: pytest.fail("planned again"))
+    monkeypatch.setattr(plan, "plan_rows", lambda *_: pytest.fail("planned again"))
     opened = []
     open_path = Path.open
     monkeypatch.setattr(Path, "open", lambda path, *rest, **more: opened.append(path) or open_path(path, *rest, **more))

@@ -19,7 +19,7 @@ PARAMS, WARMUP = "optimizer.params", "scheduler.params"
 
 @dataclass
 class FileCheck:
-    """A file beside a configuration."""
+    """Compares a DeepSpeed JSON with the run's configuration; contradictions go to ``file.problems``."""
 
     file: DeepSpeedFile
     loaded: LoadedConfig
@@ -83,7 +83,7 @@ def compare(
     _compare_zero(comparison, names)
     _compare_optimizer(comparison)
     _compare_schedule(comparison)
-    _warn(file)
+    _check_other_keys(file)
 
 
 def _compare_batches(comparison: FileCheck, generated: Mapping[str, Any]) -> None:
@@ -236,9 +236,9 @@ def _compare_steps(comparison: FileCheck) -> None:
         )
 
 
-def _warn(file: DeepSpeedFile) -> None:
+def _check_other_keys(file: DeepSpeedFile) -> None:
     if file.at("gradient_allreduce_op") not in (None, "mean"):
-        reason = "the loss is divided by the batch's weight, not left as a sum"
+        reason = "the loss is divided by the number of targets in the global batch, not left as a sum"
         file.refuse("gradient_allreduce_op", file.at("gradient_allreduce_op"), reason, "remove it from the file")
     if file.at(f"{ZERO_SECTION}.compute_grad_norm") is False:
         reason = "every run says what the gradients' norm is"

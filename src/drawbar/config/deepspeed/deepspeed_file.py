@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from drawbar.config.deepspeed.deepspeed_keys import (
+    CHANGES_LOSSES,
     FLAG,
     IGNORED,
     LEGACY_FLAGS,
@@ -14,7 +15,6 @@ from drawbar.config.deepspeed.deepspeed_keys import (
     LIST,
     LOGGERS,
     NUMBER,
-    OTHER_NUMBERS,
     PIN_MEMORY,
     REFUSED,
     RENAMED,
@@ -40,7 +40,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 @dataclass
 class DeepSpeedFile:
-    """What a file says, as DeepSpeed spells it today, and what there is to say about it."""
+    """A DeepSpeed JSON: its values under DeepSpeed's current key names, and the warnings and errors about it."""
 
     path: str
     values: dict[str, Any]
@@ -77,7 +77,7 @@ def read_json(path: str) -> DeepSpeedFile:
     for section, known in SECTIONS.items():
         _check_keys(file, section, known)
     _check_offload(file)
-    for key, meaning in OTHER_NUMBERS.items():
+    for key, meaning in CHANGES_LOSSES.items():
         if not _says_nothing(file.at(key)):
             file.note(key, f"{meaning}; the losses are not those of other strategies")
     for key, meaning in LOGGERS.items():
@@ -270,10 +270,10 @@ def without_auto(values: Mapping[str, Any], prefix: str = "") -> tuple[dict[str,
     return kept, automatic
 
 
-def adopt(settings: Settings) -> None:
-    """Where the settings leave open what the file that they name decides, take it from the file.
+def fill_from_deepspeed_json(settings: Settings) -> None:
+    """Settings that are null, auto or absent get the values that the file named by ``deepspeed.config`` gives them.
 
-    Without that file nothing is taken: a run that was copied elsewhere can still be read, and training checks it.
+    Where there is no such file nothing is set, so that a run copied elsewhere can be read; training checks it.
 
     Raises:
         UserError: the file is not JSON.
@@ -288,12 +288,12 @@ def adopt(settings: Settings) -> None:
         return  # the error of deepspeed.config
     if not Path(path).is_file():
         return
-    for setting, value, place in stated(read_json(path)):
+    for setting, value, place in settings_in_json(read_json(path)):
         name, _, key = setting.partition(".")
         holder = settings.values.setdefault(name, {}) if key else settings.values
         key = key or name
         is_open = isinstance(holder, dict) and holder.get(key) in (None, AUTO)
-        if is_open and not _is_said_otherwise(setting, settings):
+        if is_open and not _is_decided_by_another_setting(setting, settings):
             holder[key] = value
             settings.origins[setting] = Origin(f"{path}: {place}")
 
@@ -303,7 +303,7 @@ def _mapping(settings: Settings, name: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _is_said_otherwise(setting: str, settings: Settings) -> bool:
+def _is_decided_by_another_setting(setting: str, settings: Settings) -> bool:
     if setting == "train.micro_batch":
         return _mapping(settings, "train").get("micro_batch_tokens") is not None
     parallel = _mapping(settings, "parallel")
@@ -312,8 +312,8 @@ def _is_said_otherwise(setting: str, settings: Settings) -> bool:
     return setting.startswith("deepspeed.offload") and bool(parallel.get("offload"))
 
 
-def stated(file: DeepSpeedFile) -> Iterator[tuple[str, Any, str]]:
-    """What a file decides where the run's configuration leaves it open: the setting, its value, and where it stands."""
+def settings_in_json(file: DeepSpeedFile) -> Iterator[tuple[str, Any, str]]:
+    """Each drawbar setting that a DeepSpeed JSON gives: the setting, its value, and the key in the JSON."""
     if file.problems:
         return
     stage = 0 if ZERO_SECTION not in file.values else file.at(f"{ZERO_SECTION}.stage")

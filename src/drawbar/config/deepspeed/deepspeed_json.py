@@ -24,7 +24,7 @@ from drawbar.config.schema.deepspeed_section import DeepSpeedSection
 from drawbar.config.schema.run_config import RunConfig
 
 NEVER = 1_000_000_000
-"""Steps; null would do as well, were it not for DeepSpeed's pipeline."""
+"""``steps_per_print``: so many steps that DeepSpeed never prints; its pipeline does not take null."""
 ZERO_SETTINGS = {
     "reduce_bucket_size": "reduce_bucket_size",
     "allgather_bucket_size": "allgather_bucket_size",
@@ -102,7 +102,7 @@ def check_deepspeed(loaded: LoadedConfig, ranks: int) -> None:
 
 
 def _merged(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """Where both have a value it is the same, or one that only the file decides."""
+    """``theirs`` merged over ``ours``. Where both have a value it is the same, or one that only the file decides."""
     merged = dict(ours)
     for name, value in theirs.items():
         both = isinstance(value, dict) and isinstance(merged.get(name), dict)
@@ -144,7 +144,7 @@ def _generated(config: RunConfig, ranks: int, precision: str) -> dict[str, Any]:
 
 
 def _batches(config: RunConfig, ranks: int) -> dict[str, int]:
-    """Consistent numbers; the engine itself says when a batch is complete."""
+    """Batch sizes, consistent as DeepSpeed demands; drawbar's engine tells it when a global batch is complete."""
     data_ranks = check_layout(config, ranks)
     share = config.train.global_batch // data_ranks
     rows = 1 if config.train.micro_batch_tokens is not None else resolve_micro_batch(config, data_ranks)

@@ -189,7 +189,7 @@ IGNORED = {
     "nebula": "checkpoints are drawbar's own, of one format for every strategy; see checkpoint.*",
     "dataloader_drop_last": "batches are drawbar's own; see data.*",
 }
-"""Without effect here, each with what has one."""
+"""Keys without effect here, each with what decides instead."""
 GRADIENTS_OF_EMBEDDINGS = "DeepSpeed has removed it; gradients of embeddings are dense"
 REFUSED = {
     "elasticity": ("the batch would change with the number of processes", "set train.global_batch"),
@@ -228,14 +228,14 @@ REFUSED = {
 }
 """What would change the run behind the configuration's back: the reason, and what to do. False, 0 and
 ``{"enabled": false}`` say nothing and are left out."""
-OTHER_NUMBERS = {
+CHANGES_LOSSES = {
     f"{ZERO_SECTION}.zero_quantized_weights": "parameters are rounded on their way between ranks",
     f"{ZERO_SECTION}.zero_quantized_nontrainable_weights": "frozen parameters are rounded",
     f"{ZERO_SECTION}.zero_quantized_gradients": "gradients are rounded on their way between ranks",
     "communication_data_type": "gradients are summed over ranks in this format",
     "data_types": "gradients are added up in the formats that it names",
 }
-"""Allowed, but the numbers are not those of the other strategies."""
+"""Allowed, with a warning: keys that make losses differ from those of the other strategies."""
 RENAMED = {
     "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
     "prefetch_bucket_size": "stage3_prefetch_bucket_size",

@@ -118,7 +118,7 @@ SETTINGS = (
         "set parallel.zero_stage=1, 2 or 3",
     ),
     Rule(
-        "disk before stage 3",
+        "offload to disk below stage 3",
         ("parallel.zero_stage", "deepspeed.offload_optimizer"),
         lambda c: 0 < _stage(c) < 3 and offload_optimizer(c) not in (NOWHERE, HOST),
         "only ZeRO stage 3 writes to disk; the others would keep it in host memory",
@@ -152,7 +152,7 @@ LIMITS = (
         "fp16 with stage 0",
         ("precision", "parallel.zero_stage"),
         lambda c: _stage(c) == 0 and c.precision == "fp16",
-        "DeepSpeed's stage 0 adds fp16 gradients up in fp16, and counts those that are cut wrongly in the norm",
+        "DeepSpeed's stage 0 adds fp16 gradients up in fp16, and counts those of split parameters wrongly in the norm",
         "set parallel.zero_stage=1, or precision=bf16",
     ),
     Rule(

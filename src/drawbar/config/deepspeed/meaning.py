@@ -1,4 +1,4 @@
-"""What a configuration means to DeepSpeed, after presets and the settings of ``parallel``."""
+"""Whether DeepSpeed runs a configuration, and its ZeRO stage and offloading, after presets and ``parallel``."""
 
 from drawbar.config.schema.run_config import ParallelSection, RunConfig
 from drawbar.config.strategies import AUTO
@@ -49,7 +49,7 @@ def offloads(config: RunConfig) -> bool:
 
 
 def laid_out(config: RunConfig, parallel: ParallelSection) -> RunConfig:
-    """The same run in another layout. It keeps a section ``deepspeed`` that this layout reads and agrees with."""
+    """The run in another layout; keeps the section ``deepspeed`` if DeepSpeed runs it with equal stage and offload."""
     same = all(getattr(parallel, name) == getattr(config.parallel, name) for name in ("zero_stage", "offload"))
     changed = config.model_copy(update={"parallel": parallel})
     return changed if same and is_deepspeed(changed) else changed.model_copy(update={"deepspeed": None})

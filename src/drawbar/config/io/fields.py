@@ -50,8 +50,8 @@ def children(settings: dict[str, Setting], section: str) -> dict[str, Setting]:
 
 
 def suggestions(settings: dict[str, Setting], key: str) -> list[str]:
-    """Settings that a user who wrote ``key`` may have meant: ours, for a name of other trainers; or one spelled like it
-    beside it, and its namesakes elsewhere."""
+    """Settings that a user who wrote ``key`` may have meant: ours for another trainer's name; else the nearest spelling
+    in the same section, and settings of the same name in others."""
     ours = [setting for setting in our_names(key) if setting.partition("=")[0] in settings]
     if ours:
         return ours
@@ -74,7 +74,7 @@ def lookup(config: BaseModel, key: str) -> Any:
     for name in key.split("."):
         if isinstance(value, BaseModel):
             value = getattr(value, name, None)
-        else:  # a text where a section may be has no settings, if methods of the same name
+        else:  # on a string, getattr would find methods
             value = value.get(name) if isinstance(value, dict) else None
     return value
 

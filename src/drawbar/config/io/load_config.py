@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 from ruamel.yaml import YAML, CommentedMap, CommentedSeq, RoundTripRepresenter, ScalarNode
 
-from drawbar.config.deepspeed.deepspeed_file import adopt
+from drawbar.config.deepspeed.deepspeed_file import fill_from_deepspeed_json
 from drawbar.config.io.problems import report_errors
 from drawbar.config.io.source import DEFAULT, Origin, Settings, apply_override, config_of_run, lay_over, read_file
 from drawbar.config.io.user_modules import find_by_name
@@ -57,7 +57,7 @@ def load_config(
         settings = lay_over(read_profile(cluster), settings)
     for override in overrides:
         apply_override(settings, override)
-    adopt(settings)
+    fill_from_deepspeed_json(settings)
     _drop_retired(settings)
     # Present, so that a missing option of the task is reported under its key.
     settings.values.setdefault("task", {})

@@ -1,5 +1,5 @@
 """What combines with what, told by the rules: the page ``docs/compatibility.md``, and the layouts that tests and
-``drawbar parity`` try. Both are made from ``FEATURES``."""
+``drawbar parity`` try. Both are made from ``CONFIG_OPTIONS``."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ Kind = Literal["strategy", "variant", "degree", "deepspeed", "other"]
 
 
 @dataclass(frozen=True)
-class Feature:
+class ConfigOption:
     """What a user may switch on, and the settings that do it."""
 
     label: str
@@ -39,53 +39,53 @@ def _deepspeed(stage: int, **settings: Any) -> dict[str, Any]:
 
 
 LAYOUTS = (
-    Feature("single", {"parallel.strategy": "single"}, "variant"),
-    Feature("dp", {"parallel.strategy": "dp"}, "variant"),
-    Feature("ddp", {"parallel.strategy": "ddp"}, "strategy"),
-    Feature("zero1", {"parallel.strategy": "zero1"}, "variant"),
-    Feature("fsdp", _fsdp(), "strategy"),
-    Feature("fsdp, reshard=false", _fsdp(reshard=False), "variant"),
-    Feature("fsdp, replicate=2", _fsdp(replicate=2), "variant"),
-    Feature("fsdp, offload", _fsdp(offload=True), "variant"),
-    *(Feature(f"deepspeed, zero {stage}", _deepspeed(stage), "deepspeed") for stage in range(4)),
-    Feature("deepspeed, zero 2, offload", _deepspeed(2, offload=True), "deepspeed"),
-    Feature("deepspeed, zero 3, offload", _deepspeed(3, offload=True), "deepspeed"),
-    Feature("tensor", {"parallel.tensor": 2}, "degree"),
-    Feature("tensor, sequence", {"parallel.tensor": 2, "parallel.sequence": True}, "variant"),
-    Feature("pipeline, 1f1b", {"parallel.pipeline": 2}, "degree"),
-    Feature("pipeline, gpipe", {"parallel.pipeline": 2, "parallel.schedule": "gpipe"}, "variant"),
-    Feature("pipeline, interleaved", {"parallel.pipeline": 2, "parallel.schedule": "interleaved"}, "variant"),
-    Feature("context", {"parallel.context": 2}, "degree"),
+    ConfigOption("single", {"parallel.strategy": "single"}, "variant"),
+    ConfigOption("dp", {"parallel.strategy": "dp"}, "variant"),
+    ConfigOption("ddp", {"parallel.strategy": "ddp"}, "strategy"),
+    ConfigOption("zero1", {"parallel.strategy": "zero1"}, "variant"),
+    ConfigOption("fsdp", _fsdp(), "strategy"),
+    ConfigOption("fsdp, reshard=false", _fsdp(reshard=False), "variant"),
+    ConfigOption("fsdp, replicate=2", _fsdp(replicate=2), "variant"),
+    ConfigOption("fsdp, offload", _fsdp(offload=True), "variant"),
+    *(ConfigOption(f"deepspeed, zero {stage}", _deepspeed(stage), "deepspeed") for stage in range(4)),
+    ConfigOption("deepspeed, zero 2, offload", _deepspeed(2, offload=True), "deepspeed"),
+    ConfigOption("deepspeed, zero 3, offload", _deepspeed(3, offload=True), "deepspeed"),
+    ConfigOption("tensor", {"parallel.tensor": 2}, "degree"),
+    ConfigOption("tensor, sequence", {"parallel.tensor": 2, "parallel.sequence": True}, "variant"),
+    ConfigOption("pipeline, 1f1b", {"parallel.pipeline": 2}, "degree"),
+    ConfigOption("pipeline, gpipe", {"parallel.pipeline": 2, "parallel.schedule": "gpipe"}, "variant"),
+    ConfigOption("pipeline, interleaved", {"parallel.pipeline": 2, "parallel.schedule": "interleaved"}, "variant"),
+    ConfigOption("context", {"parallel.context": 2}, "degree"),
 )
 OTHERS = (
-    Feature("activation_checkpointing: full", {"parallel.activation_checkpointing": "full"}),
-    Feature("activation_checkpointing: selective", {"parallel.activation_checkpointing": "selective"}),
-    Feature("activation_checkpointing: every: 2", {"parallel.activation_checkpointing": {"every": 2}}),
-    Feature("compile", {"parallel.compile": True}),
-    Feature("lora", {"lora": {}}),
-    Feature("precision: fp32", {"precision": "fp32"}),
-    Feature("precision: bf16", {"precision": "bf16"}),
-    Feature("precision: fp16", {"precision": "fp16"}),
-    Feature("batching: grouped", {"data.batching": "grouped"}),
-    Feature("batching: packed", {"data.batching": "packed"}),
-    Feature("streaming", {"data.streaming": True}),
-    Feature("adamw", {"optim.name": "adamw"}),
-    Feature("sgd", {"optim.name": "sgd"}),
-    Feature("adafactor", {"optim.name": "adafactor"}),
-    Feature("muon", {"optim.name": "muon"}),
-    Feature("attention: eager", {"task.attention": "eager"}),
-    Feature("attention: flash", {"task.attention": "flash_attention_2"}),
-    Feature("attention: flex", {"task.attention": "flex_attention"}),
-    Feature("causal_lm", {"task.type": "causal_lm"}),
-    Feature("seq2seq", {"task.type": "seq2seq", "task.model": "a-model"}),
-    Feature("masked_lm", {"task.type": "masked_lm", "task.model": "a-model"}),
-    Feature("sequence_classification", {"task.type": "sequence_classification", "task.model": "a-model"}),
-    Feature("token_classification", {"task.type": "token_classification", "task.model": "a-model"}),
-    Feature("device: cpu", {"device": "cpu"}),
-    Feature("device: cuda", {"device": "cuda"}),
-    Feature("device: mps", {"device": "mps"}),
+    ConfigOption("activation_checkpointing: full", {"parallel.activation_checkpointing": "full"}),
+    ConfigOption("activation_checkpointing: selective", {"parallel.activation_checkpointing": "selective"}),
+    ConfigOption("activation_checkpointing: every: 2", {"parallel.activation_checkpointing": {"every": 2}}),
+    ConfigOption("compile", {"parallel.compile": True}),
+    ConfigOption("lora", {"lora": {}}),
+    ConfigOption("precision: fp32", {"precision": "fp32"}),
+    ConfigOption("precision: bf16", {"precision": "bf16"}),
+    ConfigOption("precision: fp16", {"precision": "fp16"}),
+    ConfigOption("batching: grouped", {"data.batching": "grouped"}),
+    ConfigOption("batching: packed", {"data.batching": "packed"}),
+    ConfigOption("streaming", {"data.streaming": True}),
+    ConfigOption("adamw", {"optim.name": "adamw"}),
+    ConfigOption("sgd", {"optim.name": "sgd"}),
+    ConfigOption("adafactor", {"optim.name": "adafactor"}),
+    ConfigOption("muon", {"optim.name": "muon"}),
+    ConfigOption("attention: eager", {"task.attention": "eager"}),
+    ConfigOption("attention: flash", {"task.attention": "flash_attention_2"}),
+    ConfigOption("attention: flex", {"task.attention": "flex_attention"}),
+    ConfigOption("causal_lm", {"task.type": "causal_lm"}),
+    ConfigOption("seq2seq", {"task.type": "seq2seq", "task.model": "a-model"}),
+    ConfigOption("masked_lm", {"task.type": "masked_lm", "task.model": "a-model"}),
+    ConfigOption("sequence_classification", {"task.type": "sequence_classification", "task.model": "a-model"}),
+    ConfigOption("token_classification", {"task.type": "token_classification", "task.model": "a-model"}),
+    ConfigOption("device: cpu", {"device": "cpu"}),
+    ConfigOption("device: cuda", {"device": "cuda"}),
+    ConfigOption("device: mps", {"device": "mps"}),
 )
-FEATURES = LAYOUTS + OTHERS
+CONFIG_OPTIONS = LAYOUTS + OTHERS
 TRAINABLE = {"data.train": "train.txt", "train.steps": 1}
 """The least that training needs."""
 
@@ -97,7 +97,7 @@ def broken_rules(settings: Mapping[str, Any]) -> list[Rule]:
     return [rule for rule in RULES + TRAIN_RULES if rule.broken(config)]
 
 
-def are_alternatives(one: Feature, other: Feature) -> bool:
+def are_alternatives(one: ConfigOption, other: ConfigOption) -> bool:
     """Whether they are different values of one setting, or the same feature."""
     return one is other or any(other.settings.get(key, value) != value for key, value in one.settings.items())
 
@@ -115,7 +115,7 @@ def parallel_cases(config: RunConfig, ranks: int) -> list[dict[str, Any]]:
     strategies = [feature for feature in LAYOUTS if feature.kind == "strategy"]
     degrees = [feature for feature in LAYOUTS if feature.kind == "degree"]
     together = chain.from_iterable(combinations(degrees, count) for count in range(len(degrees) + 1))
-    tried: list[tuple[Feature, ...]] = [(strategy, *chosen) for chosen in together for strategy in strategies]
+    tried: list[tuple[ConfigOption, ...]] = [(strategy, *chosen) for chosen in together for strategy in strategies]
     tried += [(ddp, feature) for feature in LAYOUTS if feature.kind == "variant"]
     return _fitting(config, tried, ranks)
 
@@ -135,7 +135,7 @@ def deepspeed_cases(config: RunConfig, ranks: int) -> list[dict[str, Any]]:
     return _fitting(config, [*((stage,) for stage in stages), *((stage_1, *chosen) for chosen in together)], ranks)
 
 
-def _fitting(config: RunConfig, tried: Iterable[Sequence[Feature]], ranks: int) -> list[dict[str, Any]]:
+def _fitting(config: RunConfig, tried: Iterable[Sequence[ConfigOption]], ranks: int) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for features in tried:
         parallel = {key.removeprefix("parallel."): value for f in features for key, value in f.settings.items()}
@@ -155,7 +155,7 @@ def _fits(config: RunConfig, parallel: Mapping[str, Any], ranks: int) -> bool:
         data = check_layout(changed, ranks)
     except UserError:
         return False
-    # one shard is not sharded, and one replica not replicated
+    # fsdp needs two shards or more; other strategies two replicas or more, or a model over several ranks
     return data > section.replicate if section.features.shards_parameters else data > 1 or data < ranks
 
 
@@ -181,14 +181,14 @@ def markdown() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _table(rows: Sequence[Feature], columns: Sequence[Feature], notes: dict[str, Rule]) -> Iterator[str]:
+def _table(rows: Sequence[ConfigOption], columns: Sequence[ConfigOption], notes: dict[str, Rule]) -> Iterator[str]:
     yield f"| | {' | '.join(feature.label for feature in columns)} |"
     yield f"| --- |{' :-: |' * len(columns)}"
     for row in rows:
         yield f"| {row.label} | {' | '.join(_cell(row, column, notes) for column in columns)} |"
 
 
-def _cell(one: Feature, other: Feature, notes: dict[str, Rule]) -> str:
+def _cell(one: ConfigOption, other: ConfigOption, notes: dict[str, Rule]) -> str:
     if are_alternatives(one, other):
         return "–"
     broken = broken_rules({**one.settings, **other.settings})
@@ -196,7 +196,7 @@ def _cell(one: Feature, other: Feature, notes: dict[str, Rule]) -> str:
     return ", ".join(str(_number(rule, notes)) for rule in broken) or "✓"
 
 
-def _refused(features: Sequence[Feature], notes: dict[str, Rule]) -> Iterator[str]:
+def _refused(features: Sequence[ConfigOption], notes: dict[str, Rule]) -> Iterator[str]:
     """Nearly all of them combine, so only the rest is listed."""
     yield "All of them, but for:"
     yield ""

@@ -11,7 +11,7 @@ DEGREES = ("parallel.tensor", "parallel.pipeline", "parallel.context")
 
 
 def _keeps_models_whole(strategy: Strategy) -> bool:
-    return not (strategy.combines or strategy.one_process)
+    return not (strategy.supports_model_parallel or strategy.one_process)
 
 
 def _attention(config: RunConfig) -> str:
@@ -75,7 +75,7 @@ DATA_PARALLEL = (
         "dp with packed rows",
         ("parallel.strategy", "data.batching"),
         lambda c: c.parallel.features.many_devices and c.data.batching == "packed",
-        "nn.DataParallel runs copies of the model at the same time, which would mix up whose samples begin where",
+        "nn.DataParallel runs copies of the model at the same time, which would mix up the sample boundaries",
         "set parallel.strategy=ddp, or data.batching=grouped",
     ),
     Rule(
@@ -89,7 +89,7 @@ DATA_PARALLEL = (
         "zero1 with model parallelism",
         ("parallel.strategy", *DEGREES),
         lambda c: _keeps_models_whole(c.parallel.features) and c.parallel.model_ranks > 1,
-        "torch's ZeroRedundancyOptimizer, like any strategy that takes whole parameters, knows none that are cut",
+        "torch's ZeroRedundancyOptimizer, as any strategy that needs whole parameters, does not take sharded ones",
         "set parallel.strategy=fsdp, which shards more, or ddp",
     ),
     Rule(
@@ -124,10 +124,10 @@ MODEL_PARALLEL = (
         "set parallel.tensor, or remove parallel.sequence",
     ),
     Rule(
-        "sequence in stages that are computed again",
+        "sequence and activation checkpointing in a pipeline",
         ("parallel.sequence", "parallel.pipeline", "parallel.activation_checkpointing"),
         lambda c: c.parallel.sequence and c.parallel.pipeline > 1 and c.parallel.activation_checkpointing != "none",
-        "a stage works on several micro-batches at once, and what is computed again would take the length of another",
+        "a stage works on several micro-batches at once, and recomputation would use the length of another one",
         "remove parallel.sequence, or set parallel.activation_checkpointing=none",
     ),
     Rule(

@@ -42,7 +42,7 @@ FORWARDED = [
     "HF_*", "HUGGING_FACE_*", "TRANSFORMERS_*", "TOKENIZERS_*", "WANDB_*", "MLFLOW_*", "TRACKIO_*", "NCCL_*", "GLOO_*",
     "TORCH_*", "PYTORCH_*", "OMP_*", "GOMP_*", "KMP_*", "MKL_*", "CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG",
 ]  # fmt: skip
-"""Not CUDA_VISIBLE_DEVICES: the GPUs of one machine are not those of another."""
+"""Environment variables that ssh hosts get by default. Not CUDA_VISIBLE_DEVICES: each machine has its own GPUs."""
 
 
 def _variables(values: dict[str, str]) -> dict[str, str]:

@@ -11,10 +11,10 @@ from drawbar.config.schema.section import PathText, Text, expand_path
 Runtime = Literal["apptainer", "singularity", "pyxis"]
 RuntimeOrAuto = Literal["auto", "apptainer", "singularity", "pyxis"]
 
-UNSPEAKABLE = re.compile(r"[,:^\\\x00-\x1f\x7f]|^\s|\s$")
+INVALID_IN_BIND = re.compile(r"[,:^\\\x00-\x1f\x7f]|^\s|\s$")
 """What a path in a bind cannot have: Apptainer and pyxis split binds at commas and colons; Apptainer loses the rest."""
 _SQUASHFS = (".sqsh", ".sqfs", ".squashfs")
-_HOST_KEEPS = ("PATH", "LD_LIBRARY_PATH", "HOME")
+_NOT_PASSED_TO_CONTAINER = ("PATH", "LD_LIBRARY_PATH", "HOME")
 
 
 def _bind(text: str) -> str:
@@ -22,7 +22,7 @@ def _bind(text: str) -> str:
     target, *options = rest or [source]
     source, target = expand_path(source), expand_path(target)
     for path in (source, target):
-        if not path.startswith("/") or UNSPEAKABLE.search(path):
+        if not path.startswith("/") or INVALID_IN_BIND.search(path):
             raise ValueError(
                 f"expected /SOURCE, /SOURCE:/TARGET or /SOURCE:/TARGET:ro with absolute paths, got {text!r}; no "
                 "container program can bind a path with a comma, colon, backslash or ^, or with spaces at its ends"
@@ -61,4 +61,4 @@ def choose_runtime(image: str, container: RuntimeOrAuto) -> Runtime:
 
 def lost_variables(names: Iterable[str]) -> list[str]:
     """Those of some variables that would not arrive in a container, which has its own."""
-    return [name for name in names if name in _HOST_KEEPS]
+    return [name for name in names if name in _NOT_PASSED_TO_CONTAINER]

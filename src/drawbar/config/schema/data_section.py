@@ -90,5 +90,5 @@ class DataSection(Section):
 
     @property
     def records_per_lane(self) -> int:
-        """Of a stream, in one block."""
+        """How many records of a lane are shuffled together, as one block."""
         return max(1, self.shuffle_buffer // self.stream_lanes)

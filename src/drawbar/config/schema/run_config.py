@@ -92,7 +92,7 @@ class LoraSection(Section):
     """Modules to train whole, besides; a new classification head always is."""
 
 
-class EveryBlock(Section):
+class EveryKthBlock(Section):
     every: Count
     """Recompute every so many-th block: 1 is the same as `full`."""
 
@@ -101,7 +101,7 @@ def _known_strategy(name: str) -> str:
     try:
         find_strategy(name)
     except UserError as error:
-        if ":" in name or name in STRATEGIES.names():  # it is there, and cannot be had
+        if ":" in name or name in STRATEGIES.names():  # it is registered, and cannot be imported
             raise ValueError(f"{error.what}; {error.remedy}") from error
         raise PydanticCustomError("unknown_strategy", "no such strategy") from error
     return name
@@ -131,7 +131,7 @@ class ParallelSection(Section):
     number of parameters."""
     context: Count = 1
     """Context-parallel degree: each sequence is cut over so many ranks."""
-    activation_checkpointing: Literal["none", "full", "selective"] | EveryBlock = "none"
+    activation_checkpointing: Literal["none", "full", "selective"] | EveryKthBlock = "none"
     """What the backward pass computes again instead of keeping it: `full`, all of every block; `selective`, all but
     the results of matrix products and attention; `{every: k}`, every k-th block."""
     compile: bool = False
@@ -221,7 +221,8 @@ class RunConfig(Section):
     task: SerializeAsAny[TaskConfig] = CausalLMConfig()
     data: DataSection = DataSection()
     lora: LoraSection | None = None
-    """Train low-rank adapters instead of all weights (needs `peft`)."""
+    """Train low-rank adapters instead of all weights (needs `peft`). In bf16 and fp16, frozen weights of linear layers
+    are stored in that precision."""
     train: TrainSection = TrainSection()
     optim: OptimSection = OptimSection()
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"

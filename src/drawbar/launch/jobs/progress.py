@@ -16,7 +16,7 @@ from drawbar.launch.jobs.run_status import RunStatus
 _TAIL = 2**18
 """Bytes of ``metrics.jsonl`` that are read: the newest lines."""
 _QUIET = 120.0
-"""Seconds without a line that nobody wonders about."""
+"""Seconds without a new line of ``metrics.jsonl`` that are normal for any run."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class BestScore:
 
 @dataclass(frozen=True)
 class LoggedProgress:
-    """What a run has come to. None where it has not said so yet."""
+    """How far a run is, read from its files. A field is None where the run has not written it yet."""
 
     run_state: str | None = None
     """What the run says of itself: see :class:`RunStatus`."""
@@ -101,7 +101,7 @@ def _metrics(file: Path) -> list[dict[str, Any]]:
 
 
 def _total_of_older_run(file: Path, last: dict[str, Any]) -> int | None:
-    """What the configuration of a run without ``status.json`` says; of epochs, at as many steps as one has had."""
+    """Total steps of a run without ``status.json``, by its configuration; of epochs, by the steps per epoch so far."""
     try:
         train = parse_yaml(file.read_text(encoding="utf-8"))["train"]
     except (OSError, ValueError, TypeError, KeyError, YAMLError):

@@ -6,7 +6,7 @@ from pathlib import Path
 from drawbar.launch.job_files import FOLDER
 from drawbar.util.atomic_files import write_atomically
 
-MOST = 3
+MOST_RESTARTS = 3
 """Restarts without progress."""
 
 

@@ -14,7 +14,7 @@ RunState = Literal["training", "complete", "stopped", "failed"]
 
 @dataclass(frozen=True)
 class RunStatus:
-    """A run, when it last said so. One that was killed stays at ``training``: see ``time``."""
+    """The state of a run, as it last wrote it. One that was killed stays at ``training``: see ``time``."""
 
     state: RunState
     """``complete``: it has made all its steps, or stopped early. ``stopped``: it has saved, and can go on."""

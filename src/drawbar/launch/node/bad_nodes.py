@@ -13,8 +13,8 @@ from drawbar.launch.job_files import FOLDER
 from drawbar.util.atomic_files import write_atomically
 
 FILE = "bad-nodes.json"
-LOST = "is lost"
-"""In the reason of a node that went away in mid-run: Slurm will soon find it missing, too."""
+NODE_IS_LOST = "is lost"
+"""Text that marks the reason of a node that went away in mid-run: Slurm will soon find it missing, too."""
 
 
 def attempt(environ: Mapping[str, str] = os.environ) -> int:

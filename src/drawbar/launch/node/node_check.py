@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from drawbar.distributed.rank_info import NODE
 from drawbar.errors import ExitCode, UserError
-from drawbar.launch.node.bad_nodes import LOST, attempt, bad_nodes, record_bad_nodes
+from drawbar.launch.node.bad_nodes import NODE_IS_LOST, attempt, bad_nodes, record_bad_nodes
 from drawbar.launch.node.node_facts import NodeFacts, Verdict, collect_facts, judge, judge_clocks
 from drawbar.launch.node.rendezvous import Rendezvous
 
@@ -263,7 +263,7 @@ class NodeWatch:
         reasons = {}
         for node in lost:
             name, seconds = self._rendezvous.name(node), self._silent[node] * _BEAT
-            reasons[name] = f"node {name} {LOST}: it has given no sign of life for {seconds:.0f} s"
+            reasons[name] = f"node {name} {NODE_IS_LOST}: it has given no sign of life for {seconds:.0f} s"
             print(f"error: {reasons[name]}", file=sys.stderr, flush=True)
         if not reasons:
             return

@@ -66,7 +66,7 @@ class Verdict:
 
 
 def collect_facts(name: str, config: str, processes: int, device: str) -> NodeFacts:
-    """Args:
+    """What this node says of itself in the node check. Args:
     config: the text of the configuration.
     device: the setting.
     """
@@ -155,7 +155,7 @@ def _judge_gpus(node: NodeFacts, most: int, verdict: Verdict) -> None:
 
 
 def judge_clocks(nodes: Sequence[NodeFacts], heard: Sequence[float]) -> list[str]:
-    """Args: heard: when each answer came, by the first node's clock."""
+    """Warnings of clocks that differ. ``heard``: when each answer came, by the first node's clock."""
     warnings = []
     for node, when in zip(nodes, heard, strict=True):
         if abs(node.time - when) > CLOCK_SECONDS:

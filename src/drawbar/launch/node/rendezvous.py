@@ -35,7 +35,7 @@ class Rendezvous:
         return self.names[node] if self.names else f"{node + 1} of {self.nodes}"
 
     def announce(self, environ: MutableMapping[str, str] = os.environ) -> None:
-        """Leave it for the program that this process becomes."""
+        """Put it into the environment of the program that this process starts or becomes (``drawbar train``)."""
         environ[VARIABLE] = json.dumps(asdict(self))
 
     @staticmethod

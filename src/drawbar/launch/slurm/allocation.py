@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from drawbar.config.schema.cluster_section import ClusterSection
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.errors import UserError
-from drawbar.launch.slurm.partitions import ask, count_gpus
+from drawbar.launch.slurm.partitions import count_gpus, slurm_output
 
 OWN_JOB = "DRAWBAR_JOB"
 """Environment variable: set in the jobs that drawbar submits, in which a further submit means a further job."""
@@ -79,7 +79,7 @@ class Allocation:
 
 def _gpus_of_job(job: str) -> dict[str, int]:
     """How many GPUs a job has on each node; empty where Slurm does not tell, and without those that have none."""
-    text = ask("scontrol", "show", "job", "--details", "--oneliner", job) or ""
+    text = slurm_output("scontrol", "show", "job", "--details", "--oneliner", job) or ""
     found = re.findall(r"\bNodes=(\S+) CPU_IDs=\S+ Mem=\S+ GRES=(\S*)", text)
     return {nodes: count for nodes, resources in found if (count := count_gpus(resources))}
 

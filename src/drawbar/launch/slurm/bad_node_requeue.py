@@ -6,9 +6,9 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from drawbar.launch.node.bad_nodes import LOST, attempt, bad_nodes
+from drawbar.launch.node.bad_nodes import NODE_IS_LOST, attempt, bad_nodes
 from drawbar.launch.node.rendezvous import job_name
-from drawbar.launch.slurm.partitions import ask, facts, read_nodes
+from drawbar.launch.slurm.partitions import facts, read_nodes, slurm_output
 
 REQUEUED, GAVE_UP, NO_BAD_NODES = 0, 3, 1
 """Exit codes: the job went back, it ends because of its bad nodes, it has named none."""
@@ -26,7 +26,7 @@ def requeue(run_dir: Path, job: str, then: str) -> int:
     try:
         if reasons and then == "exclude":
             return _exclude(job, bad_nodes(run_dir, own))
-        if any(LOST in reason for reason in reasons.values()):
+        if any(NODE_IS_LOST in reason for reason in reasons.values()):
             print(f"drawbar: job {job} goes back into the queue: {'; '.join(reasons.values())}", flush=True)
             _scontrol("requeue", job)
             return REQUEUED
@@ -38,7 +38,7 @@ def requeue(run_dir: Path, job: str, then: str) -> int:
 
 def _exclude(job: str, bad: Iterable[str]) -> int:
     """Back into the queue, unless too few nodes are left."""
-    described = facts(ask("scontrol", "show", "--oneliner", "job", job) or "")
+    described = facts(slurm_output("scontrol", "show", "--oneliner", "job", job) or "")
     avoided = described.get("ExcNodeList", "(null)")
     excluded = ",".join([*sorted(bad), *([] if avoided == "(null)" else [avoided])])
     left = _nodes_left(described.get("Partition", ""), excluded)
@@ -68,4 +68,4 @@ def _scontrol(*arguments: str) -> None:
 def _nodes_left(partitions: str, excluded: str) -> int:
     """How many nodes of the job's partitions it could still use."""
     nodes = {node.name for name in partitions.split(",") for node in read_nodes(name) or ()}
-    return len(nodes - set((ask("scontrol", "show", "hostnames", excluded) or "").split()))
+    return len(nodes - set((slurm_output("scontrol", "show", "hostnames", excluded) or "").split()))

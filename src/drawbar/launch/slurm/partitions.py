@@ -48,17 +48,17 @@ class SlurmNode:
 
 def read_partitions() -> list[Partition] | None:
     """All partitions; None where no Slurm answers."""
-    text = ask("scontrol", "show", "partition", "--oneliner")
+    text = slurm_output("scontrol", "show", "partition", "--oneliner")
     return None if text is None else [_partition(line) for line in text.splitlines() if line.strip()]
 
 
 def read_nodes(partition: str) -> list[SlurmNode] | None:
     """The nodes of a partition; None where no Slurm answers."""
-    text = ask("sinfo", "--noheader", "--Node", f"--partition={partition}", "--format=%N|%c|%G|%T")
+    text = slurm_output("sinfo", "--noheader", "--Node", f"--partition={partition}", "--format=%N|%c|%G|%T")
     return None if text is None else [_node(line) for line in text.splitlines() if line.strip()]
 
 
-def ask(*command: str) -> str | None:
+def slurm_output(*command: str) -> str | None:
     """What one of Slurm's commands prints; None where it is not there, fails, or does not answer in time."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE, check=True)
@@ -104,5 +104,5 @@ def _number(text: str) -> int | None:
 
 def accounts_of_user(user: str) -> Sequence[str]:
     """Where jobs of this user can be booked; empty where Slurm keeps no accounts, or does not tell."""
-    text = ask("sacctmgr", "--noheader", "--parsable2", "show", "assoc", f"user={user}", "format=account")
+    text = slurm_output("sacctmgr", "--noheader", "--parsable2", "show", "assoc", f"user={user}", "format=account")
     return sorted(set((text or "").split()))

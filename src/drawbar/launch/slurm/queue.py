@@ -63,7 +63,7 @@ class QueueEntry:
         return self.status >> 8 or (128 + (self.status & 0x7F) if self.status & 0x7F else 0)
 
 
-def ask(numbers: Iterable[str]) -> dict[str, QueueEntry]:
+def read_queue(numbers: Iterable[str]) -> dict[str, QueueEntry]:
     """What Slurm knows of jobs, elements of arrays one by one; those that it has forgotten are not there.
 
     Raises:

@@ -12,7 +12,7 @@ from drawbar.launch.job import Job, processes_per_node
 from drawbar.launch.job_container import check_image
 from drawbar.launch.jobs.job_status import RUNNING, JobStatus, wait_for_ends
 from drawbar.launch.jobs.records import JobRecord
-from drawbar.launch.launcher import CompletedCluster, Launcher, Submitted
+from drawbar.launch.launcher import Launcher, ResolvedCluster, Submitted
 from drawbar.launch.slurm.allocation import Allocation
 from drawbar.launch.slurm.batch_script import log_path, render
 from drawbar.launch.slurm.cpus import few_cpus, with_cpus
@@ -38,15 +38,15 @@ class SlurmLauncher(Launcher):
     def allocation(self) -> str | None:
         return None if self._allocation is None else self._allocation.job
 
-    def complete(self, config: RunConfig, is_set: Callable[[str], bool], again: bool) -> CompletedCluster:
+    def resolve_cluster(self, config: RunConfig, is_set: Callable[[str], bool], again: bool) -> ResolvedCluster:
         if self._allocation is not None:
             cluster = self._allocation.fit(config, is_set("cluster.nodes"))
-            return CompletedCluster(cluster, tuple(few_cpus(cluster, processes_per_node(config, cluster))))
+            return ResolvedCluster(cluster, tuple(few_cpus(cluster, processes_per_node(config, cluster))))
         cluster = config.cluster or ClusterSection()
         if again and not (is_set("cluster.options") or is_set("cluster.options.dependency")):
             cluster = _without_dependency(cluster)
         cluster, notes = with_cpus(cluster, processes_per_node(config, cluster))
-        return CompletedCluster(cluster, tuple(notes))
+        return ResolvedCluster(cluster, tuple(notes))
 
     def check(self, job: Job) -> list[str]:
         return check_slurm(job) if job.allocation is None else []

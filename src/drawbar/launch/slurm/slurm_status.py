@@ -15,7 +15,7 @@ from drawbar.launch.jobs.job_status import (
     status_from_files,
 )
 from drawbar.launch.jobs.records import JobEnd, JobRecord
-from drawbar.launch.slurm.queue import QueueEntry, ask, lost_nodes
+from drawbar.launch.slurm.queue import QueueEntry, lost_nodes, read_queue
 
 
 def slurm_status(records: Sequence[JobRecord]) -> list[JobStatus]:
@@ -24,7 +24,7 @@ def slurm_status(records: Sequence[JobRecord]) -> list[JobStatus]:
     Raises:
         UserError: Slurm cannot be asked.
     """
-    entries = ask(record.number for record in records)
+    entries = read_queue(record.number for record in records)
     found = []
     for record in records:
         # elements that were cancelled one by one before they began are shown under the array's number alone
@@ -36,8 +36,8 @@ def slurm_status(records: Sequence[JobRecord]) -> list[JobStatus]:
 
 
 def judge_job(record: JobRecord, entry: QueueEntry | None, end: JobEnd | None) -> JobStatus:
-    """From both sources. What has ended may be put back into the queue, so Slurm has the last word as long as it knows
-    the job."""
+    """The status of a job from Slurm's entry and the job's own end file. An ended job may go back into the queue, so
+    Slurm has the last word as long as it knows the job."""
     if entry is None:
         gone = "Slurm has forgotten it, and it left no exit code: killed, or its node was lost"
         return status_from_files(record) or JobStatus(record, LOST, gone)

@@ -26,7 +26,7 @@ from drawbar.launch.ssh.host_gpus import count_gpus
 from drawbar.launch.ssh.host_output import HostOutput
 from drawbar.launch.ssh.ssh_command import describe, forwarded, remote_starts
 from drawbar.launch.ssh.supervisor import supervise
-from drawbar.runtime.streams import outlive_readers
+from drawbar.runtime.streams import ignore_output_errors
 
 UNKNOWN = "UNKNOWN"
 """The job's process was started on another machine, and cannot be seen from this one."""
@@ -95,7 +95,7 @@ class SshLauncher(Launcher):
 
     def _run(self, job: Job, number: str, begun: Callable[[], None]) -> int:
         """Run the job from here, with the files by which other processes know of it."""
-        outlive_readers()
+        ignore_output_errors()
         hosts = _hosts(job)
         is_known = False
         with ExitStack() as held:
@@ -156,7 +156,7 @@ class SshLauncher(Launcher):
 
 
 def _check_free(job: Job) -> None:
-    """Raises UserError where a job of this run has not ended: a new one would stand before it under the run's name."""
+    """Raises UserError where a job of this run has not ended: a new one would hide it under the run's name."""
     for record in read(run_file(job.run_dir)):
         if is_running(record):
             raise UserError(

@@ -29,7 +29,7 @@ class Stage(nn.Module):
     stage.
 
     Args:
-        part: from ``parallel.stages.cut_stage``.
+        part: from ``parallel.pipeline.stages.cut_stage``.
         number: of this stage.
         stages: how many there are.
     """
@@ -56,7 +56,7 @@ class Stage(nn.Module):
         out: Tensor = self.part(**inputs) if self.is_first else self.part(received, **inputs)
         if not self.is_last:
             return out
-        assert self._loss is not None, "a step says what to do before it starts"
+        assert self._loss is not None, "expect() comes before the forwards of a step"
         return self._loss(out, index)
 
 

@@ -63,7 +63,7 @@ def _broken(error: Exception) -> UserError:
     )
 
 
-def start(
+def initialize_deepspeed(
     model: nn.Module, optimizer: Optimizer, values: Mapping[str, Any], device: torch.device, is_zero3: bool
 ) -> Any:
     """DeepSpeed's engine around a model on the CPU, which it moves, cuts and casts.

@@ -32,7 +32,7 @@ class PipelineInference:
     Create it before FSDP and the packed-row hooks are applied to the stages: they must run inside the stage calls.
 
     Args:
-        parts, group: as for ``Pipeline``.
+        stage_modules, group: as for ``Pipeline``.
         width: hidden size.
         vocabulary: number of logits.
     """

@@ -22,7 +22,7 @@ from drawbar.parallel.precision import autocast
 Inputs = Mapping[str, Any]
 """What the model is called with for one micro-batch: ``input_ids`` (B, L), and more."""
 Loss = Callable[[Tensor, int], Tensor]
-"""(logits, number of the micro-batch) → what backward starts from (0-d)."""
+"""(logits, index of the micro-batch) → what backward starts from (0-d)."""
 
 
 class _Stage(PipelineStage):
@@ -70,7 +70,7 @@ class Pipeline:
     """The stages of this rank, and their part in each step.
 
     Args:
-        parts: the stages' modules, in order: stage ``i``, and with interleaving ``i + P`` as well, on rank ``i`` of P.
+        stage_modules: in order: stage ``i``, and with interleaving ``i + P`` as well, on rank ``i`` of P.
         schedule: ``gpipe``, ``1f1b`` or ``interleaved``.
         group: the ranks that hold the model's stages, in their order.
         width: H.
@@ -112,7 +112,7 @@ class Pipeline:
         Every rank calls it with the same micro-batches.
 
         Args:
-            inputs: a fitting number.
+            inputs: of each micro-batch, as many as ``round_up_micro_batches`` says.
             loss: called on the last stage alone.
         """
         self._prepare(len(inputs), _rounded_up(max(each["input_ids"].numel() for each in inputs)))

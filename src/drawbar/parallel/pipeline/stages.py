@@ -158,7 +158,7 @@ class LocalStages(nn.Module):
     """The stages of one rank as one module. Parameters and buffers have their names in the whole model.
 
     Args:
-        parts: from :func:`cut_stage`.
+        stage_modules: from :func:`cut_stage`.
         model: what they were cut from.
     """
 

@@ -8,15 +8,17 @@ Exit code 0: go on. 1: the job was restarted too often without a new checkpoint.
 import sys
 from pathlib import Path
 
-from drawbar.launch.jobs.restart_count import MOST, count_restart
+from drawbar.launch.jobs.restart_count import MOST_RESTARTS, count_restart
 
 
 def main(arguments: list[str]) -> int:
     run_dir, job = Path(arguments[0]), arguments[1]
     restarts = count_restart(run_dir, job)
-    if restarts <= MOST:
+    if restarts <= MOST_RESTARTS:
         return 0
-    print(f"error: job {job} was restarted {MOST} times without a new checkpoint; it ends here", file=sys.stderr)
+    print(
+        f"error: job {job} was restarted {MOST_RESTARTS} times without a new checkpoint; it ends here", file=sys.stderr
+    )
     print("  fix:   find the reason above, then `drawbar submit` again; or save more often", file=sys.stderr)
     return 1
 

@@ -29,7 +29,7 @@ from drawbar.launch.node.rendezvous import Rendezvous
 from drawbar.launch.node.route import describe, find_route
 from drawbar.launch.ssh.protocol import GRACE, HostJob, launcher_message
 
-LOST = 255
+LOST_EXIT_CODE = 255
 """The exit code where the worker was killed; that of ssh itself where a connection was lost."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
@@ -64,7 +64,7 @@ class LauncherChannel:
             self._heard, self.closed = time.monotonic(), not text
             *lines, self._incomplete = (self._incomplete + text).split(b"\n")
             self._unread += [json.loads(line) for line in lines]
-        self.closed |= os.getppid() != self._parent  # nobody would find what this process leaves
+        self.closed |= os.getppid() != self._parent  # parent gone: nobody cleans up after this process
         found, self._unread = self._unread, []
         return found
 
@@ -98,7 +98,7 @@ def main() -> int:
     _, status = os.waitpid(worker, 0)
     end_tree()
     code = os.waitstatus_to_exitcode(status)
-    return code if code >= 0 else LOST
+    return code if code >= 0 else LOST_EXIT_CODE
 
 
 def work(parent: int) -> int:

@@ -1,0 +1,45 @@
+"""The weights that autocast casts to the low precision: once a step where they are trained, for good where frozen."""
+
+from contextlib import AbstractContextManager, nullcontext
+from inspect import unwrap
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from transformers.pytorch_utils import Conv1D
+
+from drawbar.util.dtypes import DTYPES
+
+_CAST_BY_AUTOCAST = {kind.forward for kind in (nn.Linear, Conv1D, nn.Conv1d, nn.Conv2d, nn.Conv3d)}
+"""Forwards that use their parameters only in operators whose inputs autocast casts to the low precision."""
+
+
+def cast_weights_once(module: nn.Module, precision: str, device: torch.device) -> AbstractContextManager[None]:
+    """Around the micro-batches of a step: autocast casts each trained weight in the first forward, and in no other.
+
+    Autocast drops its casts where its outermost context ends. This is that context, and it casts nothing itself: so a
+    backward in it is computed as outside. The update of the weights must come after it. Not for FSDP, which frees
+    weights after each forward: their casts would stay.
+    """
+    if precision == "fp32" or any(isinstance(part, FSDPModule) for part in module.modules()):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
+def parameters_cast_by_autocast(model: nn.Module) -> set[nn.Parameter]:
+    """The parameters that autocast casts to the low precision wherever the model uses them."""
+    cast: set[nn.Parameter] = set()
+    others: set[nn.Parameter] = set()
+    for module in model.modules():
+        is_cast = unwrap(type(module).forward) in _CAST_BY_AUTOCAST
+        (cast if is_cast else others).update(module.parameters(recurse=False))
+    return cast - others
+
+
+def store_frozen_weights_low(model: nn.Module, precision: str) -> None:
+    """Store frozen weights (those under LoRA) in the low precision, in place: half the memory, and no cast in each
+    forward. Only those that autocast would cast anyway: what is computed stays the same, bit by bit."""
+    if precision != "fp32":
+        for parameter in parameters_cast_by_autocast(model):
+            if not parameter.requires_grad and parameter.dtype == torch.float32:
+                parameter.data = parameter.data.to(DTYPES[precision])
