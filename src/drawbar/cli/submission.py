@@ -55,7 +55,7 @@ class SubmitRequest:
         return load((*self.arguments, *settings), self.task, self.profile)
 
     def sets(self, key: str, loaded: LoadedConfig) -> bool:
-        """Whether the user gives the setting: the configuration of an earlier job gives them all."""
+        """Whether the user gives the setting; of a resubmitted job, whether the changes do: its file has them all."""
         if self.resubmitted is not None:
             return any(word.startswith(f"{key}=") for word in self.resubmitted)
         return key in loaded.origins

@@ -24,7 +24,7 @@ class ParallelDims:
 
     @staticmethod
     def of(parallel: ParallelSection, world_size: int) -> "ParallelDims":
-        """The degrees of ``world_size`` ranks; ``config.rules.check_world`` refuses what does not divide."""
+        """The degrees of ``world_size`` ranks; ``config.rules.rule_table.check_world`` refuses what does not divide."""
         data = world_size // parallel.model_ranks
         replicate = parallel.replicate if parallel.features.shards_parameters else data
         return ParallelDims(parallel.pipeline, replicate, data // replicate, parallel.context, parallel.tensor)

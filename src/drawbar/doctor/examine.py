@@ -57,7 +57,7 @@ def _findings(
     yield from check_slurm_gpus(environ, len(facts.get("gpus", [])))
     network = collect_network()
     listens = environ.get("RANK") == "0" and "TORCHELASTIC_USE_AGENT_STORE" not in environ
-    own = is_this_host(network.towards_address, network.interfaces)
+    own = is_this_host(network.peer_address, network.interfaces)
     yield from check_network(network, has_other_hosts(), listens and own and "MASTER_PORT" in environ)
     yield check_rendezvous(meeting.result())
     wanted = {name: _is_cached(name) for name in hub_names(config)} if given else {}

@@ -35,7 +35,7 @@ class Network:
     interfaces: tuple[Interface, ...]
     peer: str
     """The other host that the route was asked for; empty where none is known."""
-    towards_address: str
+    peer_address: str
     route_address: str
     """This machine's own address on the way there, or else on the way to anywhere; empty without a route."""
     port: int
@@ -50,7 +50,7 @@ def collect_network(environ: Mapping[str, str] = os.environ) -> Network:
     """Sends nothing: a route is asked of the kernel."""
     host = socket.gethostname()
     peer = environ.get("MASTER_ADDR") or first_host(environ.get("SLURM_JOB_NODELIST", ""))
-    towards_address = _resolve(peer) if peer else ""
+    peer_address = _resolve(peer) if peer else ""
     port = environ.get("MASTER_PORT", "")
     number = int(port) if port.isdigit() and 0 < int(port) < 65536 else USUAL_PORT
     return Network(
@@ -60,8 +60,8 @@ def collect_network(environ: Mapping[str, str] = os.environ) -> Network:
             Interface(name, interface_address(name) or "", is_infiniband(name)) for _, name in socket.if_nameindex()
         ),
         peer=peer,
-        towards_address=towards_address,
-        route_address=_route(towards_address or _SOMEWHERE),
+        peer_address=peer_address,
+        route_address=_route(peer_address or _SOMEWHERE),
         port=number,
         port_is_given="MASTER_PORT" in environ,
         port_is_free=is_free(number),
@@ -124,7 +124,7 @@ def check_network(network: Network, many_hosts: bool, opens_port: bool) -> Itera
     for variable, value in network.socket_names:
         yield _socket_name(variable, value, network, chosen)
     yield _host_name(network, many_hosts)
-    if network.peer and not network.towards_address:
+    if network.peer and not network.peer_address:
         what = f"{network.peer} cannot be resolved"
         fix = Fix(f"getent hosts {network.peer}", "correct MASTER_ADDR, or add the name to /etc/hosts")
         yield Finding(SECTION, "first node", Level.PROBLEM, what, "the processes meet there", fix)

@@ -48,8 +48,8 @@ class Job:
     timeout: float = 600
     """Seconds that nodes have to answer (``launch.timeout``)."""
     grace: int = 60
-    """Seconds that the other nodes have to end by themselves after the first has: longer than they wait for one whose
-    program ended before it could answer."""
+    """Seconds that the other nodes have to end by themselves once one of them has ended: longer than the node check
+    waits for a node that does not answer."""
 
     @property
     def python(self) -> str:

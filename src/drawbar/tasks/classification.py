@@ -329,8 +329,8 @@ class TokenClassification(TokenTask):
         ]
 
     def complete(self, record: dict[str, Any], prediction: list[Any]) -> list[Any]:
-        """``O`` for a word without tokens, such as a zero-width space: no model sees it, here or exported. None among
-        probabilities."""
+        """Insert ``O`` (among probabilities: None) for each word without tokens, such as a zero-width space; no model
+        sees it, here or exported."""
         if any(not getattr(type(self), name).__module__.startswith("drawbar.") for name in ("encode", "predict")):
             return prediction  # what a user wrote in their place has words of its own
         words = self._words(record)

@@ -14,12 +14,12 @@ METHODS = {
 
 
 def keep_old_names(task_type: type[Any]) -> None:
-    """Let a class that overrides a method under its old name, itself or by a mixin, override the new one, and let those
-    that call a method of it by the old name, ``super().weight(batch)``, find it."""
+    """Let a method that a class (or its mixin) defines under its old name override the new one; and let calls by the
+    old name, such as ``super().weight(batch)``, reach the method of the new name."""
     for old, new in METHODS.items():
         definer = next(base for base in task_type.__mro__ if old in vars(base) or new in vars(base))
         own = vars(definer)
-        if old in own and new in own:  # another task, whose names are in order
+        if old in own and new in own:  # a base class that was treated before; or it defines both
             if definer is task_type and own[old] is not own[new]:
                 _warn(f"{task_type.__name__} has both {old} and {new}: {new} is called, and {old} is not", stacklevel=4)
         elif old in own:

@@ -140,7 +140,7 @@ class PretrainedTask(Task):
 
     def _all_fields(self) -> dict[str, Any]:
         wanted = self.config.attention
-        # what transformers makes of the argument attn_implementation, of the configs inside the config too
+        # the field that transformers sets by its argument attn_implementation, in nested configs, too
         return self.model_fields() | ({} if wanted == "auto" else {"_attn_implementation": wanted})
 
     def _attention_refused(self) -> AbstractContextManager[None]:

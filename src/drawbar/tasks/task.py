@@ -173,7 +173,7 @@ keep_old_names(Task)
 
 
 def map_each(records: Iterable[dict[str, Any]], function: Callable[[dict[str, Any]], T], skip_bad: bool) -> Iterator[T]:
-    """``function`` of every record, for what must be found out before records are encoded.
+    """Yield ``function(record)`` for each record, for what must be found out before records are encoded.
 
     Args:
         skip_bad: leave out records that it refuses, as ``data.on_bad_record=skip`` asks for.

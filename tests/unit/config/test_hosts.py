@@ -136,8 +136,8 @@ def test_a_tokenizer_is_no_secret() -> None:
     ("setting", "says"),
     [
         ("ssh_options={-oPort: 1}", "is no option of ssh"),
-        ("ssh_options={RemoteCommand: touch x}", "cannot do with another RemoteCommand"),
-        ("ssh_options={BATCHMODE: no}", "cannot do with another BATCHMODE"),
+        ("ssh_options={RemoteCommand: touch x}", "the option RemoteCommand cannot be set for a launch over ssh"),
+        ("ssh_options={BATCHMODE: no}", "the option BATCHMODE cannot be set for a launch over ssh"),
         ('ssh_options={User: "a\\nb"}', "expected a line of text"),
         ("ssh_options={User: ''}", "expected a line of text"),
         ("ssh_program=rsh", "cluster.ssh_program"),

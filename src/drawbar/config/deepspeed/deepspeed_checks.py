@@ -50,7 +50,7 @@ class FileCheck:
         )
 
     def contradict(self, key: str, setting: str, reason: str, remedy: str) -> None:
-        """Report two values that are not to be compared one by one."""
+        """Report that the file's value contradicts a setting, for ``reason``; the values are not compared."""
         self._report(key, self.file.at(key), f"{self._shown(setting)}: {reason}", remedy)
 
     def _shown(self, setting: str) -> str:

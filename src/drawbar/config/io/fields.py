@@ -69,7 +69,7 @@ def suggestions(settings: dict[str, Setting], key: str) -> list[str]:
 
 
 def lookup(config: BaseModel, key: str) -> Any:
-    """The value at a dotted key; None inside what is no section, or one that is not set."""
+    """The value at a dotted key; None where a section above it is not set, or is no section."""
     value: Any = config
     for name in key.split("."):
         if isinstance(value, BaseModel):

@@ -55,7 +55,7 @@ def cause(error: BaseException) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """The innermost line of the user's own; of a library, where there is none of them; never one of drawbar's."""
+    """File and line of the innermost frame in the user's own code, else in an installed library; never in drawbar."""
     frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     own = [(file, line) for file, line in frames if file.is_absolute() and is_own(file)]
     libraries = [(file, line) for file, line in frames if _is_installed(file) and not file.is_relative_to(_DRAWBAR)]

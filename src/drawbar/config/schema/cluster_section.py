@@ -32,12 +32,12 @@ OWN_OPTIONS = {
     "ntasks", "ntasks-per-node", "open-mode", "output", "parsable", "partition", "requeue", "signal", "test-only",
     "time", "wait", "wrap",
 }  # fmt: skip
-"""Options of sbatch that drawbar writes itself, or that its jobs cannot do with."""
+"""Options of sbatch that drawbar writes itself, or with which its jobs do not work."""
 OWN_SSH_OPTIONS = {
     "batchmode", "clearallforwardings", "controlmaster", "forkafterauthentication", "host", "localcommand", "match",
     "permitlocalcommand", "remotecommand", "requesttty", "sessiontype", "stdinnull",
 }  # fmt: skip
-"""Options of ssh, in small letters, without which a launch would hang or leave something behind."""
+"""Options of ssh, in small letters, that users cannot set: with them a launch would hang or leave something behind."""
 FORWARDED = [
     "HF_*", "HUGGING_FACE_*", "TRANSFORMERS_*", "TOKENIZERS_*", "WANDB_*", "MLFLOW_*", "TRACKIO_*", "NCCL_*", "GLOO_*",
     "TORCH_*", "PYTORCH_*", "OMP_*", "GOMP_*", "KMP_*", "MKL_*", "CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG",
@@ -88,7 +88,7 @@ def _ssh_options(values: dict[str, str | int]) -> dict[str, str | int]:
         if not re.fullmatch(r"[A-Za-z][A-Za-z0-9]*", name):
             raise ValueError(f"{name!r} is no option of ssh; write it as in ssh's configuration, such as Port: 2222")
         if name.lower() in OWN_SSH_OPTIONS:
-            raise ValueError(f"a launch cannot do with another {name} than its own; leave it out")
+            raise ValueError(f"the option {name} cannot be set for a launch over ssh; leave it out")
         if isinstance(value, str) and (not value or not value.isprintable()):
             raise ValueError(f"expected a line of text as the value of {name}, got {value!r}")
     return values
@@ -109,8 +109,8 @@ class ClusterSection(Section):
     gpus_per_node: Count | Annotated[str, AfterValidator(_typed_gpus)] | None = None
     """GPUs to ask for on each node, or their type and number, such as `a100:4`; each gets a process."""
     cpus_per_task: Count | None = None
-    """CPU cores to ask for on each node, for all of its processes together. Default: with GPUs, as large a part of the
-    node's as of its GPUs; else one for each process."""
+    """CPU cores to ask for on each node, for all of its processes together. Default: with GPUs, the same share of the
+    node's CPU cores as of its GPUs; else one for each process."""
     partition: Name | None = None
     """Partition (queue) to submit to; several may be given with commas."""
     account: Name | None = None

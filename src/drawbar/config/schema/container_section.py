@@ -12,7 +12,7 @@ Runtime = Literal["apptainer", "singularity", "pyxis"]
 RuntimeOrAuto = Literal["auto", "apptainer", "singularity", "pyxis"]
 
 INVALID_IN_BIND = re.compile(r"[,:^\\\x00-\x1f\x7f]|^\s|\s$")
-"""What a path in a bind cannot have: Apptainer and pyxis split binds at commas and colons; Apptainer loses the rest."""
+"""Characters that no path in a bind may have: binds are split at commas and colons, and Apptainer loses the others."""
 _SQUASHFS = (".sqsh", ".sqfs", ".squashfs")
 _NOT_PASSED_TO_CONTAINER = ("PATH", "LD_LIBRARY_PATH", "HOME")
 

@@ -142,7 +142,7 @@ class ParallelSection(Section):
     replicate: Count = 1
     """fsdp: number of replicas of the sharded model (hybrid sharding)."""
     offload: bool = False
-    """fsdp, deepspeed: keep optimizer state, and where they are sharded parameters, in host memory."""
+    """fsdp, deepspeed: keep optimizer state in host memory, and also parameters where they are sharded."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] | None = None
     """deepspeed: ZeRO stage: 0 shards nothing, 1 the optimizer's state, 2 gradients as well, 3 parameters as well.
     Default: 2, or 1 with a pipeline."""

@@ -41,7 +41,7 @@ _ATTEMPT = 5
 
 @dataclass(frozen=True)
 class NodeCheck:
-    """What the nodes compare.
+    """One node's part in the node check: ``run`` compares this node with the others.
 
     Args:
         config: the text of the whole configuration.
