@@ -53,7 +53,7 @@ def with_classes(record: Record, features: Mapping[str, Feature]) -> Record:
 
 
 def only_classes(features: Mapping[str, Feature]) -> dict[str, Feature]:
-    """The features of the columns with classes, at any depth; each has its ``ClassNumber`` objects, for all records."""
+    """The features of the columns with classes, at any depth, with ``ClassNumber`` objects that all records share."""
     return {name: _with_numbers(feature) for name, feature in features.items() if _has_classes(feature)}
 
 

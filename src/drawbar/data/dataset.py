@@ -89,7 +89,7 @@ class EncodedDataset:
         return self.field_lengths("input_ids") if "input_ids" in self.columns else np.ones(len(self), np.int64)
 
     @property
-    def sources(self) -> NDArray[np.int64]:
+    def samples_of_sources(self) -> NDArray[np.int64]:
         """Shape (sources,): samples of each source; they stand source by source."""
         ends = np.searchsorted(self.record_of, np.cumsum(self.records_of_sources))
         return np.diff(ends, prepend=0)

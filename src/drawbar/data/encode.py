@@ -273,8 +273,8 @@ def _encode_in_workers(
 
 
 def _start_tracker() -> None:
-    """Python's process that removes the semaphores of a pool whose owner was ended by a signal. It removes them with a
-    warning, which is for programmers who forgot to: it is started without."""
+    """Start multiprocessing's resource tracker, which removes the semaphores of a pool whose owner was killed, without
+    its warning, which is for programmers who forgot to remove them."""
     name, quiet = "PYTHONWARNINGS", "ignore:resource_tracker:UserWarning"
     before = os.environ.get(name)
     os.environ[name] = quiet if before is None else f"{before},{quiet}"

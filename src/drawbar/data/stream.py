@@ -362,7 +362,7 @@ class _Reader:
 
 
 class _EndlessReader(_Reader):
-    """An endlessly repeated source: global read index u is record ``u % size``, assigned to rank ``u % ranks``."""
+    """An endlessly repeated source: read u is record ``u % size``, and number ``u // ranks`` of rank ``u % ranks``."""
 
     def visits(self, first: int) -> Iterator[tuple[int, LocatedRecord]]:
         visit, turns_without = self.rank + self.ranks * first, 0

@@ -389,5 +389,5 @@ def _listed(tensors: dict[str, torch.Tensor]) -> list[_Item]:
 
 _retired_groups: list[dist.ProcessGroup | None] = []
 """The process groups of the worlds that were left, kept so that a DDP replica is never the last to hold one. Whoever is
-last waits for the group's threads, and such a thread may need the interpreter, to drop the work it has just finished.
-Python frees the interpreter while it waits, a replica does not: both would wait for ever (torch 2.13, busy machine)."""
+last joins the group's threads, and such a thread may need the GIL, to drop the work that it has just finished.
+Python releases the GIL while it waits, a replica's destructor does not: a deadlock (torch 2.13, busy machine)."""

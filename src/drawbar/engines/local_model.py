@@ -54,7 +54,7 @@ def with_adapters(structure: nn.Module, config: RunConfig, base: FrozenBaseInfo 
 
 
 def _build_adapted(task: Task, config: RunConfig) -> tuple[nn.Module, FrozenBaseInfo | None]:
-    """The full model, with the run's LoRA adapters if any, and what is frozen below them (None without LoRA)."""
+    """The full model, with the run's LoRA adapters if any, and what identifies their base model (None without)."""
     model = task.build_model()
     if config.lora is None:
         return model, None
@@ -112,8 +112,8 @@ def load_first_weights(
 def build_meta(
     task: Task, config: RunConfig, world: Distributed
 ) -> tuple[nn.Module, WeightSource, FrozenBaseInfo | None]:
-    """The model on the meta device; the source of its weights (files, or the full model on rank 0); and what is frozen
-    below its LoRA adapters, or None."""
+    """The model on the meta device; the source of its weights (files, or the full model on rank 0); and what
+    identifies the base model under its LoRA adapters (None without LoRA)."""
     files = None
     if config.lora is None:
         with world.working("finding the weights"):

@@ -18,7 +18,7 @@ from drawbar.engines.local_model import LocalModel, allow_packed_rows, build_sha
 from drawbar.engines.parts import EngineParts, Executor
 from drawbar.engines.stage_building import build_stages
 from drawbar.engines.state_access import ShouldStore, StagesState, TorchState, is_stage_leader, is_writer
-from drawbar.engines.updaters import SquaredNorm, StagesNorm, TorchUpdater, model_norm
+from drawbar.engines.updaters import SquaredNorm, StagesSquaredNorm, TorchUpdater, model_squared_norm
 from drawbar.errors import ExitCode, UserError
 from drawbar.optim.optimizers import build_optimizers
 from drawbar.parallel.apply import parallelize
@@ -130,7 +130,7 @@ def assemble(
         task, local.module, training_module, world, config.precision, context, _shards_logits(task, world)
     )
     optimizers = [wrap_optimizer(optimizer) for optimizer in build_optimizers(local.module, config.optim)]
-    return _with_optimizers(config, world, local, executor, optimizers, model_norm, is_writer(world))
+    return _with_optimizers(config, world, local, executor, optimizers, model_squared_norm, is_writer(world))
 
 
 def _with_optimizers(
@@ -178,7 +178,7 @@ def _build_pipeline(task: Task, config: RunConfig, world: Distributed) -> Engine
         task, local.module, local.module, pipeline, pipeline_inference, world, precision, _shards_logits(task, world)
     )
     optimizers = build_optimizers(local.module, config.optim)
-    norm = StagesNorm(stages.group, tied)
+    norm = StagesSquaredNorm(stages.group, tied)
     parts = _with_optimizers(config, world, local, executor, optimizers, norm, is_stage_leader(world))
     return EngineParts(local, executor, parts.updater, StagesState(parts.state, local, config, world))
 

@@ -79,12 +79,12 @@ class TorchUpdater:
         self.optimizers.clear()
 
 
-def model_norm(parameters: list[nn.Parameter], device: torch.device) -> torch.Tensor:
+def model_squared_norm(parameters: list[nn.Parameter], device: torch.device) -> torch.Tensor:
     """``SquaredNorm`` of a model without stages."""
     return squared_norm([p.grad for p in parameters if p.grad is not None], device)
 
 
-class StagesNorm:
+class StagesSquaredNorm:
     """``SquaredNorm`` over all stages. The gradients of the two copies of a tied weight become one, which counts once.
 
     Args:
@@ -105,6 +105,6 @@ class StagesNorm:
             add_up_tied(local, last - rank, self.group)
             if rank == last:
                 counted = [parameter for parameter in parameters if parameter is not self.tied]
-        total = model_norm(counted, device)
+        total = model_squared_norm(counted, device)
         dist.all_reduce(total, group=self.group)
         return total

@@ -10,7 +10,7 @@ from drawbar.config.parallel_dims import ParallelDims
 from drawbar.config.schema.run_config import ParallelSection
 from drawbar.parallel.activation_checkpointing import checkpoint_activations
 from drawbar.parallel.compile import compile_blocks
-from drawbar.parallel.fsdp import replicate_tp_model, shard
+from drawbar.parallel.fsdp import replicate_on_mesh, shard
 from drawbar.parallel.low_precision_weights import store_frozen_weights_low
 from drawbar.parallel.model_plan import ModelParallelPlan
 from drawbar.parallel.tensor import tensor_parallel
@@ -58,4 +58,4 @@ def parallelize(
         shard(model, axes, parallel, precision)
     elif dims.dp_size * dims.cp > 1 and dims.tp * dims.cp * dims.pp > 1:
         replicas = mesh["dp_replicate", "cp"]._flatten("dp_replicate_cp") if dims.cp > 1 else mesh["dp_replicate"]
-        replicate_tp_model(model, replicas)
+        replicate_on_mesh(model, replicas)

@@ -121,8 +121,8 @@ def generate_together(model: nn.Module) -> None:
         synchronize_generate(model)
 
 
-def replicate_tp_model(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Replicate a model with tensor-parallel shards, in place: DistributedDataParallel does not support DTensors.
+def replicate_on_mesh(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Replicate a model under tensor, context or pipeline parallelism, in place (DDP does not support DTensors).
 
     Args:
         mesh: that of the replicas alone.

@@ -1,1 +1,1 @@
-"""What looks at runs from outside: whether a strategy computes what one process computes."""
+"""``drawbar parity``: trains under a strategy and in one process, and compares what the two compute."""

@@ -9,7 +9,7 @@ Everything is relative, and what it is relative to is chosen so that rounding pa
   the parameter would have if all entries of the model's gradient were of one size. With a tolerance of 1e-4, a gradient
   a millionth of the usual size is still seen to be missing, or doubled.
 - *weights*: ‖a - b‖ / ‖b‖ for each parameter, over the entries whose first gradient is well known (``Tolerances``).
-  Adam makes a step of full size of a gradient of any size, of one that is nothing but rounding too: there the updates
+  Adam's step has full size whatever the size of the gradient, even of one that is all rounding: there the updates
   of two correct trainings are unrelated. How well an entry's gradient is known is seen from the gradients
   of the two trainings: the root mean square of their difference, over the parameter.
 
@@ -99,7 +99,7 @@ class Trace:
     """By step: the whole gradients, before clipping."""
     weights: dict[str, Tensor] = field(default_factory=dict)
     """After the last step."""
-    weights_from: int = 1
+    first_trained_step: int = 1
     """The first step of this training: 1, or the one after the ``StepStart`` that it goes on from."""
     ties: list[list[str]] = field(default_factory=list)
     """Names of one and the same weight."""
@@ -256,7 +256,7 @@ def weight_differences(
 ) -> tuple[Differences, float, list[Note]]:
     """Relative differences by parameter, the share of all entries that are not compared, and notes on missing ones."""
     found, notes = match(trace.weights, reference.weights, reference.ties)
-    first = reference.weights_from
+    first = reference.first_trained_step
     gradients = by_every_name(reference.gradients.get(first, {}), reference.ties)
     others, _ = match(trace.gradients.get(first, {}), reference.gradients.get(first, {}), reference.ties)
     left_out = total = 0

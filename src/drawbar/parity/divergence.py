@@ -143,7 +143,9 @@ def _record(
     recorder = _Recorder({start: ModuleRecord() for start in starts})
     recorder.watch(engine)
     gradients = _step(engine, [micro for micro_batches in micro_batches_by_rank for micro in micro_batches])
-    return _ReferenceStep(list(recorder.records.values()), gradients, tied_names(recorder.tied(engine)))
+    return _ReferenceStep(
+        list(recorder.records.values()), gradients, tied_names(recorder.parameters_by_all_names(engine))
+    )
 
 
 def _measure(
@@ -260,7 +262,7 @@ class _Recorder(_Hooks):
         if tensor.requires_grad:
             tensor.register_hook(lambda gradient: record.gradients.__setitem__(key, _copy(gradient)))
 
-    def tied(self, engine: Engine) -> Tensors:
+    def parameters_by_all_names(self, engine: Engine) -> Tensors:
         return {name: p for root in modules_of(engine) for name, p in root.named_parameters(remove_duplicate=False)}
 
 

@@ -54,7 +54,7 @@ def train(
         engine.load(EngineState(start.engine.model, moments, values))
         loader.load(start.data)
         first = start.step + 1
-    trace = Trace(weights_from=first)
+    trace = Trace(first_trained_step=first)
     with closing(engine):
         for step, micro_batches in loader.steps(first - 1, last):
             with engine.inspecting(partial(_look, trace, step, (first, last), engine, world)):

@@ -1,7 +1,7 @@
 """What trainings are compared with: what one process computes, in fp32.
 
 In fp32 a strategy must come along the same way, step by step. In a lower precision two right trainings drift apart,
-however little they differ at first, as the optimizer makes steps of full size of gradients that are nothing but
+however little they differ at first, as the optimizer makes full-size steps even where a gradient is nothing but
 rounding. So there the first and the last step are each made again by one process, from the state that the strategy had
 before: in fp32, and several times in the lower precision, with noise, to see what rounding does to this very step.
 """

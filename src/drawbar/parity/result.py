@@ -58,7 +58,7 @@ class ParityReport:
 
     @property
     def exit_code(self) -> ExitCode:
-        """2 where a strategy that the user named cannot run here, else 1 where one diverges."""
+        """2 where a strategy that the user named cannot run here, else 1 where one diverges or crashes."""
         verdicts = {(result.verdict, result.asked_for) for result in self.results}
         if ("refused", True) in verdicts:
             return ExitCode.WRONG_REQUEST
@@ -95,8 +95,8 @@ class ParityReport:
         shares = [result.comparison["left_out"] for result in self.results if result.comparison]
         if shares and max(shares) > 0:
             print(
-                f"\nWeights: of {max(shares):.2%} of the entries at most, rounding decides the gradient; "
-                "they are not compared after an optimizer has used it.",
+                f"\nWeights: at most {max(shares):.2%} of the entries are left out: rounding decides their gradients, "
+                "and so their updates.",
                 flush=True,
             )
 

@@ -284,7 +284,7 @@ def rows_and_order(task: Task, split: Split, config: RunConfig) -> tuple[Sampler
     seed, samples = config.run.seed, split.samples
     weights = [stream.weight for stream in getattr(split.records, "streams", [])]
     mixed = bool(weights) and None not in weights
-    sizes = samples.sources.tolist() if mixed else [len(samples)]
+    sizes = samples.samples_of_sources.tolist() if mixed else [len(samples)]
     rows: Rows = SampleRows(samples)
     if config.data.batching == "packed":
         plan, sizes = _plan(task, samples, sizes, config)

@@ -109,7 +109,7 @@ class LogCallback(Callback):
 def check_finite(info: StepInfo, saver: Saver) -> None:
     """Stop a run whose loss or gradient norm is not finite, before it overwrites a good checkpoint."""
     found = {"loss": float(info.result.loss)}
-    if not info.result.skipped:  # fp16 overflowed, and no harm was done
+    if not info.result.skipped:  # a skipped step (fp16 overflowed) has no finite norm, and does no harm
         found["gradient norm"] = float(info.result.grad_norm)
     for name, value in found.items():
         if not math.isfinite(value):

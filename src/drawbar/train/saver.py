@@ -270,7 +270,7 @@ def _engine_state(snapshot: Snapshot) -> EngineState:
 
 
 def _load_what_fits(engine: Engine, snapshot: Snapshot) -> None:
-    """For a fork: another optimizer starts afresh on the same weights, and so do adapters on others."""
+    """For a fork: where the optimizer is another one, or the adapters' base model is, only the weights are taken."""
     state = _engine_state(snapshot)
     try:
         check_base(snapshot, engine)

@@ -203,8 +203,8 @@ def check_base(snapshot: Snapshot, engine: Engine) -> None:
     lost = sorted(engine.base.new - snapshot.model.keys())
     if lost:
         raise UserError(
-            f"neither the pretrained model nor this checkpoint has {lost[0]}: an older drawbar drew it by chance, and "
-            "did not keep it",
+            f"neither the pretrained model nor this checkpoint has {lost[0]}: an older drawbar set it at random, and "
+            "did not save it",
             where="task.model",
             remedy="train the run anew, under another run.name",
         )

@@ -45,9 +45,9 @@ _REASONS = dict.fromkeys(REQUEUE, Reason.REQUEUE) | dict.fromkeys(INTERRUPT, Rea
 
 
 class Stop:
-    """As a context manager: a first signal requests a stop after this step; a second one ends the process at once.
+    """Agrees on a stop with all ranks. As a context manager: a first signal requests one; a second ends the process.
 
-    Before :meth:`begin`, while there is nothing to save, the first signal already ends the process at once.
+    It stops after the step. Before :meth:`begin`, with nothing to save, the first signal already ends the process.
     """
 
     def __init__(self, world: Distributed) -> None:

@@ -86,7 +86,7 @@ def pipeline_module(stage: Stage, tied: nn.Parameter | None, dims: ParallelDims)
     group = _ends(topology.get_axis_comm_lists("pipe"))
     # instead of its tied layers, which would have to be layers of their own
     module.get_tied_weights_and_groups = lambda: _tied_gradients(tied, group)
-    _count(stage, tied, module.mpu().get_slice_parallel_rank() == 0)
+    _mark_counted_once(stage, tied, module.mpu().get_slice_parallel_rank() == 0)
     return module
 
 
@@ -110,16 +110,16 @@ def _tied_gradients(tied: nn.Parameter | None, group: dist.ProcessGroup | None) 
     return [(SimpleNamespace(grad=gradient, _hp_grad=gradient), group)]
 
 
-def _count(stage: Stage, tied: nn.Parameter | None, is_first_of_tensor: bool) -> None:
+def _mark_counted_once(stage: Stage, tied: nn.Parameter | None, is_tp_rank0: bool) -> None:
     """Mark parameters so that DeepSpeed counts each gradient once in the global norm.
 
-    DeepSpeed's optimizers understand ``ds_pipe_replicated``; its clipping of stage 0 leaves out all but the first rank
-    of a model's ranks, unless parameters are marked as its own.
+    DeepSpeed's optimizers understand ``ds_pipe_replicated``; under ZeRO stage 0 its clipping counts, besides those
+    of the first of the ranks that hold one model, only parameters with ``model_parallel``.
     """
     for parameter in stage.parameters():
         mark: Any = parameter
         mark.ds_pipe_replicated = parameter is tied and not stage.is_first
-        mark.model_parallel = not mark.ds_pipe_replicated and (is_first_of_tensor or is_tp_shard(parameter))
+        mark.model_parallel = not mark.ds_pipe_replicated and (is_tp_rank0 or is_tp_shard(parameter))
 
 
 class DeepSpeedPipeline:
