@@ -33,7 +33,7 @@ class Engine:
     """Trains and evaluates a task under the strategy that its parts were built for.
 
     Args:
-        task: built, with its tokenizer.
+        task: what is trained.
         config: the whole run's, with ``parallel.strategy`` and number formats resolved.
         world: the processes of the run, already joined.
         parts: from the strategy's builder.

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+from drawbar.config.schema.run_config import RunConfig
+
 METHODS = {
     "weight": "num_targets",
     "find_facts": "find_dataset_metadata",
@@ -50,6 +52,14 @@ def renamed_attribute(old: str, new: str) -> Any:
         setattr(self, new, value)
 
     return property(read, write)
+
+
+def section_of_config(context: Any, name: str) -> Any:
+    """A section of the configuration, for an ``__init__`` of the time when that was the argument."""
+    if name not in RunConfig.model_fields:
+        raise AttributeError(f"a TaskContext has no {name!r}; the configuration is its run_config")
+    _warn(f"a task is built from a TaskContext now, not from a RunConfig: read run_config.{name} of it", stacklevel=4)
+    return getattr(context.run_config, name)
 
 
 def _warn(text: str, stacklevel: int) -> None:
