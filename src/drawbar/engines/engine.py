@@ -50,6 +50,7 @@ class Engine:
         self.step = 0
         self.max_positions = longest_input(parts.model.meta_model)
         """Longest input, in tokens, that the model has positions for; None if there is no such limit."""
+        self.parts = parts
         self.executor = parts.executor
         self.updater = parts.updater
         self._local = parts.model
