@@ -1,5 +1,6 @@
 """Names that methods and attributes of ``Task`` had before: they work for one version more, with a warning."""
 
+import inspect
 import warnings
 from collections.abc import Callable
 from functools import wraps
@@ -40,8 +41,23 @@ def _called_by_old_name(method: Any, old: str, new: str) -> Callable[..., Any]:
     return call
 
 
-def renamed_attribute(old: str, new: str) -> Any:
+ATTRIBUTES = {"facts": "dataset_metadata", "labelled": "has_labels"}
+"""Old name → new one."""
+
+
+def keep_run_attributes(task_type: type[Any], base: type[Any]) -> None:
+    """Let no class attribute such as ``facts = {}`` or ``tokenizer = None`` hide what a task has of its run: each was
+    overwritten when a task was made."""
+    for name in ("tokenizer", "dataset_metadata", *ATTRIBUTES):
+        if not hasattr(inspect.getattr_static(task_type, name), "__get__"):
+            new = ATTRIBUTES.get(name, name)
+            _warn(f"{task_type.__name__}.{name} would hide the run's {new}: remove it from the class", stacklevel=4)
+            setattr(task_type, name, vars(base)[name])
+
+
+def renamed_attribute(old: str) -> Any:
     """A property that stands for the attribute of the new name."""
+    new = ATTRIBUTES[old]
 
     def read(self: Any) -> Any:
         _warn(f"{type(self).__name__}.{old} is called {new} now", stacklevel=3)

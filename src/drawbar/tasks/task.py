@@ -24,7 +24,7 @@ from drawbar.errors import UserError
 from drawbar.runtime.safetensors_reader import parameters_on_meta
 from drawbar.tasks.batch import Batch, pad_and_stack
 from drawbar.tasks.method_fault import fault
-from drawbar.tasks.old_names import keep_old_names, renamed_attribute
+from drawbar.tasks.old_names import keep_old_names, keep_run_attributes, renamed_attribute
 from drawbar.tasks.task_context import TaskContext
 
 T = TypeVar("T")
@@ -43,6 +43,7 @@ class Task:
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
         keep_old_names(cls)
+        keep_run_attributes(cls, Task)
 
     def __init__(self, context: TaskContext | RunConfig) -> None:
         """Of a configuration alone, the task makes its tokenizer and finds the metadata of its data by itself."""
@@ -72,8 +73,8 @@ class Task:
             remedy = "return a dict of plain numbers, strings and lists: a set becomes sorted(...)"
             raise fault(self, "find_dataset_metadata", f"returns what JSON cannot hold: {error}", remedy) from error
 
-    facts = renamed_attribute("facts", "dataset_metadata")
-    labelled = renamed_attribute("labelled", "has_labels")
+    facts = renamed_attribute("facts")
+    labelled = renamed_attribute("labelled")
 
     def build_tokenizer(self) -> Any:
         """The tokenizer, or None for a task that needs none. Called once, on rank 0; it is sent to the others."""

@@ -46,6 +46,44 @@ def test_attributes_and_methods_are_found_under_their_old_names() -> None:
     assert not task.has_labels
 
 
+def test_a_class_attribute_hides_nothing_that_a_task_has_of_its_run() -> None:
+    class Typed:
+        tokenizer: Any = None
+        labelled = False
+
+    with pytest.warns(FutureWarning) as warned:
+
+        class Old(Typed, Task):
+            facts: dict[str, Any] = {}
+            dataset_metadata = {"labels": []}
+
+    messages = [str(warning.message) for warning in warned]
+    assert messages == [
+        f"Old.{name} would hide the run's {new}: remove it from the class"
+        for name, new in [
+            ("tokenizer", "tokenizer"),
+            ("dataset_metadata", "dataset_metadata"),
+            ("facts", "dataset_metadata"),
+            ("labelled", "has_labels"),
+        ]
+    ]
+    assert {warning.filename for warning in warned} == {__file__}
+    task = Old(TaskContext(RunConfig(), ["the"], {"labels": [1]}))
+    assert (task.tokenizer, task.dataset_metadata) == (["the"], {"labels": [1]})
+    with pytest.warns(FutureWarning, match="called"):
+        assert (task.facts, task.labelled) == ({"labels": [1]}, True)
+
+
+def test_a_property_of_a_tasks_own_stays(recwarn: pytest.WarningsRecorder) -> None:
+    class New(Task):
+        @property
+        def tokenizer(self) -> str:
+            return "own"
+
+    assert New(RunConfig()).tokenizer == "own"
+    assert not recwarn
+
+
 def test_an_init_that_reads_the_configuration_works() -> None:
     class Seeded(Task):
         def __init__(self, run_config: Any) -> None:
