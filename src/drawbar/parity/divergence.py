@@ -9,7 +9,7 @@ looked for in the whole.
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -266,7 +266,6 @@ class _OneByOne:
     def __init__(self, executor: Executor, before_each: Callable[[], None]) -> None:
         self._executor = executor
         self._before_each = before_each
-        self.evaluate, self.inference = executor.evaluate, executor.inference
 
     def forward_backward(self, micro_batches: MicroBatches, scale: float) -> Tensor:
         losses = []
@@ -274,6 +273,12 @@ class _OneByOne:
             self._before_each()
             losses.append(self._executor.forward_backward([micro], scale))
         return torch.stack(losses).sum()
+
+    def evaluate(self, batch: Batch) -> tuple[float, list[Any] | None]:
+        return self._executor.evaluate(batch)
+
+    def inference(self) -> AbstractContextManager[Any]:
+        return self._executor.inference()
 
 
 class _Comparer(_Hooks):

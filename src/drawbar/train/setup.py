@@ -50,7 +50,7 @@ def build_task(
     has_labels: bool = True,
 ) -> Task:
     """The task with its tokenizer and dataset metadata: loaded from ``origin``, the run directory that the weights come
-    from, if it has them; otherwise made once by the task of rank 0 and sent to all ranks.
+    from, if it has them; otherwise made by the task of rank 0. The tasks of the others are built when they have both.
 
     Args:
         has_checkpoint, has_labels: see ``TaskContext``.
@@ -60,12 +60,12 @@ def build_task(
     """
     context = TaskContext(config, has_checkpoint=has_checkpoint, has_labels=has_labels)
     if world.is_rank0:
-        with world.working("reading the tokenizer"):
+        with world.working("building the task"):
             context = replace(context, **_saved_parts(task_type, config, origin))
-    task = task_type(context)
-    with name_failing_method(task):
-        tokenizer = world.from_rank0(lambda: task.tokenizer, "building the tokenizer")
-        metadata = world.from_rank0(lambda: task.dataset_metadata, "finding the metadata of the data")
+            task = task_type(context)
+            with name_failing_method(task):
+                parts = task.tokenizer, task.dataset_metadata
+    tokenizer, metadata = world.from_rank0(lambda: parts, "building the task")
     if not world.is_rank0:
         return task_type(replace(context, tokenizer=tokenizer, dataset_metadata=metadata))
     if context.tokenizer is None and isinstance(task, PretrainedTask):

@@ -50,7 +50,11 @@ def test_ranks_that_read_other_data_are_named(project: Path) -> None:
 
 
 class Made(drawbar.Task):
-    """Says which process made its tokenizer and its metadata."""
+    """Says which process made its tokenizer and its metadata, and uses them at once."""
+
+    def __init__(self, context: drawbar.TaskContext) -> None:
+        super().__init__(context)
+        self.seen = (self.tokenizer, self.dataset_metadata)
 
     def build_tokenizer(self) -> Any:
         return {"made by": os.getpid()}
@@ -62,7 +66,8 @@ class Made(drawbar.Task):
 def build_made(folder: str) -> tuple[int, Any, Any, bool, bool]:
     with world() as joined:
         task = build_task(Made, RunConfig(), joined, Path(folder), has_checkpoint=True, has_labels=False)
-    return os.getpid(), task.tokenizer, task.dataset_metadata, task.has_checkpoint, task.has_labels
+    assert isinstance(task, Made)
+    return os.getpid(), *task.seen, task.has_checkpoint, task.has_labels
 
 
 def test_the_task_of_every_rank_has_what_rank_0_made(tmp_path: Path) -> None:
