@@ -79,9 +79,7 @@ def tiny_config(family: str = "llama", fields: dict[str, Any] | None = None, **s
 
 
 def tiny_task(config: RunConfig) -> Numbers:
-    task = Numbers(config)
-    task.tokenizer = task.build_tokenizer()
-    return task
+    return Numbers(config)
 
 
 def tiny_engine(config: RunConfig, world: Distributed | None = None, seed: int = 0, total_steps: int = 10) -> Engine:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from drawbar.tasks.masked_lm import MaskedLM
     from drawbar.tasks.seq2seq import Seq2Seq
     from drawbar.tasks.task import Task
+    from drawbar.tasks.task_context import TaskContext
     from drawbar.tracking.tracker import TrackedRun, Tracker
     from drawbar.train.callback import Callback, RunHandle
     from drawbar.train.step import StepInfo
@@ -48,6 +49,7 @@ _HOMES = {
     "Strategy": "drawbar.config.strategies",
     "Task": "drawbar.tasks.task",
     "TaskConfig": "drawbar.config.schema.task_sections",
+    "TaskContext": "drawbar.tasks.task_context",
     "TokenClassification": "drawbar.tasks.classification",
     "TrackedRun": "drawbar.tracking.tracker",
     "Tracker": "drawbar.tracking.tracker",
@@ -75,6 +77,7 @@ __all__ = [
     "Strategy",
     "Task",
     "TaskConfig",
+    "TaskContext",
     "TokenClassification",
     "TrackedRun",
     "Tracker",

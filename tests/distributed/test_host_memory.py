@@ -29,6 +29,7 @@ from drawbar.engines.build import build_engine
 from drawbar.engines.engine import Engine
 from drawbar.runtime.safetensors_reader import parameters_on_meta
 from drawbar.tasks.causal_lm import CausalLM
+from drawbar.tasks.task_context import TaskContext
 from harness import run_ranks
 from memory import memory
 
@@ -80,8 +81,7 @@ def build(folder: Path, parallel: ParallelSection, world: Distributed) -> Engine
         device="cpu",
         parallel=parallel,
     )
-    task = CausalLM(config)
-    task.tokenizer = train_byte_bpe([], 257)
+    task = CausalLM(TaskContext(config, train_byte_bpe([], 257)))
     return build_engine(task, config, world, total_steps=1)
 
 

@@ -290,7 +290,6 @@ def test_the_scale_of_the_weights_does_not_matter() -> None:
     torch.manual_seed(case.seed)
     with Distributed(RankInfo(), CPU, timeout=60) as world:
         task = SmallUnits(case.config)
-        task.tokenizer = task.build_tokenizer()
         engine = unchecked_engine(task, case.config, world, STEPS)
         samples = encode_records(case.records, lambda record: task.encode(record, True), describe=str)
         batches = [task.collate([samples[number] for number in documents]) for documents in global_batches(case)]

@@ -16,6 +16,7 @@ from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
 from drawbar.engines.build import build_engine
 from drawbar.tasks.masked_lm import MaskedLM
+from drawbar.tasks.task_context import TaskContext
 from harness import run_ranks
 from tiny import random_step, tiny_config, tiny_task
 
@@ -81,8 +82,8 @@ def test_offloaded_parameters_leave_the_buffers_on_the_gpu() -> None:
     """GPT-2 has none, BERT's embeddings have two."""
     config = configured({"strategy": "fsdp", "offload": True}, "fp32")
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
-    task = MaskedLM(config.model_copy(update={"task": MaskedLMConfig(model="bert", from_scratch=sizes)}))
-    task.tokenizer = train_byte_bpe([], 300, task.special_tokens)
+    run_config = config.model_copy(update={"task": MaskedLMConfig(model="bert", from_scratch=sizes)})
+    task = MaskedLM(TaskContext(run_config, train_byte_bpe([], 300, MaskedLM.special_tokens)))
     with Distributed(RankInfo(), torch.device("cuda", 0), 120, ParallelDims.of(config.parallel, 1)) as world:
         engine = build_engine(task, task.run_config, world, total_steps=STEPS)
         assert {buffer.device.type for buffer in engine.module.buffers()} == {"cuda"}

@@ -17,7 +17,7 @@ from drawbar.config.schema.cluster_section import ClusterSection
 from drawbar.config.schema.run_config import LaunchSection, RunConfig
 from drawbar.errors import UserError
 from drawbar.launch.jobs.follow import Follower
-from drawbar.launch.jobs.progress import BestScore, read_progress
+from drawbar.launch.jobs.progress import read_progress
 from drawbar.launch.jobs.records import JobEnd, JobRecord, append_records, find, read, run_file, user_file
 from drawbar.launch.jobs.run_status import write_run_status
 from drawbar.launch.slurm import allocation
@@ -25,6 +25,7 @@ from drawbar.launch.slurm.allocation import Allocation
 from drawbar.launch.slurm.cpus import few_cpus
 from drawbar.launch.slurm.queue import COLUMNS, QueueEntry, expand, parse
 from drawbar.launch.slurm.slurm_status import judge_job
+from drawbar.util.best_score import BestScore
 from harness import Finished, run_cli
 from messages import check_one_message
 
@@ -195,7 +196,7 @@ def test_how_far_a_run_is(tmp_path: Path) -> None:
     found = read_progress(tmp_path)
     assert (found.step_of_total, found.checkpoint, found.written) == ("2/12", 2, 1031.0)
     assert found.loss != found.loss  # not a number
-    assert found.best == BestScore(2, "loss", 3.0)
+    assert found.best == BestScore(step=2, metric="loss", score=3.0)
     assert not found.is_stale(1031.0 + 299)  # a line took 30 seconds
     assert found.is_stale(1031.0 + 301)
 

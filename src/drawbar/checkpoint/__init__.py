@@ -3,7 +3,7 @@
 Nothing here knows of strategies: a rank that writes has gathered a full ``Snapshot``; every rank may read.
 """
 
-from drawbar.checkpoint.directory import Best, CheckpointDirectory
+from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.checkpoint.format import Snapshot
 from drawbar.checkpoint.load import read, read_state
 from drawbar.checkpoint.save import host_copies
@@ -12,7 +12,6 @@ from drawbar.checkpoint.writer import AsyncWriter
 
 __all__ = [
     "AsyncWriter",
-    "Best",
     "CheckpointDirectory",
     "Snapshot",
     "check_space",

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from drawbar.checkpoint.format import OtherFormat, Snapshot, Unusable, step_name
 from drawbar.checkpoint.load import (
@@ -28,6 +28,7 @@ from drawbar.checkpoint.save import write_amended, write_files
 from drawbar.checkpoint.space import REMEDIES, free_bytes, readable
 from drawbar.errors import ExitCode, UserError
 from drawbar.util.atomic_files import retried, sync, write_durably
+from drawbar.util.best_score import BEST_FILE, BestScore
 
 logger = logging.getLogger("drawbar")
 
@@ -37,19 +38,8 @@ DELETING = ".deleting"
 """Suffix of what is being deleted, so that half of a checkpoint never carries the name of a whole one."""
 UNUSABLE = ".unusable"
 """Suffix of what was set aside: it stays for people to look at, and is never counted, used or deleted."""
-BEST_FILE = "best.json"
 
 _LEFTOVER = re.compile(r"(step-\d{8,}(\.replaced)?|best\.json)\.(tmp|deleting)")
-
-
-class Best(BaseModel):
-    """``best.json``: which checkpoint has the best score."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, ser_json_inf_nan="constants")
-
-    step: int
-    metric: str
-    score: float
 
 
 @dataclass(frozen=True)
@@ -119,7 +109,7 @@ class CheckpointDirectory:
             return None
         return folder
 
-    def best_record(self) -> Best | None:
+    def best_record(self) -> BestScore | None:
         """What ``best.json`` says; None where no evaluation has chosen a checkpoint.
 
         Raises:
@@ -132,7 +122,7 @@ class CheckpointDirectory:
             except FileNotFoundError:
                 return None
         try:
-            return Best.model_validate_json(text)
+            return BestScore.model_validate_json(text)
         except ValidationError as error:
             steps = ", ".join(map(str, self.steps()))
             raise UserError(
@@ -163,7 +153,8 @@ class CheckpointDirectory:
         if step not in self.steps():
             raise ValueError(f"step {step} has no complete checkpoint in {self.path}")
         with self._explained(BEST_FILE):
-            write_durably(self.path / BEST_FILE, Best(step=step, metric=metric, score=score).model_dump_json(indent=2))
+            best = BestScore(step=step, metric=metric, score=score)
+            write_durably(self.path / BEST_FILE, best.model_dump_json(indent=2))
 
     def resolve(self, which: str) -> Path:
         """The checkpoint that ``latest``, ``best``, a step number, a path or a folder name here stands for.

@@ -21,9 +21,8 @@ from drawbar.models.saving import save_transformers
 from drawbar.runtime.log import start_logging
 from drawbar.tasks.pretrained import PretrainedTask
 from drawbar.tasks.task import Task
-from drawbar.tasks.task_registry import task_class
 from drawbar.tracking.console import make_console
-from drawbar.train.setup import build_task, on_one_process, open_checkpoint
+from drawbar.train.setup import on_one_process, open_checkpoint, task_of_run
 
 LARGEST_FILE = "5GB"
 """A larger model is exported in several files, so that those who load it need not read all of it to have a part."""
@@ -52,7 +51,7 @@ def export_run(
     start_logging(rank_info.rank, console.logging_handler())
     transformers_logging.disable_progress_bar()
     with Distributed(rank_info, torch.device("cpu"), config.launch.timeout) as world:
-        task = build_task(task_type or task_class(config.task.type), config, world, config.run_dir)
+        task = task_of_run(task_type, config, world)
         engine, _ = open_checkpoint(task, config, checkpoint, world)
         with closing(engine), redirect_stdout(sys.stderr):  # what libraries say is not what the command answers
             _write(engine, task, folder, merge)

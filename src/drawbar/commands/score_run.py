@@ -24,10 +24,9 @@ from drawbar.evaluation.text_generation import Prompt, Sampling
 from drawbar.runtime.log import errors_in_log, open_log_file, start_logging
 from drawbar.runtime.seed import seed_everything
 from drawbar.tasks.task import Task
-from drawbar.tasks.task_registry import task_class
 from drawbar.tracking.console import Console, make_console
 from drawbar.train.batches import OpenedSplit, encode_split, eval_micro_batch, make_augment, open_split
-from drawbar.train.setup import build_task, check_predicts, open_checkpoint
+from drawbar.train.setup import check_predicts, open_checkpoint, task_of_run
 
 
 @contextmanager
@@ -56,7 +55,7 @@ def evaluate_run(
         UserError: there is no such checkpoint or data.
     """
     with explain_full_disk(config.run_dir), _joined(config) as (world, console):
-        task = build_task(task_type or task_class(config.task.type), config, world, config.run_dir)
+        task = task_of_run(task_type, config, world)
         opened = open_split(task, split_name, config, world)
         engine, step = open_checkpoint(task, config, checkpoint, world)  # before anything is encoded
         with closing(engine):
@@ -105,9 +104,8 @@ def predict_from_run(
         UserError: the task does not predict, there is no such checkpoint, or the input cannot be read or encoded.
     """
     with _joined(config) as (world, console):
-        task = build_task(task_type or task_class(config.task.type), config, world, config.run_dir)
+        task = task_of_run(task_type, config, world, has_labels=False)
         check_predicts(task, probabilities)
-        task.has_labels = False
         with _hints(task, config):
             opened = open_split(task, "test", config, world)
         engine, _ = open_checkpoint(task, config, checkpoint, world)

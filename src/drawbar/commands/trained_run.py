@@ -1,6 +1,7 @@
 """A run that has been trained, opened in Python: ``drawbar.load_run("runs/demo")``."""
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,9 @@ from drawbar.evaluation.text_generation import Prompt, Sampling, generate_text
 from drawbar.tasks.batch import PredictFunction
 from drawbar.tasks.encoder import TaskEncoder
 from drawbar.tasks.task import Task
-from drawbar.tasks.task_registry import task_class
 from drawbar.tracking.console import SilentConsole
 from drawbar.train.batches import eval_micro_batch, load_split, make_augment
-from drawbar.train.setup import build_task, check_predicts, on_one_process, open_checkpoint
+from drawbar.train.setup import check_predicts, on_one_process, open_checkpoint, task_of_run
 
 
 def load_run(
@@ -49,7 +49,7 @@ class TrainedRun:
     def __init__(self, config: RunConfig, task: type[Task] | None, checkpoint: str | None) -> None:
         self.config = on_one_process(config)
         self._world = Distributed(RankInfo(), choose_device(config.device, RankInfo()), config.launch.timeout)
-        self.task = build_task(task or task_class(config.task.type), self.config, self._world, config.run_dir)
+        self.task = task_of_run(task, self.config, self._world)
         self._engine, self.step = open_checkpoint(self.task, self.config, checkpoint, self._world)
         self.model.eval()
 
@@ -70,7 +70,8 @@ class TrainedRun:
             UserError: the task does not predict, or a record cannot be encoded.
         """
         check_predicts(self.task, probabilities=False)
-        return self._ask(records, self.task.predict)
+        task = self._task_without_labels()
+        return self._ask(task, task.predict, records)
 
     def probabilities(self, records: Iterable[dict[str, Any]]) -> list[Any]:
         """For each record the probability of each label.
@@ -79,7 +80,8 @@ class TrainedRun:
             UserError: the task gives none, or a record cannot be encoded.
         """
         check_predicts(self.task, probabilities=True)
-        return self._ask(records, self.task.probabilities)
+        task = self._task_without_labels()
+        return self._ask(task, task.probabilities, records)
 
     def generate(self, prompts: Prompt | Sequence[Prompt], **sampling: Any) -> list[str]:
         """What the model goes on with after each prompt: a text, or the messages of a chat.
@@ -105,20 +107,22 @@ class TrainedRun:
         assert evaluation is not None, "nobody asks for a stop"
         return evaluation.scores
 
-    def _ask(self, records: Iterable[dict[str, Any]], predict_fn: PredictFunction) -> list[Any]:
+    def _task_without_labels(self) -> Task:
+        """A copy: it has what ``build_model`` may have set, too."""
+        task = copy(self.task)
+        task.has_labels = False
+        return task
+
+    def _ask(self, task: Task, predict_fn: PredictFunction, records: Iterable[dict[str, Any]]) -> list[Any]:
         given = list(records)
-        self.task.has_labels = False
         try:
-            samples = encode_records(given, TaskEncoder(self.task, train=False), describe=lambda n: f"record {n}")
+            samples = encode_records(given, TaskEncoder(task, train=False), describe=lambda n: f"record {n}")
         except NoSamples:
             return [None] * len(given)
-        finally:
-            self.task.has_labels = True
         split = Split("records", given, samples)
-        found = predict(self._engine, self.task, split, self._world, *self._how(split), predict_fn)
+        found = predict(self._engine, task, split, self._world, *self._how(split), predict_fn)
         return [
-            self.task.complete(record, found[number]) if number in found else None
-            for number, record in enumerate(given)
+            task.complete(record, found[number]) if number in found else None for number, record in enumerate(given)
         ]
 
     def _how(self, split: Split) -> tuple[MicroBatchSize, Augment]:

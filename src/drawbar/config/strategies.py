@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from drawbar.config.io.user_modules import cause, import_user_module
-from drawbar.errors import UserError
+from drawbar.config.io.user_modules import find_by_name
 from drawbar.util.registry import Registry
 
 AUTO = "auto"
@@ -79,18 +78,4 @@ def find_strategy(name: str) -> Strategy:
     """
     if name == AUTO:
         return _UNDECIDED
-    module, colon, attribute = name.partition(":")
-    try:
-        found = getattr(import_user_module(module), attribute) if colon else STRATEGIES.get(name, "parallel.strategy")
-    except UserError:
-        raise
-    except Exception as error:
-        raise _no_strategy(f"there is no strategy {name!r}: {cause(error)}") from error
-    if not isinstance(found, Strategy):
-        raise _no_strategy(f"{name} is no drawbar.config.strategies.Strategy")
-    return found
-
-
-def _no_strategy(what: str) -> UserError:
-    names = ", ".join(STRATEGIES.names())
-    return UserError(what, where="parallel.strategy", remedy=f"give {names}, or your own as package.module:name")
+    return find_by_name(STRATEGIES, name, "parallel.strategy", "strategy", lambda found: isinstance(found, Strategy))

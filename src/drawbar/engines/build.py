@@ -11,6 +11,7 @@ from drawbar.config.schema.run_config import RunConfig
 from drawbar.config.strategies import AUTO, BUILT_IN
 from drawbar.distributed.process_group import Distributed
 from drawbar.engines.engine import Engine
+from drawbar.engines.local_model import build_meta_model
 from drawbar.engines.parts import EngineParts
 from drawbar.errors import UserError
 from drawbar.parallel.compile import check_compiler
@@ -101,7 +102,7 @@ def _choose_strategy(task: Task, config: RunConfig, world: Distributed) -> tuple
         return "ddp", f"{world.size} processes"  # to find the size of a user's own model is to build it
     model_ranks = world.dims.tp * world.dims.pp  # context-parallel ranks replicate the parameters
     with world.working("finding the size of the model"):
-        parameters = sum(parameter.numel() for parameter in task.build_meta_model().parameters())
+        parameters = sum(parameter.numel() for parameter in build_meta_model(task).parameters())
     needed, room = parameters * BYTES_PER_PARAMETER / model_ranks, _memory_of_a_rank(world)
     fits = world.dp_group.sum_of_leaders(needed <= SHARE_FOR_STATE * room) == world.dp_group.size
     amounts = f"the model's state takes {needed / 2**30:.1f} GiB, and a rank has {room / 2**30:.1f} GiB"

@@ -26,6 +26,7 @@ from drawbar.engines.local_model import (
     WeightSource,
     allow_packed_rows,
     build_meta,
+    build_meta_model,
     build_whole,
     with_adapters,
 )
@@ -80,7 +81,7 @@ def _build_one_model(task: Task, config: RunConfig, world: Distributed) -> Engin
     stage = zero_stage(config)
     local, source = _partitioned(task, config, world) if stage == 3 else _replicated(task, config, world)
     # built after the model: adapters draw random numbers, and the model must start as under any other strategy
-    meta_model = with_adapters(task.build_meta_model(), config, local.base)
+    meta_model = with_adapters(build_meta_model(task), config, local.base)
     optimizer = _optimizer(local.module, config)
     values = _json(config, world)
     backend = initialize_deepspeed(local.module, optimizer, values, world.device, is_zero3=stage == 3)

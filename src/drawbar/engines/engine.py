@@ -33,7 +33,7 @@ class Engine:
     """Trains and evaluates a task under the strategy that its parts were built for.
 
     Args:
-        task: built, with its tokenizer.
+        task: what is trained.
         config: the whole run's, with ``parallel.strategy`` and number formats resolved.
         world: the processes of the run, already joined.
         parts: from the strategy's builder.
@@ -50,6 +50,7 @@ class Engine:
         self.step = 0
         self.max_positions = longest_input(parts.model.meta_model)
         """Longest input, in tokens, that the model has positions for; None if there is no such limit."""
+        self.parts = parts
         self.executor = parts.executor
         self.updater = parts.updater
         self._local = parts.model

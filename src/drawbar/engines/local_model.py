@@ -53,9 +53,24 @@ def with_adapters(structure: nn.Module, config: RunConfig, base: FrozenBaseInfo 
     return structure if config.lora is None or base is None else add_adapters(structure, config.lora, base.new)
 
 
+def build_model(task: Task) -> nn.Module:
+    """The task's model, changed as its context says."""
+    return _changed(task, task.build_model())
+
+
+def build_meta_model(task: Task) -> nn.Module:
+    """The same without its weights."""
+    return _changed(task, task.build_meta_model())
+
+
+def _changed(task: Task, model: nn.Module) -> nn.Module:
+    task.task_context.change_model(model)
+    return model
+
+
 def _build_adapted(task: Task, config: RunConfig) -> tuple[nn.Module, FrozenBaseInfo | None]:
     """The full model, with the run's LoRA adapters if any, and what identifies their base model (None without)."""
-    model = task.build_model()
+    model = build_model(task)
     if config.lora is None:
         return model, None
     return model, add_adapters_to_base(model, config.lora, weights_without_file(model))
@@ -117,7 +132,7 @@ def build_meta(
     files = None
     if config.lora is None:
         with world.working("finding the weights"):
-            structure = task.build_meta_model()
+            structure = build_meta_model(task)
             files = task.stored_weights(structure)
         if world.sum(files is not None) == world.size:
             return structure, files, None
@@ -126,6 +141,6 @@ def build_meta(
         source, base = _build_adapted(task, config) if world.is_rank0 else (None, None)
     base = world.from_rank0(lambda: base, "building the model")
     with world.barrier_after("building the model"):
-        structure = with_adapters(task.build_meta_model(), config, base)
+        structure = with_adapters(build_meta_model(task), config, base)
     logger.info("weights: rank 0 builds the model, and sends each process its part")
     return structure, source, base

@@ -9,7 +9,7 @@ looked for in the whole.
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from drawbar.data.loader import MicroBatch
 from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
 from drawbar.engines.engine import Engine
+from drawbar.engines.parts import Executor
 from drawbar.parallel.pipeline.stages import StageInput, Zero
 from drawbar.parity.comparison import EXACT, Differences, Limits, difference, gradient_differences, norm
 from drawbar.parity.recorder import clean_name, modules_of, tied_names
@@ -86,7 +87,7 @@ class Probe:
 
 
 @dataclass(frozen=True)
-class _ReferenceStep:
+class ReferenceStep:
     """A step of one process."""
 
     records: list[ModuleRecord]
@@ -109,10 +110,10 @@ def find_divergence(workload: Workload, config: RunConfig, reference: RunConfig,
     _, micro_batches = next(iter(loader.steps(0, 1)))
     micro_batches_by_rank = world.dp_group.gather_from_leaders(micro_batches)
     records = [ModuleRecord() for _ in range(world.dp_group.size)]
-    reference_step, gradient_limits = _ReferenceStep(records, {}, []), EXACT.gradients
+    reference_step, gradient_limits = ReferenceStep(records, {}, []), EXACT.gradients
     if micro_batches_by_rank is not None:
         with world.working("making a step in one process"):
-            reference_step = _record(workload, reference, world, micro_batches_by_rank)
+            reference_step = record_step(workload, reference, world, micro_batches_by_rank)
             gradient_limits = _measure(
                 workload, reference, config.precision, world, micro_batches_by_rank, reference_step
             )
@@ -130,22 +131,23 @@ def find_divergence(workload: Workload, config: RunConfig, reference: RunConfig,
     return Probe(events, agreed, parts, order, found, reference_step.gradients, gradient_limits, reference_step.ties)
 
 
-def _record(
+def record_step(
     workload: Workload, config: RunConfig, world: Distributed, micro_batches_by_rank: Sequence[MicroBatches]
-) -> _ReferenceStep:
+) -> ReferenceStep:
     """One process's step over the micro-batches of all ranks."""
     alone = Distributed(RankInfo(), world.device, world.timeout.total_seconds())
-    engine = workload.engine(config, alone, None if config.train.steps else 1)
+    built = workload.engine(config, alone, None if config.train.steps else 1)
     starts, total = [], 0
     for micro_batches in micro_batches_by_rank:
         starts.append(total)
         total += len(micro_batches)
     recorder = _Recorder({start: ModuleRecord() for start in starts})
-    recorder.watch(engine)
+    recorder.watch(built)
+    parts = replace(built.parts, executor=_OneByOne(built.executor, recorder.begin_micro_batch))
+    engine = Engine(built.task, built.config, alone, parts, built.total_steps)
     gradients = _step(engine, [micro for micro_batches in micro_batches_by_rank for micro in micro_batches])
-    return _ReferenceStep(
-        list(recorder.records.values()), gradients, tied_names(recorder.parameters_by_all_names(engine))
-    )
+    ties = tied_names(recorder.parameters_by_all_names(engine))
+    return ReferenceStep(list(recorder.records.values()), gradients, ties)
 
 
 def _measure(
@@ -154,14 +156,14 @@ def _measure(
     precision: str,
     world: Distributed,
     micro_batches_by_rank: Sequence[MicroBatches],
-    reference_step: _ReferenceStep,
+    reference_step: ReferenceStep,
 ) -> Limits:
     """Measure what rounding does in this step: sets the limits of the records, returns those of the gradients."""
     low = config.model_copy(update={"precision": precision})
     apart: list[Differences] = []
     of_records: list[list[dict[str, Differences]]] = [[] for _ in reference_step.records]
     for noise in noises(precision):
-        other = _record(replace(workload, noise=noise), low, world, micro_batches_by_rank)
+        other = record_step(replace(workload, noise=noise), low, world, micro_batches_by_rank)
         apart.append(gradient_differences(other.gradients, reference_step.gradients))
         for found, record, rounded in zip(of_records, reference_step.records, other.records, strict=True):
             found.append(record.differences(rounded))
@@ -243,16 +245,9 @@ class _Recorder(_Hooks):
         self.records = records
         self._micro = -1
 
-    def watch(self, engine: Engine, staged: bool = False) -> None:
-        super().watch(engine)
-        forward = engine.task.forward
-
-        def counted(model: nn.Module, batch: Batch) -> Any:
-            self._micro += 1
-            self.calls.clear()
-            return forward(model, batch)
-
-        vars(engine.task)["forward"] = counted
+    def begin_micro_batch(self) -> None:
+        self._micro += 1
+        self.calls.clear()
 
     def _see(self, key: str, tensor: Tensor) -> None:
         record = self.records.get(self._micro)
@@ -264,6 +259,27 @@ class _Recorder(_Hooks):
 
     def parameters_by_all_names(self, engine: Engine) -> Tensors:
         return {name: p for root in modules_of(engine) for name, p in root.named_parameters(remove_duplicate=False)}
+
+
+class _OneByOne:
+    """An executor that gives another one micro-batches one at a time, and calls a function before each."""
+
+    def __init__(self, executor: Executor, before_each: Callable[[], None]) -> None:
+        self._executor = executor
+        self._before_each = before_each
+
+    def forward_backward(self, micro_batches: MicroBatches, scale: float) -> Tensor:
+        losses = []
+        for micro in micro_batches:
+            self._before_each()
+            losses.append(self._executor.forward_backward([micro], scale))
+        return torch.stack(losses).sum()
+
+    def evaluate(self, batch: Batch) -> tuple[float, list[Any] | None]:
+        return self._executor.evaluate(batch)
+
+    def inference(self) -> AbstractContextManager[Any]:
+        return self._executor.inference()
 
 
 class _Comparer(_Hooks):

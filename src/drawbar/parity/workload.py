@@ -5,7 +5,7 @@ Dropout is switched off, since ranks draw other random numbers than one process 
 where that is asked for. (Two side checks change more: ``noise`` adds rounding, ``drops`` keeps dropout on.)
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from drawbar.tasks.batch import Batch
 from drawbar.tasks.overrides import name_failing_method
 from drawbar.tasks.pretrained import PretrainedTask
 from drawbar.tasks.task import Task
+from drawbar.tasks.task_context import TaskContext
 from drawbar.tracking.console import Console, SilentConsole
 from drawbar.train.batches import make_loader
 from drawbar.train.setup import build_task, count_steps
@@ -57,56 +58,43 @@ class Workload:
         task = build_task(self.task_type, self.config, alone, self.config.run_dir)
         return replace(self, tokenizer=task.tokenizer, dataset_metadata=task.dataset_metadata)
 
-    def task(self, config: RunConfig) -> Task:
-        task = self.task_type(config)
-        task.tokenizer, task.dataset_metadata = self.tokenizer, self.dataset_metadata
-        return task
-
     def loader(self, config: RunConfig, world: Distributed, console: Console | None = None) -> Loader[Batch]:
-        return make_loader(self.task(config), config, world, console or SilentConsole())
+        return make_loader(self.task_type(self._context(config)), config, world, console or SilentConsole())
 
     def engine(self, config: RunConfig, world: Distributed, steps_per_epoch: int | None) -> Engine:
         """An engine whose model starts from the same weights in every world."""
         if config.lora is not None and not self.drops:
             config = config.model_copy(update={"lora": config.lora.model_copy(update={"dropout": 0.0})})
-        task = self.task(config)
-        self._change(task)
+        task = self.task_type(self._context_of_changed_model(config))
         total = max(self.steps, count_steps(config.train, steps_per_epoch))
         seed_everything(config.run.seed)
         with name_failing_method(task):
             return build_engine(task, config, world, total)
 
-    def _change(self, task: Task) -> None:
-        """Replace the task's build methods, so that they change the model as this workload says."""
-        layers, by_config = self.layers, False
-        if layers is not None and isinstance(task, PretrainedTask):
-            by_config = type(task).build_model is PretrainedTask.build_model
-            if by_config:  # then the blocks to leave out are never built, or read
-                fields = {**task.model_fields(), **_fewer_layers(task, layers)}
-                vars(task)["model_fields"] = lambda: fields
+    def _context(self, config: RunConfig) -> TaskContext:
+        return TaskContext(config, self.tokenizer, self.dataset_metadata)
 
-        def changed(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-            def build_changed() -> nn.Module:
-                model = build()
-                if layers is not None and not by_config:
-                    keep_blocks(model, layers)
-                if not self.drops:
-                    switch_off_dropout(model)
-                if self.noise is not None:
-                    self.noise.add_to(model)
-                return model
+    def _context_of_changed_model(self, config: RunConfig) -> TaskContext:
+        """The same for a task whose model is changed as this workload says."""
+        layers, fields = self.layers, {}
+        if layers is not None and self.task_type.build_model is PretrainedTask.build_model:
+            # the blocks to leave out are never built, or read
+            fields, layers = _fewer_layers(config.task, self.tokenizer, layers), None
 
-            return build_changed
+        def change(model: nn.Module) -> None:
+            if layers is not None:
+                keep_blocks(model, layers)
+            if not self.drops:
+                switch_off_dropout(model)
+            if self.noise is not None:
+                self.noise.add_to(model)
 
-        # attributes of this task, not a class of its own: encoded data and strategies depend on the class
-        vars(task)["build_model"] = changed(task.build_model)
-        vars(task)["build_meta_model"] = changed(task.build_meta_model)
+        return replace(self._context(config), model_fields=fields, change_model=change)
 
 
-def _fewer_layers(task: PretrainedTask, layers: int) -> dict[str, Any]:
+def _fewer_layers(options: Any, tokenizer: Any, layers: int) -> dict[str, Any]:
     """Fields of the model's own config that leave it ``layers`` blocks."""
-    options = task.config
-    config = load_model_config(options.model, options.from_scratch, task.tokenizer)
+    config = load_model_config(options.model, options.from_scratch, tokenizer)
     counts = {name: getattr(config, name, None) for name in LAYER_COUNTS}
     fields: dict[str, Any] = {name: min(value, layers) for name, value in counts.items() if isinstance(value, int)}
     if not fields:

@@ -21,6 +21,7 @@ from drawbar.tasks.chat import ChatFormat, chat_prompt, check_message, message_t
 from drawbar.tasks.generation import continuations, stop_with
 from drawbar.tasks.pretrained import PretrainedTask, mean_and_perplexity
 from drawbar.tasks.task import require
+from drawbar.tasks.task_context import TaskContext
 
 
 class CausalLM(PretrainedTask):
@@ -37,8 +38,8 @@ class CausalLM(PretrainedTask):
     loss_metrics = ("loss", "perplexity", "bits_per_byte")
     wrapping = "begin"
 
-    def __init__(self, run_config: RunConfig) -> None:
-        super().__init__(run_config)
+    def __init__(self, context: TaskContext | RunConfig) -> None:
+        super().__init__(context)
         config = self.config
         if (config.prompt_column is None) != (config.completion_column is None):
             raise UserError(
@@ -100,7 +101,8 @@ class CausalLM(PretrainedTask):
         added = "".join(f" {token} (which the task adds)" for token in self.tokenizer.convert_ids_to_tokens(self._end))
         return f"{super().describe_special_tokens()}{added}"
 
-    def upgrade_tokenizer(self, tokenizer: Any) -> Any:
+    @staticmethod
+    def upgrade_tokenizer(tokenizer: Any) -> Any:
         return wrap_texts(tokenizer, "begin")  # the end token is added by the task, as in older runs
 
     def tokenizer_options(self) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from drawbar.tasks.labels import (
 )
 from drawbar.tasks.pretrained import PretrainedTask, TokenTask
 from drawbar.tasks.task import map_each, require
+from drawbar.tasks.task_context import TaskContext
 
 
 def _find_labels(
@@ -109,8 +110,8 @@ class SequenceClassification(PretrainedTask):
     special_tokens = {"pad_token": "<|pad|>"}
     """BART sums a text up at its last end token, wherever the text ends: padding must not look like one."""
 
-    def __init__(self, run_config: RunConfig) -> None:
-        super().__init__(run_config)
+    def __init__(self, context: TaskContext | RunConfig) -> None:
+        super().__init__(context)
         if self.config.metrics is None:
             usual = {"single_label": ["accuracy"], "multi_label": ["f1_micro"], "regression": ["pearson", "spearman"]}
             self.metrics = load_metrics(usual[self.config.problem])

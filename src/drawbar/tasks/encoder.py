@@ -16,6 +16,7 @@ from drawbar.data.sources import Record
 from drawbar.errors import UserError
 from drawbar.tasks.code import code_digests
 from drawbar.tasks.task import Task
+from drawbar.tasks.task_context import TaskContext
 
 NOT_FOR_ENCODING = {"attention", "generation", "metrics"}
 """Options of the built-in tasks that no sample depends on."""
@@ -44,9 +45,8 @@ def _rebuild(
     task_type: type[Task], config: str, tokenizer: Any, metadata: dict[str, Any], has_labels: bool, train: bool
 ) -> TaskEncoder:
     # the type of a configuration is made at run time for each task, and cannot be pickled itself
-    task = task_type(run_config_type(task_type.Config).model_validate_json(config))
-    task.tokenizer, task.dataset_metadata, task.has_labels = tokenizer, metadata, has_labels
-    return TaskEncoder(task, train)
+    run_config = run_config_type(task_type.Config).model_validate_json(config)
+    return TaskEncoder(task_type(TaskContext(run_config, tokenizer, metadata, has_labels=has_labels)), train)
 
 
 def cache_inputs(task: Task, train: bool) -> dict[str, str] | None:

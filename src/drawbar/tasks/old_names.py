@@ -1,9 +1,12 @@
 """Names that methods and attributes of ``Task`` had before: they work for one version more, with a warning."""
 
+import inspect
 import warnings
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
+
+from drawbar.config.schema.run_config import RunConfig
 
 METHODS = {
     "weight": "num_targets",
@@ -38,8 +41,23 @@ def _called_by_old_name(method: Any, old: str, new: str) -> Callable[..., Any]:
     return call
 
 
-def renamed_attribute(old: str, new: str) -> Any:
+ATTRIBUTES = {"facts": "dataset_metadata", "labelled": "has_labels"}
+"""Old name → new one."""
+
+
+def keep_run_attributes(task_type: type[Any], base: type[Any]) -> None:
+    """Let no class attribute such as ``facts = {}`` or ``tokenizer = None`` hide what a task has of its run: each was
+    overwritten when a task was made."""
+    for name in ("tokenizer", "dataset_metadata", *ATTRIBUTES):
+        if not hasattr(inspect.getattr_static(task_type, name), "__get__"):
+            new = ATTRIBUTES.get(name, name)
+            _warn(f"{task_type.__name__}.{name} would hide the run's {new}: remove it from the class", stacklevel=4)
+            setattr(task_type, name, vars(base)[name])
+
+
+def renamed_attribute(old: str) -> Any:
     """A property that stands for the attribute of the new name."""
+    new = ATTRIBUTES[old]
 
     def read(self: Any) -> Any:
         _warn(f"{type(self).__name__}.{old} is called {new} now", stacklevel=3)
@@ -50,6 +68,14 @@ def renamed_attribute(old: str, new: str) -> Any:
         setattr(self, new, value)
 
     return property(read, write)
+
+
+def section_of_config(context: Any, name: str) -> Any:
+    """A section of the configuration, for an ``__init__`` of the time when that was the argument."""
+    if name not in RunConfig.model_fields:
+        raise AttributeError(f"a TaskContext has no {name!r}; the configuration is its run_config")
+    _warn(f"a task is built from a TaskContext now, not from a RunConfig: read run_config.{name} of it", stacklevel=4)
+    return getattr(context.run_config, name)
 
 
 def _warn(text: str, stacklevel: int) -> None:

@@ -2,14 +2,14 @@
 
 import inspect
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
 from drawbar.config.io.user_modules import missing_module
 from drawbar.errors import UserError
+from drawbar.tasks.method_fault import place
 from drawbar.tasks.old_names import METHODS as OLD_METHODS
 from drawbar.tasks.task import Task
 
@@ -37,7 +37,7 @@ def check_signatures(task_type: type[Task]) -> None:
         except TypeError as error:
             raise UserError(
                 f"{task_type.__name__}.{name} cannot be called with ({', '.join(wanted.parameters)}): {error}",
-                where=_place(method),
+                where=place(method),
                 remedy=f"define it as {name}{wanted}",
             ) from error
 
@@ -65,14 +65,3 @@ def name_failing_method(task: Task) -> Iterator[None]:
             f"{name} fails: {type(error).__name__}: {error}\n{''.join(calls).rstrip()}",
             remedy=missing_module(error) or "mend the method",
         ) from error
-
-
-def fault(task: Task, method: str, what: str, remedy: str) -> UserError:
-    """The error of a method that returns something else than it should."""
-    return UserError(f"{type(task).__name__}.{method} {what}", where=_place(getattr(type(task), method)), remedy=remedy)
-
-
-def _place(method: Callable[..., Any]) -> str | None:
-    """File and line of a method; None for one that has none."""
-    code = getattr(method, "__code__", None)
-    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else None

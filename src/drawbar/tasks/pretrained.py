@@ -42,6 +42,7 @@ from drawbar.runtime.log import logger
 from drawbar.tasks.batch import Batch, pad_and_stack
 from drawbar.tasks.generation import generation_defaults
 from drawbar.tasks.task import Task, map_each
+from drawbar.tasks.task_context import TaskContext
 
 
 class PretrainedTask(Task):
@@ -58,8 +59,8 @@ class PretrainedTask(Task):
     """What ``loss_scores`` returns: always given, and so allowed in ``task.metrics``."""
     config: PretrainedTaskConfig
 
-    def __init__(self, run_config: RunConfig) -> None:
-        super().__init__(run_config)
+    def __init__(self, context: TaskContext | RunConfig) -> None:
+        super().__init__(context)
         names = self.usual_metrics if self.config.metrics is None else self.config.metrics
         self.metrics = load_metrics([name for name in names if name not in self.loss_metrics])
 
@@ -78,7 +79,8 @@ class PretrainedTask(Task):
             return self.config.add_special_tokens
         return self.wrapping if isinstance(self.config.tokenizer, TokenizerTraining) else None
 
-    def upgrade_tokenizer(self, tokenizer: Any) -> Any:
+    @staticmethod
+    def upgrade_tokenizer(tokenizer: Any) -> Any:
         """Set up a tokenizer of an older run, in which the task added special tokens, to give the same ids now."""
         return tokenizer if tokenizer.num_special_tokens_to_add() else wrap_texts(tokenizer, "begin_end")
 
@@ -141,7 +143,8 @@ class PretrainedTask(Task):
     def _all_fields(self) -> dict[str, Any]:
         wanted = self.config.attention
         # the field that transformers sets by its argument attn_implementation, in nested configs, too
-        return self.model_fields() | ({} if wanted == "auto" else {"_attn_implementation": wanted})
+        attention = {} if wanted == "auto" else {"_attn_implementation": wanted}
+        return {**self.model_fields(), **attention, **self.task_context.model_fields}
 
     def _attention_refused(self) -> AbstractContextManager[None]:
         config = self.config

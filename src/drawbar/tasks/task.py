@@ -4,7 +4,9 @@ The engine calls ``forward``, ``loss`` and ``num_targets`` for training, and ``p
 divides a loss, never moves a tensor to a device and never asks how many processes there are: the engine does.
 """
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +23,9 @@ from drawbar.data.sources import Records, open_records
 from drawbar.errors import UserError
 from drawbar.runtime.safetensors_reader import parameters_on_meta
 from drawbar.tasks.batch import Batch, pad_and_stack
-from drawbar.tasks.old_names import keep_old_names, renamed_attribute
+from drawbar.tasks.method_fault import fault
+from drawbar.tasks.old_names import keep_old_names, keep_run_attributes, renamed_attribute
+from drawbar.tasks.task_context import TaskContext
 
 T = TypeVar("T")
 
@@ -39,22 +43,38 @@ class Task:
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
         keep_old_names(cls)
+        keep_run_attributes(cls, Task)
 
-    def __init__(self, run_config: RunConfig) -> None:
-        self.run_config = run_config
-        self.config: Any = run_config.task
-        self.data: DataSection = run_config.data
-        self.tokenizer: Any = None
-        """What ``build_tokenizer`` returned; set before anything below it is called."""
-        self.dataset_metadata: dict[str, Any] = {}
-        """What ``find_dataset_metadata`` returned; set before anything below it is called."""
-        self.has_checkpoint = False
-        """Whether the weights of a checkpoint take the place of those that ``build_model`` returns."""
-        self.has_labels = True
-        """False where records have no targets to learn from or to compare with: ``encode`` then leaves them out."""
+    def __init__(self, context: TaskContext | RunConfig) -> None:
+        """Of a configuration alone, the task makes its tokenizer and finds the metadata of its data by itself."""
+        self.task_context = context if isinstance(context, TaskContext) else TaskContext(context)
+        self.run_config: RunConfig = self.task_context.run_config
+        self.config: Any = self.run_config.task
+        self.data: DataSection = self.run_config.data
+        self.has_checkpoint = self.task_context.has_checkpoint
+        self.has_labels = self.task_context.has_labels
 
-    facts = renamed_attribute("facts", "dataset_metadata")
-    labelled = renamed_attribute("labelled", "has_labels")
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The run's tokenizer: what ``build_tokenizer`` returned when the run began."""
+        given = self.task_context.tokenizer
+        return self.build_tokenizer() if given is None else given
+
+    @cached_property
+    def dataset_metadata(self) -> dict[str, Any]:
+        """What ``find_dataset_metadata`` returned when the run began, as JSON has it."""
+        given = self.task_context.dataset_metadata
+        if given is not None:
+            return given
+        found = self.find_dataset_metadata()
+        try:
+            return json.loads(json.dumps(found))  # as a resumed run will read them
+        except (TypeError, ValueError) as error:
+            remedy = "return a dict of plain numbers, strings and lists: a set becomes sorted(...)"
+            raise fault(self, "find_dataset_metadata", f"returns what JSON cannot hold: {error}", remedy) from error
+
+    facts = renamed_attribute("facts")
+    labelled = renamed_attribute("labelled")
 
     def build_tokenizer(self) -> Any:
         """The tokenizer, or None for a task that needs none. Called once, on rank 0; it is sent to the others."""

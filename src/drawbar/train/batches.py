@@ -28,7 +28,8 @@ from drawbar.evaluation.scoring import Split
 from drawbar.runtime.log import logger
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.encoder import TaskEncoder, cache_inputs, code_of, settings_of
-from drawbar.tasks.overrides import fault, name_failing_method
+from drawbar.tasks.method_fault import fault
+from drawbar.tasks.overrides import name_failing_method
 from drawbar.tasks.task import Task
 from drawbar.tracking.console import Console
 from drawbar.train.shares import warn_of_share

@@ -12,7 +12,8 @@ from drawbar.engines.results import EvalResult
 from drawbar.errors import UserError
 from drawbar.evaluation.scoring import Split, joined, unknown_metric
 from drawbar.tasks.batch import Batch
-from drawbar.tasks.overrides import fault, name_failing_method
+from drawbar.tasks.method_fault import fault
+from drawbar.tasks.overrides import name_failing_method
 from drawbar.tasks.task import Task
 from drawbar.train.batches import make_augment
 

@@ -3,8 +3,9 @@
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from drawbar.config.io.compare import Difference
 from drawbar.config.io.fields import show
 from drawbar.config.io.load_config import SCRIPT_FILE
 from drawbar.config.io.source import read_file
-from drawbar.config.schema.run_config import OptimSection, ParallelSection, RunConfig, TrainSection
+from drawbar.config.schema.run_config import OptimSection, ParallelSection, RunConfig, TaskConfig, TrainSection
 from drawbar.data.loader import OtherData
 from drawbar.data.tokenizer import load_tokenizer
 from drawbar.distributed.process_group import Distributed
@@ -28,10 +29,11 @@ from drawbar.optim.schedules import learning_rate_scale
 from drawbar.runtime.log import logger
 from drawbar.runtime.seed import seed_everything
 from drawbar.tasks.chat import read_template
-from drawbar.tasks.overrides import fault, name_failing_method
+from drawbar.tasks.overrides import name_failing_method
 from drawbar.tasks.pretrained import PretrainedTask
 from drawbar.tasks.task import Task
-from drawbar.tasks.task_registry import is_named
+from drawbar.tasks.task_context import TaskContext
+from drawbar.tasks.task_registry import is_named, task_class
 from drawbar.util.atomic_files import sync, write_durably
 
 TASK_FILE = "task.json"
@@ -39,41 +41,63 @@ WRAPS_TEXTS = "wraps_texts"
 """Marker file of a tokenizer that adds the special tokens itself; where it is missing (older runs), the task did."""
 
 
-def build_task(task_type: type[Task], config: RunConfig, world: Distributed, origin: Path) -> Task:
+def build_task(
+    task_type: type[Task],
+    config: RunConfig,
+    world: Distributed,
+    origin: Path,
+    has_checkpoint: bool = False,
+    has_labels: bool = True,
+) -> Task:
     """The task with its tokenizer and dataset metadata: loaded from ``origin``, the run directory that the weights come
-    from, if it has them; otherwise built once on rank 0 and sent to all ranks.
+    from, if it has them; otherwise made by the task of rank 0. The tasks of the others are built when they have both.
+
+    Args:
+        has_checkpoint, has_labels: see ``TaskContext``.
 
     Raises:
         UserError: a method of the task fails, or finds metadata that are no plain values.
     """
-    task = task_type(config)
-    tokenizer, metadata = origin / "tokenizer", origin / TASK_FILE
-    build: Callable[[], Any] = (lambda: _saved(task, origin)) if tokenizer.is_dir() else task.build_tokenizer
-    find: Callable[[], Any] = (
-        (lambda: json.loads(metadata.read_text("utf-8"))) if metadata.exists() else task.find_dataset_metadata
-    )
-    with name_failing_method(task):
-        task.tokenizer = world.from_rank0(build, "building the tokenizer")
-        task.dataset_metadata = world.from_rank0(find, "finding the metadata of the data")
-    if world.is_rank0 and not tokenizer.is_dir() and isinstance(task, PretrainedTask):
+    context = TaskContext(config, has_checkpoint=has_checkpoint, has_labels=has_labels)
+    if world.is_rank0:
+        with world.working("building the task"):
+            context = replace(context, **_saved_parts(task_type, config, origin))
+            task = task_type(context)
+            with name_failing_method(task):
+                parts = task.tokenizer, task.dataset_metadata
+    tokenizer, metadata = world.from_rank0(lambda: parts, "building the task")
+    if not world.is_rank0:
+        return task_type(replace(context, tokenizer=tokenizer, dataset_metadata=metadata))
+    if context.tokenizer is None and isinstance(task, PretrainedTask):
         logger.info("a text is read as: %s", task.describe_special_tokens())
-    try:
-        task.dataset_metadata = json.loads(json.dumps(task.dataset_metadata))  # as a resumed run will read them
-    except (TypeError, ValueError) as error:
-        remedy = "return a dict of plain numbers, strings and lists: a set becomes sorted(...)"
-        raise fault(task, "find_dataset_metadata", f"returns what JSON cannot hold: {error}", remedy) from error
     return task
 
 
-def _saved(task: Task, origin: Path) -> Any:
+def task_of_run(task_type: type[Task] | None, config: RunConfig, world: Distributed, has_labels: bool = True) -> Task:
+    """The task of a run that was trained, of the class that ``task.type`` names or of ``task_type``."""
+    found = task_type or task_class(config.task.type)
+    return build_task(found, config, world, config.run_dir, has_checkpoint=True, has_labels=has_labels)
+
+
+def _saved_parts(task_type: type[Task], config: RunConfig, origin: Path) -> dict[str, Any]:
+    """What a run directory holds of a task's context."""
+    parts: dict[str, Any] = {}
+    if (origin / "tokenizer").is_dir():
+        parts["tokenizer"] = _saved_tokenizer(task_type, config.task, origin)
+    if (origin / TASK_FILE).exists():
+        parts["dataset_metadata"] = json.loads((origin / TASK_FILE).read_text("utf-8"))
+    return parts
+
+
+def _saved_tokenizer(task_type: type[Task], options: TaskConfig, origin: Path) -> Any:
     """The saved tokenizer of a run. In older runs the task added special tokens; now the tokenizer is set up to do so.
     A chat template that was configured since then replaces the saved one."""
     tokenizer = load_tokenizer(str(origin / "tokenizer"))
-    if not isinstance(task, PretrainedTask):
+    if not issubclass(task_type, PretrainedTask):
         return tokenizer
     if not _wraps_texts(origin):
-        tokenizer = task.upgrade_tokenizer(tokenizer)
-    template = getattr(task.config, "chat_template", None)
+        tokenizer = task_type.upgrade_tokenizer(tokenizer)
+    template = getattr(options, "chat_template", None)
     if template is not None and template != _saved_options(origin).get("chat_template"):
         tokenizer.chat_template = read_template(template)
     return tokenizer
@@ -178,7 +202,6 @@ def open_checkpoint(task: Task, config: RunConfig, checkpoint: str | None, world
         "looking for the checkpoint",
     )
     snapshot = read_together(path, world)
-    task.has_checkpoint = True
     seed_everything(config.run.seed)  # as in training: a task may draw weights that adapters leave as they are
     engine = build_engine(task, config, world)
     seed_everything(config.run.seed, world.dims.seed_rank(world.rank))

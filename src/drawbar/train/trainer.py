@@ -163,8 +163,7 @@ class Trainer:
             config = with_saved_precision(config, start.checkpoint, world.device)
         config = choose_formats(config, world.device)
         origin = config.run_dir if start.checkpoint is None else start.checkpoint.resolve().parent.parent
-        task = build_task(self.task_type, config, world, origin)
-        task.has_checkpoint = start.checkpoint is not None
+        task = build_task(self.task_type, config, world, origin, has_checkpoint=start.checkpoint is not None)
         opened = open_data(task, config, world)
         with name_failing_method(task):
             engine = build_engine(task, config, world)

@@ -23,6 +23,7 @@ class Registry(Generic[T]):
         self.group = group
         self._registered: dict[str, T] = {}
         self._lazy: dict[str, EntryPoint] = {}
+        self._loaded: dict[str, T] = {}
 
     def register(self, name: str) -> "Callable[[_T], _T]":
         """Decorator: what it stands above is the implementation of this name."""
@@ -48,8 +49,9 @@ class Registry(Generic[T]):
         Raises:
             UserError: there is none, several packages bring one, or it cannot be imported.
         """
-        if name in self._registered:
-            return self._registered[name]
+        for known in (self._registered, self._loaded):
+            if name in known:
+                return known[name]
         points = [self._lazy[name]] if name in self._lazy else list(entry_points(group=self.group, name=name))
         if not points:
             raise self._unknown(name, where)
@@ -60,7 +62,8 @@ class Registry(Generic[T]):
                 where=where,
                 remedy="uninstall all of them but one",
             )
-        return self._load(points[0], where)
+        self._loaded[name] = self._load(points[0], where)
+        return self._loaded[name]
 
     def names(self) -> list[str]:
         """All names: those that are registered, then those of installed packages."""

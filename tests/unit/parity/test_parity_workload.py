@@ -12,6 +12,7 @@ from drawbar.config.schema.task_sections import MaskedLMConfig, Seq2SeqConfig, T
 from drawbar.data.tokenizer import train_byte_bpe
 from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
+from drawbar.engines.engine import Engine
 from drawbar.errors import UserError
 from drawbar.parallel.blocks import repeated_blocks
 from drawbar.parity.workload import Workload
@@ -47,9 +48,13 @@ class Flat(Task):
 
 
 def build(kind: type[Task], task: TaskConfig, layers: int | None = None, **sections: Any) -> nn.Module:
+    return build_engine(kind, task, layers, **sections).module
+
+
+def build_engine(kind: type[Task], task: TaskConfig, layers: int | None = None, **sections: Any) -> Engine:
     config = tiny_config(**sections).model_copy(update={"task": task})
     workload = Workload(config, kind, steps=1, layers=layers, tokenizer=TOKENIZER)
-    return workload.engine(config, Distributed(RankInfo(), CPU, 60), None).module  # type: ignore[attr-defined]
+    return workload.engine(config, Distributed(RankInfo(), CPU, 60), None)
 
 
 def dropped(model: nn.Module) -> list[str]:
@@ -140,6 +145,14 @@ def test_adapters_drop_nothing(tmp_path: Any) -> None:
     model = build(CausalLM, CausalLMConfig(model=str(tmp_path)), lora=LoraSection(dropout=0.5))
     assert dropped(model) == []
     assert any("lora_A" in name for name, _ in model.named_parameters())
+
+
+def test_the_task_is_one_of_the_users_class_as_it_stands() -> None:
+    """Encoded data and strategies depend on the class, and a task's own methods call one another."""
+    for kind, section in (SCRATCH["gpt2"], (Own, TaskConfig())):
+        task = build_engine(kind, section, layers=2).task
+        assert type(task) is kind
+        assert not [name for name in vars(task) if callable(getattr(kind, name, None))]
 
 
 def test_every_engine_starts_from_the_same_weights() -> None:

@@ -11,6 +11,7 @@ from drawbar.errors import UserError
 from drawbar.models.packed import allow_packing
 from drawbar.tasks.causal_lm import CausalLM
 from drawbar.tasks.classification import SequenceClassification
+from drawbar.tasks.task_context import TaskContext
 from tiny import tiny_config, tiny_task
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -34,9 +35,8 @@ def test_the_model_gets_it(attention: str, gets: str) -> None:
 def test_a_pretrained_model_gets_it(attention: str, tmp_path: Path) -> None:
     BertForMaskedLM(BertConfig(vocab_size=257, **SIZES)).save_pretrained(tmp_path)
     options = SequenceClassificationConfig(model=str(tmp_path), attention=attention, labels=["a", "b"])
-    classifier = SequenceClassification(RunConfig(task=options))
-    classifier.tokenizer, classifier.dataset_metadata = task("auto").tokenizer, {"labels": ["a", "b"]}
-    model = classifier.build_model()
+    context = TaskContext(RunConfig(task=options), task("auto").tokenizer, {"labels": ["a", "b"]})
+    model = SequenceClassification(context).build_model()
     assert model.config._attn_implementation == ("sdpa" if attention == "auto" else attention)
     allow_packing(model, per_sample=True)
 

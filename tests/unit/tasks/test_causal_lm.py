@@ -19,6 +19,7 @@ from drawbar.data.tokenizer import train_byte_bpe, wrap_texts
 from drawbar.errors import UserError
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.causal_lm import CausalLM
+from drawbar.tasks.task_context import TaskContext
 from tiny import ARCHITECTURES, tiny_config, tiny_task
 
 TOKENIZER = wrap_texts(train_byte_bpe(["the load and the engine and the load"] * 9, 270), "begin")
@@ -29,9 +30,7 @@ TEXTS = st.lists(st.text(max_size=40), min_size=1, max_size=6)
 def task_of(sequence_length: int = 16, **options: Any) -> CausalLM:
     scratch = {"from_scratch": ARCHITECTURES["llama"]}
     config = RunConfig(task=CausalLMConfig(**{**scratch, **options}), data=DataSection(sequence_length=sequence_length))
-    task = CausalLM(config)
-    task.tokenizer = TOKENIZER
-    return task
+    return CausalLM(TaskContext(config, TOKENIZER))
 
 
 def encoded(task: CausalLM, texts: list[str]) -> EncodedDataset:
@@ -181,8 +180,8 @@ def test_an_auxiliary_loss_that_nothing_would_add_is_refused() -> None:
     config = tiny_config("llama").model_copy(
         update={"task": CausalLMConfig(model="mixtral", from_scratch=fields, tokenizer=None)}
     )
-    task, own = CausalLM(config), WithRouter(config)
-    task.tokenizer = own.tokenizer = tiny_task(tiny_config("llama")).tokenizer
+    context = TaskContext(config, tiny_task(tiny_config("llama")).tokenizer)
+    task, own = CausalLM(context), WithRouter(context)
     with pytest.raises(UserError, match="auxiliary loss"):
         task.build_model()
     own.build_model()

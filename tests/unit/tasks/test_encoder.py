@@ -31,6 +31,7 @@ from drawbar.tasks.classification import SequenceClassification
 from drawbar.tasks.encoder import TaskEncoder, cache_inputs
 from drawbar.tasks.seq2seq import Seq2Seq
 from drawbar.tasks.task import Task
+from drawbar.tasks.task_context import TaskContext
 
 RECORDS = [{"text": "a good road", "label": 1}, {"text": "a bad road" * 20, "label": 0}]
 TOKENIZER = train_byte_bpe(["a good road and a bad road"] * 9, 280, {"pad_token": "<|pad|>"})
@@ -38,9 +39,8 @@ TOKENIZER = train_byte_bpe(["a good road and a bad road"] * 9, 280, {"pad_token"
 
 def classification(sequence_length: int = 16, **options: Any) -> SequenceClassification:
     config = SequenceClassificationConfig(model="bert", **options)
-    task = SequenceClassification(RunConfig(task=config, data=DataSection(sequence_length=sequence_length)))
-    task.tokenizer, task.dataset_metadata = TOKENIZER, {"labels": [0, 1]}
-    return task
+    run_config = RunConfig(task=config, data=DataSection(sequence_length=sequence_length))
+    return SequenceClassification(TaskContext(run_config, TOKENIZER, {"labels": [0, 1]}))
 
 
 def encode_there(pickled: bytes) -> list[Any]:
@@ -86,7 +86,7 @@ def test_equal_parts_equal_keys(records: Any, tmp_path: Path) -> None:
     assert samples_key(classification(), records_of(tmp_path / "elsewhere", "one\ntwo\n"), True) == key
     assert samples_key(classification(metrics=["f1"]), records, True) == key
     written = [
-        Seq2Seq(RunConfig(task=Seq2SeqConfig(model="t5", generation=generation)))
+        Seq2Seq(TaskContext(RunConfig(task=Seq2SeqConfig(model="t5", generation=generation)), TOKENIZER))
         for generation in (None, GenerationSection(beams=3))
     ]
     assert samples_key(written[0], records, True) == samples_key(written[1], records, True)
@@ -269,8 +269,8 @@ class Listing(SequenceClassification):
 
 def test_files_that_a_task_declares_matter(records: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    task = Listing(RunConfig(task=SequenceClassificationConfig(model="bert")))
-    task.tokenizer = TOKENIZER
+    run_config = RunConfig(task=SequenceClassificationConfig(model="bert"))
+    task = Listing(TaskContext(run_config, TOKENIZER, {"labels": [0, 1]}))
     with pytest.raises(UserError, match=r"Listing.encoding_files names words.txt"):
         samples_key(task, records, True)
     keys = []

@@ -16,6 +16,7 @@ from drawbar.data.tokenizer import load_tokenizer, train_byte_bpe, wrap_texts
 from drawbar.errors import UserError
 from drawbar.tasks.causal_lm import CausalLM
 from drawbar.tasks.chat import ChatFormat
+from drawbar.tasks.task_context import TaskContext
 
 TEMPLATE = (
     "{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }};{% endfor %}"
@@ -47,9 +48,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFa
 
 def task_of(made: Any, options: dict[str, Any], sequence_length: int = 128, **more: Any) -> CausalLM:
     config = CausalLMConfig(from_scratch=LLAMA, **options, **more)
-    task = CausalLM(RunConfig(task=config, data=DataSection(sequence_length=sequence_length)))
-    task.tokenizer = made
-    return task
+    return CausalLM(TaskContext(RunConfig(task=config, data=DataSection(sequence_length=sequence_length)), made))
 
 
 def parts(task: CausalLM, record: dict[str, Any]) -> list[tuple[bool, str]]:

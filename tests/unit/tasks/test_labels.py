@@ -19,6 +19,7 @@ from drawbar.tasks.classification import SequenceClassification, TokenClassifica
 from drawbar.tasks.labels import Labels, in_order_of, trained_labels
 from drawbar.tasks.pretrained import PretrainedTask
 from drawbar.tasks.task import require
+from drawbar.tasks.task_context import TaskContext
 
 TOKENIZER = train_byte_bpe([], 258, {"pad_token": "<|pad|>"})
 BERT = {
@@ -58,9 +59,9 @@ def task_of(folder: Path, kind: str, in_data: list[Any], **options: Any) -> Pret
     (folder / "train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     task_type, config_type, _ = OF_TASK[kind]
     data = DataSection(train=str(folder / "train.jsonl"), sequence_length=8)
-    task = task_type(RunConfig(task=config_type(**{"model": str(folder / "model"), **options}), data=data))
-    task.tokenizer = TOKENIZER
-    task.dataset_metadata = task.find_dataset_metadata()
+    run_config = RunConfig(task=config_type(**{"model": str(folder / "model"), **options}), data=data)
+    task = task_type(TaskContext(run_config, TOKENIZER))
+    assert task.dataset_metadata
     return task
 
 
@@ -148,9 +149,8 @@ def test_the_classes_of_datasets_keep_their_names_and_order(
     """Those that do not occur, too; and a stream need not list them."""
     task_type, config_type, _ = OF_TASK[kind]
     data = of_datasets(tmp_path).model_copy(update={"streaming": streaming})
-    task = task_type(RunConfig(task=config_type(model="bert", from_scratch=BERT), data=data))
-    task.tokenizer = TOKENIZER
-    task.dataset_metadata = task.find_dataset_metadata()
+    run_config = RunConfig(task=config_type(model="bert", from_scratch=BERT), data=data)
+    task = task_type(TaskContext(run_config, TOKENIZER))
     assert task.dataset_metadata["labels"] == names
     assert task.build_model().config.id2label == dict(enumerate(names))
     records = [{**record, "prediction": task.references([record])[0]} for record in task.records("train")]
@@ -205,14 +205,8 @@ def test_a_number_is_no_name_where_names_are_numbers() -> None:
 
 @pytest.mark.parametrize("labels", [None, ["Positive", "negative", "neutral"], [0, 1, 2]])
 def test_validation_data_that_write_classes_as_numbers(tmp_path: Path, labels: list[Any] | None) -> None:
-    task = SequenceClassification(
-        RunConfig(
-            task=SequenceClassificationConfig(model="bert", from_scratch=BERT, labels=labels),
-            data=of_datasets(tmp_path),
-        )
-    )
-    task.tokenizer = TOKENIZER
-    task.dataset_metadata = json.loads(json.dumps(task.find_dataset_metadata()))  # as a resumed run reads them
+    config = SequenceClassificationConfig(model="bert", from_scratch=BERT, labels=labels)
+    task = SequenceClassification(TaskContext(RunConfig(task=config, data=of_datasets(tmp_path)), TOKENIZER))
     trained = [task.encode(record, True)["labels"] for record in task.records("train")]
     assert [task.encode({"text": "a", "label": label}, False)["labels"] for label in (2, "0")] == trained
     assert [task.labels.names[number] for number in trained] == (
@@ -231,8 +225,7 @@ def test_files_with_and_without_names_have_the_same_classes(tmp_path: Path) -> N
 
 def test_a_class_as_a_number_to_learn_and_as_a_text(tmp_path: Path) -> None:
     config = SequenceClassificationConfig(model="bert", from_scratch=BERT, problem="regression")
-    task = SequenceClassification(RunConfig(task=config, data=of_datasets(tmp_path)))
-    task.tokenizer, task.dataset_metadata = TOKENIZER, task.find_dataset_metadata()
+    task = SequenceClassification(TaskContext(RunConfig(task=config, data=of_datasets(tmp_path)), TOKENIZER))
     records = list(task.records("train"))
     assert [task.encode(record, True)["labels"] for record in records] == [2.0, 0.0]
     assert task.references(records) == [2.0, 0.0]
@@ -245,8 +238,8 @@ def test_a_label_inside_a_column(tmp_path: Path) -> None:
     config = SequenceClassificationConfig(
         model="bert", from_scratch=BERT, text_column="about.text", label_column="about.mood", labels=["bad", "good"]
     )
-    task = SequenceClassification(RunConfig(task=config, data=DataSection(sequence_length=8)))
-    task.tokenizer, task.dataset_metadata = TOKENIZER, {"labels": ["bad", "good"]}
+    run_config = RunConfig(task=config, data=DataSection(sequence_length=8))
+    task = SequenceClassification(TaskContext(run_config, TOKENIZER, {"labels": ["bad", "good"]}))
     assert task.encode(record, True)["labels"] == 1
     assert task.references([record]) == ["good"]
     assert task.texts(record) == ["a"]

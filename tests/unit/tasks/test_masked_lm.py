@@ -15,6 +15,7 @@ from drawbar.config.schema.task_sections import MaskedLMConfig
 from drawbar.data.tokenizer import train_byte_bpe, wrap_texts
 from drawbar.errors import UserError
 from drawbar.tasks.masked_lm import MaskedLM
+from drawbar.tasks.task_context import TaskContext
 from drawbar.train.batches import make_augment
 from runs import fit_in, losses
 
@@ -36,9 +37,7 @@ BERT = {
 def task_of(tokenizer: PreTrainedTokenizerBase = TOKENIZER, sequence_length: int = 64, **options: Any) -> MaskedLM:
     config = MaskedLMConfig(model="bert", from_scratch=BERT, **options)
     data = DataSection(sequence_length=sequence_length)
-    task = MaskedLM(RunConfig(task=config, data=data, run=RunSection(seed=3)))
-    task.tokenizer = tokenizer
-    return task
+    return MaskedLM(TaskContext(RunConfig(task=config, data=data, run=RunSection(seed=3)), tokenizer))
 
 
 def sample_of(task: MaskedLM, text: str, number: int = 0) -> dict[str, Any]:

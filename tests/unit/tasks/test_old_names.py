@@ -1,5 +1,6 @@
 """A task written before methods were renamed works as it did, and says what to rename."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from drawbar.tasks.batch import Batch
 from drawbar.tasks.causal_lm import CausalLM
 from drawbar.tasks.overrides import name_failing_method
 from drawbar.tasks.task import Task
+from drawbar.tasks.task_context import TaskContext
 
 BATCH = Batch({"labels": torch.tensor([[0, 1, 2, -100]]), "input_ids": torch.zeros(1, 4, dtype=torch.long)}, ids=[0])
 
@@ -42,6 +44,62 @@ def test_attributes_and_methods_are_found_under_their_old_names() -> None:
     with pytest.warns(FutureWarning, match="has_labels"):
         task.labelled = False
     assert not task.has_labels
+
+
+def test_a_class_attribute_hides_nothing_that_a_task_has_of_its_run() -> None:
+    class Typed:
+        tokenizer: Any = None
+        labelled = False
+
+    with pytest.warns(FutureWarning) as warned:
+
+        class Old(Typed, Task):
+            facts: dict[str, Any] = {}
+            dataset_metadata = {"labels": []}
+
+    messages = [str(warning.message) for warning in warned]
+    assert messages == [
+        f"Old.{name} would hide the run's {new}: remove it from the class"
+        for name, new in [
+            ("tokenizer", "tokenizer"),
+            ("dataset_metadata", "dataset_metadata"),
+            ("facts", "dataset_metadata"),
+            ("labelled", "has_labels"),
+        ]
+    ]
+    assert {warning.filename for warning in warned} == {__file__}
+    task = Old(TaskContext(RunConfig(), ["the"], {"labels": [1]}))
+    assert (task.tokenizer, task.dataset_metadata) == (["the"], {"labels": [1]})
+    with pytest.warns(FutureWarning, match="called"):
+        assert (task.facts, task.labelled) == ({"labels": [1]}, True)
+
+
+def test_a_property_of_a_tasks_own_stays(recwarn: pytest.WarningsRecorder) -> None:
+    class New(Task):
+        @property
+        def tokenizer(self) -> str:
+            return "own"
+
+    assert New(RunConfig()).tokenizer == "own"
+    assert not recwarn
+
+
+def test_an_init_that_reads_the_configuration_works() -> None:
+    class Seeded(Task):
+        def __init__(self, run_config: Any) -> None:
+            super().__init__(run_config)
+            self.seed = run_config.run.seed
+
+    with pytest.warns(FutureWarning, match=r"read run_config.run of it") as warned:
+        assert Seeded(TaskContext(RunConfig())).seed == RunConfig().run.seed
+    assert warned[0].filename == __file__
+
+
+def test_a_context_has_nothing_else_of_the_configuration() -> None:
+    """``super().__init__(run_config.model_copy(...))`` would lose the run's tokenizer."""
+    with pytest.raises(AttributeError, match=r"'model_copy'; the configuration is its run_config"):
+        TaskContext(RunConfig()).model_copy()
+    assert copy.deepcopy(TaskContext(RunConfig())) == TaskContext(RunConfig())
 
 
 def test_an_override_of_a_mixin_under_its_old_name_is_used() -> None:

@@ -22,6 +22,7 @@ from drawbar.models.huggingface import build_from_scratch
 from drawbar.models.packed import allow_packing
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.task import Task
+from drawbar.tasks.task_context import TaskContext
 from drawbar.tasks.task_registry import task_class
 from drawbar.tracking.console import make_console
 from drawbar.train.batches import make_augment, make_loader
@@ -77,9 +78,8 @@ def records() -> list[dict[str, Any]]:
 
 def task_of(name: str, family: str, options: dict[str, Any]) -> Task:
     config = BUILT_IN_TASKS[name](**{"model": family, "from_scratch": FIELDS[family], **options})
-    task = task_class(name)(RunConfig(task=config, data=DataSection(sequence_length=LENGTH), run=RunSection(seed=5)))
-    task.tokenizer, task.dataset_metadata = TOKENIZER, {"labels": list("xyz")}
-    return task
+    run_config = RunConfig(task=config, data=DataSection(sequence_length=LENGTH), run=RunSection(seed=5))
+    return task_class(name)(TaskContext(run_config, TOKENIZER, {"labels": list("xyz")}))
 
 
 def model_of(task: Task) -> nn.Module:
@@ -195,8 +195,7 @@ def config_of() -> RunConfig:
 
 
 def test_a_task_of_ones_own_packs_too() -> None:
-    task = Sure(config_of())
-    task.tokenizer = TOKENIZER
+    task = Sure(TaskContext(config_of(), TOKENIZER))
     samples = encoded(task, records())
     plan = plan_rows(samples.lengths, LENGTH, seed=0)
     model = model_of(task)
@@ -212,7 +211,6 @@ def test_a_task_of_ones_own_packs_too() -> None:
 def test_one_that_does_not_say_where_its_targets_are_cannot(tmp_path: Any) -> None:
     config = config_of()
     config = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(tmp_path)})})
-    task = Unsure(config)
-    task.tokenizer = TOKENIZER
+    task = Unsure(TaskContext(config, TOKENIZER))
     with pytest.raises(UserError, match=r"Unsure does not say where its targets are[\s\S]*set `targets` in the class"):
         make_loader(task, config, Distributed(RankInfo(), CPU, timeout=60), make_console(False))

@@ -16,6 +16,7 @@ from drawbar.data.dataset import EncodedDataset, encode_records
 from drawbar.data.tokenizer import train_byte_bpe, wrap_texts
 from drawbar.errors import UserError
 from drawbar.tasks.seq2seq import Seq2Seq
+from drawbar.tasks.task_context import TaskContext
 from runs import fit_in
 
 TOKENIZER = wrap_texts(train_byte_bpe(["the load and the engine"] * 9, 270), "end")
@@ -56,9 +57,7 @@ tracking: {tensorboard: false}
 
 def task_of(family: str = "t5", sequence_length: int = 48, **options: Any) -> Seq2Seq:
     config = Seq2SeqConfig(model=family, from_scratch=FIELDS[family], **options)
-    task = Seq2Seq(RunConfig(task=config, data=DataSection(sequence_length=sequence_length)))
-    task.tokenizer = TOKENIZER
-    return task
+    return Seq2Seq(TaskContext(RunConfig(task=config, data=DataSection(sequence_length=sequence_length)), TOKENIZER))
 
 
 def encoded(task: Seq2Seq) -> EncodedDataset:
@@ -157,8 +156,7 @@ def test_a_model_that_does_not_say_how_to_begin_is_refused(tmp_path: Path) -> No
     model = task_of("bart").build_model()
     model.config.decoder_start_token_id = None
     model.config.save_pretrained(tmp_path)
-    task = Seq2Seq(RunConfig(task=Seq2SeqConfig(model=str(tmp_path))))
-    task.tokenizer = TOKENIZER
+    task = Seq2Seq(TaskContext(RunConfig(task=Seq2SeqConfig(model=str(tmp_path))), TOKENIZER))
     with pytest.raises(UserError, match=r"no decoder_start_token_id[\s\S]*config.json"):
         task.encode({"source": "a", "target": "b"}, True)
 

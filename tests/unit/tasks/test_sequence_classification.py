@@ -21,6 +21,7 @@ from drawbar.data.tokenizer import load_tokenizer, train_byte_bpe, wrap_texts
 from drawbar.errors import UserError
 from drawbar.runtime.log import logger
 from drawbar.tasks.classification import SequenceClassification
+from drawbar.tasks.task_context import TaskContext
 from runs import fit_in
 
 TOKENIZER = wrap_texts(train_byte_bpe(["a good road and a bad road"] * 9, 280, {"pad_token": "<|pad|>"}), "begin_end")
@@ -56,9 +57,8 @@ def task_of(
     **options: Any,
 ) -> SequenceClassification:
     config = SequenceClassificationConfig(model="bert", from_scratch=BERT, **options)
-    task = SequenceClassification(RunConfig(task=config, data=DataSection(sequence_length=sequence_length)))
-    task.tokenizer, task.dataset_metadata = tokenizer, {"labels": labels}
-    return task
+    run_config = RunConfig(task=config, data=DataSection(sequence_length=sequence_length))
+    return SequenceClassification(TaskContext(run_config, tokenizer, {"labels": labels}))
 
 
 def write(path: Path, records: list[dict[str, Any]]) -> Path:

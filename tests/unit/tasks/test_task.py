@@ -11,6 +11,7 @@ from drawbar.config.schema.run_config import DataSection, RunConfig
 from drawbar.errors import UserError
 from drawbar.tasks.causal_lm import CausalLM
 from drawbar.tasks.task import Task, require
+from drawbar.tasks.task_context import TaskContext
 from drawbar.tasks.task_registry import task_class
 
 
@@ -37,6 +38,37 @@ def test_a_small_task_has_the_rest() -> None:
     assert task.predicts
     assert task.score([]) == {}
     assert task.loss_scores(6.0, 3.0, []) == {"loss": 2.0}
+
+
+class Words(Task):
+    """A task with an ``__init__`` of its own, which uses all that a task has."""
+
+    built = 0
+
+    def __init__(self, context: TaskContext) -> None:
+        super().__init__(context)
+        self.number = {word: number for number, word in enumerate(self.tokenizer)}
+        self.known = (self.dataset_metadata, self.has_labels, self.has_checkpoint)
+
+    def build_tokenizer(self) -> list[str]:
+        type(self).built += 1
+        return ["the", "load"]
+
+    def find_dataset_metadata(self) -> dict[str, object]:
+        return {"sizes": (len(self.tokenizer), self.built)}
+
+
+def test_a_task_is_complete_when_it_is_built() -> None:
+    task = Words(TaskContext(RunConfig(), ["hill"], {"sizes": [9]}, has_checkpoint=True, has_labels=False))
+    assert (task.number, task.known) == ({"hill": 0}, ({"sizes": [9]}, False, True))
+    assert Words.built == 0
+
+
+def test_a_task_of_a_configuration_alone_makes_the_rest_once() -> None:
+    task = Words(RunConfig())  # type: ignore[arg-type]
+    assert (task.number, task.known) == ({"the": 0, "load": 1}, ({"sizes": [2, 1]}, True, False))
+    assert task.tokenizer is task.tokenizer
+    assert Words.built == 1
 
 
 def test_a_method_that_is_missing_is_named() -> None:

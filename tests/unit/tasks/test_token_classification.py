@@ -16,6 +16,7 @@ from drawbar.data.dataset import encode_records
 from drawbar.data.tokenizer import prefix_space, train_byte_bpe, wrap_texts
 from drawbar.errors import UserError
 from drawbar.tasks.classification import TokenClassification
+from drawbar.tasks.task_context import TaskContext
 from runs import fit_in
 
 TOKENIZER = wrap_texts(prefix_space(train_byte_bpe(["the load and the engine"] * 9, 280)), "begin_end")
@@ -59,9 +60,8 @@ def task_of(
     **options: Any,
 ) -> TokenClassification:
     config = TokenClassificationConfig(model="bert", from_scratch=BERT, **options)
-    task = TokenClassification(RunConfig(task=config, data=DataSection(sequence_length=sequence_length)))
-    task.tokenizer, task.dataset_metadata = tokenizer, {"labels": labels or ["O", "B-X", "I-X"]}
-    return task
+    run_config = RunConfig(task=config, data=DataSection(sequence_length=sequence_length))
+    return TokenClassification(TaskContext(run_config, tokenizer, {"labels": labels or ["O", "B-X", "I-X"]}))
 
 
 def targets(task: TokenClassification, words: list[str], tags: list[Any]) -> list[tuple[str, int]]:

@@ -3,12 +3,14 @@
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 import drawbar
+from drawbar.config.schema.run_config import RunConfig
 from drawbar.data.dataset import encode_records
 from drawbar.data.loader import MicroBatchSize
 from drawbar.distributed.process_group import Distributed
@@ -45,6 +47,36 @@ def test_ranks_that_read_other_data_are_named(project: Path) -> None:
     assert run_ranks(load_odd_split, 1, str(project)) == ["accepted"]
     first, _ = run_ranks(load_odd_split, 2, str(project))
     assert first.startswith("rank 1 reads other train data than rank 0")
+
+
+class Made(drawbar.Task):
+    """Says which process made its tokenizer and its metadata, and uses them at once."""
+
+    def __init__(self, context: drawbar.TaskContext) -> None:
+        super().__init__(context)
+        self.seen = (self.tokenizer, self.dataset_metadata)
+
+    def build_tokenizer(self) -> Any:
+        return {"made by": os.getpid()}
+
+    def find_dataset_metadata(self) -> dict[Any, Any]:
+        return {1: (self.tokenizer["made by"], os.getpid())}
+
+
+def build_made(folder: str) -> tuple[int, Any, Any, bool, bool]:
+    with world() as joined:
+        task = build_task(Made, RunConfig(), joined, Path(folder), has_checkpoint=True, has_labels=False)
+    assert isinstance(task, Made)
+    return os.getpid(), *task.seen, task.has_checkpoint, task.has_labels
+
+
+def test_the_task_of_every_rank_has_what_rank_0_made(tmp_path: Path) -> None:
+    one, other = run_ranks(build_made, 2, str(tmp_path))
+    maker = one[0]
+    assert other[0] != maker
+    assert one[1:] == other[1:] == ({"made by": maker}, {"1": [maker, maker]}, True, False)
+    (tmp_path / "task.json").write_text('{"1": "from a run"}')
+    assert build_made(str(tmp_path))[2] == {"1": "from a run"}
 
 
 def test_a_description_counts_what_was_made(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,12 @@ class Parity(drawbar.Task):
         return {**sample, "labels": record["number"] % 2} if self.has_labels else sample
 
     def build_model(self) -> nn.Module:
+        self.names = [False, True]
         return nn.Linear(2, 2)
+
+    def collate(self, samples: list[Any]) -> Batch:
+        assert self.has_labels == ("labels" in samples[0])
+        return super().collate(samples)
 
     def forward(self, model: nn.Module, batch: Batch) -> Any:
         return model(batch["x"])
@@ -45,7 +50,7 @@ class Parity(drawbar.Task):
         return nn.functional.cross_entropy(outputs, batch["labels"], reduction="sum")
 
     def predict(self, model: nn.Module, batch: Batch) -> list[Any]:
-        return self.forward(model, batch).argmax(-1).tolist()
+        return [self.names[number] for number in self.forward(model, batch).argmax(-1).tolist()]
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from drawbar.errors import UserError
+from drawbar.util import registry
 from drawbar.util.registry import Registry
 
 
@@ -43,6 +44,20 @@ def test_an_installed_package_brings_one_and_replaces_none(animals, tmp_path, mo
     assert animals.get("mule", "here").__name__ == "Mule"
     assert animals.get("horse", "here").__name__ == "Horse"
     assert animals.names() == ["horse", "ox", "mule"]
+
+
+def test_what_a_package_brings_is_looked_for_once(animals, tmp_path, monkeypatch):
+    install(tmp_path, "stable", "[drawbar.tests.animals]\nmule = stable:Mule\n", "class Mule: ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = animals.get("mule", "here")
+    searched = []
+    monkeypatch.setattr(registry, "entry_points", lambda **wanted: searched.append(wanted) or [])
+
+    assert animals.get("mule", "here") is found
+    assert searched == []
+    with pytest.raises(UserError):
+        animals.get("hinny", "here")
+    assert searched
 
 
 def test_a_name_that_there_is_not_is_refused_with_the_nearest(animals):

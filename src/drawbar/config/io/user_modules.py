@@ -78,23 +78,33 @@ def missing_module(error: BaseException) -> str | None:
     return f"{meant}If it is your own, start in its folder, or set PYTHONPATH to that; else `pip install {package}`"
 
 
-def find_by_name(registry: Registry[T], name: str, where: str, form: str) -> T:
+def find_by_name(
+    registry: Registry[T], name: str, where: str, form: str, accepts: Callable[[Any], bool] = callable
+) -> T:
     """The implementation that a setting names: one of a registry, or the user's own as ``package.module:NAME``.
 
     Args:
-        form: what NAME stands for: ``Class`` or ``function``.
+        form: what NAME stands for: ``Class``, ``function`` or ``strategy``.
+        accepts: whether an object is one.
 
     Raises:
-        UserError: there is none of this name, or the user's own cannot be imported.
+        UserError: there is none of this name, it is something else, or the user's own cannot be imported.
     """
     if ":" in name:
         found: T = import_user_object(name, registry.kind, where, form)
+    else:
+        try:
+            found = registry.get(name, where)
+        except UserError as error:
+            error.remedy = f"{error.remedy}; your own is package.module:{form}"
+            raise
+    if accepts(found):
         return found
-    try:
-        return registry.get(name, where)
-    except UserError as error:
-        error.remedy = f"{error.remedy}; your own is package.module:{form}"
-        raise
+    raise UserError(
+        f"the {registry.kind} {name!r} is no {form.lower()}, but of the type {type(found).__name__}",
+        where=where,
+        remedy=f"name a {form.lower()}, as package.module:{form}",
+    )
 
 
 def find_class(registry: Registry[type[T]], base: type, name: str, where: str) -> type[T]:
@@ -121,12 +131,11 @@ def import_user_object(name: str, kind: str, where: str, form: str) -> Any:
             remedy=f"give package.module:{form} of a module on PYTHONPATH or in the current folder, free of errors",
         ) from error
     found = getattr(module, attribute, None)
-    if not callable(found):
-        near = nearest(attribute, [known for known, value in vars(module).items() if callable(value)])
+    if found is None:
+        near = nearest(attribute, [known for known in vars(module) if not known.startswith("_")])
         hint = f"; did you mean {module_name}:{near}?" if near else ""
-        problem = "has no" if found is None else "cannot call its"
         raise UserError(
-            f"the {kind} {name!r} is no {form.lower()}: the module {problem} {attribute!r}{hint}",
+            f"the {kind} {name!r} is no {form.lower()}: the module has no {attribute!r}{hint}",
             where=where,
             remedy=f"name a {form.lower()} of {module_name}, as package.module:{form}",
         )

@@ -12,20 +12,12 @@ from ruamel.yaml.error import YAMLError
 from drawbar.config.io.source import parse_yaml
 from drawbar.launch.jobs.restart_count import newest_step
 from drawbar.launch.jobs.run_status import RunStatus
+from drawbar.util.best_score import BEST_FILE, BestScore
 
 _TAIL = 2**18
 """Bytes of ``metrics.jsonl`` that are read: the newest lines."""
 _QUIET = 120.0
 """Seconds without a new line of ``metrics.jsonl`` that are normal for any run."""
-
-
-@dataclass(frozen=True)
-class BestScore:
-    """``checkpoints/best.json``."""
-
-    step: int
-    metric: str
-    score: float
 
 
 @dataclass(frozen=True)
@@ -76,7 +68,7 @@ def read_progress(run_dir: Path) -> LoggedProgress:
         written=times[-1] if times else None,
         patience=max([_QUIET, *(10 * gap for gap in gaps)]),
         checkpoint=None if checkpoint < 0 else checkpoint,
-        best=_best(run_dir / "checkpoints" / "best.json"),
+        best=_best(run_dir / "checkpoints" / BEST_FILE),
     )
 
 
@@ -114,8 +106,8 @@ def _total_of_older_run(file: Path, last: dict[str, Any]) -> int | None:
 
 def _best(file: Path) -> BestScore | None:
     try:
-        return BestScore(**json.loads(file.read_bytes()))
-    except (OSError, ValueError, TypeError):
+        return BestScore.model_validate_json(file.read_bytes())
+    except (OSError, ValueError):
         return None
 
 
