@@ -1,0 +1,234 @@
+"""Cross-entropy of a language model's head, chunk by chunk of the targets: there are never logits of all of them.
+
+The gradients of a chunk are computed in the forward pass, while its logits are there (as in Liger Kernel, Hsu et al.
+2024, arXiv:2410.10989); backward only scales them. Rows without a target are left out before the matrix product.
+
+B: rows, L: tokens in a row, N: targets, C: targets in a chunk, H: hidden size, V: the vocabulary, or this rank's shard.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Transform = Callable[[Tensor], Tensor]
+"""What a model does to its logits after the head (a soft cap, say): elementwise, (C, V) → (C, V)."""
+
+SMALL_CHUNK = 2**27
+"""Bytes of fp32 logits that a chunk may always have."""
+
+
+class LossTargets(NamedTuple):
+    """Which rows of the hidden states have a target, and the labels of all."""
+
+    rows_N: Tensor
+    labels_BL: Tensor
+
+    @classmethod
+    def of(cls, labels_BL: Tensor, ignored: int) -> "LossTargets":
+        return cls((labels_BL.flatten() != ignored).nonzero().squeeze(1), labels_BL)
+
+    @property
+    def labels_N(self) -> Tensor:
+        return self.labels_BL.flatten()[self.rows_N]
+
+
+@dataclass(frozen=True)
+class VocabularyShard:
+    """This rank's part of a vocabulary that tensor-parallel ranks share."""
+
+    group: dist.ProcessGroup
+    start: int
+    """The first token of it."""
+
+
+def targets_in_chunk(vocabulary: int, hidden: int) -> int:
+    """How many targets a chunk has: its fp32 logits take at most 128 MiB, or, where that is more, half of what the fp32
+    gradient of the head's weight takes. With fewer, adding up that gradient would cost more than computing it."""
+    return max(1, SMALL_CHUNK // (4 * vocabulary), hidden // 2)
+
+
+def chunked_cross_entropy(
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    labels_N: Tensor,
+    transform: Transform | None = None,
+    shard: VocabularyShard | None = None,
+    chunk: int | None = None,
+) -> Tensor:
+    """The sum of the cross entropies of ``hidden_NH @ weight_VH.T + bias_V`` in fp32, 0-d. It can be differentiated
+    once.
+
+    Under autocast the matrix products have its format. Every rank of a ``shard``'s group calls it with the same hidden
+    states, and gets the whole loss; the gradient of the hidden states is then to be summed over the group.
+
+    Args:
+        transform: elementwise, between the matrix product and the loss.
+        shard: whose rows the weight has; None for the whole vocabulary.
+        chunk: targets in a chunk, by default ``targets_in_chunk``.
+    """
+    device = hidden_NH.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight_VH.dtype
+    how = _How(transform, shard, chunk or targets_in_chunk(*weight_VH.shape), dtype, torch.is_grad_enabled())
+    loss: Tensor = _ChunkedCrossEntropy.apply(hidden_NH, weight_VH, bias_V, labels_N, how)
+    return loss
+
+
+@dataclass(frozen=True)
+class _How:
+    transform: Transform | None
+    shard: VocabularyShard | None
+    chunk: int
+    dtype: torch.dtype
+    """Of the matrix products."""
+    with_gradients: bool
+
+
+class _Gradients(NamedTuple):
+    """The gradients so far; None for those that nobody asks for."""
+
+    hidden_NH: Tensor | None
+    weight_VH: Tensor | None
+    bias_V: Tensor | None
+
+    def add(self, chunk: slice, gradient_CV: Tensor, hidden_CH: Tensor, weight_VH: Tensor) -> None:
+        """Those of one chunk, whose logits have this gradient."""
+        if self.hidden_NH is not None:
+            self.hidden_NH[chunk] = gradient_CV @ weight_VH
+        if self.bias_V is not None:
+            self.bias_V.add_(gradient_CV.sum(0, dtype=self.bias_V.dtype))
+        if self.weight_VH is not None and self.weight_VH.dtype == gradient_CV.dtype:
+            self.weight_VH.addmm_(gradient_CV.T, hidden_CH)
+        elif self.weight_VH is not None:
+            self.weight_VH.add_(gradient_CV.T @ hidden_CH)
+
+
+def _no_gradients(hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, needed: tuple[bool, ...]) -> _Gradients:
+    """Those of the weight and the bias are summed over the chunks in fp32 at least."""
+    exact = torch.promote_types(weight_VH.dtype, torch.float32)
+    return _Gradients(
+        torch.empty_like(hidden_NH) if needed[0] else None,
+        torch.zeros_like(weight_VH, dtype=exact) if needed[1] else None,
+        torch.zeros_like(bias_V, dtype=exact) if bias_V is not None and needed[2] else None,
+    )
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, labels_N: Tensor, how: _How
+    ) -> Tensor:
+        needed = ctx.needs_input_grad[:3] if how.with_gradients else (False,) * 3
+        # fp16 has no room for unscaled gradients: they are computed in backward, where the scale is known
+        ctx.recompute = any(needed) and how.dtype == torch.float16
+        if ctx.recompute:
+            ctx.save_for_backward(hidden_NH, weight_VH, bias_V, labels_N)
+            needed = (False,) * 3
+        loss, gradients = _run(hidden_NH, weight_VH, bias_V, labels_N, how, needed)
+        ctx.how, ctx.gradients = how, gradients
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (hidden_NH, weight_VH, bias_V)]
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.recompute:
+            hidden_NH, weight_VH, bias_V, labels_N = ctx.saved_tensors
+            _, found = _run(hidden_NH, weight_VH, bias_V, labels_N, ctx.how, ctx.needs_input_grad[:3], outer[0])
+        else:
+            # scaled in place, and so once only: a copy would cost as much memory as the weight
+            found, ctx.gradients = ctx.gradients, None
+            for gradient in found:
+                if gradient is not None:
+                    gradient *= outer[0]
+        # rounded as autocast rounds them, so that they are the same where FSDP has gathered the weight in this format
+        rounded = (None if one is None else one.to(ctx.how.dtype) for one in found)
+        given = (None if one is None else one.to(dtype) for one, dtype in zip(rounded, ctx.dtypes, strict=True))
+        return (*given, None, None)
+
+
+def _run(
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    labels_N: Tensor,
+    how: _How,
+    needed: tuple[bool, ...],
+    scale: Tensor | None = None,
+) -> tuple[Tensor, _Gradients]:
+    """The loss, and its gradients times ``scale`` (1 by default)."""
+    gradients = _no_gradients(hidden_NH, weight_VH, bias_V, needed)
+    dtype, shard = how.dtype, how.shard
+    with torch.autocast(hidden_NH.device.type, enabled=False):
+        hidden_NH, weight_VH = hidden_NH.to(dtype), weight_VH.to(dtype)
+        bias_V = None if bias_V is None else bias_V.to(dtype)
+        loss = hidden_NH.new_zeros((), dtype=torch.promote_types(dtype, torch.float32))
+        # the same memory for all chunks: to get so much anew each time takes longer than some of the operators
+        chunk = min(how.chunk, len(hidden_NH))
+        logits_memory, log_p_memory = (
+            hidden_NH.new_empty(chunk, len(weight_VH), dtype=each) for each in (dtype, loss.dtype)
+        )
+        for start in range(0, len(hidden_NH), how.chunk):
+            hidden_CH, labels_C = hidden_NH[start : start + chunk], labels_N[start : start + chunk]
+            logits_CV = _logits(hidden_CH, weight_VH, bias_V, logits_memory[: len(labels_C)])
+            before_CV, after_CV = _transformed(logits_CV, how.transform)
+            log_p_CV = _log_softmax(after_CV.detach(), log_p_memory[: len(labels_C)], shard)
+            index_C1, here_C1 = _local(labels_C, shard, len(weight_VH))
+            log_p_C1 = log_p_CV.gather(1, index_C1)
+            loss -= torch.where(here_C1, log_p_C1, 0).sum()
+            if any(needed):
+                gradient_CV = _gradient(log_p_CV, log_p_C1, index_C1, here_C1)
+                if how.transform is not None:
+                    (gradient_CV,) = torch.autograd.grad(after_CV, before_CV, gradient_CV)
+                if scale is not None:
+                    gradient_CV *= scale
+                if gradient_CV.dtype != dtype:
+                    gradient_CV = logits_CV.copy_(gradient_CV)
+                gradients.add(slice(start, start + chunk), gradient_CV, hidden_CH, weight_VH)
+        if shard is not None:  # each rank has those of its own tokens
+            dist.all_reduce(loss, group=shard.group)
+    return loss, gradients
+
+
+def _logits(hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, out: Tensor) -> Tensor:
+    if bias_V is None:
+        return torch.mm(hidden_CH, weight_VH.T, out=out)
+    return torch.addmm(bias_V, hidden_CH, weight_VH.T, out=out)
+
+
+def _transformed(logits_CV: Tensor, transform: Transform | None) -> tuple[Tensor, Tensor]:
+    """The logits before and after ``transform``; there, in fp32 at least, and with a graph from one to the other."""
+    if transform is None:
+        return logits_CV, logits_CV
+    with torch.enable_grad():
+        before_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32)).detach().requires_grad_()
+        return before_CV, transform(before_CV)
+
+
+def _log_softmax(logits_CV: Tensor, out: Tensor, shard: VocabularyShard | None) -> Tensor:
+    """The logarithms of the probabilities."""
+    log_p_CV = torch.log_softmax(logits_CV, 1, dtype=out.dtype, out=out)
+    if shard is None:
+        return log_p_CV
+    own_C = (logits_CV[:, 0] - log_p_CV[:, 0]).contiguous()  # the logarithm of the sum of the exponentials
+    of_ranks = own_C.new_empty(shard.group.size() * len(own_C))
+    dist.all_gather_into_tensor(of_ranks, own_C, group=shard.group)
+    return log_p_CV.add_((own_C - of_ranks.view(-1, len(own_C)).logsumexp(0)).unsqueeze(1))
+
+
+def _local(labels_C: Tensor, shard: VocabularyShard | None, size: int) -> tuple[Tensor, Tensor]:
+    """The column of each label in this rank's logits (any, where it has none), and whether it has one; (C, 1)."""
+    index_C1 = labels_C.unsqueeze(1)
+    if shard is None:
+        return index_C1, torch.ones_like(index_C1, dtype=torch.bool)
+    index_C1 = index_C1 - shard.start
+    here_C1 = (index_C1 >= 0) & (index_C1 < size)
+    return index_C1.where(here_C1, 0), here_C1
+
+
+def _gradient(log_p_CV: Tensor, log_p_C1: Tensor, index_C1: Tensor, here_C1: Tensor) -> Tensor:
+    """The gradient of the logits, in the memory of ``log_p_CV``: the probabilities, less 1 where the label is."""
+    return log_p_CV.exp_().scatter_(1, index_C1, torch.where(here_C1, log_p_C1.expm1(), log_p_C1.exp()))

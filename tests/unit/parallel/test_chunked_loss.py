@@ -1,0 +1,144 @@
+"""The cross-entropy that is computed chunk by chunk: its value and its gradients are those of all logits at once."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from drawbar.parallel.chunked_loss import (
+    SMALL_CHUNK,
+    LossTargets,
+    chunked_cross_entropy,
+    targets_in_chunk,
+)
+
+HIDDEN, VOCABULARY, IGNORED, CHUNK = 6, 11, -100, 4
+
+
+def inputs(dtype: torch.dtype = torch.float64, bias: bool = True) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Hidden states, weight and bias, that want gradients; and labels, a third of them ignored."""
+    torch.manual_seed(0)
+    hidden = torch.randn(3, 5, HIDDEN, dtype=dtype, requires_grad=True)
+    weight = torch.randn(VOCABULARY, HIDDEN, dtype=dtype, requires_grad=True)
+    labels = torch.randint(VOCABULARY, (3, 5))
+    labels[labels < VOCABULARY // 3] = IGNORED
+    return hidden, weight, torch.randn(VOCABULARY, dtype=dtype, requires_grad=True) if bias else None, labels
+
+
+def soft_cap(logits: Tensor) -> Tensor:
+    return torch.tanh(logits / 2) * 2
+
+
+def plain(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, capped: bool = False) -> Tensor:
+    logits = functional.linear(hidden, weight, bias)
+    logits = soft_cap(logits) if capped else logits
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return functional.cross_entropy(wide.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def chunked(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, capped: bool = False) -> Tensor:
+    targets = LossTargets.of(labels, IGNORED)
+    cap = soft_cap if capped else None
+    return chunked_cross_entropy(hidden.flatten(0, 1)[targets.rows_N], weight, bias, targets.labels_N, cap, chunk=CHUNK)
+
+
+def gradients(loss: Tensor, *tensors: Tensor | None, scale: float = 0.3) -> list[Tensor]:
+    wanted = [tensor for tensor in tensors if tensor is not None and tensor.requires_grad]
+    return list(torch.autograd.grad(loss * scale, wanted))
+
+
+@pytest.mark.parametrize("capped", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_loss_and_gradients_are_those_of_the_plain_way(bias: bool, capped: bool) -> None:
+    *tensors, labels = inputs(bias=bias)
+    expected, found = plain(*tensors, labels, capped), chunked(*tensors, labels, capped)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    for one, other in zip(gradients(found, *tensors), gradients(expected, *tensors), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_fp32_is_exact_within_rounding() -> None:
+    *tensors, labels = inputs(torch.float32)
+    torch.testing.assert_close(chunked(*tensors, labels), plain(*tensors, labels), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_under_autocast_it_is_no_less_exact_than_the_plain_way(dtype: torch.dtype) -> None:
+    *tensors, labels = inputs(torch.float32)
+    exact = plain(*tensors, labels)
+    with torch.autocast("cpu", dtype=dtype):
+        expected, found = plain(*tensors, labels), chunked(*tensors, labels)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)  # of the same logits, in the same format
+    true = gradients(exact, *tensors)
+    for one, other, goal in zip(gradients(found, *tensors), gradients(expected, *tensors), true, strict=True):
+        assert one.dtype == torch.float32
+        assert (one - goal).norm() <= 1.5 * (other - goal).norm()
+
+
+def test_fp16_gradients_are_scaled_before_they_are_rounded() -> None:
+    """As in the plain way: an unscaled one of 1e-9 would be nothing."""
+    *tensors, labels = inputs(torch.float32, bias=False)
+    with torch.no_grad():
+        tensors[1][:] = 0
+        tensors[1][int(labels.max())] = -1  # a token of little probability, if the hidden states are large
+        tensors[0][:] = 3.5
+    with torch.autocast("cpu", dtype=torch.float16):
+        found = chunked(*tensors, labels.clamp(max=int(labels.max()) - 1))
+    (_, of_weight) = gradients(found, *tensors, scale=2.0**16)
+    assert float(of_weight[int(labels.max())].norm()) > 0
+
+
+def test_a_frozen_weight_gets_no_gradient() -> None:
+    hidden, weight, _, labels = inputs(bias=False)
+    weight.requires_grad_(False)
+    found = chunked(hidden, weight, None, labels)
+    found.backward()
+    assert weight.grad is None
+    (expected,) = gradients(plain(hidden, weight, None, labels), hidden, scale=1)
+    torch.testing.assert_close(hidden.grad, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_without_targets_the_loss_is_zero_and_so_are_the_gradients() -> None:
+    *tensors, labels = inputs()
+    found = chunked(*tensors, torch.full_like(labels, IGNORED))
+    assert found.item() == 0
+    assert all(not gradient.any() for gradient in gradients(found, *tensors))
+
+
+def test_without_gradients_nothing_is_kept() -> None:
+    *tensors, labels = inputs()
+    with torch.no_grad():
+        found = chunked(*tensors, labels)
+    assert not found.requires_grad
+    torch.testing.assert_close(found, plain(*tensors, labels).detach(), rtol=1e-12, atol=0)
+
+
+class Shapes(TorchDispatchMode):
+    """Notes the shape of every tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[torch.Size] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.seen |= {one.shape for one in (out if isinstance(out, tuple) else (out,)) if isinstance(one, Tensor)}
+        return out
+
+
+def test_there_are_never_logits_of_more_than_a_chunk() -> None:
+    *tensors, labels = inputs()
+    with Shapes() as shapes:
+        gradients(chunked(*tensors, labels), *tensors)
+    with_logits = {shape[0] for shape in shapes.seen if shape[1:] == (VOCABULARY,)}
+    assert max(with_logits - {HIDDEN}) == CHUNK < int((labels != IGNORED).sum())  # the weight, transposed, has HIDDEN
+
+
+def test_a_chunk_is_bounded_by_bytes_and_by_the_gradient_of_the_weight() -> None:
+    assert targets_in_chunk(128 * 1024, 512) * 128 * 1024 * 4 == SMALL_CHUNK
+    assert targets_in_chunk(128 * 1024, 8192) == 4096  # half of what the fp32 gradient of the weight takes
+    assert targets_in_chunk(2**40, 1) == 1
