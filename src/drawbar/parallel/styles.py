@@ -96,7 +96,9 @@ class Vocabulary(Colwise):
 
     @staticmethod
     def _prepare_output_fn(layouts: Any, use_local: bool, mod: Any, outputs: Any, device_mesh: Any) -> Any:
-        return outputs if _sharded.get() else Colwise._prepare_output_fn(layouts, use_local, mod, outputs, device_mesh)
+        if _sharded.get() or not isinstance(outputs, DTensor):  # a head that computes the loss has no logits
+            return outputs
+        return Colwise._prepare_output_fn(layouts, use_local, mod, outputs, device_mesh)
 
 
 class Embedding(ParallelStyle):

@@ -2,6 +2,7 @@
 
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,8 +24,11 @@ from drawbar.distributed.rank_info import RankInfo
 from drawbar.errors import UserError
 from drawbar.models.heads import Head
 from drawbar.models.huggingface import build_from_scratch
+from drawbar.models.logit_steps import steps_after_head
+from drawbar.models.loss_head import give_loss_head
 from drawbar.models.plans import plan_for
 from drawbar.parallel.activation_checkpointing import checkpoint_activations
+from drawbar.parallel.chunked_loss import LossTargets, chunked_cross_entropy
 from drawbar.parallel.fsdp import shard
 from drawbar.parallel.styles import cross_entropy_sum, sharded_logits
 from drawbar.parallel.tensor import FusedLayout, check_degree, fused_layouts, tensor_parallel
@@ -108,6 +112,7 @@ SEQUENCES = [
     CASES[3],
     *(case for case in CASES if case.family in ("glm", "qwen3", "phi", "gpt_neox") or case.lora),
 ]
+LOSS_HEADS = [TIED, ODD, Case("bert", BERT, "masked_lm", vocabulary=261), Case("gemma2", {**LLAMA, "head_dim": 4})]
 SHARDED = [TIED, ODD, Case("t5", T5, "seq2seq", vocabulary=261), ADAPTED]
 
 
@@ -228,6 +233,38 @@ def compare(case: Case, mesh: DeviceMesh, sequence: bool = False, length: int = 
     return found
 
 
+def compare_loss_heads(case: Case, mesh: DeviceMesh) -> dict[str, Any]:
+    """The loss computed in the head, of a shard of the vocabulary, beside that of the full logits of one process."""
+    model = filled(case)
+    cut = deepcopy(model)
+    give_loss_head(cut, partial(chunked_cross_entropy, chunk=4), steps_after_head(model))
+    tensor_parallel(cut, plan_for(cut), mesh)
+    batch = inputs(case)
+    wanted_loss = backward(model, case, batch)
+    with sharded_logits():
+        loss = cut(**batch, **targets_of_loss(case), use_cache=False).loss
+        loss.backward()
+    largest, name = worst(gradients(cut), gradients(model))
+    with torch.no_grad():
+        again = cut(**batch, **targets_of_loss(case), use_cache=False).loss
+        logits, wanted = cut(**batch).logits, model(**batch).logits
+    return {
+        "loss": max(distance(loss.detach(), wanted_loss), distance(again, wanted_loss)),
+        "gradient": largest,
+        "worst": name,
+        "logits": distance(logits, wanted),
+    }
+
+
+def targets_of_loss(case: Case) -> dict[str, Tensor]:
+    """Those of ``loss_of``."""
+    chance = torch.Generator().manual_seed(1)
+    labels = torch.randint(0, case.vocabulary, (3, 7), generator=chance)
+    labels[0, 2:4] = labels[:, -1] = IGNORED_LABEL
+    targets = LossTargets.of(labels, IGNORED_LABEL)
+    return {"target_rows": targets.rows_N, "target_labels": targets.labels_BL}
+
+
 def written(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     row = {name: tensor[:1] for name, tensor in batch.items() if name != "decoder_input_ids"}
     return model.generate(**row, max_new_tokens=3, do_sample=False)
@@ -274,6 +311,8 @@ def rank_compares() -> dict[str, Any]:
             found[case.name] = compare(case, mesh)
         for case in SEQUENCES:
             found[f"{case.name}, cut along the sequence"] = compare(case, mesh, sequence=True)
+        for case in LOSS_HEADS:
+            found[f"{case.name}, loss in the head"] = compare_loss_heads(case, mesh)
         found["one token for two ranks"] = compare(CLASSIFIER, mesh, sequence=True, length=1)
     return found
 
@@ -290,7 +329,7 @@ def check(results: list[dict[str, Any]], cases: int) -> None:
 
 
 def test_two_ranks_compute_what_one_computes() -> None:
-    check(run_ranks(rank_compares, 2), len(CASES) + len(SEQUENCES) + 1)
+    check(run_ranks(rank_compares, 2), len(CASES) + len(SEQUENCES) + len(LOSS_HEADS) + 1)
 
 
 def test_four_ranks_that_also_shard_the_parts_compute_what_one_computes() -> None:

@@ -1,0 +1,117 @@
+"""Language models whose head computes the loss itself, without logits of all positions.
+
+The loss is computed in the call of the head's own module, where the hooks of FSDP and ZeRO-3 have its weight at hand.
+The model is called as ever, with its targets beside the inputs, and its outputs have the sum of the ``loss``.
+
+B: rows, L: tokens in a row, H: hidden size, V: vocabulary, N: targets.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Shard
+
+from drawbar.models.logit_steps import LogitSteps
+from drawbar.parallel.chunked_loss import LossTargets, Transform, VocabularyShard
+
+ROWS, LABELS = "target_rows", "target_labels"
+"""The keyword arguments by which a model with a ``LossHead`` is given its ``LossTargets``."""
+
+CrossEntropy = Callable[..., Tensor]
+"""``chunked_cross_entropy``, or a function that takes the same."""
+
+
+class LossHead(nn.Linear):
+    """A head that gives the loss in place of logits, wherever it has targets; without them, a linear layer."""
+
+    cross_entropy: CrossEntropy
+    transform: Transform | None
+    targets: LossTargets | None
+    loss: Tensor | None
+
+    @wraps(nn.Linear.forward)  # by which FSDP knows that autocast casts the weight
+    def forward(self, input: Tensor) -> Tensor:
+        if self.targets is None:
+            return super().forward(input)
+        hidden_BLH, weight_VH, bias_V, shard = input, self.weight, self.bias, None
+        if isinstance(input, DTensor):  # each tensor-parallel rank has a shard of the vocabulary
+            mesh = input.device_mesh
+            _, start = Shard.local_shard_size_and_offset(self.out_features, mesh.size(), mesh.get_local_rank())
+            shard = VocabularyShard(mesh.get_group(), start)
+            hidden_BLH = input.to_local(grad_placements=[Partial()])
+            weight_VH, bias_V = (_local(tensor) for tensor in (self.weight, self.bias))
+        if hidden_BLH.shape[:-1] != self.targets.labels_BL.shape:
+            raise ValueError(
+                f"the model predicts {[*hidden_BLH.shape[:-1]]}, of labels {[*self.targets.labels_BL.shape]}"
+            )
+        hidden_NH = hidden_BLH.flatten(0, -2)[self.targets.rows_N]
+        loss = self.cross_entropy(hidden_NH, weight_VH, bias_V, self.targets.labels_N, self.transform, shard)
+        no_logits: Tensor
+        self.loss, no_logits = _WithNoLogits.apply(loss, (0, *hidden_BLH.shape[1:-1], self.out_features))
+        return no_logits
+
+
+def _local(tensor: Any) -> Any:
+    return tensor if tensor is None else tensor.to_local(grad_placements=[Shard(0)])
+
+
+class _WithNoLogits(torch.autograd.Function):
+    """The loss, and logits of no rows, which pass through what the model does after its head. In backward, the loss has
+    its gradient only when they have theirs: after hooks on what head and model returned (FSDP's) have run."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        return loss.clone(), loss.new_empty(shape)
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, None]:
+        return outer[0], None
+
+
+def give_loss_head(module: nn.Module, cross_entropy: CrossEntropy, steps: LogitSteps) -> None:
+    """Let a model, or a pipeline stage of one, compute its loss in the head, in place.
+
+    Called with ``target_rows`` and ``target_labels``, the model returns outputs with the sum of the ``loss`` and with
+    no logits, and the last stage the loss; other stages drop the two. Called without, nothing changes.
+
+    Args:
+        steps: of the whole model.
+    """
+    head = module.get_output_embeddings()
+    if type(head) is nn.Linear:  # other stages have none
+        head.__class__ = LossHead
+        head.cross_entropy, head.transform = cross_entropy, steps.of(module)
+        head.targets = head.loss = None
+    module.register_forward_pre_hook(_take_targets, with_kwargs=True)
+    module.register_forward_hook(_return_loss, always_call=True)
+
+
+def _head_of(module: Any) -> LossHead | None:
+    """Found anew in each call: the module may be a copy of the one that has got the head."""
+    head = module.get_output_embeddings()
+    return head if isinstance(head, LossHead) else None
+
+
+def _take_targets(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    inputs = {name: value for name, value in kwargs.items() if name not in (ROWS, LABELS)}
+    head = _head_of(module)
+    if head is not None and ROWS in kwargs:
+        head.targets = LossTargets(kwargs[ROWS], kwargs[LABELS])
+    return args, inputs
+
+
+def _return_loss(module: nn.Module, args: Any, outputs: Any) -> Any:
+    head = _head_of(module)
+    if head is None or head.targets is None:
+        return outputs
+    loss, head.targets, head.loss = head.loss, None, None
+    if outputs is None:
+        return None  # the forward pass has failed
+    assert loss is not None, "the model calls its head: that is how its steps were found"
+    if isinstance(outputs, Tensor):
+        return loss + outputs.sum()
+    outputs["loss"] = loss + outputs.logits.sum()
+    return outputs
