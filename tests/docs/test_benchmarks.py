@@ -13,6 +13,7 @@ from conftest import write_text
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import busy_neighbour
+import loss_head
 import memory_of_data
 from against_trainer import GPT2
 from against_trainer import compare as compare_losses
@@ -25,6 +26,12 @@ def test_training_is_measured() -> None:
     assert found["pairs"] == 5
     assert float(found["tokens_per_second"]) > 0
     assert float(found["ratio"]) > 0
+
+
+def test_ways_to_compute_the_loss_are_compared() -> None:
+    found = loss_head.measure_time(loss_head.Head(500, 0.5, hidden=8, length=64), rounds=1)
+    assert found["seconds"].keys() == {"plain", "chunked"}
+    assert found["loss_difference"] < 1e-6
 
 
 def test_losses_are_those_of_transformers_trainer(tmp_path: Path) -> None:
