@@ -30,6 +30,7 @@ from drawbar.engines.local_model import (
     build_whole,
     with_adapters,
 )
+from drawbar.engines.loss_choice import choose_cross_entropy
 from drawbar.engines.parts import EngineParts
 from drawbar.engines.stage_building import EmptyStages, build_stages
 from drawbar.engines.state_access import StagesState, is_stage_leader, is_writer
@@ -98,7 +99,9 @@ def _build_one_model(task: Task, config: RunConfig, world: Distributed) -> Engin
 
     loss, backward = partial(task_loss, task, None, backend), partial(backend.backward, scale_wrt_gas=False)
     training_module = TrainingModule(backend, loss, synchronizing, backward)
-    executor = ModelExecutor(task, local.module, training_module, world, config.precision)
+    executor = ModelExecutor(
+        task, local.module, training_module, world, config.precision, loss_in_head=local.loss_in_head
+    )
     return EngineParts(local, executor, DeepSpeedUpdater(state.masters, config.precision), state)
 
 
@@ -114,11 +117,12 @@ def _partitioned(task: Task, config: RunConfig, world: Distributed) -> tuple[Loc
     """The model without memory for its parameters, which ZeRO-3 will shard; and the source of its weights."""
     model, source, base = build_meta(task, config, world)
     allow_packed_rows(model, task, config)
+    cross_entropy = choose_cross_entropy(task, config, model, [model])
     parallelize(model, plan_for(model), config.parallel, ParallelDims(), None, config.precision)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(DTYPES[config.precision])
     materialize(model, _HOST, _HOST, expanded_empty)
-    return LocalModel(model, model, base), source
+    return LocalModel(model, model, base, cross_entropy=cross_entropy), source
 
 
 def _optimizer(module: nn.Module, config: RunConfig) -> Optimizer:
@@ -180,8 +184,9 @@ def _build_pipeline(task: Task, config: RunConfig, world: Distributed) -> Engine
         for parameter, weight in exact.items():
             masters.set_weight(parameter, weight)
     pipeline = DeepSpeedPipeline(backend, layer, world.device, config.precision)
+    how = (False, local.loss_in_head)
     executor = PipelineExecutor(
-        task, local.module, backend, pipeline, pipeline_inference, world, config.precision, shards_logits=False
+        task, local.module, backend, pipeline, pipeline_inference, world, config.precision, *how
     )
     own = DeepSpeedState(local, masters, config, world, is_stage_leader(world))
     updater = DeepSpeedUpdater(masters, config.precision)
@@ -196,9 +201,10 @@ def _fill_stages(
     if world.dims.tp > 1:
         check_layers(stages.meta_model, stages.plan, world.dims.tp)
     allow_packed_rows(part, task, config)
+    cross_entropy = choose_cross_entropy(task, config, stages.meta_model, [part])
     cast_received(part)
     materialize(part, _HOST, _HOST)  # DeepSpeed casts and moves it
-    local, tied = stages.load({}, world)
+    local, tied = stages.load({}, cross_entropy, world)
     if world.dims.tp > 1:
         cut_layers(part, stages.plan, tied, stages.mesh["tp"].get_group())
     parallelize(part, stages.plan, config.parallel, ParallelDims(), None, config.precision)

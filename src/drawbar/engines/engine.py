@@ -69,6 +69,11 @@ class Engine:
         return self._local.base
 
     @property
+    def cross_entropy(self) -> str:
+        """How the loss is computed: the setting ``task.cross_entropy``, with ``auto`` resolved."""
+        return self._local.cross_entropy
+
+    @property
     def checkpoint_bytes(self) -> int:
         """About how large a full checkpoint is."""
         sizes = {True: 0, False: 0}

@@ -10,6 +10,7 @@ from torch import nn
 
 from drawbar.data.loader import MicroBatch
 from drawbar.distributed.process_group import Distributed
+from drawbar.engines.loss_choice import is_for_head, maybe_with_targets
 from drawbar.parallel.context import ContextParallel
 from drawbar.parallel.fsdp import free_gathered
 from drawbar.parallel.low_precision_weights import cast_weights_once
@@ -42,6 +43,7 @@ class ModelExecutor:
         training_module: the same for training, with its loss and backward.
         context: context parallelism, where ranks share a sequence; else None.
         shards_logits: whether the loss takes logits whose vocabulary is sharded over the tensor-parallel ranks.
+        loss_in_head: whether the model computes the loss itself, of targets in the batch.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class ModelExecutor:
         precision: str,
         context: ContextParallel | None = None,
         shards_logits: bool = False,
+        loss_in_head: bool = False,
     ) -> None:
         self.task = task
         self.module = module
@@ -61,6 +64,7 @@ class ModelExecutor:
         self.precision = precision
         self.context = context
         self.shards_logits = shards_logits
+        self.loss_in_head = loss_in_head
 
     def forward_backward(self, micro_batches: list[MicroBatch[Batch]], scale: float) -> torch.Tensor:
         self.training_module.module.train()
@@ -71,11 +75,13 @@ class ModelExecutor:
         return loss_sum if self.context is None else self.context.sum(loss_sum)
 
     def _forward_backward(self, micro: MicroBatch[Batch], scale: float, last: bool) -> torch.Tensor:
-        batch = micro.batch.to(self.device)
+        batch = micro.batch
+        if self.context is None:  # before the batch is moved: else the host would wait for the device to find them
+            batch = maybe_with_targets(self.task, batch, self.loss_in_head)
         with (
             self.training_module.synchronizing(last),
             maybe_sharded_logits(self.shards_logits),
-            sequence_shard(self.context, batch) as shard,
+            self._for_loss(batch.to(self.device)) as shard,
         ):
             with autocast(self.precision, self.device):
                 loss = self.training_module.loss(shard)
@@ -85,7 +91,7 @@ class ModelExecutor:
 
     def evaluate(self, batch: Batch) -> tuple[float, list[Any] | None]:
         with self.inference() as model:
-            with sequence_shard(self.context, batch) as shard:
+            with self._for_loss(batch) as shard:
                 loss = task_loss(self.task, self.context, model, shard)
             predictions = self.task.predict(model, batch) if self.task.predicts else None
         if self.context is not None:
@@ -96,6 +102,16 @@ class ModelExecutor:
     def inference(self) -> Iterator[nn.Module]:
         with evaluating(self.module, self.precision, self.device):
             yield self.module
+
+    @contextmanager
+    def _for_loss(self, batch: Batch) -> Iterator[Batch]:
+        """What the loss is computed of: a batch on the device, or this rank's sequence shard of it, with targets for
+        the head. Forward and backward must run inside."""
+        if self.context is None:
+            yield maybe_with_targets(self.task, batch, self.loss_in_head)
+        else:
+            with self.context.shard(batch) as shard:
+                yield maybe_with_targets(self.task, type(batch)(shard, batch.ids), self.loss_in_head)
 
 
 class Schedule(Protocol):
@@ -117,7 +133,7 @@ class PipelineExecutor:
         training_module: the same modules, or the DeepSpeed engine around them; only its ``train()`` is called.
         pipeline: the steps of training.
         pipeline_inference: evaluation and generation, through the stages in turn.
-        shards_logits: as for ``ModelExecutor``.
+        shards_logits, loss_in_head: as for ``ModelExecutor``.
     """
 
     def __init__(
@@ -130,6 +146,7 @@ class PipelineExecutor:
         world: Distributed,
         precision: str,
         shards_logits: bool,
+        loss_in_head: bool,
     ) -> None:
         self.task = task
         self.stages = stages
@@ -139,20 +156,20 @@ class PipelineExecutor:
         self.device = world.device
         self.precision = precision
         self.shards_logits = shards_logits
+        self.loss_in_head = loss_in_head
 
     def forward_backward(self, micro_batches: list[MicroBatch[Batch]], scale: float) -> torch.Tensor:
         self.training_module.train()
         fewest = min(micro_batches, key=lambda micro: next(iter(micro.batch.values())).numel())
         missing = self.pipeline.round_up_micro_batches(len(micro_batches)) - len(micro_batches)
         micro_batches = micro_batches + [MicroBatch(fewest.batch, is_filler=True)] * missing
-        batches = [micro.batch.to(self.device) for micro in micro_batches]
+        given = [maybe_with_targets(self.task, micro.batch, self.loss_in_head) for micro in micro_batches]
+        batches = [batch.to(self.device) for batch in given]
         forwards = [self._forward(batch) for batch in batches]
         loss_sum = torch.zeros((), device=self.device)
 
         def compute_loss(logits: torch.Tensor, index: int) -> torch.Tensor:
-            loss = scalar(
-                self.task.loss(self.pipeline_inference.replay_outputs(forwards[index], logits), batches[index])
-            )
+            loss = scalar(self._loss(forwards[index], logits, batches[index]))
             loss = without_fillers(loss, micro_batches[index])
             loss_sum.add_(loss.detach())
             return loss * scale
@@ -164,14 +181,11 @@ class PipelineExecutor:
         return loss_sum
 
     def evaluate(self, batch: Batch) -> tuple[float, list[Any] | None]:
-        forward = self._forward(batch)
+        given = maybe_with_targets(self.task, batch, self.loss_in_head)
+        forward = self._forward(given)
         with self._evaluating():
             logits = self.pipeline_inference.last_stage_logits(self.pipeline_inference.record_inputs(forward))
-            loss = (
-                0.0
-                if logits is None
-                else as_float(self.task.loss(self.pipeline_inference.replay_outputs(forward, logits), batch))
-            )
+            loss = 0.0 if logits is None else as_float(self._loss(forward, logits, given))
             predictions = None
             if self.task.predicts:
                 with self.pipeline_inference.synced_rng():
@@ -192,10 +206,19 @@ class PipelineExecutor:
     def _forward(self, batch: Batch) -> Callable[[nn.Module], Any]:
         return lambda model: self.task.forward(model, batch)
 
+    def _loss(self, forward: Callable[[nn.Module], Any], out: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """The loss of what the last stage returns: logits, or the loss itself."""
+        if is_for_head(batch):
+            return out
+        return self.task.loss(self.pipeline_inference.replay_outputs(forward, out), batch)
+
 
 def task_loss(task: Task, context: ContextParallel | None, model: nn.Module, batch: Batch) -> torch.Tensor:
     """The sum of a batch's loss (0-d), by the task's ``forward`` and ``loss``."""
     outputs = task.forward(model, batch)
+    if is_for_head(batch):
+        loss: torch.Tensor = outputs.loss
+        return loss
     return scalar(task.loss(outputs if context is None else context.align(outputs), batch))
 
 
@@ -224,16 +247,6 @@ def without_fillers(loss: torch.Tensor, micro: MicroBatch[Batch]) -> torch.Tenso
 def maybe_sharded_logits(shards_logits: bool) -> AbstractContextManager[None]:
     """Around forward and backward: the logits of tensor-parallel ranks stay sharded, where the loss takes them so."""
     return sharded_logits() if shards_logits else nullcontext()
-
-
-@contextmanager
-def sequence_shard(context: ContextParallel | None, batch: Batch) -> Iterator[Batch]:
-    """Yield this rank's sequence shard of a batch. Forward and backward must run inside."""
-    if context is None:
-        yield batch
-    else:
-        with context.shard(batch) as shard:
-            yield type(batch)(shard, batch.ids)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from drawbar.config.parallel_dims import ParallelDims
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.distributed.device_mesh import buffer_replicas
 from drawbar.distributed.process_group import Distributed
+from drawbar.engines.loss_choice import choose_cross_entropy
 from drawbar.models.huggingface import weights_without_file
 from drawbar.models.lora import FrozenBaseInfo, add_adapters, add_adapters_to_base
 from drawbar.models.packed import allow_packing
@@ -42,6 +43,13 @@ class LocalModel:
     """Parameters that are stored in another order than in the whole model."""
     replicas: list[dist.ProcessGroup] = field(default_factory=list)
     """Process groups of the ranks that hold the same buffers, one for each mesh axis."""
+    cross_entropy: str = "plain"
+    """The setting ``task.cross_entropy``, with ``auto`` resolved."""
+
+    @property
+    def loss_in_head(self) -> bool:
+        """Whether the model returns the loss of a batch that has targets for its head."""
+        return self.cross_entropy != "plain"
 
 
 def with_adapters(structure: nn.Module, config: RunConfig, base: FrozenBaseInfo | None) -> nn.Module:
@@ -88,10 +96,11 @@ def build_whole(task: Task, config: RunConfig, world: Distributed, device: torch
     with world.barrier_after("building the model"):
         model, base = _build_adapted(task, config)
         allow_packed_rows(model, task, config)
+        cross_entropy = choose_cross_entropy(task, config, model, [model])
         parallelize(model, plan_for(model), config.parallel, ParallelDims(), None, config.precision)
         model = model.to(device)
     base = world.from_rank0(lambda: base, "building the model")  # all ranks will hold rank 0's weights
-    return LocalModel(model, model, base, replicas=[dist.group.WORLD] if world.size > 1 else [])
+    return LocalModel(model, model, base, {}, [dist.group.WORLD] if world.size > 1 else [], cross_entropy)
 
 
 def build_shards(task: Task, config: RunConfig, world: Distributed, mesh: DeviceMesh) -> LocalModel:
@@ -102,11 +111,12 @@ def build_shards(task: Task, config: RunConfig, world: Distributed, mesh: Device
     """
     model, source, base = build_meta(task, config, world)
     allow_packed_rows(model, task, config)
+    cross_entropy = choose_cross_entropy(task, config, model, [model])
     parallelize(model, plan_for(model), config.parallel, world.dims, mesh, config.precision)
     fused = fused_layouts(model)
     materialize(model, torch.device("cpu") if config.parallel.offload else world.device, world.device)
     load_first_weights(model, source, fused, world)
-    return LocalModel(model, model, base, fused, buffer_replicas(mesh))
+    return LocalModel(model, model, base, fused, buffer_replicas(mesh), cross_entropy)
 
 
 def load_first_weights(

@@ -49,13 +49,15 @@ class EmptyStages:
         vocabulary = self.meta_model.config.get_text_config().vocab_size
         return PipelineInference(self.stage_modules, self.group, world.device, self.hidden_size, vocabulary)
 
-    def load(self, fused: dict[str, FusedLayout], world: Distributed) -> tuple[LocalModel, nn.Parameter | None]:
+    def load(
+        self, fused: dict[str, FusedLayout], cross_entropy: str, world: Distributed
+    ) -> tuple[LocalModel, nn.Parameter | None]:
         """The stages with their first weights, and the copy that the first and the last have of a tied weight."""
         assert self.plan.pipeline is not None, "the stages were cut by this plan"
         module = LocalStages(self.stage_modules, self.meta_model, self.plan.pipeline)
         load_first_weights(module, self.source, fused, world)
         tied = f"{self.plan.pipeline.embedding}.weight" if is_tied(self.meta_model, self.plan.pipeline) else ""
-        local = LocalModel(module, self.meta_model, self.base, fused)
+        local = LocalModel(module, self.meta_model, self.base, fused, cross_entropy=cross_entropy)
         return local, dict(module.named_parameters()).get(tied)
 
 

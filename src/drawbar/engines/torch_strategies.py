@@ -15,6 +15,7 @@ from drawbar.distributed.device_mesh import build_mesh
 from drawbar.distributed.process_group import Distributed
 from drawbar.engines.executors import ModelExecutor, PipelineExecutor, TrainingModule, task_loss
 from drawbar.engines.local_model import LocalModel, allow_packed_rows, build_shards, build_whole
+from drawbar.engines.loss_choice import choose_cross_entropy
 from drawbar.engines.parts import EngineParts, Executor
 from drawbar.engines.stage_building import build_stages
 from drawbar.engines.state_access import ShouldStore, StagesState, TorchState, is_stage_leader, is_writer
@@ -126,9 +127,8 @@ def assemble(
     context: ContextParallel | None = None,
 ) -> EngineParts:
     """The parts of an engine without pipeline stages: each rank has a replica of the model, or shards of it."""
-    executor = ModelExecutor(
-        task, local.module, training_module, world, config.precision, context, _shards_logits(task, world)
-    )
+    how = (context, _shards_logits(task, world), local.loss_in_head)
+    executor = ModelExecutor(task, local.module, training_module, world, config.precision, *how)
     optimizers = [wrap_optimizer(optimizer) for optimizer in build_optimizers(local.module, config.optim)]
     return _with_optimizers(config, world, local, executor, optimizers, model_squared_norm, is_writer(world))
 
@@ -168,15 +168,15 @@ def _build_pipeline(task: Task, config: RunConfig, world: Distributed) -> Engine
     if parallel.features.shards_parameters:
         synchronize_generate(pipeline_inference.model)
     fused: dict[str, FusedLayout] = {}
+    cross_entropy = choose_cross_entropy(task, config, stages.meta_model, stages.stage_modules)
     for part in stages.stage_modules:
         allow_packed_rows(part, task, config)
         parallelize(part, stages.plan, parallel, world.dims, stages.mesh, precision)
         fused |= fused_layouts(part)
         materialize(part, torch.device("cpu") if parallel.offload else world.device, world.device)
-    local, tied = stages.load(fused, world)
-    executor = PipelineExecutor(
-        task, local.module, local.module, pipeline, pipeline_inference, world, precision, _shards_logits(task, world)
-    )
+    local, tied = stages.load(fused, cross_entropy, world)
+    how = (_shards_logits(task, world), local.loss_in_head)
+    executor = PipelineExecutor(task, local.module, local.module, pipeline, pipeline_inference, world, precision, *how)
     optimizers = build_optimizers(local.module, config.optim)
     norm = StagesSquaredNorm(stages.group, tied)
     parts = _with_optimizers(config, world, local, executor, optimizers, norm, is_stage_leader(world))

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn import functional
 
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.config.schema.task_sections import CausalLMConfig
@@ -190,6 +191,10 @@ class CausalLM(PretrainedTask):
     def loss(self, outputs: Any, batch: Batch) -> torch.Tensor:
         logits_BLV, labels_BL = outputs.logits[:, :-1], batch["labels"][:, 1:]
         return cross_entropy_sum(logits_BLV.flatten(0, 1), labels_BL.flatten(), IGNORED_LABEL)
+
+    def position_labels(self, batch: Batch) -> torch.Tensor:
+        next_BL = batch["labels"][:, 1:]
+        return functional.pad(next_BL, (0, batch["input_ids"].shape[1] - next_BL.shape[1]), value=IGNORED_LABEL)
 
     def num_targets(self, batch: Batch) -> float:
         return int((batch["labels"][:, 1:] != IGNORED_LABEL).sum())

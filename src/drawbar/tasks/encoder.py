@@ -18,7 +18,7 @@ from drawbar.tasks.code import code_digests
 from drawbar.tasks.task import Task
 from drawbar.tasks.task_context import TaskContext
 
-NOT_FOR_ENCODING = {"attention", "generation", "metrics"}
+NOT_FOR_ENCODING = {"attention", "cross_entropy", "generation", "metrics"}
 """Options of the built-in tasks that no sample depends on."""
 PER_CALL_STATE = {"truncation", "padding"}
 LIBRARIES = ("drawbar", "tokenizers", "transformers")

@@ -204,6 +204,10 @@ class PretrainedTask(Task):
         # what a user wrote in their place sees whole logits
         return all(getattr(type(self), name).__module__.startswith("drawbar.") for name in ("forward", "loss"))
 
+    def position_labels(self, batch: Batch) -> torch.Tensor:
+        """The label of what the model predicts at each position, (B, L), where the loss is their cross-entropy."""
+        raise NotImplementedError(f"the loss of {type(self).__name__} is another one")
+
     @property
     def pad_token(self) -> int:
         """What ``input_ids`` are padded with; no model looks at it."""
@@ -260,6 +264,9 @@ class TokenTask(PretrainedTask):
 
     def loss(self, outputs: Any, batch: Batch) -> torch.Tensor:
         return cross_entropy_sum(outputs.logits.flatten(0, 1), batch["labels"].flatten(), IGNORED_LABEL)
+
+    def position_labels(self, batch: Batch) -> torch.Tensor:
+        return batch["labels"]
 
     def num_targets(self, batch: Batch) -> float:
         return int((batch["labels"] != IGNORED_LABEL).sum())

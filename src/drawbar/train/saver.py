@@ -26,7 +26,7 @@ from drawbar.parallel.precision import choose_precision
 from drawbar.runtime.log import logger
 from drawbar.runtime.seed import rng_state, seed_everything, set_rng_state
 from drawbar.train.node_local import Disks
-from drawbar.train.setup import check_base
+from drawbar.train.setup import check_base, with_cross_entropy_of
 from drawbar.train.step import RunProgress
 from drawbar.train.stop import Reason, Stop
 from drawbar.util.atomic_files import sync
@@ -55,7 +55,11 @@ class Saver:
         validation: Split | None,
     ) -> None:
         self._config = config.checkpoint
-        self._formats = {"precision": config.precision, "muon_precision": config.optim.muon_precision}
+        self._formats = {
+            "precision": config.precision,
+            "muon_precision": config.optim.muon_precision,
+            "cross_entropy": engine.cross_entropy,
+        }
         self._directory = CheckpointDirectory(config.run_dir / "checkpoints")
         self._metrics = config.run_dir / "metrics.jsonl"
         self._metric = config.eval.metric
@@ -161,8 +165,8 @@ class Saver:
 
 
 def with_saved_precision(config: RunConfig, checkpoint: Path, device: torch.device) -> RunConfig:
-    """The configuration with the run's own number formats in place of ``auto``: on other hardware, too, a resumed run
-    is the same run.
+    """The configuration with the run's own number formats, and its cross-entropy, in place of ``auto``: on other
+    hardware, and with a newer drawbar, too, a resumed run is the same run.
 
     Raises:
         UserError: the checkpoint is damaged.
@@ -179,6 +183,7 @@ def with_saved_precision(config: RunConfig, checkpoint: Path, device: torch.devi
             ),
         }
     )
+    begun = with_cross_entropy_of(begun, state)
     fastest = choose_precision(config.precision, device)
     if begun.precision not in ("auto", fastest):
         logger.warning("precision: %s, as the run began; here %s would be faster", begun.precision, fastest)

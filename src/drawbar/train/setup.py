@@ -3,7 +3,7 @@
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -174,6 +174,19 @@ def log_changed_length(changed: Sequence[Difference], made: int, total_steps: in
     )
 
 
+def with_cross_entropy_of(config: RunConfig, state: Mapping[str, Any]) -> RunConfig:
+    """The configuration with ``task.cross_entropy: plain`` in place of ``auto``, where a checkpoint's run computed its
+    loss so: its sums are added up in another order.
+
+    Args:
+        state: of the checkpoint; until the loss was computed in the head, none said how.
+    """
+    begun = state.get("formats", {}).get("cross_entropy", "plain")
+    if begun != "plain" or getattr(config.task, "cross_entropy", None) != "auto":
+        return config
+    return config.model_copy(update={"task": config.task.model_copy(update={"cross_entropy": "plain"})})
+
+
 def check_predicts(task: Task, probabilities: bool) -> None:
     """Refuse to ask a task for predictions, or for their probabilities, that has none."""
     if not task.predicts:
@@ -203,7 +216,7 @@ def open_checkpoint(task: Task, config: RunConfig, checkpoint: str | None, world
     )
     snapshot = read_together(path, world)
     seed_everything(config.run.seed)  # as in training: a task may draw weights that adapters leave as they are
-    engine = build_engine(task, config, world)
+    engine = build_engine(task, with_cross_entropy_of(config, snapshot.state), world)
     seed_everything(config.run.seed, world.dims.seed_rank(world.rank))
     try:
         check_base(snapshot, engine)

@@ -33,6 +33,7 @@ MAY_CHANGE: dict[str, str] = {
     "eval.patience": "when to stop is decided anew",
     "eval.micro_batch": "scores do not depend on how the data is cut",
     "task.attention": "another kernel for the same numbers",
+    "task.cross_entropy": "the same loss, added up in another order",
     "run.dir": "where the run lies; it may have been moved",
     "run.name": "what the run is called; a fork has another name",
     "data.test": "training does not read it",

@@ -22,6 +22,10 @@ def _is_flash(config: RunConfig) -> bool:
     return "flash" in _attention(config)  # kernels of the hub, too
 
 
+def _is_liger(config: RunConfig) -> bool:
+    return getattr(config.task, "cross_entropy", "auto") == "liger"
+
+
 def _is_other_built_in(config: RunConfig) -> bool:
     return config.task.type in BUILT_IN_TASKS and config.task.type != "causal_lm"
 
@@ -204,6 +208,27 @@ KERNELS = (
         lambda c: _is_flash(c) and c.precision == "fp32",
         "flash attention takes bf16 and fp16 alone",
         "set precision=bf16, or task.attention=sdpa",
+    ),
+    Rule(
+        "liger-kernel without CUDA",
+        ("task.cross_entropy", "device"),
+        lambda c: _is_liger(c) and c.device in ("cpu", "mps"),
+        "liger-kernel has kernels for CUDA devices",
+        "set task.cross_entropy=auto",
+    ),
+    Rule(
+        "liger-kernel in fp16",
+        ("task.cross_entropy", "precision"),
+        lambda c: _is_liger(c) and c.precision == "fp16",
+        "it rounds the gradients to fp16 before they are scaled",
+        "set task.cross_entropy=auto, or precision=bf16",
+    ),
+    Rule(
+        "liger-kernel with tensor",
+        ("task.cross_entropy", "parallel.tensor"),
+        lambda c: _is_liger(c) and c.parallel.tensor > 1,
+        "its kernels take the whole vocabulary, of which each rank has a part",
+        "set task.cross_entropy=auto",
     ),
 )
 

@@ -58,7 +58,16 @@ class PretrainedTaskConfig(TaskConfig):
     """Scores of an evaluation: names such as `accuracy`, or `package.module:function` (default: the task's usual)."""
 
 
-class CausalLMConfig(PretrainedTaskConfig):
+class LanguageModelConfig(PretrainedTaskConfig):
+    """Options of the built-in tasks that predict tokens."""
+
+    cross_entropy: Literal["auto", "plain", "chunked", "liger"] = "auto"
+    """How the loss is computed: `plain`, from the logits of all positions; `chunked`, in the model's head, for some
+    targets at a time and none of the ignored positions, which takes far less memory and time; `liger`, by the kernels
+    of `liger-kernel` (CUDA). `auto`: chunked where the model allows it; a resumed run goes on as it began."""
+
+
+class CausalLMConfig(LanguageModelConfig):
     """Options of the built-in task `causal_lm`: predict the next token."""
 
     type: Text = "causal_lm"
@@ -111,7 +120,7 @@ class TokenClassificationConfig(PretrainedTaskConfig):
     files name them in, or sorted). A pretrained model that was trained for the same labels keeps its own order."""
 
 
-class Seq2SeqConfig(PretrainedTaskConfig):
+class Seq2SeqConfig(LanguageModelConfig):
     """Options of the built-in task `seq2seq`: write a text from another, such as a translation or a summary."""
 
     type: Text = "seq2seq"
@@ -131,7 +140,7 @@ class Seq2SeqConfig(PretrainedTaskConfig):
     """How an evaluation writes its predictions; `null`: none are written, and the loss is the only score."""
 
 
-class MaskedLMConfig(PretrainedTaskConfig):
+class MaskedLMConfig(LanguageModelConfig):
     """Options of the built-in task `masked_lm`: find the words that were masked."""
 
     type: Text = "masked_lm"

@@ -1,0 +1,80 @@
+"""How a run computes its cross-entropy: from the logits of all positions, or in the model's head (``LossHead``)."""
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from drawbar.config.schema.run_config import RunConfig
+from drawbar.data.packing import IGNORED_LABEL
+from drawbar.errors import UserError
+from drawbar.models.liger import liger_cross_entropy
+from drawbar.models.logit_steps import LogitSteps, UnknownHead, steps_after_head
+from drawbar.models.loss_head import LABELS, ROWS, CrossEntropy, give_loss_head
+from drawbar.parallel.chunked_loss import LossTargets, chunked_cross_entropy
+from drawbar.runtime.log import logger
+from drawbar.tasks.batch import Batch
+from drawbar.tasks.pretrained import PretrainedTask
+from drawbar.tasks.task import Task
+
+
+def choose_cross_entropy(task: Task, config: RunConfig, model: nn.Module, modules: Sequence[nn.Module]) -> str:
+    """Resolve ``task.cross_entropy``, and give the model a head that computes the loss, where it says so.
+
+    Args:
+        model: whole.
+        modules: what this rank is to have of it: the same, or pipeline stages.
+
+    Returns:
+        ``plain``, ``chunked`` or ``liger``.
+
+    Raises:
+        UserError: the run cannot be computed as the setting says.
+    """
+    wanted: str = getattr(config.task, "cross_entropy", "plain")
+    if wanted == "plain":
+        return wanted
+    try:
+        steps = _steps(task, config, model)
+    except UnknownHead as reason:
+        if wanted == "auto":
+            logger.info("the loss is computed from all logits: %s", reason)
+            return "plain"
+        raise UserError(
+            f"the loss cannot be computed in the head: {reason}",
+            where="task.cross_entropy",
+            remedy="set task.cross_entropy=auto or plain",
+        ) from reason
+    chosen: CrossEntropy = liger_cross_entropy(steps) if wanted == "liger" else chunked_cross_entropy
+    for module in modules:
+        give_loss_head(module, chosen, steps)
+    return "liger" if wanted == "liger" else "chunked"
+
+
+def _steps(task: Task, config: RunConfig, model: nn.Module) -> LogitSteps:
+    """What the head is to do besides. Raises UnknownHead with the reason why it cannot compute the loss."""
+    parallel = config.parallel
+    # what a user wrote in their place may look at logits
+    if not isinstance(task, PretrainedTask) or not task.vocabulary_parallel:
+        raise UnknownHead(f"{type(task).__name__} has a forward or a loss of its own")
+    if parallel.features.many_devices:
+        raise UnknownHead("the devices of one process take rows of the batch each, and targets are not cut so")
+    if parallel.features.is_deepspeed and parallel.tensor > 1:
+        raise UnknownHead("DeepSpeed's tensor parallelism has heads of its own")
+    steps = steps_after_head(model)
+    if steps.has_buffers and parallel.tensor > 1:
+        raise UnknownHead("the model adds a bias for each token to its logits, and ranks share the vocabulary")
+    return steps
+
+
+def maybe_with_targets(task: Task, batch: Batch, loss_in_head: bool) -> Batch:
+    """The batch, with the targets that a ``LossHead`` takes, where the model has one."""
+    if not loss_in_head or is_for_head(batch):
+        return batch
+    assert isinstance(task, PretrainedTask), "others have no such head"
+    rows_N, labels_BL = LossTargets.of(task.position_labels(batch), IGNORED_LABEL)
+    return type(batch)({**batch, ROWS: rows_N, LABELS: labels_BL}, batch.ids)
+
+
+def is_for_head(batch: Batch) -> bool:
+    """Whether the batch has targets for the head: the model then returns the loss."""
+    return ROWS in batch
