@@ -10,6 +10,7 @@ from torch import nn
 
 from drawbar.data.loader import MicroBatch
 from drawbar.distributed.process_group import Distributed
+from drawbar.engines.device_copies import DeviceCopies
 from drawbar.parallel.context import ContextParallel
 from drawbar.parallel.fsdp import free_gathered
 from drawbar.parallel.low_precision_weights import cast_weights_once
@@ -58,6 +59,7 @@ class ModelExecutor:
         self.module = module
         self.training_module = training_module
         self.device = world.device
+        self.device_copies = DeviceCopies(world.device)
         self.precision = precision
         self.context = context
         self.shards_logits = shards_logits
@@ -66,12 +68,12 @@ class ModelExecutor:
         self.training_module.module.train()
         loss_sum = torch.zeros((), device=self.device)
         with cast_weights_once(self.module, self.precision, self.device):
-            for index, micro in enumerate(micro_batches):
-                loss_sum += self._forward_backward(micro, scale, last=index == len(micro_batches) - 1)
+            for index, batch in enumerate(self.device_copies.of(micro_batches)):
+                micro, last = micro_batches[index], index == len(micro_batches) - 1
+                loss_sum += self._forward_backward(batch, micro, scale, last)
         return loss_sum if self.context is None else self.context.sum(loss_sum)
 
-    def _forward_backward(self, micro: MicroBatch[Batch], scale: float, last: bool) -> torch.Tensor:
-        batch = micro.batch.to(self.device)
+    def _forward_backward(self, batch: Batch, micro: MicroBatch[Batch], scale: float, last: bool) -> torch.Tensor:
         with (
             self.training_module.synchronizing(last),
             maybe_sharded_logits(self.shards_logits),
@@ -137,6 +139,7 @@ class PipelineExecutor:
         self.pipeline = pipeline
         self.pipeline_inference = pipeline_inference
         self.device = world.device
+        self.device_copies = DeviceCopies(world.device)
         self.precision = precision
         self.shards_logits = shards_logits
 
@@ -145,7 +148,7 @@ class PipelineExecutor:
         fewest = min(micro_batches, key=lambda micro: next(iter(micro.batch.values())).numel())
         missing = self.pipeline.round_up_micro_batches(len(micro_batches)) - len(micro_batches)
         micro_batches = micro_batches + [MicroBatch(fewest.batch, is_filler=True)] * missing
-        batches = [micro.batch.to(self.device) for micro in micro_batches]
+        batches = list(self.device_copies.of(micro_batches))
         forwards = [self._forward(batch) for batch in batches]
         loss_sum = torch.zeros((), device=self.device)
 
