@@ -24,6 +24,7 @@ from drawbar.data.dataset import Sample, encode_records
 from drawbar.data.loader import MicroBatch, MicroBatchSize, Rows, SampleRows, TrainLoader
 from drawbar.data.packing import IGNORED_LABEL, PackedRows
 from drawbar.data.plan import plan_rows
+from drawbar.data.prefetch import BatchMaker, Prefetcher
 from drawbar.data.sampler import InOrder
 from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
@@ -206,7 +207,7 @@ def train(case: Case, world: Distributed) -> Update:
         micro_batch=MicroBatchSize(rows=case.micro_batch, tokens=case.tokens),
         rank=world.rank,
         world_size=world.size,
-        collate=collate,
+        prefetcher=Prefetcher(BatchMaker(collate)),
     )
     before = vector(engine).numpy()
     results = [engine.train_step(micro_batches) for _, micro_batches in loader.steps(0, STEPS)]

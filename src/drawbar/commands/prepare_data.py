@@ -154,7 +154,7 @@ def _describe_batches(task: Task, split: Split, config: RunConfig, world: Distri
             logger.info("data.batching=%s is not possible: %s", batching, error.what)
             continue
         steps[batching] = _steps(sampler, config)
-        share = padding_share(sampler, rows.lengths, config.train.global_batch, micro_batch)
+        share = padding_share(sampler, rows.lengths[:], config.train.global_batch, micro_batch)
         table.append([batching, f"{len(rows):,}", f"{steps[batching]:,}", f"{share:.1%}"])
     title = f"\nBatches of {config.train.global_batch} rows; data.batching is {config.data.batching}"
     print_table(title, ["data.batching", "rows", "steps per epoch", "padding"], table)

@@ -25,7 +25,8 @@ from drawbar.runtime.log import errors_in_log, open_log_file, start_logging
 from drawbar.runtime.seed import seed_everything
 from drawbar.tasks.task import Task
 from drawbar.tracking.console import Console, make_console
-from drawbar.train.batches import OpenedSplit, encode_split, eval_micro_batch, make_augment, open_split
+from drawbar.train.batch_making import make_augment
+from drawbar.train.batches import OpenedSplit, encode_split, eval_micro_batch, open_split
 from drawbar.train.setup import check_predicts, open_checkpoint, task_of_run
 
 

@@ -1,6 +1,8 @@
 """Samples as columns: all values of one field laid end to end, in memory or in files."""
 
+import bisect
 import hashlib
+import math
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,10 +23,12 @@ BLOCK_VALUES = 1 << 20  # values read at a time where a whole file passes throug
 
 
 class Values(Protocol):
-    """A one-dimensional sequence of values, of which any slice can be read."""
+    """An array of which any part can be read: a slice of its first dim, or some indices of it."""
 
+    @property
+    def shape(self) -> tuple[int, ...]: ...
     def __len__(self) -> int: ...
-    def __getitem__(self, part: slice, /) -> NDArray[Any]: ...
+    def __getitem__(self, part: slice | NDArray[np.int64], /) -> NDArray[Any]: ...
 
 
 class Storage(Protocol):
@@ -32,7 +36,7 @@ class Storage(Protocol):
 
     def append(self, name: str, data: bytes) -> None: ...
     def array(self, name: str, dtype: np.dtype[Any]) -> NDArray[Any]: ...
-    def values(self, name: str, dtype: np.dtype[Any]) -> Values: ...
+    def values(self, name: str, dtype: np.dtype[Any], *row: int) -> Values: ...
     def replace(self, name: str, by: str) -> None: ...
 
 
@@ -50,7 +54,9 @@ class MemoryStorage:
         content = self._contents.get(name, b"")
         return np.frombuffer(content, dtype) if content else np.empty(0, dtype)
 
-    values = array
+    def values(self, name: str, dtype: np.dtype[Any], *row: int) -> NDArray[Any]:
+        """The same, as an array of shape (-1, *row)."""
+        return self.array(name, dtype).reshape(-1, *row)
 
     def replace(self, name: str, by: str) -> None:
         self._contents[name] = self._contents.pop(by)
@@ -60,25 +66,34 @@ class FileValues:
     """The values of a file, each read when it is asked for. The file is not mapped: of what is read of a mapped file,
     everything counts as memory of the process."""
 
-    def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
+    def __init__(self, path: Path, dtype: np.dtype[Any], *row: int) -> None:
         self._dtype = dtype
         self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._file)
         self._path = path
-        self._count = os.fstat(self._file).st_size // dtype.itemsize
+        self._item_bytes = dtype.itemsize * math.prod(row)
+        self.shape = (os.fstat(self._file).st_size // self._item_bytes, *row)
 
     def __len__(self) -> int:
-        return self._count
+        return self.shape[0]
 
-    def __getitem__(self, part: slice, /) -> NDArray[Any]:
-        start, stop, _ = part.indices(self._count)
-        values = np.empty(max(0, stop - start), self._dtype)
-        room, begin = values.view(np.uint8).data, start * self._dtype.itemsize
-        while room:
-            count = os.preadv(self._file, [room], begin)
-            if not count:
-                raise OSError(f"{self._path} ends too early")
-            room, begin = room[count:], begin + count
+    def __getitem__(self, part: slice | NDArray[np.int64], /) -> NDArray[Any]:
+        if isinstance(part, slice):
+            start, stop, _ = part.indices(len(self))
+            return self._read([start], max(0, stop - start))
+        return self._read(part.tolist(), 1)
+
+    def _read(self, starts: list[int], count: int) -> NDArray[Any]:
+        """So many items from each start on, end to end."""
+        values = np.empty((len(starts) * count, *self.shape[1:]), self._dtype)
+        room, size = values.reshape(-1).view(np.uint8).data, count * self._item_bytes
+        for index, start in enumerate(starts):
+            part, begin = room[index * size : (index + 1) * size], start * self._item_bytes
+            while part:
+                done = os.preadv(self._file, [part], begin)
+                if not done:
+                    raise OSError(f"{self._path} ends too early")
+                part, begin = part[done:], begin + done
         return values
 
 
@@ -101,9 +116,10 @@ class FolderStorage:
             return np.empty(0, dtype)
         return np.asarray(np.memmap(path, dtype, mode="r"))  # a plain array: slices of a memmap are slow to make
 
-    def values(self, name: str, dtype: np.dtype[Any]) -> Values:
+    def values(self, name: str, dtype: np.dtype[Any], *row: int) -> Values:
+        """The content as values of shape (-1, *row), which are not held in memory."""
         path = self._written(name)
-        return FileValues(path, dtype) if path.exists() else np.empty(0, dtype)
+        return FileValues(path, dtype, *row) if path.exists() else np.empty((0, *row), dtype)
 
     def _written(self, name: str) -> Path:
         """The file of that name, with all that was appended to it."""
@@ -218,9 +234,9 @@ class Column:
     """The dtype of returned values; the stored dtype may be smaller."""
     values: Values
     """Those of all samples, end to end. Text is UTF-8."""
-    shapes: NDArray[np.int64]
+    shapes: Values
     """Shape (samples, dims)."""
-    ends: NDArray[np.int64]
+    ends: Values
     """Shape (samples,): where each sample's values end."""
 
     def __getitem__(self, index: int) -> Any:
@@ -228,11 +244,16 @@ class Column:
         if self.kind == "text":
             return flat.tobytes().decode("utf-8", "surrogatepass")
         value = flat.astype(self.dtype)  # a copy, which whoever gets it may change
-        return value.item() if self.kind == "number" else value.reshape(self.shapes[index])
+        if self.kind == "number":
+            return value.item()
+        return value if self.shapes.shape[1] == 1 else value.reshape(self.shapes[index : index + 1][0])
 
     def stored(self, first: int, last: int) -> NDArray[Any]:
         """The stored values of the samples ``first`` up to but not ``last``, end to end."""
-        return self.values[self.ends[first - 1] if first else 0 : self.ends[last - 1] if last else 0]
+        if last == 0:
+            return self.values[:0]
+        ends = self.ends[max(0, first - 1) : last]
+        return self.values[ends[0] if first else 0 : ends[-1]]
 
     @property
     def size(self) -> int:
@@ -321,14 +342,37 @@ def common_stored(dtypes: Sequence[np.dtype[Any]], dtype: np.dtype[Any]) -> np.d
 
 
 def read_column(storage: Storage, about: dict[str, Any], samples: int) -> Column:
-    int64 = np.dtype(np.int64)
-    return Column(
+    int64, name, dims = np.dtype(np.int64), about["name"], about["dims"]
+    column = Column(
         kind=about["kind"],
         dtype=np.dtype(about["dtype"]),
-        values=storage.values(f"{about['name']}.values.bin", np.dtype(about["stored"])),
-        shapes=storage.array(f"{about['name']}.shapes.bin", int64).reshape(samples, about["dims"]),
-        ends=storage.array(f"{about['name']}.ends.bin", int64),
+        values=storage.values(f"{name}.values.bin", np.dtype(about["stored"])),
+        shapes=storage.values(f"{name}.shapes.bin", int64, dims) if dims else np.empty((samples, 0), np.int64),
+        ends=storage.values(f"{name}.ends.bin", int64),
     )
+    if len(column.shapes) != samples or len(column.ends) != samples:
+        raise ValueError(f"the column {name} is not of {samples} samples")
+    return column
+
+
+class LongestField:
+    """Of each sample, the length of the longest of several array fields, in their first dim; see ``Values``."""
+
+    def __init__(self, columns: Sequence[Column]) -> None:
+        self._columns = columns
+        self.shape = columns[0].shapes.shape[:1]
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, part: slice | NDArray[np.int64], /) -> NDArray[np.int64]:
+        longest: NDArray[np.int64] = np.maximum.reduce([column.shapes[part][:, 0] for column in self._columns])
+        return longest
+
+
+def count_up_to(ends: Values, limit: int) -> int:
+    """How many of rising values are not above ``limit``; few of them are read."""
+    return bisect.bisect_right(range(len(ends)), limit, key=lambda index: int(ends[index : index + 1][0]))
 
 
 def fingerprint(columns: dict[str, Column], samples: int) -> str:

@@ -12,9 +12,11 @@ from drawbar.data.columns import (
     Column,
     ColumnWriter,
     FieldKinds,
+    LongestField,
     MemoryStorage,
     Sample,
     Storage,
+    Values,
     describe_layout_mismatch,
     fingerprint,
     read_column,
@@ -67,6 +69,8 @@ class EncodedDataset:
     """How many bad records were left out."""
     truncated: int
     """Samples that encode reported as truncated."""
+    tokens: int
+    """Of all samples; samples, where they have no ``input_ids``."""
     fingerprint: str
     """Hex digest of every field of every sample in order, the same in every process."""
 
@@ -86,7 +90,7 @@ class EncodedDataset:
     @property
     def lengths(self) -> NDArray[np.int64]:
         """Shape (samples,): tokens in ``input_ids``, or 1 where samples have none."""
-        return self.field_lengths("input_ids") if "input_ids" in self.columns else np.ones(len(self), np.int64)
+        return self.stored_lengths("input_ids")[:]
 
     @property
     def samples_of_sources(self) -> NDArray[np.int64]:
@@ -96,8 +100,13 @@ class EncodedDataset:
 
     def field_lengths(self, name: str) -> NDArray[np.int64]:
         """Shape (samples,): the length of the first dim of an array field; 1 for a scalar."""
-        column = self.columns[name]
-        return column.shapes[:, 0] if column.kind == "array" else np.ones(len(self), np.int64)
+        return self.stored_lengths(name)[:]
+
+    def stored_lengths(self, *names: str) -> Values:
+        """Shape (samples,): the length of the longest of these fields in each sample, read when it is asked for; 1
+        where none of them is an array field."""
+        arrays = [column for name, column in self.columns.items() if name in names and column.kind == "array"]
+        return LongestField(arrays) if arrays else np.broadcast_to(np.int64(1), len(self))
 
 
 def encode_records(
@@ -167,7 +176,7 @@ class _SamplesWriter:
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
         self.columns: dict[str, ColumnWriter | DifferenceWriter] = {}
-        self.records = self.samples = self.dropped = self.truncated = self.skipped_count = 0
+        self.records = self.samples = self.dropped = self.truncated = self.tokens = self.skipped_count = 0
         self.skipped: list[str] = []
 
     def add(self, chunk: Chunk) -> None:
@@ -196,6 +205,8 @@ class _SamplesWriter:
                 column.add(piece, chunk.pieces[column.base])
             else:
                 column.add(piece)
+        tokens = chunk.pieces.get("input_ids")
+        self.tokens += len(chunk.record_of) if tokens is None else len(tokens.values)
         self.storage.append(RECORD_OF, chunk.record_of.tobytes())
 
     def _column(self, number: int, name: str, layout: FieldKinds) -> ColumnWriter | DifferenceWriter:
@@ -223,6 +234,7 @@ class _SamplesWriter:
             "skipped": reading.bad + self.skipped,
             "skipped_count": reading.bad_count + self.skipped_count,
             "truncated": self.truncated,
+            "tokens": self.tokens,
             "fingerprint": fingerprint(columns, self.samples),
         }
 
@@ -238,6 +250,7 @@ def read_samples(storage: Storage, about: dict[str, Any]) -> EncodedDataset:
         skipped=about["skipped"],
         skipped_count=about["skipped_count"],
         truncated=about["truncated"],
+        tokens=about["tokens"],
         fingerprint=about["fingerprint"],
     )
 

@@ -10,7 +10,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from drawbar.data.columns import BLOCK_VALUES, Column, ColumnWriter, FieldKinds, Kind, Piece, Storage, read_column
+from drawbar.data.columns import (
+    BLOCK_VALUES,
+    Column,
+    ColumnWriter,
+    FieldKinds,
+    Kind,
+    Piece,
+    Storage,
+    count_up_to,
+    read_column,
+)
 
 BASES = {"labels": "input_ids"}
 """Fields that are stored so, and what they are compared with."""
@@ -79,27 +89,29 @@ class DifferenceColumn(Column):
 
     @property
     def size(self) -> int:
-        return int(self.shapes.sum())
+        starts = range(0, len(self.shapes), BLOCK_VALUES)
+        return sum(int(self.shapes[start : start + BLOCK_VALUES].sum()) for start in starts)
 
     def blocks(self) -> Iterator[NDArray[Any]]:
         first = 0
         while first < len(self.shapes):
-            begin = self.base.ends[first - 1] if first else 0
-            last = max(first + 1, int(np.searchsorted(self.base.ends, begin + BLOCK_VALUES, side="right")))
+            begin = int(self.base.ends[first - 1 : first][0]) if first else 0
+            last = max(first + 1, count_up_to(self.base.ends, begin + BLOCK_VALUES))
             yield self._range(first, last)
             first = last
 
     def _range(self, first: int, last: int) -> NDArray[Any]:
         """The values of some samples, end to end."""
-        lengths = self.shapes[first:last, 0]
-        if not np.array_equal(lengths, self.base.shapes[first:last, 0]):
+        lengths = self.shapes[first:last][:, 0]
+        if not np.array_equal(lengths, self.base.shapes[first:last][:, 0]):
             if last - first > 1:
                 return np.concatenate([self._range(index, index + 1) for index in range(first, last)])
             return self.stored(first, last).astype(self.dtype)  # nothing was compared: all of it is stored
         values = self.base.stored(first, last).astype(self.dtype)
         runs = self.runs.stored(first, last).astype(np.int64).reshape(-1, 2)
         if len(runs):
-            of_sample = np.diff(self.runs.ends[first:last], prepend=self.runs.ends[first - 1] if first else 0) // 2
+            ends = self.runs.ends[max(0, first - 1) : last]
+            of_sample = np.diff(ends if first else np.concatenate([[0], ends])) // 2
             starts = runs[:, 0] + np.repeat(np.cumsum(lengths) - lengths, of_sample)
             within = np.arange(runs[:, 1].sum()) - np.repeat(np.cumsum(runs[:, 1]) - runs[:, 1], runs[:, 1])
             values[np.repeat(starts, runs[:, 1]) + within] = self.stored(first, last)

@@ -1,19 +1,12 @@
 """From records to columns of samples, in this process or in several."""
 
-import multiprocessing
 import os
-import pickle
-import signal
-import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import chain, islice
-from multiprocessing import resource_tracker
 from typing import Any, Literal
 
 import numpy as np
@@ -22,8 +15,8 @@ from numpy.typing import NDArray
 from drawbar.data.columns import FieldKinds, Piece, Sample, describe_layout_mismatch, layout_of, number_dtype, stack
 from drawbar.data.readers import Record
 from drawbar.data.reading import NumberedRecord, Reading
-from drawbar.errors import ExitCode, UserError
-from drawbar.runtime.log import logger
+from drawbar.data.worker_pool import WorkerPool, pickled
+from drawbar.errors import UserError
 
 Encode = Callable[[Record], Any]
 """record → a sample, a list of samples, or None to leave the record out."""
@@ -36,6 +29,7 @@ CHUNK_SECONDS = 0.5
 TRIAL_SECONDS = 2.0
 WORTH_SECONDS = 15.0  # starting workers takes seconds: they import what the task imports
 MOST_WORKERS = 16
+ACTIVITY = "encoding records"
 
 
 @dataclass
@@ -201,11 +195,11 @@ def encode_chunks(
     if first is None:
         return
     numbered = chain([first], numbered)
-    pickled = _pickled(encode, first) if count else None
-    if pickled is None:
+    encoder = pickled(_ChunkEncoder(encode, skip), ACTIVITY, first) if count else None
+    if encoder is None:
         yield from _encode_here(encode, numbered, skip, float("inf"))
     else:
-        yield from _encode_in_workers(pickled, numbered, skip, count, timeout)
+        yield from _encode_in_workers(encoder, numbered, count, timeout)
 
 
 def _encode_here(
@@ -223,29 +217,10 @@ def _encode_here(
     return done, spent
 
 
-def _pickled(encode: Encode, first: NumberedRecord) -> bytes | None:
-    """What workers encode with, or None where they could not."""
-    try:
-        pickled = pickle.dumps(encode)
-        pickle.dumps(first)
-    except Exception as error:  # noqa: BLE001 - pickling runs the code of any class, which may raise anything
-        logger.warning("encoding in this process alone: the task or its records cannot be sent to others (%s)", error)
-        return None
-    if b"__main__" in pickled and not hasattr(sys.modules["__main__"], "__file__"):  # a worker could not import it
-        logger.warning("encoding in this process alone: the task is defined in a notebook or console, not in a file")
-        return None
-    return pickled
-
-
 def _encode_in_workers(
-    pickled: bytes, numbered: Iterator[NumberedRecord], skip: bool, count: int, timeout: float
+    encoder: bytes, numbered: Iterator[NumberedRecord], count: int, timeout: float
 ) -> Iterator[Chunk]:
-    _start_tracker()
-    # Spawned, not forked: a fork copies the locks of torch's and gloo's threads, held by nobody who could free them.
-    pool = ProcessPoolExecutor(
-        count, multiprocessing.get_context("spawn"), initializer=_start_worker, initargs=(pickled,)
-    )
-    others = set(multiprocessing.active_children())
+    pool = WorkerPool(encoder, count, timeout=timeout, activity=ACTIVITY)
     pending: deque[Future[Chunk]] = deque()
     done, seconds = 0, 0.0
     try:
@@ -255,73 +230,24 @@ def _encode_in_workers(
                 records = list(islice(numbered, size))
                 if not records:
                     break
-                pending.append(pool.submit(_work, records, skip))
+                pending.append(pool.submit(records))
             if not pending:
-                pool.shutdown()
+                pool.finish()
                 return
-            chunk = pending.popleft().result(timeout)
+            chunk = pool.result(pending.popleft())
             done += chunk.records
             seconds += chunk.seconds
             yield chunk
-    except (BrokenProcessPool, TimeoutError) as error:
-        raise _lost_worker(error, timeout, count) from error
     finally:
-        # Where all went well the workers have ended. Else nobody wants what they are still at, and one may be stuck.
-        for worker in set(multiprocessing.active_children()) - others:
-            worker.kill()
-        pool.shutdown(cancel_futures=True)
+        pool.close()
 
 
-def _start_tracker() -> None:
-    """Start multiprocessing's resource tracker, which removes the semaphores of a pool whose owner was killed, without
-    its warning, which is for programmers who forgot to remove them."""
-    name, quiet = "PYTHONWARNINGS", "ignore:resource_tracker:UserWarning"
-    before = os.environ.get(name)
-    os.environ[name] = quiet if before is None else f"{before},{quiet}"
-    try:
-        resource_tracker.ensure_running()
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+@dataclass(frozen=True)
+class _ChunkEncoder:
+    """What a worker does with some records."""
 
+    encode: Encode
+    skip: bool
 
-def _lost_worker(error: Exception, timeout: float, count: int) -> UserError:
-    died = isinstance(error, BrokenProcessPool)
-    fewer = f"where memory ran out, use fewer processes (data.workers={count // 2}); " if count > 1 else ""
-    return UserError(
-        "a process that encoded records was killed, or could not start"
-        if died
-        else f"a process that encodes records gave no result for {timeout:.0f} s",
-        where="data.workers",
-        remedy=f'{fewer}a script that starts training must do so under `if __name__ == "__main__":`; '
-        "data.workers=0 encodes in one process and shows what happens",
-        exit_code=ExitCode.FAILED,
-    )
-
-
-_encode: Encode
-"""In a worker: what it encodes with."""
-
-
-def _start_worker(pickled: bytes) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal; ours ends its workers
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")  # one process a core is enough
-    global _encode
-    _encode = pickle.loads(pickled)
-    if "torch" in sys.modules:  # where the script itself imported it, it was too early for the variable
-        sys.modules["torch"].set_num_threads(1)
-
-
-def _end_with_parent() -> None:
-    """A parent that is killed cannot end its workers, and they would wait for work for ever."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
-
-
-def _work(numbered: list[NumberedRecord], skip: bool) -> Chunk:
-    return encode_chunk(_encode, iter(numbered), skip, float("inf"))
+    def __call__(self, numbered: list[NumberedRecord]) -> Chunk:
+        return encode_chunk(self.encode, iter(numbered), self.skip, float("inf"))

@@ -1,21 +1,32 @@
 """Micro-batches for one data-parallel rank, from a sample order that no world size changes."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from functools import partial
+from typing import Any, Generic, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from drawbar.data.columns import Values
 from drawbar.data.dataset import EncodedDataset, Sample
+from drawbar.data.prefetch import (
+    Augment,
+    Batch,
+    BatchMaker,
+    Collate,
+    Join,
+    MicroBatch,
+    PlannedMicroBatch,
+    Prefetcher,
+    RawBatch,
+    RawRow,
+    StepPlan,
+    unchanged,
+)
 from drawbar.data.sampler import Sampler
 from drawbar.errors import UserError
-
-Batch = TypeVar("Batch")
-Collate = Callable[[list[Sample]], Batch]
-Augment = Callable[[Sample, int], Sample]
-"""(sample, epoch) → the sample as this epoch sees it."""
 
 
 class Rows(Protocol):
@@ -26,9 +37,12 @@ class Rows(Protocol):
     @property
     def fingerprint(self) -> str: ...
     @property
-    def lengths(self) -> NDArray[np.int64]: ...
+    def lengths(self) -> Values: ...
+    @property
+    def join(self) -> Join: ...
     def __len__(self) -> int: ...
-    def row(self, index: int, augment: Callable[[Sample], Sample]) -> Sample: ...
+    def read(self, index: int) -> list[Sample]:
+        """The samples of a row, as they were encoded."""
 
 
 class SampleRows:
@@ -36,16 +50,26 @@ class SampleRows:
 
     def __init__(self, samples: EncodedDataset) -> None:
         self.samples = samples
-        self.lengths = samples.lengths
-        if "decoder_input_ids" in samples.fields:  # a batch is as long as its longer side
-            self.lengths = np.maximum(self.lengths, samples.field_lengths("decoder_input_ids"))
+        self.lengths = samples.stored_lengths("input_ids", "decoder_input_ids")  # a batch is as long as its longer side
         self.fingerprint = samples.fingerprint
+        self.join: Join = only_sample
 
     def __len__(self) -> int:
         return len(self.samples)
 
-    def row(self, index: int, augment: Callable[[Sample], Sample]) -> Sample:
-        return augment(self.samples[index])
+    def read(self, index: int) -> list[Sample]:
+        return [self.samples[index]]
+
+
+def only_sample(samples: list[Sample]) -> Sample:
+    """The row of one sample."""
+    (sample,) = samples
+    return sample
+
+
+def raw_batch(rows: Rows, chosen: NDArray[np.int64], epoch: int) -> RawBatch:
+    """Read some of the rows."""
+    return RawBatch([RawRow(rows.read(row), rows.join) for row in chosen.tolist()], epoch)
 
 
 @dataclass(frozen=True)
@@ -75,15 +99,6 @@ class MicroBatchSize:
 
 
 @dataclass(frozen=True)
-class MicroBatch(Generic[Batch]):
-    """One forward on one rank."""
-
-    batch: Batch
-    is_filler: bool = False
-    """A rank without rows runs it, so that all ranks run equally often; its loss is left out."""
-
-
-@dataclass(frozen=True)
 class DataState:
     """Where the data stands: valid at any world size and micro-batch size."""
 
@@ -100,6 +115,8 @@ class Loader(ABC, Generic[Batch]):
     """Steps in an epoch; None where that is not known before it ends."""
     tokens: int = 0
     """Tokens of the newest step, over all ranks, without padding; samples, where they have no tokens."""
+    waited: float = 0.0
+    """Seconds for which training waited for the batches of the newest step, on this rank."""
 
     @property
     @abstractmethod
@@ -122,6 +139,10 @@ class Loader(ABC, Generic[Batch]):
         Raises:
             UserError: the data is not what the position was saved with.
         """
+
+    @abstractmethod
+    def close(self) -> None:
+        """End what prepares batches ahead of training."""
 
 
 class OtherData(UserError):
@@ -154,8 +175,7 @@ class TrainLoader(Loader[Batch]):
         global_batch: rows in a step, over all ranks.
         micro_batch: most that one forward takes.
         rank, world_size: this process's place among the data-parallel ranks.
-        collate: rows → batch.
-        augment: see ``Augment``; by default a sample is the same in every epoch.
+        prefetcher: makes the batches.
     """
 
     def __init__(
@@ -167,8 +187,7 @@ class TrainLoader(Loader[Batch]):
         micro_batch: MicroBatchSize,
         rank: int,
         world_size: int,
-        collate: Collate[Batch],
-        augment: Augment = lambda sample, epoch: sample,
+        prefetcher: Prefetcher[Batch],
     ) -> None:
         self.rows = rows
         self.sampler = sampler
@@ -176,10 +195,10 @@ class TrainLoader(Loader[Batch]):
         self.micro_batch = micro_batch
         self.rank = rank
         self.world_size = world_size
-        self.collate = collate
-        self.augment = augment
+        self.prefetcher = prefetcher
         self.steps_per_epoch = -(-sampler.size // global_batch)
         self.position = DataState(epoch=0, consumed=0, fingerprint=rows.fingerprint)
+        self._planned = self.position
 
     @property
     def epoch(self) -> float:
@@ -192,51 +211,61 @@ class TrainLoader(Loader[Batch]):
         check_fingerprint(state["fingerprint"], self.rows.fingerprint)  # first: a stream's state has other fields
         self.position = DataState(**state)
 
+    def close(self) -> None:
+        self.prefetcher.close()
+
     def steps(self, first: int, last: int) -> Iterator[tuple[int, list[MicroBatch[Batch]]]]:
-        for step in range(first + 1, last + 1):
-            epoch = self.position.epoch
-            rows = self._take()
-            self.tokens = int(self.rows.lengths[rows].sum())
-            dealt = self._rank_micro_batches(rows)
-            yield (
-                step,
-                [MicroBatch(self._collate(chosen, epoch), is_filler) for chosen, is_filler in dealt],
-            )
+        self._planned = self.position
+        for step, prepared in self.prefetcher.steps(self._plan, first, last):
+            self.position, self.tokens, self.waited = prepared.plan.after, prepared.plan.tokens, prepared.waited
+            yield step, prepared.micro_batches
+
+    def _plan(self, ahead: bool) -> StepPlan:
+        """The next global batch, as this rank computes it."""
+        epoch = self._planned.epoch
+        rows = self._take()
+        lengths = self.rows.lengths[rows]
+        micro_batches = [
+            PlannedMicroBatch(partial(raw_batch, self.rows, rows[chosen], epoch), is_filler)
+            for chosen, is_filler in self._rank_micro_batches(lengths)
+        ]
+        return StepPlan(micro_batches, int(lengths.sum()), after=self._planned)
 
     def _take(self) -> NDArray[np.int64]:
-        """The next global batch. The position moves on at once: a checkpoint is taken after these rows are used."""
-        epoch, start = self.position.epoch, self.position.consumed
+        """The rows of the next global batch."""
+        epoch, start = self._planned.epoch, self._planned.consumed
         stop = min(start + self.global_batch, self.sampler.size)
         at_end = stop == self.sampler.size
-        self.position = DataState(
+        self._planned = DataState(
             epoch=epoch + 1 if at_end else epoch,
             consumed=0 if at_end else stop,
             fingerprint=self.rows.fingerprint,
         )
         return self.sampler.rows(epoch, np.arange(start, stop))
 
-    def _rank_micro_batches(self, rows: NDArray[np.int64]) -> list[tuple[NDArray[np.int64], bool]]:
-        """This rank's share of the rows as (rows, is_filler) for each micro-batch: equally many on every rank.
+    def _rank_micro_batches(self, lengths: NDArray[np.int64]) -> list[tuple[NDArray[np.int64], bool]]:
+        """This rank's share of a global batch as (places in it, is_filler) for each micro-batch: equally many on every
+        rank.
 
         Collective operations run once a micro-batch, so a rank that ran fewer would leave the others waiting. Where a
         rank has no rows left, a filler of one row stands in.
-        """
-        cuts = []
-        for rank in range(self.world_size):
-            share = rows[rank * len(rows) // self.world_size : (rank + 1) * len(rows) // self.world_size]
-            cuts.append(self.micro_batch.split(share, self.rows.lengths))
-        fillers = max(map(len, cuts)) - len(cuts[self.rank])
-        return [(chosen, False) for chosen in cuts[self.rank]] + [(rows[:1], True)] * fillers
 
-    def _collate(self, chosen: NDArray[np.int64], epoch: int) -> Batch:
-        return self.collate([self.rows.row(row, lambda sample: self.augment(sample, epoch)) for row in chosen.tolist()])
+        Args:
+            lengths: of the rows of the global batch.
+        """
+        places, cuts = np.arange(len(lengths)), []
+        for rank in range(self.world_size):
+            share = places[rank * len(places) // self.world_size : (rank + 1) * len(places) // self.world_size]
+            cuts.append(self.micro_batch.split(share, lengths))
+        fillers = max(map(len, cuts)) - len(cuts[self.rank])
+        return [(chosen, False) for chosen in cuts[self.rank]] + [(places[:1], True)] * fillers
 
 
 class EvalLoader(Generic[Batch]):
     """Every row once over all ranks. Which rows share a batch does not depend on the number of ranks.
 
-    Batches go to ranks round-robin, equally many to each. Args: as for ``TrainLoader``. ``len`` is this rank's
-    number of micro-batches, fillers included.
+    Batches go to ranks round-robin, equally many to each. Args: as for ``TrainLoader`` and ``BatchMaker``. ``len`` is
+    this rank's number of micro-batches, fillers included.
     """
 
     def __init__(
@@ -247,12 +276,11 @@ class EvalLoader(Generic[Batch]):
         rank: int,
         world_size: int,
         collate: Collate[Batch],
-        augment: Augment = lambda sample, epoch: sample,
+        augment: Augment = unchanged,
     ) -> None:
         self.rows = rows
-        self.collate = collate
-        self.augment = augment
-        batches = micro_batch.split(np.arange(len(rows)), rows.lengths)
+        self._make = BatchMaker(collate, augment)
+        batches = micro_batch.split(np.arange(len(rows)), rows.lengths[:])
         mine = batches[rank::world_size]
         fillers = -(-len(batches) // world_size) - len(mine)
         self._dealt = [(chosen, False) for chosen in mine] + [(batches[-1][:1], True)] * fillers
@@ -262,5 +290,4 @@ class EvalLoader(Generic[Batch]):
 
     def __iter__(self) -> Iterator[MicroBatch[Batch]]:
         for chosen, is_filler in self._dealt:
-            rows = [self.rows.row(row, lambda sample: self.augment(sample, 0)) for row in chosen.tolist()]
-            yield MicroBatch(self.collate(rows), is_filler)
+            yield MicroBatch(self._make(raw_batch(self.rows, chosen, epoch=0)), is_filler)

@@ -1,6 +1,5 @@
 """Packing: several samples in one row, without loss and without one seeing another."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,6 +11,9 @@ from drawbar.data.plan import Plan
 from drawbar.errors import UserError
 
 IGNORED_LABEL = -100  # what Hugging Face models and torch's cross_entropy leave out of the loss
+
+CHECKED_TOGETHER = 1 << 16
+"""Samples whose lengths are in memory at a time while they are checked."""
 
 Targets = Literal["next_token", "token", "sample", "decoder"]
 """Where the ``labels`` of a sample sit. ``next_token``: one under each token, and the loss shifts them by one, as in
@@ -34,22 +36,22 @@ class PackedRows:
     def __init__(self, samples: EncodedDataset, plan: Plan, targets: Targets) -> None:
         self.samples = samples
         self.plan = plan
-        self._layout = RowLayout.of(samples, targets)
-        self.lengths = plan.row_lengths(packed_lengths(samples, targets))
+        self.join = RowLayout.of(samples, targets).join
+        self.lengths = plan.lengths if plan.lengths is not None else plan.row_lengths(packed_lengths(samples, targets))
         self.fingerprint = plan.digest(samples.fingerprint)
 
     def __len__(self) -> int:
         return len(self.plan)
 
-    def row(self, index: int, augment: Callable[[Sample], Sample]) -> Sample:
-        """The joined samples of one row, each as ``augment`` makes it."""
-        return self._layout.join([augment(self.samples[sample]) for sample in self.plan[index].tolist()])
+    def read(self, index: int) -> list[Sample]:
+        """The samples of a row."""
+        return [self.samples[sample] for sample in self.plan[index].tolist()]
 
 
 def packed_lengths(samples: EncodedDataset, targets: Targets) -> NDArray[np.int64]:
     """Shape (samples,): the room that each sample takes in a row: that of its longer side, for ``decoder``."""
     if targets == "decoder" and "labels" in samples.fields:
-        return np.maximum(samples.lengths, samples.field_lengths("labels"))
+        return samples.stored_lengths("input_ids", "labels")[:]
     return samples.lengths
 
 
@@ -76,23 +78,18 @@ class RowLayout:
             raise _cannot_pack("they have no input_ids")
         if targets == "decoder" and samples.fields.get("labels") != "array":
             raise _cannot_pack("they have no sequence of labels")
-        target_lengths = samples.field_lengths("labels") if targets == "decoder" else None
         groups: dict[str, list[str]] = {"token": [], "target": [], "sample": []}
         for name, kind in samples.fields.items():
             if kind == "scalar" or (name == "labels" and targets == "sample"):
                 groups["sample"].append(name)
                 continue
-            units, expected = "tokens", samples.lengths
-            if target_lengths is not None and name.startswith(("labels", "decoder_")):
-                units, expected = "labels", target_lengths
+            units, base = "tokens", "input_ids"
+            if targets == "decoder" and name.startswith(("labels", "decoder_")):
+                units, base = "labels", "labels"
                 groups["target"].append(name)
             elif name != "attention_mask":  # segment_ids say what it would
                 groups["token"].append(name)
-            lengths = samples.field_lengths(name)
-            wrong = np.flatnonzero(lengths != expected)
-            if len(wrong):
-                odd = int(wrong[0])
-                raise _cannot_pack(f"sample {odd} has {lengths[odd]} values of {name!r} for {expected[odd]} {units}")
+            _check_lengths(samples, name, base, units)
         if targets in ("next_token", "token") and "labels" in groups["sample"]:
             raise _cannot_pack("their labels are not one for each token")
         return cls(targets, *(tuple(group) for group in groups.values()))
@@ -126,6 +123,19 @@ class RowLayout:
             lengths = [len(sample["labels"]) for sample in samples]
             row["decoder_segment_ids"] = np.repeat(np.arange(len(samples), dtype=np.int32), lengths)
         return row
+
+
+def _check_lengths(samples: EncodedDataset, name: str, base: str, units: str) -> None:
+    """Refuse to pack where a field has not as many values as another, in any sample."""
+    found, expected = samples.stored_lengths(name), samples.stored_lengths(base)
+    for first in range(0, len(samples), CHECKED_TOGETHER) if name != base else ():
+        part = slice(first, first + CHECKED_TOGETHER)
+        lengths, wanted = found[part], expected[part]
+        wrong = np.flatnonzero(lengths != wanted)
+        if len(wrong):
+            odd = int(wrong[0])
+            values = f"{lengths[odd]} values of {name!r} for {wanted[odd]} {units}"
+            raise _cannot_pack(f"sample {first + odd} has {values}")
 
 
 def _cannot_pack(what: str) -> UserError:

@@ -2,8 +2,8 @@
 
 import bisect
 import hashlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drawbar.data.cache import load_or_create
-from drawbar.data.columns import BLOCK_VALUES, FolderStorage, Values
+from drawbar.data.columns import BLOCK_VALUES, FolderStorage, Values, count_up_to
 from drawbar.data.encode import OnProgress
 from drawbar.data.order import order
 from drawbar.errors import UserError
@@ -19,8 +19,8 @@ from drawbar.runtime.log import logger
 
 NAME = "packs"
 """Of plans in the cache."""
-CACHED_FROM = 2**20
-"""Plans of at least this many samples are cached; a smaller one takes a second or two to compute."""
+CACHED_FROM = 2**16
+"""Plans of at least this many samples are cached; a smaller one takes a tenth of a second to compute."""
 
 
 @dataclass(frozen=True)
@@ -29,23 +29,29 @@ class Plan:
 
     samples: Values
     """Sample numbers, row after row."""
-    ends: NDArray[np.int64]
+    ends: Values
     """Shape (rows,): where each row's samples end."""
+    lengths: Values | None = None
+    """What ``row_lengths`` returns, of a plan that was cached."""
+    digest_of: Mapping[str, str] = field(default_factory=dict)
+    """What ``digest`` returns, of a plan that was cached, by its argument."""
 
     def __len__(self) -> int:
         return len(self.ends)
 
     def __getitem__(self, row: int) -> NDArray[Any]:
         """The samples of a row."""
-        return self.samples[self.ends[row - 1] if row else 0 : self.ends[row]]
+        ends = self.ends[max(0, row - 1) : row + 1]
+        return self.samples[ends[0] if row else 0 : ends[-1]]
 
     def blocks(self) -> Iterator[tuple[NDArray[Any], NDArray[np.int64]]]:
         """Some rows at a time: their samples, row after row, and how many each row has."""
         first = 0
         while first < len(self):
-            begin = self.ends[first - 1] if first else 0
-            last = max(first + 1, int(np.searchsorted(self.ends, begin + BLOCK_VALUES, side="right")))
-            yield self.samples[begin : self.ends[last - 1]], np.diff(self.ends[first:last], prepend=begin)
+            begin = int(self.ends[first - 1 : first][0]) if first else 0
+            last = max(first + 1, count_up_to(self.ends, begin + BLOCK_VALUES))
+            ends = self.ends[first:last]
+            yield self.samples[begin : ends[-1]], np.diff(ends, prepend=begin)
             first = last
 
     def row_lengths(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -58,6 +64,8 @@ class Plan:
 
     def digest(self, of_samples: str) -> str:
         """Hex digest of the plan, and of what it is the plan of."""
+        if of_samples in self.digest_of:
+            return self.digest_of[of_samples]
         digest = hashlib.blake2b(of_samples.encode(), digest_size=16)
         for samples, counts in self.blocks():
             digest.update(np.insert(samples.astype(np.int64), np.cumsum(counts) - counts, counts).tobytes())
@@ -76,37 +84,49 @@ def plan_sources(lengths: NDArray[np.int64], sizes: Sequence[int], capacity: int
         plan = plan_rows(lengths[first : first + size], capacity, seed)
         samples[first : first + size] = plan.samples[:]
         samples[first : first + size] += first
-        ends.append(plan.ends + first)
+        ends.append(plan.ends[:] + first)
         rows.append(len(plan))
         first += size
     return Plan(samples, np.concatenate(ends)), rows
 
 
 def keep_plan(
-    lengths: NDArray[np.int64], sizes: Sequence[int], capacity: int, seed: int, *, cache: Path, timeout: float
+    lengths: Callable[[], NDArray[np.int64]],
+    sizes: Sequence[int],
+    capacity: int,
+    seed: int,
+    *,
+    of_samples: str,
+    targets: str,
+    cache: Path,
+    timeout: float,
 ) -> tuple[Plan, list[int]]:
-    """As ``plan_sources``, computed by one process and cached for the others and for later runs.
+    """As ``plan_sources``, computed by one process and cached for the others and for later runs. A plan from the cache
+    is not held in memory.
 
     Args:
+        lengths: not called where the plan is cached.
+        of_samples, targets: what the lengths follow from: the samples' fingerprint, and where their labels sit.
         cache, timeout: see ``load_or_create``.
     """
 
     def write(draft: FolderStorage, _: OnProgress) -> dict[str, Any]:
-        plan, rows = plan_sources(lengths, sizes, capacity, seed)
-        for block in range(0, len(lengths), BLOCK_VALUES):
+        of_each = lengths()
+        plan, rows = plan_sources(of_each, sizes, capacity, seed)
+        for block in range(0, len(of_each), BLOCK_VALUES):
             draft.append("samples.bin", plan.samples[block : block + BLOCK_VALUES].tobytes())
-        draft.append("ends.bin", plan.ends.tobytes())
-        return {"rows": rows, "dtype": _number_type(len(lengths)).str}
+        draft.append("ends.bin", plan.ends[:].tobytes())
+        draft.append("lengths.bin", plan.row_lengths(of_each).tobytes())
+        return {"rows": rows, "dtype": _number_type(len(of_each)).str, "digest": plan.digest(of_samples)}
 
     def read(folder: FolderStorage, about: dict[str, Any]) -> tuple[Plan, list[int]]:
         samples = folder.values("samples.bin", np.dtype(about["dtype"]))
-        return Plan(samples, folder.array("ends.bin", np.dtype(np.int64))), about["rows"]
+        ends, of_rows = (folder.values(name, np.dtype(np.int64)) for name in ("ends.bin", "lengths.bin"))
+        return Plan(samples, ends, of_rows, {of_samples: about["digest"]}), about["rows"]
 
-    digest = hashlib.blake2b(digest_size=20)
-    for block in range(0, len(lengths), BLOCK_VALUES):
-        digest.update(lengths[block : block + BLOCK_VALUES].tobytes())
     inputs = {
-        "the lengths": digest.hexdigest(),
+        "the samples": of_samples,
+        "the targets": targets,
         "the sources": repr(list(sizes)),
         "data.sequence_length": str(capacity),
         "run.seed": str(seed),
@@ -115,7 +135,7 @@ def keep_plan(
         return load_or_create(cache, NAME, inputs, write=write, read=read, progress=None, timeout=timeout, eager=True)
     except UserError as error:  # such as a folder that can only be read
         logger.warning("the plan of the rows is not kept, and every process makes it: %s", error.what)
-        return plan_sources(lengths, sizes, capacity, seed)
+        return plan_sources(lengths(), sizes, capacity, seed)
 
 
 def plan_rows(lengths: NDArray[np.int64], capacity: int, seed: int) -> Plan:

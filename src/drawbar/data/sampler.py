@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from drawbar.data.columns import Values
 from drawbar.data.order import order
 from drawbar.errors import UserError
 
@@ -106,7 +107,7 @@ class Grouped(Sampler):
         global_batch: rows of a step.
     """
 
-    def __init__(self, base: Sampler, lengths: NDArray[np.int64], global_batch: int, seed: int) -> None:
+    def __init__(self, base: Sampler, lengths: Values, global_batch: int, seed: int) -> None:
         self.size = base.size
         self._base = base
         self._lengths = lengths

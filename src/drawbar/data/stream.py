@@ -9,31 +9,23 @@ position is where the block begins and how many of its rows were used: to go on,
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from drawbar.data.dataset import Sample
-from drawbar.data.loader import Augment, Batch, Collate, Loader, MicroBatch, MicroBatchSize, Rows, check_fingerprint
+from drawbar.data.loader import Loader, MicroBatchSize, Rows, check_fingerprint
 from drawbar.data.order import order
+from drawbar.data.prefetch import Batch, MicroBatch, PlannedMicroBatch, Prefetcher, RawBatch, RawRow, StepPlan
 from drawbar.data.sources import LocatedRecord
+from drawbar.data.stream_readers import EndlessLaneReader, LaneReader, Stream
 from drawbar.distributed.process_group import DataParallelGroup
 from drawbar.errors import UserError
 from drawbar.runtime.log import logger
 
 LARGEST_BLOCK = 2**32
 """Upper bound on the samples of a lane in one block; used to number samples across blocks."""
-
-
-class Stream(Protocol):
-    """One source that can be read from anywhere; see ``SourceStream``."""
-
-    weight: float | None
-    size: int | None
-    """How many records it has, those that are left out included; None before it was read to its end."""
-
-    def read(self, lane: int, lanes: int, first: int) -> Iterator[LocatedRecord]: ...
 
 
 @dataclass(frozen=True)
@@ -66,6 +58,15 @@ class Cursor:
 
 
 @dataclass(frozen=True)
+class Position:
+    """Where the next step begins; a checkpoint holds it."""
+
+    cursor: Cursor
+    used: int = 0
+    """Rows of the block at the cursor that steps have used, over all ranks."""
+
+
+@dataclass(frozen=True)
 class Part:
     """One rank's share of a block."""
 
@@ -73,6 +74,18 @@ class Part:
     """Its rows by lane; a lane without rows is left out."""
     ends: list[int]
     """For each source, how often this rank came to its end."""
+
+
+@dataclass(frozen=True)
+class PlannedRow:
+    """A row of this rank, before its samples are augmented."""
+
+    rows: Rows
+    row: int
+    length: int
+    first_id: int
+    """What the ids of its samples are counted from, across blocks."""
+    epoch: int
 
 
 @dataclass(frozen=True)
@@ -97,8 +110,7 @@ class StreamLoader(Loader[Batch]):
         encode: a lane's records of one block → its rows, or None where they give none. Called in a thread, ahead of
             training.
         ranks: those that share the stream.
-        micro_batch, collate, augment: as for ``TrainLoader``.
-
+        micro_batch, prefetcher: as for ``TrainLoader``.
     """
 
     steps_per_epoch = None
@@ -111,53 +123,51 @@ class StreamLoader(Loader[Batch]):
         *,
         ranks: DataParallelGroup,
         micro_batch: MicroBatchSize,
-        collate: Collate[Batch],
-        augment: Augment = lambda sample, epoch: sample,
+        prefetcher: Prefetcher[Batch],
     ) -> None:
         assert settings.lanes % ranks.size == 0, "check_world refuses it"
         self.settings = settings
         self.ranks = ranks
         self.micro_batch = micro_batch
-        self.collate = collate
-        self.augment = augment
+        self.prefetcher = prefetcher
         self._weights = [stream.weight for stream in streams]
-        readers = [_Reader if stream.weight is None else _EndlessReader for stream in streams]
+        readers = [LaneReader if stream.weight is None else EndlessLaneReader for stream in streams]
         self._readers = [make(stream, ranks) for make, stream in zip(readers, streams, strict=True)]
         self._encode = encode
-        self._cursor = Cursor([0] * len(streams))
-        self._used = 0
+        self._position = Position(Cursor([0] * len(streams)))
+        self._planned = self._position
         self._block: Block | None = None
+        """The block of ``_planned``, once it is read."""
         self._ahead: tuple[Cursor, Future[Part]] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="drawbar-stream")
-        self._filler: Sample | None = None
+        self._filler: Rows | None = None
 
     @property
     def epoch(self) -> float:
-        return self._cursor.epoch
+        return self._position.cursor.epoch
 
     def state(self) -> dict[str, Any]:
         kept = {"fingerprint": self.settings.fingerprint, "code": dict(self.settings.code)}
         dealt = {"lanes": self.settings.lanes, "records": self.settings.records_per_lane}
-        return {"cursor": asdict(self._cursor), "used": self._used, **dealt, **kept}
+        return {**asdict(self._position), **dealt, **kept}
 
     def load(self, state: dict[str, Any]) -> None:
         self._check(state)
-        self._cursor, self._used = self._position_from(state)
-        self._block = self._ahead = None
+        self._position = self._position_from(state)
 
-    def _position_from(self, state: dict[str, Any]) -> tuple[Cursor, int]:
+    def _position_from(self, state: dict[str, Any]) -> Position:
         """The position; for a fork with other lanes or blocks, the nearest one before the block that was in use."""
         cursor, used, settings = Cursor(**state["cursor"]), state["used"], self.settings
         lanes, records = state.get("lanes", settings.lanes), state.get("records", settings.records_per_lane)
         if (lanes, records) == (settings.lanes, settings.records_per_lane):
-            return cursor, used
+            return Position(cursor, used)
         logger.warning(
             "the stream is dealt into other lanes or blocks than before: it goes on where a block of %d records began, "
             "of whose rows %d come a second time",
             lanes * records,
             used,
         )
-        return replace(cursor, positions=[place * lanes // settings.lanes for place in cursor.positions]), 0
+        return Position(replace(cursor, positions=[place * lanes // settings.lanes for place in cursor.positions]))
 
     def _check(self, state: dict[str, Any]) -> None:
         """Check that a saved position belongs to this data; warn where that cannot be decided.
@@ -179,56 +189,71 @@ class StreamLoader(Loader[Batch]):
                 ", ".join(changed),
             )
 
-    def steps(self, first: int, last: int) -> Iterator[tuple[int, list[MicroBatch[Batch]]]]:
-        for step in range(first + 1, last + 1):
-            yield step, self._micro_batches(self._take())
+    def close(self) -> None:
+        self.prefetcher.close()
 
-    def _take(self) -> list[tuple[Sample, int]]:
-        """This rank's rows of the next global batch, and their lengths; the position moves on at once."""
-        mine: list[tuple[Sample, int]] = []
-        taken, epoch = 0, self._cursor.epoch
+    def steps(self, first: int, last: int) -> Iterator[tuple[int, list[MicroBatch[Batch]]]]:
+        self._go_to(self._position)
+        for step, prepared in self.prefetcher.steps(self._plan, first, last):
+            self._position, self.tokens, self.waited = prepared.plan.after, prepared.plan.tokens, prepared.waited
+            yield step, prepared.micro_batches
+
+    def _go_to(self, position: Position) -> None:
+        """Plan from there on."""
+        if position.cursor != self._planned.cursor:
+            self._block = None
+        self._planned = position
+
+    def _plan(self, ahead: bool) -> StepPlan | None:
+        """The next global batch, as this rank computes it; with ``ahead``, None where a rank cannot read it: the error
+        is raised when it is asked for again, at its step."""
+        before = self._planned
+        rows = self._take(ahead)
+        if rows is None:
+            self._go_to(before)
+            return None
+        lengths = np.array([row.length for row in rows], dtype=np.int64)
+        micro_batches = [
+            PlannedMicroBatch(partial(_raw_batch, [rows[place] for place in chosen.tolist()]))
+            for chosen in self.micro_batch.split(np.arange(len(rows)), lengths)
+        ]
+        fillers = self.ranks.max(len(micro_batches)) - len(micro_batches)
+        if fillers:
+            read = partial(_raw_batch, rows[:1]) if rows else self._any_row
+            micro_batches += [PlannedMicroBatch(read, is_filler=True)] * fillers
+        return StepPlan(micro_batches, int(self.ranks.sum_of_leaders(lengths.sum())), after=self._planned)
+
+    def _take(self, ahead: bool) -> list[PlannedRow] | None:
+        """This rank's rows of the next global batch; None as for ``_plan``."""
+        mine: list[PlannedRow] = []
+        taken, epoch = 0, self._planned.cursor.epoch
         while taken < self.settings.global_batch:
-            block = self._open()
+            block = self._open(ahead)
+            if block is None:
+                return None
             if taken and block.start.epoch != epoch:  # rows never carry over into the next epoch
                 break
             epoch = block.start.epoch
-            chosen = block.sequence[self._used : self._used + self.settings.global_batch - taken]
+            used = self._planned.used
+            chosen = block.sequence[used : used + self.settings.global_batch - taken]
             mine += [self._row(block, lane, row) for lane, row in chosen.tolist() if lane in block.lanes]
             taken += len(chosen)
-            self._used += len(chosen)
-            if self._used == len(block.sequence):
-                self._cursor, self._used, self._block = block.after, 0, None
+            if used + len(chosen) == len(block.sequence):
+                self._go_to(Position(block.after))
+            else:
+                self._planned = Position(block.start, used + len(chosen))
         return mine
 
-    def _row(self, block: Block, lane: int, row: int) -> tuple[Sample, int]:
-        start = (block.start.block * self.settings.lanes + lane) * LARGEST_BLOCK
-
-        def renumber(sample: Sample) -> Sample:
-            number = start + sample["id"]
-            return self.augment({**sample, "id": number, "ids": [number]}, block.start.epoch)
-
+    def _row(self, block: Block, lane: int, row: int) -> PlannedRow:
+        first_id = (block.start.block * self.settings.lanes + lane) * LARGEST_BLOCK
         rows = block.lanes[lane]
-        return rows.row(row, renumber), int(rows.lengths[row])
+        return PlannedRow(rows, row, int(rows.lengths[row : row + 1][0]), first_id, block.start.epoch)
 
-    def _micro_batches(self, rows: list[tuple[Sample, int]]) -> list[MicroBatch[Batch]]:
-        """The rows as micro-batches: equally many on every rank, with fillers where this one has fewer."""
-        lengths = np.array([length for _, length in rows], dtype=np.int64)
-        batches = [
-            MicroBatch(self.collate([rows[index][0] for index in chosen.tolist()]))
-            for chosen in self.micro_batch.split(np.arange(len(rows)), lengths)
-        ]
-        fillers = self.ranks.max(len(batches)) - len(batches)
-        self.tokens = int(self.ranks.sum_of_leaders(lengths.sum()))
-        if fillers:
-            filler = rows[0][0] if rows else self._any_row()
-            batches += [MicroBatch(self.collate([filler]), is_filler=True) for _ in range(fillers)]
-        return batches
-
-    def _any_row(self) -> Sample:
+    def _any_row(self) -> RawBatch:
         """A row for a rank that has none in a step: the same in every process, as dropout draws for fillers, too."""
         if self._filler is None:
-            self._filler = self._any_rows().row(0, lambda sample: self.augment(sample, 0))
-        return self._filler
+            self._filler = self._any_rows()
+        return RawBatch([RawRow(self._filler.read(0), self._filler.join)], epoch=0)
 
     def _any_rows(self) -> Rows:
         """The rows of the first record that gives any; encoded in the thread, as tokenizers serve one thread alone."""
@@ -242,31 +267,42 @@ class StreamLoader(Loader[Batch]):
                     return rows
         raise _no_samples()
 
-    def _open(self) -> Block:
-        """The block that the position is in; it has at least one row left.
+    def _open(self, ahead: bool) -> Block | None:
+        """The block that is planned from; it has at least one row left. None as for ``_plan``.
 
         Raises:
             UserError: all sources were read, and gave no row.
         """
         ends = np.zeros(len(self._readers), dtype=np.int64)
         while self._block is None:
+            cursor = self._planned.cursor
             with self.ranks.working("reading the stream"):
-                part = self._part(self._cursor)
-            block = self._agree(self._cursor, part)
+                part = self._part(cursor, ahead)
+            block = self._agree(cursor, part)
+            if block is None:
+                return None
             self._ahead = block.after, self._thread.submit(self._read, block.after)
             if len(block.sequence):
                 self._block = block
             else:
-                self._cursor = block.after
+                self._planned = Position(block.after)
             ends += block.ends
             if ends.min() > 2 * self.ranks.size and self._block is None:  # each rank has seen all of each source
+                if ahead:
+                    return None
                 raise _no_samples()
         return self._block
 
-    def _part(self, cursor: Cursor) -> Part:
-        if self._ahead is not None and self._ahead[0] == cursor:
+    def _part(self, cursor: Cursor, ahead: bool) -> Part | None:
+        """This rank's share of the block at ``cursor``; None as for ``_plan``."""
+        if self._ahead is None or self._ahead[0] != cursor:
+            self._ahead = cursor, self._thread.submit(self._read, cursor)
+        try:
             return self._ahead[1].result()
-        return self._thread.submit(self._read, cursor).result()
+        except Exception:
+            if ahead:
+                return None
+            raise
 
     def _read(self, cursor: Cursor) -> Part:
         """Read and encode this rank's records of the block at ``cursor``. Runs in the thread, one block at a time."""
@@ -294,12 +330,16 @@ class StreamLoader(Loader[Batch]):
         before, after = (np.floor(shares * size * block + 0.5) for block in (cursor.block, cursor.block + 1))
         return (after - before).astype(int).tolist()
 
-    def _agree(self, start: Cursor, part: Part) -> Block:
-        """What all ranks read together: every rank learns how many rows each lane has, and where sources ended."""
+    def _agree(self, start: Cursor, part: Part | None) -> Block | None:
+        """What all ranks read together: every rank learns how many rows each lane has, and where sources ended. None
+        where a rank has no part."""
+        has_failed, part = part is None, part or Part({}, [0] * len(self._readers))
         rows = np.zeros(self.settings.lanes, dtype=np.int64)
         for lane, found in part.lanes.items():
             rows[lane] = len(found)
-        together = self.ranks.sum_counts([*rows.tolist(), *part.ends])
+        *together, failed = self.ranks.sum_counts([*rows.tolist(), *part.ends, int(has_failed)])
+        if failed:
+            return None
         counts, ends = together[: len(rows)], together[len(rows) :]
         return Block(start, self._after(start, ends), part.lanes, ends, self._sequence(start, counts))
 
@@ -327,57 +367,16 @@ class StreamLoader(Loader[Batch]):
         return Cursor([0] * len(positions), epoch=start.epoch + 1)
 
 
-class _Reader:
-    """Reads this rank's records of one source sequentially; seeks only when the position jumps."""
-
-    def __init__(self, stream: Stream, ranks: DataParallelGroup) -> None:
-        self.stream = stream
-        self.rank, self.ranks = ranks.rank, ranks.size
-        self.ends = 0
-        """How often the end was reached."""
-        self._visits: Iterator[tuple[int, LocatedRecord]] = iter(())
-        self._pending: tuple[int, LocatedRecord] | None = None
-        self._stop = -1
-
-    def take(self, first: int, stop: int) -> tuple[list[tuple[int, LocatedRecord]], int]:
-        """This rank's (index, record) pairs for ``first`` <= index < ``stop``, and how often the source ended.
-
-        An exhausted source reports its end again in every call.
-        """
-        ends = self.ends
-        if first != self._stop:
-            self._visits = self.visits(first)
-            self._pending = next(self._visits, None)
-        found = []
-        while self._pending is not None and self._pending[0] < stop:
-            found.append(self._pending)
-            self._pending = next(self._visits, None)
-        self._stop = stop
-        return found, self.ends - ends if self._pending is not None else 1
-
-    def visits(self, first: int) -> Iterator[tuple[int, LocatedRecord]]:
-        """(index, record) of this rank's records from index ``first`` on; see ``take``."""
-        for located in self.stream.read(self.rank, self.ranks, first):
-            yield located.position, located
-
-
-class _EndlessReader(_Reader):
-    """An endlessly repeated source: read u is record ``u % size``, and number ``u // ranks`` of rank ``u % ranks``."""
-
-    def visits(self, first: int) -> Iterator[tuple[int, LocatedRecord]]:
-        visit, turns_without = self.rank + self.ranks * first, 0
-        while turns_without < self.ranks:  # in this many passes, a rank is assigned some record of any source
-            size = self.stream.size
-            turn, place = divmod(visit, size) if size else (0, visit)
-            start, lane = visit - place, place % self.ranks
-            turns_without += size is not None  # else this turn may only have found out the size
-            for located in self.stream.read(lane, self.ranks, place // self.ranks):
-                turns_without = 0
-                yield (start + lane + self.ranks * located.position) // self.ranks, located
-            assert self.stream.size is not None
-            self.ends += 1
-            after = (turn + 1) * self.stream.size
-            visit = max(visit, after + (self.rank - after) % self.ranks)
+def _raw_batch(planned: list[PlannedRow]) -> RawBatch:
+    """A micro-batch of rows of one epoch."""
+    rows = []
+    for one in planned:
+        samples = one.rows.read(one.row)
+        for sample in samples:
+            sample["id"] += one.first_id
+            sample["ids"] = [sample["id"]]
+        rows.append(RawRow(samples, one.rows.join))
+    return RawBatch(rows, planned[0].epoch)
 
 
 def _no_samples() -> UserError:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -10,6 +10,7 @@ from torch import nn
 
 from drawbar.data.loader import MicroBatch
 from drawbar.distributed.process_group import Distributed
+from drawbar.engines.device_copies import DeviceCopies
 from drawbar.engines.loss_choice import is_for_head, maybe_with_targets
 from drawbar.parallel.context import ContextParallel
 from drawbar.parallel.fsdp import free_gathered
@@ -61,6 +62,7 @@ class ModelExecutor:
         self.module = module
         self.training_module = training_module
         self.device = world.device
+        self.device_copies = DeviceCopies(world.device)
         self.precision = precision
         self.context = context
         self.shards_logits = shards_logits
@@ -69,19 +71,20 @@ class ModelExecutor:
     def forward_backward(self, micro_batches: list[MicroBatch[Batch]], scale: float) -> torch.Tensor:
         self.training_module.module.train()
         loss_sum = torch.zeros((), device=self.device)
+        # before they are copied: to find the targets on the device would make the host wait for it
+        has_targets = self.loss_in_head and self.context is None
+        batches = self.device_copies.of(with_targets(self.task, micro_batches, has_targets))
         with cast_weights_once(self.module, self.precision, self.device):
-            for index, micro in enumerate(micro_batches):
-                loss_sum += self._forward_backward(micro, scale, last=index == len(micro_batches) - 1)
+            for index, batch in enumerate(batches):
+                micro, last = micro_batches[index], index == len(micro_batches) - 1
+                loss_sum += self._forward_backward(batch, micro, scale, last)
         return loss_sum if self.context is None else self.context.sum(loss_sum)
 
-    def _forward_backward(self, micro: MicroBatch[Batch], scale: float, last: bool) -> torch.Tensor:
-        batch = micro.batch
-        if self.context is None:  # before the batch is moved: else the host would wait for the device to find them
-            batch = maybe_with_targets(self.task, batch, self.loss_in_head)
+    def _forward_backward(self, batch: Batch, micro: MicroBatch[Batch], scale: float, last: bool) -> torch.Tensor:
         with (
             self.training_module.synchronizing(last),
             maybe_sharded_logits(self.shards_logits),
-            self._for_loss(batch.to(self.device)) as shard,
+            self._for_loss(batch) as shard,
         ):
             with autocast(self.precision, self.device):
                 loss = self.training_module.loss(shard)
@@ -154,6 +157,7 @@ class PipelineExecutor:
         self.pipeline = pipeline
         self.pipeline_inference = pipeline_inference
         self.device = world.device
+        self.device_copies = DeviceCopies(world.device)
         self.precision = precision
         self.shards_logits = shards_logits
         self.loss_in_head = loss_in_head
@@ -163,8 +167,7 @@ class PipelineExecutor:
         fewest = min(micro_batches, key=lambda micro: next(iter(micro.batch.values())).numel())
         missing = self.pipeline.round_up_micro_batches(len(micro_batches)) - len(micro_batches)
         micro_batches = micro_batches + [MicroBatch(fewest.batch, is_filler=True)] * missing
-        given = [maybe_with_targets(self.task, micro.batch, self.loss_in_head) for micro in micro_batches]
-        batches = [batch.to(self.device) for batch in given]
+        batches = list(self.device_copies.of(with_targets(self.task, micro_batches, self.loss_in_head)))
         forwards = [self._forward(batch) for batch in batches]
         loss_sum = torch.zeros((), device=self.device)
 
@@ -211,6 +214,11 @@ class PipelineExecutor:
         if is_for_head(batch):
             return out
         return self.task.loss(self.pipeline_inference.replay_outputs(forward, out), batch)
+
+
+def with_targets(task: Task, micro_batches: Sequence[MicroBatch[Batch]], loss_in_head: bool) -> list[MicroBatch[Batch]]:
+    """The micro-batches, with the targets that a ``LossHead`` takes, where the model has one."""
+    return [replace(micro, batch=maybe_with_targets(task, micro.batch, loss_in_head)) for micro in micro_batches]
 
 
 def task_loss(task: Task, context: ContextParallel | None, model: nn.Module, batch: Batch) -> torch.Tensor:

@@ -42,6 +42,11 @@ def rng_state(device: torch.device) -> dict[str, torch.Tensor]:
     return state
 
 
+def rng_bytes() -> bytes:
+    """The state of all generators of the host: equal bytes where nothing was drawn in between."""
+    return b"".join(part.numpy().tobytes() for part in rng_state(torch.device("cpu")).values())
+
+
 def set_rng_state(state: dict[str, torch.Tensor], device: torch.device) -> None:
     """Put back what :func:`rng_state` returned. A device whose state was not saved keeps its own."""
     torch.set_rng_state(state["torch"])

@@ -30,12 +30,16 @@ class Batch(dict[str, torch.Tensor]):
         """Whether a row holds several samples: ``segment_ids`` then say which token belongs to which."""
         return "segment_ids" in self
 
+    def pin_memory(self) -> Self:
+        """The same batch in page-locked memory, from which copies to a CUDA device overlap with its work."""
+        return type(self)({name: tensor.pin_memory() for name, tensor in self.items()}, self.ids)
+
     def to(self, device: torch.device) -> Self:
         """The same batch on ``device``; copies to a GPU go through pinned memory, and overlap with its work. MPS has no
         float64: there it becomes float32."""
         tensors: dict[str, torch.Tensor] = self
         if device.type == "cuda":
-            tensors = {name: tensor.pin_memory() for name, tensor in self.items()}
+            tensors = {name: t if t.is_cuda or t.is_pinned() else t.pin_memory() for name, t in self.items()}
         elif device.type == "mps":
             tensors = {name: t.float() if t.dtype == torch.float64 else t for name, t in self.items()}
         return type(self)({name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}, self.ids)

@@ -9,14 +9,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from drawbar.config.schema.run_config import run_config_type
 from drawbar.config.schema.task_sections import PretrainedTaskConfig
 from drawbar.data.cache import content_key
 from drawbar.data.sources import Record
 from drawbar.errors import UserError
 from drawbar.tasks.code import code_digests
 from drawbar.tasks.task import Task
-from drawbar.tasks.task_context import TaskContext
 
 NOT_FOR_ENCODING = {"attention", "cross_entropy", "generation", "metrics"}
 """Options of the built-in tasks that no sample depends on."""
@@ -26,7 +24,7 @@ LIBRARIES = ("drawbar", "tokenizers", "transformers")
 
 
 class TaskEncoder:
-    """``task.encode`` for one kind of split. It pickles: a worker makes its own task of the same parts."""
+    """``task.encode`` for one kind of split. It pickles, as tasks do."""
 
     def __init__(self, task: Task, train: bool) -> None:
         self.task = task
@@ -34,19 +32,6 @@ class TaskEncoder:
 
     def __call__(self, record: Record) -> Any:
         return self.task.encode(record, self.train)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        task = self.task
-        config = task.run_config.model_dump_json()
-        return _rebuild, (type(task), config, task.tokenizer, task.dataset_metadata, task.has_labels, self.train)
-
-
-def _rebuild(
-    task_type: type[Task], config: str, tokenizer: Any, metadata: dict[str, Any], has_labels: bool, train: bool
-) -> TaskEncoder:
-    # the type of a configuration is made at run time for each task, and cannot be pickled itself
-    run_config = run_config_type(task_type.Config).model_validate_json(config)
-    return TaskEncoder(task_type(TaskContext(run_config, tokenizer, metadata, has_labels=has_labels)), train)
 
 
 def cache_inputs(task: Task, train: bool) -> dict[str, str] | None:

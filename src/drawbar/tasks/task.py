@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from drawbar.config.schema.run_config import DataSection, RunConfig, TaskConfig
+from drawbar.config.schema.run_config import DataSection, RunConfig, TaskConfig, run_config_type
 from drawbar.data.class_labels import ClassNumber
 from drawbar.data.dataset import Sample
 from drawbar.data.nested import columns_of, misread_header, value_at
@@ -72,6 +72,11 @@ class Task:
         except (TypeError, ValueError) as error:
             remedy = "return a dict of plain numbers, strings and lists: a set becomes sorted(...)"
             raise fault(self, "find_dataset_metadata", f"returns what JSON cannot hold: {error}", remedy) from error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle what the task was built from, and no attribute that was set later: a worker process builds its own."""
+        config = self.run_config.model_dump_json()
+        return _rebuild, (type(self), config, self.tokenizer, self.dataset_metadata, self.has_labels)
 
     facts = renamed_attribute("facts")
     labelled = renamed_attribute("labelled")
@@ -190,6 +195,12 @@ class Task:
 
 
 keep_old_names(Task)
+
+
+def _rebuild(task_type: type[Task], config: str, tokenizer: Any, metadata: dict[str, Any], has_labels: bool) -> Task:
+    # the type of a configuration is made at run time for each task, and cannot be pickled itself
+    run_config = run_config_type(task_type.Config).model_validate_json(config)
+    return task_type(TaskContext(run_config, tokenizer, metadata, has_labels=has_labels))
 
 
 def map_each(records: Iterable[dict[str, Any]], function: Callable[[dict[str, Any]], T], skip_bad: bool) -> Iterator[T]:

@@ -7,14 +7,12 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-import numpy as np
-
 from drawbar.config.rules.rule_table import MICRO_BATCH_TOKENS, resolve_micro_batch
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.data.cache import content_key, encode_cached, records_digest, remove_cached
-from drawbar.data.dataset import EncodedDataset, NoSamples, Sample, encode_in_memory
+from drawbar.data.dataset import EncodedDataset, NoSamples, encode_in_memory
 from drawbar.data.digests import DigestCache, digest_for_all, file_digest
-from drawbar.data.loader import Augment, Loader, MicroBatchSize, Rows, SampleRows, TrainLoader
+from drawbar.data.loader import Loader, MicroBatchSize, Rows, SampleRows, TrainLoader
 from drawbar.data.packing import PackedRows, Targets, packed_lengths
 from drawbar.data.plan import CACHED_FROM, Plan, keep_plan, plan_sources
 from drawbar.data.reading import NumberedRecord, Reading, read_list
@@ -28,10 +26,10 @@ from drawbar.evaluation.scoring import Split
 from drawbar.runtime.log import logger
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.encoder import TaskEncoder, cache_inputs, code_of, settings_of
-from drawbar.tasks.method_fault import fault
 from drawbar.tasks.overrides import name_failing_method
 from drawbar.tasks.task import Task
 from drawbar.tracking.console import Console
+from drawbar.train.batch_making import make_prefetcher
 from drawbar.train.shares import warn_of_share
 
 SHOWN_BAD_RECORDS = 10
@@ -125,7 +123,7 @@ def load_data(
 ) -> tuple[Loader[Batch], Split | None]:
     """The training batches of this rank, and the validation data, where there are any."""
     train, validation = opened
-    loader, train_split = _load_train(task, train, config, world, console)
+    loader, train_split = _load_train(task, train, config, world, console, ahead=True)
     if validation is None:
         return loader, None
     validation_split = encode_split(task, validation, config, world, console)
@@ -234,36 +232,20 @@ def describe_samples(samples: EncodedDataset) -> str:
     left_out = [(samples.dropped, "dropped"), (samples.truncated, "truncated"), (samples.skipped_count, "bad")]
     notes = ", ".join(f"{count:,} {what}" for count, what in left_out if count)
     text = f"{len(samples):,} samples of {samples.records:,} records" + (f" ({notes})" if notes else "")
-    return f"{text}, {int(samples.lengths.sum()):,} tokens" if "input_ids" in samples.fields else text
-
-
-def make_augment(task: Task, config: RunConfig, train: bool) -> Augment:
-    """``task.augment`` with a generator that is a pure function of seed, epoch and sample."""
-    if type(task).augment is Task.augment:
-        return lambda sample, epoch: sample
-
-    def augment(sample: Sample, epoch: int) -> Sample:
-        # a counter-based generator: no two samples or epochs ever share a number
-        rng = np.random.Generator(np.random.Philox(key=[config.run.seed, epoch], counter=[0, 0, sample["id"], 0]))
-        augmented = task.augment(sample, train, rng)
-        if not isinstance(augmented, dict):
-            raise fault(task, "augment", f"returns {type(augmented).__name__}", "return the sample as a dict")
-        return {**augmented, "id": sample["id"], "ids": sample["ids"]}
-
-    return augment
+    return f"{text}, {samples.tokens:,} tokens" if "input_ids" in samples.fields else text
 
 
 def make_loader(task: Task, config: RunConfig, world: Distributed, console: Console) -> Loader[Batch]:
-    """The training batches of this rank, from encoded samples or from a stream."""
-    return _load_train(task, open_split(task, "train", config, world), config, world, console)[0]
+    """The training batches of this rank, from encoded samples or from a stream; each is made at its step."""
+    return _load_train(task, open_split(task, "train", config, world), config, world, console, ahead=False)[0]
 
 
 def _load_train(
-    task: Task, opened: OpenedSplit, config: RunConfig, world: Distributed, console: Console
+    task: Task, opened: OpenedSplit, config: RunConfig, world: Distributed, console: Console, ahead: bool
 ) -> tuple[Loader[Batch], Split | None]:
     """The training batches, and the samples that they are made of; None for those of a stream."""
     if isinstance(opened.records, Records) and config.data.streaming:
-        return _stream_loader(task, opened.records, config, world), None
+        return _stream_loader(task, opened.records, config, world, ahead), None
     split = encode_split(task, opened, config, world, console)
     with world.working("planning the rows"):
         sampler, rows = rows_and_order(task, split, config)
@@ -274,8 +256,7 @@ def _load_train(
         micro_batch=train_micro_batch(config, world, in_tokens="input_ids" in split.samples.fields),
         rank=world.dp_group.rank,
         world_size=world.dp_group.size,
-        collate=task.collate,
-        augment=make_augment(task, config, train=True),
+        prefetcher=make_prefetcher(task, config, world.device, ahead),
     )
     return loader, split
 
@@ -305,11 +286,15 @@ def _plan(task: Task, samples: EncodedDataset, sizes: list[int], config: RunConf
     Args:
         sizes: samples of each source.
     """
-    lengths = packed_lengths(samples, _targets(task))
+    targets = _targets(task)
+    lengths = partial(packed_lengths, samples, targets)
     capacity, seed = config.data.sequence_length, config.run.seed
     if len(samples) < CACHED_FROM:
-        return plan_sources(lengths, sizes, capacity, seed)
-    return keep_plan(lengths, sizes, capacity, seed, cache=config.cache_dir, timeout=config.launch.timeout)
+        return plan_sources(lengths(), sizes, capacity, seed)
+    return keep_plan(
+        lengths, sizes, capacity, seed,
+        of_samples=samples.fingerprint, targets=targets, cache=config.cache_dir, timeout=config.launch.timeout,
+    )  # fmt: skip
 
 
 def _targets(task: Task) -> Targets:
@@ -332,7 +317,9 @@ def _streamed(task: Task, records: Iterable[Record]) -> Records:
     )
 
 
-def _stream_loader(task: Task, records: Records, config: RunConfig, world: Distributed) -> StreamLoader[Batch]:
+def _stream_loader(
+    task: Task, records: Records, config: RunConfig, world: Distributed, ahead: bool
+) -> StreamLoader[Batch]:
     encode = TaskEncoder(task, train=True)
     # a stream's fingerprint covers files and settings, not samples: changed code (a metric) must not block a resume
     of_files = [stream.fingerprint for stream in records.streams]
@@ -363,8 +350,7 @@ def _stream_loader(task: Task, records: Records, config: RunConfig, world: Distr
         rows_of,
         ranks=world.dp_group,
         micro_batch=train_micro_batch(config, world, in_tokens=task.tokenizer is not None),
-        collate=task.collate,
-        augment=make_augment(task, config, train=True),
+        prefetcher=make_prefetcher(task, config, world.device, ahead),
     )
 
 

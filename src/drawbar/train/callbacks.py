@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from statistics import fmean
 
 import torch
 
@@ -82,9 +83,11 @@ class LogCallback(Callback):
         self._meter = meter
         self._trackers = trackers
         self._console = console
+        self._data_waits: list[float] = []
 
     def on_step(self, run: RunHandle, info: StepInfo) -> None:
         self._meter.add(self._loader.tokens)
+        self._data_waits.append(info.data_wait_seconds)
         self._console.advance(info.step)
         if info.step % self._every == 0 or info.step == 1 or info.last:
             check_finite(info, self._saver)
@@ -92,6 +95,7 @@ class LogCallback(Callback):
             with self._world.working(f"logging step {info.step}"):
                 self._trackers.log(info.step, values)
                 self._console.log(info.step, values)
+            self._data_waits.clear()
 
     def _values(self, info: StepInfo) -> dict[str, float]:
         return {
@@ -102,6 +106,7 @@ class LogCallback(Callback):
             "train/epoch": self._loader.epoch,
             "train/skipped": info.progress.skipped,
             "train/tokens_per_second": self._meter.read(),
+            "train/data_wait_seconds": fmean(self._data_waits),
             "train/peak_memory_gib": peak_memory(self._world.device) / 2**30,
         }
 

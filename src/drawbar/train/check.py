@@ -15,7 +15,7 @@ from drawbar.tasks.batch import Batch
 from drawbar.tasks.method_fault import fault
 from drawbar.tasks.overrides import name_failing_method
 from drawbar.tasks.task import Task
-from drawbar.train.batches import make_augment
+from drawbar.train.batch_making import make_augment
 
 TRIED_SAMPLES = 8
 

@@ -46,3 +46,5 @@ class StepInfo:
     progress: RunProgress
     last: bool
     """Whether the run is complete with this step."""
+    data_wait_seconds: float = 0.0
+    """How long this rank waited for the step's batches: the part of preparing them that training did not hide."""

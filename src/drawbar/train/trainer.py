@@ -34,7 +34,8 @@ from drawbar.tracking.console import Console, make_console
 from drawbar.tracking.meters import Throughput
 from drawbar.tracking.tracker import TrackedRun
 from drawbar.tracking.trackers import Trackers, make_trackers
-from drawbar.train.batches import OpenedSplit, eval_micro_batch, first_samples, load_data, make_augment, open_data
+from drawbar.train.batch_making import make_augment
+from drawbar.train.batches import OpenedSplit, eval_micro_batch, first_samples, load_data, open_data
 from drawbar.train.best import check_mode, settle_mode
 from drawbar.train.callback import (
     Callback,
@@ -293,7 +294,7 @@ class _Run:
         saver = Saver(
             self.config, self.engine, self.loader, self.world, self.disks, self.stop, self.progress, self.validation
         )
-        with closing(saver):  # a save that has begun is finished, even where a step fails
+        with closing(saver), closing(self.loader):  # a save that has begun is finished, even where a step fails
             self.callbacks += self._own_callbacks(saver)
             guarded = [GuardedCallback(callback, self.stop, self.world) for callback in self.user_callbacks]
             self.callbacks += guarded
@@ -321,7 +322,8 @@ class _Run:
                 self.world.note(f"step {step}")
                 result = self.engine.train_step(micro_batches)  # forward, backward, reduce, clip, update
                 self.progress.advance(result)
-                info = StepInfo(step, result, self.progress, last=step == self.total_steps)
+                last, waited = step == self.total_steps, self.loader.waited
+                info = StepInfo(step, result, self.progress, last=last, data_wait_seconds=waited)
                 for callback in self.callbacks:
                     callback.on_step(self.handle, info)
                 if self.stop.agreed():  # signal, early stop or a failure: every rank, same step

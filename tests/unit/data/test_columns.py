@@ -11,6 +11,9 @@ from hypothesis.extra import numpy as arrays
 from drawbar.data import columns, differences, encode
 from drawbar.data.columns import FileValues, FolderStorage
 from drawbar.data.dataset import EncodedDataset, encode_records, read_samples, write_samples
+from drawbar.data.loader import SampleRows
+from drawbar.data.packing import PackedRows
+from drawbar.data.plan import keep_plan, plan_rows
 from drawbar.data.reading import read_list
 
 INTEGERS = st.integers(-(2**31), 2**31 - 1)
@@ -182,3 +185,32 @@ def test_values_stay_in_their_file(tmp_path: Path) -> None:
 def test_samples_without_fields() -> None:
     dataset = encode_records([{}, {}], lambda sample: sample, describe=str)
     assert [dataset[0], dataset[1]] == [{"id": 0, "ids": [0]}, {"id": 1, "ids": [1]}]
+
+
+def test_files_are_read_by_slices_and_by_indices_as_arrays_are(tmp_path: Path) -> None:
+    expected = np.arange(24, dtype=np.int64).reshape(8, 3)
+    storage = FolderStorage(tmp_path)
+    storage.append("x", expected.tobytes())
+    found = storage.values("x", expected.dtype, 3)
+    assert found.shape == expected.shape
+    for part in (slice(2, 5), slice(6, 20), slice(3, 3), slice(None), np.array([7, 0, 0, 2]), np.array([], dtype=int)):
+        assert np.array_equal(found[part], expected[part])
+
+
+def test_what_grows_with_the_samples_stays_in_the_files(tmp_path: Path) -> None:
+    """The process that trains holds none of it: neither of the samples nor of the plan of their rows."""
+    records = [{"input_ids": [1] * (1 + number % 5), "labels": [1] * (1 + number % 5)} for number in range(50)]
+    reading = read_list(records, str)
+    storage = FolderStorage(tmp_path)
+    about = write_samples(storage, reading, lambda record: record, progress=None, on_bad_record="error", workers=0)
+    samples = read_samples(storage, about)
+    assert samples.tokens == sum(len(record["input_ids"]) for record in records)
+    for column in samples.columns.values():
+        assert {type(part) for part in (column.values, column.shapes, column.ends)} == {FileValues}
+    assert not isinstance(SampleRows(samples).lengths, np.ndarray)
+    options = {"of_samples": samples.fingerprint, "targets": "next_token", "cache": tmp_path / "cache", "timeout": 60}
+    plan, _ = keep_plan(lambda: samples.lengths, [50], 8, 0, **options)
+    rows, plain = (PackedRows(samples, one, "next_token") for one in (plan, plan_rows(samples.lengths, 8, 0)))
+    assert {type(part) for part in (plan.samples, plan.ends, rows.lengths)} == {FileValues}
+    assert rows.lengths[:].tolist() == plain.lengths[:].tolist()
+    assert rows.fingerprint == plain.fingerprint

@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 
-from drawbar.data import encode
+from drawbar.data import encode, worker_pool
 from drawbar.data.columns import MemoryStorage
 from drawbar.data.dataset import EncodedDataset, encode_records, read_samples, write_samples
 from drawbar.data.reading import read_list
+from drawbar.data.worker_pool import WorkerPool
 from drawbar.errors import ExitCode, UserError
 from drawbar.runtime.log import logger
 
@@ -163,8 +164,8 @@ def test_a_user_error_survives_pickling() -> None:
 
 def test_slow_records_are_no_lost_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody knows at first how long a record takes: a worker's deadline is one for few of them."""
-    monkeypatch.setattr(encode, "ProcessPoolExecutor", lambda count, *_, **__: ThreadPoolExecutor(count))
-    monkeypatch.setattr(encode, "_encode", slow, raising=False)
+    monkeypatch.setattr(worker_pool, "ProcessPoolExecutor", lambda count, *_, **__: ThreadPoolExecutor(count))
+    monkeypatch.setattr(worker_pool, "_function", encode._ChunkEncoder(slow, skip=False), raising=False)
     chunks = encode.encode_chunks(read_list(RECORDS[:8], str), slow, skip=False, workers=1, timeout=1)
     assert sum(chunk.records for chunk in chunks) == 8
 
@@ -182,7 +183,8 @@ def test_a_lost_worker_is_an_error(encoder: Any, timeout: float, what: str) -> N
 
 
 def test_one_worker_cannot_be_fewer() -> None:
-    assert "fewer" not in str(encode._lost_worker(TimeoutError(), 60, count=1).remedy)
+    pool = WorkerPool(b"", 1, timeout=60, activity="encoding records")
+    assert "fewer" not in str(pool.lost_worker(TimeoutError()).remedy)
 
 
 def test_a_process_that_is_ended_leaves_no_words_of_pythons_own(tmp_path: Path) -> None:
@@ -211,7 +213,7 @@ def test_what_cannot_be_sent_is_encoded_here(caplog: pytest.LogCaptureFixture) -
     finally:
         logger.removeHandler(caplog.handler)
     assert pids(dataset) == {os.getpid()}
-    assert "encoding in this process alone" in caplog.text
+    assert "encoding records in this process alone" in caplog.text
     assert caplog.records[0].levelno == logging.WARNING
 
 

@@ -12,6 +12,7 @@ from drawbar.data.loader import EvalLoader, MicroBatchSize, SampleRows, TrainLoa
 from drawbar.data.order import order
 from drawbar.data.packing import PackedRows
 from drawbar.data.plan import plan_rows
+from drawbar.data.prefetch import BatchMaker, Prefetcher
 from drawbar.data.sampler import Grouped, InOrder, Sampler, Shuffled
 from drawbar.errors import UserError
 
@@ -50,7 +51,7 @@ def loaders(
             micro_batch=micro_batch,
             rank=rank,
             world_size=world_size,
-            collate=collate,
+            prefetcher=Prefetcher(BatchMaker(collate), ahead=False),
         )
         for rank in range(world_size)
     ]
@@ -243,7 +244,7 @@ def test_packed_rows_give_every_sample_once_an_epoch(lengths: list[int], global_
             micro_batch=ROWS,
             rank=rank,
             world_size=world_size,
-            collate=collate,
+            prefetcher=Prefetcher(BatchMaker(collate), ahead=False),
         )
         for rank in range(world_size)
     ]

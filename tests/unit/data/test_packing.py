@@ -114,7 +114,7 @@ def test_neither_side_of_a_decoders_row_is_too_long(sizes: list[tuple[int, int]]
     )
     rows = PackedRows(samples, plan_rows(packed_lengths(samples, "decoder"), 12, seed), "decoder")
     for index in range(len(rows)):
-        row = rows.row(index, lambda sample: sample)
+        row = rows.join(rows.read(index))
         assert max(len(row["input_ids"]), len(row["labels"])) <= 12
         assert len(row["decoder_segment_ids"]) == len(row["decoder_input_ids"]) == len(row["labels"])
 
@@ -122,7 +122,7 @@ def test_neither_side_of_a_decoders_row_is_too_long(sizes: list[tuple[int, int]]
 def test_the_fields_of_samples_come_in_the_order_of_the_ids() -> None:
     samples = dataset([{"input_ids": [1] * (number + 1), "labels": number, "score": number / 2} for number in range(6)])
     rows = PackedRows(samples, plan_of([[0, 3], [1, 4], [2], [5]]), "sample")
-    batch = pad_and_stack([rows.row(index, lambda sample: sample) for index in (1, 3, 0, 2)])
+    batch = pad_and_stack([rows.join(rows.read(index)) for index in (1, 3, 0, 2)])
     assert batch.ids == [1, 4, 5, 0, 3, 2]
     assert batch["labels"].tolist() == batch.ids
     assert batch["score"].tolist() == [number / 2 for number in batch.ids]
@@ -132,7 +132,9 @@ def test_the_fields_of_samples_come_in_the_order_of_the_ids() -> None:
 
 def test_each_sample_of_a_row_is_varied_by_itself() -> None:
     rows = PackedRows(dataset([{"input_ids": [1, 2]}, {"input_ids": [3]}]), plan_of([[0, 1]]), "next_token")
-    row = rows.row(0, lambda sample: {**sample, "input_ids": np.append(sample["input_ids"], 10 * sample["id"])})
+    row = rows.join(
+        [{**sample, "input_ids": np.append(sample["input_ids"], 10 * sample["id"])} for sample in rows.read(0)]
+    )
     assert row["input_ids"].tolist() == [1, 2, 0, 3, 10]
     assert row["segment_ids"].tolist() == [0, 0, 0, 1, 1]
 
@@ -141,7 +143,7 @@ def test_a_field_that_the_layout_does_not_know_is_refused() -> None:
     """Labels that ``augment`` adds would be lost in silence."""
     rows = PackedRows(dataset([{"input_ids": [1, 2]}]), plan_of([[0]]), "token")
     with pytest.raises(UserError, match="the task's augment adds labels, which its encode does not give"):
-        rows.row(0, lambda sample: {**sample, "labels": sample["input_ids"]})
+        rows.join([{**sample, "labels": sample["input_ids"]} for sample in rows.read(0)])
 
 
 def test_positions_of_the_task_are_kept() -> None:
@@ -156,7 +158,7 @@ def test_packing_keeps_every_token_and_every_target(documents: list[list[int]], 
     found: dict[int, list[int]] = {}
     targets = 0
     for index in range(len(packed)):
-        row = packed.row(index, lambda sample: sample)
+        row = packed.join(packed.read(index))
         assert len(row["input_ids"]) == packed.lengths[index]
         targets += int((row["labels"][1:] != -100).sum())
         for segment, sample in enumerate(row["ids"]):

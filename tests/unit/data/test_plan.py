@@ -98,7 +98,10 @@ def test_no_row_holds_samples_of_two_sources() -> None:
 
 
 def kept(lengths: np.ndarray, folder: Path) -> tuple[Plan, list[int]]:
-    return keep_plan(lengths, [400, 600], 64, 1, cache=folder, timeout=60)
+    of_samples = str(lengths.sum())
+    return keep_plan(
+        lambda: lengths, [400, 600], 64, 1, of_samples=of_samples, targets="token", cache=folder, timeout=60
+    )
 
 
 def test_a_plan_that_is_kept_is_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,6 +112,9 @@ def test_a_plan_that_is_kept_is_not_made_again(tmp_path: Path, monkeypatch: pyte
         patch.setattr(planning, "plan_rows", lambda *_: pytest.fail("planned again"))
         plan, again = kept(lengths, tmp_path)
     assert (rows_of(plan), again, plan.digest("x")) == (rows_of(made), rows, made.digest("x"))
+    assert plan.digest(str(lengths.sum())) == made.digest(str(lengths.sum()))  # which was kept
+    assert plan.lengths is not None
+    assert plan.lengths[:].tolist() == made.row_lengths(lengths).tolist()
     lengths[0] = 65 - lengths[0]
     assert rows_of(kept(lengths, tmp_path)[0]) == rows_of(plan_sources(lengths, [400, 600], 64, 1)[0])
 

@@ -15,6 +15,7 @@ from drawbar.data.dataset import Sample, encode_records
 from drawbar.data.loader import MicroBatchSize, Rows, SampleRows
 from drawbar.data.packing import PackedRows
 from drawbar.data.plan import plan_rows
+from drawbar.data.prefetch import BatchMaker, Prefetcher
 from drawbar.data.sources import LocatedRecord
 from drawbar.data.stream import StreamLoader, StreamSettings
 from drawbar.distributed.process_group import Distributed
@@ -91,6 +92,7 @@ class Case:
     shuffle: bool = True
     steps: int = 30
     first: int = 0
+    ahead: bool = True
     state: dict[str, Any] | None = field(default=None, hash=False)
     code: dict[str, str] = field(default_factory=dict, hash=False)
 
@@ -117,7 +119,7 @@ class Case:
             lambda located: rows_of(located, encode, self.packed),
             ranks=world.dp_group,
             micro_batch=self.micro_batch,
-            collate=collate,
+            prefetcher=Prefetcher(BatchMaker(collate), ahead=self.ahead),
         )
         if self.state is not None:
             loader.load(json.loads(json.dumps(self.state)))
@@ -407,7 +409,9 @@ def test_a_fork_with_other_lanes_goes_on_where_a_block_began(
     assert forked[-1].state["cursor"]["epoch"] == 1
 
 
-def test_an_error_of_the_stream_is_raised_in_the_step() -> None:
+def test_an_error_of_the_stream_is_raised_in_its_step() -> None:
+    """What is read ahead costs no step before it."""
+
     class Broken(Numbers):
         def read(self, lane: int, lanes: int, first: int) -> Iterator[LocatedRecord]:
             for located in super().read(lane, lanes, first):
@@ -415,17 +419,21 @@ def test_an_error_of_the_stream_is_raised_in_the_step() -> None:
                     raise UserError("not JSON", where="train.jsonl:31", remedy="mend it")
                 yield located
 
-    loader = Case((60,)).loader(alone(), sources=[Broken(0, 60)])
-    with pytest.raises(UserError, match="not JSON"):
-        list(loader.steps(0, 40))
+    made: dict[bool, list[int]] = {False: [], True: []}
+    for ahead, steps in made.items():
+        loader = Case((60,), ahead=ahead).loader(alone(), sources=[Broken(0, 60)])
+        with pytest.raises(UserError, match="not JSON"):
+            steps.extend(step for step, _ in loader.steps(0, 40))
+    assert made[True] == made[False] != []
 
 
 @pytest.mark.parametrize("weights", [None, (1.0, 1.0)])
 def test_memory_is_constant(weights: tuple[float, float] | None) -> None:
-    """The block in use, the next one, and a record of each source to know whether there are more; never more."""
+    """The block in use, the next one, a record of each source to know whether there are more, and the step that is
+    prepared ahead; never more."""
     case = Case((1500, 1500), weights=weights, lanes=6, records=6, global_batch=10)
     sources = case.sources
     loader = case.loader(alone(), one_sample_of, sources)
     ahead = [sum(source.given for source in sources) - step * 10 for step, _ in loader.steps(0, 300)]
     assert len(ahead) == 300
-    assert max(ahead) <= 2 * 36 + 2
+    assert max(ahead) <= 2 * 36 + 2 + 10

@@ -63,7 +63,7 @@ def test_the_weight_is_the_number_of_targets(texts: list[str], sequence_length: 
     rows: Rows = SampleRows(samples)
     if packed:
         rows = PackedRows(samples, plan_rows(samples.lengths, sequence_length, seed=0), "next_token")
-    batch = task.collate([rows.row(number, lambda sample: sample) for number in range(len(rows))])
+    batch = task.collate([rows.join(rows.read(number)) for number in range(len(rows))])
     assert task.num_targets(batch) == len(targets_of(batch)) == sum(len(tokens_of(text)) - 1 for text in texts)
     assert sorted(batch.ids) == list(range(len(samples)))
     assert all(tensor.dtype == torch.int64 for tensor in batch.values())

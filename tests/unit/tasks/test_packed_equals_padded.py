@@ -49,7 +49,7 @@ def test_loss_and_gradients_are_those_of_padded_rows(family: str, tied: bool) ->
     packed = PackedRows(samples, plan, "next_token")
     assert 1 < len(packed) < len(samples) - 2
     padded_batch = task.collate([samples[number] for number in range(len(samples))])
-    packed_batch = task.collate([packed.row(number, lambda sample: sample) for number in range(len(packed))])
+    packed_batch = task.collate([packed.join(packed.read(number)) for number in range(len(packed))])
     assert task.num_targets(packed_batch) == task.num_targets(padded_batch) == 29 + 1 + 12 + 0 + 0 + 24 + 2 + 1
 
     padded_loss, padded_gradients = loss_and_gradients(task, model, padded_batch)
@@ -61,7 +61,8 @@ def test_loss_and_gradients_are_those_of_padded_rows(family: str, tied: bool) ->
 def packed_row(task: Numbers, documents: list[list[int]]) -> Batch:
     records = [{"tokens": tokens, "context": 0} for tokens in documents]
     samples = encode_records(records, lambda record: task.encode(record, True), describe=str)
-    row = PackedRows(samples, plan_of([range(len(samples))]), "next_token").row(0, lambda sample: sample)
+    rows = PackedRows(samples, plan_of([range(len(samples))]), "next_token")
+    row = rows.join(rows.read(0))
     return task.collate([row])
 
 

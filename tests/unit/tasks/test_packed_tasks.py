@@ -11,9 +11,10 @@ from torch.nn import functional
 from drawbar.config.schema.run_config import DataSection, RunConfig, RunSection
 from drawbar.config.schema.task_sections import BUILT_IN_TASKS, TaskConfig
 from drawbar.data.dataset import EncodedDataset, encode_records
-from drawbar.data.loader import Augment
+from drawbar.data.loader import raw_batch
 from drawbar.data.packing import PackedRows
 from drawbar.data.plan import Plan, plan_rows
+from drawbar.data.prefetch import Augment, BatchMaker
 from drawbar.data.tokenizer import train_byte_bpe
 from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
@@ -25,7 +26,8 @@ from drawbar.tasks.task import Task
 from drawbar.tasks.task_context import TaskContext
 from drawbar.tasks.task_registry import task_class
 from drawbar.tracking.console import make_console
-from drawbar.train.batches import make_augment, make_loader
+from drawbar.train.batch_making import make_augment
+from drawbar.train.batches import make_loader
 from plans import plan_of
 from tiny import CPU
 
@@ -96,7 +98,7 @@ def encoded(task: Task, rows: list[dict[str, Any]]) -> EncodedDataset:
 def packed(task: Task, samples: EncodedDataset, plan: Plan, augment: Augment) -> Batch:
     assert task.targets is not None
     rows = PackedRows(samples, plan, task.targets)
-    return task.collate([rows.row(number, lambda sample: augment(sample, 0)) for number in range(len(rows))])
+    return BatchMaker(task.collate, augment)(raw_batch(rows, np.arange(len(rows)), epoch=0))
 
 
 def loss_and_gradients(task: Task, model: nn.Module, batch: Batch) -> tuple[float, torch.Tensor]:

@@ -8,15 +8,16 @@ import drawbar
 from drawbar.config.schema.run_config import RunConfig, RunSection
 from drawbar.config.schema.task_sections import TaskConfig
 from drawbar.data.dataset import Sample, encode_records
-from drawbar.data.loader import Augment, EvalLoader, Loader, MicroBatchSize, Rows, SampleRows, TrainLoader
+from drawbar.data.loader import EvalLoader, Loader, MicroBatchSize, Rows, SampleRows, TrainLoader
 from drawbar.data.packing import PackedRows
 from drawbar.data.plan import plan_rows
+from drawbar.data.prefetch import Augment, BatchMaker, Prefetcher
 from drawbar.data.sampler import Shuffled
 from drawbar.data.sources import LocatedRecord
 from drawbar.data.stream import StreamLoader, StreamSettings
 from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
-from drawbar.train.batches import make_augment
+from drawbar.train.batch_making import make_augment
 from harness import run_ranks
 from tiny import CPU
 
@@ -64,7 +65,8 @@ class Source:
 
 
 def loader_of(layout: str, seed: int, world: Distributed) -> Loader[Draws]:
-    packed, micro_batch, augment = "packed" in layout, MicroBatchSize(rows=2), augment_of(seed, train=True)
+    packed, micro_batch = "packed" in layout, MicroBatchSize(rows=2)
+    prefetcher = Prefetcher(BatchMaker(collate, augment_of(seed, train=True)))
     if "streaming" in layout:
         settings = StreamSettings(seed=0, shuffle=True, lanes=2, records_per_lane=4, global_batch=5, fingerprint="")
 
@@ -72,13 +74,7 @@ def loader_of(layout: str, seed: int, world: Distributed) -> Loader[Draws]:
             return rows_of([one.record["number"] for one in located], packed)
 
         return StreamLoader(
-            [Source()],
-            settings,
-            encode,
-            ranks=world.dp_group,
-            micro_batch=micro_batch,
-            collate=collate,
-            augment=augment,
+            [Source()], settings, encode, ranks=world.dp_group, micro_batch=micro_batch, prefetcher=prefetcher
         )
     rows = rows_of(range(RECORDS), packed)
     sampler = Shuffled(len(rows), seed=0)
@@ -89,8 +85,7 @@ def loader_of(layout: str, seed: int, world: Distributed) -> Loader[Draws]:
         micro_batch=micro_batch,
         rank=world.rank,
         world_size=world.size,
-        collate=collate,
-        augment=augment,
+        prefetcher=prefetcher,
     )
 
 

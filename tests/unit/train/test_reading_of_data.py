@@ -107,7 +107,7 @@ def test_a_warm_start_opens_no_file_of_the_data(
     assert [path for path in opened if path.suffix == ".jsonl"] == []
     assert f"1 bad record left out:\n  {tmp_path}/b.jsonl:1: the line is not valid JSON" in caplog.text
     drawn = sampler.rows(0, np.arange(sampler.size))
-    first = [rows.row(int(row), lambda sample: sample)["input_ids"][0] for row in drawn]
+    first = [rows.join(rows.read(int(row)))["input_ids"][0] for row in drawn]
     assert np.mean(np.array(first) < RECORDS // 3) == pytest.approx(0.75, abs=0.01)
 
 

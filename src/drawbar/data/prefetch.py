@@ -1,0 +1,349 @@
+"""Batches prepared ahead of training: in a thread of this process, and in processes that it feeds."""
+
+import io
+import pickle
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
+from traceback import format_exception
+from typing import Any, Generic, TypeVar, cast
+
+import torch
+
+from drawbar.data.columns import Sample
+from drawbar.data.worker_pool import WorkerPool, pickled
+from drawbar.runtime.log import logger
+from drawbar.runtime.seed import rng_bytes
+
+Batch = TypeVar("Batch")
+Collate = Callable[[list[Sample]], Batch]
+Augment = Callable[[Sample, int], Sample]
+"""(sample, epoch) → the sample as this epoch sees it."""
+Join = Callable[[list[Sample]], Sample]
+"""The augmented samples of a row → the row."""
+
+ACTIVITY = "preparing batches"
+TELL_SECONDS = 60.0
+"""How often the log says that training waits for its batches."""
+CLOSE_SECONDS = 60.0
+"""The longest wait for the micro-batch that is being made when training ends."""
+
+
+@dataclass(frozen=True)
+class RawRow:
+    """The samples of a row as they were encoded."""
+
+    samples: list[Sample]
+    join: Join
+
+
+@dataclass(frozen=True)
+class RawBatch:
+    """The rows of a micro-batch: what is read in this process, and may be sent to a worker."""
+
+    rows: list[RawRow]
+    epoch: int
+
+
+def unchanged(sample: Sample, epoch: int) -> Sample:
+    """The ``Augment`` of samples that are the same in every epoch."""
+    return sample
+
+
+@dataclass(frozen=True)
+class BatchMaker(Generic[Batch]):
+    """The work that may be done in another process: augment, join and collate. It pickles if its parts do."""
+
+    collate: Collate[Batch]
+    augment: Augment = unchanged
+
+    def __call__(self, raw: RawBatch) -> Batch:
+        return self.collate([self._row(row, raw.epoch) for row in raw.rows])
+
+    def _row(self, row: RawRow, epoch: int) -> Sample:
+        return row.join([self.augment(sample, epoch) for sample in row.samples])
+
+
+@dataclass(frozen=True)
+class PlannedMicroBatch:
+    """Which rows a micro-batch has; they are not read yet."""
+
+    read: Callable[[], RawBatch]
+    """May be called in another thread."""
+    is_filler: bool = False
+
+
+@dataclass(frozen=True)
+class MicroBatch(Generic[Batch]):
+    """One forward on one rank."""
+
+    batch: Batch
+    is_filler: bool = False
+    """A rank without rows runs it, so that all ranks run equally often; its loss is left out."""
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What one rank computes in a step, and where the data stands after it."""
+
+    micro_batches: list[PlannedMicroBatch]
+    tokens: int
+    after: Any
+    """The loader's position once this step is made."""
+
+
+@dataclass(frozen=True)
+class PreparedStep(Generic[Batch]):
+    plan: StepPlan
+    micro_batches: list[MicroBatch[Batch]]
+    waited: float
+    """Seconds for which training waited for this step's batches."""
+
+
+class Prefetcher(Generic[Batch]):
+    """Prepares the batches of the next steps while a step is trained.
+
+    A thread reads the samples of a micro-batch, and makes the batch of them or, with ``processes``, sends them to
+    one that does, as soon as one has started. Who makes a batch changes nothing in it. Ahead of the step that is
+    trained are two micro-batches for each process (without processes, two), in whole steps: a bound on the memory.
+
+    Augment or collate may draw from the generators of Python, NumPy or torch, which a checkpoint holds, and which
+    dropout draws from. The first step shows it: then every batch is made in the thread of training, at its step.
+
+    Args:
+        maker: what makes a batch.
+        ahead: False to make each batch at its step.
+        processes: how many make batches; 0 for none besides this one.
+        finish: called in this process with each batch that was made ahead, such as to pin its memory.
+        timeout: longest wait for a process, in seconds.
+    """
+
+    def __init__(
+        self,
+        maker: BatchMaker[Batch],
+        *,
+        ahead: bool = True,
+        processes: int = 0,
+        finish: Callable[[Batch], Batch] | None = None,
+        timeout: float = float("inf"),
+    ) -> None:
+        self._maker = maker
+        self._processes = processes
+        self._finish = finish or _given
+        self._timeout = timeout
+        self._ahead = 2 * max(1, processes) if ahead else 0
+        self._is_deferred = not ahead
+        """Whether batches are made at their step."""
+        self._preparer: _Preparer[Batch] | None = None
+
+    def steps(
+        self, plan: Callable[[bool], StepPlan | None], first: int, last: int
+    ) -> Iterator[tuple[int, PreparedStep[Batch]]]:
+        """(step, its batches) for the steps after ``first``, up to and with ``last``.
+
+        Args:
+            plan: plans the next step, in this thread; it may wait for other ranks, which all plan at the same
+                moments. Told whether an earlier step is still to be trained, it may then return None, and is asked
+                again after that one: an error is to come no earlier than its step.
+        """
+        planned = deque[tuple[StepPlan, list[Callable[[], Batch]]]]()
+        try:
+            for step in range(first + 1, last + 1):
+                began = time.perf_counter()
+                while step + len(planned) <= last and (not planned or self._count_ahead(planned) < self._ahead):
+                    found = plan(bool(planned))
+                    if found is None:
+                        break
+                    planned.append((found, self._begin(found)))
+                now, results = planned.popleft()
+                each = zip(results, now.micro_batches, strict=True)
+                micro_batches = [MicroBatch(result(), micro.is_filler) for result, micro in each]
+                yield step, PreparedStep(now, micro_batches, time.perf_counter() - began)
+        finally:
+            self.close()
+
+    @staticmethod
+    def _count_ahead(planned: deque[tuple[StepPlan, list[Callable[[], Batch]]]]) -> int:
+        """Micro-batches of the steps after the next one."""
+        return sum(len(results) for _, results in planned) - len(planned[0][1])
+
+    def _begin(self, plan: StepPlan) -> list[Callable[[], Batch]]:
+        """Begin to make the batches of a step; what is returned waits for each of them."""
+        reads = [micro.read for micro in plan.micro_batches]
+        if self._is_deferred:
+            return [partial(self._make, read) for read in reads]
+        if self._preparer is None:
+            return self._make_first(reads)
+        return [partial(self._preparer.result, self._preparer.submit(read)) for read in reads]
+
+    def _make(self, read: Callable[[], RawBatch]) -> Batch:
+        return self._maker(read())
+
+    def _make_first(self, reads: list[Callable[[], RawBatch]]) -> list[Callable[[], Batch]]:
+        """The batches of the first step, made in this thread, and a preparer for the others if these drew nothing."""
+        before = rng_bytes()
+        batches = [self._finish(self._make(read)) for read in reads]
+        if rng_bytes() != before:
+            self._is_deferred = True
+            logger.warning(
+                "batches are not prepared ahead of training, as the task's augment or collate draws from a generator "
+                "that checkpoints hold (of torch, numpy or random): let augment draw from its rng"
+            )
+        else:
+            self._preparer = _Preparer(self._maker, self._finish, self._pool())
+        return [partial(_given, batch) for batch in batches]
+
+    def _pool(self) -> WorkerPool | None:
+        function = pickled(_WorkerMaker(self._maker), ACTIVITY) if self._processes else None
+        if function is None:
+            return None
+        return WorkerPool(function, self._processes, timeout=self._timeout, activity=ACTIVITY)
+
+    def close(self) -> None:
+        """End the thread and the processes, as the end of ``steps`` does: to be called where an error may keep the
+        frame of a loop over it alive. Batches that were made ahead are lost; positions do not count them."""
+        if self._preparer is not None:
+            self._preparer.close()
+            self._preparer = None
+
+
+def _given(batch: Batch) -> Batch:
+    return batch
+
+
+class _Preparer(Generic[Batch]):
+    """A thread that makes batches in the order in which they were asked for, or has them made in the processes of a
+    pool, once one of these has started."""
+
+    def __init__(
+        self, make: Callable[[RawBatch], Batch], finish: Callable[[Batch], Batch], pool: WorkerPool | None
+    ) -> None:
+        self._make = make
+        self._finish = finish
+        self._pool = pool
+        self._started = pool.start() if pool else []
+        self._queue = SimpleQueue[tuple[Callable[[], RawBatch], Future[Batch]] | None]()
+        self._is_closed = False
+        self._has_one_core = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="drawbar-batches", daemon=True)
+        threads = torch.get_num_threads()
+        self._thread.start()
+        self._has_one_core.wait()
+        torch.set_num_threads(threads)  # for threads that are still to start, which take the newest number
+
+    def submit(self, read: Callable[[], RawBatch]) -> Future[Batch]:
+        future = Future[Batch]()
+        self._queue.put((read, future))
+        return future
+
+    def result(self, future: Future[Batch]) -> Batch:
+        """The batch, or the error that came up in making it.
+
+        Raises:
+            UserError: a process died, or gave no result in time.
+        """
+        if self._pool is not None:
+            return cast(Batch, self._pool.result(future))
+        began = time.monotonic()
+        while not wait_for([future], TELL_SECONDS).done:
+            logger.info("training waits for its next batch: %s (%.0f s)", ACTIVITY, time.monotonic() - began)
+        return future.result()
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._queue.put(None)
+        self._thread.join(CLOSE_SECONDS)
+        if self._thread.is_alive():
+            logger.warning("the thread for %s is still at one after %.0f s: it is left alone", ACTIVITY, CLOSE_SECONDS)
+        if self._pool is not None:
+            self._pool.close()
+
+    def _run(self) -> None:
+        torch.set_num_threads(1)  # of this thread, once it asks for the number: the other cores are for the step
+        torch.get_num_threads()
+        self._has_one_core.set()
+        while (asked := self._queue.get()) is not None:
+            read, future = asked
+            if self._is_closed:
+                continue
+            try:
+                self._prepare(read(), future)
+            except BaseException as error:  # noqa: BLE001 - training raises it, at its step
+                future.set_exception(error)
+
+    def _prepare(self, raw: RawBatch, future: Future[Batch]) -> None:
+        if self._pool is None or not any(started.done() for started in self._started):
+            future.set_result(self._finish(self._make(raw)))
+        else:
+            self._pool.submit(raw).add_done_callback(partial(self._receive, future))
+
+    def _receive(self, future: Future[Batch], sent: Future[bytes]) -> None:
+        """Runs in a thread of the pool."""
+        try:
+            future.set_result(self._finish(_unpickled(sent.result())))
+        except BaseException as error:  # noqa: BLE001 - training raises it, at its step
+            future.set_exception(error)
+
+
+@dataclass(frozen=True)
+class _WorkerMaker(Generic[Batch]):
+    """Makes batches in a worker process, and gives them as bytes."""
+
+    make: BatchMaker[Batch]
+
+    def __call__(self, raw: RawBatch) -> bytes:
+        try:
+            return _pickle(self.make(raw))
+        except Exception as error:  # noqa: BLE001 - training raises it
+            return pickle.dumps(_Failure.of(error))
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """An error in a worker process."""
+
+    error: Exception
+
+    @classmethod
+    def of(cls, error: Exception) -> "_Failure":
+        text = "".join(format_exception(error))
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:  # noqa: BLE001 - of a class of the user's that cannot be pickled
+            error = RuntimeError(f"{type(error).__name__}: {error}")
+        error.add_note(f"In a process for {ACTIVITY}:\n{text}")
+        return cls(error)
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles a tensor's values as plain bytes: not in shared memory, as torch sends tensors between processes, of
+    which containers have little, and which a killed process leaves behind."""
+
+    def reducer_override(self, found: Any) -> Any:
+        if type(found) is not torch.Tensor or found.device.type != "cpu" or not found.is_contiguous():
+            return NotImplemented
+        values = pickle.PickleBuffer(found.detach().reshape(-1).view(torch.uint8).numpy())
+        return _tensor, (values, found.dtype, found.shape)
+
+
+def _tensor(values: bytearray, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+    return torch.frombuffer(values, dtype=dtype).reshape(shape) if len(values) else torch.empty(shape, dtype=dtype)
+
+
+def _pickle(batch: Any) -> bytes:
+    room = io.BytesIO()
+    _Pickler(room, protocol=5).dump(batch)
+    return room.getvalue()
+
+
+def _unpickled(data: bytes) -> Any:
+    found = pickle.loads(data)
+    if isinstance(found, _Failure):
+        raise found.error
+    return found

@@ -1,0 +1,70 @@
+"""Readers of one rank's records of a stream, one after another."""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from drawbar.data.sources import LocatedRecord
+from drawbar.distributed.process_group import DataParallelGroup
+
+
+class Stream(Protocol):
+    """One source that can be read from anywhere; see ``SourceStream``."""
+
+    weight: float | None
+    size: int | None
+    """How many records it has, those that are left out included; None before it was read to its end."""
+
+    def read(self, lane: int, lanes: int, first: int) -> Iterator[LocatedRecord]: ...
+
+
+class LaneReader:
+    """Reads this rank's records of one source sequentially; seeks only when the position jumps."""
+
+    def __init__(self, stream: Stream, ranks: DataParallelGroup) -> None:
+        self.stream = stream
+        self.rank, self.ranks = ranks.rank, ranks.size
+        self.ends = 0
+        """How often the end was reached."""
+        self._visits: Iterator[tuple[int, LocatedRecord]] = iter(())
+        self._pending: tuple[int, LocatedRecord] | None = None
+        self._stop = -1
+
+    def take(self, first: int, stop: int) -> tuple[list[tuple[int, LocatedRecord]], int]:
+        """This rank's (index, record) pairs for ``first`` <= index < ``stop``, and how often the source ended.
+
+        An exhausted source reports its end again in every call.
+        """
+        ends = self.ends
+        if first != self._stop:
+            self._visits = self.visits(first)
+            self._pending = next(self._visits, None)
+        found = []
+        while self._pending is not None and self._pending[0] < stop:
+            found.append(self._pending)
+            self._pending = next(self._visits, None)
+        self._stop = stop
+        return found, self.ends - ends if self._pending is not None else 1
+
+    def visits(self, first: int) -> Iterator[tuple[int, LocatedRecord]]:
+        """(number, record) of this rank's records, from a number on."""
+        for located in self.stream.read(self.rank, self.ranks, first):
+            yield located.position, located
+
+
+class EndlessLaneReader(LaneReader):
+    """An endlessly repeated source: read u is record ``u % size``, and number ``u // ranks`` of rank ``u % ranks``."""
+
+    def visits(self, first: int) -> Iterator[tuple[int, LocatedRecord]]:
+        visit, turns_without = self.rank + self.ranks * first, 0
+        while turns_without < self.ranks:  # in this many passes, a rank is assigned some record of any source
+            size = self.stream.size
+            turn, place = divmod(visit, size) if size else (0, visit)
+            start, lane = visit - place, place % self.ranks
+            turns_without += size is not None  # else this turn may only have found out the size
+            for located in self.stream.read(lane, self.ranks, place // self.ranks):
+                turns_without = 0
+                yield (start + lane + self.ranks * located.position) // self.ranks, located
+            assert self.stream.size is not None
+            self.ends += 1
+            after = (turn + 1) * self.stream.size
+            visit = max(visit, after + (self.rank - after) % self.ranks)

@@ -1,0 +1,41 @@
+"""Copies of batches to the device, beside the computation."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from drawbar.data.prefetch import MicroBatch
+from drawbar.tasks.batch import Batch
+
+
+class DeviceCopies:
+    """Copies micro-batches to a device: on CUDA in a stream of their own, each while the one before it is computed.
+    Copies in the stream of the computation would wait for all that is queued there, and what follows would wait for
+    them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def of(self, micro_batches: Sequence[MicroBatch[Batch]]) -> Iterator[Batch]:
+        """The batches on the device, in order. At most two are there at a time that nobody has let go."""
+        copies = map(self._copy, micro_batches)
+        copy = next(copies, None)
+        while copy is not None:
+            following = next(copies, None)
+            yield self._for_computation(*copy)
+            copy = following
+
+    def _copy(self, micro: MicroBatch[Batch]) -> tuple[Batch, torch.cuda.Event | None]:
+        if self._stream is None:
+            return micro.batch.to(self._device), None
+        with torch.cuda.stream(self._stream):
+            return micro.batch.to(self._device), self._stream.record_event()
+
+    def _for_computation(self, batch: Batch, copied: torch.cuda.Event | None) -> Batch:
+        if copied is not None:
+            computation = torch.cuda.current_stream(self._device)
+            computation.wait_event(copied)
+            for tensor in batch.values():
+                tensor.record_stream(computation)  # else its memory is free for the next copy when Python lets it go
+        return batch

@@ -1,0 +1,62 @@
+"""How training batches are made of encoded samples: by the task's augment and collate, ahead of the step."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from drawbar.config.schema.run_config import RunConfig
+from drawbar.data.dataset import Sample
+from drawbar.data.prefetch import Augment, BatchMaker, Prefetcher, unchanged
+from drawbar.tasks.batch import Batch
+from drawbar.tasks.method_fault import fault
+from drawbar.tasks.task import Task
+
+
+def make_augment(task: Task, config: RunConfig, train: bool) -> Augment:
+    """``task.augment`` with a generator that is a pure function of seed, epoch and sample."""
+    return unchanged if type(task).augment is Task.augment else TaskAugment(task, config.run.seed, train)
+
+
+@dataclass(frozen=True)
+class TaskAugment:
+    """See ``make_augment``. It pickles, as tasks do."""
+
+    task: Task
+    seed: int
+    train: bool
+
+    def __call__(self, sample: Sample, epoch: int) -> Sample:
+        # a counter-based generator: no two samples or epochs ever share a number
+        rng = np.random.Generator(np.random.Philox(key=[self.seed, epoch], counter=[0, 0, sample["id"], 0]))
+        augmented = self.task.augment(sample, self.train, rng)
+        if not isinstance(augmented, dict):
+            raise fault(self.task, "augment", f"returns {type(augmented).__name__}", "return the sample as a dict")
+        return {**augmented, "id": sample["id"], "ids": sample["ids"]}
+
+
+def make_prefetcher(task: Task, config: RunConfig, device: torch.device, ahead: bool) -> Prefetcher[Batch]:
+    """What makes training batches, as ``data.workers`` says.
+
+    Args:
+        ahead: False to make each batch at its step, whatever ``data.workers`` says.
+    """
+    workers = config.data.workers
+    return Prefetcher(
+        BatchMaker(task.collate, make_augment(task, config, train=True)),
+        ahead=ahead and workers != 0,
+        processes=0 if workers == "auto" else workers,
+        finish=_Pinned(device) if device.type == "cuda" else None,
+        timeout=config.launch.timeout,
+    )
+
+
+@dataclass(frozen=True)
+class _Pinned:
+    """Moves batches into pinned memory, in any thread."""
+
+    device: torch.device
+
+    def __call__(self, batch: Batch) -> Batch:
+        with torch.cuda.device(self.device):  # a new thread's device is the first one, where it would make a context
+            return batch.pin_memory()

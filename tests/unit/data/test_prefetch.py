@@ -1,0 +1,260 @@
+"""Batches prepared ahead of training. What makes batches is at the top of the module: worker processes import it."""
+
+import multiprocessing
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from drawbar.data import prefetch
+from drawbar.data.dataset import Sample, encode_records
+from drawbar.data.loader import MicroBatchSize, SampleRows, TrainLoader, only_sample
+from drawbar.data.prefetch import (
+    BatchMaker,
+    MicroBatch,
+    Prefetcher,
+    RawBatch,
+    RawRow,
+    _unpickled,
+    _WorkerMaker,
+    unchanged,
+)
+from drawbar.data.sampler import InOrder, Shuffled
+from drawbar.errors import ExitCode, UserError
+
+ROWS = 50
+STEPS = 20
+WORKERS = pytest.mark.parametrize("processes", [0, 1, 2])
+
+Batch = dict[str, torch.Tensor]
+
+
+def stacked(samples: list[Sample]) -> Batch:
+    """Tensors of several dtypes, and one of another layout in memory than its shape says."""
+    tokens = torch.tensor([int(sample["input_ids"][0]) for sample in samples])
+    turned = torch.arange(6.0).reshape(2, 3).T
+    return {"tokens": tokens, "half": tokens.bfloat16(), "none": tokens[:0], "one": tokens.sum(), "turned": turned}
+
+
+def noisy(sample: Sample, epoch: int) -> Sample:
+    drawn = np.random.default_rng([epoch, sample["id"]]).integers(2**30)
+    return {**sample, "input_ids": sample["input_ids"] + drawn}
+
+
+def where_made(samples: list[Sample]) -> tuple[int, str]:
+    return os.getpid(), threading.current_thread().name
+
+
+class Odd(Exception):
+    """Cannot be unpickled: its arguments are others than its constructor's."""
+
+    def __init__(self, sample: int, reason: str) -> None:
+        super().__init__(f"sample {sample} is {reason}")
+
+
+@dataclass(frozen=True)
+class At:
+    """Does something at one sample."""
+
+    number: int
+    do: Callable[[], Any]
+
+    def __call__(self, sample: Sample, epoch: int) -> Sample:
+        if sample["id"] == self.number:
+            self.do()
+        return sample
+
+
+def raise_odd() -> None:
+    raise Odd(7, "odd")
+
+
+def raise_user_error() -> None:
+    raise UserError("the sample is too long", where="train.jsonl:8", remedy="cut it")
+
+
+def kill_worker() -> None:
+    if multiprocessing.parent_process() is not None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class Counting:
+    """Appends to a file for each batch that is made."""
+
+    path: Path
+
+    def __call__(self, samples: list[Sample]) -> list[int]:
+        with self.path.open("a") as file:
+            file.write(f"{len(samples)}\n")
+        return [sample["id"] for sample in samples]
+
+
+@contextmanager
+def loader_of(
+    collate: Any, augment: Any = unchanged, *, in_order: bool = False, **options: Any
+) -> Iterator[TrainLoader[Any]]:
+    records = [{"input_ids": [number] * (1 + number % 3)} for number in range(ROWS)]
+    samples = SampleRows(encode_records(records, lambda record: record, describe=str))
+    loader = TrainLoader(
+        samples,
+        InOrder(ROWS) if in_order else Shuffled(ROWS, seed=3),
+        global_batch=6,
+        micro_batch=MicroBatchSize(rows=2),
+        rank=0,
+        world_size=1,
+        prefetcher=Prefetcher(BatchMaker(collate, augment), **{"timeout": 60, **options}),
+    )
+    try:
+        yield loader
+    finally:
+        loader.close()
+        assert multiprocessing.active_children() == []
+        assert "drawbar-batches" not in [thread.name for thread in threading.enumerate()]
+
+
+def wait_for_workers(loader: TrainLoader[Any]) -> None:
+    """Until all processes have started, so that they and not the thread make what comes."""
+    preparer = loader.prefetcher._preparer
+    assert preparer is not None
+    prefetch.wait_for(preparer._started)
+
+
+def plain(step: tuple[int, list[MicroBatch[Batch]]]) -> Any:
+    number, micro_batches = step
+    return number, [
+        {name: (str(part.dtype), tuple(part.shape), part.stride(), part.tolist()) for name, part in micro.batch.items()}
+        for micro in micro_batches
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[Any]:
+    with loader_of(stacked, noisy, ahead=False) as loader:
+        return list(map(plain, loader.steps(0, STEPS)))
+
+
+@WORKERS
+def test_batches_do_not_depend_on_who_makes_them(expected: list[Any], processes: int) -> None:
+    """Nor positions: a run that stops in the middle has seen no batch that was prepared for later."""
+    with loader_of(stacked, noisy, processes=processes) as loader:
+        steps = loader.steps(0, STEPS)
+        found = [plain(next(steps))]
+        if processes:
+            wait_for_workers(loader)
+        found += [plain(step) for step in islice(steps, 10)]
+        state = loader.state()
+        steps.close()  # type: ignore[attr-defined]
+        assert found == expected[:11]
+        assert list(map(plain, loader.steps(11, STEPS))) == expected[11:]  # the same loader goes on where it was
+    with loader_of(stacked, noisy) as loader:
+        loader.load(state)
+        assert list(map(plain, loader.steps(11, STEPS))) == expected[11:]
+
+
+def test_a_thread_makes_them_once_the_first_step_is_made() -> None:
+    with loader_of(where_made) as loader:
+        names = [{micro.batch for micro in micro_batches} for _, micro_batches in loader.steps(0, 4)]
+    here = os.getpid()
+    assert names == [{(here, "MainThread")}, *[{(here, "drawbar-batches")}] * 3]
+
+
+def test_so_many_batches_are_ahead_and_no_more(tmp_path: Path) -> None:
+    """A bound on the memory: after the step in use, three micro-batches, the next step that is whole."""
+    made = tmp_path / "made"
+    with loader_of(Counting(made)) as loader:
+        for step, _ in loader.steps(0, 6):
+            time.sleep(0.05)
+            assert len(made.read_text().splitlines()) <= 3 * (step + 1)
+    assert len(made.read_text().splitlines()) == 3 * 6  # nothing past the last step
+
+
+def test_a_slow_augment_runs_while_a_step_is_trained() -> None:
+    def slow(sample: Sample, epoch: int) -> Sample:
+        time.sleep(0.01)
+        return sample
+
+    with loader_of(stacked, slow) as loader:
+        for step, _ in loader.steps(0, 6):
+            time.sleep(0.2)  # the step takes three times as long as its samples
+            assert step == 1 or loader.waited < 0.05
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_an_error_comes_at_its_step(ahead: bool) -> None:
+    """Sample 20 is of the fourth step, and the one before it is trained."""
+    with loader_of(stacked, At(20, raise_odd), in_order=True, ahead=ahead) as loader:
+        made: list[int] = []
+        with pytest.raises(Odd, match="sample 7 is odd") as caught:
+            made.extend(step for step, _ in loader.steps(0, STEPS))
+    assert made == [1, 2, 3]
+    assert [entry.name for entry in caught.traceback][-1] == "raise_odd"
+    assert loader.state()["consumed"] == 18
+
+
+@pytest.mark.parametrize(
+    ("do", "kind", "what"),
+    [(raise_odd, RuntimeError, "Odd: sample 7 is odd"), (raise_user_error, UserError, "the sample is too long")],
+)
+def test_an_error_of_a_process_says_where_it_was(do: Any, kind: type[Exception], what: str) -> None:
+    work = _WorkerMaker(BatchMaker(stacked, At(0, do)))
+    with pytest.raises(kind, match=what) as caught:
+        _unpickled(work(RawBatch([RawRow([{"input_ids": [1], "id": 0}], only_sample)], epoch=0)))
+    assert f"in {do.__name__}" in "".join(caught.value.__notes__)
+    assert not isinstance(caught.value, UserError) or caught.value.where == "train.jsonl:8"
+
+
+def test_a_killed_process_is_an_error() -> None:
+    with loader_of(stacked, At(40, kill_worker), in_order=True, processes=1) as loader:
+        steps = loader.steps(0, STEPS)
+        next(steps)
+        wait_for_workers(loader)
+        with pytest.raises(UserError, match="a process for preparing batches was killed") as caught:
+            list(steps)
+    assert caught.value.exit_code == ExitCode.FAILED
+    assert caught.value.where == "data.workers"
+
+
+def test_what_cannot_be_sent_is_made_in_the_thread() -> None:
+    with loader_of(lambda samples: where_made(samples), processes=1) as loader:
+        makers = {micro.batch for _, micro_batches in loader.steps(1, 4) for micro in micro_batches}
+    assert {pid for pid, _ in makers} == {os.getpid()}
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.random, lambda: torch.rand(1)])
+def test_what_draws_from_the_generators_of_a_run_is_made_at_its_step(draw: Any) -> None:
+    """Dropout draws from them as well: only so do they draw alike in every run, and after a resume."""
+
+    def drawing(samples: list[Sample]) -> tuple[int, str]:
+        draw()
+        return where_made(samples)
+
+    with loader_of(drawing, processes=2) as loader:
+        names = {micro.batch for _, micro_batches in loader.steps(0, 5) for micro in micro_batches}
+    assert names == {(os.getpid(), "MainThread")}
+
+
+def test_the_thread_takes_no_cores_from_the_step() -> None:
+    """Nor from threads that start later, such as another library's."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with loader_of(lambda samples: torch.get_num_threads()) as loader:
+            threads = [micro.batch for _, micro_batches in loader.steps(0, 3) for micro in micro_batches]
+            with ThreadPoolExecutor(1) as later:
+                threads.append(later.submit(torch.get_num_threads).result())
+        assert (threads[0], threads[-2], threads[-1], torch.get_num_threads()) == (3, 1, 3, 3)
+    finally:
+        torch.set_num_threads(before)
