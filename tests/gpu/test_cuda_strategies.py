@@ -31,6 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fsdp with offload": {"strategy": "fsdp", "offload": True},
     "full recomputation": {"strategy": "fsdp", "activation_checkpointing": "full"},
     "selective recomputation": {"strategy": "fsdp", "activation_checkpointing": "selective"},
+    "recomputation without attention": {"strategy": "fsdp", "activation_checkpointing": "attention"},
     "every second block": {"strategy": "fsdp", "activation_checkpointing": EveryKthBlock(every=2)},
     **{f"deepspeed {stage}": {"strategy": "deepspeed", "zero_stage": stage} for stage in range(4)},
     "deepspeed 2 with offload": {"strategy": "deepspeed", "zero_stage": 2, "offload": True},

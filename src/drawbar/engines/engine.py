@@ -22,6 +22,7 @@ from drawbar.models.lora import FrozenBaseInfo, saved_tensors
 from drawbar.optim.schedules import learning_rate_scale
 from drawbar.optim.state import check_optimizer_state
 from drawbar.parallel.buffers import share_buffers
+from drawbar.parallel.fsdp import free_gathered
 from drawbar.parallel.weights import check_weights
 from drawbar.runtime.log import logger
 from drawbar.tasks.batch import Batch, PredictFunction
@@ -101,6 +102,12 @@ class Engine:
     def share_buffers(self) -> None:
         """Make the buffers that training changes the same on all ranks, before they evaluate. Every rank calls it."""
         share_buffers(self.module, self._local.replicas)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Around evaluation or prediction steps: FSDP gathers once what it need not free between two of them."""
+        with free_gathered(self.module):
+            yield
 
     def eval_step(self, batch: Batch) -> EvalResult:
         """Loss and predictions of this rank's batch, without gradients. All ranks call it equally often."""

@@ -26,7 +26,7 @@ from drawbar.parallel.apply import parallelize
 from drawbar.parallel.context import ContextParallel, check_context
 from drawbar.parallel.ddp import gradient_sync, replicate
 from drawbar.parallel.dp import DataParallel
-from drawbar.parallel.fsdp import digest_of_used_units, generate_together
+from drawbar.parallel.fsdp import digest_of_used_units, generate_together, prepare_unused_units
 from drawbar.parallel.pipeline.schedule import Pipeline
 from drawbar.parallel.precision import LossScaler
 from drawbar.parallel.synced_generate import synchronize_generate
@@ -91,7 +91,7 @@ def build_replicas(
     local = build_whole(task, config, world, world.device)
     training_module = _unwrapped(task, local.module)
     if world.size > 1:
-        model = replicate(local.module, partial(task_loss, task, None))
+        model = replicate(local.module, partial(task_loss, task, None), config.parallel.reduce_dtype)
         training_module = TrainingModule(model, model, partial(gradient_sync, model))
     return assemble(task, config, world, local, training_module, wrap_optimizer)
 
@@ -112,7 +112,12 @@ def _build_on_mesh(task: Task, config: RunConfig, world: Distributed) -> EngineP
     synchronizing: Callable[[bool], AbstractContextManager[None]] = partial(gradient_sync, module)
     if config.parallel.features.shards_parameters:
         generate_together(module)
-        synchronizing = _UsageCheck(module, world).synchronizing
+        gathers_once = config.parallel.reshard is False
+        if gathers_once:
+            prepare_unused_units(module)
+        synchronizing = _UsageCheck(
+            module, world, partial(gradient_sync, module, gathers_once=gathers_once)
+        ).synchronizing
     training_module = TrainingModule(module, partial(task_loss, task, context, module), synchronizing)
     return assemble(task, config, world, local, training_module, context=context)
 
@@ -186,9 +191,12 @@ def _build_pipeline(task: Task, config: RunConfig, world: Distributed) -> Engine
 class _UsageCheck:
     """Checks in each step that all ranks ran the same submodules of a sharded model: else the gradients are wrong."""
 
-    def __init__(self, module: nn.Module, world: Distributed) -> None:
+    def __init__(
+        self, module: nn.Module, world: Distributed, synchronizing: Callable[[bool], AbstractContextManager[None]]
+    ) -> None:
         self._module = module
         self._world = world
+        self._synchronizing = synchronizing
         self._digest = 0
 
     @contextmanager
@@ -198,7 +206,7 @@ class _UsageCheck:
         Raises:
             UserError: after the last micro-batch, where ranks used different parts.
         """
-        with gradient_sync(self._module, last):
+        with self._synchronizing(last):
             yield
         self._digest = digest_of_used_units(self._module, self._digest)
         if last:

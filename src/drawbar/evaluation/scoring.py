@@ -97,19 +97,20 @@ def evaluate(
     engine.share_buffers()
     loader = _loader(task, split, world, micro_batch, augment)
     batches, results = iter(loader), _RankResults()
-    for done in range(1, len(loader) + 1):
-        failure = None
-        try:
-            micro = next(batches)
-            result = engine.eval_step(micro.batch)
-            if not micro.is_filler:
-                results.add(result, _with_ids(task, micro.batch.ids, result.predictions))
-        except Exception as error:  # noqa: BLE001 - every rank raises it, below
-            failure = error
-        if not _agree_to_go_on(failure, stop_wanted(), world):
-            return None
-        world.note(_progress_text("evaluating", split, done, len(loader)))
-        progress(done, len(loader))
+    with engine.evaluating():
+        for done in range(1, len(loader) + 1):
+            failure = None
+            try:
+                micro = next(batches)
+                result = engine.eval_step(micro.batch)
+                if not micro.is_filler:
+                    results.add(result, _with_ids(task, micro.batch.ids, result.predictions))
+            except Exception as error:  # noqa: BLE001 - every rank raises it, below
+                failure = error
+            if not _agree_to_go_on(failure, stop_wanted(), world):
+                return None
+            world.note(_progress_text("evaluating", split, done, len(loader)))
+            progress(done, len(loader))
     return _score(task, split, results, world)
 
 
@@ -230,11 +231,12 @@ def predict(
     world.barrier("predicting")  # as in evaluate()
     predictions: list[tuple[int, Any]] = []
     loader = _loader(task, split, world, micro_batch, augment)
-    for done, micro in enumerate(loader, start=1):
-        found = _with_ids(task, micro.batch.ids, engine.predict_step(micro.batch, predict_fn))
-        predictions += found if not micro.is_filler else []
-        world.note(_progress_text("predicting", split, done, len(loader)))
-        progress(done, len(loader))
+    with engine.evaluating():
+        for done, micro in enumerate(loader, start=1):
+            found = _with_ids(task, micro.batch.ids, engine.predict_step(micro.batch, predict_fn))
+            predictions += found if not micro.is_filler else []
+            world.note(_progress_text("predicting", split, done, len(loader)))
+            progress(done, len(loader))
     gathered = world.dp_group.gather_from_leaders(predictions)
     return _by_record(split, [pair for part in gathered for pair in part]) if gathered is not None else {}
 

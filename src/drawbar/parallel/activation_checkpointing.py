@@ -1,5 +1,6 @@
 """Activation checkpointing (Chen et al. 2016, arXiv:1604.06174): blocks are computed again in the backward pass."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -12,21 +13,21 @@ from drawbar.config.schema.run_config import EveryKthBlock
 from drawbar.parallel.blocks import Forward, blocks_for, replace_forward
 
 _ATEN = torch.ops.aten
-KEPT = {
-    _ATEN.mm.default,
-    _ATEN.addmm.default,
-    _ATEN.bmm.default,
-    _ATEN.baddbmm.default,
+ATTENTION = {
     _ATEN._scaled_dot_product_flash_attention.default,
     _ATEN._scaled_dot_product_efficient_attention.default,
     _ATEN._scaled_dot_product_cudnn_attention.default,
     _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.higher_order.flex_attention,
 }
-"""What ``selective`` keeps: the results that cost most to compute."""
+PRODUCTS = {_ATEN.mm.default, _ATEN.addmm.default, _ATEN.bmm.default, _ATEN.baddbmm.default}
+KEPT_NAMESPACES = ("_c10d_functional", "torch_attn", "flash_attn", "flash_attn_3")
+"""Those of the collectives of tensor parallelism, and of attention over packed rows."""
 
 
-def checkpoint_activations(model: nn.Module, setting: Literal["none", "full", "selective"] | EveryKthBlock) -> None:
+def checkpoint_activations(
+    model: nn.Module, setting: Literal["none", "full", "selective", "attention"] | EveryKthBlock
+) -> None:
     """Let the repeated blocks be computed again in the backward pass, in place; nothing is renamed or wrapped.
 
     Random numbers are drawn again as they were, so dropout drops the same. Blocks compute as before where no backward
@@ -38,14 +39,14 @@ def checkpoint_activations(model: nn.Module, setting: Literal["none", "full", "s
     if setting == "none":
         return
     step = setting.every if isinstance(setting, EveryKthBlock) else 1
-    replace = partial(_recomputed, selective=setting == "selective")
+    replace = partial(_recomputed, policy=None if isinstance(setting, EveryKthBlock) else _POLICIES.get(setting))
     made: dict[type, type] = {}
     for block in blocks_for(model, "parallel.activation_checkpointing")[::step]:
         replace_forward(block, replace, made)
 
 
-def _recomputed(forward: Forward, selective: bool) -> Forward:
-    contexts = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)} if selective else {}
+def _recomputed(forward: Forward, policy: Callable[..., CheckpointPolicy] | None) -> Forward:
+    contexts = {} if policy is None else {"context_fn": partial(create_selective_checkpoint_contexts, policy)}
 
     def recomputed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not (self.training and torch.is_grad_enabled()):
@@ -62,5 +63,13 @@ def _without_cache(value: Any) -> Any:
     return None if isinstance(value, Cache) else value
 
 
-def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+def _keep_attention(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    keeps = operator in ATTENTION or operator.namespace in KEPT_NAMESPACES
+    return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _keep_products_too(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in PRODUCTS else _keep_attention(context, operator)
+
+
+_POLICIES = {"attention": _keep_attention, "selective": _keep_products_too}

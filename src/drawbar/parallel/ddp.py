@@ -7,8 +7,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import ReplicateModule
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
@@ -34,22 +36,37 @@ class _LossOf(nn.Module):
         return self.loss(self.model, batch)
 
 
-def replicate(model: nn.Module, loss: Callable[[nn.Module, Any], torch.Tensor]) -> DistributedDataParallel:
+def replicate(
+    model: nn.Module, loss: Callable[[nn.Module, Any], torch.Tensor], reduce_dtype: str = "fp32"
+) -> DistributedDataParallel:
     """What computes ``loss(model, batch)`` for a batch, with the gradients averaged over all ranks in its backward.
 
     A parameter gets a gradient where the loss of any rank depends on it, and none where no loss does, as in one
     process. To find out costs a walk through the graph of the last micro-batch of each step, and a small all-reduce.
     """
-    return DistributedDataParallel(
+    replica = DistributedDataParallel(
         _LossOf(model, loss), gradient_as_bucket_view=True, find_unused_parameters=True, **{_BUFFERS: False}
     )
+    if reduce_dtype == "bf16":
+        replica.register_comm_hook(None, _all_reduce_in_bf16)
+    return replica
 
 
-def gradient_sync(model: nn.Module, last: bool) -> AbstractContextManager[None]:
+def _all_reduce_in_bf16(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """torch's hook, which torch refuses by its name where there is no NCCL; gloo knows bf16, too."""
+    return bf16_compress_hook(group, bucket)
+
+
+def gradient_sync(model: nn.Module, last: bool, gathers_once: bool = False) -> AbstractContextManager[None]:
     """Context for forward and backward of one micro-batch: gradients are all-reduced over replicas only in the ``last``
-    one of a step. Over shards they are reduced in each: unsharded ones would take the memory that sharding saves."""
-    if isinstance(model, ReplicateModule):
+    one of a step. Over shards they are reduced in each: unsharded ones would take the memory that sharding saves.
+
+    Args:
+        gathers_once: take that memory: shards are gathered in the first micro-batch and reduced in the last one alone.
+    """
+    if isinstance(model, ReplicateModule) or (isinstance(model, FSDPModule) and gathers_once):
         model.set_requires_gradient_sync(last)
+        model.set_reshard_after_backward(last)
     elif isinstance(model, FSDPModule):
         model.set_requires_all_reduce(last)
     if isinstance(model, DistributedDataParallel) and not last:

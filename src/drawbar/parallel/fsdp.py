@@ -5,10 +5,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from weakref import WeakKeyDictionary
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -19,6 +20,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from drawbar.config.schema.run_config import ParallelSection
 from drawbar.parallel.blocks import repeated_blocks
@@ -30,10 +32,10 @@ from drawbar.util.dtypes import DTYPES
 def shard(model: nn.Module, mesh: DeviceMesh, parallel: ParallelSection, precision: str) -> None:
     """Shard the model over ``dp_shard``, block by block, and replicate that over ``dp_replicate``, in place.
 
-    Parameters stay fp32, and gradients are reduced in fp32. Autocast decides what is computed in ``precision``, as
-    without shards. So only what it would cast anyway is gathered in ``precision``: the matrices of the blocks and of
-    the head. The rest is all-gathered in fp32; norm parameters go in the root's group with all outside of the blocks:
-    groups of their own would need hooks, and collectives, inside of each block.
+    Parameters stay fp32, and gradients are reduced in ``parallel.reduce_dtype``. Autocast decides what is computed in
+    ``precision``, as without shards. So only what it would cast anyway is gathered in ``precision``: the matrices of
+    the blocks and of the head. The rest is all-gathered in fp32; norm parameters go in the root's group with all
+    outside of the blocks: groups of their own would need hooks, and collectives, inside of each block.
 
     Args:
         mesh: two-dimensional (replicas, shards), or that of the shards alone.
@@ -41,8 +43,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, parallel: ParallelSection, precisi
     offload: OffloadPolicy = OffloadPolicy()
     if parallel.offload:
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
-    reshard = parallel.reshard is not False
-    wrap = partial(fully_shard, mesh=mesh, reshard_after_forward=reshard, offload_policy=offload)
+    wrap = partial(fully_shard, mesh=mesh, offload_policy=offload)
     exact = MixedPrecisionPolicy(cast_forward_inputs=False)
     dtype = None if precision == "fp32" else DTYPES[precision]
     low = exact
@@ -54,11 +55,40 @@ def shard(model: nn.Module, mesh: DeviceMesh, parallel: ParallelSection, precisi
     groups = [_own_group(own, cast) for own in _own_parameters(model, units)]
     _used_units[model] = _UsedUnits(units)
     # the root first: FSDP collects no parameters from submodules that it already wraps
-    wrap(model, mp_policy=exact, ignored_params=set().union(*groups))
-    for unit, group in zip(units, groups, strict=True):
-        if group:
-            others = set(unit.parameters()) - group
-            wrap(unit, mp_policy=low if group <= cast else exact, ignored_params=others)
+    wrap(model, mp_policy=exact, ignored_params=set().union(*groups), reshard_after_forward=False)
+    grouped = [(unit, group) for unit, group in zip(units, groups, strict=True) if group]
+    reshard = parallel.pipeline == 1 if parallel.reshard is None else parallel.reshard
+    for number, (unit, group) in enumerate(grouped, start=1):
+        others = set(unit.parameters()) - group
+        # the backward pass begins with the last unit: what would be freed is gathered again at once
+        frees = reshard and number < len(grouped)
+        wrap(unit, mp_policy=low if group <= cast else exact, ignored_params=others, reshard_after_forward=frees)
+    if parallel.reduce_dtype == "bf16":
+        for module in _fsdp_modules(model):
+            module.set_custom_reduce_scatter(_Bf16ReduceScatter())
+
+
+class _Bf16ReduceScatter(DefaultReduceScatter):
+    """Reduces gradients over the shards in bf16. Those of one rank's micro-batches, and those of replicas, are added up
+    in fp32; with ``MixedPrecisionPolicy.reduce_dtype`` they would not be."""
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        reduced = torch.empty_like(output_tensor, dtype=torch.bfloat16)
+        work = super().__call__(reduced, input_tensor.bfloat16(), *args, **kwargs)
+        output_tensor.copy_(reduced)
+        return work
+
+
+def _fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def prepare_unused_units(model: nn.Module) -> None:
+    """Gather and free every unit of a model with weights once, so that a micro-batch may use none of it: torch reads
+    the gathered parameters of each where gradients are not reduced."""
+    for module in _fsdp_modules(model):
+        module.unshard()
+        module.reshard()
 
 
 class _UsedUnits:
@@ -132,12 +162,20 @@ def replicate_on_mesh(model: nn.Module, mesh: DeviceMesh) -> None:
     replicate(model, mesh=mesh)
 
 
+_in_inference: WeakSet[nn.Module] = WeakSet()
+
+
 @contextmanager
 def free_gathered(model: nn.Module) -> Iterator[None]:
-    """Context for a forward pass without backward: reshard the parameters afterwards, also after an error."""
+    """Context for forward passes without backward: reshard the parameters afterwards, also after an error. Inside of
+    another one for the same model, that one does it."""
+    if model in _in_inference:
+        yield
+        return
+    _in_inference.add(model)
     try:
         yield
     finally:
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        _in_inference.remove(model)
+        for module in _fsdp_modules(model):
+            module.reshard()

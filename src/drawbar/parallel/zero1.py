@@ -8,13 +8,20 @@ from torch.optim import Optimizer
 
 
 def zero1_optimizer(optimizer: Optimizer) -> ZeroRedundancyOptimizer:
-    """The same optimizer, with its parameters dealt out to the ranks. It must not have made a step."""
+    """The same optimizer, with its parameters dealt out to the ranks. It must not have made a step.
+
+    The parameters become views of one tensor for each rank, which is sent in one broadcast: torch makes such tensors of
+    one dtype.
+    """
     groups = [
         {name: value for name, value in group.items() if name != "param_names"} for group in optimizer.param_groups
     ]
     known = inspect.signature(type(optimizer)).parameters  # AdamW's defaults have a key that AdamW() does not accept
     defaults = {name: value for name, value in optimizer.defaults.items() if name in known}
-    return ZeroRedundancyOptimizer(groups, optimizer_class=type(optimizer), **defaults)
+    one_dtype = len({parameter.dtype for group in groups for parameter in group["params"]}) == 1
+    return ZeroRedundancyOptimizer(
+        groups, optimizer_class=type(optimizer), parameters_as_bucket_view=one_dtype, **defaults
+    )
 
 
 def local_optimizer(optimizer: Optimizer) -> Optimizer:

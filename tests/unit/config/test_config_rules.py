@@ -16,6 +16,11 @@ OTHER_TASKS = ["seq2seq", "masked_lm", "sequence_classification", "token_classif
 
 BREAKING = {
     "reshard and replicate": [["parallel.reshard=false"], ["parallel.strategy=ddp", "parallel.replicate=2"]],
+    "reduce_dtype": [
+        ["parallel.strategy=single", "parallel.reduce_dtype=bf16"],
+        ["parallel.strategy=ddp", "parallel.tensor=2", "parallel.reduce_dtype=bf16"],
+        ["deepspeed.preset=zero2", "parallel.reduce_dtype=bf16"],
+    ],
     "offload": [["parallel.offload=true"], ["parallel.strategy=ddp", "parallel.offload=true"]],
     "zero_stage": [["parallel.zero_stage=0"]],
     "single with several processes": [["parallel.strategy=single", "launch.nproc=2"]],

@@ -109,7 +109,7 @@ def train(case: Case, engine: Engine, rank: int = 0, ranks: int = 1) -> dict[str
     """Three steps, an evaluation and some text: what the engine says of them, in plain numbers."""
     gradients: dict[str, torch.Tensor] = {}
     hook = engine.updater.optimizers[0].register_step_pre_hook(lambda *_: gradients.update(engine.gradients()))
-    whole = count_whole_gradients(engine)
+    whole, buffers = count_whole_gradients(engine), count_receive_buffers()
     results = []
     for number in range(3):
         results.append(engine.train_step(case.step(engine, number, rank, ranks)))
@@ -127,6 +127,7 @@ def train(case: Case, engine: Engine, rank: int = 0, ranks: int = 1) -> dict[str
         "norms": [float(result.grad_norm) for result in results],
         "skipped": [result.skipped for result in results],
         "whole gradients": max(whole, default=0),
+        "receive buffers": max(buffers, default=0),
         "evaluated": (engine.world.dp_group.sum_of_leaders(evaluated.loss) / ranks, evaluated.num_targets),
         "texts": [text.tolist() for text in (greedy, beams, sampled)],
         "gradients": {name: tensor.numpy() for name, tensor in gradients.items()},
@@ -148,6 +149,20 @@ def count_whole_gradients(engine: Engine) -> list[int]:
             found.append(sum(p._unsharded_param.grad is not None for g in groups for p in g.fsdp_params))
 
         _Stage.backward_one_chunk = counted
+    return found
+
+
+def count_receive_buffers() -> list[int]:
+    """How many received tensors a stage holds whenever it makes room for another, from here on."""
+    found: list[int] = []
+    allocate = _Stage._allocate
+
+    def counted(self: _Stage, received: Any) -> None:
+        allocate(self, received)
+        infos = [info for each in (self.args_recv_info, self.grad_recv_info) for part in each.values() for info in part]
+        found.append(sum(info.buffer is not None and not info.buffer.is_meta for info in infos))
+
+    _Stage._allocate = counted
     return found
 
 
@@ -191,6 +206,8 @@ def test_a_pipeline_is_one_process(found: dict[str, list[dict[str, Any]]], name:
         assert result["skipped"] == wanted["skipped"]
         assert result["evaluated"] == pytest.approx(wanted["evaluated"], rel=1e-5)
         assert result["texts"] == wanted["texts"], rank
+    if case.parallel.get("schedule", "1f1b") == "1f1b":
+        assert all(result["receive buffers"] <= len(found[name]) for result in found[name])
     first, *others = found[name]
     assert (first["whole gradients"] > 0) == (name == "fsdp")
     assert set(first["gradients"]) == set(wanted["gradients"])

@@ -1,5 +1,7 @@
 """Activation checkpointing: the same gradients from less memory, whatever it is combined with."""
 
+import gc
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import _VersionWrapper
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
@@ -39,7 +43,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Dropout is on: the backward pass must drop what the forward pass dropped."""
 HEADS = {"t5": AutoModelForSeq2SeqLM, "bart": AutoModelForSeq2SeqLM, "bert": AutoModelForMaskedLM}
-KINDS = ["full", "selective", EveryKthBlock(every=2)]
+KINDS = ["full", "selective", "attention", EveryKthBlock(every=2)]
 
 
 def build(family: str, change: Callable[[nn.Module], Any] | None = None) -> nn.Module:
@@ -88,6 +92,13 @@ def kept_bytes(model: nn.Module, rows: int = 4) -> int:
     return sum(seen.values())
 
 
+def selectively_kept_bytes() -> int:
+    """What selective checkpointing keeps, of all models."""
+    gc.collect()
+    kept = [found.val for found in gc.get_objects() if type(found) is _VersionWrapper]
+    return sum(tensor.nbytes for tensor in kept if isinstance(tensor, Tensor))
+
+
 def operations(model: nn.Module) -> int:
     """Additions and multiplications of a forward and a backward pass, matrix products alone."""
     with FlopCounterMode(display=False) as counter:
@@ -134,12 +145,49 @@ def test_a_layer_keeps_what_the_documentation_says(kind: Any, wanted: float) -> 
     assert (kept[3] - kept[1]) / 2 / (4 * 12 * 64) == pytest.approx(wanted, rel=0.02)
 
 
+@pytest.mark.parametrize(("kind", "wanted"), [("selective", 23), ("attention", 2.25)])
+def test_what_is_kept_of_a_layer_besides_its_input(kind: Any, wanted: float) -> None:
+    """docs/strategies.md, as above; and for each head and token a number of fp32 that attention's backward needs."""
+    config = AutoConfig.for_model(
+        "llama", vocab_size=99, hidden_size=64, intermediate_size=172, num_attention_heads=4, num_hidden_layers=1
+    )
+    model = AutoModelForCausalLM.from_config(config).train()
+    checkpoint_activations(model, kind)
+    before = selectively_kept_bytes()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(input_ids=tokens(), labels=tokens(), use_cache=False).loss
+    assert loss.requires_grad
+    assert (selectively_kept_bytes() - before) / (4 * 12 * 64) == wanted
+
+
 def test_selective_multiplies_no_matrices_again() -> None:
     none, selective, full = (
         operations(build("llama", lambda m, k=kind: checkpoint_activations(m, k)))
         for kind in ("none", "selective", "full")
     )
     assert none == selective < full
+
+
+class CalledOperators(TorchDispatchMode):
+    """Counts the calls of each operator inside, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func._opname] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("kind", "times"), [("none", 1), ("full", 2), ("attention", 1), ("selective", 1)])
+def test_how_often_attention_is_computed(kind: Any, times: int) -> None:
+    model = build("llama", lambda m: checkpoint_activations(m, kind))
+    for block in model.model.layers:
+        block.self_attn.attention_dropout = 0.0  # with it, torch has no kernel for CPUs
+    with CalledOperators() as operators:
+        backward(model)
+    assert operators.calls["_scaled_dot_product_flash_attention_for_cpu"] == 3 * times
 
 
 def test_every_third_block() -> None:
@@ -246,10 +294,14 @@ def compare_over_ranks(kinds: list[Any]) -> None:
     tokens and draws the same random numbers."""
     for dims in (ParallelDims(tp=2), ParallelDims(dp_shard=2), ParallelDims(dp_replicate=2)):
         with Distributed(RankInfo.from_environment(), CPU, timeout=60, dims=dims):
-            wanted = backward(spread(build("llama"), dims, "none"))
+            with CalledOperators() as plain:
+                wanted = backward(spread(build("llama"), dims, "none"))
             for kind in kinds:
-                assert_same(backward(spread(build("llama"), dims, kind)), wanted)
+                with CalledOperators() as operators:
+                    assert_same(backward(spread(build("llama"), dims, kind)), wanted)
+                reduces_again = operators.calls["all_reduce"] - plain.calls["all_reduce"]
+                assert reduces_again == (3 if dims.tp > 1 and kind == "full" else 0)  # one for each layer
 
 
 def test_with_other_ranks() -> None:
-    run_ranks(compare_over_ranks, 2, KINDS[:2])
+    run_ranks(compare_over_ranks, 2, KINDS[:3])

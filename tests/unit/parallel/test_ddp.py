@@ -3,6 +3,7 @@
 import gc
 import weakref
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -19,11 +20,11 @@ def total(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return model(batch).sum()
 
 
-def gradients_after_each_backward() -> list[float]:
+def gradients_after_each_backward(reduce_dtype: str) -> list[float]:
     """Of a weight whose gradient is 1 on rank 0 and 3 on rank 1, for three micro-batches."""
     with Distributed(RankInfo.from_environment(), CPU, timeout=60) as world:
         model = nn.Linear(1, 1, bias=False)
-        replica = replicate(model, total)
+        replica = replicate(model, total, reduce_dtype)
         found = []
         for number in range(3):
             with gradient_sync(replica, last=number == 2):
@@ -33,8 +34,9 @@ def gradients_after_each_backward() -> list[float]:
         return found
 
 
-def test_gradients_are_averaged_after_the_last_micro_batch() -> None:
-    assert run_ranks(gradients_after_each_backward, 2) == [[1.0, 2.0, 6.0], [3.0, 6.0, 6.0]]
+@pytest.mark.parametrize("reduce_dtype", ["fp32", "bf16"])
+def test_gradients_are_averaged_after_the_last_micro_batch(reduce_dtype: str) -> None:
+    assert run_ranks(gradients_after_each_backward, 2, reduce_dtype) == [[1.0, 2.0, 6.0], [3.0, 6.0, 6.0]]
 
 
 def outlived() -> bool:

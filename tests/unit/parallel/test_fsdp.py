@@ -1,5 +1,9 @@
 """Shards of one process: nothing travels, and all else is as on many. Autocast decides what is computed in 16 bits."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -7,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForSeq2SeqLM, T5Config
 
 from drawbar.config.parallel_dims import ParallelDims
@@ -14,7 +19,8 @@ from drawbar.config.schema.run_config import LoraSection, ParallelSection
 from drawbar.distributed.device_mesh import build_mesh
 from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
-from drawbar.parallel.fsdp import generate_together, shard
+from drawbar.parallel.ddp import gradient_sync
+from drawbar.parallel.fsdp import free_gathered, generate_together, prepare_unused_units, shard
 from tiny import CPU, random_step, tiny_config, tiny_engine
 
 FSDP = ParallelSection(strategy="fsdp")
@@ -109,6 +115,52 @@ def test_what_is_gathered_in_16_bits(own: bool) -> None:
         set() if own else {"blocks.0.linear.weight", "blocks.0.linear.bias"}
     )
     assert {"embedding.weight", "blocks.0.norm.weight", "blocks.0.linear.weight"} <= found.keys()
+
+
+class OneBlock(Model):
+    """Its second block is for nothing."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks[0](self.embedding(tokens)))
+
+
+def test_gradients_that_are_reduced_once_a_step() -> None:
+    """They are those of one process, also with a block that no micro-batch uses."""
+    parallel = ParallelSection(strategy="fsdp", reshard=False)
+    plain = OneBlock(own=False)
+    model = deepcopy(plain)
+
+    def accumulate(synchronizing: Callable[[bool], AbstractContextManager[None]], model: nn.Module) -> None:
+        for tokens, last in ((torch.arange(4), False), (torch.arange(4, 8), True)):
+            with synchronizing(last), torch.autocast("cpu", dtype=torch.bfloat16):
+                model(tokens).float().square().sum().backward()
+
+    accumulate(lambda last: nullcontext(), plain)
+    with Distributed(RankInfo(), CPU, 60, ParallelDims.of(parallel, 1)) as world:
+        world.init_single_process_group()
+        shard(model, build_mesh(ParallelDims.of(parallel, 1), CPU)["dp_shard"], parallel, "bf16")
+        prepare_unused_units(model)
+        accumulate(partial(gradient_sync, model, gathers_once=True), model)
+        for expected, found in zip(plain.parameters(), model.parameters(), strict=True):
+            assert (expected.grad is None) == (found.grad is None)
+            assert found.grad is None or torch.equal(found.grad.full_tensor(), expected.grad)
+
+
+def test_the_outermost_inference_frees_what_was_gathered() -> None:
+    model = Model(own=False)
+    with Distributed(RankInfo(), CPU, 60, ParallelDims.of(FSDP, 1)) as world:
+        world.init_single_process_group()
+        shard(model, build_mesh(ParallelDims.of(FSDP, 1), CPU)["dp_shard"], FSDP, "fp32")
+        with torch.no_grad(), free_gathered(model):
+            with free_gathered(model):
+                model(torch.arange(4))
+            kept = {name for name, p in model.named_parameters() if not isinstance(p, DTensor)}
+        assert kept == {
+            "embedding.weight",
+            "head.weight",
+            "head.bias",
+        }  # what lies outside of blocks, and the last unit
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def test_a_sharded_encoder_decoder_writes_the_same() -> None:

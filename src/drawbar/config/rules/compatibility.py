@@ -60,7 +60,9 @@ LAYOUTS = (
 OTHERS = (
     ConfigOption("activation_checkpointing: full", {"parallel.activation_checkpointing": "full"}),
     ConfigOption("activation_checkpointing: selective", {"parallel.activation_checkpointing": "selective"}),
+    ConfigOption("activation_checkpointing: attention", {"parallel.activation_checkpointing": "attention"}),
     ConfigOption("activation_checkpointing: every: 2", {"parallel.activation_checkpointing": {"every": 2}}),
+    ConfigOption("reduce_dtype: bf16", {"parallel.reduce_dtype": "bf16"}),
     ConfigOption("compile", {"parallel.compile": True}),
     ConfigOption("lora", {"lora": {}}),
     ConfigOption("precision: fp32", {"precision": "fp32"}),

@@ -14,6 +14,13 @@ def _keeps_models_whole(strategy: Strategy) -> bool:
     return not (strategy.supports_model_parallel or strategy.one_process)
 
 
+def _reduces_in_any_dtype(config: RunConfig) -> bool:
+    strategy = config.parallel.features
+    if strategy.one_process or is_deepspeed(config):
+        return False
+    return strategy.shards_parameters or config.parallel.model_ranks == 1
+
+
 def _attention(config: RunConfig) -> str:
     return getattr(config.task, "attention", "auto")  # a user's task may have no such option
 
@@ -39,6 +46,15 @@ DATA_PARALLEL = (
         ),
         "only fsdp shards parameters, so only it can reshard or replicate them",
         "set parallel.strategy=fsdp, or remove parallel.reshard and parallel.replicate",
+    ),
+    Rule(
+        "reduce_dtype",
+        ("parallel.strategy", "parallel.reduce_dtype", *DEGREES),
+        lambda c: c.parallel.reduce_dtype != DEFAULTS.reduce_dtype and not _reduces_in_any_dtype(c),
+        "one process reduces no gradients, ddp reduces those of a cut model in fp32 alone, and DeepSpeed has a setting "
+        "of its own",
+        "set parallel.strategy=fsdp, or remove parallel.reduce_dtype (DeepSpeed's is communication_data_type, in its "
+        "JSON)",
     ),
     Rule(
         "offload",

@@ -131,14 +131,19 @@ class ParallelSection(Section):
     number of parameters."""
     context: Count = 1
     """Context-parallel degree: each sequence is cut over so many ranks."""
-    activation_checkpointing: Literal["none", "full", "selective"] | EveryKthBlock = "none"
-    """What the backward pass computes again instead of keeping it: `full`, all of every block; `selective`, all but
-    the results of matrix products and attention; `{every: k}`, every k-th block."""
+    activation_checkpointing: Literal["none", "full", "selective", "attention"] | EveryKthBlock = "none"
+    """What the backward pass computes again instead of keeping it: `full`, all of every block; `attention`, all but
+    the results of attention and of collectives; `selective`, all but these and the results of matrix products;
+    `{every: k}`, every k-th block."""
     compile: bool = False
     """Compile each repeated block with torch.compile."""
     reshard: bool | None = None
-    """fsdp: free gathered parameters after the forward pass (ZeRO-3, the default) or keep them (ZeRO-2). With pipeline,
-    `true` also reduces gradients and frees parameters in each micro-batch, by default once a step."""
+    """fsdp: in each micro-batch free gathered parameters after the forward pass, and reduce gradients (ZeRO-3); or
+    gather and reduce once a step, and keep whole parameters and gradients until then. Default: `true`, or `false` with
+    a pipeline."""
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """ddp, zero1, fsdp: what gradients are sent and summed in between data-parallel ranks. `bf16` is half the traffic,
+    and rounds every sum to three digits."""
     replicate: Count = 1
     """fsdp: number of replicas of the sharded model (hybrid sharding)."""
     offload: bool = False

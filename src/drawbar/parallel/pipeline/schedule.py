@@ -6,7 +6,8 @@ computes on unpadded micro-batches. They are sent in fp32, the dtype of the resi
 pipeline computes the same as one process.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -33,6 +34,38 @@ class _Stage(PipelineStage):
     tokens = 0
     reshard = False
     """FSDP: reduce the gradients and free the parameters of each block within each backward, not once a step."""
+
+    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
+        super()._setup_forward_recv_info(num_microbatches, has_backward)
+        self._free(*self.args_recv_info.values())
+
+    def _setup_backward_recv_info(self, num_microbatches: int) -> None:
+        super()._setup_backward_recv_info(num_microbatches)
+        self._free(*self.grad_recv_info.values())
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        self._allocate(self.args_recv_info[fwd_chunk_id])
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        self._allocate(self.grad_recv_info[bwd_chunk_id])
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        self._free(self.args_recv_info[bwd_chunk_id], self.grad_recv_info[bwd_chunk_id])
+
+    def _allocate(self, received: Iterable[Any]) -> None:
+        """Make the tensors that one micro-batch receives: torch makes those of all at once."""
+        for info in received:
+            if getattr(info, "buffer", None) is not None:  # the first stage receives nothing
+                info.buffer = torch.empty_like(info.buffer, device=self.device)
+
+    @staticmethod
+    def _free(*received: Iterable[Any]) -> None:
+        for info in chain.from_iterable(received):
+            if getattr(info, "buffer", None) is not None:
+                info.buffer = torch.empty_like(info.buffer, device="meta")
 
     def forward_one_chunk(
         self,
