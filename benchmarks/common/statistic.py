@@ -4,9 +4,11 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from drawbar.tracking.table import plain_table
+
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
@@ -32,9 +34,9 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Statistic:
     return Statistic.of(one / other for one, other in zip(ours, theirs, strict=True))
 
 
-def interleave(contenders: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[Any]]:
+def interleave(contenders: Mapping[Key, Callable[[], Any]], rounds: int) -> dict[Key, list[Any]]:
     """The results of each contender, measured in turn: A, B, C, A, B, C, …"""
-    found: dict[str, list[Any]] = {name: [] for name in contenders}
+    found: dict[Key, list[Any]] = {name: [] for name in contenders}
     for _ in range(rounds):
         for name, measure in contenders.items():
             found[name].append(measure())

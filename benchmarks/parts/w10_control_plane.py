@@ -138,12 +138,12 @@ def _order_of_a_step(ranks: int) -> Callable[[], int]:
 def _packing_plan() -> Callable[[], int]:
     import numpy as np
 
-    from drawbar.data.plan import plan_packs
+    from drawbar.data.plan import plan_rows
 
     lengths = np.random.default_rng(0).integers(10, 500, SAMPLES)
 
     def piece() -> int:
-        plan = plan_packs(lengths, 512, 0)
+        plan = plan_rows(lengths, 512, 0)
         return int(plan.samples[:].nbytes + plan.ends.nbytes)
 
     return piece

@@ -29,7 +29,8 @@ def measure(options: Options) -> Report:
     cases = list(itertools.product(vocabularies, (0.0, 0.9) if options.quick else IGNORED_SHARES, (PLAIN, OURS)))
     calls = {case: partial(options.run, _call(case, options)) for case in cases}
     found = interleave(calls, options.rounds)
-    rows, lines = [], {f"{how}, {share:.0%} ignored": [] for _, share, how in cases}
+    rows: list[dict[str, Any]] = []
+    lines: dict[str, list[tuple[float, float]]] = {f"{how}, {share:.0%} ignored": [] for _, share, how in cases}
     for case in cases:
         vocabulary, share, how = case
         plain = found[vocabulary, share, PLAIN]

@@ -72,14 +72,14 @@ def _measure_speed(workload: Workload, options: Options, report: Report) -> None
 
 
 def _count(workload: Workload, peer: str, strategy: str, parts: int, options: Options) -> dict[str, dict[str, float]]:
-    found = []
+    found: list[dict[str, Any]] = []
     for steps in (SHORT, LONG):
         work = replace(workload, steps=steps, warm_up=1)
         folder = options.new_folder("count")
         inner = {"workload": asdict(work), "settings": asdict(_settings(strategy, parts)), "folder": str(folder)}
         arguments = {"function": f"benchmarks.peers.{PEERS[peer][0]}:train", "arguments": inner}
         found.append(options.run(Call("benchmarks.common.collectives:count", arguments, ranks=RANKS)))
-    return of_one_step(*found, LONG - SHORT)
+    return of_one_step(found[0], found[1], LONG - SHORT)
 
 
 def _add_traffic(report: Report, counted: dict[Any, Any], sizes: dict[str, int]) -> None:

@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
+from typing import Any
 
 from benchmarks.common.command import DRAWBAR, watch
 from benchmarks.common.fresh_process import Call
@@ -47,7 +48,12 @@ def run_settings(folder: Path, hidden: int = 16, task: str = TASK) -> list[str]:
 
 
 def _measure_sizes(sizes: tuple[int, ...], options: Options, report: Report) -> None:
-    rows, lines = [], {"encode, MB of the largest process": [], "load, MB": [], "first batch, ms": []}
+    rows: list[dict[str, Any]] = []
+    lines: dict[str, list[tuple[float, float]]] = {
+        "encode, MB of the largest process": [],
+        "load, MB": [],
+        "first batch, ms": [],
+    }
     for size in sizes:
         folder = options.new_folder("data")
         write_documents(folder / "train.jsonl", size)

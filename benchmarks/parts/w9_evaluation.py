@@ -90,7 +90,9 @@ def _drawbar(work: Workload) -> tuple[Any, Any]:
     micro, augment = eval_micro_batch(run.config, in_tokens=True), make_augment(run.task, run.config, train=False)
 
     def score() -> float:
-        return evaluate(engine, run.task, split, run.world, micro, augment).scores["loss"]
+        found = evaluate(engine, run.task, split, run.world, micro, augment)
+        assert found is not None  # nobody told it to stop
+        return found.scores["loss"]
 
     return score, lambda prompts: engine.generate({"input_ids": prompts}, **GREEDY)
 
