@@ -23,8 +23,8 @@ lint: .venv/installed-dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: .venv/installed-dev
-	$(BIN)/python benchmarks/training.py
+bench: .venv/installed-bench
+	$(BIN)/python -m benchmarks $(BENCH)
 
 docs: .venv/installed-dev
 	$(BIN)/python docs/generate.py
@@ -47,4 +47,9 @@ clean:
 # needs it
 .venv/installed-dev: .venv/installed
 	export DS_BUILD_OPS=0; $(call install,-e '.[dev]')
+	touch $@
+
+# what drawbar is measured beside
+.venv/installed-bench: .venv/installed-dev benchmarks/requirements.txt
+	$(call install,-r benchmarks/requirements.txt)
 	touch $@

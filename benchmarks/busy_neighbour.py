@@ -1,6 +1,6 @@
 """How fast does a run train beside another program, whose threads take one of the cores?
 
-    python benchmarks/busy_neighbour.py
+    python -m benchmarks.busy_neighbour
 
 Each run is a process of its own, which trains the same Llama in fp32 on random tokens for some seconds; all runs take
 turns, on a quiet machine and beside one busy loop. Prints a table of medians, writes JSON.
@@ -50,12 +50,17 @@ def main() -> None:
     if options.program:
         PROGRAMS[options.program](options.seconds)
         return
-    from training import machine  # which loads torch
+    from benchmarks.common.limits import describe_machine  # which loads torch
 
     found = measure(options.rounds, options.seconds)
     rows = [[name, *(f"{statistics.median(found[name][where]):,.0f}" for where in ("quiet", "busy"))] for name in found]
     print_table("Target tokens a second (median)", ["run", "quiet machine", "beside a busy loop"], rows)
-    report = {"date": date.today().isoformat(), "machine": machine("cpu"), "cores": os.cpu_count(), "results": found}
+    report = {
+        "date": date.today().isoformat(),
+        "machine": describe_machine(),
+        "cores": os.cpu_count(),
+        "results": found,
+    }
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 

@@ -1,6 +1,6 @@
 """Fine-tune a sentence encoder on SST-2 with drawbar and with transformers' Trainer: the same settings, side by side.
 
-    python benchmarks/sst2_accuracy.py --data SST2_FOLDER --model MODEL_FOLDER
+    python -m benchmarks.sst2_accuracy --data SST2_FOLDER --model MODEL_FOLDER
 
 The data folder holds train.tsv, dev.tsv and test.tsv (``sentence<TAB>label``, no header). One epoch, batches of 32 of
 similar length, lr 5e-5 with linear decay, AdamW without weight decay, clipping at 1, bf16. Seeds take turns. The dev
@@ -27,9 +27,9 @@ from transformers import (
 )
 
 import drawbar
+from benchmarks.common.limits import describe_machine
 from drawbar.commands.score_run import evaluate_run
 from drawbar.tracking.table import print_table
-from training import machine
 
 LENGTH, BATCH, LR = 128, 32, 5e-5
 
@@ -44,7 +44,12 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         results = compare(options.data, options.model, options.seeds, options.limit, Path(folder))
-    report = {"date": date.today().isoformat(), "machine": machine("cpu"), "limit": options.limit, "results": results}
+    report = {
+        "date": date.today().isoformat(),
+        "machine": describe_machine(),
+        "limit": options.limit,
+        "results": results,
+    }
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(report, indent=2) + "\n")
     rows = [

@@ -2,45 +2,60 @@
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import BertConfig, BertModel, BertTokenizer
 
 import drawbar
 from conftest import write_text
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import busy_neighbour
-import loss_head
-import memory_of_data
-from against_trainer import GPT2
-from against_trainer import compare as compare_losses
-from sst2_accuracy import compare as compare_accuracies
-from training import measure
-
-
-def test_training_is_measured() -> None:
-    found = measure("cpu", "fp32", rows=1, micro_batches=2, pairs=5)
-    assert found["pairs"] == 5
-    assert float(found["tokens_per_second"]) > 0
-    assert float(found["ratio"]) > 0
+from benchmarks import busy_neighbour, loss_head, performance_page
+from benchmarks.__main__ import measure
+from benchmarks.common.command import watch
+from benchmarks.common.fresh_process import MeasurementFailed, in_this_process
+from benchmarks.common.limits import processor
+from benchmarks.common.options import Options
+from benchmarks.parts import w7_data
+from benchmarks.peers.comparison import Contender, compare
+from benchmarks.peers.made_up_words import write_documents
+from benchmarks.peers.workload import Settings, Workload, prepare
+from benchmarks.sst2_accuracy import compare as compare_accuracies
 
 
-def test_ways_to_compute_the_loss_are_compared() -> None:
-    found = loss_head.measure_time(loss_head.Head(500, 0.5, hidden=8, length=64), rounds=1)
-    assert found["seconds"].keys() == {"plain", "chunked"}
-    assert found["loss_difference"] < 1e-6
-
-
-def test_losses_are_those_of_transformers_trainer(tmp_path: Path) -> None:
-    """Acceptance: the same blocks in the same order, fp32: within 1e-3; here it is the last digits of fp32."""
-    train, valid = write_text(tmp_path / "train.txt", 90, seed=1), write_text(tmp_path / "valid.txt", 17, seed=2)
-    tiny = {**GPT2, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
-    found = compare_losses(train, valid, steps=12, folder=tmp_path, model=tiny, length=32, batch=8)
-    for name in ("training", "validation"):
-        assert found["drawbar"][name] == pytest.approx(found["transformers"][name], rel=1e-5)
+def test_losses_are_those_of_transformers_trainer_and_of_a_loop_by_hand(tmp_path: Path) -> None:
+    """Acceptance: the same samples in the same order, fp32: within 1e-3; here it is the last digits of fp32."""
+    data = {
+        "train": write_text(tmp_path / "train.txt", 200, seed=1),
+        "validation": write_text(tmp_path / "valid.txt", 17, seed=2),
+    }
+    overrides = [f"data.{split}={path}" for split, path in data.items()]
+    overrides += ["data.sequence_length=32", "device=cpu"]
+    workload = Workload(
+        str(tmp_path), "causal_lm", rows=8, steps=12, warm_up=2, overrides=overrides, lr=1e-3, weight_decay=0.1
+    )
+    model = "{n_embd: 16, n_layer: 2, n_head: 2, n_positions: 32}"
+    builder = ["task.model=gpt2", f"task.from_scratch={model}", "task.tokenizer={train: byte_bpe, vocab_size: 300}"]
+    prepare(asdict(workload), builder)
+    linear = "optim={lr: 1e-3, weight_decay: 0.1, warmup: 5, schedule: linear}"
+    ours = Settings(options={"overrides": [linear]})
+    theirs = Settings(options={"arguments": {"lr_scheduler_type": "linear", "warmup_steps": 5}})
+    contenders = [Contender("drawbar", ours, "linear"), Contender("Hugging Face Trainer", theirs, "linear")]
+    options = Options(tmp_path / "scratch", rounds=1, run=in_this_process)
+    found = compare(workload, contenders, "drawbar fp32, linear", options, [])
+    drawbar_run, trainer = (found[contender.name] for contender in contenders)
+    assert trainer.disagreement == pytest.approx(0, abs=1e-5)
+    assert trainer.results[0]["held_out_loss"] == pytest.approx(drawbar_run.results[0]["held_out_loss"], rel=1e-5)
+    constant = [Contender("drawbar", Settings()), Contender("loop by hand", Settings(micro_batches=2), "2 × 4")]
+    found = compare(workload, constant, "drawbar fp32", options, [])
+    by_hand = found[constant[1].name]
+    assert by_hand.disagreement == pytest.approx(0, abs=1e-5)
+    assert by_hand.row(by_hand)["÷ by hand"].median == 1
+    assert all(speed > 0 for speed in by_hand.speeds)
 
 
 def test_accuracies_are_compared(tmp_path: Path) -> None:
@@ -63,17 +78,45 @@ def test_speed_beside_a_neighbour_is_measured() -> None:
     assert all(found["drawbar"][where][0] > 0 for where in ("quiet", "busy"))
 
 
-def test_the_memory_of_all_processes_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_memory_of_all_processes_is_measured(tmp_path: Path) -> None:
     """Whole runs are not made here: they import torch five times."""
-    memory_of_data.write_records(tmp_path / "train.jsonl", 100_000)
-    assert 100_000 <= (tmp_path / "train.jsonl").stat().st_size < 103_000
-    assert set(json.loads((tmp_path / "train.jsonl").read_text().splitlines()[-1])) == {"text"}
-    (tmp_path / "config.yaml").write_text(memory_of_data.CONFIG)
-    drawbar.load_config(str(tmp_path / "config.yaml"))
-    child = "import time; text = open('train.jsonl').read() * 600; time.sleep(0.5)"
+    data = tmp_path / "train.jsonl"
+    write_documents(data, 20_000)
+    records = [json.loads(line) for line in data.read_text().splitlines()]
+    assert 20_000 <= sum(len(record["text"].split()) for record in records) < 20_300
+    drawbar.load_config(None, w7_data.run_settings(tmp_path))
+    child = f"import time; text = open({str(data)!r}).read() * 600; time.sleep(0.5)"
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
-    found = memory_of_data.watch([sys.executable, "-c", parent], tmp_path)
+    found = watch([sys.executable, "-c", parent], tmp_path)
     assert found.memory > 60e6
     assert found.read > 100_000
-    memory_of_data.show({"": {"import": vars(found)}, "1 MB": {"start": vars(found)}})
-    assert capsys.readouterr().out.splitlines()[-1].split()[:3] == ["1", "MB", "start"]
+    with pytest.raises(MeasurementFailed, match="no such thing"):
+        watch([sys.executable, "-c", "raise SystemExit('no such thing')"], tmp_path)
+
+
+def test_the_page_of_figures_is_up_to_date() -> None:
+    page = Path(__file__).parents[2] / "docs" / "performance.md"
+    assert page.read_text("utf-8") == performance_page.render(), "run `make docs`"
+
+
+def test_a_part_ends_on_the_page(tmp_path: Path) -> None:
+    """W10 at 8 and 64 ranks: measured, written, drawn and shown as the whole suite is."""
+    options = Options(tmp_path, rounds=1, quick=True, run=in_this_process)
+    try:
+        assert measure("W10", options, {"memory GB/s": 10.0}, tmp_path)
+    finally:
+        torch.distributed.destroy_process_group()  # torch's fake one
+    page = performance_page.render(tmp_path)
+    assert "## W10" in page
+    assert "memory GB/s 10" in page
+    assert "| order of a step | every rank |" in page
+    assert "Not measured yet: W1, " in page
+    report = json.loads((tmp_path / "W10.json").read_text())
+    assert report["machine"]["processor"] == processor()
+    assert report["curves"][0]["lines"]["mesh"][1][0] == 64
+
+
+def test_ways_to_compute_the_loss_are_compared() -> None:
+    found = loss_head.measure_time(loss_head.Head(500, 0.5, hidden=8, length=64), rounds=1)
+    assert found["seconds"].keys() == {"plain", "chunked"}
+    assert found["loss_difference"] < 1e-6

@@ -1,0 +1,1 @@
+"""What all parts of the suite share: fresh processes, interleaved rounds, statistics, machine limits, reports."""

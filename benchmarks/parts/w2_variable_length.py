@@ -1,0 +1,118 @@
+"""W2: fine-tuning with samples of very different lengths, in random batches."""
+
+from dataclasses import asdict
+from typing import Any
+
+from benchmarks.common.fresh_process import Call
+from benchmarks.common.options import Options
+from benchmarks.common.real_data import NoData, minilm, multi30k, sst2
+from benchmarks.common.report import Check, Report, Table
+from benchmarks.common.statistic import ratio
+from benchmarks.peers.comparison import PEERS, Contender, Measured, best_of, compare
+from benchmarks.peers.workload import Settings, Workload
+
+GROUPED = {"arguments": {"train_sampling_strategy": "group_by_length"}}
+ROWS = 32
+
+
+def measure(options: Options) -> Report:
+    report = Report("W2", "fine-tuning with samples of very different lengths, 32 a step")
+    steps = 2 if options.quick else 12
+    for name, make in (("SST-2 with MiniLM", classification), ("Multi30k with a small T5", translation)):
+        try:
+            workload, builder = make(options, steps)
+        except NoData as error:
+            report.notes.append(f"{name} is not measured: {error}.")
+            continue
+        _measure_one(name, workload, builder, options, report)
+    report.notes.append(
+        "Two passes over the same samples, of which the second is timed: whoever groups samples by length trains on "
+        "the same ones. No dropout; AdamW, clipping at 1."
+    )
+    return report
+
+
+def classification(options: Options, steps: int) -> tuple[Workload, list[str]]:
+    overrides = [
+        *("task.text_column=sentence", "task.labels=[0, 1]", f"data.train={sst2(options)}"),
+        *("data.columns=[sentence, label]", "data.sequence_length=128", f"data.limit.train={steps * ROWS}"),
+    ]
+    return _two_epochs(options, "sequence_classification", overrides, steps), [f"task.model={minilm()}"]
+
+
+def translation(options: Options, steps: int) -> tuple[Workload, list[str]]:
+    english, german = multi30k(options)
+    overrides = [
+        f"data.train={{parallel: {{source: {english}, target: {german}}}}}",
+        *("data.sequence_length=128", f"data.limit.train={steps * ROWS}", "task.generation=null"),
+    ]
+    size, layers = (32, 1) if options.quick else (256, 3)
+    model = f"{{d_model: {size}, d_kv: 32, d_ff: {4 * size}, num_layers: {layers}, num_heads: 4}}"
+    builder = ["task.model=t5", f"task.from_scratch={model}", "task.tokenizer={train: byte_bpe, vocab_size: 4096}"]
+    return _two_epochs(options, "seq2seq", overrides, steps), builder
+
+
+def _two_epochs(options: Options, task: str, overrides: list[str], steps: int) -> Workload:
+    folder = str(options.new_folder("workload"))
+    return Workload(folder, task, rows=ROWS, steps=2 * steps, warm_up=steps, overrides=overrides, lr=1e-4)
+
+
+def _measure_one(name: str, workload: Workload, builder: list[str], options: Options, report: Report) -> None:
+    arguments = {"workload": asdict(workload), "builder": builder}
+    options.run(Call("benchmarks.peers.workload:prepare", arguments))
+    trainer = "Hugging Face Trainer"
+    contenders = [Contender(peer, Settings("fp32")) for peer in PEERS]
+    contenders += [Contender(peer, Settings("bf16")) for peer in ("drawbar", "loop by hand", trainer)]
+    contenders += [
+        Contender(trainer, Settings(precision, options=GROUPED), "grouped", own_batches=True)
+        for precision in ("fp32", "bf16")
+    ]
+    measured = compare(workload, contenders, "loop by hand fp32", options, report.notes)
+    twins = {p: measured[f"loop by hand {p}"] for p in ("fp32", "bf16")}
+    rows = [one.row(twins[one.contender.settings.precision]) for one in measured.values()]
+    report.tables.append(Table(name, rows))
+    shares = options.run(Call("benchmarks.parts.w2_variable_length:useful_tokens", {"workload": asdict(workload)}))
+    shares = {who: shares[who] for who in ("drawbar", "rows as they come")}
+    report.tables.append(
+        Table(f"{name}: computed tokens that carry something", [{"batches": k, "share": v} for k, v in shares.items()])
+    )
+    _add_checks(name, report, measured, shares["drawbar"])
+
+
+def _add_checks(name: str, report: Report, measured: dict[str, Measured], share: float) -> None:
+    ours = best_of(measured, "drawbar")
+    usual = measured.get("Hugging Face Trainer fp32")
+    if usual is not None:
+        theirs = best_of(measured, "Hugging Face Trainer")
+        best, default = ratio(ours.speeds, theirs.speeds).median, ratio(ours.speeds, usual.speeds).median
+        report.checks += [
+            Check(f"{name}: {ours.contender.name} ÷ {theirs.contender.name}, the best of both", best, 1.0),
+            Check(f"{name}: {ours.contender.name} ÷ Trainer's defaults", default, 2.0),
+        ]
+    report.checks.append(Check(f"{name}: computed tokens that carry something", share, 0.95))
+
+
+def useful_tokens(workload: dict[str, Any]) -> dict[str, float]:
+    """The share of what the model is given that is no padding: in drawbar's micro-batches, and in the batches of those
+    who pad rows as they come."""
+    from benchmarks.peers.of_drawbar import overrides
+    from benchmarks.peers.opened import open_task
+    from drawbar.train.batches import make_loader
+
+    work = Workload.of(workload)
+    run = open_task(overrides(work, Settings(), f"{work.folder}/runs"))
+    loader = make_loader(run.task, run.config, run.world, run.console)
+    ours = [micro.batch for _, micros in loader.steps(0, work.warm_up) for micro in micros]
+    theirs = [batch for batches in work.step_batches(1, 0, 1) for batch in batches][: work.warm_up]
+    return {"drawbar": _useful(ours), "rows as they come": _useful(theirs)}
+
+
+def _useful(batches: list[Any]) -> float:
+    useful = given = 0
+    for batch in batches:
+        given += batch["input_ids"].numel()
+        useful += int(batch["attention_mask"].sum())
+        if "decoder_input_ids" in batch:
+            given += batch["decoder_input_ids"].numel()
+            useful += int((batch["labels"] != -100).sum())
+    return useful / given

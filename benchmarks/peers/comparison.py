@@ -1,0 +1,159 @@
+"""Train one workload in several ways, in turn; only those whose losses agree are compared in speed."""
+
+import shutil
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+from benchmarks.common.fresh_process import Call, MeasurementFailed, missing
+from benchmarks.common.options import Options
+from benchmarks.common.statistic import Statistic, interleave, ratio
+from benchmarks.peers.workload import Settings, Workload
+
+TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3}
+"""Largest relative difference of a step's loss from that of the reference, an fp32 run: sums in another order, and in
+bf16 rounded products, grow by the optimizer's steps. Another sample or another optimizer comes to 1e-2 and more."""
+PEERS = {
+    "drawbar": ("of_drawbar", ()),
+    "loop by hand": ("hand_written", ()),
+    "Hugging Face Trainer": ("hf_trainer", ("accelerate",)),
+    "Accelerate": ("with_accelerate", ("accelerate",)),
+    "Lightning": ("with_lightning", ("lightning",)),
+    "DeepSpeed": ("with_deepspeed", ("deepspeed",)),
+}
+"""By name: its module, and the packages without which it is absent."""
+ONLY_ON_A_GPU = ("torchtitan", "litgpt")
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A peer with settings."""
+
+    peer: str
+    settings: Settings
+    label: str = ""
+    """What is special about the settings, for tables."""
+    own_batches: bool = False
+    """It chooses its batches itself, so its losses cannot be compared."""
+    ranks: int = 1
+
+    @property
+    def name(self) -> str:
+        compiled = ", compiled" if self.settings.compiled else ""
+        return f"{self.peer} {self.settings.precision}{compiled}{f', {self.label}' if self.label else ''}"
+
+
+@dataclass
+class Measured:
+    """The rounds of one contender."""
+
+    contender: Contender
+    results: list[dict[str, Any]]
+    disagreement: float | None = None
+    """Largest relative difference of a loss from the reference's; None where it has none."""
+
+    @property
+    def speeds(self) -> list[float]:
+        return [result["targets_per_second"] for result in self.results]
+
+    @property
+    def counts(self) -> bool:
+        limit = TOLERANCE[self.contender.settings.precision]
+        return self.disagreement is None or self.disagreement <= limit
+
+    def row(self, reference: "Measured | None" = None) -> dict[str, Any]:
+        """As a table shows it."""
+        first = [result["step_seconds"][0] for result in self.results]
+        usual = [statistics.median(result["step_seconds"][1:]) for result in self.results]
+        row: dict[str, Any] = {"run": self.contender.name, "targets/s": "its losses differ"}
+        if self.counts:
+            row["targets/s"] = Statistic.of(self.speeds)
+            row["÷ by hand"] = None if reference is None else ratio(self.speeds, reference.speeds)
+        row["loss differs by"] = "other batches" if self.contender.own_batches else self.disagreement
+        row["first step after s"] = Statistic.of(one["first_step_at"] - one["spawned"] for one in self.results)
+        if self.contender.settings.compiled:
+            row["compile s"] = statistics.median(one - two for one, two in zip(first, usual, strict=True))
+        return row | {"peak MiB": round(max(result["peak_bytes"] for result in self.results) / 2**20)}
+
+
+def compare(
+    workload: Workload, contenders: Sequence[Contender], reference: str, options: Options, notes: list[str]
+) -> dict[str, Measured]:
+    """Every contender by its name, without those that are absent or fail, which ``notes`` then say.
+
+    Args:
+        reference: the name of the contender with whose losses those of all others are compared.
+
+    Raises:
+        MeasurementFailed: the reference is among those.
+    """
+    there = []
+    for contender in contenders:
+        absent = missing(PEERS[contender.peer][1])
+        note = f"{contender.peer} is absent: {', '.join(absent)} is not installed."
+        if not absent:
+            there.append(contender)
+        elif note not in notes:
+            notes.append(note)
+    calls = {contender.name: partial(_train, workload, contender, options, notes) for contender in there}
+    found = interleave(calls, options.rounds)
+    measured = {
+        contender.name: Measured(contender, [result for result in found[contender.name] if result])
+        for contender in there
+        if all(found[contender.name])
+    }
+    if reference not in measured:
+        raise MeasurementFailed(f"there is nothing to compare with: {'; '.join(notes)}")
+    _compare_losses(measured, reference)
+    return measured
+
+
+def _train(workload: Workload, contender: Contender, options: Options, notes: list[str]) -> dict[str, Any] | None:
+    folder = options.new_folder("run")
+    arguments = {"workload": asdict(workload), "settings": asdict(contender.settings), "folder": str(folder)}
+    module = PEERS[contender.peer][0]
+    try:
+        return options.run(Call(f"benchmarks.peers.{module}:train", arguments, ranks=contender.ranks))
+    except MeasurementFailed as error:
+        note = f"{contender.name} failed: {str(error).strip().splitlines()[-1]}"
+        if note not in notes:
+            notes.append(note)
+        return None
+    finally:
+        shutil.rmtree(folder)
+
+
+def _compare_losses(measured: dict[str, Measured], reference: str) -> None:
+    expected = measured[reference].results[0]["losses"]
+    for one in measured.values():
+        if not one.contender.own_batches:
+            pairs = [
+                (mine, wanted)
+                for result in one.results
+                for mine, wanted in zip(result["losses"], expected, strict=True)
+            ]
+            one.disagreement = max(abs(mine - wanted) / abs(wanted) for mine, wanted in pairs)
+
+
+def best_of(measured: dict[str, Measured], peer: str) -> Measured:
+    """The fastest settings of a peer on this machine, by the median, among those whose losses agree."""
+    of_peer = [one for one in measured.values() if one.contender.peer == peer and one.counts]
+    return max(of_peer, key=lambda one: statistics.median(one.speeds))
+
+
+def compiled_where_faster(
+    workload: Workload, peers: Sequence[str], precision: str, options: Options, notes: list[str]
+) -> list[Contender]:
+    """The contenders that one round finds faster when compiled: what is slower is not measured further."""
+    candidates = [Contender(peer, Settings(precision, compiled)) for peer in peers for compiled in (False, True)]
+    plain = Contender(peers[0], Settings(precision)).name
+    found = compare(workload, candidates, plain, replace(options, rounds=1), notes)
+    faster = []
+    for without, compiled in zip(candidates[::2], candidates[1::2], strict=True):
+        if without.name in found and compiled.name in found:
+            speeds = found[without.name].speeds[0], found[compiled.name].speeds[0]
+            faster += [compiled] * (speeds[1] > speeds[0])
+            notes.append(f"{compiled.name}: {speeds[1] / speeds[0]:.2f} times the speed without, in one trial.")
+    return faster
