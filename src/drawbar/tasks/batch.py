@@ -9,6 +9,7 @@ from torch import nn
 from drawbar.data.dataset import Sample
 from drawbar.data.packing import IGNORED_LABEL
 from drawbar.errors import UserError
+from drawbar.models.segments import send_segments
 
 
 class Batch(dict[str, torch.Tensor]):
@@ -38,7 +39,11 @@ class Batch(dict[str, torch.Tensor]):
             tensors = {name: tensor.pin_memory() for name, tensor in self.items()}
         elif device.type == "mps":
             tensors = {name: t.float() if t.dtype == torch.float64 else t for name, t in self.items()}
-        return type(self)({name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}, self.ids)
+        moved = type(self)({name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}, self.ids)
+        if self.packed and device.type == "cuda":
+            sides = [self[name] for name in ("segment_ids", "decoder_segment_ids") if name in self]
+            send_segments(moved["segment_ids"], *sides)  # now, as the model would have to wait for the GPU
+        return moved
 
 
 PADDING = {"labels": IGNORED_LABEL, "attention_mask": 0, "segment_ids": -1, "decoder_segment_ids": -1}
