@@ -1,6 +1,6 @@
 """Packing: several samples in one row, without loss and without one seeing another."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -76,25 +76,36 @@ class RowLayout:
             raise _cannot_pack("they have no input_ids")
         if targets == "decoder" and samples.fields.get("labels") != "array":
             raise _cannot_pack("they have no sequence of labels")
-        target_lengths = samples.field_lengths("labels") if targets == "decoder" else None
+        layout = cls._of_kinds(samples.fields, targets)
+        expected = dict.fromkeys((*layout.per_token, "attention_mask"), ("tokens", samples.lengths))
+        if layout.per_target:
+            expected |= dict.fromkeys(layout.per_target, ("labels", samples.field_lengths("labels")))
+        for name in samples.fields.keys() & expected.keys():
+            lengths, (units, wanted) = samples.field_lengths(name), expected[name]
+            wrong = np.flatnonzero(lengths != wanted)
+            if len(wrong):
+                odd = int(wrong[0])
+                raise _cannot_pack(f"sample {odd} has {lengths[odd]} values of {name!r} for {wanted[odd]} {units}")
+        if targets in ("next_token", "token") and "labels" in layout.per_sample:
+            raise _cannot_pack("their labels are not one for each token")
+        return layout
+
+    @classmethod
+    def of_sample(cls, sample: Sample, targets: Targets) -> "RowLayout":
+        """The layout of samples like this one, which are known to fit."""
+        kinds = {name: "array" if np.ndim(value) else "scalar" for name, value in sample.items()}
+        return cls._of_kinds({name: kind for name, kind in kinds.items() if name not in ("id", "ids")}, targets)
+
+    @classmethod
+    def _of_kinds(cls, kinds: Mapping[str, str], targets: Targets) -> "RowLayout":
         groups: dict[str, list[str]] = {"token": [], "target": [], "sample": []}
-        for name, kind in samples.fields.items():
+        for name, kind in kinds.items():
             if kind == "scalar" or (name == "labels" and targets == "sample"):
                 groups["sample"].append(name)
-                continue
-            units, expected = "tokens", samples.lengths
-            if target_lengths is not None and name.startswith(("labels", "decoder_")):
-                units, expected = "labels", target_lengths
+            elif targets == "decoder" and name.startswith(("labels", "decoder_")):
                 groups["target"].append(name)
             elif name != "attention_mask":  # segment_ids say what it would
                 groups["token"].append(name)
-            lengths = samples.field_lengths(name)
-            wrong = np.flatnonzero(lengths != expected)
-            if len(wrong):
-                odd = int(wrong[0])
-                raise _cannot_pack(f"sample {odd} has {lengths[odd]} values of {name!r} for {expected[odd]} {units}")
-        if targets in ("next_token", "token") and "labels" in groups["sample"]:
-            raise _cannot_pack("their labels are not one for each token")
         return cls(targets, *(tuple(group) for group in groups.values()))
 
     def join(self, samples: list[Sample]) -> Sample:

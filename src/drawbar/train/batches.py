@@ -29,6 +29,7 @@ from drawbar.runtime.log import logger
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.encoder import TaskEncoder, cache_inputs, code_of, settings_of
 from drawbar.tasks.overrides import fault, name_failing_method
+from drawbar.tasks.padding import train_collate
 from drawbar.tasks.task import Task
 from drawbar.tracking.console import Console
 from drawbar.train.shares import warn_of_share
@@ -273,7 +274,7 @@ def _load_train(
         micro_batch=train_micro_batch(config, world, in_tokens="input_ids" in split.samples.fields),
         rank=world.dp_group.rank,
         world_size=world.dp_group.size,
-        collate=task.collate,
+        collate=train_collate(task, config),
         augment=make_augment(task, config, train=True),
     )
     return loader, split
@@ -362,7 +363,7 @@ def _stream_loader(task: Task, records: Records, config: RunConfig, world: Distr
         rows_of,
         ranks=world.dp_group,
         micro_batch=train_micro_batch(config, world, in_tokens=task.tokenizer is not None),
-        collate=task.collate,
+        collate=train_collate(task, config),
         augment=make_augment(task, config, train=True),
     )
 
