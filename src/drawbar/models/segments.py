@@ -32,7 +32,7 @@ FLASH_HEAD_SIZE = 256
 
 
 @dataclass(frozen=True)
-class Group:
+class SegmentGroup:
     """Samples of similar lengths, as a batch padded on the right."""
 
     count: int
@@ -51,7 +51,7 @@ class Segments:
     """Tokens of the longest sample."""
     firsts: Tensor
     """Shape (samples,): the first token of each sample that is no padding."""
-    groups: tuple[Group, ...]
+    groups: tuple[SegmentGroup, ...]
     tokens: Tensor
     """Shape (S,): the token in each slot of the groups, one group after another; at padding, any token."""
     slots: Tensor
@@ -130,7 +130,7 @@ def _segments(
         tokens.append(np.where(real, starts[samples, None] + columns, 0).ravel())
         slots[tokens[-1][real.ravel()]] = used + np.flatnonzero(real)
         mask = None if real.all() else torch.from_numpy(real)
-        shapes.append(Group(count=real.shape[0], length=real.shape[1], real=mask))
+        shapes.append(SegmentGroup(count=real.shape[0], length=real.shape[1], real=mask))
         used += real.size
     return Segments(
         starts=torch.from_numpy(starts.astype(np.int32)),
@@ -266,7 +266,7 @@ class _Rearranged(torch.autograd.Function):
 
 
 def _mask(
-    group: Group, lengths: tuple[int, int], causal: bool, window: int | None, device: torch.device
+    group: SegmentGroup, lengths: tuple[int, int], causal: bool, window: int | None, device: torch.device
 ) -> Tensor | None:
     """Which keys the queries of a group may look at, for torch's attention: shape (n or 1, 1, queries or 1, keys); None
     where it needs none."""
