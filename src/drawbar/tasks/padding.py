@@ -14,8 +14,9 @@ from drawbar.tasks.batch import Batch
 from drawbar.tasks.pretrained import PretrainedTask
 from drawbar.tasks.task import Task
 
-OWN_METHODS = ("build_model", "build_meta_model", "encode", "augment", "collate", "forward", "loss", "num_targets")
-"""What a user may have written for batches of one sample a row."""
+MODEL = ("build_model", "build_meta_model")
+ROWS = ("encode", "augment", "collate", "forward", "loss", "num_targets")
+"""Methods of a task that may expect a row for each sample, where a user wrote them."""
 DEVICES = ("cpu", "cuda")
 
 
@@ -46,13 +47,13 @@ def _obstacle(task: Task, device: torch.device) -> str | None:
         return f"attention within samples is not tried on {device.type}"
     if not isinstance(task, PretrainedTask):
         return f"{type(task).__name__} is not built on a task of drawbar's own"
-    if task.targets is None:
-        return f"{type(task).__name__} does not say where its targets are"
-    if task.data.batching != "packed":
-        for name in OWN_METHODS:
-            if not getattr(type(task), name).__module__.startswith("drawbar."):
-                return f"{type(task).__name__} has a {name} of its own, which may expect a row for each sample"
-    config = load_model_config(task.config.model, task.config.from_scratch, task.tokenizer)
+    for name in MODEL if task.data.batching == "packed" else (*MODEL, *ROWS):
+        if not getattr(type(task), name).__module__.startswith("drawbar."):
+            return f"{type(task).__name__} has a {name} of its own, which may expect a row for each sample"
+    try:
+        config = load_model_config(task.config.model, task.config.from_scratch, task.tokenizer)
+    except UserError as error:
+        return error.what  # the task says it better, when it builds its model
     if not attends_within_samples(config, task.head):
         return f"a {config.model_type} model of {task.config.type} cannot be kept from looking beyond a sample"
     return None

@@ -330,6 +330,17 @@ def test_adapters_around_the_model(family: str, head: Head) -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(("family", "head"), [("llama", "causal_lm"), ("t5", "seq2seq"), ("bart", "seq2seq")])
+def test_generation_is_what_it_was(family: str, head: Head) -> None:
+    model: Any = build(family, head)
+    tokens = torch.randint(1, len(TOKENIZER), (2, 6), generator=torch.Generator().manual_seed(0))
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
+    before = model.generate(input_ids=tokens, attention_mask=mask, max_new_tokens=5, do_sample=False)
+    allow_packing(model, per_sample=False)
+    after = model.generate(input_ids=tokens, attention_mask=mask, max_new_tokens=5, do_sample=False)
+    assert torch.equal(before, after)
+
+
 def bart_classifier() -> nn.Module:
     return build("bart", "sequence_classification")
 

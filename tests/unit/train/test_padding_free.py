@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from drawbar.checkpoint.load import read_state
 from drawbar.errors import UserError
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.classification import SequenceClassification
@@ -68,8 +69,23 @@ def test_a_run_without_padding_has_the_losses_of_a_padded_one(
     assert largest_difference(losses(folder / "runs" / "padded"), losses(folder / "runs" / "free")) < 1e-5
 
 
+def test_a_run_of_an_older_drawbar_goes_on_padded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its checkpoints do not say how it began."""
+
+    def older(checkpoint: Path) -> dict[str, Any]:
+        state = read_state(checkpoint)
+        del state["formats"]["padding_free"]
+        return state
+
+    fit_in(folder, "task.type=sequence_classification", PADDED, "train.steps=3")
+    monkeypatch.setattr("drawbar.train.saver.read_state", older)
+    seen = tokens_of(monkeypatch)
+    fit_in(folder, "task.type=sequence_classification")
+    assert any(real < computed for real, computed in seen[-6:])
+
+
 def test_a_run_goes_on_as_it_began(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the default is by then; and one of an older drawbar, whose checkpoints do not say it, goes on padded."""
+    """Whatever ``auto`` is by then; what is asked for counts."""
     common = ("task.type=sequence_classification", "run.name=run")
     fit_in(folder, *common, PADDED, "train.steps=3")
     seen = tokens_of(monkeypatch)
