@@ -9,7 +9,6 @@ from torch import nn
 from drawbar.data.dataset import Sample
 from drawbar.data.packing import IGNORED_LABEL
 from drawbar.errors import UserError
-from drawbar.models.segments import send_segments
 
 
 class Batch(dict[str, torch.Tensor]):
@@ -41,6 +40,8 @@ class Batch(dict[str, torch.Tensor]):
             tensors = {name: t.float() if t.dtype == torch.float64 else t for name, t in self.items()}
         moved = type(self)({name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}, self.ids)
         if self.packed and device.type == "cuda":
+            from drawbar.models.segments import send_segments  # it needs transformers, which a batch does not
+
             sides = [self[name] for name in ("segment_ids", "decoder_segment_ids") if name in self]
             send_segments(moved["segment_ids"], *sides)  # now, as the model would have to wait for the GPU
         return moved
