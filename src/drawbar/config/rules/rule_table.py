@@ -213,8 +213,12 @@ RULES: tuple[Rule, ...] = PARALLEL + DEEPSPEED + ADAPTERS
 """What every command needs."""
 
 TRAIN_RULES: tuple[Rule, ...] = (
-    *(FLEX_TRAINING, *PADDING_FREE),
-    *(*BATCHES_AND_STEPS, *STREAMS, *EVALUATION, *OPTIMIZATION),
+    FLEX_TRAINING,
+    *PADDING_FREE,
+    *BATCHES_AND_STEPS,
+    *STREAMS,
+    *EVALUATION,
+    *OPTIMIZATION,
 )
 """What training needs besides."""
 
