@@ -7,6 +7,7 @@ All of it is done in hooks of the model's own modules, so it works inside whatev
 ``torch.compile`` call the module inside them, with its hooks.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -260,8 +261,8 @@ class _EncoderDecoder(_Packing):
         decoder.register_forward_pre_hook(self.mask_decoder, with_kwargs=True)
         # T5 has none: its bias depends on how far apart two tokens are, which is the same in a packed row
         if hasattr(encoder, "embed_positions"):
-            encoder.embed_positions.register_forward_hook(self.embed_encoder_positions)
-            decoder.embed_positions.register_forward_hook(self.embed_decoder_positions)
+            _count_within_samples(encoder.embed_positions, lambda: self.segments_RL)
+            _count_within_samples(decoder.embed_positions, lambda: self.decoder_segments_RT)
 
     def arguments(self, segments_RL: Tensor, decoder_segments_RT: Tensor | None, kwargs: Arguments) -> Arguments:
         if decoder_segments_RT is None or "decoder_input_ids" not in kwargs:
@@ -296,12 +297,6 @@ class _EncoderDecoder(_Packing):
         }
         return args, {**kwargs, **masks}
 
-    def embed_encoder_positions(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return output if self.segments_RL is None else _embed(module, self.segments_RL)
-
-    def embed_decoder_positions(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return output if self.decoder_segments_RT is None else _embed(module, self.decoder_segments_RT)
-
     def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: Arguments, outputs: Any) -> Any:
         self.decoder_segments_RT = None
         return super().leave(module, args, kwargs, outputs)
@@ -320,6 +315,15 @@ def _add_bias_of_a_sample(attention: nn.Module, args: Any, kwargs: Arguments) ->
     return args, {**kwargs, "position_bias": bias}
 
 
-def _embed(embeddings: nn.Module, segments_RL: Tensor) -> Tensor:
-    """BART's own way: its table has ``offset`` rows before position 0."""
-    return functional.embedding(count_positions(segments_RL) + embeddings.offset, embeddings.weight)
+def _count_within_samples(embeddings: nn.Module, segments: Callable[[], Tensor | None]) -> None:
+    """Let BART's table of positions be asked for those in samples: it counts on along the row, which may be longer."""
+
+    def give(module: nn.Module, args: Any, kwargs: Arguments) -> tuple[Any, Arguments]:
+        segments_RL = segments()
+        return (args, kwargs) if segments_RL is None else (args[:1], {"position_ids": count_positions(segments_RL)})
+
+    def take(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output if segments() is None else output[0]  # it puts a dimension before positions that it is given
+
+    embeddings.register_forward_pre_hook(give, with_kwargs=True)
+    embeddings.register_forward_hook(take)

@@ -191,6 +191,19 @@ def test_packed_rows_equal_padded_samples(family: str, head: Head, attention: st
         assert torch.equal(found, wanted)  # padded batches are what they were
 
 
+@pytest.mark.parametrize(("family", "head"), {family: (family, head) for family, head in reversed(CASES)}.values())
+def test_a_row_may_be_longer_than_a_sample(family: str, head: Head) -> None:
+    """Than any that the model has positions for."""
+    model = build(family, head)
+    lengths, written = [[9, 20, 3, 14]], [[12, 7, 15, 6]]
+    samples, targets = random_samples(lengths), random_samples(written, seed=1)
+    wanted = padded_logits(model, head, samples, targets)
+    allow_packing(model, per_sample=head == "sequence_classification")
+    logits = model(**packed_batch(head, samples, targets)).logits
+    for found, one in zip(of_samples(logits, head, written if head == "seq2seq" else lengths), wanted, strict=True):
+        torch.testing.assert_close(found, one, rtol=1e-5, atol=1e-5 * float(one.detach().abs().max()))
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize(("family", "head"), CASES)
 def test_a_sample_does_not_see_its_neighbours(family: str, head: Head, attention: str) -> None:
