@@ -52,6 +52,16 @@ def test_a_run_is_that_of_the_cpu(task: str, batching: str, project: Path) -> No
     assert on_cuda == pytest.approx(on_cpu, rel=1e-4)
 
 
+@pytest.mark.parametrize("task", TASKS)
+def test_without_padding_in_bf16(task: str, project: Path) -> None:
+    """By flash attention for any lengths, and, where it cannot (T5's bias), by groups."""
+    settings = (*COMMON, f"task.type={task}", *TASKS[task], "device=cuda", "precision=bf16")
+    for name, free in (("padded", "false"), ("free", "true")):
+        fit_in(project, *settings, f"data.padding_free={free}", f"run.name={name}")
+    padded, free = losses(project / "runs" / "padded"), losses(project / "runs" / "free")
+    assert free == pytest.approx(padded, rel=0.05)
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_generation_in_an_evaluation_in_half_precision(precision: str, project: Path) -> None:
     fit_in(project, *COMMON, "task.type=seq2seq", *TASKS["seq2seq"], "device=cuda", f"precision={precision}")

@@ -1,5 +1,6 @@
 """Packing: several samples in one row, without loss and without one seeing another."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -78,20 +79,32 @@ class RowLayout:
             raise _cannot_pack("they have no input_ids")
         if targets == "decoder" and samples.fields.get("labels") != "array":
             raise _cannot_pack("they have no sequence of labels")
+        layout = cls._of_kinds(samples.fields, targets)
+        for name in samples.fields:
+            if name in (*layout.per_token, "attention_mask"):
+                _check_lengths(samples, name, "input_ids", "tokens")
+            elif name in layout.per_target:
+                _check_lengths(samples, name, "labels", "labels")
+        if targets in ("next_token", "token") and "labels" in layout.per_sample:
+            raise _cannot_pack("their labels are not one for each token")
+        return layout
+
+    @classmethod
+    def of_sample(cls, sample: Sample, targets: Targets) -> "RowLayout":
+        """The layout of samples like this one, which are known to fit."""
+        kinds = {name: "array" if np.ndim(value) else "scalar" for name, value in sample.items()}
+        return cls._of_kinds({name: kind for name, kind in kinds.items() if name not in ("id", "ids")}, targets)
+
+    @classmethod
+    def _of_kinds(cls, kinds: Mapping[str, str], targets: Targets) -> "RowLayout":
         groups: dict[str, list[str]] = {"token": [], "target": [], "sample": []}
-        for name, kind in samples.fields.items():
+        for name, kind in kinds.items():
             if kind == "scalar" or (name == "labels" and targets == "sample"):
                 groups["sample"].append(name)
-                continue
-            units, base = "tokens", "input_ids"
-            if targets == "decoder" and name.startswith(("labels", "decoder_")):
-                units, base = "labels", "labels"
+            elif targets == "decoder" and name.startswith(("labels", "decoder_")):
                 groups["target"].append(name)
             elif name != "attention_mask":  # segment_ids say what it would
                 groups["token"].append(name)
-            _check_lengths(samples, name, base, units)
-        if targets in ("next_token", "token") and "labels" in groups["sample"]:
-            raise _cannot_pack("their labels are not one for each token")
         return cls(targets, *(tuple(group) for group in groups.values()))
 
     def join(self, samples: list[Sample]) -> Sample:

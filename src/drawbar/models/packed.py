@@ -7,20 +7,24 @@ All of it is done in hooks of the model's own modules, so it works inside whatev
 ``torch.compile`` call the module inside them, with its hooks.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import PreTrainedConfig
 
 from drawbar.errors import UserError
-from drawbar.models.heads import COUNTS_FROM_PAD
+from drawbar.models.heads import COUNTS_FROM_PAD, Head
+from drawbar.models.segments import SEGMENTED, Segments, segments_of
 
 Arguments = dict[str, Any]
 
 DECODERS = {"gemma", "gemma3_text", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "granite", "llama", "mistral", "mixtral"}
 DECODERS |= {"olmo2", "phi", "phi3", "qwen2", "qwen3", "smollm3", "starcoder2"}
-"""They derive the block-diagonal mask from restarting ``position_ids``, including any sliding window."""
+"""They take positions, and, with another attention than ours, derive their mask from where these begin again."""
+WITHOUT_SDPA = {"gptj"}
 ENCODERS = {"bert", "distilbert", "electra"} | COUNTS_FROM_PAD
 """They take positions and a mask of four dims, and classify a text by its first token."""
 ENCODER_DECODERS = {"t5", "mt5", "bart", "mbart"}
@@ -28,7 +32,7 @@ ENCODER_DECODERS = {"t5", "mt5", "bart", "mbart"}
 as OPT, Falcon and BLOOM do."""
 
 
-def allow_packing(model: nn.Module, per_sample: bool) -> None:
+def allow_packing(model: nn.Module, per_sample: bool, under_mask: bool = False) -> None:
     """Let a transformers model take packed rows.
 
     Called with ``segment_ids`` (and ``decoder_segment_ids``, and explicit ``decoder_input_ids``) in its keyword
@@ -42,6 +46,8 @@ def allow_packing(model: nn.Module, per_sample: bool) -> None:
     Args:
         per_sample: for sequence classification: the logits have shape (N, classes), a row for each sample, in the order
             of rows and of samples in them. Else they have a value for each token.
+        under_mask: attend to a whole row under a mask, as is always done by any attention but ``sdpa``, instead of to
+            each sample by itself.
 
     Raises:
         UserError: this family, this head or this attention cannot be packed.
@@ -50,13 +56,21 @@ def allow_packing(model: nn.Module, per_sample: bool) -> None:
     family = getattr(getattr(inner, "config", None), "model_type", None)
     _check(inner, family, per_sample)
     if family in DECODERS:
-        packing: _Packing = _Decoder(inner, per_sample)
+        packing: _Packing = _Decoder(inner, under_mask, per_sample)
     elif family in ENCODERS:
-        packing = _Encoder(inner, per_sample)
+        packing = _Encoder(inner, under_mask, per_sample)
     else:
-        packing = _EncoderDecoder(inner)
+        packing = _EncoderDecoder(inner, under_mask)
     model.register_forward_pre_hook(packing.enter, with_kwargs=True)
     model.register_forward_hook(packing.leave, with_kwargs=True, always_call=True)
+
+
+def attends_within_samples(config: PreTrainedConfig, head: Head) -> bool:
+    """Whether a model of this family, with this head, takes packed rows without a mask for each."""
+    family = config.model_type
+    if family in ENCODERS:
+        return not getattr(config, "is_decoder", False)
+    return family in DECODERS - WITHOUT_SDPA or (family in ENCODER_DECODERS and head == "seq2seq")
 
 
 def _check(model: nn.Module, family: str | None, per_sample: bool) -> None:
@@ -96,18 +110,18 @@ def _begins(segments_RL: Tensor) -> Tensor:
     return functional.pad(segments_RL[:, 1:] != segments_RL[:, :-1], (1, 0), value=True)
 
 
-def _first_tokens(segments_RL: Tensor) -> Tensor:
-    """Where a sample begins; shape (R, L), bool."""
-    return _begins(segments_RL) & (segments_RL >= 0)
-
-
-def _last_tokens(segments_RL: Tensor, is_pad_RL: Tensor) -> Tensor:
+def _last_tokens(segments_RL: Tensor, firsts_N: Tensor, is_pad_RL: Tensor) -> Tensor:
     """Where each sample has its last token that is no pad token (else its first), among all R·L; shape (N,)."""
-    first_RL = _first_tokens(segments_RL)
-    numbers = first_RL.flatten().cumsum(0)  # of samples, from 1
-    kept = ((segments_RL >= 0) & (first_RL | ~is_pad_RL)).flatten().nonzero().squeeze(1)
-    is_last = functional.pad(numbers[kept][1:] != numbers[kept][:-1], (0, 1), value=True)
-    return kept[is_last]
+    tokens_T = torch.arange(segments_RL.numel(), device=segments_RL.device)
+    samples_T = torch.searchsorted(firsts_N, tokens_T, right=True) - 1
+    is_end_T = ((segments_RL >= 0) & ~is_pad_RL).flatten()
+    return firsts_N.scatter_reduce(0, samples_T, torch.where(is_end_T, tokens_T, 0), "amax")
+
+
+def _within(segments: Segments, segments_RL: Tensor) -> Arguments:
+    """What lets ``segments.attend`` keep to its samples. A mask of four dims is passed on as it stands by transformers,
+    which would else make one (and wait for the device, to see what is in it)."""
+    return {"attention_mask": segments_RL[:, None, None], "segments": segments}
 
 
 def _mask(model: nn.Module, allowed_RTL: Tensor) -> Tensor:
@@ -131,9 +145,15 @@ class _Packing:
     """What the hooks know of the batch while the model works on it: None where its rows are not packed."""
 
     segments_RL: Tensor | None = None
+    segments: tuple[Segments, ...] = ()
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, under_mask: bool) -> None:
         self.model = model
+        self.under_mask = under_mask or model.config._attn_implementation != "sdpa"
+        if not self.under_mask:
+            for module in model.modules():
+                if hasattr(module, "config"):
+                    module.config._attn_implementation = SEGMENTED
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> tuple[tuple[Any, ...], Arguments]:
         """Forward pre-hook of the model."""
@@ -141,6 +161,8 @@ class _Packing:
         self.segments_RL = kwargs.pop("segment_ids", None)
         decoder_segments_RT = kwargs.pop("decoder_segment_ids", None)
         if self.segments_RL is not None:
+            sides = (self.segments_RL, decoder_segments_RT)
+            self.segments = segments_of(*(side for side in sides if side is not None))
             kwargs.pop("position_ids", None)
             kwargs |= self.arguments(self.segments_RL, decoder_segments_RT, kwargs)
         return args, kwargs
@@ -151,13 +173,13 @@ class _Packing:
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: Arguments, outputs: Any) -> Any:
         """Forward hook of the model, called even where the forward fails."""
-        self.segments_RL = None
+        self.segments_RL, self.segments = None, ()
         return outputs
 
 
 class _Decoder(_Packing):
-    def __init__(self, model: nn.Module, per_sample: bool) -> None:
-        super().__init__(model)
+    def __init__(self, model: nn.Module, under_mask: bool, per_sample: bool) -> None:
+        super().__init__(model, under_mask)
         self.tokens_RL: Tensor | None = None
         self.logits_NC: Tensor | None = None
         if per_sample:
@@ -166,12 +188,15 @@ class _Decoder(_Packing):
     def arguments(self, segments_RL: Tensor, decoder_segments_RT: Tensor | None, kwargs: Arguments) -> Arguments:
         self.tokens_RL = kwargs["input_ids"]
         # transformers detects samples by restarting positions, but only without attention mask and cache
-        return {"position_ids": count_positions(segments_RL), "attention_mask": None, "use_cache": False}
+        attention = {"attention_mask": None} if self.under_mask else _within(self.segments[0], segments_RL)
+        return {"position_ids": count_positions(segments_RL), "use_cache": False, **attention}
 
     def choose(self, module: nn.Module, args: tuple[Any, ...], logits_RLC: Tensor) -> None:
         """The model scores every token, and then keeps one a row; this keeps one a sample, by the same rule."""
         if self.segments_RL is not None and self.tokens_RL is not None:
-            last_N = _last_tokens(self.segments_RL, self.tokens_RL == self.model.config.pad_token_id)
+            last_N = _last_tokens(
+                self.segments_RL, self.segments[0].firsts, self.tokens_RL == self.model.config.pad_token_id
+            )
             self.logits_NC = logits_RLC.flatten(0, 1)[last_N]
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: Arguments, outputs: Any) -> Any:
@@ -182,8 +207,8 @@ class _Decoder(_Packing):
 
 
 class _Encoder(_Packing):
-    def __init__(self, model: nn.Module, per_sample: bool) -> None:
-        super().__init__(model)
+    def __init__(self, model: nn.Module, under_mask: bool, per_sample: bool) -> None:
+        super().__init__(model, under_mask)
         if per_sample:
             model.base_model.register_forward_hook(self.keep_first_states)
             if getattr(model.base_model, "pooler", None) is not None:
@@ -194,6 +219,8 @@ class _Encoder(_Packing):
         positions_RL = count_positions(segments_RL)
         if config.model_type in COUNTS_FROM_PAD:
             positions_RL = self.count_from_pad(segments_RL, kwargs["input_ids"])
+        if not self.under_mask:
+            return {"position_ids": positions_RL, **_within(self.segments[0], segments_RL)}
         return {
             "position_ids": positions_RL,
             "attention_mask": _mask(self.model, _same_segment(segments_RL, segments_RL)),
@@ -219,60 +246,84 @@ class _Encoder(_Packing):
         return outputs
 
     def first_states(self, states_RLH: Tensor) -> Tensor:
-        assert self.segments_RL is not None
-        return states_RLH[_first_tokens(self.segments_RL)][:, None]  # (N, 1, H)
+        return states_RLH.flatten(0, 1).index_select(0, self.segments[0].firsts)[:, None]  # (N, 1, H)
 
 
 class _EncoderDecoder(_Packing):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
+    def __init__(self, model: nn.Module, under_mask: bool) -> None:
+        super().__init__(model, under_mask)
         self.decoder_segments_RT: Tensor | None = None
+        for module in model.modules():
+            if hasattr(module, "has_relative_attention_bias") and not self.under_mask:
+                module.register_forward_pre_hook(_add_bias_of_a_sample, with_kwargs=True)
         encoder, decoder = model.get_encoder(), model.get_decoder()
         encoder.register_forward_pre_hook(self.mask_encoder, with_kwargs=True)
-        decoder.register_forward_pre_hook(self.mask_cross_attention, with_kwargs=True)
+        decoder.register_forward_pre_hook(self.mask_decoder, with_kwargs=True)
         # T5 has none: its bias depends on how far apart two tokens are, which is the same in a packed row
         if hasattr(encoder, "embed_positions"):
-            encoder.embed_positions.register_forward_hook(self.embed_encoder_positions)
-            decoder.embed_positions.register_forward_hook(self.embed_decoder_positions)
+            _count_within_samples(encoder.embed_positions, lambda: self.segments_RL)
+            _count_within_samples(decoder.embed_positions, lambda: self.decoder_segments_RT)
 
     def arguments(self, segments_RL: Tensor, decoder_segments_RT: Tensor | None, kwargs: Arguments) -> Arguments:
         if decoder_segments_RT is None or "decoder_input_ids" not in kwargs:
             raise ValueError("packed rows of an encoder–decoder need decoder_segment_ids and decoder_input_ids")
         self.decoder_segments_RT = decoder_segments_RT
-        causal_RTT = _same_segment(decoder_segments_RT, decoder_segments_RT).tril()
         # encoder and decoder would get the same attention_mask, but differ in shape: it is set in their own hooks
-        return {
-            "attention_mask": None,
-            "decoder_attention_mask": _mask(self.model, causal_RTT),
-            "use_cache": False,
-        }
+        return {"attention_mask": None, "decoder_attention_mask": None, "use_cache": False}
 
     def mask_encoder(self, module: nn.Module, args: Any, kwargs: Arguments) -> tuple[Any, Arguments]:
         if self.segments_RL is None:
             return args, kwargs
+        if not self.under_mask:
+            return args, {**kwargs, **_within(self.segments[0], self.segments_RL)}
         mask = _mask(self.model, _same_segment(self.segments_RL, self.segments_RL))
         return args, {**kwargs, "attention_mask": mask}
 
-    def mask_cross_attention(self, module: nn.Module, args: Any, kwargs: Arguments) -> tuple[Any, Arguments]:
+    def mask_decoder(self, module: nn.Module, args: Any, kwargs: Arguments) -> tuple[Any, Arguments]:
         if self.segments_RL is None or self.decoder_segments_RT is None:
             return args, kwargs
+        if not self.under_mask:
+            source, target = self.segments
+            attention = {**_within(target, self.decoder_segments_RT), "source_segments": source}
+            return args, {**kwargs, **attention, "encoder_attention_mask": attention["attention_mask"]}
+        causal_RTT = _same_segment(self.decoder_segments_RT, self.decoder_segments_RT).tril()
         allowed_RTL = _same_segment(self.decoder_segments_RT, self.segments_RL)
         # A decoder's padding may have no padding of the encoder to look at, and a query without any key is NaN in some
         # attention kernels. So padding attends to everything; its outputs are not used.
         allowed_RTL = allowed_RTL | (self.decoder_segments_RT < 0)[:, :, None]
-        return args, {**kwargs, "encoder_attention_mask": _mask(self.model, allowed_RTL)}
-
-    def embed_encoder_positions(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return output if self.segments_RL is None else _embed(module, self.segments_RL)
-
-    def embed_decoder_positions(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return output if self.decoder_segments_RT is None else _embed(module, self.decoder_segments_RT)
+        masks = {
+            "attention_mask": _mask(self.model, causal_RTT),
+            "encoder_attention_mask": _mask(self.model, allowed_RTL),
+        }
+        return args, {**kwargs, **masks}
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: Arguments, outputs: Any) -> Any:
         self.decoder_segments_RT = None
         return super().leave(module, args, kwargs, outputs)
 
 
-def _embed(embeddings: nn.Module, segments_RL: Tensor) -> Tensor:
-    """BART's own way: its table has ``offset`` rows before position 0."""
-    return functional.embedding(count_positions(segments_RL) + embeddings.offset, embeddings.weight)
+def _add_bias_of_a_sample(attention: nn.Module, args: Any, kwargs: Arguments) -> tuple[Any, Arguments]:
+    """Forward pre-hook of T5's attention: its bias depends on how far apart two tokens are, so that of the longest
+    sample will do for all; else each would be made for a whole row. The first layer hands it on to the others."""
+    segments = kwargs.get("segments")
+    if segments is None or kwargs.get("position_bias") is not None:
+        return args, kwargs
+    if attention.has_relative_attention_bias:
+        bias = attention.compute_bias(segments.longest, segments.longest, device=segments.starts.device)
+    else:
+        bias = torch.zeros((1, 1, 1, 1), device=segments.starts.device)  # of cross-attention, which has none
+    return args, {**kwargs, "position_bias": bias}
+
+
+def _count_within_samples(embeddings: nn.Module, segments: Callable[[], Tensor | None]) -> None:
+    """Let BART's table of positions be asked for those in samples: it counts on along the row, which may be longer."""
+
+    def give(module: nn.Module, args: Any, kwargs: Arguments) -> tuple[Any, Arguments]:
+        segments_RL = segments()
+        return (args, kwargs) if segments_RL is None else (args[:1], {"position_ids": count_positions(segments_RL)})
+
+    def take(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output if segments() is None else output[0]  # it puts a dimension before positions that it is given
+
+    embeddings.register_forward_pre_hook(give, with_kwargs=True)
+    embeddings.register_forward_hook(take)

@@ -24,6 +24,7 @@ from drawbar.parity.rounding import Noise
 from drawbar.runtime.seed import seed_everything
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.overrides import name_failing_method
+from drawbar.tasks.padding import choose_padding_free
 from drawbar.tasks.pretrained import PretrainedTask
 from drawbar.tasks.task import Task
 from drawbar.tasks.task_context import TaskContext
@@ -59,13 +60,16 @@ class Workload:
         return replace(self, tokenizer=task.tokenizer, dataset_metadata=task.dataset_metadata)
 
     def loader(self, config: RunConfig, world: Distributed, console: Console | None = None) -> Loader[Batch]:
-        return make_loader(self.task_type(self._context(config)), config, world, console or SilentConsole())
+        task = self.task_type(self._context(config))
+        config = choose_padding_free(task, config, world.device)
+        return make_loader(task, config, world, console or SilentConsole())
 
     def engine(self, config: RunConfig, world: Distributed, steps_per_epoch: int | None) -> Engine:
         """An engine whose model starts from the same weights in every world."""
         if config.lora is not None and not self.drops:
             config = config.model_copy(update={"lora": config.lora.model_copy(update={"dropout": 0.0})})
         task = self.task_type(self._context_of_changed_model(config))
+        config = choose_padding_free(task, config, world.device)
         total = max(self.steps, count_steps(config.train, steps_per_epoch))
         seed_everything(config.run.seed)
         with name_failing_method(task):

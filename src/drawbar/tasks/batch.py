@@ -42,7 +42,13 @@ class Batch(dict[str, torch.Tensor]):
             tensors = {name: t if t.is_cuda or t.is_pinned() else t.pin_memory() for name, t in self.items()}
         elif device.type == "mps":
             tensors = {name: t.float() if t.dtype == torch.float64 else t for name, t in self.items()}
-        return type(self)({name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}, self.ids)
+        moved = type(self)({name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}, self.ids)
+        if self.packed and device.type == "cuda":
+            from drawbar.models.segments import send_segments  # it needs transformers, which a batch does not
+
+            sides = [self[name] for name in ("segment_ids", "decoder_segment_ids") if name in self]
+            send_segments(moved["segment_ids"], *sides)  # now, as the model would have to wait for the GPU
+        return moved
 
 
 PADDING = {"labels": IGNORED_LABEL, "attention_mask": 0, "segment_ids": -1, "decoder_segment_ids": -1}

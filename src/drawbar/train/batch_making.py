@@ -10,6 +10,7 @@ from drawbar.data.dataset import Sample
 from drawbar.data.prefetch import Augment, BatchMaker, Prefetcher, unchanged
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.method_fault import fault
+from drawbar.tasks.padding import train_collate
 from drawbar.tasks.task import Task
 
 
@@ -43,7 +44,7 @@ def make_prefetcher(task: Task, config: RunConfig, device: torch.device, ahead: 
     """
     workers = config.data.workers
     return Prefetcher(
-        BatchMaker(task.collate, make_augment(task, config, train=True)),
+        BatchMaker(train_collate(task, config), make_augment(task, config, train=True)),
         ahead=ahead and workers != 0,
         processes=0 if workers == "auto" else workers,
         finish=_Pinned(device) if device.type == "cuda" else None,

@@ -59,6 +59,7 @@ class Saver:
             "precision": config.precision,
             "muon_precision": config.optim.muon_precision,
             "cross_entropy": engine.cross_entropy,
+            "padding_free": config.data.padding_free,
         }
         self._directory = CheckpointDirectory(config.run_dir / "checkpoints")
         self._metrics = config.run_dir / "metrics.jsonl"
@@ -164,9 +165,9 @@ class Saver:
         return "saving" if self._saved is None else f"writing the checkpoint of step {self._saved.step}"
 
 
-def with_saved_precision(config: RunConfig, checkpoint: Path, device: torch.device) -> RunConfig:
-    """The configuration with the run's own number formats, and its cross-entropy, in place of ``auto``: on other
-    hardware, and with a newer drawbar, too, a resumed run is the same run.
+def as_it_began(config: RunConfig, checkpoint: Path, device: torch.device) -> RunConfig:
+    """The configuration with the run's own number formats, cross-entropy and padding in place of ``auto``: on other
+    hardware, or with a newer drawbar, a resumed run is the same run.
 
     Raises:
         UserError: the checkpoint is damaged.
@@ -175,12 +176,14 @@ def with_saved_precision(config: RunConfig, checkpoint: Path, device: torch.devi
     # before they were written down, Muon's was always bf16
     before = state.get("formats", {"precision": state["engine"].get("precision", "auto"), "muon_precision": "bf16"})
     muon = config.optim.muon_precision
+    padded = config.data.padding_free == "auto" and not before.get("padding_free", False)
     begun = config.model_copy(
         update={
             "precision": before["precision"] if config.precision == "auto" else config.precision,
             "optim": config.optim.model_copy(
                 update={"muon_precision": before["muon_precision"]} if muon == "auto" else {}
             ),
+            "data": config.data.model_copy(update={"padding_free": False} if padded else {}),
         }
     )
     begun = with_cross_entropy_of(begun, state)

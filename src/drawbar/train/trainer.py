@@ -28,6 +28,7 @@ from drawbar.runtime.log import errors_in_log, logger, open_log_file, start_logg
 from drawbar.runtime.seed import rng_state, seed_everything, set_rng_state, use_deterministic_kernels
 from drawbar.runtime.streams import ignore_output_errors
 from drawbar.tasks.overrides import check_signatures, name_failing_method
+from drawbar.tasks.padding import choose_padding_free
 from drawbar.tasks.task import Task
 from drawbar.tasks.task_registry import task_class
 from drawbar.tracking.console import Console, make_console
@@ -59,7 +60,7 @@ from drawbar.train.check import check_evaluation, check_task
 from drawbar.train.core_wait import CoreWaitCallback
 from drawbar.train.node_local import Disks, find_start_on_all_disks, look_at_disks
 from drawbar.train.rundir import RunStart, find_start, lock_run_dir, renamed, without_rebuild, write_config
-from drawbar.train.saver import Saver, restore_engine, restore_position, with_saved_precision
+from drawbar.train.saver import Saver, as_it_began, restore_engine, restore_position
 from drawbar.train.setup import build_task, count_steps, explain_chat_label_change, log_changed_length, save_task
 from drawbar.train.step import RunProgress, StepInfo
 from drawbar.train.stop import Reason, Stop
@@ -161,10 +162,11 @@ class Trainer:
         seed_everything(config.run.seed)
 
         if start.checkpoint is not None and not start.forked:
-            config = with_saved_precision(config, start.checkpoint, world.device)
+            config = as_it_began(config, start.checkpoint, world.device)
         config = choose_formats(config, world.device)
         origin = config.run_dir if start.checkpoint is None else start.checkpoint.resolve().parent.parent
         task = build_task(self.task_type, config, world, origin, has_checkpoint=start.checkpoint is not None)
+        config = choose_padding_free(task, config, world.device)
         opened = open_data(task, config, world)
         with name_failing_method(task):
             engine = build_engine(task, config, world)

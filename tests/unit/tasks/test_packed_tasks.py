@@ -22,6 +22,7 @@ from drawbar.errors import UserError
 from drawbar.models.huggingface import build_from_scratch
 from drawbar.models.packed import allow_packing
 from drawbar.tasks.batch import Batch
+from drawbar.tasks.padding import train_collate
 from drawbar.tasks.task import Task
 from drawbar.tasks.task_context import TaskContext
 from drawbar.tasks.task_registry import task_class
@@ -109,8 +110,11 @@ def loss_and_gradients(task: Task, model: nn.Module, batch: Batch) -> tuple[floa
     return loss.item(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
+@pytest.mark.parametrize("joined", [False, True], ids=["packed", "padding_free"])
 @EACH
-def test_loss_and_gradients_are_those_of_padded_rows(name: str, family: str, options: dict[str, Any]) -> None:
+def test_loss_and_gradients_are_those_of_padded_rows(
+    name: str, family: str, options: dict[str, Any], joined: bool
+) -> None:
     """In fp32, without dropout; for masked_lm, of the same draws."""
     task = task_of(name, family, options)
     samples = encoded(task, records())
@@ -120,6 +124,11 @@ def test_loss_and_gradients_are_those_of_padded_rows(name: str, family: str, opt
     assert 2 <= len(plan) < len(samples) - 3
     one = task.collate([augment(samples[number], 0) for number in range(len(samples))])
     other = packed(task, samples, plan, augment)
+    if joined:
+        free = task.run_config.model_copy(update={"data": DataSection(padding_free=True)})
+        other = train_collate(task, free)([augment(samples[number], 0) for number in range(len(samples))])
+        assert (other["segment_ids"] >= 0).all()
+        assert len(other["input_ids"]) == 1
     assert other.packed
     assert not one.packed
     assert sorted(other.ids) == one.ids

@@ -158,8 +158,8 @@ def test_one_rank_fails_and_all_save(strategy: str, project: Path) -> None:
 
 
 def test_what_a_failed_forward_had_gathered_in_bf16_is_saved_in_fp32(project: Path) -> None:
-    # in both runs: a task with a forward of its own, as the second one has, gets logits anyway
-    settings = ("parallel.strategy=fsdp", "precision=bf16", "task.cross_entropy=plain")
+    # in both runs: a task with a forward of its own, as the second one has, gets logits and padding anyway
+    settings = ("parallel.strategy=fsdp", "precision=bf16", "task.cross_entropy=plain", "data.padding_free=false")
     told = run_ranks(fail_on_ranks, 2, str(project), Scored, *settings, "checkpoint.every=2", "run.name=whole")
     assert told == ["nothing", "nothing"]
     told = run_ranks(fail_on_ranks, 2, str(project), FailsInABlock, *settings)

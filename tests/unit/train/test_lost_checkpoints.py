@@ -235,7 +235,9 @@ def request(stop: Stop, reason: Reason, request: Callable[[Stop, Reason], None] 
 def test_a_save_that_failed_shows_at_once_and_the_state_is_saved(
     every: str, full: int, fit: Fit, project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = ("run.name=full", every, "eval.every=null", "checkpoint.keep_best=false")
+    padded = "data.padding_free=false"  # as for any task with a forward of its own
+    fit("run.name=whole", padded, "eval.every=null", "checkpoint.every=null")
+    settings = ("run.name=full", padded, every, "eval.every=null", "checkpoint.keep_best=false")
     monkeypatch.setattr(directory, "write_files", Disk(full))
     monkeypatch.setattr(Stop, "request", request)
     Slow.asked.clear()
@@ -248,7 +250,7 @@ def test_a_save_that_failed_shows_at_once_and_the_state_is_saved(
     assert f"The newest complete checkpoint, step-{last:08d}, is intact" in error.value.what
     assert CheckpointDirectory(run / "checkpoints").steps()[-1] == last
     assert fit(*settings).progress.step == 12
-    assert losses(run) == losses(project / "runs" / "tiny")
+    assert losses(run) == losses(project / "runs" / "whole")
 
 
 def test_the_last_save_that_fails_is_an_error(fit: Fit, monkeypatch: pytest.MonkeyPatch) -> None:

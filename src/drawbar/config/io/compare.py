@@ -25,6 +25,7 @@ MAY_CHANGE: dict[str, str] = {
     "train.micro_batch_tokens": "the update does not depend on how a global batch is cut",
     "train.steps": "the run goes on to these; the learning rate of the steps to come is computed anew",
     "train.epochs": "the run goes on to these; the learning rate of the steps to come is computed anew",
+    "data.padding_free": "the same numbers, added up in another order",
     "data.workers": "the samples are the same, whoever encodes them",
     "data.cache": "where encoded samples lie, not what they are",
     "data.rebuild": "whether samples are encoded again; a run that goes on has the same ones",

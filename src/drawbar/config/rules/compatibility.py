@@ -70,6 +70,7 @@ OTHERS = (
     ConfigOption("precision: fp16", {"precision": "fp16"}),
     ConfigOption("batching: grouped", {"data.batching": "grouped"}),
     ConfigOption("batching: packed", {"data.batching": "packed"}),
+    ConfigOption("padding_free", {"data.padding_free": True}),
     ConfigOption("streaming", {"data.streaming": True}),
     ConfigOption("adamw", {"optim.name": "adamw"}),
     ConfigOption("sgd", {"optim.name": "sgd"}),

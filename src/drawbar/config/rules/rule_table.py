@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from drawbar.config.deepspeed.deepspeed_rules import DEEPSPEED
 from drawbar.config.io.fields import lookup, show
 from drawbar.config.io.load_config import LoadedConfig
+from drawbar.config.rules.padding_rules import PADDING_FREE
 from drawbar.config.rules.parallel_rules import FLEX_TRAINING, PARALLEL
 from drawbar.config.rules.rule import Rule, one_error
 from drawbar.config.schema.data_section import Sources, SourceSection
@@ -211,7 +212,14 @@ OPTIMIZATION = (
 RULES: tuple[Rule, ...] = PARALLEL + DEEPSPEED + ADAPTERS
 """What every command needs."""
 
-TRAIN_RULES: tuple[Rule, ...] = (FLEX_TRAINING, *BATCHES_AND_STEPS, *STREAMS, *EVALUATION, *OPTIMIZATION)
+TRAIN_RULES: tuple[Rule, ...] = (
+    FLEX_TRAINING,
+    *PADDING_FREE,
+    *BATCHES_AND_STEPS,
+    *STREAMS,
+    *EVALUATION,
+    *OPTIMIZATION,
+)
 """What training needs besides."""
 
 

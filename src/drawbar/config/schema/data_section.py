@@ -70,6 +70,10 @@ class DataSection(Section):
     batching: Literal["padded", "grouped", "packed"] = "padded"
     """How samples fill a batch: a row each, padded to the longest; the same, with samples of similar length together;
     or rows of several samples, where attention and positions never cross from one into another."""
+    padding_free: bool | Auto = "auto"
+    """Compute nothing for padding in training: the samples of a micro-batch lie end to end in one row, and attention is
+    that within each of them. Batches, targets and losses stay what they are. With `packed`, attention alone is another.
+    `auto`: where task, model and strategy allow it, in runs that begin now."""
     shuffle: bool = True
     """Visit the training samples in a new random order every epoch."""
     streaming: bool = False

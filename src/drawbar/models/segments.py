@@ -1,0 +1,282 @@
+"""Segments: where the samples of packed rows lie, and attention within each of them.
+
+No mask of a row's length squared is made. Samples of similar lengths are gathered into a small batch, padded to the
+longest of them, whose attention is torch's own. On CUDA torch's kernel for samples of any lengths is used where it can.
+
+R: rows, L: tokens in a row, T: all R·L tokens, N: samples, S: slots of all groups, H: heads, D: a head's size.
+The padding of a row counts as a sample of its own, behind the others, with no token where there is none.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+SEGMENTED = "drawbar_segments"
+"""What transformers knows :func:`attend` by."""
+LEAST_SHARE = 2 / 3
+"""A sample joins a group if it has at least this share of the tokens of the group's longest."""
+SHORT = 16
+"""Samples of up to so many tokens share a group: a call costs more than their padding."""
+VARLEN_SINCE = "2.12"
+"""The torch whose ``varlen_attn`` takes fewer heads of keys than of queries."""
+FLASH_HEAD_SIZE = 256
+"""The largest that flash attention takes."""
+
+
+@dataclass(frozen=True)
+class SegmentGroup:
+    """Samples of similar lengths, as a batch padded on the right."""
+
+    count: int
+    length: int
+    real: Tensor | None
+    """Shape (count, length), bool: False at padding; None where there is none."""
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Where the samples of packed rows lie. Sizes are numbers on the host, so that no device is waited for."""
+
+    starts: Tensor
+    """Shape (N + 1,), int32: the first token of each sample, and T."""
+    longest: int
+    """Tokens of the longest sample."""
+    firsts: Tensor
+    """Shape (samples,): the first token of each sample that is no padding."""
+    groups: tuple[SegmentGroup, ...]
+    tokens: Tensor
+    """Shape (S,): the token in each slot of the groups, one group after another; at padding, any token."""
+    slots: Tensor
+    """Shape (T,): the slot of each token."""
+
+    def to(self, device: torch.device) -> Self:
+        """The same on ``device``."""
+
+        def moved(tensor: Tensor) -> Tensor:
+            pinned = tensor.pin_memory() if device.type == "cuda" and tensor.device.type == "cpu" else tensor
+            return pinned.to(device, non_blocking=True)
+
+        groups = tuple(group if group.real is None else replace(group, real=moved(group.real)) for group in self.groups)
+        tensors = {name: moved(getattr(self, name)) for name in ("starts", "firsts", "tokens", "slots")}
+        return replace(self, groups=groups, **tensors)
+
+
+def find_segments(*sides: Tensor) -> tuple[Segments, ...]:
+    """The segments of packed rows, on the host.
+
+    Args:
+        sides: ``segment_ids`` (R, L), and, of an encoder–decoder, ``decoder_segment_ids``. The groups of both hold the
+            same samples.
+    """
+    numbers = [side.cpu().numpy() for side in sides]
+    samples_R = np.max([side.max(axis=1) for side in numbers], axis=0) + 1
+    lengths = [_lengths(side, samples_R) for side in numbers]
+    groups = _of_similar_length(np.max(lengths, axis=0))
+    is_padding = np.zeros(len(lengths[0]), dtype=bool)
+    is_padding[np.cumsum(samples_R + 1) - 1] = True
+    return tuple(_segments(lengths_N, is_padding, groups) for lengths_N in lengths)
+
+
+def segments_of(*sides: Tensor) -> tuple[Segments, ...]:
+    """The segments of packed rows, on the rows' device. It waits for the device, but for rows that came by
+    :func:`send_segments`."""
+    known = getattr(sides[0], "segments", ())
+    return known if len(known) == len(sides) else tuple(one.to(sides[0].device) for one in find_segments(*sides))
+
+
+def send_segments(copy_RL: Tensor, *sides: Tensor) -> None:
+    """Find the segments of rows on the host, and leave them at the copy that was made of the rows on a device."""
+    copy_RL.segments = tuple(one.to(copy_RL.device) for one in find_segments(*sides))
+
+
+def _lengths(segments_RL: NDArray[np.int64], samples_R: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Shape (N,): the tokens of each sample."""
+    numbered_RL = np.where(segments_RL < 0, samples_R[:, None], segments_RL)
+    return np.concatenate(
+        [np.bincount(row, minlength=count + 1) for row, count in zip(numbered_RL, samples_R, strict=True)]
+    )
+
+
+def _of_similar_length(lengths_N: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    """The numbers of the samples that have tokens, in groups."""
+    rest = np.argsort(-lengths_N, kind="stable")[: np.count_nonzero(lengths_N)]
+    groups = []
+    while len(rest):
+        longest = lengths_N[rest[0]]
+        similar = lengths_N[rest] >= (LEAST_SHARE * longest if longest > SHORT else 0)
+        groups.append(rest[similar])
+        rest = rest[~similar]
+    return groups
+
+
+def _segments(
+    lengths_N: NDArray[np.int64], is_padding_N: NDArray[np.bool_], groups: list[NDArray[np.int64]]
+) -> Segments:
+    starts = np.concatenate([[0], np.cumsum(lengths_N)])
+    slots = np.empty(starts[-1], dtype=np.int64)
+    tokens: list[NDArray[np.int64]] = []
+    shapes, used = [], 0
+    for samples in groups:
+        columns = np.arange(max(1, lengths_N[samples].max()))  # of a decoder's padding there may be none
+        real = columns < lengths_N[samples, None]
+        tokens.append(np.where(real, starts[samples, None] + columns, 0).ravel())
+        slots[tokens[-1][real.ravel()]] = used + np.flatnonzero(real)
+        mask = None if real.all() else torch.from_numpy(real)
+        shapes.append(SegmentGroup(count=real.shape[0], length=real.shape[1], real=mask))
+        used += real.size
+    return Segments(
+        starts=torch.from_numpy(starts.astype(np.int32)),
+        longest=int(lengths_N.max()),
+        firsts=torch.from_numpy(starts[:-1][~is_padding_N]),
+        groups=tuple(shapes),
+        tokens=torch.from_numpy(np.concatenate(tokens)),
+        slots=torch.from_numpy(slots),
+    )
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    segments: Segments | None = None,
+    source_segments: Segments | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    position_bias: Tensor | None = None,
+    dropout: float = 0.0,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """An attention function of transformers: within segments; without them, its own ``sdpa``.
+
+    Args:
+        query, key, value: shape (R, H, L, D).
+        attention_mask: with segments, which say all of it, only a stand-in.
+        segments: of the queries, and, but in cross-attention, of the keys.
+        source_segments: of the keys in cross-attention; all attention of a decoder is given them.
+        position_bias: with segments of shape (1, H, l, l), for samples of up to l tokens.
+
+    Returns:
+        Shape (R, L, H, D).
+    """
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    others |= {"dropout": dropout, "is_causal": causal}
+    if segments is None:
+        if attention_mask is not None and attention_mask.dtype == torch.long:
+            raise RuntimeError(f"transformers gave {type(module).__name__} no segments of its packed rows")
+        return sdpa_attention_forward(module, query, key, value, attention_mask, position_bias=position_bias, **others)
+    of_keys = segments
+    if source_segments is not None and not causal:
+        of_keys, position_bias = source_segments, None  # T5's bias is zero between two texts
+    rows, length = query.shape[0], query.shape[2]
+    query, key, value = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
+    if position_bias is None and not dropout and _takes_varlen(query, key, value) and others.get("softcap") is None:
+        left = -1 if sliding_window is None else sliding_window - 1
+        attended_THD = varlen_attn(
+            *(query, key, value, segments.starts, of_keys.starts, segments.longest, of_keys.longest),
+            scale=others.get("scaling"),
+            window_size=(left, 0 if causal else left),
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+    else:
+        attended_THD = _attend_in_groups(
+            module, query, key, value, segments, of_keys, sliding_window, position_bias, others
+        )
+    return attended_THD.unflatten(0, (rows, length)), None
+
+
+AttentionInterface.register(SEGMENTED, attend)
+AttentionMaskInterface.register(SEGMENTED, sdpa_mask)  # for padded batches; with segments no mask is asked for
+
+
+def _takes_varlen(query_THD: Tensor, key_THD: Tensor, value_THD: Tensor) -> bool:
+    """Whether torch's flash attention for samples of any lengths takes these. It has no dropout and no bias."""
+    size = query_THD.shape[2]
+    return (
+        query_THD.is_cuda
+        and torch.version.hip is None
+        and torch.__version__ >= VARLEN_SINCE
+        and torch.cuda.get_device_capability(query_THD.device) >= (8, 0)
+        and query_THD.dtype in (torch.float16, torch.bfloat16)
+        and query_THD.dtype == key_THD.dtype == value_THD.dtype
+        and size == value_THD.shape[2] <= FLASH_HEAD_SIZE
+        and size % 8 == 0
+    )
+
+
+@torch.compiler.disable  # the groups of each batch are others
+def _attend_in_groups(
+    module: nn.Module,
+    query_THD: Tensor,
+    key_THD: Tensor,
+    value_THD: Tensor,
+    segments: Segments,
+    of_keys: Segments,
+    window: int | None,
+    bias: Tensor | None,
+    others: dict[str, Any],
+) -> Tensor:
+    """The attention of each group, by transformers' ``sdpa``."""
+    queries = _to_slots(query_THD, segments)
+    keys, values = _to_slots(key_THD, of_keys), _to_slots(value_THD, of_keys)
+    attended = []
+    for query_nHlD, key_nHlD, value_nHlD, group in zip(queries, keys, values, of_keys.groups, strict=True):
+        lengths = query_nHlD.shape[2], group.length
+        mask = _mask(group, lengths, others["is_causal"], window, query_THD.device)
+        cut = None if bias is None else bias[:, :, : lengths[0], : lengths[1]]
+        attended_nlHD, _ = sdpa_attention_forward(
+            module, query_nHlD, key_nHlD, value_nHlD, mask, position_bias=cut, **others
+        )
+        attended.append(attended_nlHD.flatten(0, 1))
+    return torch.cat(attended).index_select(0, segments.slots)
+
+
+def _to_slots(x_THD: Tensor, segments: Segments) -> list[Tensor]:
+    """A batch (n, H, l, D) for each group."""
+    x_SHD: Tensor = _Rearranged.apply(x_THD, segments.tokens, segments.slots)
+    parts = x_SHD.split([group.count * group.length for group in segments.groups])
+    return [
+        part.unflatten(0, (group.count, group.length)).transpose(1, 2)
+        for part, group in zip(parts, segments.groups, strict=True)
+    ]
+
+
+class _Rearranged(torch.autograd.Function):
+    """``x[tokens]``, where gradients of padding are zero: its backward pass is then ``gradient[slots]``, not a sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x_THD: Tensor, tokens_S: Tensor, slots_T: Tensor) -> Tensor:
+        ctx.save_for_backward(slots_T)
+        return x_THD.index_select(0, tokens_S)
+
+    @staticmethod
+    def backward(ctx: Any, gradient_SHD: Tensor) -> tuple[Tensor, None, None]:
+        (slots_T,) = ctx.saved_tensors
+        return gradient_SHD.index_select(0, slots_T), None, None
+
+
+def _mask(
+    group: SegmentGroup, lengths: tuple[int, int], causal: bool, window: int | None, device: torch.device
+) -> Tensor | None:
+    """Which keys the queries of a group may look at, for torch's attention: shape (n or 1, 1, queries or 1, keys); None
+    where it needs none."""
+    queries, keys = lengths
+    mask = None
+    if not causal and group.real is not None:  # padding is on the right, where a causal query never looks
+        mask = group.real[:, None, None, :]
+    if window is not None and keys > window:
+        distance = torch.arange(queries, device=device)[:, None] - torch.arange(keys, device=device)
+        near = distance.abs() < window
+        near = (near & (distance >= 0) if causal else near)[None, None]
+        mask = near if mask is None else mask & near
+    return mask

@@ -1,0 +1,79 @@
+"""Whether a run computes its micro-batches without padding (``data.padding_free``), and how samples are collated so."""
+
+from dataclasses import dataclass
+
+import torch
+
+from drawbar.config.rules.padding_rules import PADDING_FREE
+from drawbar.config.schema.run_config import RunConfig
+from drawbar.data.dataset import Sample
+from drawbar.data.loader import Collate
+from drawbar.data.packing import RowLayout, Targets
+from drawbar.errors import UserError
+from drawbar.models.huggingface import load_model_config
+from drawbar.models.packed import attends_within_samples
+from drawbar.tasks.batch import Batch
+from drawbar.tasks.pretrained import PretrainedTask
+from drawbar.tasks.task import Task
+
+MODEL = ("build_model", "build_meta_model")
+ROWS = ("encode", "augment", "collate", "forward", "loss", "num_targets")
+"""Methods of a task that may expect a row for each sample, where a user wrote them."""
+DEVICES = ("cpu", "cuda")
+
+
+def choose_padding_free(task: Task, config: RunConfig, device: torch.device) -> RunConfig:
+    """The configuration with ``data.padding_free`` decided.
+
+    Args:
+        task: with its tokenizer.
+
+    Raises:
+        UserError: it is true, and the task or its model cannot be computed so.
+    """
+    wanted = config.data.padding_free
+    if wanted is False:
+        return config
+    decided = config.model_copy(update={"data": config.data.model_copy(update={"padding_free": True})})
+    obstacle = next((rule.reason for rule in PADDING_FREE if rule.broken(decided)), None) or _obstacle(task, device)
+    if obstacle is None:
+        return decided
+    if wanted is True:
+        raise UserError(obstacle, where="data.padding_free", remedy="set data.padding_free=auto")
+    return config.model_copy(update={"data": config.data.model_copy(update={"padding_free": False})})
+
+
+def _obstacle(task: Task, device: torch.device) -> str | None:
+    """Why the task cannot do without padding, or None."""
+    if device.type not in DEVICES:
+        return f"attention within samples is not tried on {device.type}"
+    if not isinstance(task, PretrainedTask):
+        return f"{type(task).__name__} is not built on a task of drawbar's own"
+    for name in MODEL if task.data.batching == "packed" else (*MODEL, *ROWS):
+        if not getattr(type(task), name).__module__.startswith("drawbar."):
+            return f"{type(task).__name__} has a {name} of its own, which may expect a row for each sample"
+    try:
+        config = load_model_config(task.config.model, task.config.from_scratch, task.tokenizer)
+    except UserError as error:
+        return error.what  # the task says it better, when it builds its model
+    if not attends_within_samples(config, task.head):
+        return f"a {config.model_type} model of {task.config.type} cannot be kept from looking beyond a sample"
+    return None
+
+
+def train_collate(task: Task, config: RunConfig) -> Collate[Batch]:
+    """How the rows of a training micro-batch become a batch; ``data.padding_free`` is decided."""
+    if config.data.padding_free is not True or config.data.batching == "packed" or task.targets is None:
+        return task.collate
+    return _JoinedCollate(task, task.targets)
+
+
+@dataclass(frozen=True)
+class _JoinedCollate:
+    """Collates samples as one row. It pickles, as tasks do."""
+
+    task: Task
+    targets: Targets
+
+    def __call__(self, samples: list[Sample]) -> Batch:
+        return self.task.collate([RowLayout.of_sample(samples[0], self.targets).join(samples)])

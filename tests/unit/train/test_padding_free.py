@@ -1,0 +1,122 @@
+"""Runs without padding: the losses of padded ones, no token in vain, and a run that goes on as it began."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drawbar.checkpoint.load import read_state
+from drawbar.errors import UserError
+from drawbar.tasks.batch import Batch
+from drawbar.tasks.classification import SequenceClassification
+from runs import fit_in, largest_difference, losses
+
+CONFIG = """\
+run: {dir: runs}
+task:
+  model: bert
+  from_scratch:
+    {hidden_size: 16, intermediate_size: 24, num_hidden_layers: 2, num_attention_heads: 2, hidden_dropout_prob: 0.0,
+     attention_probs_dropout_prob: 0.0}
+  tokenizer: {train: byte_bpe, vocab_size: 280}
+data: {train: records.jsonl, sequence_length: 32}
+train: {global_batch: 8, micro_batch: 4, steps: 6}
+checkpoint: {every: 3}
+precision: fp32
+device: cpu
+tracking: {tensorboard: false, log_every: 1}
+"""
+PADDED, FREE = "data.padding_free=false", "data.padding_free=true"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    records = [{"text": "the load " * (1 + number * 7 % 9), "label": "xyz"[number % 3]} for number in range(40)]
+    (tmp_path / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    return tmp_path
+
+
+def tokens_of(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """(tokens of samples, tokens computed) of each training forward to come."""
+    seen: list[tuple[int, int]] = []
+    loss = SequenceClassification.loss
+
+    def note(self: SequenceClassification, outputs: Any, batch: Batch) -> torch.Tensor:
+        real = batch["segment_ids"] >= 0 if batch.packed else batch["attention_mask"] > 0
+        seen.append((int(real.sum()), real.numel()))
+        return loss(self, outputs, batch)
+
+    note.__module__ = loss.__module__
+    monkeypatch.setattr(SequenceClassification, "loss", note)
+    return seen
+
+
+@pytest.mark.parametrize("settings", [(), ("data.batching=grouped",), ("data.streaming=true",)])
+def test_a_run_without_padding_has_the_losses_of_a_padded_one(
+    settings: tuple[str, ...], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = tokens_of(monkeypatch)
+    common = ("task.type=sequence_classification", "task.labels=[x, y, z]", *settings)
+    fit_in(folder, *common, PADDED, "run.name=padded")
+    assert any(real < computed for real, computed in seen)
+    seen.clear()
+    fit_in(folder, *common, "run.name=free")
+    training = seen[-12:]  # two micro-batches a step; the task is tried before, on padded rows
+    assert all(real == computed for real, computed in training)
+    assert largest_difference(losses(folder / "runs" / "padded"), losses(folder / "runs" / "free")) < 1e-5
+
+
+def test_a_run_of_an_older_drawbar_goes_on_padded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its checkpoints do not say how it began."""
+
+    def older(checkpoint: Path) -> dict[str, Any]:
+        state = read_state(checkpoint)
+        del state["formats"]["padding_free"]
+        return state
+
+    fit_in(folder, "task.type=sequence_classification", PADDED, "train.steps=3")
+    monkeypatch.setattr("drawbar.train.saver.read_state", older)
+    seen = tokens_of(monkeypatch)
+    fit_in(folder, "task.type=sequence_classification")
+    assert any(real < computed for real, computed in seen[-6:])
+
+
+def test_a_run_goes_on_as_it_began(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever ``auto`` is by then; what is asked for counts."""
+    common = ("task.type=sequence_classification", "run.name=run")
+    fit_in(folder, *common, PADDED, "train.steps=3")
+    seen = tokens_of(monkeypatch)
+    fit_in(folder, *common)
+    assert any(real < computed for real, computed in seen[-6:])
+    seen.clear()
+    fit_in(folder, *common, "train.steps=9", FREE)
+    assert all(real == computed for real, computed in seen[-6:])
+    seen.clear()
+    fit_in(folder, *common, "train.steps=12")
+    assert all(real == computed for real, computed in seen[-6:])
+
+
+class Own(SequenceClassification):
+    """Looks at a row for each sample."""
+
+    def loss(self, outputs: Any, batch: Batch) -> torch.Tensor:
+        assert len(batch["input_ids"]) == len(batch.ids)
+        return super().loss(outputs, batch)
+
+
+def test_a_task_with_a_loss_of_its_own_stays_padded(folder: Path) -> None:
+    fit_in(folder, "task.type=sequence_classification", task=Own)
+    with pytest.raises(UserError, match="Own has a loss of its own") as caught:
+        fit_in(folder, "task.type=sequence_classification", FREE, "run.name=other", task=Own)
+    assert caught.value.where == "data.padding_free"
+
+
+def test_a_family_that_cannot_be_packed_stays_padded(folder: Path) -> None:
+    albert = "task.from_scratch={embedding_size: 8, hidden_size: 16, num_attention_heads: 2, intermediate_size: 8}"
+    common = ("task.type=masked_lm", "task.model=albert", albert, "train.steps=1")
+    fit_in(folder, *common)
+    with pytest.raises(UserError, match="albert model of masked_lm"):
+        fit_in(folder, *common, FREE, "run.name=other")
