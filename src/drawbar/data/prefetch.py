@@ -153,18 +153,20 @@ class Prefetcher(Generic[Batch]):
                 again after that one: an error is to come no earlier than its step.
         """
         planned = deque[tuple[StepPlan, list[Callable[[], Batch]]]]()
-        for step in range(first + 1, last + 1):
-            began = time.perf_counter()
-            while step + len(planned) <= last and (not planned or self._count_ahead(planned) < self._ahead):
-                found = plan(bool(planned))
-                if found is None:
-                    break
-                planned.append((found, self._begin(found)))
-            now, results = planned.popleft()
-            micro_batches = [
-                MicroBatch(result(), micro.is_filler) for result, micro in zip(results, now.micro_batches, strict=True)
-            ]
-            yield step, PreparedStep(now, micro_batches, time.perf_counter() - began)
+        try:
+            for step in range(first + 1, last + 1):
+                began = time.perf_counter()
+                while step + len(planned) <= last and (not planned or self._count_ahead(planned) < self._ahead):
+                    found = plan(bool(planned))
+                    if found is None:
+                        break
+                    planned.append((found, self._begin(found)))
+                now, results = planned.popleft()
+                each = zip(results, now.micro_batches, strict=True)
+                micro_batches = [MicroBatch(result(), micro.is_filler) for result, micro in each]
+                yield step, PreparedStep(now, micro_batches, time.perf_counter() - began)
+        finally:
+            self.close()
 
     @staticmethod
     def _count_ahead(planned: deque[tuple[StepPlan, list[Callable[[], Batch]]]]) -> int:
@@ -204,7 +206,8 @@ class Prefetcher(Generic[Batch]):
         return WorkerPool(function, self._processes, timeout=self._timeout, activity=ACTIVITY)
 
     def close(self) -> None:
-        """End the thread and the processes. Batches that were made ahead are lost; positions do not count them."""
+        """End the thread and the processes, as the end of ``steps`` does: to be called where an error may keep the
+        frame of a loop over it alive. Batches that were made ahead are lost; positions do not count them."""
         if self._preparer is not None:
             self._preparer.close()
             self._preparer = None

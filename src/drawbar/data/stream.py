@@ -59,6 +59,8 @@ class Cursor:
 
 @dataclass(frozen=True)
 class Position:
+    """Where the next step begins; a checkpoint holds it."""
+
     cursor: Cursor
     used: int = 0
     """Rows of the block at the cursor that steps have used, over all ranks."""
@@ -138,7 +140,7 @@ class StreamLoader(Loader[Batch]):
         """The block of ``_planned``, once it is read."""
         self._ahead: tuple[Cursor, Future[Part]] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="drawbar-stream")
-        self._filler: RawBatch | None = None
+        self._filler: Rows | None = None
 
     @property
     def epoch(self) -> float:
@@ -197,12 +199,14 @@ class StreamLoader(Loader[Batch]):
             yield step, prepared.micro_batches
 
     def _go_to(self, position: Position) -> None:
+        """Plan from there on."""
         if position.cursor != self._planned.cursor:
             self._block = None
         self._planned = position
 
     def _plan(self, ahead: bool) -> StepPlan | None:
-        """The next global batch, as this rank computes it; None where one rank cannot read it, and time is left."""
+        """The next global batch, as this rank computes it; with ``ahead``, None where a rank cannot read it: the error
+        is raised when it is asked for again, at its step."""
         before = self._planned
         rows = self._take(ahead)
         if rows is None:
@@ -248,9 +252,8 @@ class StreamLoader(Loader[Batch]):
     def _any_row(self) -> RawBatch:
         """A row for a rank that has none in a step: the same in every process, as dropout draws for fillers, too."""
         if self._filler is None:
-            rows = self._any_rows()
-            self._filler = RawBatch([RawRow(rows.read(0), rows.join)], epoch=0)
-        return self._filler
+            self._filler = self._any_rows()
+        return RawBatch([RawRow(self._filler.read(0), self._filler.join)], epoch=0)
 
     def _any_rows(self) -> Rows:
         """The rows of the first record that gives any; encoded in the thread, as tokenizers serve one thread alone."""
@@ -291,7 +294,7 @@ class StreamLoader(Loader[Batch]):
         return self._block
 
     def _part(self, cursor: Cursor, ahead: bool) -> Part | None:
-        """This rank's share of the block at ``cursor``; None where it cannot be read, and time is left."""
+        """This rank's share of the block at ``cursor``; None as for ``_plan``."""
         if self._ahead is None or self._ahead[0] != cursor:
             self._ahead = cursor, self._thread.submit(self._read, cursor)
         try:

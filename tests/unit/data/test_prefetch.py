@@ -196,9 +196,10 @@ def test_a_slow_augment_runs_while_a_step_is_trained() -> None:
 def test_an_error_comes_at_its_step(ahead: bool) -> None:
     """Sample 20 is of the fourth step, and the one before it is trained."""
     with loader_of(stacked, At(20, raise_odd), in_order=True, ahead=ahead) as loader:
-        made = []
+        made: list[int] = []
         with pytest.raises(Odd, match="sample 7 is odd") as caught:
-            made += [step for step, _ in loader.steps(0, STEPS)]
+            made.extend(step for step, _ in loader.steps(0, STEPS))
+    assert made == [1, 2, 3]
     assert [entry.name for entry in caught.traceback][-1] == "raise_odd"
     assert loader.state()["consumed"] == 18
 

@@ -409,7 +409,9 @@ def test_a_fork_with_other_lanes_goes_on_where_a_block_began(
     assert forked[-1].state["cursor"]["epoch"] == 1
 
 
-def test_an_error_of_the_stream_is_raised_in_the_step() -> None:
+def test_an_error_of_the_stream_is_raised_in_its_step() -> None:
+    """What is read ahead costs no step before it."""
+
     class Broken(Numbers):
         def read(self, lane: int, lanes: int, first: int) -> Iterator[LocatedRecord]:
             for located in super().read(lane, lanes, first):
@@ -417,9 +419,12 @@ def test_an_error_of_the_stream_is_raised_in_the_step() -> None:
                     raise UserError("not JSON", where="train.jsonl:31", remedy="mend it")
                 yield located
 
-    loader = Case((60,)).loader(alone(), sources=[Broken(0, 60)])
-    with pytest.raises(UserError, match="not JSON"):
-        list(loader.steps(0, 40))
+    made: dict[bool, list[int]] = {False: [], True: []}
+    for ahead, steps in made.items():
+        loader = Case((60,), ahead=ahead).loader(alone(), sources=[Broken(0, 60)])
+        with pytest.raises(UserError, match="not JSON"):
+            steps.extend(step for step, _ in loader.steps(0, 40))
+    assert made[True] == made[False] != []
 
 
 @pytest.mark.parametrize("weights", [None, (1.0, 1.0)])
