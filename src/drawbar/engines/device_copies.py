@@ -38,4 +38,6 @@ class DeviceCopies:
             computation.wait_event(copied)
             for tensor in batch.values():
                 tensor.record_stream(computation)  # else its memory is free for the next copy when Python lets it go
+            for segments in getattr(batch.get("segment_ids"), "segments", ()):  # what ``Batch.to`` sent along
+                segments.record_stream(computation)
         return batch

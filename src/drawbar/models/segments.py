@@ -68,6 +68,12 @@ class Segments:
         tensors = {name: moved(getattr(self, name)) for name in ("starts", "firsts", "tokens", "slots")}
         return replace(self, groups=groups, **tensors)
 
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Keep the memory until this stream is done with it: see ``Tensor.record_stream``."""
+        masks = [group.real for group in self.groups if group.real is not None]
+        for tensor in (self.starts, self.firsts, self.tokens, self.slots, *masks):
+            tensor.record_stream(stream)
+
 
 def find_segments(*sides: Tensor) -> tuple[Segments, ...]:
     """The segments of packed rows, on the host.

@@ -43,7 +43,7 @@ class Batch(dict[str, torch.Tensor]):
         elif device.type == "mps":
             tensors = {name: t.float() if t.dtype == torch.float64 else t for name, t in self.items()}
         moved = type(self)({name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}, self.ids)
-        if self.packed and device.type == "cuda":
+        if self.packed and device.type == "cuda" and not self["segment_ids"].is_cuda:
             from drawbar.models.segments import send_segments  # it needs transformers, which a batch does not
 
             sides = [self[name] for name in ("segment_ids", "decoder_segment_ids") if name in self]

@@ -1,5 +1,6 @@
 """Packing changes the shape of a batch and nothing else, for every built-in task and for one of a user's own."""
 
+import pickle
 from typing import Any
 
 import numpy as np
@@ -126,7 +127,8 @@ def test_loss_and_gradients_are_those_of_padded_rows(
     other = packed(task, samples, plan, augment)
     if joined:
         free = task.run_config.model_copy(update={"data": DataSection(padding_free=True)})
-        other = train_collate(task, free)([augment(samples[number], 0) for number in range(len(samples))])
+        collate = pickle.loads(pickle.dumps(train_collate(task, free)))  # as processes of data.workers are given it
+        other = collate([augment(samples[number], 0) for number in range(len(samples))])
         assert (other["segment_ids"] >= 0).all()
         assert len(other["input_ids"]) == 1
     assert other.packed
