@@ -176,7 +176,7 @@ def _with_answers(
         else:
             found = {name: by_number.get(number) for name, by_number in answers.items()}
             if number in answers["prediction"]:
-                found = {name: task.complete(record, answer) for name, answer in found.items()}
+                found = {name: task.postprocess(record, answer) for name, answer in found.items()}
             yield {**record, **found}
             number += 1
     opened.check_unchanged()

@@ -123,7 +123,7 @@ class TrainedRun:
         split = Split("records", given, samples)
         found = predict(self._engine, task, split, self._world, *self._how(split), predict_fn)
         return [
-            task.complete(record, found[number]) if number in found else None for number, record in enumerate(given)
+            task.postprocess(record, found[number]) if number in found else None for number, record in enumerate(given)
         ]
 
     def _how(self, split: Split) -> tuple[MicroBatchSize, Augment]:

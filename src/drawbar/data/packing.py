@@ -16,7 +16,7 @@ IGNORED_LABEL = -100  # what Hugging Face models and torch's cross_entropy leave
 CHECKED_TOGETHER = 1 << 16
 """Samples whose lengths are in memory at a time while they are checked."""
 
-Targets = Literal["next_token", "token", "sample", "decoder"]
+LabelPlacement = Literal["next_token", "token", "sample", "decoder"]
 """Where the ``labels`` of a sample sit. ``next_token``: one under each token, and the loss shifts them by one, as in
 causal language models; ``token``: one for each token, as it stands; ``sample``: one, of any shape, for the whole
 sample; ``decoder``: a sequence of their own, beside ``decoder_input_ids``."""
@@ -28,17 +28,19 @@ class PackedRows:
     Args:
         samples: the samples.
         plan: which of them each row holds.
-        targets: see :data:`Targets`.
+        placement: see :data:`LabelPlacement`.
 
     Raises:
         UserError: the samples cannot be laid end to end.
     """
 
-    def __init__(self, samples: EncodedDataset, plan: Plan, targets: Targets) -> None:
+    def __init__(self, samples: EncodedDataset, plan: Plan, placement: LabelPlacement) -> None:
         self.samples = samples
         self.plan = plan
-        self.join = RowLayout.of(samples, targets).join
-        self.lengths = plan.lengths if plan.lengths is not None else plan.row_lengths(packed_lengths(samples, targets))
+        self.join = RowLayout.of(samples, placement).join
+        self.lengths = (
+            plan.lengths if plan.lengths is not None else plan.row_lengths(packed_lengths(samples, placement))
+        )
         self.fingerprint = plan.digest(samples.fingerprint)
 
     def __len__(self) -> int:
@@ -49,9 +51,9 @@ class PackedRows:
         return [self.samples[sample] for sample in self.plan[index].tolist()]
 
 
-def packed_lengths(samples: EncodedDataset, targets: Targets) -> NDArray[np.int64]:
+def packed_lengths(samples: EncodedDataset, placement: LabelPlacement) -> NDArray[np.int64]:
     """Shape (samples,): the room that each sample takes in a row: that of its longer side, for ``decoder``."""
-    if targets == "decoder" and "labels" in samples.fields:
+    if placement == "decoder" and "labels" in samples.fields:
         return samples.stored_lengths("input_ids", "labels")[:]
     return samples.lengths
 
@@ -60,7 +62,7 @@ def packed_lengths(samples: EncodedDataset, targets: Targets) -> NDArray[np.int6
 class RowLayout:
     """How the fields of several samples are laid into one row."""
 
-    targets: Targets
+    placement: LabelPlacement
     per_token: tuple[str, ...]
     """Fields with one value for each of the ``input_ids``."""
     per_target: tuple[str, ...]
@@ -69,7 +71,7 @@ class RowLayout:
     """Fields with one value, of any shape, for each sample."""
 
     @classmethod
-    def of(cls, samples: EncodedDataset, targets: Targets) -> "RowLayout":
+    def of(cls, samples: EncodedDataset, placement: LabelPlacement) -> "RowLayout":
         """The layout of these samples.
 
         Raises:
@@ -77,35 +79,35 @@ class RowLayout:
         """
         if samples.fields.get("input_ids") != "array":
             raise _cannot_pack("they have no input_ids")
-        if targets == "decoder" and samples.fields.get("labels") != "array":
+        if placement == "decoder" and samples.fields.get("labels") != "array":
             raise _cannot_pack("they have no sequence of labels")
-        layout = cls._of_kinds(samples.fields, targets)
+        layout = cls._of_kinds(samples.fields, placement)
         for name in samples.fields:
             if name in (*layout.per_token, "attention_mask"):
                 _check_lengths(samples, name, "input_ids", "tokens")
             elif name in layout.per_target:
                 _check_lengths(samples, name, "labels", "labels")
-        if targets in ("next_token", "token") and "labels" in layout.per_sample:
+        if placement in ("next_token", "token") and "labels" in layout.per_sample:
             raise _cannot_pack("their labels are not one for each token")
         return layout
 
     @classmethod
-    def of_sample(cls, sample: Sample, targets: Targets) -> "RowLayout":
+    def of_sample(cls, sample: Sample, placement: LabelPlacement) -> "RowLayout":
         """The layout of samples like this one, which are known to fit."""
         kinds = {name: "array" if np.ndim(value) else "scalar" for name, value in sample.items()}
-        return cls._of_kinds({name: kind for name, kind in kinds.items() if name not in ("id", "ids")}, targets)
+        return cls._of_kinds({name: kind for name, kind in kinds.items() if name not in ("id", "ids")}, placement)
 
     @classmethod
-    def _of_kinds(cls, kinds: Mapping[str, str], targets: Targets) -> "RowLayout":
+    def _of_kinds(cls, kinds: Mapping[str, str], placement: LabelPlacement) -> "RowLayout":
         groups: dict[str, list[str]] = {"token": [], "target": [], "sample": []}
         for name, kind in kinds.items():
-            if kind == "scalar" or (name == "labels" and targets == "sample"):
+            if kind == "scalar" or (name == "labels" and placement == "sample"):
                 groups["sample"].append(name)
-            elif targets == "decoder" and name.startswith(("labels", "decoder_")):
+            elif placement == "decoder" and name.startswith(("labels", "decoder_")):
                 groups["target"].append(name)
             elif name != "attention_mask":  # segment_ids say what it would
                 groups["token"].append(name)
-        return cls(targets, *(tuple(group) for group in groups.values()))
+        return cls(placement, *(tuple(group) for group in groups.values()))
 
     def join(self, samples: list[Sample]) -> Sample:
         """One row of several samples, laid end to end.
@@ -126,13 +128,13 @@ class RowLayout:
         for name in self.per_sample:
             row[name] = [sample[name] for sample in samples]
         lengths = [len(sample["input_ids"]) for sample in samples]
-        if self.targets == "next_token" and "labels" in row:
+        if self.placement == "next_token" and "labels" in row:
             # the loss shifts labels by one: the first of a sample would be predicted from the sample before
             row["labels"][np.cumsum([0, *lengths[:-1]])] = IGNORED_LABEL
         if "position_ids" not in row:  # else the task counts positions in its own way
             row["position_ids"] = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
         row["segment_ids"] = np.repeat(np.arange(len(samples), dtype=np.int32), lengths)
-        if self.targets == "decoder":
+        if self.placement == "decoder":
             lengths = [len(sample["labels"]) for sample in samples]
             row["decoder_segment_ids"] = np.repeat(np.arange(len(samples), dtype=np.int32), lengths)
         return row

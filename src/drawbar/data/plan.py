@@ -97,7 +97,7 @@ def keep_plan(
     seed: int,
     *,
     of_samples: str,
-    targets: str,
+    placement: str,
     cache: Path,
     timeout: float,
 ) -> tuple[Plan, list[int]]:
@@ -106,7 +106,7 @@ def keep_plan(
 
     Args:
         lengths: not called where the plan is cached.
-        of_samples, targets: what the lengths follow from: the samples' fingerprint, and where their labels sit.
+        of_samples, placement: what the lengths follow from: the samples' fingerprint, and where their labels sit.
         cache, timeout: see ``load_or_create``.
     """
 
@@ -126,7 +126,7 @@ def keep_plan(
 
     inputs = {
         "the samples": of_samples,
-        "the targets": targets,
+        "the targets": placement,
         "the sources": repr(list(sizes)),
         "data.sequence_length": str(capacity),
         "run.seed": str(seed),

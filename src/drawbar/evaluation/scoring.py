@@ -272,7 +272,7 @@ def _merge(task: Task, split: Split, predictions: list[tuple[int, Any]]) -> list
     for number in np.unique(split.samples.record_of).tolist():
         record = {"id": number, **split.records[number]}
         if number in of_record:
-            record["prediction"] = task.complete(split.records[number], of_record[number])
+            record["prediction"] = task.postprocess(split.records[number], of_record[number])
         merged.append(record)
     return merged
 

@@ -37,11 +37,11 @@ FAMILIES |= {"qwen3", "smollm3", "starcoder2"}
 one process: others may compute wrongly in silence, as a layer that carries a state along the sequence does."""
 
 
-def check_context(device: torch.device, targets: str | None) -> None:
+def check_context(device: torch.device, label_placement: str | None) -> None:
     """Refuse, before the model is built, what cannot be cut.
 
     Args:
-        targets: ``task.targets``; only ``next_token`` is accepted.
+        label_placement: ``task.label_placement``; only ``next_token`` is accepted.
     """
     if device.type not in DEVICES:
         raise UserError(
@@ -49,7 +49,7 @@ def check_context(device: torch.device, targets: str | None) -> None:
             where="parallel.context",
             remedy="set parallel.context=1, or run on CUDA devices",
         )
-    if targets != "next_token":
+    if label_placement != "next_token":
         raise UserError(
             "only tasks that predict the next token can cut a sequence over ranks",
             where="parallel.context",

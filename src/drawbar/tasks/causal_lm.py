@@ -35,7 +35,7 @@ class CausalLM(PretrainedTask):
     Config = CausalLMConfig
     config: CausalLMConfig
     head = "causal_lm"
-    targets = "next_token"
+    label_placement = "next_token"
     loss_metrics = ("loss", "perplexity", "bits_per_byte")
     wrapping = "begin"
 

@@ -106,7 +106,7 @@ class SequenceClassification(PretrainedTask):
     Config = SequenceClassificationConfig
     config: SequenceClassificationConfig
     head = "sequence_classification"
-    targets = "sample"
+    label_placement = "sample"
     special_tokens = {"pad_token": "<|pad|>"}
     """BART sums a text up at its last end token, wherever the text ends: padding must not look like one."""
 
@@ -246,7 +246,7 @@ class TokenClassification(TokenTask):
     Config = TokenClassificationConfig
     config: TokenClassificationConfig
     head = "token_classification"
-    targets = "token"
+    label_placement = "token"
 
     def build_tokenizer(self) -> Any:
         return prefix_space(super().build_tokenizer())
@@ -329,7 +329,7 @@ class TokenClassification(TokenTask):
             for shares, labels in zip(shares_BLC, batch["labels"].tolist(), strict=True)
         ]
 
-    def complete(self, record: dict[str, Any], prediction: list[Any]) -> list[Any]:
+    def postprocess(self, record: dict[str, Any], prediction: list[Any]) -> list[Any]:
         """Insert ``O`` (among probabilities: None) for each word without tokens, such as a zero-width space; no model
         sees it, here or exported."""
         if any(not getattr(type(self), name).__module__.startswith("drawbar.") for name in ("encode", "predict")):

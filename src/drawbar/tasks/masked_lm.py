@@ -18,7 +18,7 @@ class MaskedLM(TokenTask):
     Config = MaskedLMConfig
     config: MaskedLMConfig
     head = "masked_lm"
-    targets = "token"
+    label_placement = "token"
     loss_metrics = ("loss", "perplexity")
     special_tokens = {"mask_token": "<|mask|>"}
 

@@ -12,6 +12,7 @@ METHODS = {
     "weight": "num_targets",
     "find_facts": "find_dataset_metadata",
     "build_structure": "build_meta_model",
+    "complete": "postprocess",
 }
 """Old name → new one."""
 
@@ -39,6 +40,19 @@ def _called_by_old_name(method: Any, old: str, new: str) -> Callable[..., Any]:
         return method.__get__(self, type(self))(*args, **keywords)  # a static method, say, gets no self
 
     return call
+
+
+CLASS_ATTRIBUTES = {"targets": "label_placement"}
+"""Old name → new one, of what a class says of itself."""
+
+
+def keep_old_class_attributes(task_type: type[Any]) -> None:
+    """Let an attribute that a class (or its mixin) sets under its old name count under the new one."""
+    for old, new in CLASS_ATTRIBUTES.items():
+        definer = next(base for base in task_type.__mro__ if old in vars(base) or new in vars(base))
+        if new not in vars(definer):
+            _warn(f"{definer.__name__}.{old} is called {new} now: rename it", stacklevel=4)
+            setattr(task_type, new, vars(definer)[old])
 
 
 ATTRIBUTES = {"facts": "dataset_metadata", "labelled": "has_labels"}

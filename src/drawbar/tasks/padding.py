@@ -8,7 +8,7 @@ from drawbar.config.rules.padding_rules import PADDING_FREE
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.data.dataset import Sample
 from drawbar.data.loader import Collate
-from drawbar.data.packing import RowLayout, Targets
+from drawbar.data.packing import RowLayout, LabelPlacement
 from drawbar.errors import UserError
 from drawbar.models.huggingface import load_model_config
 from drawbar.models.packed import attends_within_samples
@@ -63,9 +63,9 @@ def _obstacle(task: Task, device: torch.device) -> str | None:
 
 def train_collate(task: Task, config: RunConfig) -> Collate[Batch]:
     """How the rows of a training micro-batch become a batch; ``data.padding_free`` is decided."""
-    if config.data.padding_free is not True or config.data.batching == "packed" or task.targets is None:
+    if config.data.padding_free is not True or config.data.batching == "packed" or task.label_placement is None:
         return task.collate
-    return _JoinedCollate(task, task.targets)
+    return _JoinedCollate(task, task.label_placement)
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class _JoinedCollate:
     """Collates samples as one row. It pickles, as tasks do."""
 
     task: Task
-    targets: Targets
+    placement: LabelPlacement
 
     def __call__(self, samples: list[Sample]) -> Batch:
-        return self.task.collate([RowLayout.of_sample(samples[0], self.targets).join(samples)])
+        return self.task.collate([RowLayout.of_sample(samples[0], self.placement).join(samples)])

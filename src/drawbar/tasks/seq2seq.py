@@ -26,7 +26,7 @@ class Seq2Seq(TokenTask):
     Config = Seq2SeqConfig
     config: Seq2SeqConfig
     head = "seq2seq"
-    targets = "decoder"
+    label_placement = "decoder"
     usual_metrics = ("bleu",)
     loss_metrics = ("loss", "perplexity")
     wrapping = "end"

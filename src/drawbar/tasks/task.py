@@ -18,13 +18,13 @@ from drawbar.config.schema.run_config import DataSection, RunConfig, TaskConfig,
 from drawbar.data.class_labels import ClassNumber
 from drawbar.data.dataset import Sample
 from drawbar.data.nested import columns_of, misread_header, value_at
-from drawbar.data.packing import Targets
+from drawbar.data.packing import LabelPlacement
 from drawbar.data.sources import Records, open_records
 from drawbar.errors import UserError
 from drawbar.runtime.safetensors_reader import parameters_on_meta
 from drawbar.tasks.batch import Batch, pad_and_stack
 from drawbar.tasks.method_fault import fault
-from drawbar.tasks.old_names import keep_old_names, keep_run_attributes, renamed_attribute
+from drawbar.tasks.old_names import keep_old_class_attributes, keep_old_names, keep_run_attributes, renamed_attribute
 from drawbar.tasks.task_context import TaskContext
 
 T = TypeVar("T")
@@ -36,13 +36,14 @@ class Task:
     Config: type[TaskConfig] = TaskConfig
     """This task's own options; each field is a key under ``task:`` and a command-line override."""
 
-    targets: Targets | None = None
+    label_placement: LabelPlacement | None = None
     """Where the ``labels`` of a sample sit: ``next_token``, ``token``, ``sample`` or ``decoder``. A task that says so
     can be packed (``data.batching: packed``): its batches then have ``segment_ids``, which go to the model."""
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
         keep_old_names(cls)
+        keep_old_class_attributes(cls)
         keep_run_attributes(cls, Task)
 
     def __init__(self, context: TaskContext | RunConfig) -> None:
@@ -167,7 +168,7 @@ class Task:
         """One prediction a sample, in the order of ``batch.ids``, as plain Python values."""
         raise NotImplementedError(f"{type(self).__name__} does not define predict()")
 
-    def complete(self, record: dict[str, Any], prediction: Any) -> Any:
+    def postprocess(self, record: dict[str, Any], prediction: Any) -> Any:
         """Post-process a record's prediction (or probabilities) with the record itself, before scoring and writing."""
         return prediction
 

@@ -13,7 +13,7 @@ from drawbar.data.cache import content_key, encode_cached, records_digest, remov
 from drawbar.data.dataset import EncodedDataset, NoSamples, encode_in_memory
 from drawbar.data.digests import DigestCache, digest_for_all, file_digest
 from drawbar.data.loader import Loader, MicroBatchSize, Rows, SampleRows, TrainLoader
-from drawbar.data.packing import PackedRows, Targets, packed_lengths
+from drawbar.data.packing import PackedRows, LabelPlacement, packed_lengths
 from drawbar.data.plan import CACHED_FROM, Plan, keep_plan, plan_sources
 from drawbar.data.reading import NumberedRecord, Reading, read_list
 from drawbar.data.reuse import explain_cache_miss, is_cached
@@ -270,7 +270,7 @@ def rows_and_order(task: Task, split: Split, config: RunConfig) -> tuple[Sampler
     rows: Rows = SampleRows(samples)
     if config.data.batching == "packed":
         plan, sizes = _plan(task, samples, sizes, config)
-        rows = PackedRows(samples, plan, _targets(task))
+        rows = PackedRows(samples, plan, _label_placement(task))
         logger.info("packed: %d samples in %d rows", len(samples), len(rows))
     sampler: Sampler = Shuffled(len(rows), seed) if config.data.shuffle else InOrder(len(rows))
     if mixed:
@@ -286,25 +286,25 @@ def _plan(task: Task, samples: EncodedDataset, sizes: list[int], config: RunConf
     Args:
         sizes: samples of each source.
     """
-    targets = _targets(task)
-    lengths = partial(packed_lengths, samples, targets)
+    placement = _label_placement(task)
+    lengths = partial(packed_lengths, samples, placement)
     capacity, seed = config.data.sequence_length, config.run.seed
     if len(samples) < CACHED_FROM:
         return plan_sources(lengths(), sizes, capacity, seed)
     return keep_plan(
         lengths, sizes, capacity, seed,
-        of_samples=samples.fingerprint, targets=targets, cache=config.cache_dir, timeout=config.launch.timeout,
+        of_samples=samples.fingerprint, placement=placement, cache=config.cache_dir, timeout=config.launch.timeout,
     )  # fmt: skip
 
 
-def _targets(task: Task) -> Targets:
-    if task.targets is None:
+def _label_placement(task: Task) -> LabelPlacement:
+    if task.label_placement is None:
         raise UserError(
-            f"{type(task).__name__} does not say where its targets are, so its samples cannot be packed",
+            f"{type(task).__name__} does not say where its labels are, so its samples cannot be packed",
             where="data.batching",
-            remedy="set `targets` in the class (next_token, token, sample or decoder), or data.batching=grouped",
+            remedy="set `label_placement` in the class (next_token, token, sample or decoder), or data.batching=grouped",
         )
-    return task.targets
+    return task.label_placement
 
 
 def _streamed(task: Task, records: Iterable[Record]) -> Records:
@@ -333,7 +333,7 @@ def _stream_loader(
         if config.data.batching != "packed":
             return SampleRows(samples)
         plan, _ = _plan(task, samples, [len(samples)], config)
-        return PackedRows(samples, plan, _targets(task))
+        return PackedRows(samples, plan, _label_placement(task))
 
     settings = StreamSettings(
         seed=config.run.seed,

@@ -68,7 +68,7 @@ def check_evaluation(task: Task, engine: Engine, split: Split, metric: str) -> N
     predictions: list[Any] = [None] * len(samples)
     if result.predictions is not None:
         with name_failing_method(task):
-            predictions = list(map(task.complete, records, result.predictions))
+            predictions = list(map(task.postprocess, records, result.predictions))
     records = [
         {"id": sample["id"], **record, "prediction": prediction}
         for sample, record, prediction in zip(samples, records, predictions, strict=True)

@@ -214,9 +214,9 @@ def test_a_task_that_cannot_be_packed(project: Path) -> None:
     done = prepare(project, "task.type=mine:Unpacked")
     assert table(done.out, "grouped")
     assert not re.search("^packed", done.out, re.MULTILINE)
-    assert "data.batching=packed is not possible: Unpacked does not say where its targets are" in done.err
+    assert "data.batching=packed is not possible: Unpacked does not say where its labels are" in done.err
     done = prepare(project, "task.type=mine:Unpacked", "data.batching=packed", code=2)
-    check_one_message(done.out + done.err, "Unpacked does not say where its targets are")
+    check_one_message(done.out + done.err, "Unpacked does not say where its labels are")
 
 
 def test_what_training_would_refuse_is_refused(project: Path) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drawbar.data.dataset import EncodedDataset, encode_records
-from drawbar.data.packing import PackedRows, RowLayout, Targets, packed_lengths, split_tokens
+from drawbar.data.packing import PackedRows, RowLayout, LabelPlacement, packed_lengths, split_tokens
 from drawbar.data.plan import plan_rows
 from drawbar.errors import UserError
 from drawbar.tasks.batch import pad_and_stack
@@ -20,7 +20,7 @@ def dataset(samples: list[dict[str, Any]]) -> EncodedDataset:
     return encode_records(samples, lambda sample: sample, describe=str)
 
 
-def join(samples: EncodedDataset, numbers: list[int], targets: Targets) -> dict[str, Any]:
+def join(samples: EncodedDataset, numbers: list[int], targets: LabelPlacement) -> dict[str, Any]:
     """A row, with its arrays as lists."""
     row = RowLayout.of(samples, targets).join([samples[number] for number in numbers])
     return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in row.items()}
@@ -200,7 +200,7 @@ def test_packed_fingerprint_sees_base_and_plan() -> None:
         ([{"input_ids": [1, 2], "labels": 1}], "decoder", "no sequence of labels"),
     ],
 )
-def test_samples_that_cannot_be_packed(samples: list[dict[str, Any]], targets: Targets, what: str) -> None:
+def test_samples_that_cannot_be_packed(samples: list[dict[str, Any]], targets: LabelPlacement, what: str) -> None:
     base = dataset(samples)
     with pytest.raises(UserError, match=what) as caught:
         PackedRows(base, plan_of([index] for index in range(len(base))), targets)

@@ -100,7 +100,7 @@ def test_no_row_holds_samples_of_two_sources() -> None:
 def kept(lengths: np.ndarray, folder: Path) -> tuple[Plan, list[int]]:
     of_samples = str(lengths.sum())
     return keep_plan(
-        lambda: lengths, [400, 600], 64, 1, of_samples=of_samples, targets="token", cache=folder, timeout=60
+        lambda: lengths, [400, 600], 64, 1, of_samples=of_samples, placement="token", cache=folder, timeout=60
     )
 
 

@@ -74,6 +74,21 @@ def test_a_class_attribute_hides_nothing_that_a_task_has_of_its_run() -> None:
         assert (task.facts, task.labelled) == ({"labels": [1]}, True)
 
 
+def test_what_a_class_says_of_its_labels_counts_under_the_old_name() -> None:
+    class Says:
+        targets = "sample"
+
+    with pytest.warns(FutureWarning, match=r"Says.targets is called label_placement now"):
+
+        class Mixed(Says, CausalLM):
+            pass
+
+    class Below(Mixed):
+        label_placement = "token"
+
+    assert (Mixed.label_placement, Below.label_placement, CausalLM.label_placement) == ("sample", "token", "next_token")
+
+
 def test_a_property_of_a_tasks_own_stays(recwarn: pytest.WarningsRecorder) -> None:
     class New(Task):
         @property

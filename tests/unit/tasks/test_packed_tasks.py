@@ -89,7 +89,7 @@ def task_of(name: str, family: str, options: dict[str, Any]) -> Task:
 def model_of(task: Task) -> nn.Module:
     torch.manual_seed(0)
     model = task.build_model()
-    allow_packing(model, per_sample=task.targets == "sample")
+    allow_packing(model, per_sample=task.label_placement == "sample")
     return model
 
 
@@ -98,8 +98,8 @@ def encoded(task: Task, rows: list[dict[str, Any]]) -> EncodedDataset:
 
 
 def packed(task: Task, samples: EncodedDataset, plan: Plan, augment: Augment) -> Batch:
-    assert task.targets is not None
-    rows = PackedRows(samples, plan, task.targets)
+    assert task.label_placement is not None
+    rows = PackedRows(samples, plan, task.label_placement)
     return BatchMaker(task.collate, augment)(raw_batch(rows, np.arange(len(rows)), epoch=0))
 
 
@@ -169,7 +169,7 @@ def sample_losses(task: Task, model: nn.Module, rows: list[dict[str, Any]]) -> l
     logits = task.forward(model, batch).logits
     logits, labels = logits.flatten(0, -2), batch["labels"].flatten()
     each = functional.cross_entropy(logits, labels, ignore_index=-100, reduction="none")
-    owner = torch.arange(3) if task.targets == "sample" else batch["decoder_segment_ids"].flatten()
+    owner = torch.arange(3) if task.label_placement == "sample" else batch["decoder_segment_ids"].flatten()
     return [each[owner == number].sum().item() for number in range(3)]
 
 
@@ -200,7 +200,7 @@ class Unsure(Task):
 
 
 class Sure(Unsure):
-    targets = "sample"
+    label_placement = "sample"
 
 
 def config_of() -> RunConfig:
@@ -225,5 +225,7 @@ def test_one_that_does_not_say_where_its_targets_are_cannot(tmp_path: Any) -> No
     config = config_of()
     config = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(tmp_path)})})
     task = Unsure(TaskContext(config, TOKENIZER))
-    with pytest.raises(UserError, match=r"Unsure does not say where its targets are[\s\S]*set `targets` in the class"):
+    with pytest.raises(
+        UserError, match=r"Unsure does not say where its labels are[\s\S]*set `label_placement` in the class"
+    ):
         make_loader(task, config, Distributed(RankInfo(), CPU, timeout=60), make_console(False))

@@ -139,7 +139,7 @@ def test_a_word_without_tokens_is_no_target_and_not_seen() -> None:
 )
 def test_a_prediction_is_for_every_word(words: list[str], prediction: list[str], complete: list[str]) -> None:
     task = task_of(tokenizer=WORD_PIECES)
-    assert task.complete({"tokens": words}, prediction) == complete
+    assert task.postprocess({"tokens": words}, prediction) == complete
 
 
 class OwnWords(TokenClassification):
@@ -148,7 +148,7 @@ class OwnWords(TokenClassification):
 
 
 def test_a_users_own_words_are_left_to_the_user() -> None:
-    assert OwnWords(task_of().run_config).complete({"text": "a b c"}, ["B-X"]) == ["B-X"]
+    assert OwnWords(task_of().run_config).postprocess({"text": "a b c"}, ["B-X"]) == ["B-X"]
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ RECORDS = 600
 
 
 class Numbers(Task):
-    targets = "token"
+    label_placement = "token"
 
     def encode(self, record: dict[str, Any], train: bool) -> Any:
         return {"input_ids": [record["n"]] * (1 + record["n"] % 7)}
