@@ -75,6 +75,11 @@ class Engine:
         return self._local.cross_entropy
 
     @property
+    def meta_model(self) -> nn.Module:
+        """All names and full shapes of the model; it may be without values."""
+        return self._local.meta_model
+
+    @property
     def checkpoint_bytes(self) -> int:
         """About how large a full checkpoint is."""
         sizes = {True: 0, False: 0}

@@ -8,7 +8,7 @@ from drawbar.config.rules.padding_rules import PADDING_FREE
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.data.dataset import Sample
 from drawbar.data.loader import Collate
-from drawbar.data.packing import RowLayout, LabelPlacement
+from drawbar.data.packing import LabelPlacement, RowLayout
 from drawbar.errors import UserError
 from drawbar.models.huggingface import load_model_config
 from drawbar.models.packed import attends_within_samples

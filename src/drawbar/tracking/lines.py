@@ -55,6 +55,7 @@ def log_line(step: int, total_steps: int | None, values: Mapping[str, float]) ->
         f"grad_norm {shown['grad_norm']:.2f}" if "grad_norm" in shown else None,
         f"skipped {shown['skipped']:.0f}" if shown.get("skipped") else None,
         speed(shown["tokens_per_second"]) if "tokens_per_second" in shown else None,
+        f"mfu {shown['mfu']:.1%}" if "mfu" in shown else None,
     )
 
 

@@ -13,7 +13,7 @@ from drawbar.data.cache import content_key, encode_cached, records_digest, remov
 from drawbar.data.dataset import EncodedDataset, NoSamples, encode_in_memory
 from drawbar.data.digests import DigestCache, digest_for_all, file_digest
 from drawbar.data.loader import Loader, MicroBatchSize, Rows, SampleRows, TrainLoader
-from drawbar.data.packing import PackedRows, LabelPlacement, packed_lengths
+from drawbar.data.packing import LabelPlacement, PackedRows, packed_lengths
 from drawbar.data.plan import CACHED_FROM, Plan, keep_plan, plan_sources
 from drawbar.data.reading import NumberedRecord, Reading, read_list
 from drawbar.data.reuse import explain_cache_miss, is_cached
@@ -302,7 +302,7 @@ def _label_placement(task: Task) -> LabelPlacement:
         raise UserError(
             f"{type(task).__name__} does not say where its labels are, so its samples cannot be packed",
             where="data.batching",
-            remedy="set `label_placement` in the class (next_token, token, sample or decoder), or data.batching=grouped",
+            remedy="set `label_placement` in the class (next_token, token, sample, decoder), or data.batching=grouped",
         )
     return task.label_placement
 

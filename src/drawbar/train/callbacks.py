@@ -75,8 +75,10 @@ class LogCallback(Callback):
         trackers: Trackers,
         console: Console,
         saver: Saver,
+        mfu_of_one_token_per_second: float | None,
     ) -> None:
         self._every = every
+        self._mfu = mfu_of_one_token_per_second
         self._saver = saver
         self._loader = loader
         self._world = world
@@ -98,6 +100,8 @@ class LogCallback(Callback):
             self._data_waits.clear()
 
     def _values(self, info: StepInfo) -> dict[str, float]:
+        speed = self._meter.read()
+        mfu = {} if self._mfu is None else {"train/mfu": speed * self._mfu}
         return {
             "train/loss": float(info.result.loss),
             "train/lr": info.result.lr,
@@ -105,7 +109,8 @@ class LogCallback(Callback):
             "train/weight": info.result.num_targets,
             "train/epoch": self._loader.epoch,
             "train/skipped": info.progress.skipped,
-            "train/tokens_per_second": self._meter.read(),
+            "train/tokens_per_second": speed,
+            **mfu,
             "train/data_wait_seconds": fmean(self._data_waits),
             "train/peak_memory_gib": peak_memory(self._world.device) / 2**30,
         }

@@ -64,6 +64,7 @@ from drawbar.train.saver import Saver, as_it_began, restore_engine, restore_posi
 from drawbar.train.setup import build_task, count_steps, explain_chat_label_change, log_changed_length, save_task
 from drawbar.train.step import RunProgress, StepInfo
 from drawbar.train.stop import Reason, Stop
+from drawbar.train.utilization import mfu_of_one_token_per_second
 
 
 @dataclass(frozen=True)
@@ -339,8 +340,9 @@ class _Run:
         config, world, stop, run_dir = self.config, self.world, self.stop, self.config.run_dir
         log_every = config.tracking.log_every
         save = SaveCallback(config.checkpoint.every, saver, self.meter, stop, self._announce_save)
+        mfu = mfu_of_one_token_per_second(self.engine, config, world)
         callbacks: list[Callback] = [
-            LogCallback(log_every, self.loader, world, self.meter, self.trackers, self.console, saver),
+            LogCallback(log_every, self.loader, world, self.meter, self.trackers, self.console, saver, mfu),
             save,
         ]
         if self.validation is not None:

@@ -51,6 +51,7 @@ TRAIN = {
 def test_log_line() -> None:
     assert log_line(20, 500, TRAIN) == "step 20/500  loss 4.321  lr 3.0e-04  grad_norm 1.23  18,204 tok/s"
     assert "  skipped 3  " in log_line(20, 500, {**TRAIN, "train/skipped": 3})
+    assert log_line(20, 500, {**TRAIN, "train/mfu": 0.437}).endswith("18,204 tok/s  mfu 43.7%")
     assert log_line(1000, None, {}) == "step 1,000"
 
 

@@ -1,0 +1,25 @@
+"""The MFU: the share of the devices' peak that a run's model makes use of."""
+
+import torch
+
+from drawbar.config.schema.run_config import RunConfig
+from drawbar.distributed.process_group import Distributed
+from drawbar.engines.engine import Engine
+from drawbar.models.model_flops import peak_flops, training_flops_per_token
+
+
+def mfu_of_one_token_per_second(engine: Engine, config: RunConfig, world: Distributed) -> float | None:
+    """What a speed in tokens per second is multiplied by to get the model FLOPs utilization (Chowdhery et al. 2022,
+    arXiv:2204.02311, appendix B). ``data.sequence_length`` counts as the length that tokens attend to where rows are
+    packed, and nothing elsewhere: short rows are padded, and their attention is little.
+
+    Returns:
+        None where the operations of the model or the peak of the device are not known, and in fp32, for which vendors
+        give peaks of several kinds.
+    """
+    if world.device.type != "cuda" or config.precision == "fp32":
+        return None
+    peak = peak_flops(torch.cuda.get_device_name(world.device))
+    attended = config.data.sequence_length if config.data.batching == "packed" else 0
+    flops = training_flops_per_token(engine.meta_model, attended)
+    return None if peak is None or flops is None else flops / (peak * world.size)
