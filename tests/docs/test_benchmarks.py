@@ -14,7 +14,7 @@ from conftest import write_text
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks import busy_neighbour, loss_head, performance_page
+from benchmarks import busy_neighbour, performance_page
 from benchmarks.__main__ import measure
 from benchmarks.common.command import watch
 from benchmarks.common.fresh_process import MeasurementFailed, in_this_process
@@ -114,9 +114,3 @@ def test_a_part_ends_on_the_page(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "W10.json").read_text())
     assert report["machine"]["processor"] == processor()
     assert report["curves"][0]["lines"]["mesh"][1][0] == 64
-
-
-def test_ways_to_compute_the_loss_are_compared() -> None:
-    found = loss_head.measure_time(loss_head.Head(500, 0.5, hidden=8, length=64), rounds=1)
-    assert found["seconds"].keys() == {"plain", "chunked"}
-    assert found["loss_difference"] < 1e-6
