@@ -1,9 +1,10 @@
 """Does the program still compute what it computed at an earlier commit?
 
-    python benchmarks/same_as_commit.py COMMIT [--only NAME] [--json FILE]
+    python benchmarks/same_as_commit.py COMMIT [--only NAME] [--here SETTING]... [--json FILE]
 
 Twelve configurations are trained with the code of that commit and with the code here, from the same seed: losses must
-be the same bits on one process, and within 1e-6 on several. Then the code here goes on with the earlier code's
+be the same bits on one process, and within 1e-6 on several. ``--here`` gives the code here a setting that the earlier
+one did not have, where it computes in another order by default. Then the code here goes on with the earlier code's
 checkpoint, and evaluates its run directory: that must be the earlier run, too.
 """
 
@@ -97,13 +98,13 @@ def apart(one: dict[tuple[str, int], float], other: dict[tuple[str, int], float]
     return max(abs(one[key] - other[key]) / abs(one[key]) for key in one)
 
 
-def compare(name: str, before: Path, after: Path, folder: Path) -> Row:
+def compare(name: str, before: Path, after: Path, folder: Path, here: list[str]) -> Row:
     """Train, resume and evaluate."""
     processes, settings = RUNS[name]
     words = ["config.yaml", *settings, f"launch.nproc={processes}"]
     runs = folder / "runs"
     drawbar(before, folder, "train", *words, "run.name=before")
-    drawbar(after, folder, "train", *words, "run.name=after")
+    drawbar(after, folder, "train", *words, *here, "run.name=after")
     shutil.rmtree(runs / "resumed", ignore_errors=True)
     shutil.copytree(runs / "before", runs / "resumed")
     shutil.rmtree(runs / "resumed" / "checkpoints" / f"step-{STEPS:08d}")
@@ -126,6 +127,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("commit", help="the earlier commit")
     parser.add_argument("--only", choices=RUNS, help="one configuration")
+    parser.add_argument("--here", action="append", default=[], help="a setting of the code here alone, in new runs")
     parser.add_argument("--json", type=Path, help="write the rows here")
     arguments = parser.parse_args()
     rows = []
@@ -140,7 +142,7 @@ def main() -> None:
             (folder / "train.txt").write_text(text[1000:])
             (folder / "valid.txt").write_text(text[:1000])
             for one in [arguments.only] if arguments.only else RUNS:
-                rows.append(compare(one, before, HERE, folder))
+                rows.append(compare(one, before, HERE, folder, arguments.here))
                 row = rows[-1]
                 print(
                     f"{row.name:22} {row.processes} ranks  trained {row.largest_difference:.1e}  resumed "
