@@ -101,7 +101,8 @@ def _order_of_a_step(ranks: int) -> Callable[[], int]:
     """Which rows this rank reads, in which micro-batches."""
     import numpy as np
 
-    from drawbar.data.loader import MicroBatchSize, TrainLoader
+    from drawbar.data.loader import MicroBatchSize, TrainLoader, only_sample
+    from drawbar.data.prefetch import BatchMaker, Prefetcher, unchanged
     from drawbar.data.sampler import Shuffled
 
     class Rows:
@@ -113,8 +114,10 @@ def _order_of_a_step(ranks: int) -> Callable[[], int]:
         def __len__(self) -> int:
             return SAMPLES
 
-        def row(self, index: int, augment: Any) -> Any:
-            return index
+        join = staticmethod(only_sample)
+
+        def read(self, index: int) -> list[Any]:
+            return [index]
 
     loader = TrainLoader(
         Rows(),
@@ -123,7 +126,7 @@ def _order_of_a_step(ranks: int) -> Callable[[], int]:
         micro_batch=MicroBatchSize(tokens=8192),
         rank=0,
         world_size=ranks,
-        collate=list,
+        prefetcher=Prefetcher(BatchMaker(list, unchanged), ahead=False),
     )
     steps = loader.steps(0, 10**9)
     next(steps)

@@ -99,9 +99,9 @@ def before_replicating(spoil: Spoil) -> Iterator[None]:
     """Do something to the model that DDP gets."""
     replicate = torch_strategies.replicate
 
-    def spoiled(model: nn.Module, loss: Any) -> nn.Module:
+    def spoiled(model: nn.Module, *how: Any) -> nn.Module:
         spoil(model)
-        return replicate(model, loss)
+        return replicate(model, *how)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_strategies, "replicate", spoiled)

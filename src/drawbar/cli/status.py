@@ -107,7 +107,7 @@ def _values(folder: Path, job: "JobStatus | None", progress: "LoggedProgress") -
         "run": folder.name,
         "folder": str(folder),
         "job": None if job is None else _job_values(job),
-        "progress": asdict(progress),
+        "progress": {**asdict(progress), "best": None if progress.best is None else progress.best.model_dump()},
     }
 
 

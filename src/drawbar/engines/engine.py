@@ -79,15 +79,6 @@ class Engine:
         """All names and full shapes of the model; it may be without values."""
         return self._local.meta_model
 
-    @property
-    def checkpoint_bytes(self) -> int:
-        """About how large a full checkpoint is."""
-        sizes = {True: 0, False: 0}
-        for parameter in self._local.meta_model.parameters():
-            sizes[parameter.requires_grad] += parameter.numel() * parameter.element_size()
-        # the optimizer keeps up to two more numbers for each trained weight; with LoRA, frozen weights are not saved
-        return 3 * sizes[True] + (sizes[False] if self.config.lora is None else 0)
-
     def train_step(self, micro_batches: list[MicroBatch[Batch]]) -> StepResult:
         """Forward, backward, reduce, clip and update for one global batch, of which this is the rank's share."""
         lr = self.config.optim.lr * learning_rate_scale(self.step, self.total_steps, self.config.optim)

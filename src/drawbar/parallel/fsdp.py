@@ -175,6 +175,10 @@ def free_gathered(model: nn.Module) -> Iterator[None]:
     _in_inference.add(model)
     try:
         yield
+    except BaseException:
+        for module in _fsdp_modules(model):  # in the middle of a forward, only these are freed
+            module.set_reshard_after_forward(True, recurse=False)
+        raise
     finally:
         _in_inference.remove(model)
         for module in _fsdp_modules(model):

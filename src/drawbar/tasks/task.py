@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -78,6 +78,12 @@ class Task:
         """Pickle what the task was built from, and no attribute that was set later: a worker process builds its own."""
         config = self.run_config.model_dump_json()
         return _rebuild, (type(self), config, self.tokenizer, self.dataset_metadata, self.has_labels)
+
+    def __copy__(self) -> Self:
+        """The same with its own attributes: without this, Python would copy by ``__reduce__``."""
+        made = object.__new__(type(self))
+        vars(made).update(vars(self))
+        return made
 
     facts = renamed_attribute("facts")
     labelled = renamed_attribute("labelled")

@@ -165,6 +165,15 @@ class Saver:
         return "saving" if self._saved is None else f"writing the checkpoint of step {self._saved.step}"
 
 
+def checkpoint_bytes(engine: Engine) -> int:
+    """About how large a full checkpoint is."""
+    sizes = {True: 0, False: 0}
+    for parameter in engine.meta_model.parameters():
+        sizes[parameter.requires_grad] += parameter.numel() * parameter.element_size()
+    # the optimizer keeps up to two more numbers for each trained weight; with LoRA, frozen weights are not saved
+    return 3 * sizes[True] + (sizes[False] if engine.config.lora is None else 0)
+
+
 def as_it_began(config: RunConfig, checkpoint: Path, device: torch.device) -> RunConfig:
     """The configuration with the run's own number formats, cross-entropy and padding in place of ``auto``: on other
     hardware, or with a newer drawbar, a resumed run is the same run.

@@ -60,7 +60,7 @@ from drawbar.train.check import check_evaluation, check_task
 from drawbar.train.core_wait import CoreWaitCallback
 from drawbar.train.node_local import Disks, find_start_on_all_disks, look_at_disks
 from drawbar.train.rundir import RunStart, find_start, lock_run_dir, renamed, without_rebuild, write_config
-from drawbar.train.saver import Saver, as_it_began, restore_engine, restore_position
+from drawbar.train.saver import Saver, as_it_began, checkpoint_bytes, restore_engine, restore_position
 from drawbar.train.setup import build_task, count_steps, explain_chat_label_change, log_changed_length, save_task
 from drawbar.train.step import RunProgress, StepInfo
 from drawbar.train.stop import Reason, Stop
@@ -224,7 +224,7 @@ class Trainer:
             if disks.is_writer:
                 checkpoints.set_aside(start.unusable)
                 saved = len(checkpoints.steps())
-                check_space(folder, required_bytes(engine.checkpoint_bytes, self.config.checkpoint.keep, saved))
+                check_space(folder, required_bytes(checkpoint_bytes(engine), self.config.checkpoint.keep, saved))
                 folder.mkdir(parents=True, exist_ok=True)
                 self._lock = self._lock or lock_run_dir(folder)
                 write_config(self.config)  # first: from here on the same command resumes this run
