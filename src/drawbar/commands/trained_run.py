@@ -109,7 +109,7 @@ class TrainedRun:
         return evaluation.scores
 
     def _task_without_labels(self) -> Task:
-        """A copy: it has what ``build_model`` may have set, too."""
+        """A copy, and no new task: it keeps the attributes that ``build_model`` may have set."""
         task = copy(self.task)
         task.has_labels = False
         return task

@@ -304,12 +304,12 @@ class ColumnWriter:
         """The smallest that holds these values, but none smaller than the last, as all are brought to one."""
         smallest = smallest_dtype(values)
         before = self._runs[-1][0] if self._runs else smallest
-        return common_stored([before, smallest], values.dtype)
+        return common_stored_dtype([before, smallest], values.dtype)
 
     def finish(self) -> dict[str, Any]:
         """What ``read_column`` needs to know, as plain values."""
         dtype = common_dtype(self._dtypes)
-        stored = common_stored([found for found, _ in self._runs], dtype)
+        stored = common_stored_dtype([found for found, _ in self._runs], dtype)
         if any(found != stored for found, _ in self._runs):
             self._rewrite(stored)
         return {"name": self.name, "kind": self.kind, "dims": self.dims, "dtype": dtype.str, "stored": stored.str}
@@ -331,11 +331,11 @@ def smallest_dtype(values: NDArray[Any]) -> np.dtype[Any]:
     """The smallest dtype of whole numbers that holds these ones; their own for anything else."""
     if values.dtype.kind not in "iu" or not values.size:
         return values.dtype
-    return common_stored([np.min_scalar_type(values.min()), np.min_scalar_type(values.max())], values.dtype)
+    return common_stored_dtype([np.min_scalar_type(values.min()), np.min_scalar_type(values.max())], values.dtype)
 
 
-def common_stored(dtypes: Sequence[np.dtype[Any]], dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """What values of all these dtypes are stored in: whole numbers in fewer bytes than ``dtype`` where they fit."""
+def common_stored_dtype(dtypes: Sequence[np.dtype[Any]], dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The dtype that holds values of all these: an integer smaller than ``dtype`` where one will do, else ``dtype``."""
     found = np.result_type(*dtypes) if dtypes else dtype
     smaller = dtype.kind in "iu" and found.kind in "iu" and found.itemsize < dtype.itemsize
     return found if smaller else dtype

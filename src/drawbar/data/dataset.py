@@ -70,7 +70,7 @@ class EncodedDataset:
     truncated: int
     """Samples that encode reported as truncated."""
     tokens: int
-    """Of all samples; samples, where they have no ``input_ids``."""
+    """Tokens of all samples; the number of samples where these have no ``input_ids``."""
     fingerprint: str
     """Hex digest of every field of every sample in order, the same in every process."""
 
@@ -240,7 +240,7 @@ class _SamplesWriter:
 
 
 def read_samples(storage: Storage, about: dict[str, Any]) -> EncodedDataset:
-    """The samples of a storage, by what ``write_samples`` said of them. Raises ValueError for a wrong number."""
+    """The samples of a storage, by what ``write_samples`` said of them. Raises ValueError if the counts differ."""
     return EncodedDataset(
         columns=_read_columns(storage, about["fields"], about["samples"]),
         record_of=storage.array(RECORD_OF, np.dtype(np.int64)).reshape(about["samples"]),

@@ -141,7 +141,7 @@ def _compact(sample: Any) -> Sample:
 
 
 def _field(name: str, value: Any) -> Any:
-    """A plain scalar as it is; anything else as an array. Integers and floats of Python take 32 bits where they fit."""
+    """A plain scalar as it is; else an array, of 32 bits where it was a list of floats, or of integers that fit."""
     if isinstance(value, bool | float | str):
         return value
     if isinstance(value, int):

@@ -63,7 +63,7 @@ class Plan:
         return np.concatenate([np.empty(0, np.int64), *sums])
 
     def digest(self, of_samples: str) -> str:
-        """Hex digest of the plan, and of what it is the plan of."""
+        """Hex digest of the plan and of ``of_samples``, the fingerprint of its samples."""
         if of_samples in self.digest_of:
             return self.digest_of[of_samples]
         digest = hashlib.blake2b(of_samples.encode(), digest_size=16)

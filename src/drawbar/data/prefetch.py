@@ -114,7 +114,7 @@ class Prefetcher(Generic[Batch]):
     trained are two micro-batches for each process (without processes, two), in whole steps: a bound on the memory.
 
     Augment or collate may draw from the generators of Python, NumPy or torch, which a checkpoint holds, and which
-    dropout draws from. The first step shows it: then every batch is made in the thread of training, at its step.
+    dropout draws from. If they do so in the first step, every later batch is made in the training thread, at its step.
 
     Args:
         maker: what makes a batch.
@@ -149,8 +149,8 @@ class Prefetcher(Generic[Batch]):
 
         Args:
             plan: plans the next step, in this thread; it may wait for other ranks, which all plan at the same
-                moments. Told whether an earlier step is still to be trained, it may then return None, and is asked
-                again after that one: an error is to come no earlier than its step.
+                moments. Its argument says whether an earlier step is still to be trained. If so, it may return None
+                instead of raising an error: it is called again after that step, and raises at the step that fails.
         """
         planned = deque[tuple[StepPlan, list[Callable[[], Batch]]]]()
         try:
@@ -265,8 +265,8 @@ class _Preparer(Generic[Batch]):
             self._pool.close()
 
     def _run(self) -> None:
-        torch.set_num_threads(1)  # of this thread, once it asks for the number: the other cores are for the step
-        torch.get_num_threads()
+        torch.set_num_threads(1)  # for this thread alone: the other cores are for the step
+        torch.get_num_threads()  # else the thread would take over the newest number at its first operation
         self._has_one_core.set()
         while (asked := self._queue.get()) is not None:
             read, future = asked

@@ -19,7 +19,7 @@ from drawbar.data.loader import Loader, MicroBatchSize, Rows, check_fingerprint
 from drawbar.data.order import order
 from drawbar.data.prefetch import Batch, MicroBatch, PlannedMicroBatch, Prefetcher, RawBatch, RawRow, StepPlan
 from drawbar.data.sources import LocatedRecord
-from drawbar.data.stream_readers import EndlessLaneReader, LaneReader, Stream
+from drawbar.data.stream_readers import EndlessRankReader, RankReader, Stream
 from drawbar.distributed.process_group import DataParallelGroup
 from drawbar.errors import UserError
 from drawbar.runtime.log import logger
@@ -131,7 +131,7 @@ class StreamLoader(Loader[Batch]):
         self.micro_batch = micro_batch
         self.prefetcher = prefetcher
         self._weights = [stream.weight for stream in streams]
-        readers = [LaneReader if stream.weight is None else EndlessLaneReader for stream in streams]
+        readers = [RankReader if stream.weight is None else EndlessRankReader for stream in streams]
         self._readers = [make(stream, ranks) for make, stream in zip(readers, streams, strict=True)]
         self._encode = encode
         self._position = Position(Cursor([0] * len(streams)))

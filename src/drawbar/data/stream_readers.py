@@ -17,7 +17,7 @@ class Stream(Protocol):
     def read(self, lane: int, lanes: int, first: int) -> Iterator[LocatedRecord]: ...
 
 
-class LaneReader:
+class RankReader:
     """Reads this rank's records of one source sequentially; seeks only when the position jumps."""
 
     def __init__(self, stream: Stream, ranks: DataParallelGroup) -> None:
@@ -25,38 +25,38 @@ class LaneReader:
         self.rank, self.ranks = ranks.rank, ranks.size
         self.ends = 0
         """How often the end was reached."""
-        self._visits: Iterator[tuple[int, LocatedRecord]] = iter(())
+        self._records: Iterator[tuple[int, LocatedRecord]] = iter(())
         self._pending: tuple[int, LocatedRecord] | None = None
         self._stop = -1
 
     def take(self, first: int, stop: int) -> tuple[list[tuple[int, LocatedRecord]], int]:
-        """This rank's (index, record) pairs for ``first`` <= index < ``stop``, and how often the source ended.
+        """This rank's (number, record) pairs for ``first`` <= number < ``stop``, and how often the source ended.
 
         An exhausted source reports its end again in every call.
         """
         ends = self.ends
         if first != self._stop:
-            self._visits = self.visits(first)
-            self._pending = next(self._visits, None)
+            self._records = self.read_from(first)
+            self._pending = next(self._records, None)
         found = []
         while self._pending is not None and self._pending[0] < stop:
             found.append(self._pending)
-            self._pending = next(self._visits, None)
+            self._pending = next(self._records, None)
         self._stop = stop
         return found, self.ends - ends if self._pending is not None else 1
 
-    def visits(self, first: int) -> Iterator[tuple[int, LocatedRecord]]:
+    def read_from(self, first: int) -> Iterator[tuple[int, LocatedRecord]]:
         """(number, record) of this rank's records, from a number on."""
         for located in self.stream.read(self.rank, self.ranks, first):
             yield located.position, located
 
 
-class EndlessLaneReader(LaneReader):
-    """An endlessly repeated source: read u is record ``u % size``, and number ``u // ranks`` of rank ``u % ranks``."""
+class EndlessRankReader(RankReader):
+    """Repeats a source endlessly: the u-th read is record ``u % size``, number ``u // ranks`` of rank ``u % ranks``."""
 
-    def visits(self, first: int) -> Iterator[tuple[int, LocatedRecord]]:
+    def read_from(self, first: int) -> Iterator[tuple[int, LocatedRecord]]:
         visit, turns_without = self.rank + self.ranks * first, 0
-        while turns_without < self.ranks:  # in this many passes, a rank is assigned some record of any source
+        while turns_without < self.ranks:  # in this many passes over at least one record, every rank has its turn
             size = self.stream.size
             turn, place = divmod(visit, size) if size else (0, visit)
             start, lane = visit - place, place % self.ranks

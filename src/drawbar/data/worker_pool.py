@@ -83,10 +83,10 @@ class WorkerPool:
 
 
 def pickled(function: Callable[..., Any], activity: str, *examples: Any) -> bytes | None:
-    """What a pool is to be given, or None, with a warning, where other processes could not be.
+    """The function as bytes for a ``WorkerPool``; None, with a warning, where it cannot be sent to other processes.
 
     Args:
-        examples: arguments, of which some would be sent.
+        examples: arguments that a call would send; they are pickled on trial.
     """
     try:
         found = pickle.dumps(function)

@@ -34,7 +34,7 @@ class RankActivity:
     entered: int = 0
     """How many operations it has come to: all ranks come to the same ones, in the same order."""
     signs: int = 0
-    """Another number than before is a sign of life."""
+    """Its notes and heartbeats so far, in one number: that it changes is a sign of life."""
     activity: str = "starting"
 
 

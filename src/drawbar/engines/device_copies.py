@@ -18,7 +18,7 @@ class DeviceCopies:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def of(self, micro_batches: Sequence[MicroBatch[Batch]]) -> Iterator[Batch]:
-        """The batches on the device, in order. At most two are there at a time that nobody has let go."""
+        """The batches on the device, in order. It copies one batch ahead of the one that it yields."""
         copies = map(self._copy, micro_batches)
         copy = next(copies, None)
         while copy is not None:

@@ -101,7 +101,7 @@ class Engine:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Around evaluation or prediction steps: FSDP gathers once what it need not free between two of them."""
+        """Around evaluation or prediction steps: what FSDP keeps gathered after a forward is freed at the end alone."""
         with free_gathered(self.module):
             yield
 

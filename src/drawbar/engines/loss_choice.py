@@ -9,7 +9,7 @@ from drawbar.data.packing import IGNORED_LABEL
 from drawbar.errors import UserError
 from drawbar.models.liger import liger_cross_entropy
 from drawbar.models.logit_steps import LogitSteps, UnknownHead, steps_after_head
-from drawbar.models.loss_head import LABELS, ROWS, CrossEntropy, give_loss_head
+from drawbar.models.loss_head import LABELS, POSITIONS, CrossEntropy, give_loss_head
 from drawbar.parallel.chunked_loss import LossTargets, chunked_cross_entropy
 from drawbar.runtime.log import logger
 from drawbar.tasks.batch import Batch
@@ -51,7 +51,7 @@ def choose_cross_entropy(task: Task, config: RunConfig, model: nn.Module, module
 
 
 def _steps(task: Task, config: RunConfig, model: nn.Module) -> LogitSteps:
-    """What the head is to do besides. Raises UnknownHead with the reason why it cannot compute the loss."""
+    """What the model does to its logits. Raises UnknownHead, with the reason, if its head cannot give the loss."""
     parallel = config.parallel
     # what a user wrote in their place may look at logits
     if not isinstance(task, PretrainedTask) or not task.vocabulary_parallel:
@@ -71,10 +71,10 @@ def maybe_with_targets(task: Task, batch: Batch, loss_in_head: bool) -> Batch:
     if not loss_in_head or is_for_head(batch):
         return batch
     assert isinstance(task, PretrainedTask), "others have no such head"
-    rows_N, labels_BL = LossTargets.of(task.position_labels(batch), IGNORED_LABEL)
-    return type(batch)({**batch, ROWS: rows_N, LABELS: labels_BL}, batch.ids)
+    positions_N, labels_BL = LossTargets.of(task.position_labels(batch), IGNORED_LABEL)
+    return type(batch)({**batch, POSITIONS: positions_N, LABELS: labels_BL}, batch.ids)
 
 
 def is_for_head(batch: Batch) -> bool:
     """Whether the batch has targets for the head: the model then returns the loss."""
-    return ROWS in batch
+    return POSITIONS in batch

@@ -20,8 +20,8 @@ class Executor(Protocol):
     """Forward and backward of micro-batches, through what this rank has of the model."""
 
     def forward_backward(self, micro_batches: list[MicroBatch[Batch]], scale: float) -> torch.Tensor:
-        """Accumulate the gradients of ``scale`` times the loss of every micro-batch, averaged over the data-parallel
-        ranks; return the sum of this rank's losses, without the scale (0-d)."""
+        """Accumulate the gradients of ``scale`` times the loss of every micro-batch, averaged over the ranks that see
+        different tokens (dp and cp); return the sum of the losses without the scale (0-d; on a last stage)."""
 
     def evaluate(self, batch: Batch) -> tuple[float, list[Any] | None]:
         """The loss of a batch on the device, and the task's predictions where it makes any; no gradients."""

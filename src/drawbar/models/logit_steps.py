@@ -38,7 +38,7 @@ class LogitSteps:
         return any(isinstance(one, str) for _, arguments in self.steps for one in arguments)
 
     def of(self, model: nn.Module) -> Transform | None:
-        """The same, to be done to any rows of logits; None for nothing.
+        """The steps as one function of any rows of logits; None where there are none.
 
         Args:
             model: whose buffers are taken, as they are then.

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from drawbar.models.logit_steps import LogitSteps
 from drawbar.parallel.chunked_loss import LossTargets, Transform, VocabularyShard
 
-ROWS, LABELS = "target_rows", "target_labels"
+POSITIONS, LABELS = "target_positions", "target_labels"
 """The keyword arguments by which a model with a ``LossHead`` is given its ``LossTargets``."""
 
 CrossEntropy = Callable[..., Tensor]
@@ -47,7 +47,7 @@ class LossHead(nn.Linear):
             raise ValueError(
                 f"the model predicts {[*hidden_BLH.shape[:-1]]}, of labels {[*self.targets.labels_BL.shape]}"
             )
-        hidden_NH = hidden_BLH.flatten(0, -2)[self.targets.rows_N]
+        hidden_NH = hidden_BLH.flatten(0, -2)[self.targets.positions_N]
         loss = self.cross_entropy(hidden_NH, weight_VH, bias_V, self.targets.labels_N, self.transform, shard)
         no_logits: Tensor
         self.loss, no_logits = _WithNoLogits.apply(loss, (0, *hidden_BLH.shape[1:-1], self.out_features))
@@ -59,8 +59,8 @@ def _local(tensor: Any) -> Any:
 
 
 class _WithNoLogits(torch.autograd.Function):
-    """The loss, and logits of no rows, which pass through what the model does after its head. In backward, the loss has
-    its gradient only when they have theirs: after hooks on what head and model returned (FSDP's) have run."""
+    """The loss, and empty logits (0, L, V) to go through what the model does after its head. As one autograd node gives
+    both, its backward waits for both gradients: hooks on what head and model returned (FSDP's) have run by then."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -74,8 +74,8 @@ class _WithNoLogits(torch.autograd.Function):
 def give_loss_head(module: nn.Module, cross_entropy: CrossEntropy, steps: LogitSteps) -> None:
     """Let a model, or a pipeline stage of one, compute its loss in the head, in place.
 
-    Called with ``target_rows`` and ``target_labels``, the model returns outputs with the sum of the ``loss`` and with
-    no logits, and the last stage the loss; other stages drop the two. Called without, nothing changes.
+    Called with ``target_positions`` and ``target_labels``, the model returns outputs with the sum of the ``loss`` and
+    with no logits, and the last stage the loss; other stages drop the two. Called without, nothing changes.
 
     Args:
         steps: of the whole model.
@@ -96,10 +96,10 @@ def _head_of(module: Any) -> LossHead | None:
 
 
 def _take_targets(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    inputs = {name: value for name, value in kwargs.items() if name not in (ROWS, LABELS)}
+    inputs = {name: value for name, value in kwargs.items() if name not in (POSITIONS, LABELS)}
     head = _head_of(module)
-    if head is not None and ROWS in kwargs:
-        head.targets = LossTargets(kwargs[ROWS], kwargs[LABELS])
+    if head is not None and POSITIONS in kwargs:
+        head.targets = LossTargets(kwargs[POSITIONS], kwargs[LABELS])
     return args, inputs
 
 

@@ -112,10 +112,10 @@ def _begins(segments_RL: Tensor) -> Tensor:
 
 def _last_tokens(segments_RL: Tensor, firsts_N: Tensor, is_pad_RL: Tensor) -> Tensor:
     """Where each sample has its last token that is no pad token (else its first), among all R·L; shape (N,)."""
-    tokens_T = torch.arange(segments_RL.numel(), device=segments_RL.device)
-    samples_T = torch.searchsorted(firsts_N, tokens_T, right=True) - 1
-    is_end_T = ((segments_RL >= 0) & ~is_pad_RL).flatten()
-    return firsts_N.scatter_reduce(0, samples_T, torch.where(is_end_T, tokens_T, 0), "amax")
+    tokens = torch.arange(segments_RL.numel(), device=segments_RL.device)
+    samples = torch.searchsorted(firsts_N, tokens, right=True) - 1
+    is_end = ((segments_RL >= 0) & ~is_pad_RL).flatten()
+    return firsts_N.scatter_reduce(0, samples, torch.where(is_end, tokens, 0), "amax")
 
 
 def _within(segments: Segments, segments_RL: Tensor) -> Arguments:
@@ -316,7 +316,7 @@ def _add_bias_of_a_sample(attention: nn.Module, args: Any, kwargs: Arguments) ->
 
 
 def _count_within_samples(embeddings: nn.Module, segments: Callable[[], Tensor | None]) -> None:
-    """Let BART's table of positions be asked for those in samples: it counts on along the row, which may be longer."""
+    """Let BART's position embedding take positions within samples: its own run along the row, maybe past its table."""
 
     def give(module: nn.Module, args: Any, kwargs: Arguments) -> tuple[Any, Arguments]:
         segments_RL = segments()

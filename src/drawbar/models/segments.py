@@ -99,7 +99,7 @@ def segments_of(*sides: Tensor) -> tuple[Segments, ...]:
 
 
 def send_segments(copy_RL: Tensor, *sides: Tensor) -> None:
-    """Find the segments of rows on the host, and leave them at the copy that was made of the rows on a device."""
+    """Find the segments of rows on the host, and attach them to ``copy_RL``, a device's copy of the first side."""
     copy_RL.segments = tuple(one.to(copy_RL.device) for one in find_segments(*sides))
 
 
@@ -183,7 +183,7 @@ def attend(
         return sdpa_attention_forward(module, query, key, value, attention_mask, position_bias=position_bias, **others)
     of_keys = segments
     if source_segments is not None and not causal:
-        of_keys, position_bias = source_segments, None  # T5's bias is zero between two texts
+        of_keys, position_bias = source_segments, None  # T5 has no bias in cross-attention
     rows, length = query.shape[0], query.shape[2]
     query, key, value = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     if position_bias is None and not dropout and _takes_varlen(query, key, value) and others.get("softcap") is None:

@@ -1,7 +1,7 @@
 """Cross-entropy of a language model's head, chunk by chunk of the targets: there are never logits of all of them.
 
 The gradients of a chunk are computed in the forward pass, while its logits are there (as in Liger Kernel, Hsu et al.
-2024, arXiv:2410.10989); backward only scales them. Rows without a target are left out before the matrix product.
+2024, arXiv:2410.10989); backward only scales them. Positions without a target are left out before the product.
 
 B: rows, L: tokens in a row, N: targets, C: targets in a chunk, H: hidden size, V: the vocabulary, or this rank's shard.
 """
@@ -22,9 +22,9 @@ SMALL_CHUNK = 2**27
 
 
 class LossTargets(NamedTuple):
-    """Which rows of the hidden states have a target, and the labels of all."""
+    """Which of the B·L positions have a target (indices into the flattened rows), and the labels of all positions."""
 
-    rows_N: Tensor
+    positions_N: Tensor
     labels_BL: Tensor
 
     @classmethod
@@ -33,7 +33,7 @@ class LossTargets(NamedTuple):
 
     @property
     def labels_N(self) -> Tensor:
-        return self.labels_BL.flatten()[self.rows_N]
+        return self.labels_BL.flatten()[self.positions_N]
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,8 @@ class _Gradients(NamedTuple):
             self.weight_VH.add_(gradient_CV.T @ hidden_CH)
 
 
-def _no_gradients(hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, needed: tuple[bool, ...]) -> _Gradients:
-    """Those of the weight and the bias are summed over the chunks in fp32 at least."""
+def _new_gradients(hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, needed: tuple[bool, ...]) -> _Gradients:
+    """Memory for the gradients; those of weight and bias are zeros, to add up the chunks in fp32 at least."""
     exact = torch.promote_types(weight_VH.dtype, torch.float32)
     return _Gradients(
         torch.empty_like(hidden_NH) if needed[0] else None,
@@ -160,7 +160,7 @@ def _run(
     scale: Tensor | None = None,
 ) -> tuple[Tensor, _Gradients]:
     """The loss, and its gradients times ``scale`` (1 by default)."""
-    gradients = _no_gradients(hidden_NH, weight_VH, bias_V, needed)
+    gradients = _new_gradients(hidden_NH, weight_VH, bias_V, needed)
     dtype, shard = how.dtype, how.shard
     with torch.autocast(hidden_NH.device.type, enabled=False):
         hidden_NH, weight_VH = hidden_NH.to(dtype), weight_VH.to(dtype)
@@ -200,7 +200,7 @@ def _logits(hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, out: Te
 
 
 def _transformed(logits_CV: Tensor, transform: Transform | None) -> tuple[Tensor, Tensor]:
-    """The logits before and after ``transform``; there, in fp32 at least, and with a graph from one to the other."""
+    """The logits before and after ``transform``: with one, in fp32 at least, and a graph from one to the other."""
     if transform is None:
         return logits_CV, logits_CV
     with torch.enable_grad():

@@ -84,8 +84,8 @@ def _fsdp_modules(model: nn.Module) -> list[FSDPModule]:
 
 
 def prepare_unused_units(model: nn.Module) -> None:
-    """Gather and free every unit of a model with weights once, so that a micro-batch may use none of it: torch reads
-    the gathered parameters of each where gradients are not reduced."""
+    """Gather and free every FSDP unit once, after the weights are loaded, so that a micro-batch may leave units unused:
+    without gradient sync, torch reads the gathered parameters of all units, also of one that was never gathered."""
     for module in _fsdp_modules(model):
         module.unshard()
         module.reshard()
@@ -176,7 +176,7 @@ def free_gathered(model: nn.Module) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        for module in _fsdp_modules(model):  # in the middle of a forward, only these are freed
+        for module in _fsdp_modules(model):  # in the middle of a forward, reshard() skips all others
             module.set_reshard_after_forward(True, recurse=False)
         raise
     finally:

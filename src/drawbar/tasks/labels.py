@@ -97,7 +97,7 @@ class Labels:
         return not self._own <= {label_key(name) for name in classes}
 
     def named(self, outputs: list[float]) -> dict[str, float]:
-        """Numbers of the model's outputs by their labels, which JSON's keys can only be as texts."""
+        """One number for each output of the model, by its label as a text: JSON has no other keys."""
         return {str(name): number for name, number in zip(self.names, outputs, strict=True)}
 
     def canonical(self, label: Any) -> Any:

@@ -60,8 +60,8 @@ ATTRIBUTES = {"facts": "dataset_metadata", "labelled": "has_labels"}
 
 
 def keep_run_attributes(task_type: type[Any], base: type[Any]) -> None:
-    """Let no class attribute such as ``facts = {}`` or ``tokenizer = None`` hide what a task has of its run: each was
-    overwritten when a task was made."""
+    """Replace class attributes such as ``facts = {}`` or ``tokenizer = None``, which would hide what a task has of its
+    run: they did no harm while ``Task.__init__`` set these attributes."""
     for name in ("tokenizer", "dataset_metadata", *ATTRIBUTES):
         if not hasattr(inspect.getattr_static(task_type, name), "__get__"):
             new = ATTRIBUTES.get(name, name)

@@ -229,7 +229,7 @@ def map_each(records: Iterable[dict[str, Any]], function: Callable[[dict[str, An
 
 
 def require(record: dict[str, Any], column: str, setting: str, kind: type = str) -> Any:
-    """A record's value under ``column``; as a text, a class is its name.
+    """A record's value under ``column``; of a ``ClassNumber`` its name, where ``kind`` is str.
 
     Args:
         column: its key; ``translation.en`` is the ``en`` of a ``translation`` that holds several.

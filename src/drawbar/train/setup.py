@@ -175,11 +175,11 @@ def log_changed_length(changed: Sequence[Difference], made: int, total_steps: in
 
 
 def with_cross_entropy_of(config: RunConfig, state: Mapping[str, Any]) -> RunConfig:
-    """The configuration with ``task.cross_entropy: plain`` in place of ``auto``, where a checkpoint's run computed its
-    loss so: its sums are added up in another order.
+    """The configuration with ``task.cross_entropy: plain`` in place of ``auto``, where a checkpoint's run was plain: in
+    the other ways, the same loss is added up in another order.
 
     Args:
-        state: of the checkpoint; until the loss was computed in the head, none said how.
+        state: of the checkpoint; older ones do not say how the loss was computed: it was plain.
     """
     begun = state.get("formats", {}).get("cross_entropy", "plain")
     if begun != "plain" or getattr(config.task, "cross_entropy", None) != "auto":

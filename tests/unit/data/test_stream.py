@@ -372,10 +372,10 @@ def test_weights_decide_the_proportions_and_sources_begin_again(second: int) -> 
     sources = Counter(0 if number < 2000 else 1 if number < 2000 + second else 2 for number in numbers)
     assert sources[1] / len(numbers) == pytest.approx(0.5, abs=0.005)
     assert sources[0] / len(numbers) == pytest.approx(0.25, abs=0.005)
-    visits = Counter(number for number in numbers if 2000 <= number < 2000 + second)
-    assert len(visits) == second
+    read_from = Counter(number for number in numbers if 2000 <= number < 2000 + second)
+    assert len(read_from) == second
     unfinished = 2 * 4 * case.lanes / second  # of the last block, not all may have come yet
-    assert max(visits.values()) - min(visits.values()) <= 1 + unfinished
+    assert max(read_from.values()) - min(read_from.values()) <= 1 + unfinished
 
 
 @pytest.mark.parametrize("weights", [None, (1.0, 2.0)])

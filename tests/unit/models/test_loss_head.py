@@ -80,8 +80,8 @@ def inputs(head: Head) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def targets_of(labels: Tensor) -> dict[str, Tensor]:
-    rows_N, labels_BL = LossTargets.of(labels, IGNORED_LABEL)
-    return {"target_rows": rows_N, "target_labels": labels_BL}
+    positions_N, labels_BL = LossTargets.of(labels, IGNORED_LABEL)
+    return {"target_positions": positions_N, "target_labels": labels_BL}
 
 
 def close(found: Tensor, wanted: Tensor, least: float) -> bool:

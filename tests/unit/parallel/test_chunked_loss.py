@@ -42,7 +42,9 @@ def plain(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, c
 def chunked(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, capped: bool = False) -> Tensor:
     targets = LossTargets.of(labels, IGNORED)
     cap = soft_cap if capped else None
-    return chunked_cross_entropy(hidden.flatten(0, 1)[targets.rows_N], weight, bias, targets.labels_N, cap, chunk=CHUNK)
+    return chunked_cross_entropy(
+        hidden.flatten(0, 1)[targets.positions_N], weight, bias, targets.labels_N, cap, chunk=CHUNK
+    )
 
 
 def gradients(loss: Tensor, *tensors: Tensor | None, scale: float = 0.3) -> list[Tensor]:

@@ -262,7 +262,7 @@ def targets_of_loss(case: Case) -> dict[str, Tensor]:
     labels = torch.randint(0, case.vocabulary, (3, 7), generator=chance)
     labels[0, 2:4] = labels[:, -1] = IGNORED_LABEL
     targets = LossTargets.of(labels, IGNORED_LABEL)
-    return {"target_rows": targets.rows_N, "target_labels": targets.labels_BL}
+    return {"target_positions": targets.positions_N, "target_labels": targets.labels_BL}
 
 
 def written(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

@@ -72,7 +72,7 @@ class DataSection(Section):
     or rows of several samples, where attention and positions never cross from one into another."""
     padding_free: bool | Auto = "auto"
     """Compute nothing for padding in training: the samples of a micro-batch lie end to end in one row, and attention is
-    that within each of them. Batches, targets and losses stay what they are. With `packed`, attention alone is another.
+    that within each of them. Batches, targets and losses stay what they are. With `packed`, it changes attention alone.
     `auto`: where task, model and strategy allow it, in runs that begin now."""
     shuffle: bool = True
     """Visit the training samples in a new random order every epoch."""

@@ -113,8 +113,8 @@ def _tied_gradients(tied: nn.Parameter | None, group: dist.ProcessGroup | None) 
 def _mark_counted_once(stage: Stage, tied: nn.Parameter | None, is_tp_rank0: bool) -> None:
     """Mark parameters so that DeepSpeed counts each gradient once in the global norm.
 
-    DeepSpeed's optimizers understand ``ds_pipe_replicated``; under ZeRO stage 0 its clipping counts, besides those
-    of the first of the ranks that hold one model, only parameters with ``model_parallel``.
+    DeepSpeed's optimizers understand ``ds_pipe_replicated``; under ZeRO stage 0, on all but the first of
+    the ranks that hold one model, its clipping counts only parameters with ``model_parallel``.
     """
     for parameter in stage.parameters():
         mark: Any = parameter
