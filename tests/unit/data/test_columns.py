@@ -208,7 +208,7 @@ def test_what_grows_with_the_samples_stays_in_the_files(tmp_path: Path) -> None:
     for column in samples.columns.values():
         assert {type(part) for part in (column.values, column.shapes, column.ends)} == {FileValues}
     assert not isinstance(SampleRows(samples).lengths, np.ndarray)
-    options = {"of_samples": samples.fingerprint, "targets": "next_token", "cache": tmp_path / "cache", "timeout": 60}
+    options = {"of_samples": samples.fingerprint, "placement": "next_token", "cache": tmp_path / "cache", "timeout": 60}
     plan, _ = keep_plan(lambda: samples.lengths, [50], 8, 0, **options)
     rows, plain = (PackedRows(samples, one, "next_token") for one in (plan, plan_rows(samples.lengths, 8, 0)))
     assert {type(part) for part in (plan.samples, plan.ends, rows.lengths)} == {FileValues}
