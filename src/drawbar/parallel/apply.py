@@ -11,7 +11,6 @@ from drawbar.config.schema.run_config import ParallelSection
 from drawbar.parallel.activation_checkpointing import checkpoint_activations
 from drawbar.parallel.compile import compile_blocks
 from drawbar.parallel.fsdp import replicate_on_mesh, shard
-from drawbar.parallel.low_precision_weights import store_frozen_weights_low
 from drawbar.parallel.model_plan import ModelParallelPlan
 from drawbar.parallel.tensor import tensor_parallel
 
@@ -42,7 +41,6 @@ def parallelize(
         parallel: with ``strategy`` resolved: not ``auto``.
         mesh: all axes of ``dims``; None for one process.
     """
-    store_frozen_weights_low(model, precision)
     if mesh is not None and dims.tp > 1:
         _quiet()
         tensor_parallel(model, plan, mesh["tp"], parallel.sequence)

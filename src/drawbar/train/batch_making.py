@@ -36,8 +36,14 @@ class TaskAugment:
         return {**augmented, "id": sample["id"], "ids": sample["ids"]}
 
 
+def _has_own_batches(task: Task) -> bool:
+    methods = (getattr(type(task), name) for name in ("augment", "collate"))
+    return any(not method.__module__.startswith("drawbar.") for method in methods)
+
+
 def make_prefetcher(task: Task, config: RunConfig, device: torch.device, ahead: bool) -> Prefetcher[Batch]:
-    """What makes training batches, as ``data.workers`` says.
+    """What makes training batches, as ``data.workers`` says. ``auto`` makes them ahead, in a thread, if drawbar's own
+    code makes them: a user's may draw now and then from the generators that the step draws from, too.
 
     Args:
         ahead: False to make each batch at its step, whatever ``data.workers`` says.
@@ -45,7 +51,7 @@ def make_prefetcher(task: Task, config: RunConfig, device: torch.device, ahead: 
     workers = config.data.workers
     return Prefetcher(
         BatchMaker(train_collate(task, config), make_augment(task, config, train=True)),
-        ahead=ahead and workers != 0,
+        ahead=ahead and (not _has_own_batches(task) if workers == "auto" else workers != 0),
         processes=0 if workers == "auto" else workers,
         finish=_Pinned(device) if device.type == "cuda" else None,
         timeout=config.launch.timeout,

@@ -48,17 +48,18 @@ def build_task(
     origin: Path,
     has_checkpoint: bool = False,
     has_labels: bool = True,
+    trains: bool = True,
 ) -> Task:
     """The task with its tokenizer and dataset metadata: loaded from ``origin``, the run directory that the weights come
     from, if it has them; otherwise made by the task of rank 0. The tasks of the others are built when they have both.
 
     Args:
-        has_checkpoint, has_labels: see ``TaskContext``.
+        has_checkpoint, has_labels, trains: see ``TaskContext``.
 
     Raises:
         UserError: a method of the task fails, or finds metadata that are no plain values.
     """
-    context = TaskContext(config, has_checkpoint=has_checkpoint, has_labels=has_labels)
+    context = TaskContext(config, has_checkpoint=has_checkpoint, has_labels=has_labels, trains=trains)
     if world.is_rank0:
         with world.working("building the task"):
             context = replace(context, **_saved_parts(task_type, config, origin))
@@ -76,7 +77,8 @@ def build_task(
 def task_of_run(task_type: type[Task] | None, config: RunConfig, world: Distributed, has_labels: bool = True) -> Task:
     """The task of a run that was trained, of the class that ``task.type`` names or of ``task_type``."""
     found = task_type or task_class(config.task.type)
-    return build_task(found, config, world, config.run_dir, has_checkpoint=True, has_labels=has_labels)
+    known = {"has_checkpoint": True, "has_labels": has_labels, "trains": False}
+    return build_task(found, config, world, config.run_dir, **known)
 
 
 def _saved_parts(task_type: type[Task], config: RunConfig, origin: Path) -> dict[str, Any]:

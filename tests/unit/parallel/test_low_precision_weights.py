@@ -10,9 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from drawbar.config.schema.run_config import LoraSection, ParallelSection
 from drawbar.data.loader import MicroBatch
-from drawbar.engines import executors
+from drawbar.engines import executors, local_model
 from drawbar.engines.engine import Engine
-from drawbar.parallel import apply
 from tiny import random_batch, tiny_config, tiny_engine
 
 WEIGHT = "model.layers.1.mlp.down_proj.weight"
@@ -69,7 +68,7 @@ def test_frozen_weights_are_stored_low_where_autocast_would_cast_them(monkeypatc
     low = {name for name, dtype in formats.items() if dtype == torch.bfloat16}
     assert low == {name for name in formats if "proj" in name and "lora" not in name} | {"lm_head.weight"}
     stored_low = train(engine)
-    monkeypatch.setattr(apply, "store_frozen_weights_low", lambda *_: None)
+    monkeypatch.setattr(local_model, "store_frozen_weights_low", lambda *_: None)
     fp32 = tiny_engine(config)
     assert {p.dtype for p in fp32.module.parameters()} == {torch.float32}
     rounded = train(fp32)

@@ -132,6 +132,16 @@ def test_the_pretrained_weights_stay_as_they_are(project: Path, tmp_path: Path) 
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
 
 
+def test_a_loaded_run_has_its_weights_in_fp32(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever takes the model in hand calls it without autocast; only training stores frozen weights low."""
+    use(project, "llama")
+    monkeypatch.chdir(project)
+    fit_in(project, "run.name=low", "train.steps=1", "optim.warmup=0", "precision=bf16")
+    model = drawbar.load_run(project / "runs" / "low").model
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert model(input_ids=torch.arange(4)[None]).logits.dtype == torch.float32
+
+
 @pytest.mark.parametrize("merge", [False, True])
 def test_an_export_gives_the_scores_of_the_run(
     merge: bool, project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

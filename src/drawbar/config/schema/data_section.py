@@ -86,8 +86,8 @@ class DataSection(Section):
     number of ranks. Samples are shuffled and packed within a part, so more of them want a larger `shuffle_buffer`."""
     workers: Annotated[int, Field(ge=0)] | Auto = "auto"
     """Worker processes. For encoding: so many in all; `auto` is one a core, where there is much to do. For batches,
-    which are prepared ahead of training: so many for each rank; `auto` is a thread of the rank, which is enough unless
-    `augment` or `collate` take long. 0: none, and each batch is made when its step begins."""
+    which are prepared ahead of training: so many for each rank; `auto` is a thread of the rank, or nothing ahead where
+    `augment` or `collate` are your own: set 1 or more for them. 0: none; each batch is made when its step begins."""
     cache: PathText | None = None
     """Folder of encoded data (default: `.cache` in `run.dir`)."""
     rebuild: bool = False
