@@ -138,7 +138,7 @@ class FolderStorage:
             self._close(name)
 
     def abandon(self) -> None:
-        """Close the files of a draft that is thrown away; what they still hold back need not fit on the disk."""
+        """Close the files of a draft that is thrown away, even if their buffers cannot be written (disk full)."""
         for file in self._open.values():
             try:
                 file.close()
@@ -301,7 +301,7 @@ class ColumnWriter:
         self._total += len(stored)
 
     def _stored_dtype(self, values: NDArray[Any]) -> np.dtype[Any]:
-        """The smallest that holds these values, but none smaller than the last, as all are brought to one."""
+        """The smallest dtype that holds these values and the last run's: ``finish`` brings all runs to one dtype."""
         smallest = smallest_dtype(values)
         before = self._runs[-1][0] if self._runs else smallest
         return common_stored_dtype([before, smallest], values.dtype)

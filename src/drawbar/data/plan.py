@@ -240,7 +240,7 @@ def _rows(pack_of: NDArray[Any], packs: int) -> Plan:
     first_of = np.empty(packs, pack_of.dtype)
     for end in range(size, 0, -BLOCK_VALUES):
         begin = max(0, end - BLOCK_VALUES)
-        first_of[pack_of[begin:end][::-1]] = np.arange(begin, end)[::-1]  # of several numbers, the last stays
+        first_of[pack_of[begin:end][::-1]] = np.arange(begin, end)[::-1]  # a repeated index keeps its last value
     row_of = np.empty(packs, pack_of.dtype)
     row_of[np.argsort(first_of)] = np.arange(packs)
     counts = np.empty(packs, np.int64)

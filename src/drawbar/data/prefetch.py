@@ -206,8 +206,8 @@ class Prefetcher(Generic[Batch]):
         return WorkerPool(function, self._processes, timeout=self._timeout, activity=ACTIVITY)
 
     def close(self) -> None:
-        """End the thread and the processes, as the end of ``steps`` does: to be called where an error may keep the
-        frame of a loop over it alive. Batches that were made ahead are lost; positions do not count them."""
+        """End the thread and the processes. The end of ``steps`` does so, too, but late where an exception's traceback
+        keeps the generator alive. Batches that were made ahead are lost; positions do not count them."""
         if self._preparer is not None:
             self._preparer.close()
             self._preparer = None
@@ -260,7 +260,7 @@ class _Preparer(Generic[Batch]):
         self._queue.put(None)
         self._thread.join(CLOSE_SECONDS)
         if self._thread.is_alive():
-            logger.warning("the thread for %s is still at one after %.0f s: it is left alone", ACTIVITY, CLOSE_SECONDS)
+            logger.warning("the thread for %s has not ended after %.0f s, and is left running", ACTIVITY, CLOSE_SECONDS)
         if self._pool is not None:
             self._pool.close()
 
@@ -322,7 +322,7 @@ class _Failure:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles a tensor's values as plain bytes: not in shared memory, as torch sends tensors between processes, of
+    """Pickles a tensor's values as plain bytes. Torch sends tensors between processes in shared memory, of which
     which containers have little, and which a killed process leaves behind."""
 
     def reducer_override(self, found: Any) -> Any:

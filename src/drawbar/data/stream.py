@@ -49,7 +49,7 @@ class Cursor:
     """Where a block begins."""
 
     positions: list[int]
-    """For each source, the records already read per lane; a weighted source restarts at its end."""
+    """For each source, the records already read per lane; of a weighted source, which repeats, in all its passes."""
     source: int = 0
     """Without weights: the source that is being read."""
     block: int = 0
@@ -250,7 +250,7 @@ class StreamLoader(Loader[Batch]):
         return PlannedRow(rows, row, int(rows.lengths[row : row + 1][0]), first_id, block.start.epoch)
 
     def _any_row(self) -> RawBatch:
-        """A row for a rank that has none in a step: the same in every process, as dropout draws for fillers, too."""
+        """A row for a rank that has none in a step: the data's first on all ranks, as dropout draws for it, too."""
         if self._filler is None:
             self._filler = self._any_rows()
         return RawBatch([RawRow(self._filler.read(0), self._filler.join)], epoch=0)

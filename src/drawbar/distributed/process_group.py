@@ -41,7 +41,7 @@ class Distributed:
     """The process group of a run; a context manager, so that it is left in good order.
 
     Args:
-        rank_info: rank, world size and node of this process.
+        rank_info: global and local rank of this process, and the numbers of ranks.
         device: what the data-parallel collectives run on (nccl on CUDA, else gloo).
         timeout: seconds that a process waits for a sign of life of its peers.
         dims: the degree of each mesh axis; by default, all ranks are data-parallel.
@@ -119,7 +119,7 @@ class Distributed:
         return self
 
     def init_single_process_group(self) -> None:
-        """Make the process group of one process, for strategies that cannot do without one; several have theirs."""
+        """Make a process group of one process, for strategies that need one. Several processes have joined theirs."""
         if not dist.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=self.timeout)

@@ -92,7 +92,7 @@ def choose_device(wanted: str, rank_info: RankInfo) -> torch.device:
     """The device of this process, for the setting ``device``.
 
     Raises:
-        UserError: the device does not exist here, or has fewer GPUs than processes.
+        UserError: the device does not exist here, or this machine has fewer GPUs than processes.
     """
     if wanted == "auto":
         if torch.cuda.is_available():

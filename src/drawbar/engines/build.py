@@ -60,7 +60,7 @@ def assemble_engine(task: Task, config: RunConfig, world: Distributed, total_ste
 
 
 def _build_parts(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
-    """What the strategy's builder returns. An error of a builder that is not drawbar's own names it, and its line."""
+    """What the strategy's builder returns. An error in a user's builder is raised with strategy and line."""
     strategy = config.parallel.features
     parts: object
     try:

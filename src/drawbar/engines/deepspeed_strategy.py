@@ -43,8 +43,8 @@ from drawbar.parallel.deepspeed.deepspeed_stages import (
     Stage,
     cast_received,
     check_layers,
-    cut_layers,
     pipeline_module,
+    shard_layers,
 )
 from drawbar.parallel.deepspeed.deepspeed_state import (
     FlatMasterState,
@@ -173,7 +173,7 @@ def _build_pipeline(task: Task, config: RunConfig, world: Distributed) -> Engine
     optimizer = _optimizer(local.module, config)
     _check_groups(optimizer, world)
     values = {**_json(config, world), **_FOR_PIPELINES}
-    values.pop("tensor_parallel", None)  # cut_layers has cut them already
+    values.pop("tensor_parallel", None)  # shard_layers has sharded the layers already
     layer = Stage(stages.stage_modules[0], stages.group.rank(), world.dims.pp)
     module = pipeline_module(layer, tied, world.dims)
     exact = {parameter: parameter.detach() for parameter in local.module.parameters()}
@@ -206,7 +206,7 @@ def _fill_stages(
     materialize(part, _HOST, _HOST)  # DeepSpeed casts and moves it
     local, tied = stages.load({}, cross_entropy, world)
     if world.dims.tp > 1:
-        cut_layers(part, stages.plan, tied, stages.mesh["tp"].get_group())
+        shard_layers(part, stages.plan, tied, stages.mesh["tp"].get_group())
     parallelize(part, stages.plan, config.parallel, ParallelDims(), None, config.precision)
     return local, tied
 

@@ -177,8 +177,8 @@ class Engine:
 
     @contextmanager
     def inspecting(self, look: Callable[[], None]) -> Iterator[None]:
-        """Call ``look()`` in each step made inside that is not skipped: gradients are then reduced, but not yet
-        clipped or used."""
+        """Call ``look()`` in each step made inside: gradients are then reduced, but not yet clipped or
+        used. With torch's updater it is not called in a step that is skipped."""
         kept, self._before_update = self._before_update, look
         try:
             yield

@@ -63,7 +63,7 @@ def with_adapters(structure: nn.Module, config: RunConfig, base: FrozenBaseInfo 
 
 
 def build_model(task: Task) -> nn.Module:
-    """The task's model, changed as its context says."""
+    """The task's model, after ``task_context.change_model``."""
     return _changed(task, task.build_model())
 
 

@@ -53,11 +53,11 @@ def choose_cross_entropy(task: Task, config: RunConfig, model: nn.Module, module
 def _steps(task: Task, config: RunConfig, model: nn.Module) -> LogitSteps:
     """What the model does to its logits. Raises UnknownHead, with the reason, if its head cannot give the loss."""
     parallel = config.parallel
-    # what a user wrote in their place may look at logits
+    # a user's own forward or loss may look at the logits
     if not isinstance(task, PretrainedTask) or not task.vocabulary_parallel:
         raise UnknownHead(f"{type(task).__name__} has a forward or a loss of its own")
     if parallel.features.many_devices:
-        raise UnknownHead("the devices of one process take rows of the batch each, and targets are not cut so")
+        raise UnknownHead("the strategy splits batches by rows over its devices, and a head's targets cannot be")
     if parallel.features.is_deepspeed and parallel.tensor > 1:
         raise UnknownHead("DeepSpeed's tensor parallelism has heads of its own")
     steps = steps_after_head(model)

@@ -34,7 +34,7 @@ class LogitSteps:
 
     @property
     def has_buffers(self) -> bool:
-        """Whether it needs values for each token of the vocabulary."""
+        """Whether it takes buffers of the model, such as a bias for each token of the vocabulary."""
         return any(isinstance(one, str) for _, arguments in self.steps for one in arguments)
 
     def of(self, model: nn.Module) -> Transform | None:
@@ -163,7 +163,7 @@ class _LogitRecorder(TorchDispatchMode):
         if self.logits is None or not any(one is self.logits for one in args):
             return result
         arguments = [self._argument(one) for one in args]
-        # also a view might be written to
+        # views are refused as well: they might be written to
         if torch.Tag.pointwise not in func.tags or func._schema.is_mutable or kwargs or None in arguments:
             raise UnknownHead(f"{func} is not elementwise")
         self.steps.append((func, arguments))
@@ -171,7 +171,7 @@ class _LogitRecorder(TorchDispatchMode):
         return result
 
     def _argument(self, value: Any) -> Any:
-        """As in a ``Step``; None for what is none."""
+        """The argument as a ``Step`` has it; None for one that a ``Step`` cannot have."""
         if value is self.logits:
             return ...
         return value if isinstance(value, int | float) else self.buffers.get(id(value))

@@ -110,7 +110,7 @@ def _return_loss(module: nn.Module, args: Any, outputs: Any) -> Any:
     loss, head.targets, head.loss = head.loss, None, None
     if outputs is None:
         return None  # the forward pass has failed
-    assert loss is not None, "the model calls its head: that is how its steps were found"
+    assert loss is not None, "the model did not call its head, as it did when its logit steps were recorded"
     if isinstance(outputs, Tensor):
         return loss + outputs.sum()
     outputs["loss"] = loss + outputs.logits.sum()

@@ -316,7 +316,7 @@ def _add_bias_of_a_sample(attention: nn.Module, args: Any, kwargs: Arguments) ->
 
 
 def _count_within_samples(embeddings: nn.Module, segments: Callable[[], Tensor | None]) -> None:
-    """Let BART's position embedding take positions within samples: its own run along the row, maybe past its table."""
+    """Let BART's position embedding take positions within samples: it counts along the row, maybe past its table."""
 
     def give(module: nn.Module, args: Any, kwargs: Arguments) -> tuple[Any, Arguments]:
         segments_RL = segments()

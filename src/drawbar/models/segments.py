@@ -92,7 +92,7 @@ def find_segments(*sides: Tensor) -> tuple[Segments, ...]:
 
 
 def segments_of(*sides: Tensor) -> tuple[Segments, ...]:
-    """The segments of packed rows, on the rows' device. It waits for the device, but for rows that came by
+    """The segments of packed rows, on the rows' device. It waits for the device, unless the rows came by
     :func:`send_segments`."""
     known = getattr(sides[0], "segments", ())
     return known if len(known) == len(sides) else tuple(one.to(sides[0].device) for one in find_segments(*sides))
@@ -131,7 +131,7 @@ def _segments(
     tokens: list[NDArray[np.int64]] = []
     shapes, used = [], 0
     for samples in groups:
-        columns = np.arange(max(1, lengths_N[samples].max()))  # of a decoder's padding there may be none
+        columns = np.arange(max(1, lengths_N[samples].max()))  # padding may have tokens on the other side alone
         real = columns < lengths_N[samples, None]
         tokens.append(np.where(real, starts[samples, None] + columns, 0).ravel())
         slots[tokens[-1][real.ravel()]] = used + np.flatnonzero(real)
@@ -167,9 +167,9 @@ def attend(
 
     Args:
         query, key, value: shape (R, H, L, D).
-        attention_mask: with segments, which say all of it, only a stand-in.
-        segments: of the queries, and, but in cross-attention, of the keys.
-        source_segments: of the keys in cross-attention; all attention of a decoder is given them.
+        attention_mask: with segments a placeholder that is not read; without them, as for ``sdpa``.
+        segments: of the queries, and, outside of cross-attention, of the keys as well.
+        source_segments: of the keys in cross-attention. A decoder's self-attention gets them too, and ignores them.
         position_bias: with segments of shape (1, H, l, l), for samples of up to l tokens.
 
     Returns:

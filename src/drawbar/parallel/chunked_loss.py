@@ -188,7 +188,7 @@ def _run(
                 if gradient_CV.dtype != dtype:
                     gradient_CV = logits_CV.copy_(gradient_CV)
                 gradients.add(slice(start, start + chunk), gradient_CV, hidden_CH, weight_VH)
-        if shard is not None:  # each rank has those of its own tokens
+        if shard is not None:  # each rank has the terms of the labels in its own shard
             dist.all_reduce(loss, group=shard.group)
     return loss, gradients
 

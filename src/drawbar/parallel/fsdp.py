@@ -176,7 +176,7 @@ def free_gathered(model: nn.Module) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        for module in _fsdp_modules(model):  # in the middle of a forward, reshard() skips all others
+        for module in _fsdp_modules(model):  # else reshard() skips those that were in their forward
             module.set_reshard_after_forward(True, recurse=False)
         raise
     finally:

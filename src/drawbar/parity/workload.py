@@ -39,7 +39,7 @@ LAYER_COUNTS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "encode
 
 @dataclass(frozen=True)
 class Workload:
-    """A configuration, and what every process must know alike of its task."""
+    """A configuration, with its task's tokenizer and dataset metadata, which must be the same in every process."""
 
     config: RunConfig
     task_type: type[Task]

@@ -62,8 +62,8 @@ PredictFunction = Callable[[nn.Module, Batch], list[Any]]
 def pad_and_stack(samples: list[Sample], padding: dict[str, int] | None = None) -> Batch:
     """Stack fields of equal shape; pad those that differ in length, on the right, to the longest.
 
-    Integers become int64, but bytes (uint8). The fields of packed rows that hold a value for each sample are laid end
-    to end.
+    Integers become int64; bytes (uint8) stay. The fields of packed rows that hold a value for each sample are laid
+    end to end.
 
     Args:
         samples: rows with the same keys; each field an array (L, …), a number, or, in packed rows, a list with an item

@@ -75,7 +75,7 @@ def settings_of(task: Task, train: bool) -> dict[str, str] | None:
 
 
 def code_of(task: Task) -> dict[str, str] | None:
-    """The task's class, and digests of the user's code (see ``code_digests``) by file; None where a class has none."""
+    """The task's class, and digests of the user's code (see ``code_digests``) by file; None if a module has no file."""
     own = [name for name in _modules(task) if not _is_ours(name) and name not in sys.stdlib_module_names]
     code = code_digests(own)
     return None if code is None else {"the task's class": type(task).__qualname__, **code}

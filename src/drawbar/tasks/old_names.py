@@ -85,7 +85,7 @@ def renamed_attribute(old: str) -> Any:
 
 
 def section_of_config(context: Any, name: str) -> Any:
-    """A section of the configuration, for an ``__init__`` of the time when that was the argument."""
+    """A section of the configuration, for a task's ``__init__`` that still takes its argument for a RunConfig."""
     if name not in RunConfig.model_fields:
         raise AttributeError(f"a TaskContext has no {name!r}; the configuration is its run_config")
     _warn(f"a task is built from a TaskContext now, not from a RunConfig: read run_config.{name} of it", stacklevel=4)

@@ -51,7 +51,7 @@ class PretrainedTask(Task):
     head: ClassVar[Head]
     """Which of transformers' ``AutoModelFor…`` classes builds the model."""
     special_tokens: ClassVar[dict[str, str]] = {}
-    """What a tokenizer trained for this task needs besides its one special token."""
+    """By role (``mask_token``): the further special tokens of a tokenizer that is trained for this task."""
     wrapping: ClassVar[Wrapping] = "begin_end"
     """What a tokenizer trained for this task puts around a text."""
     usual_metrics: ClassVar[tuple[str, ...]] = ()
@@ -182,7 +182,7 @@ class PretrainedTask(Task):
         logger.warning("%s; %s", what, remedy)
 
     def generation_fields(self, model: nn.Module) -> dict[str, Any]:
-        """What the model's ``generate`` does without being told, here and where it is exported to."""
+        """Fields of the model's generation config: the defaults of its ``generate``, here and after an export."""
         begin, end, present = begin_token(self.tokenizer), self.tokenizer.eos_token_id, model.generation_config
         fields: dict[str, Any] = {"pad_token_id": self.pad_token}
         if present.bos_token_id is None:
@@ -206,7 +206,7 @@ class PretrainedTask(Task):
 
     def position_labels(self, batch: Batch) -> torch.Tensor:
         """The label of what the model predicts at each position, (B, L), where the loss is their cross-entropy."""
-        raise NotImplementedError(f"the loss of {type(self).__name__} is another one")
+        raise NotImplementedError(f"the loss of {type(self).__name__} is no cross-entropy by position")
 
     @property
     def pad_token(self) -> int:
@@ -234,7 +234,7 @@ class PretrainedTask(Task):
         return tokenizer
 
     def tokenizer_options(self) -> dict[str, Any]:
-        """What an exported tokenizer does without being told."""
+        """Options of the exported tokenizer: what it does by default."""
         return {
             "model_max_length": self.data.sequence_length,
             "padding_side": "right",

@@ -74,7 +74,7 @@ def test_what_looks_at_logits_gets_them(task_type: type[Numbers], reason: str) -
 
 def test_the_devices_of_one_process_get_logits() -> None:
     config = config_with("chunked", parallel=ParallelSection(strategy="dp"))
-    with pytest.raises(UserError, match="take rows of the batch each"):
+    with pytest.raises(UserError, match="splits batches by rows over its devices"):
         choose_cross_entropy(tiny_task(config), config, nn.Identity(), [])
 
 

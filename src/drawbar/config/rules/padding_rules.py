@@ -1,4 +1,4 @@
-"""The part of the table of rules that is about ``data.padding_free``; where one is broken, its ``auto`` is false."""
+"""The part of the table of rules that is about ``data.padding_free``; where one is broken, ``auto`` means false."""
 
 from drawbar.config.rules.rule import Rule
 

@@ -172,7 +172,7 @@ class EvalSection(Section):
     """The score that decides which checkpoint is the best."""
     mode: Literal["auto", "min", "max"] = "auto"
     """Whether a smaller or a larger score is better. `auto`: as it is for a score that drawbar knows (`loss` or `mse`:
-    smaller; `accuracy` or `bleu`: larger), and as a run began that goes on. A score of your own needs `min` or `max`.
+    smaller; `accuracy` or `bleu`: larger), and in a resumed run as it began. A score of your own needs `min` or `max`.
     A tie keeps the first."""
     patience: Count | None = None
     """Stop after this many evaluations in a row without a better score."""

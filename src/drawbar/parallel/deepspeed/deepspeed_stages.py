@@ -101,8 +101,8 @@ def _ends(pipelines: Iterable[Sequence[int]]) -> dist.ProcessGroup | None:
 
 
 def _tied_gradients(tied: nn.Parameter | None, group: dist.ProcessGroup | None) -> list[tuple[Any, Any]]:
-    """What DeepSpeed sums up over a group. It takes ``grad`` of the first, but some of its optimizers keep the gradient
-    elsewhere."""
+    """Pairs (weight, group): DeepSpeed sums the weight's ``grad`` over the group. Some of its optimizers keep gradients
+    elsewhere, so an object that stands for the weight has it."""
     if tied is None or not tied.requires_grad:
         return []
     places = [getattr(tied, name, None) for name in ("_hp_grad", "grad_accum", "grad")]
@@ -167,7 +167,7 @@ class DeepSpeedPipeline:
 
 
 def check_layers(model: nn.Module, plan: ModelParallelPlan, degree: int) -> None:
-    """Refuse a model that ``cut_layers`` cannot cut.
+    """Refuse a model that ``shard_layers`` cannot shard.
 
     Args:
         model: whole, without values.
@@ -192,8 +192,8 @@ def check_layers(model: nn.Module, plan: ModelParallelPlan, degree: int) -> None
     check_degree({**plan.heads, **sizes}, degree)
 
 
-def cut_layers(part: nn.Module, plan: ModelParallelPlan, tied: nn.Parameter | None, group: dist.ProcessGroup) -> None:
-    """Cut the layers of a stage over tensor-parallel ranks, in place, by the layers of DeepSpeed's AutoTP.
+def shard_layers(part: nn.Module, plan: ModelParallelPlan, tied: nn.Parameter | None, group: dist.ProcessGroup) -> None:
+    """Shard the layers of a stage over tensor-parallel ranks, in place, by the layers of DeepSpeed's AutoTP.
 
     The plan says which: AutoTP's own rules look at whole models. The token embedding stays whole.
 
