@@ -322,7 +322,7 @@ class _Failure:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles a tensor's values as plain bytes. Torch sends tensors between processes in shared memory, of which
+    """Pickles a tensor's values as plain bytes. Torch sends tensors between processes in shared memory, of
     which containers have little, and which a killed process leaves behind."""
 
     def reducer_override(self, found: Any) -> Any:

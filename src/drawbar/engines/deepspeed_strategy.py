@@ -184,9 +184,16 @@ def _build_pipeline(task: Task, config: RunConfig, world: Distributed) -> Engine
         for parameter, weight in exact.items():
             masters.set_weight(parameter, weight)
     pipeline = DeepSpeedPipeline(backend, layer, world.device, config.precision)
-    how = (False, local.loss_in_head)
     executor = PipelineExecutor(
-        task, local.module, backend, pipeline, pipeline_inference, world, config.precision, *how
+        task,
+        local.module,
+        backend,
+        pipeline,
+        pipeline_inference,
+        world,
+        config.precision,
+        shards_logits=False,
+        loss_in_head=local.loss_in_head,
     )
     own = DeepSpeedState(local, masters, config, world, is_stage_leader(world))
     updater = DeepSpeedUpdater(masters, config.precision)

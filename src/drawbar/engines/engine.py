@@ -5,7 +5,7 @@ contract: gradients are those of ``sum(loss) / sum(num_targets)`` over the globa
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, final
 
 import torch
@@ -99,11 +99,9 @@ class Engine:
         """Make the buffers that training changes the same on all ranks, before they evaluate. Every rank calls it."""
         share_buffers(self.module, self._local.replicas)
 
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def evaluating(self) -> AbstractContextManager[None]:
         """Around evaluation or prediction steps: what FSDP keeps gathered after a forward is freed at the end alone."""
-        with free_gathered(self.module):
-            yield
+        return free_gathered(self.module)
 
     def eval_step(self, batch: Batch) -> EvalResult:
         """Loss and predictions of this rank's batch, without gradients. All ranks call it equally often."""
@@ -177,8 +175,8 @@ class Engine:
 
     @contextmanager
     def inspecting(self, look: Callable[[], None]) -> Iterator[None]:
-        """Call ``look()`` in each step made inside: gradients are then reduced, but not yet clipped or
-        used. With torch's updater it is not called in a step that is skipped."""
+        """Call ``look()`` in each step made inside: gradients are then reduced, but not yet clipped or used.
+        With torch's updater it is not called in a step that is skipped."""
         kept, self._before_update = self._before_update, look
         try:
             yield

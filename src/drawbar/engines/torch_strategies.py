@@ -132,8 +132,16 @@ def assemble(
     context: ContextParallel | None = None,
 ) -> EngineParts:
     """The parts of an engine without pipeline stages: each rank has a replica of the model, or shards of it."""
-    how = (context, _shards_logits(task, world), local.loss_in_head)
-    executor = ModelExecutor(task, local.module, training_module, world, config.precision, *how)
+    executor = ModelExecutor(
+        task,
+        local.module,
+        training_module,
+        world,
+        config.precision,
+        context,
+        shards_logits=_shards_logits(task, world),
+        loss_in_head=local.loss_in_head,
+    )
     optimizers = [wrap_optimizer(optimizer) for optimizer in build_optimizers(local.module, config.optim)]
     return _with_optimizers(config, world, local, executor, optimizers, model_squared_norm, is_writer(world))
 
@@ -181,8 +189,17 @@ def _build_pipeline(task: Task, config: RunConfig, world: Distributed) -> Engine
         fused |= fused_layouts(part)
         materialize(part, torch.device("cpu") if parallel.offload else world.device, world.device)
     local, tied = stages.load(fused, cross_entropy, world)
-    how = (_shards_logits(task, world), local.loss_in_head)
-    executor = PipelineExecutor(task, local.module, local.module, pipeline, pipeline_inference, world, precision, *how)
+    executor = PipelineExecutor(
+        task,
+        local.module,
+        local.module,
+        pipeline,
+        pipeline_inference,
+        world,
+        precision,
+        shards_logits=_shards_logits(task, world),
+        loss_in_head=local.loss_in_head,
+    )
     optimizers = build_optimizers(local.module, config.optim)
     norm = StagesSquaredNorm(stages.group, tied)
     parts = _with_optimizers(config, world, local, executor, optimizers, norm, is_stage_leader(world))
