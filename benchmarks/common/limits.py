@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ def measure_limits(folder: Path, repeats: int = 5, megabytes: int = 256) -> dict
     found: dict[str, Any] = {"device": str(device), "threads": torch.get_num_threads()}
     for name in DTYPES:
         one = torch.ones(size, size, dtype=getattr(torch, name), device=device)
-        found[f"{name} GFLOP/s"] = 2 * size**3 / _fastest(lambda one=one: one @ one, repeats) / 1e9
+        found[f"{name} GFLOP/s"] = 2 * size**3 / _fastest(partial(torch.matmul, one, one), repeats) / 1e9
     block = torch.ones(megabytes * 2**20 // 4, device=device)
     copy = torch.empty_like(block)
     found["memory GB/s"] = 2 * block.nbytes / _fastest(lambda: copy.copy_(block), repeats) / 1e9

@@ -1,6 +1,7 @@
 """The result of one part of the suite: JSON for ``benchmarks/results``, tables for the terminal, plots of growth."""
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
@@ -43,7 +44,7 @@ class Curve:
     title: str
     x: str
     y: str
-    lines: dict[str, list[tuple[float, float]]]
+    lines: Mapping[str, Sequence[tuple[float, float]]]
 
 
 @dataclass

@@ -110,6 +110,7 @@ def _order_of_a_step(ranks: int) -> Callable[[], int]:
 
         lengths = np.random.default_rng(0).integers(10, 500, SAMPLES)
         fingerprint = ""
+        samples: Any = None
 
         def __len__(self) -> int:
             return SAMPLES
@@ -147,7 +148,7 @@ def _packing_plan() -> Callable[[], int]:
 
     def piece() -> int:
         plan = plan_rows(lengths, 512, 0)
-        return int(plan.samples[:].nbytes + plan.ends.nbytes)
+        return int(plan.samples[:].nbytes + np.asarray(plan.ends).nbytes)
 
     return piece
 

@@ -23,7 +23,7 @@ def measure(options: Options) -> Report:
     found = interleave(
         {name: partial(options.run, call({"name": name, **sizes})) for name in contenders}, options.rounds
     )
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name, results in found.items():
         seconds = [one["seconds"] for one in results]
         row = {"update": name, "ms": Statistic.of(1e3 * one for one in seconds)}

@@ -92,13 +92,14 @@ def _add_traffic(report: Report, counted: dict[Any, Any], sizes: dict[str, int])
                 "micro-batches": parts,
                 "collectives": ", ".join(f"{one['calls']:g} {name}" for name, one in sorted(found.items())),
                 "MB": total / 1e6,
-                "÷ formula": total / _formula(strategy, parts, sizes),
+                "÷ formula": total / _formula(strategy, parts, sizes) if peer == "drawbar" else None,
             }
         )
     report.tables.append(Table("Collectives of one step, and the bytes that they are given", rows))
     report.notes.append(
-        "Formula, in bytes of the parameters (fp32): ddp their gradients; zero1 gradients and parameters; fsdp in each "
-        "micro-batch the blocks twice and the rest once, and once a step the gradients."
+        "Formula, that of docs/strategies.md, in bytes of the parameters (fp32): ddp their gradients; zero1 gradients "
+        "and parameters; fsdp in each micro-batch all parameters, those of the blocks once more (if the head is tied "
+        "to the embedding, all but the last block), and all gradients."
     )
     by_run = {(row["run"], row["micro-batches"]): row for row in rows}
     one, many = (by_run["drawbar, ddp", parts]["MB"] for parts in (1, MICRO_BATCHES))
@@ -108,19 +109,18 @@ def _add_traffic(report: Report, counted: dict[Any, Any], sizes: dict[str, int])
 
 
 def _formula(strategy: str, micro_batches: int, sizes: dict[str, int]) -> float:
-    every, blocks = sizes["all"], sizes["blocks"]
-    if strategy == "fsdp":
-        return micro_batches * (2 * blocks + every - blocks) + every
-    return {"ddp": every, "zero1": 2 * every}[strategy]
+    every, again = sizes["all"], sizes["gathered again"]
+    return {"ddp": every, "zero1": 2 * every, "fsdp": micro_batches * (every + again + every)}[strategy]
 
 
 def parameter_bytes(workload: dict[str, Any]) -> dict[str, int]:
-    """Of the model, and of its repeated blocks alone."""
+    """Of the model, and of the blocks that FSDP gathers once more for the backward."""
     from torch import nn
 
     model = Workload.of(workload).model()
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    blocks = [block for module in model.modules() if isinstance(module, nn.ModuleList) for block in module]
+    again = blocks[:-1] if model.config.tie_word_embeddings else blocks
     return {
         "all": sum(parameter.nbytes for parameter in model.parameters()),
-        "blocks": sum(parameter.nbytes for blocks in lists for parameter in blocks.parameters()),
+        "gathered again": sum(parameter.nbytes for block in again for parameter in block.parameters()),
     }

@@ -17,9 +17,9 @@ class ByteRows(drawbar.CausalLM):
     def build_tokenizer(self) -> Any:
         return train_byte_bpe([], 257)  # for what it says of padding: the tokens are bytes
 
-    def encode(self, record: dict[str, Any], train: bool) -> dict[str, Any]:
+    def encode(self, record: dict[str, Any], train: bool) -> list[dict[str, Any]]:
         tokens = np.frombuffer(record["text"].encode("latin-1"), np.uint8).astype(np.int32)
-        return {"input_ids": tokens, "labels": tokens}
+        return [{"input_ids": tokens, "labels": tokens}]
 
 
 def write_rows(path: Path, rows: int, length: int) -> Path:

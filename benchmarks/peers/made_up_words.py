@@ -22,19 +22,23 @@ class MadeUpWords(drawbar.CausalLM):
     def build_tokenizer(self) -> Any:
         return train_byte_bpe([], 257)  # for what it says of padding: the words are numbers already
 
-    def encode(self, record: dict[str, Any], train: bool) -> dict[str, Any]:
+    def encode(self, record: dict[str, Any], train: bool) -> list[dict[str, Any]]:
         tokens = np.array([int(word[1:]) for word in record["text"].split()], np.int32)
-        return {"input_ids": tokens, "labels": tokens}
+        return [{"input_ids": tokens, "labels": tokens}]
 
 
 class Watched(MadeUpWords):
-    """Notes when each step's first forward begins, and has an ``augment`` that takes its time."""
+    """Notes when each step's first forward begins."""
 
     forwards: list[float] = []
 
     def forward(self, model: Any, batch: drawbar.Batch) -> Any:
         self.forwards.append(time.perf_counter())
         return super().forward(model, batch)
+
+
+class SlowAugment(Watched):
+    """``augment`` takes its time."""
 
     def augment(self, sample: dict[str, Any], train: bool, rng: np.random.Generator) -> dict[str, Any]:
         time.sleep(float(os.environ.get(WAIT, 0)))

@@ -20,6 +20,7 @@ class Module(lightning.LightningModule):
         self.workload, self.how = workload, how
         self.recorder = Recorder(workload)
         self.total: Any = 0.0
+        self.found: dict[str, Any] = {}
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return self.workload.optimizer(self.model)
@@ -42,6 +43,10 @@ class Module(lightning.LightningModule):
             self.recorder.step(self.total)
             self.total = 0.0
 
+    def on_train_end(self) -> None:
+        """While the ranks can still add up their losses."""
+        self.found = self.recorder.result()
+
 
 def train(workload: Any, settings: Any, folder: str) -> dict[str, Any]:
     work, how = Workload.of(workload), Settings(**settings)
@@ -63,4 +68,4 @@ def train(workload: Any, settings: Any, folder: str) -> dict[str, Any]:
     )
     size = work.rows // world_size // how.micro_batches
     trainer.fit(module, DataLoader(work.samples(), size, collate_fn=work.collate))
-    return module.recorder.result()
+    return module.found

@@ -169,6 +169,7 @@ def prepare(workload: dict[str, Any], builder: list[str]) -> dict[str, Any]:
         builder: drawbar's settings that make the model and its tokenizer.
     """
     from benchmarks.peers.opened import open_task  # imports drawbar, which the other peers must not load
+    from drawbar.data.loader import TrainLoader
     from drawbar.train.batches import load_split, make_loader
 
     work = Workload.of(workload)
@@ -181,6 +182,7 @@ def prepare(workload: dict[str, Any], builder: list[str]) -> dict[str, Any]:
     task.tokenizer.save_pretrained(work.model_path)
     run = open_task([*common, f"task.model={work.model_path}"])
     loader = make_loader(run.task, run.config, run.world, run.console)
+    assert isinstance(loader, TrainLoader)  # nothing is streamed
     order = _order(loader.sampler, work.steps * work.rows, work.rows)
     torch.save([_plain_sample(work, loader.rows.samples[row]) for row in order], work.samples_path)
     if run.config.data.validation is not None:

@@ -42,7 +42,7 @@ def evaluate(
 ) -> int:
     """Evaluate a checkpoint of RUN (a run directory), every sample exactly once."""
     from drawbar.cli.arguments import load_run
-    from drawbar.cli.import_command import quick_imports
+    from drawbar.cli.torch_imports import quick_imports
     from drawbar.cli.train import count_processes, own_command
     from drawbar.config.rules.rule_table import RULES, check_rules
 

@@ -81,8 +81,8 @@ def generate(
     A chat model, one that was trained on messages, answers: a prompt is then what the user says.
     """
     from drawbar.cli.arguments import load_run
-    from drawbar.cli.import_command import quick_imports
     from drawbar.cli.prompts import as_messages, default_prompts, read_prompts
+    from drawbar.cli.torch_imports import quick_imports
 
     with quick_imports():
         from drawbar.commands.output_files import check_output, write_lines

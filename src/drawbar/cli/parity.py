@@ -66,7 +66,7 @@ def parity(
     differs, names the first module that does.
     """
     from drawbar.cli.arguments import load
-    from drawbar.cli.import_command import quick_imports
+    from drawbar.cli.torch_imports import quick_imports
     from drawbar.config.rules.rule_table import RULES, TRAIN_RULES, check_rules
 
     loaded = load(arguments, task)
@@ -128,7 +128,7 @@ def _compare(
 
 
 def _start(task: "type[Task] | None", request: "ParityRequest", folder: "ResultsDir", ranks: int) -> int:
-    """Start the processes; again, where a case has ended them. An exit code, where there is nothing to tell."""
+    """Start the processes, and anew after a case that crashed them. 0 where there are results, else an exit code."""
     from drawbar.cli.train import own_command
     from drawbar.errors import ExitCode
     from drawbar.launch.node.agent import run_processes

@@ -49,7 +49,7 @@ def predict(
 ) -> int:
     """Predict for records without labels, by the model of RUN (a run directory)."""
     from drawbar.cli.arguments import load_run
-    from drawbar.cli.import_command import quick_imports
+    from drawbar.cli.torch_imports import quick_imports
     from drawbar.cli.train import count_processes, own_command
     from drawbar.commands.output_files import check_output
     from drawbar.config.rules.rule_table import RULES, check_rules

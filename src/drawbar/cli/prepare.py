@@ -28,7 +28,7 @@ def prepare(task: "type[Task] | None", arguments: tuple[str, ...]) -> int:
     Prints counts, lengths, and how much padding each way of batching would take.
     """
     from drawbar.cli.arguments import load
-    from drawbar.cli.import_command import quick_imports
+    from drawbar.cli.torch_imports import quick_imports
     from drawbar.config.rules.rule_table import RULES, TRAIN_RULES, check_rules
 
     loaded = load(arguments, task)

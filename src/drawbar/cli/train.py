@@ -52,7 +52,7 @@ def train(task: "type[Task] | None", arguments: tuple[str, ...], resume: str, fo
 def start(task: "type[Task] | None", arguments: tuple[str, ...], resume: str, fork: str | None) -> int:
     """Train here, or start the processes that do, and wait for them; the exit code of the run."""
     from drawbar.cli.arguments import load
-    from drawbar.cli.import_command import quick_imports
+    from drawbar.cli.torch_imports import quick_imports
     from drawbar.config.deepspeed.deepspeed_json import check_deepspeed
     from drawbar.config.rules.rule_table import RULES, TRAIN_RULES, check_rules, check_world
     from drawbar.distributed.foreign_launcher import check_alone
@@ -85,7 +85,7 @@ def start(task: "type[Task] | None", arguments: tuple[str, ...], resume: str, fo
 
 
 def count_processes(config: "RunConfig") -> int:
-    """How many processes this command must start: none more, where torchrun has started this one."""
+    """How many processes this command is to run: 1, itself, where a launcher such as torchrun has started it."""
 
     def count_gpus() -> int:
         import torch

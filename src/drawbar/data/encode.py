@@ -23,7 +23,7 @@ Encode = Callable[[Record], Any]
 OnProgress = Callable[[int, int], None]
 """Told (records done, records in all) now and then."""
 
-RESERVED_FIELDS = ("id", "ids", "segment_ids", "draw", "draws")
+RESERVED_FIELDS = ("id", "ids", "segment_ids", "decoder_segment_ids")
 CHUNK_RECORDS = 256
 CHUNK_SECONDS = 0.5
 TRIAL_SECONDS = 2.0

@@ -57,7 +57,7 @@ class Watch:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.seen = False
-        """Whether anybody ever encoded this."""
+        """Whether a heartbeat was ever seen: of a process that encodes, or of one that died over it."""
         self._text = ""
         self._changed = time.monotonic()
         self._about: dict[str, Any] = {}

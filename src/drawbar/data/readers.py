@@ -29,7 +29,7 @@ class RawRecord(NamedTuple):
     """What the reader's ``decode`` takes: bytes without the line's end, fields, or a place in a table."""
     path: Path
     line: int | None
-    """First line of the record in its file, from 1; None where the record is the whole file."""
+    """From 1: the record's first line; of Arrow rows and in .json, its number. None where it is the whole file."""
 
 
 @dataclass(frozen=True)

@@ -98,8 +98,8 @@ class Mixed(Sampler):
 class Grouped(Sampler):
     """Another sampler's rows, with rows of similar length in the same global batch.
 
-    So many batches at a time are sorted by length, and then come in random order: batches differ in length, and hardly
-    need padding.
+    The rows of ``BATCHES_SORTED_TOGETHER`` batches at a time are sorted by length, and the batches then come in random
+    order: batches differ in length, and hardly need padding.
 
     Args:
         base: what to draw from.

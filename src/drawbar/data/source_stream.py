@@ -179,7 +179,7 @@ class SourceStream:
         return digest.hexdigest()
 
     def _units_of_lane(self, lane: int, lanes: int, first: int) -> Iterator[tuple[int, Reader, RawRecord]]:
-        """(number in the source, reader, unit) of the units of the lane, and of the split, from number ``first`` on."""
+        """(number in the source, reader, unit) of the lane's units of the split, from the lane's unit ``first`` on."""
         quota, taken = self._quota, 0
         if quota == 0:
             return

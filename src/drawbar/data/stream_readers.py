@@ -56,7 +56,7 @@ class EndlessRankReader(RankReader):
 
     def read_from(self, first: int) -> Iterator[tuple[int, LocatedRecord]]:
         visit, turns_without = self.rank + self.ranks * first, 0
-        while turns_without < self.ranks:  # in this many passes over at least one record, every rank has its turn
+        while turns_without < self.ranks:  # in so many passes, a rank gets at least one record
             size = self.stream.size
             turn, place = divmod(visit, size) if size else (0, visit)
             start, lane = visit - place, place % self.ranks

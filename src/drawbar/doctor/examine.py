@@ -33,7 +33,7 @@ def examine(loaded: LoadedConfig, given: bool, count: Callable[[int], int]) -> F
 
     Args:
         loaded: the configuration.
-        given: whether the user gave one: if not, only the defaults for a machine count.
+        given: whether the user gave one; if not, neither hub names nor settings are checked.
         count: from the number of GPUs to the number of processes that `drawbar train` would start.
     """
     config = loaded.config

@@ -89,7 +89,7 @@ def evaluate(
         None where any rank was told to stop: all of them give the evaluation up after the same batch.
 
     Raises:
-        EvaluationFailed: a batch or the scoring failed, or the split has no units to compute a loss over.
+        EvaluationFailed: a batch or the scoring failed, or the split has no targets to compute a loss over.
         Exception: a batch failed on this rank while others waited for it in a collective of the forward, until that
             timed out.
     """

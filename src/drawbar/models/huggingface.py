@@ -120,7 +120,7 @@ ATTENTION = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_at
 
 
 @contextmanager
-def attention_refused(
+def explain_attention_errors(
     wanted: str, name: str, overrides: dict[str, Any] | None, tokenizer: Any, head: Head
 ) -> Iterator[None]:
     """Wraps the building of a model with a user-chosen attention implementation: what transformers raises if the model

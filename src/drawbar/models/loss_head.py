@@ -45,7 +45,7 @@ class LossHead(nn.Linear):
             weight_VH, bias_V = (_local(tensor) for tensor in (self.weight, self.bias))
         if hidden_BLH.shape[:-1] != self.targets.labels_BL.shape:
             raise ValueError(
-                f"the model predicts {[*hidden_BLH.shape[:-1]]}, of labels {[*self.targets.labels_BL.shape]}"
+                f"the head has {[*hidden_BLH.shape[:-1]]} positions, the labels are {[*self.targets.labels_BL.shape]}"
             )
         hidden_NH = hidden_BLH.flatten(0, -2)[self.targets.positions_N]
         loss = self.cross_entropy(hidden_NH, weight_VH, bias_V, self.targets.labels_N, self.transform, shard)

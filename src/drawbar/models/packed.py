@@ -65,7 +65,7 @@ def allow_packing(model: nn.Module, per_sample: bool, under_mask: bool = False) 
     model.register_forward_hook(packing.leave, with_kwargs=True, always_call=True)
 
 
-def attends_within_samples(config: PreTrainedConfig, head: Head) -> bool:
+def packs_without_mask(config: PreTrainedConfig, head: Head) -> bool:
     """Whether a model of this family, with this head, takes packed rows without a mask for each."""
     family = config.model_type
     if family in ENCODERS:
@@ -119,8 +119,8 @@ def _last_tokens(segments_RL: Tensor, firsts_N: Tensor, is_pad_RL: Tensor) -> Te
 
 
 def _within(segments: Segments, segments_RL: Tensor) -> Arguments:
-    """What lets ``segments.attend`` keep to its samples. A mask of four dims is passed on as it stands by transformers,
-    which would else make one (and wait for the device, to see what is in it)."""
+    """What ``segments.attend`` needs to keep to samples. ``attention_mask`` is a placeholder of four dims: such a mask
+    transformers passes on as it stands, but would else make one (and wait for the device, to see what is in it)."""
     return {"attention_mask": segments_RL[:, None, None], "segments": segments}
 
 

@@ -149,7 +149,7 @@ def _tensor_plan(model: PreTrainedModel) -> ModelParallelPlan:
         tensor={**{prefix + name: style for name, style in family.tensor.items()}, **_vocabulary(model)},
         fused={prefix + name: parts for name, parts in family.fused.items()},
         divided_attributes={prefix + name: attributes for name, attributes in family.divided_attributes.items()},
-        heads=_numbers(config),
+        divisible_sizes=_numbers(config),
     )
 
 

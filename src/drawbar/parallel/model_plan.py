@@ -57,7 +57,7 @@ class ModelParallelPlan:
     """Why it cannot, for the error."""
     fused: Mapping[str, int] = field(default_factory=dict)
     """Of the ``fused_colwise`` modules, by name with ``*``: how many layers each holds."""
-    heads: Mapping[str, int] = field(default_factory=dict)
+    divisible_sizes: Mapping[str, int] = field(default_factory=dict)
     """Numbers that the tensor-parallel degree must divide, by what they count (``num_key_value_heads``: 2)."""
     divided_attributes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Module names, with ``*``, and attributes of theirs to divide by the degree (GPT-2's ``split_size``)."""

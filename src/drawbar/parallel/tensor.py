@@ -81,7 +81,7 @@ def tensor_parallel(model: nn.Module, plan: ModelParallelPlan, mesh: DeviceMesh,
         if "weight" in module._parameters  # a LoRA wrapper has none: its parts have styles of their own
     }
     fused = {name: parts for name, _, parts in matching(model.named_modules(), plan.fused)}
-    check_degree({**plan.heads, **_sizes(styles, fused)}, mesh.size())
+    check_degree({**plan.divisible_sizes, **_sizes(styles, fused)}, mesh.size())
     _cut(model, styles, fused, mesh)
     blocks = (
         [block for _, block, _ in matching(model.named_modules(), {f"{plan.sequence}.*": None})] if sequence else []

@@ -11,7 +11,7 @@ from drawbar.data.loader import Collate
 from drawbar.data.packing import LabelPlacement, RowLayout
 from drawbar.errors import UserError
 from drawbar.models.huggingface import load_model_config
-from drawbar.models.packed import attends_within_samples
+from drawbar.models.packed import packs_without_mask
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.pretrained import PretrainedTask
 from drawbar.tasks.task import Task
@@ -56,7 +56,7 @@ def _obstacle(task: Task, device: torch.device) -> str | None:
         config = load_model_config(task.config.model, task.config.from_scratch, task.tokenizer)
     except UserError as error:
         return error.what  # the task says it better, when it builds its model
-    if not attends_within_samples(config, task.head):
+    if not packs_without_mask(config, task.head):
         return f"a {config.model_type} model of {task.config.type} cannot be kept from looking beyond a sample"
     return None
 

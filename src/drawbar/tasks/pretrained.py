@@ -30,8 +30,8 @@ from drawbar.metrics.metric_registry import compute, load_metrics
 from drawbar.models.folder import check_model_folder
 from drawbar.models.heads import Head, longest_input
 from drawbar.models.huggingface import (
-    attention_refused,
     build_from_scratch,
+    explain_attention_errors,
     fit_embeddings,
     load_model_config,
     load_pretrained,
@@ -69,7 +69,7 @@ class PretrainedTask(Task):
         wrapping = self.wrapping_for(tokenizer)
         if wrapping is not None:
             wrap_texts(tokenizer, wrapping)
-            if not isinstance(self.config.tokenizer, TokenizerTraining):  # whose class brings nothing of its own
+            if not isinstance(self.config.tokenizer, TokenizerTraining):  # a trained one's class adds no tokens
                 check_wrapping_is_saved(tokenizer)
         return tokenizer
 
@@ -121,7 +121,7 @@ class PretrainedTask(Task):
 
     def build_model(self) -> nn.Module:
         name, scratch = self.config.model, self.config.from_scratch
-        with self._attention_refused():
+        with self._explain_attention_errors():
             if scratch is not None:
                 return self._prepare_model(
                     build_from_scratch(name, scratch, self.tokenizer, self.head, **self._all_fields())
@@ -132,7 +132,7 @@ class PretrainedTask(Task):
     def build_meta_model(self) -> nn.Module:
         if self.config.from_scratch is not None or self.config.resize_embeddings:
             return super().build_meta_model()
-        with self._attention_refused():
+        with self._explain_attention_errors():
             return self._prepare_model(build_meta_model(self.config.model, self.head, **self._all_fields()))
 
     def stored_weights(self, meta_model: nn.Module) -> Mapping[str, torch.Tensor] | None:
@@ -146,9 +146,9 @@ class PretrainedTask(Task):
         attention = {} if wanted == "auto" else {"_attn_implementation": wanted}
         return {**self.model_fields(), **attention, **self.task_context.model_fields}
 
-    def _attention_refused(self) -> AbstractContextManager[None]:
+    def _explain_attention_errors(self) -> AbstractContextManager[None]:
         config = self.config
-        return attention_refused(config.attention, config.model, config.from_scratch, self.tokenizer, self.head)
+        return explain_attention_errors(config.attention, config.model, config.from_scratch, self.tokenizer, self.head)
 
     def _prepare_model(self, model: nn.Module) -> nn.Module:
         """Check the vocabulary size and the number of positions, and set the generation config."""
@@ -210,7 +210,7 @@ class PretrainedTask(Task):
 
     @property
     def pad_token(self) -> int:
-        """What ``input_ids`` are padded with; no model looks at it."""
+        """The id that ``input_ids`` are padded with; no token of a text attends to it."""
         pad = self.tokenizer.pad_token_id
         return pad if pad is not None else self.tokenizer.eos_token_id or 0
 

@@ -35,7 +35,7 @@ class Tracker(ABC):
 
     Every rank makes each tracker before anything is trained, with its options as keyword arguments: so the constructor
     refuses wrong ones (``UserError``, ``TypeError`` or ``ValueError``), and does nothing else. The other methods are
-    called on rank 0 alone. What they raise is a warning, and ends no run.
+    called on rank 0 alone. What they raise is a warning; only ``start``, if not in the background, may end the run.
     """
 
     packages: ClassVar[Mapping[str, str]] = {}

@@ -125,8 +125,8 @@ EVENTS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 
 class GuardedCallback(Callback):
-    """A callback of the user, whose first error is logged and stops the run, once it is saved. It may take one rank any
-    time: the others wait."""
+    """A callback of the user, whose first error is logged and stops the run, once it is saved. On one rank it may take
+    as long as it needs: the other ranks wait for it."""
 
     def __init__(self, callback: Callback, stop: Stop, world: Distributed) -> None:
         self._callback = callback

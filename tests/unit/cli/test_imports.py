@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from drawbar.cli.import_command import quick_imports
+from drawbar.cli.torch_imports import quick_imports
 
 
 @pytest.mark.parametrize("was_on", [True, False])

@@ -73,7 +73,7 @@ def test_a_tensor_plan_names_modules_of_the_model(family: str, fields: dict[str,
     assert plan.tensor[next(name for name, m in names.items() if m is model.get_output_embeddings())] == "vocabulary"
     assert plan.tensor[next(name for name, m in names.items() if m is model.get_input_embeddings())] == "embedding"
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "encoder_attention_heads": 4}
-    assert plan.heads.items() & heads.items()
+    assert plan.divisible_sizes.items() & heads.items()
 
 
 def test_every_use_of_a_shared_embedding_is_cut() -> None:

@@ -141,7 +141,7 @@ def _all_differences(old: RunConfig, new: RunConfig) -> Iterator[Difference]:
 
 
 def _as_before(changed: Sequence[Difference]) -> str:
-    """The old values as ``key=value`` arguments. No file may have these keys: a default may have changed."""
+    """The old values as ``key=value`` arguments: these keys need not be in any file, as a default may have changed."""
     if len(changed) > 3 or any(item.old == ABSENT for item in changed):
         return "these as they were"
     return " ".join(shlex.quote(f"{item.key}={show(item.old)}") for item in changed)

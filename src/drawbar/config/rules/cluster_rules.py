@@ -85,7 +85,7 @@ SUBMIT_RULES: tuple[Rule, ...] = (
         "bad nodes and containers",
         ("cluster.exclude_bad_nodes", "cluster.image"),
         lambda c: _cluster(c).exclude_bad_nodes and _cluster(c).image is not None,
-        "what puts the job back into the queue without them needs drawbar and Slurm's commands in one place",
+        "requeueing the job without its bad nodes needs drawbar and Slurm's commands in one place",
         "set cluster.exclude_bad_nodes=false: the nodes are named all the same, and options={exclude: NODE} avoids one",
     ),
     Rule(

@@ -16,7 +16,7 @@ OWN_JOB = "DRAWBAR_JOB"
 
 @dataclass(frozen=True)
 class Allocation:
-    """The part of Slurm's job that this process is in."""
+    """What the Slurm job that this process is in has: its number, nodes, GPUs and CPUs."""
 
     job: str
     nodes: int

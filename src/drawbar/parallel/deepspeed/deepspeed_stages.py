@@ -189,7 +189,7 @@ def check_layers(model: nn.Module, plan: ModelParallelPlan, degree: int) -> None
         for name, module, style in _styled(model, plan.tensor)
         if style in dims
     }
-    check_degree({**plan.heads, **sizes}, degree)
+    check_degree({**plan.divisible_sizes, **sizes}, degree)
 
 
 def shard_layers(part: nn.Module, plan: ModelParallelPlan, tied: nn.Parameter | None, group: dist.ProcessGroup) -> None:

@@ -148,7 +148,7 @@ class MasterState(ABC):
         """What ``state`` returned."""
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """Summed over the ranks, and multiplied by the loss scale; between backward and update."""
+        """Its gradient, averaged over the data-parallel ranks, times the loss scale; between backward and update."""
         from deepspeed.utils import safe_get_full_grad
 
         return safe_get_full_grad(parameter)

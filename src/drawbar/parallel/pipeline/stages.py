@@ -40,8 +40,8 @@ def split_layers(model: nn.Module, plan: PipelinePlan, stages: int, cuts: Sequen
     """How many blocks each stage has.
 
     Args:
-        cuts: as given by the user; None for stages of about as many parameters each, with the embedding on the first
-            and the head on the last: the sum of their squares is the least.
+        cuts: this number for each stage, as given by the user; None for stages of about as many parameters each, with
+            the embedding on the first and the head on the last: the sum of their squares is the least.
 
     Raises:
         UserError: there are fewer blocks than stages, or the cuts do not fit.

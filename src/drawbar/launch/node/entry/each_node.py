@@ -2,7 +2,7 @@
 
     srun … python -m drawbar.launch.node.entry.each_node ADDRESS:PORT CONFIG COMMAND [ARGUMENT]...
 
-CONFIG is the file that the configuration is written to, which comes in an environment variable.
+CONFIG is the path that the configuration is written to; its text comes in the variable DRAWBAR_CONFIG.
 """
 
 import base64

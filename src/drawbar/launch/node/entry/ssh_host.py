@@ -222,7 +222,7 @@ def _watch(child: "subprocess.Popen[bytes]", channel: LauncherChannel, patience:
 
 
 def _stop(child: "subprocess.Popen[bytes]", grace: float) -> int:
-    """Ask the command to end; what is left after so many seconds is killed by who called."""
+    """Ask the command to end, and kill it after so many seconds; what it has started, the caller kills."""
     if grace:
         child.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
