@@ -106,7 +106,7 @@ def _check_options(
     if at_once is not None and not sweep:
         raise click.UsageError("--at-once is for a --sweep: it says how many of its runs may run at the same time")
     if (sweep and not launcher.has_sweeps) or (snapshot and not launcher.has_snapshots):
-        raise click.UsageError(f"--to {name} takes no --sweep, --at-once or --snapshot, as --to slurm does")
+        raise click.UsageError(f"--to {name} does not take --sweep, --at-once or --snapshot; --to slurm does")
     named = [option for option, value in (("--hosts", hosts), ("--hostfile", hostfile)) if value is not None]
     if len(named) > 1 or (named and nodes is not None) or (launcher.takes_hosts and nodes is not None):
         raise click.UsageError("--hosts, --hostfile and --nodes exclude one another")

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from drawbar.data.columns import FieldKinds, Piece, Sample, describe_layout_mismatch, layout_of, number_dtype, stack
 from drawbar.data.readers import Record
 from drawbar.data.reading import NumberedRecord, Reading
-from drawbar.data.worker_pool import WorkerPool, pickled
+from drawbar.data.worker_pool import WorkerFailed, WorkerPool, pickled
 from drawbar.errors import UserError
 
 Encode = Callable[[Record], Any]
@@ -234,7 +234,11 @@ def _encode_in_workers(
             if not pending:
                 pool.finish()
                 return
-            chunk = pool.result(pending.popleft())
+            try:
+                chunk = pool.result(pending.popleft())
+            except WorkerFailed as error:
+                remedy = "let the task's __init__ do with its TaskContext; or encode in this process: data.workers=0"
+                raise UserError(str(error), where="data.workers", remedy=remedy) from error
             done += chunk.records
             seconds += chunk.seconds
             yield chunk

@@ -11,13 +11,13 @@ from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from traceback import format_exception
+from traceback import extract_tb
 from typing import Any, Generic, TypeVar, cast
 
 import torch
 
 from drawbar.data.columns import Sample
-from drawbar.data.worker_pool import WorkerPool, pickled
+from drawbar.data.worker_pool import WorkerFailed, WorkerPool, pickled
 from drawbar.runtime.log import logger
 from drawbar.runtime.seed import rng_bytes
 
@@ -109,12 +109,14 @@ class PreparedStep(Generic[Batch]):
 class Prefetcher(Generic[Batch]):
     """Prepares the batches of the next steps while a step is trained.
 
-    A thread reads the samples of a micro-batch, and makes the batch of them or, with ``processes``, sends them to
-    one that does, as soon as one has started. Who makes a batch changes nothing in it. Ahead of the step that is
-    trained are two micro-batches for each process (without processes, two), in whole steps: a bound on the memory.
+    A thread reads the samples of a micro-batch, and makes the batch of them or, with ``processes``, sends them to one
+    that does. Who makes a batch changes nothing in it. Ahead of the step that is trained are two micro-batches for each
+    process (without processes, two), in whole steps: a bound on the memory.
 
-    Augment or collate may draw from the generators of Python, NumPy or torch, which a checkpoint holds, and which
-    dropout draws from. If they do so in the first step, every later batch is made in the training thread, at its step.
+    With processes, augment and collate may be a user's code, and may draw from the generators of Python, NumPy or
+    torch, which a checkpoint holds, and which dropout draws from. So in this process they run in the training thread
+    alone, each batch at its step: until a first process has started; and from then on if a process fails, or its
+    generators moved.
 
     Args:
         maker: what makes a batch.
@@ -176,34 +178,37 @@ class Prefetcher(Generic[Batch]):
     def _begin(self, plan: StepPlan) -> list[Callable[[], Batch]]:
         """Begin to make the batches of a step; what is returned waits for each of them."""
         reads = [micro.read for micro in plan.micro_batches]
-        if self._is_deferred:
+        preparer = self._started_preparer()
+        if preparer is None:
             return [partial(self._make, read) for read in reads]
-        if self._preparer is None:
-            return self._make_first(reads)
-        return [partial(self._preparer.result, self._preparer.submit(read)) for read in reads]
+        return [partial(self._result, read, preparer.submit(read)) for read in reads]
 
     def _make(self, read: Callable[[], RawBatch]) -> Batch:
         return self._maker(read())
 
-    def _make_first(self, reads: list[Callable[[], RawBatch]]) -> list[Callable[[], Batch]]:
-        """The batches of the first step, made in this thread, and a preparer for the others if these drew nothing."""
-        before = rng_bytes()
-        batches = [self._finish(self._make(read)) for read in reads]
-        if rng_bytes() != before:
-            self._is_deferred = True
-            logger.warning(
-                "batches are not prepared ahead of training, as the task's augment or collate draws from a generator "
-                "that checkpoints hold (of torch, numpy or random): let augment draw from its rng"
-            )
-        else:
-            self._preparer = _Preparer(self._maker, self._finish, self._pool())
-        return [partial(_given, batch) for batch in batches]
+    def _started_preparer(self) -> "_Preparer[Batch] | None":
+        """What makes batches ahead; None as long as each is made at its step."""
+        if self._preparer is None and not self._is_deferred:
+            function = pickled(_WorkerMaker(self._maker), ACTIVITY) if self._processes else None
+            if self._processes and function is None:
+                self._is_deferred = True
+                return None
+            pool = function and WorkerPool(function, self._processes, timeout=self._timeout, activity=ACTIVITY)
+            self._preparer = _Preparer(self._maker, self._finish, pool or None)
+        return self._preparer if self._preparer is not None and self._preparer.has_started else None
 
-    def _pool(self) -> WorkerPool | None:
-        function = pickled(_WorkerMaker(self._maker), ACTIVITY) if self._processes else None
-        if function is None:
-            return None
-        return WorkerPool(function, self._processes, timeout=self._timeout, activity=ACTIVITY)
+    def _result(self, read: Callable[[], RawBatch], future: Future[Batch]) -> Batch:
+        """The batch that was begun; made here if a process failed."""
+        if self._preparer is None:
+            return self._make(read)
+        try:
+            return self._preparer.result(future)
+        except WorkerFailed as failure:
+            batch = self._make(read)  # if this fails as well, that is the error to see
+            logger.warning("from now on each batch is made at its step, and not ahead in a process: %s", failure)
+            self._is_deferred = True
+            self.close()
+            return batch
 
     def close(self) -> None:
         """End the thread and the processes. The end of ``steps`` does so, too, but late where an exception's traceback
@@ -219,7 +224,7 @@ def _given(batch: Batch) -> Batch:
 
 class _Preparer(Generic[Batch]):
     """A thread that makes batches in the order in which they were asked for, or has them made in the processes of a
-    pool, once one of these has started."""
+    pool."""
 
     def __init__(
         self, make: Callable[[RawBatch], Batch], finish: Callable[[Batch], Batch], pool: WorkerPool | None
@@ -237,6 +242,11 @@ class _Preparer(Generic[Batch]):
         self._has_one_core.wait()
         torch.set_num_threads(threads)  # for threads that are still to start, which take the newest number
 
+    @property
+    def has_started(self) -> bool:
+        """Whether a batch that is asked for now is begun at once: a process takes seconds to start."""
+        return self._pool is None or any(started.done() for started in self._started)
+
     def submit(self, read: Callable[[], RawBatch]) -> Future[Batch]:
         future = Future[Batch]()
         self._queue.put((read, future))
@@ -246,6 +256,7 @@ class _Preparer(Generic[Batch]):
         """The batch, or the error that came up in making it.
 
         Raises:
+            WorkerFailed: making it failed in a process.
             UserError: a process died, or gave no result in time.
         """
         if self._pool is not None:
@@ -278,7 +289,7 @@ class _Preparer(Generic[Batch]):
                 future.set_exception(error)
 
     def _prepare(self, raw: RawBatch, future: Future[Batch]) -> None:
-        if self._pool is None or not any(started.done() for started in self._started):
+        if self._pool is None:
             future.set_result(self._finish(self._make(raw)))
         else:
             self._pool.submit(raw).add_done_callback(partial(self._receive, future))
@@ -286,39 +297,37 @@ class _Preparer(Generic[Batch]):
     def _receive(self, future: Future[Batch], sent: Future[bytes]) -> None:
         """Runs in a thread of the pool."""
         try:
-            future.set_result(self._finish(_unpickled(sent.result())))
+            future.set_result(self._finish(pickle.loads(sent.result())))
         except BaseException as error:  # noqa: BLE001 - training raises it, at its step
             future.set_exception(error)
 
 
 @dataclass(frozen=True)
 class _WorkerMaker(Generic[Batch]):
-    """Makes batches in a worker process, and gives them as bytes."""
+    """Makes batches in a worker process, and gives them as bytes.
+
+    Raises:
+        WorkerFailed: it cannot, or random numbers were drawn that would be others in every process.
+    """
 
     make: BatchMaker[Batch]
 
     def __call__(self, raw: RawBatch) -> bytes:
+        before = rng_bytes()
         try:
-            return _pickle(self.make(raw))
-        except Exception as error:  # noqa: BLE001 - training raises it
-            return pickle.dumps(_Failure.of(error))
-
-
-@dataclass(frozen=True)
-class _Failure:
-    """An error in a worker process."""
-
-    error: Exception
-
-    @classmethod
-    def of(cls, error: Exception) -> "_Failure":
-        text = "".join(format_exception(error))
-        try:
-            pickle.loads(pickle.dumps(error))
-        except Exception:  # noqa: BLE001 - of a class of the user's that cannot be pickled
-            error = RuntimeError(f"{type(error).__name__}: {error}")
-        error.add_note(f"In a process for {ACTIVITY}:\n{text}")
-        return cls(error)
+            made = _pickle(self.make(raw))
+        except Exception as error:  # noqa: BLE001 - the training process makes the batch anew, and raises it
+            *_, last = extract_tb(error.__traceback__)
+            raise WorkerFailed(
+                f"{type(error).__name__}: {error} ({last.filename}:{last.lineno}) in a process, and not in this one; a "
+                "process builds its own task, which has what __init__ sets, and nothing that is set later"
+            ) from None
+        if rng_bytes() != before:
+            raise WorkerFailed(
+                "the task's augment or collate draws from a generator that checkpoints hold (of torch, numpy or "
+                "random): let augment draw from its rng"
+            )
+        return made
 
 
 class _Pickler(pickle.Pickler):
@@ -340,10 +349,3 @@ def _pickle(batch: Any) -> bytes:
     room = io.BytesIO()
     _Pickler(room, protocol=5).dump(batch)
     return room.getvalue()
-
-
-def _unpickled(data: bytes) -> Any:
-    found = pickle.loads(data)
-    if isinstance(found, _Failure):
-        raise found.error
-    return found

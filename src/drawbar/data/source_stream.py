@@ -20,8 +20,8 @@ SHOWN_IN_FULL = 10
 """Bad records of a stream that are logged one by one."""
 END_BYTES = 64 * 1024
 """How much of each end of a file a stream's fingerprint reads."""
-SAMPLES, SAMPLE_BYTES = 16, 4096
-"""Number of samples that the fingerprint reads between the two ends, and their size in bytes."""
+EXCERPTS, EXCERPT_BYTES = 16, 4096
+"""Number of excerpts of a file that the fingerprint reads between the two ends, and their size in bytes."""
 
 
 @dataclass(frozen=True)
@@ -140,8 +140,8 @@ class SourceStream:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hex digest of the size and samples of each file and of the settings: cheap, however long the files are."""
-        return self._digest(_size_and_samples)
+        """Hex digest of the settings and of the size, both ends and some excerpts of each file, however long: cheap."""
+        return self._digest(_size_and_excerpts)
 
     def digest(self, of_file: Callable[[Path], str]) -> str:
         """Hex digest of the files and of the settings that decide what records come out.
@@ -253,14 +253,14 @@ class SourceStream:
             logger.warning("more bad records of %s are left out without a message", self._key)
 
 
-def _size_and_samples(path: Path) -> bytes:
+def _size_and_excerpts(path: Path) -> bytes:
     size = path.stat().st_size
     with path.open("rb") as file:
         found = [b"%d " % size, file.read(END_BYTES)]
         if size > 2 * END_BYTES:
-            for number in range(1, SAMPLES + 1):
-                file.seek(number * size // (SAMPLES + 1))
-                found.append(file.read(SAMPLE_BYTES))
+            for number in range(1, EXCERPTS + 1):
+                file.seek(number * size // (EXCERPTS + 1))
+                found.append(file.read(EXCERPT_BYTES))
         file.seek(max(size - END_BYTES, 0))
         return b"".join([*found, file.read(END_BYTES)])
 

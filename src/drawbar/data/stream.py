@@ -30,7 +30,7 @@ LARGEST_BLOCK = 2**32
 
 @dataclass(frozen=True)
 class StreamSettings:
-    """How a stream becomes batches; none of it may change while a run lasts."""
+    """How a stream becomes batches; none of it but ``code`` may change while a run lasts."""
 
     seed: int
     shuffle: bool

@@ -9,12 +9,17 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from multiprocessing import resource_tracker
 from typing import Any
 
 from drawbar.distributed.interrupt import INTERRUPT, REQUEUE
 from drawbar.errors import ExitCode, UserError
 from drawbar.runtime.log import logger
+
+
+class WorkerFailed(Exception):
+    """A call failed in a worker process, which can work on."""
 
 
 class WorkerPool:
@@ -51,13 +56,14 @@ class WorkerPool:
 
         Raises:
             UserError: a process died, or gave no result for ``timeout`` seconds.
+            WorkerFailed: a process could not load the function, or the function raised this.
         """
         try:
             return future.result(self._timeout)
         except (BrokenProcessPool, TimeoutError) as error:
-            raise self.lost_worker(error) from error
+            raise self._lost_worker(error) from error
 
-    def lost_worker(self, error: Exception) -> UserError:
+    def _lost_worker(self, error: Exception) -> UserError:
         """What to tell the user of a process that died (BrokenProcessPool), or that gave no result in time."""
         died = isinstance(error, BrokenProcessPool)
         fewer = f"where memory ran out, use fewer processes (data.workers={self.count // 2}); "
@@ -129,7 +135,10 @@ def _start_worker(function: bytes) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")  # one process a core is enough
     global _function
-    _function = pickle.loads(function)
+    try:
+        _function = pickle.loads(function)
+    except Exception as error:  # noqa: BLE001 - loading builds the task, by the user's code
+        _function = partial(_refuse, f"{type(error).__name__}: {error}")
     if "torch" in sys.modules:  # where the script itself imported it, it was too early for the variable
         sys.modules["torch"].set_num_threads(1)
 
@@ -144,6 +153,11 @@ def _end_with_parent() -> None:
 
 def _apply(*arguments: Any) -> Any:
     return _function(*arguments)
+
+
+def _refuse(reason: str, *arguments: Any) -> None:
+    """What a worker applies if it cannot load its function."""
+    raise WorkerFailed(f"a process cannot build the task as this one did: {reason}")
 
 
 def _do_nothing() -> None:

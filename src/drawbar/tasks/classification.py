@@ -303,12 +303,12 @@ class TokenClassification(TokenTask):
 
     def _with_spaces(self, words: list[str]) -> list[str]:
         """The words as the tokenizer takes a list of them."""
-        return [*words[:1], *(f" {word}" for word in words[1:])] if self._spaces_are_tokens else words
+        return [*words[:1], *(f" {word}" for word in words[1:])] if self._words_need_spaces else words
 
     @cached_property
-    def _spaces_are_tokens(self) -> bool:
-        """Byte-level tokenizers know a word together with the space before it; others split texts at spaces. Some write
-        that space by themselves (``prefix_space``)."""
+    def _words_need_spaces(self) -> bool:
+        """Whether words in a list must bring the space before them, as byte-level tokenizers know words: others split
+        texts at spaces, and some byte-level ones write that space by themselves (``prefix_space``)."""
         return "ByteLevel" in repr(self.tokenizer.backend_tokenizer.pre_tokenizer) and not getattr(
             self.tokenizer, "add_prefix_space", False
         )

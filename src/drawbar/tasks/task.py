@@ -76,8 +76,8 @@ class Task:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle what the task was built from, and no attribute that was set later: a worker process builds its own."""
-        config = self.run_config.model_dump_json()
-        return _rebuild, (type(self), config, self.tokenizer, self.dataset_metadata, self.has_labels)
+        sections = {name: getattr(self.run_config, name) for name in type(self.run_config).model_fields}
+        return _rebuild, (type(self), sections, self.tokenizer, self.dataset_metadata, self.has_labels)
 
     def __copy__(self) -> Self:
         """The same with its own attributes: without this, Python would copy by ``__reduce__``."""
@@ -204,9 +204,11 @@ class Task:
 keep_old_names(Task)
 
 
-def _rebuild(task_type: type[Task], config: str, tokenizer: Any, metadata: dict[str, Any], has_labels: bool) -> Task:
+def _rebuild(
+    task_type: type[Task], sections: dict[str, Any], tokenizer: Any, metadata: dict[str, Any], has_labels: bool
+) -> Task:
     # the type of a configuration is made at run time for each task, and cannot be pickled itself
-    run_config = run_config_type(task_type.Config).model_validate_json(config)
+    run_config = run_config_type(task_type.Config).model_construct(**sections)
     return task_type(TaskContext(run_config, tokenizer, metadata, has_labels=has_labels))
 
 

@@ -32,7 +32,7 @@ def mark_turns(template: str) -> str:
         elif tag[0] == "for":
             loops += 1
             open_loops.append(loops)
-            # other things than messages have no such key, which is no text
+            # items of loops over other things have no such key: there the expression renders as nothing
             number = f"{{{{ {tag[1]}['{TURN_KEY}'] }}}}" if tag[2] == "in" else ""
             parts.append(f"{_OPEN}{loops}:{number}{_CLOSE}")
         elif tag[0] == "endfor":

@@ -20,17 +20,8 @@ import torch
 
 from drawbar.data import prefetch
 from drawbar.data.dataset import Sample, encode_records
-from drawbar.data.loader import MicroBatchSize, SampleRows, TrainLoader, only_sample
-from drawbar.data.prefetch import (
-    BatchMaker,
-    MicroBatch,
-    Prefetcher,
-    RawBatch,
-    RawRow,
-    _unpickled,
-    _WorkerMaker,
-    unchanged,
-)
+from drawbar.data.loader import MicroBatchSize, SampleRows, TrainLoader
+from drawbar.data.prefetch import BatchMaker, MicroBatch, Prefetcher, unchanged
 from drawbar.data.sampler import InOrder, Shuffled
 from drawbar.errors import ExitCode, UserError
 
@@ -81,12 +72,49 @@ def raise_odd() -> None:
     raise Odd(7, "odd")
 
 
-def raise_user_error() -> None:
-    raise UserError("the sample is too long", where="train.jsonl:8", remedy="cut it")
+def in_a_worker() -> bool:
+    return multiprocessing.parent_process() is not None
+
+
+def raise_in_a_worker() -> None:
+    if in_a_worker():
+        raise RuntimeError("no model here")
+
+
+def raise_odd_in_a_worker() -> None:
+    if in_a_worker():
+        raise_odd()
+
+
+def draw_python() -> None:
+    random.random()
+
+
+def draw_numpy() -> None:
+    np.random.random()
+
+
+def draw_torch() -> None:
+    torch.rand(1)
+
+
+class OnlyHere:
+    """A collate that worker processes cannot load."""
+
+    def __call__(self, samples: list[Sample]) -> int:
+        return len(samples)
+
+    def __reduce__(self) -> Any:
+        return build_only_here, ()
+
+
+def build_only_here() -> OnlyHere:
+    raise_in_a_worker()
+    return OnlyHere()
 
 
 def kill_worker() -> None:
-    if multiprocessing.parent_process() is not None:
+    if in_a_worker():
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -164,11 +192,10 @@ def test_batches_do_not_depend_on_who_makes_them(expected: list[Any], processes:
         assert list(map(plain, loader.steps(11, STEPS))) == expected[11:]
 
 
-def test_a_thread_makes_them_once_the_first_step_is_made() -> None:
+def test_a_thread_makes_them() -> None:
     with loader_of(where_made) as loader:
         names = [{micro.batch for micro in micro_batches} for _, micro_batches in loader.steps(0, 4)]
-    here = os.getpid()
-    assert names == [{(here, "MainThread")}, *[{(here, "drawbar-batches")}] * 3]
+    assert names == [{(os.getpid(), "drawbar-batches")}] * 4
 
 
 def test_so_many_batches_are_ahead_and_no_more(tmp_path: Path) -> None:
@@ -205,15 +232,46 @@ def test_an_error_comes_at_its_step(ahead: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("do", "kind", "what"),
-    [(raise_odd, RuntimeError, "Odd: sample 7 is odd"), (raise_user_error, UserError, "the sample is too long")],
+    ("do", "warning"),
+    [
+        (raise_in_a_worker, "RuntimeError: no model here"),
+        (raise_odd_in_a_worker, "Odd: sample 7 is odd"),
+        *((draw, "draws from a generator") for draw in (draw_python, draw_numpy, draw_torch)),
+    ],
 )
-def test_an_error_of_a_process_says_where_it_was(do: Any, kind: type[Exception], what: str) -> None:
-    work = _WorkerMaker(BatchMaker(stacked, At(0, do)))
-    with pytest.raises(kind, match=what) as caught:
-        _unpickled(work(RawBatch([RawRow([{"input_ids": [1], "id": 0}], only_sample)], epoch=0)))
-    assert f"in {do.__name__}" in "".join(caught.value.__notes__)
-    assert not isinstance(caught.value, UserError) or caught.value.where == "train.jsonl:8"
+def test_what_only_a_process_cannot_make_is_made_at_its_step(
+    do: Any, warning: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Dropout draws from the generators of a run as well: only so do they draw alike in every run, and after a resume.
+    Sample 20 is of the fourth step."""
+    with loader_of(where_made, At(20, do), in_order=True, processes=1) as loader:
+        steps = loader.steps(0, 12)
+        next(steps)
+        wait_for_workers(loader)
+        places = [{micro.batch for micro in micro_batches} for _, micro_batches in steps]
+    here = (os.getpid(), "MainThread")
+    assert all(here not in found for found in places[1:2])
+    assert all(found == {here} for found in places[3:])
+    assert warning in caplog.text
+
+
+def test_an_error_in_a_process_is_the_error_of_this_one() -> None:
+    with loader_of(stacked, At(20, raise_odd), in_order=True, processes=1) as loader:
+        steps = loader.steps(0, STEPS)
+        next(steps)
+        wait_for_workers(loader)
+        with pytest.raises(Odd, match="sample 7 is odd") as caught:
+            list(steps)
+    assert [entry.name for entry in caught.traceback][-1] == "raise_odd"
+
+
+def test_a_process_that_cannot_build_the_task_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    with loader_of(OnlyHere(), processes=1) as loader:
+        steps = loader.steps(0, 12)
+        next(steps)
+        wait_for_workers(loader)
+        assert {micro.batch for _, micro_batches in steps for micro in micro_batches} == {2}
+    assert "cannot build the task as this one did: RuntimeError: no model here" in caplog.text
 
 
 def test_a_killed_process_is_an_error() -> None:
@@ -227,23 +285,10 @@ def test_a_killed_process_is_an_error() -> None:
     assert caught.value.where == "data.workers"
 
 
-def test_what_cannot_be_sent_is_made_in_the_thread() -> None:
+def test_what_cannot_be_sent_is_made_at_its_step() -> None:
     with loader_of(lambda samples: where_made(samples), processes=1) as loader:
         makers = {micro.batch for _, micro_batches in loader.steps(1, 4) for micro in micro_batches}
-    assert {pid for pid, _ in makers} == {os.getpid()}
-
-
-@pytest.mark.parametrize("draw", [random.random, np.random.random, lambda: torch.rand(1)])
-def test_what_draws_from_the_generators_of_a_run_is_made_at_its_step(draw: Any) -> None:
-    """Dropout draws from them as well: only so do they draw alike in every run, and after a resume."""
-
-    def drawing(samples: list[Sample]) -> tuple[int, str]:
-        draw()
-        return where_made(samples)
-
-    with loader_of(drawing, processes=2) as loader:
-        names = {micro.batch for _, micro_batches in loader.steps(0, 5) for micro in micro_batches}
-    assert names == {(os.getpid(), "MainThread")}
+    assert makers == {(os.getpid(), "MainThread")}
 
 
 def test_the_thread_takes_no_cores_from_the_step() -> None:
@@ -255,6 +300,6 @@ def test_the_thread_takes_no_cores_from_the_step() -> None:
             threads = [micro.batch for _, micro_batches in loader.steps(0, 3) for micro in micro_batches]
             with ThreadPoolExecutor(1) as later:
                 threads.append(later.submit(torch.get_num_threads).result())
-        assert (threads[0], threads[-2], threads[-1], torch.get_num_threads()) == (3, 1, 3, 3)
+        assert (threads[0], threads[-2], threads[-1], torch.get_num_threads()) == (1, 1, 3, 3)
     finally:
         torch.set_num_threads(before)
