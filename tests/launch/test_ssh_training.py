@@ -162,4 +162,4 @@ def test_what_a_host_lacks_is_told_with_its_name(sshd: Sshd, project: Path) -> N
 
     done = run_cli(*command, "--hosts", "gpu2:1", "cluster.workdir=/proc/none", cwd=project)
     assert done.code == 2
-    check_one_message(done.err.replace("gpu2: ", ""), "cannot work in the folder of the run", "cluster.workdir")
+    check_one_message(done.err.replace("gpu2: ", ""), "cannot use the working directory of the job", "cluster.workdir")

@@ -82,7 +82,7 @@ class ParityReport:
     def print(self) -> None:
         """The table, and what is to say of the cases that are not equal."""
         shrunk = f", at most {self.layers} layers" if self.layers else ""
-        which = "" if self.precision == "fp32" else ", the first and the last"
+        which = "" if self.precision == "fp32" else " (compared: the first and the last)"
         title = (
             f"{self.steps} steps{which} on {self.ranks} process{'es' * (self.ranks > 1)} in {self.precision}, "
             f"against one process in fp32 (dropout off{shrunk}): largest relative differences/tolerances"

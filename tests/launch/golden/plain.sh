@@ -18,7 +18,7 @@ optim:
 '
 
 # What is trained is what was submitted. Each node writes it down, since they may have disks of their own; it goes to
-# them in letters and digits alone, which every container hands on as they are.
+# them in base64, which has no commas and quotes: every container hands it on as it is.
 drawbar_config="$drawbar_run/launch/config-$drawbar_job.yaml"
 DRAWBAR_CONFIG=$(printf %s "$drawbar_yaml" | base64 --wrap=0)
 export DRAWBAR_CONFIG

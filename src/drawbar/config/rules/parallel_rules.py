@@ -116,7 +116,7 @@ DATA_PARALLEL = (
         "adafactor with cut parameters",
         ("optim.name", "parallel.strategy", "parallel.tensor"),
         lambda c: c.optim.name == "adafactor" and (c.parallel.features.shards_parameters or c.parallel.tensor > 1),
-        "torch's Adafactor takes norms of rows and columns in place, which it cannot where they lie on several ranks",
+        "torch's Adafactor squares norms of rows and columns in place, which it cannot where they lie on several ranks",
         "set optim.name=adamw or muon, or parallel.strategy=zero1 or ddp without parallel.tensor",
     ),
     Rule(

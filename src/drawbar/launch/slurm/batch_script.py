@@ -21,7 +21,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
 _CONFIG = """
 # What is trained is what was submitted. Each node writes it down, since they may have disks of their own; it goes to
-# them in letters and digits alone, which every container hands on as they are.
+# them in base64, which has no commas and quotes: every container hands it on as it is.
 drawbar_config="$drawbar_run/launch/config-$drawbar_job.yaml"
 {variable}=$(printf %s "$drawbar_yaml" | base64 --wrap=0)
 export {variable}"""

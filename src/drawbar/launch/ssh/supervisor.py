@@ -1,4 +1,4 @@
-"""``Supervisor``: runs a job on ssh hosts from here: starts all, holds the rendezvous, and ends all when one ends.
+"""``supervise``: runs a job on ssh hosts from here: starts all, tells all the endpoint, and ends all when one ends.
 
 The launcher stays in the foreground. It holds one connection for each host, and a host ends what it runs when its
 connection ends: so nothing is left anywhere, however the launcher goes.

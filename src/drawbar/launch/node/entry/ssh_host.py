@@ -128,13 +128,13 @@ def _own_connection() -> tuple[str, str]:
 
 
 def _enter(job: HostJob) -> None:
-    """Go to the folder of the run, which a host with a disk of its own may not have yet."""
+    """Go to the working directory (``cluster.workdir``), which a host with a disk of its own may not have yet."""
     try:
         Path(job.workdir).mkdir(parents=True, exist_ok=True)
         os.chdir(job.workdir)
     except OSError as error:
         raise _fail(
-            f"cannot work in the folder of the run: {error}",
+            f"cannot use the working directory of the job: {error}",
             "make it on this host, or set cluster.workdir to a folder that every host can have",
         ) from error
     if job.script is not None and not Path(job.script).is_file():
