@@ -6,7 +6,7 @@ A checkpoint is a folder ``step-00001000`` with five files:
 ``model.safetensors``      parameters and buffers under their fully qualified names; tied ones are stored once
 ``optimizer.safetensors``  the optimizer's tensors under flat names
 ``rng.safetensors``        the state of the random number generators, by seed rank: ``seed-0003/torch``
-``state.json``             everything else: counters, schedule, scaler, data state, best score
+``state.json``             everything else: step, best score, loss scaler, position in the data, number formats
 ``manifest.json``          format, version, step, and the size and SHA-256 of the other four; written last
 =========================  =====================================================================================
 
@@ -100,7 +100,7 @@ class Manifest(BaseModel):
 
     @classmethod
     def from_json(cls, text: bytes) -> "Manifest":
-        """Raises Damaged for text that is not a whole, unchanged manifest, and OtherFormat for that of another one."""
+        """Raises Damaged for text that is not a whole, unchanged manifest, or OtherFormat for one of another format."""
         try:
             fields = json.loads(text)
             unchanged = fields.pop("sha256") == _checksum(fields)

@@ -155,9 +155,9 @@ def folders_in(directory: Path) -> set[str]:
 
 
 def complete_checkpoints(directory: Path) -> dict[int, Path]:
-    """Step → folder, ascending, of the checkpoints that have all their files in the right size. No file is read.
+    """Step → folder, ascending, of the checkpoints that have all their files in the right size.
 
-    One that cannot be read at the moment is left out.
+    Only their manifests are read. A checkpoint that cannot be read at the moment is left out.
 
     Raises:
         OSError: nobody can tell what is there.

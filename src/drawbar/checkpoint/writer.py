@@ -70,7 +70,7 @@ class AsyncWriter:
 def _drop_snapshot(error: BaseException | None) -> None:
     """The frames of a failed write hold what it should have written, and the next one needs that room.
 
-    A function defined inside another one would keep it nevertheless: hence ``partial``.
+    A closure would keep the snapshot nevertheless: so ``submit`` is given a ``partial``.
     """
     while error is not None:
         clear_frames(error.__traceback__)

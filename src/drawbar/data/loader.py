@@ -97,6 +97,27 @@ class MicroBatchSize:
             start = stop
         return batches
 
+    def most(self, lengths: NDArray[np.int64], bounds: NDArray[np.int64]) -> int:
+        """How many micro-batches ``split`` makes of the share that it makes most of; for all shares at once, as a step
+        may have thousands.
+
+        Args:
+            lengths: shape (rows of all shares,): tokens of each, share by share.
+            bounds: shape (shares + 1,): where each share begins, and the last one ends.
+        """
+        sizes = np.diff(bounds)
+        columns = np.arange(sizes.max())
+        decreasing = lengths[np.minimum(bounds[:-1, None] + columns, len(lengths) - 1)]
+        decreasing = -np.sort(-np.where(columns < sizes[:, None], decreasing, 0), axis=1)
+        taken, count = np.zeros_like(sizes), 0
+        while (rest := taken < sizes).any():
+            fitting = sizes[rest] - taken[rest]
+            if self.tokens is not None:
+                fitting = np.maximum(1, self.tokens // np.maximum(1, decreasing[rest, taken[rest]]))
+            taken[rest] += np.minimum(fitting, self.rows or fitting)
+            count += 1
+        return count
+
 
 @dataclass(frozen=True)
 class DataState:
@@ -253,12 +274,10 @@ class TrainLoader(Loader[Batch]):
         Args:
             lengths: of the rows of the global batch.
         """
-        places, cuts = np.arange(len(lengths)), []
-        for rank in range(self.world_size):
-            share = places[rank * len(places) // self.world_size : (rank + 1) * len(places) // self.world_size]
-            cuts.append(self.micro_batch.split(share, lengths))
-        fillers = max(map(len, cuts)) - len(cuts[self.rank])
-        return [(chosen, False) for chosen in cuts[self.rank]] + [(places[:1], True)] * fillers
+        bounds = np.arange(self.world_size + 1) * len(lengths) // self.world_size
+        mine = self.micro_batch.split(np.arange(*bounds[self.rank : self.rank + 2]), lengths)
+        fillers = self.micro_batch.most(lengths, bounds) - len(mine)
+        return [(chosen, False) for chosen in mine] + [(np.zeros(1, np.int64), True)] * fillers
 
 
 class EvalLoader(Generic[Batch]):

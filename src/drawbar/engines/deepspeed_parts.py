@@ -57,8 +57,10 @@ class DeepSpeedUpdater:
         if self.precision != "fp16":
             return {}
         scaler = self.backend.optimizer.loss_scaler
-        # as LossScaler.state_dict has it; DeepSpeed keeps the iteration of the last overflow, not the steps since then
+        # as LossScaler.state_dict has it, from 1 to a window; DeepSpeed keeps the iteration of the last overflow alone,
+        # and its scale grows at each multiple of the window since then
         quiet = scaler.cur_iter - scaler.last_overflow_iter - 1
+        quiet = (quiet - 1) % scaler.scale_window + 1 if quiet > 0 else 0
         return {"scale": scaler.cur_scale, "_growth_tracker": quiet}
 
     def load_scaler_state(self, state: dict[str, float]) -> None:

@@ -32,7 +32,7 @@ class LossHead(nn.Linear):
     targets: LossTargets | None
     loss: Tensor | None
 
-    @wraps(nn.Linear.forward)  # by which FSDP knows that autocast casts the weight
+    @wraps(nn.Linear.forward)  # ``parameters_cast_by_autocast`` then takes it for a linear layer
     def forward(self, input: Tensor) -> Tensor:
         if self.targets is None:
             return super().forward(input)

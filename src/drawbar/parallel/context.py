@@ -25,7 +25,7 @@ from drawbar.errors import UserError
 
 DEVICES = {"cuda": 32}
 """Device types for which torch has ring attention, with the number that must divide the tokens of a chunk: the
-kernel for fp32 rounds the log-sum-exps up to a multiple of 32, and the ring takes them for those of tokens."""
+kernel for fp32 pads its log-sum-exps to a multiple of 32, and the ring takes the padding for tokens."""
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 """Kernels of ring attention. Any other would attend to this rank's tokens alone, or fail with an obscure error."""
 RING = "drawbar_ring"

@@ -95,6 +95,13 @@ def test_a_micro_batch_takes_all_that_fits(lengths: list[int], size: MicroBatchS
         assert not fits(size, [lengths[row] for row in [*batch, following[0]]])
 
 
+@given(lengths=LENGTHS, size=SIZES, shares=WORLDS)
+def test_the_most_micro_batches_of_a_share_are_counted(lengths: list[int], size: MicroBatchSize, shares: int) -> None:
+    bounds = np.arange(shares + 1) * len(lengths) // shares
+    cuts = [size.split(np.arange(*bounds[share : share + 2]), np.array(lengths)) for share in range(shares)]
+    assert size.most(np.array(lengths), bounds) == max(map(len, cuts))
+
+
 def test_no_rows_give_no_micro_batches() -> None:
     assert ROWS.split(np.arange(0), np.array([3, 4])) == []
 

@@ -4,10 +4,12 @@ import os
 import platform
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from drawbar.engines.deepspeed_parts import DeepSpeedUpdater
 from drawbar.errors import UserError
 from drawbar.parallel.precision import LossScaler, autocast, choose_precision
 
@@ -107,3 +109,30 @@ def test_the_scale_halves_at_an_overflow_and_doubles_after_two_thousand_steps_wi
         assert each.scale == start
         each.update(overflowed=False)
         assert each.scale == start
+
+
+@pytest.mark.parametrize("steps", [1, 2000, 2001, 4000, 4001, 5300])
+def test_the_scale_of_deepspeed_goes_on_in_both(steps: int) -> None:
+    """It doubles at each two thousandth step, from the one after: a long quiet run is told from a short one by that."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+    def updater_of(scaler: DynamicLossScaler) -> DeepSpeedUpdater:
+        updater = object.__new__(DeepSpeedUpdater)
+        updater.precision, updater.backend = "fp16", SimpleNamespace(optimizer=SimpleNamespace(loss_scaler=scaler))
+        return updater
+
+    options = {"init_scale": 4.0, "scale_window": 2000, "min_scale": 1.0, "delayed_shift": 1}
+    options |= {"consecutive_hysteresis": False}
+    scaler, resumed, native = DynamicLossScaler(**options), DynamicLossScaler(**options), LossScaler("fp16")
+    for _ in range(steps):
+        scaler.update_scale(overflow=False)
+    state = updater_of(scaler).scaler_state()
+    updater_of(resumed).load_scaler_state(state)
+    native.load_state_dict(state)
+    for _ in range(2500):
+        scaler.update_scale(overflow=False)
+        resumed.update_scale(overflow=False)
+        native.update(overflowed=False)
+        assert resumed.cur_scale == scaler.cur_scale
+    assert native.scale in (scaler.cur_scale, scaler.cur_scale * 2)  # it grows a step earlier
+    assert native.scale > state["scale"]
