@@ -1,4 +1,4 @@
-"""The error of a task's method that returns something else than it should."""
+"""The errors of a task's methods that do something else than they should."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,8 +7,21 @@ from drawbar.errors import UserError
 
 
 def fault(task: Any, method: str, what: str, remedy: str) -> UserError:
-    """The error of a method that returns something else than it should."""
+    """The error of a method that does something else than it should."""
     return UserError(f"{type(task).__name__}.{method} {what}", where=place(getattr(type(task), method)), remedy=remedy)
+
+
+def made_by(task: Any, method: str, attribute: str) -> Any:
+    """What a method without arguments returns, of which the task makes an attribute.
+
+    Raises:
+        UserError: the method uses the attribute, which is made of it.
+    """
+    try:
+        return getattr(task, method)()
+    except RecursionError as error:
+        remedy = f"do not use self.{attribute} in it, which is made of what it returns"
+        raise fault(task, method, "calls itself without end", remedy) from error
 
 
 def place(method: Callable[..., Any]) -> str | None:

@@ -64,6 +64,22 @@ def test_a_task_is_complete_when_it_is_built() -> None:
     assert Words.built == 0
 
 
+class Circular(Task):
+    def build_tokenizer(self) -> list[str]:
+        return [*self.tokenizer, "the"]
+
+    def find_dataset_metadata(self) -> dict[str, object]:
+        return {**self.dataset_metadata, "sizes": [1]}
+
+
+@pytest.mark.parametrize("attribute", ["tokenizer", "dataset_metadata"])
+def test_what_makes_an_attribute_may_not_use_it(attribute: str) -> None:
+    with pytest.raises(UserError, match="calls itself without end") as caught:
+        getattr(Circular(RunConfig()), attribute)
+    assert f"do not use self.{attribute}" in str(caught.value.remedy)
+    assert "test_task.py" in str(caught.value.where)
+
+
 def test_a_task_of_a_configuration_alone_makes_the_rest_once() -> None:
     task = Words(RunConfig())  # type: ignore[arg-type]
     assert (task.number, task.known) == ({"the": 0, "load": 1}, ({"sizes": [2, 1]}, True, False))
