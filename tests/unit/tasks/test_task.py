@@ -1,13 +1,14 @@
 """What a task inherits, and how its class is found."""
 
 import json
+import pickle
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from drawbar.config.schema.run_config import DataSection, RunConfig
+from drawbar.config.schema.run_config import DataSection, RunConfig, TaskConfig, run_config_type
 from drawbar.errors import UserError
 from drawbar.tasks.causal_lm import CausalLM
 from drawbar.tasks.task import Task, require
@@ -78,6 +79,21 @@ def test_what_makes_an_attribute_may_not_use_it(attribute: str) -> None:
         getattr(Circular(RunConfig()), attribute)
     assert f"do not use self.{attribute}" in str(caught.value.remedy)
     assert "test_task.py" in str(caught.value.where)
+
+
+class Prefixed(Halves):
+    """An option whose default is of another type, as pydantic allows."""
+
+    class Config(TaskConfig):
+        prefix: str = None  # type: ignore[assignment]
+
+
+def test_a_task_is_sent_to_processes_with_the_options_that_it_has() -> None:
+    config = run_config_type(Prefixed.Config)(data=DataSection(workers=2))
+    sent = pickle.loads(pickle.dumps(Prefixed(TaskContext(config, "its tokenizer", {"sizes": [9]}, has_labels=False))))
+    assert sent.run_config == config
+    assert (sent.config.prefix, sent.tokenizer, sent.dataset_metadata) == (None, "its tokenizer", {"sizes": [9]})
+    assert not sent.has_labels
 
 
 def test_a_task_of_a_configuration_alone_makes_the_rest_once() -> None:
