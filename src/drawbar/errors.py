@@ -28,7 +28,7 @@ class UserError(Exception):
         what: what is wrong, in one sentence or a short block of lines.
         where: the file, line or key that it concerns.
         remedy: what to do about it.
-        exit_code: 2 for a wrong request; 1 where a run failed for a reason outside the program (a full disk).
+        exit_code: 2 for a wrong request; 1 where the request was valid and failed later (a full disk, a diverged loss).
     """
 
     def __init__(

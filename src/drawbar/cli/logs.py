@@ -78,7 +78,8 @@ def _follow(records: "list[JobRecord]", output: "Output") -> int:
             asked = time.monotonic()
             waits = "; ".join(f"{s.record.number} {s.detail}" for s in statuses if s.state == PENDING)
             if waits != told:
-                click.echo(f"job {waits}" if waits else "the job has begun", err=True)
+                if waits or any(status.is_active for status in statuses):
+                    click.echo(f"job {waits}" if waits else "the job has begun", err=True)
                 told = waits
             for status in statuses:
                 output.show(status.record.number)

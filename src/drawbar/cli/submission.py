@@ -249,7 +249,7 @@ def _plan_element(request: SubmitRequest, launcher: Launcher, settings: tuple[st
 
 
 def _with_code(job: Job, request: SubmitRequest) -> Job:
-    """The copy of the user's code that the job uses, where it uses one."""
+    """The job, set to run the copy of the user's code where the request asks for one."""
     if request.snapshot is None:
         return job
     copy, argv = job.folder / request.snapshot, job.argv

@@ -108,8 +108,10 @@ def _check_options(
     if (sweep and not launcher.has_sweeps) or (snapshot and not launcher.has_snapshots):
         raise click.UsageError(f"--to {name} does not take --sweep, --at-once or --snapshot; --to slurm does")
     named = [option for option, value in (("--hosts", hosts), ("--hostfile", hostfile)) if value is not None]
-    if len(named) > 1 or (named and nodes is not None) or (launcher.takes_hosts and nodes is not None):
+    if len(named) > 1 or (named and nodes is not None):
         raise click.UsageError("--hosts, --hostfile and --nodes exclude one another")
+    if launcher.takes_hosts and nodes is not None:
+        raise click.UsageError(f"--nodes and --to {name} exclude one another: name the machines with --hosts")
     if named and not launcher.takes_hosts:
         raise click.UsageError(f"{named[0]} and --to {name} exclude one another: it chooses the machines itself")
 

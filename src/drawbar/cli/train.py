@@ -34,8 +34,8 @@ Exit codes: 0 done, 1 failed, 2 the request is wrong, 75 saved after SIGTERM, 13
     "--resume",
     default="auto",
     metavar="never|auto|PATH",
-    help="auto: go on with the run if it exists (default). never: refuse to, unless none of its checkpoints can be "
-    "used. PATH: begin from this checkpoint.",
+    help="auto: go on with the run if it exists (default). never: refuse a run that exists, unless its "
+    "checkpoints are all unusable: then begin it anew, and set them aside. PATH: begin from this checkpoint.",
 )
 @click.option("--fork", metavar="NEWNAME", help="Begin a new run from this run's checkpoint; settings may differ.")
 @click.pass_obj

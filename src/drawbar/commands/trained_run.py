@@ -93,7 +93,7 @@ class TrainedRun:
         Raises:
             UserError: the model writes no text.
         """
-        is_one = isinstance(prompts, str) or all(isinstance(message, dict) for message in prompts)
+        is_one = isinstance(prompts, str) or (len(prompts) > 0 and all(isinstance(one, dict) for one in prompts))
         asked: list[Any] = [prompts] if is_one else list(prompts)
         return generate_text(self._engine, self.tokenizer, asked, Sampling(**sampling))
 

@@ -97,9 +97,9 @@ class MicroBatchSize:
             start = stop
         return batches
 
-    def most(self, lengths: NDArray[np.int64], bounds: NDArray[np.int64]) -> int:
-        """How many micro-batches ``split`` makes of the share that it makes most of; for all shares at once, as a step
-        may have thousands.
+    def max_micro_batches(self, lengths: NDArray[np.int64], bounds: NDArray[np.int64]) -> int:
+        """The most micro-batches that ``split`` makes of any rank's share of a step; all shares are counted
+        at once, as a step may have thousands.
 
         Args:
             lengths: shape (rows of all shares,): tokens of each, share by share.
@@ -276,7 +276,7 @@ class TrainLoader(Loader[Batch]):
         """
         bounds = np.arange(self.world_size + 1) * len(lengths) // self.world_size
         mine = self.micro_batch.split(np.arange(*bounds[self.rank : self.rank + 2]), lengths)
-        fillers = self.micro_batch.most(lengths, bounds) - len(mine)
+        fillers = self.micro_batch.max_micro_batches(lengths, bounds) - len(mine)
         return [(chosen, False) for chosen in mine] + [(np.zeros(1, np.int64), True)] * fillers
 
 

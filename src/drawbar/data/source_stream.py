@@ -96,8 +96,8 @@ class SourceStream:
     def read(self, lane: int = 0, lanes: int = 1, first: int = 0) -> Iterator[LocatedRecord]:
         """Every ``lanes``-th record, in constant memory: the numbers i with ``i % lanes == lane``.
 
-        Those of other lanes are passed without being decoded. ``read(lane, lanes, located.position + 1)`` goes on
-        behind a record.
+        Those of other lanes are passed undecoded, but where a limit counts the records that the split filter selects.
+        ``read(lane, lanes, located.position + 1)`` goes on behind a record.
 
         Args:
             lane: 0 <= lane < lanes.
@@ -182,6 +182,7 @@ class SourceStream:
         """(number in the source, reader, unit) of the lane's units of the split, from the lane's unit ``first`` on."""
         quota, taken = self._quota, 0
         if quota == 0:
+            self.size = 0
             return
         number = -1
         for number, (reader, unit) in enumerate(self._units()):
@@ -214,6 +215,12 @@ class SourceStream:
                     raise reader.empty()
         except OSError as error:
             raise self._unreadable(error) from error
+
+    def no_samples(self) -> UserError:
+        """The error for a source with a weight that gives nothing."""
+        taken = " (the sources before it use up data.limit)" if self._quota == 0 else ""
+        remedy = "give it records, or leave it out"
+        return UserError(f"a source with a weight gave no samples{taken}", where=self._key, remedy=remedy)
 
     def _unreadable(self, error: OSError) -> UserError:
         return UserError(

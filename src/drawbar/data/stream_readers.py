@@ -5,6 +5,7 @@ from typing import Protocol
 
 from drawbar.data.sources import LocatedRecord
 from drawbar.distributed.process_group import DataParallelGroup
+from drawbar.errors import UserError
 
 
 class Stream(Protocol):
@@ -15,6 +16,7 @@ class Stream(Protocol):
     """How many records it has, those that are left out included; None before it was read to its end."""
 
     def read(self, lane: int, lanes: int, first: int) -> Iterator[LocatedRecord]: ...
+    def no_samples(self) -> UserError: ...
 
 
 class RankReader:
@@ -24,7 +26,7 @@ class RankReader:
         self.stream = stream
         self.rank, self.ranks = ranks.rank, ranks.size
         self.ends = 0
-        """How often the end was reached."""
+        """How often a reader that repeats its source has come to the end; 0 in this one, which does not."""
         self._records: Iterator[tuple[int, LocatedRecord]] = iter(())
         self._pending: tuple[int, LocatedRecord] | None = None
         self._stop = -1
@@ -64,7 +66,8 @@ class EndlessRankReader(RankReader):
             for located in self.stream.read(lane, self.ranks, place // self.ranks):
                 turns_without = 0
                 yield (start + lane + self.ranks * located.position) // self.ranks, located
-            assert self.stream.size is not None
+            if not self.stream.size:
+                raise self.stream.no_samples()
             self.ends += 1
             after = (turn + 1) * self.stream.size
             visit = max(visit, after + (self.rank - after) % self.ranks)

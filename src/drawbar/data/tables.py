@@ -32,7 +32,7 @@ class _Table(FileReader):
     columns: tuple[str, ...] | None
     is_text: ClassVar[bool] = True
     takes_columns: ClassVar[bool] = True
-    no_records: ClassVar[str] = "it holds a header, but no line below it"
+    no_records: ClassVar[str] = "it holds only blank lines, or a header alone"
 
     @classmethod
     def open(cls, path: Path, options: ReadOptions) -> FileReader:

@@ -1,6 +1,6 @@
 """The processes of a run: joining them, and the few collectives that are not part of a strategy.
 
-Everything here works for one process too, where it does nothing. Small control messages (stop flags, weights, scores)
+Everything here works for one process too, where it does nothing. Small messages (stop flags, target counts, scores)
 go over gloo on the host, so that they never wait for the GPU. They wait without a deadline for a rank that is at work
 (:meth:`Distributed.working`); the collectives of the engines have ``launch.timeout``, so ranks meet here before them.
 """

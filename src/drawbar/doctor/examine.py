@@ -37,7 +37,7 @@ def examine(loaded: LoadedConfig, given: bool, count: Callable[[int], int]) -> F
         count: from the number of GPUs to the number of processes that `drawbar train` would start.
     """
     config = loaded.config
-    meeting = start_probe("meet")  # torch is imported twice meanwhile
+    meeting = start_probe("meet")  # runs beside the other probe: each imports torch
     expected = 1 if config.launch.nproc == "auto" else config.launch.nproc
     facts = start_probe("device", config.device, config.precision, str(expected)).result()
     gpus = len(facts.get("gpus", []))

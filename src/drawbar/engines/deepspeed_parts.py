@@ -44,7 +44,7 @@ class DeepSpeedUpdater:
         return Update(grad_norm, skipped)
 
     def _norm_of_stage_0(self) -> torch.Tensor | None:
-        """The gradient norm for ZeRO stage 0 in fp32, where DeepSpeed clips without reporting it; else None."""
+        """The gradient norm under ZeRO stage 0, where DeepSpeed clips without reporting it; else None."""
         if self.masters.wrapper is not self.masters.optimizer:
             return None
         from deepspeed.runtime.utils import clip_grad_norm_
@@ -57,8 +57,8 @@ class DeepSpeedUpdater:
         if self.precision != "fp16":
             return {}
         scaler = self.backend.optimizer.loss_scaler
-        # as LossScaler.state_dict has it, from 1 to a window; DeepSpeed keeps the iteration of the last overflow alone,
-        # and its scale grows at each multiple of the window since then
+        # the steps without overflow, as in LossScaler.state_dict, but up to a whole window: DeepSpeed's scale grows in
+        # the step after each whole window, and DeepSpeed keeps only the iteration of the last overflow
         quiet = scaler.cur_iter - scaler.last_overflow_iter - 1
         quiet = (quiet - 1) % scaler.scale_window + 1 if quiet > 0 else 0
         return {"scale": scaler.cur_scale, "_growth_tracker": quiet}

@@ -47,7 +47,6 @@ from drawbar.parallel.deepspeed.deepspeed_stages import (
     shard_layers,
 )
 from drawbar.parallel.deepspeed.deepspeed_state import (
-    FlatMasterState,
     MasterState,
     import_deepspeed,
     initialize_deepspeed,
@@ -178,8 +177,7 @@ def _build_pipeline(task: Task, config: RunConfig, world: Distributed) -> Engine
     module = pipeline_module(layer, tied, world.dims)
     exact = {parameter: parameter.detach() for parameter in local.module.parameters()}
     backend = initialize_deepspeed(module, optimizer, values, world.device, is_zero3=False)
-    # in bf16 its pipeline has an optimizer of its own, with flat buffers in stage 0 too
-    masters = FlatMasterState(backend) if hasattr(backend.optimizer, "bf16_groups") else MasterState.of(backend)
+    masters = MasterState.of(backend)
     if config.precision != "fp32":  # DeepSpeed has made its fp32 master weights from the low-precision ones
         for parameter, weight in exact.items():
             masters.set_weight(parameter, weight)

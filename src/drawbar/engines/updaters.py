@@ -1,4 +1,4 @@
-"""Updates by torch's optimizers, whatever the gradients are: plain, sharded, or dealt out to ranks by ZeRO-1."""
+"""Updates by torch's optimizers: of plain or sharded parameters, or with the state dealt out to ranks (ZeRO-1)."""
 
 from collections.abc import Callable
 

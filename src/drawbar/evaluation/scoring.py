@@ -2,7 +2,7 @@
 
 import json
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
@@ -12,6 +12,7 @@ import numpy as np
 
 from drawbar.data.dataset import EncodedDataset
 from drawbar.data.loader import Augment, EvalLoader, MicroBatchSize, SampleRows
+from drawbar.data.sources import Record
 from drawbar.distributed.process_group import Distributed
 from drawbar.engines.engine import Engine
 from drawbar.engines.results import EvalResult
@@ -238,7 +239,7 @@ def predict(
             world.note(_progress_text("predicting", split, done, len(loader)))
             progress(done, len(loader))
     gathered = world.dp_group.gather_from_leaders(predictions)
-    return _by_record(split, [pair for part in gathered for pair in part]) if gathered is not None else {}
+    return predictions_by_record(split, [pair for part in gathered for pair in part]) if gathered is not None else {}
 
 
 def unknown_metric(metric: str, scores: Iterable[str], remedy: str) -> UserError:
@@ -267,17 +268,20 @@ def _with_ids(task: Task, ids: list[int], predictions: list[Any] | None) -> list
 
 def _merge(task: Task, split: Split, predictions: list[tuple[int, Any]]) -> list[dict[str, Any]]:
     """The records that gave samples, in order, each with its number and its prediction."""
-    of_record = _by_record(split, predictions)
-    merged = []
-    for number in np.unique(split.samples.record_of).tolist():
-        record = {"id": number, **split.records[number]}
-        if number in of_record:
-            record["prediction"] = task.postprocess(split.records[number], of_record[number])
-        merged.append(record)
-    return merged
+    of_record = predictions_by_record(split, predictions)
+    numbers = np.unique(split.samples.record_of).tolist()
+    return [with_prediction(task, number, split.records[number], of_record) for number in numbers]
 
 
-def _by_record(split: Split, predictions: list[tuple[int, Any]]) -> dict[int, Any]:
+def with_prediction(task: Task, number: int, record: Record, predictions: Mapping[int, Any]) -> dict[str, Any]:
+    """The record as a task's ``score`` gets it: with its number, and with its prediction if it has one."""
+    scored = {"id": number, **record}
+    if number in predictions:
+        scored["prediction"] = task.postprocess(record, predictions[number])
+    return scored
+
+
+def predictions_by_record(split: Split, predictions: list[tuple[int, Any]]) -> dict[int, Any]:
     """The prediction of each record by its number; a list of them, for a record of several samples."""
     found: dict[int, list[Any]] = {}
     for sample, prediction in sorted(predictions, key=lambda pair: pair[0]):

@@ -37,12 +37,23 @@ def snapshot_name(folder: Path) -> str:
 
 
 def copy_code(folder: Path, target: Path) -> None:
-    """Copy what git knows of a folder, as it is now, with changes that are not committed; whole or not at all."""
+    """Copy what git knows of a folder, as it is now, with changes that are not committed; whole or not at all.
+
+    Raises:
+        UserError: the copy cannot be written.
+    """
     draft = target.with_name(f"{target.name}.{os.getpid()}.tmp")
-    for path in _tracked(folder):
-        (draft / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(folder / path, draft / path, follow_symlinks=False)
-    draft.rename(target)
+    try:
+        for path in _tracked(folder):
+            (draft / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(folder / path, draft / path, follow_symlinks=False)
+        draft.rename(target)
+    except OSError as error:
+        if not target.exists():  # else another process has made the same copy meanwhile
+            remedy = "make room there, or submit without --snapshot"
+            raise UserError(f"cannot copy the code: {error}", where=str(target), remedy=remedy) from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
 
 
 def is_tracked(folder: Path, path: Path) -> bool:

@@ -1,5 +1,7 @@
 """Floating-point operations that a model needs for a token, and the most that a device can do: for the MFU."""
 
+import re
+
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -27,8 +29,8 @@ _PEAKS = {
     "RTX 3090": 71,
     "T4": 65,
 }
-"""TFLOP/s of a device in 16 bits without sparsity, from the vendors' data sheets; where a name contains another one, it
-comes first. A device of MI250X is half of the card."""
+"""TFLOP/s of a device in 16 bits without sparsity, from the vendors' data sheets; where the words of a name contain
+another one, it comes first. A device of MI250X is half of the card."""
 
 
 def training_flops_per_token(model: nn.Module, attended: float) -> float | None:
@@ -57,4 +59,4 @@ def training_flops_per_token(model: nn.Module, attended: float) -> float | None:
 def peak_flops(device_name: str) -> float | None:
     """Operations a second of a device in bf16 or fp16, by its name (``torch.cuda.get_device_name()``); None for one
     that is not known."""
-    return next((1e12 * peak for name, peak in _PEAKS.items() if name in device_name), None)
+    return next((1e12 * peak for name, peak in _PEAKS.items() if re.search(rf"\b{name}\b", device_name)), None)

@@ -39,7 +39,7 @@ def parallelize(
 
     Args:
         parallel: with ``strategy`` resolved: not ``auto``.
-        mesh: all axes of ``dims``; None for one process.
+        mesh: all axes of ``dims``; None where nothing is sharded or replicated here (one process, DDP, DeepSpeed).
     """
     if mesh is not None and dims.tp > 1:
         _quiet()

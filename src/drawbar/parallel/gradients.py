@@ -21,7 +21,7 @@ def squared_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
     """The sum of the squares of all gradients, shards on other ranks included; of ``sum_dtype``, 0-d, equal on these
     ranks.
 
-    Shards of one kind are summed together, so there is one small all-reduce for each mesh axis that cuts tensors.
+    Tensors cut along the same mesh axes are summed together: one small all-reduce for each such set and axis of it.
     """
     kinds: dict[tuple[object, ...], list[Tensor]] = {}
     groups: dict[tuple[object, ...], list[dist.ProcessGroup]] = {}

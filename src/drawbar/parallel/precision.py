@@ -16,7 +16,7 @@ def choose_precision(wanted: str, device: torch.device) -> str:
     a measurement could answer differently when the run resumes.
 
     Raises:
-        UserError: bf16 or fp16 is asked of a device that has none.
+        UserError: bf16 is asked of a GPU that has none.
     """
     if wanted == "auto":
         return "bf16" if _bf16_is_fast(device) else "fp32"

@@ -20,7 +20,7 @@ from drawbar.errors import UserError, nearest
 _OUTSIDE_BRACKETS = r"(?![^\[{]*[\]}])"
 ONE_PROCESS = ParallelSection(strategy="single")
 _KEPT = ("activation_checkpointing", "compile")
-"""Settings of ``parallel`` that every case takes from the configuration: they go with any strategy."""
+"""Settings of ``parallel`` that every case takes from the configuration: they do not change the layout."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,8 @@ def default_cases(config: RunConfig, ranks: int, precision: str) -> list[Case]:
 
     Whether the batches can be split over them is not checked here: a case that cannot run is reported as refused.
     """
-    found = parallel_cases(config.model_copy(update={"precision": precision}), ranks) if ranks > 1 else []
+    config = config.model_copy(update={"precision": precision})
+    found = parallel_cases(config, ranks) if ranks > 1 else []
     cases = [parse_case(written(settings), config) for settings in found]
     own = config.parallel
     if is_deepspeed(config):

@@ -42,7 +42,7 @@ def train(
         until: the last step; by default the workload's.
 
     Raises:
-        UserError: the configuration cannot be run so, or the loss is no number.
+        UserError: the data cannot be read, or the configuration cannot be run so.
     """
     loader = workload.loader(config, world, console)
     engine = workload.engine(config, world, loader.steps_per_epoch)

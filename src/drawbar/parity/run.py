@@ -146,14 +146,10 @@ def _try_case(
     alone = case.alone or rank_info.world_size == 1
     try:
         check_case(case, workload.config, rank_info.world_size, request.precision)
-        if alone:
-            world = Distributed(RankInfo(), device, config.launch.timeout)
-            result = run_case(workload, case, world, expected, request) if rank_info.is_rank0 else None
     except UserError as error:
         return _refused(case, request, error)
     if alone:
-        _meet(rank_info, device, lambda: None)
-        return result
+        return _meet(rank_info, device, lambda: _run_alone(workload, case, device, expected, request))
     with Distributed(
         rank_info, device, config.launch.timeout, ParallelDims.of(case.parallel, rank_info.world_size)
     ) as world:
@@ -169,6 +165,19 @@ def _try_case(
         except Exception as error:
             folder.keep_crash(describe(error))
             raise
+
+
+def _run_alone(
+    workload: Workload, case: Case, device: torch.device, expected: Reference | None, request: ParityRequest
+) -> Result | None:
+    """A case of one process, on rank 0."""
+    try:
+        with Distributed(RankInfo(), device, workload.config.launch.timeout) as world:
+            return run_case(workload, case, world, expected, request)
+    except UserError as error:
+        if error.exit_code is not ExitCode.WRONG_REQUEST:
+            raise
+        return _refused(case, request, error)
 
 
 def _refused(case: Case, request: ParityRequest, error: UserError) -> Result:

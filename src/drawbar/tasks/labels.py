@@ -160,7 +160,7 @@ def check_found(labels: Collection[Any], column: str) -> None:
     """See that the values of a column are labels.
 
     Raises:
-        UserError: there are none, or so many that the column is hardly one of labels.
+        UserError: there are fewer than two, or so many that the column is hardly one of labels.
     """
     if not 1 < len(labels) <= MOST_LABELS:
         many = f"{len(labels):,} different values" if labels else "no values"

@@ -131,7 +131,7 @@ class Task:
     def encode(self, record: dict[str, Any], train: bool) -> Sample | list[Sample] | None:
         """One record as a sample, or as several; None drops it, and is counted.
 
-        It is called once for each record, ahead of training, and must depend on nothing but the record, the task's own
+        It may be called several times for one record, and must depend on nothing but the record, the task's own
         options, ``data.sequence_length``, the tokenizer and ``dataset_metadata``: the result is kept for the next run.
         """
         return record

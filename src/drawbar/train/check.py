@@ -1,4 +1,4 @@
-"""A user's overrides, tried on one sample before any training: what is wrong is named with its method."""
+"""A user's overrides, tried on a few samples before any training: what is wrong is named with its method."""
 
 import json
 import math
@@ -10,7 +10,7 @@ from drawbar.engines.engine import Engine
 from drawbar.engines.executors import NoNumber
 from drawbar.engines.results import EvalResult
 from drawbar.errors import UserError
-from drawbar.evaluation.scoring import Split, joined, unknown_metric
+from drawbar.evaluation.scoring import Split, joined, predictions_by_record, unknown_metric, with_prediction
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.method_fault import fault
 from drawbar.tasks.overrides import name_failing_method
@@ -25,8 +25,7 @@ def check_task(task: Task, engine: Engine, split: Split) -> None:
 
     Raises:
         UserError: a method fails, ``loss`` returns a mean, ``num_targets`` does not count, or ``predict`` or
-            ``collate``
-            lose samples. It names the method.
+            ``collate`` lose samples. It names the method.
     """
     with name_failing_method(task):
         example = make_augment(task, task.run_config, train=True)(split.samples[0], 0)
@@ -64,15 +63,9 @@ def check_evaluation(task: Task, engine: Engine, split: Split, metric: str) -> N
     result = _evaluate(task, engine, rows)
     of_records = split.samples.record_of[: len(samples)].tolist()
     first = dict(islice(enumerate(split.records), of_records[-1] + 1))  # without reading all of them on every rank
-    records = [first[number] for number in of_records]
-    predictions: list[Any] = [None] * len(samples)
-    if result.predictions is not None:
-        with name_failing_method(task):
-            predictions = list(map(task.postprocess, records, result.predictions))
-    records = [
-        {"id": sample["id"], **record, "prediction": prediction}
-        for sample, record, prediction in zip(samples, records, predictions, strict=True)
-    ]
+    predictions = predictions_by_record(split, list(enumerate(result.predictions or ())))
+    with name_failing_method(task):
+        records = [with_prediction(task, number, first[number], predictions) for number in dict.fromkeys(of_records)]
     try:
         with name_failing_method(task):
             of_loss, own = task.loss_scores(result.loss, result.num_targets or 1.0, records), task.score(records)

@@ -48,7 +48,7 @@ class RunStart:
 
 
 def find_start(config: RunConfig, resume: str, fork: str | None) -> RunStart:
-    """Decide, on rank 0 and before anything is written, where the run begins.
+    """Decide, before anything is written, where the run begins: on rank 0, or on one rank for each disk.
 
     Args:
         resume: ``auto`` (resume from the run directory's newest complete checkpoint), ``never``, or a checkpoint.

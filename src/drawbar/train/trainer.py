@@ -135,6 +135,7 @@ class Trainer:
             console.stop()
             if self._lock is not None:
                 self._lock.close()
+                self._lock = None  # another ``fit`` takes it anew
 
     def _warn_of_one_process(self, device: torch.device) -> None:
         """Warn a script or notebook whose ``launch.nproc`` asks for several processes: only the commands start them."""

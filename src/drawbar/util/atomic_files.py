@@ -44,7 +44,7 @@ def write_durably(path: Path, text: str) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A new file, which takes the place of ``path`` at the end of the block; after an error there is none."""
+    """A new file, which takes the place of ``path`` at the end of the block; after an error ``path`` is as it was."""
     draft = path.with_name(path.name + ".tmp")
     try:
         with draft.open("wb") as file:

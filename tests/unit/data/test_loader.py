@@ -99,7 +99,7 @@ def test_a_micro_batch_takes_all_that_fits(lengths: list[int], size: MicroBatchS
 def test_the_most_micro_batches_of_a_share_are_counted(lengths: list[int], size: MicroBatchSize, shares: int) -> None:
     bounds = np.arange(shares + 1) * len(lengths) // shares
     cuts = [size.split(np.arange(*bounds[share : share + 2]), np.array(lengths)) for share in range(shares)]
-    assert size.most(np.array(lengths), bounds) == max(map(len, cuts))
+    assert size.max_micro_batches(np.array(lengths), bounds) == max(map(len, cuts))
 
 
 def test_no_rows_give_no_micro_batches() -> None:

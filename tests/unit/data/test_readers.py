@@ -291,7 +291,7 @@ def test_a_damaged_file_is_refused_even_where_records_may_be_bad(
         ("a.txt", b"\n \n\t\n\xe3\x80\x80", "only blank lines"),
         ("a.jsonl", b"\n\n", "only blank lines"),
         ("a.json", b"[]", "its list is empty"),
-        ("a.tsv", b"a\tb\n", "a header, but no line below it"),
+        ("a.tsv", b"a\tb\n", "only blank lines, or a header alone"),
     ],
 )
 @pytest.mark.parametrize("sample_by", ["line", "paragraph", "document"])

@@ -5,18 +5,20 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
+from drawbar.config.schema.data_section import DataSection, LimitSection, SourceSection
 from drawbar.data.dataset import Sample, encode_records
 from drawbar.data.loader import MicroBatchSize, Rows, SampleRows
 from drawbar.data.packing import PackedRows
 from drawbar.data.plan import plan_rows
 from drawbar.data.prefetch import BatchMaker, Prefetcher
-from drawbar.data.sources import LocatedRecord
+from drawbar.data.sources import LocatedRecord, open_records
 from drawbar.data.stream import StreamLoader, StreamSettings
 from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
@@ -407,6 +409,17 @@ def test_a_fork_with_other_lanes_goes_on_where_a_block_began(
     assert len(set(second)) == len(second) == 300 - start
     assert {*first, *second} == set(range(300))
     assert forked[-1].state["cursor"]["epoch"] == 1
+
+
+def test_a_weighted_source_that_the_limit_leaves_out_is_an_error(tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("one.jsonl", "two.jsonl")]
+    for file in files:
+        file.write_text("".join(f'{{"number": {number}}}\n' for number in range(20)))
+    sources = [SourceSection(files=str(file), weight=1.0) for file in files]
+    streams = open_records(DataSection(train=sources, limit=LimitSection(train=20)), "train").streams
+    loader = Case((20, 20), weights=(1.0, 1.0), global_batch=30).loader(alone(), sources=streams)
+    with pytest.raises(UserError, match=r"gave no samples \(the sources before it use up data.limit\)"):
+        next(loader.steps(0, 1))
 
 
 def test_an_error_of_the_stream_is_raised_in_its_step() -> None:

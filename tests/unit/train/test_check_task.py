@@ -347,7 +347,21 @@ class NumpyScore(Points):
         return {"accuracy": np.mean([record["prediction"] == record["label"] for record in records])}  # type: ignore
 
 
-@pytest.mark.parametrize("task", [Points, Contrastive, Pairs, LossAlone, NumpyScore])
+class Windows(Points):
+    """Three samples of each record, whose predictions are put together."""
+
+    def encode(self, record: dict[str, Any], train: bool) -> list[dict[str, Any]]:  # type: ignore[override]
+        return [super().encode(record, train)] * 3
+
+    def postprocess(self, record: dict[str, Any], prediction: list[int]) -> int:
+        return max(prediction[:3])  # a list, of no other length but in the last of the records that are tried
+
+    def score(self, records: list[dict[str, Any]]) -> dict[str, float]:
+        assert [record["id"] for record in records] == list(range(len(records)))
+        return super().score(records)
+
+
+@pytest.mark.parametrize("task", [Points, Contrastive, Pairs, LossAlone, NumpyScore, Windows])
 def test_what_is_right_trains(task: type[Task], project: Path) -> None:
     assert (try_out(project, task) / "checkpoints").is_dir()
 

@@ -78,7 +78,7 @@ def read_json(path: str) -> DeepSpeedFile:
         _check_keys(file, section, known)
     _check_offload(file)
     for key, meaning in CHANGES_LOSSES.items():
-        if not _says_nothing(file.at(key)):
+        if not _says_nothing(file.at(key)) and not _is_fp32(file.at(key)):
             file.note(key, f"{meaning}; the losses are not those of other strategies")
     for key, meaning in LOGGERS.items():
         if not _says_nothing(file.at(key)):
@@ -253,6 +253,11 @@ def _says_nothing(value: Any) -> bool:
             return value["enabled"] in (False, AUTO)
         return all(_says_nothing(inner) for inner in value.values())
     return value is not True and value in (None, False, 0, 1, -1, AUTO)  # 1 process, and -1 for none
+
+
+def _is_fp32(value: Any) -> bool:
+    """Whether a format, or each of several, is that of the other strategies' sums."""
+    return all(map(_is_fp32, value.values())) if isinstance(value, dict) else value in ("fp32", AUTO, None)
 
 
 def without_auto(values: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, Any], list[str]]:

@@ -80,7 +80,7 @@ def load_config(
 
 
 def _drop_retired(settings: Settings) -> None:
-    """Drop settings that no longer exist, which older run directories still hold with their only possible value."""
+    """Drop ``tracking.wandb: null``, which older run directories hold: ``tracking.trackers`` has taken its place."""
     tracking = settings.values.get("tracking")
     if isinstance(tracking, dict) and tracking.get("wandb", 0) is None:
         del tracking["wandb"]

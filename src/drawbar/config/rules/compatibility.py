@@ -26,7 +26,7 @@ class ConfigOption:
     """Values by dotted key."""
     kind: Kind = "other"
     """For parallel layouts: strategies and degrees are tested in combination, their variants one at a time, and
-    DeepSpeed's features separately."""
+    those of DeepSpeed separately."""
 
 
 def _fsdp(**settings: Any) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def broken_rules(settings: Mapping[str, Any]) -> list[Rule]:
 
 
 def are_alternatives(one: ConfigOption, other: ConfigOption) -> bool:
-    """Whether they are different values of one setting, or the same feature."""
+    """Whether they are different values of one setting, or the same option."""
     return one is other or any(other.settings.get(key, value) != value for key, value in one.settings.items())
 
 
@@ -114,34 +114,36 @@ def parallel_cases(config: RunConfig, ranks: int) -> list[dict[str, Any]]:
     Returns:
         Settings of ``parallel`` that are not the default, such as ``{"strategy": "fsdp", "tensor": 2}``.
     """
-    ddp = next(feature for feature in LAYOUTS if feature.label == "ddp")
-    strategies = [feature for feature in LAYOUTS if feature.kind == "strategy"]
-    degrees = [feature for feature in LAYOUTS if feature.kind == "degree"]
+    ddp = next(option for option in LAYOUTS if option.label == "ddp")
+    strategies = [option for option in LAYOUTS if option.kind == "strategy"]
+    degrees = [option for option in LAYOUTS if option.kind == "degree"]
     together = chain.from_iterable(combinations(degrees, count) for count in range(len(degrees) + 1))
     tried: list[tuple[ConfigOption, ...]] = [(strategy, *chosen) for chosen in together for strategy in strategies]
-    tried += [(ddp, feature) for feature in LAYOUTS if feature.kind == "variant"]
+    tried += [(ddp, option) for option in LAYOUTS if option.kind == "variant"]
     return _fitting(config, tried, ranks)
 
 
 def deepspeed_cases(config: RunConfig, ranks: int) -> list[dict[str, Any]]:
     """Every layout of DeepSpeed's over so many ranks that is allowed and makes use of all of them.
 
-    These are each ZeRO stage and offloading, and every combination of the degrees with stage 1, which goes with all.
+    These are each ZeRO stage and offloading, and every combination of tensor and pipeline with stage 1.
 
     Returns:
         As ``parallel_cases``.
     """
-    stages = [feature for feature in LAYOUTS if feature.kind == "deepspeed"]
-    stage_1 = next(feature for feature in stages if feature.settings["parallel.zero_stage"] == 1)
-    degrees = [feature for feature in LAYOUTS if feature.kind == "degree"]
+    stages = [option for option in LAYOUTS if option.kind == "deepspeed"]
+    stage_1 = next(option for option in stages if option.settings["parallel.zero_stage"] == 1)
+    degrees = [option for option in LAYOUTS if option.kind == "degree"]
     together = chain.from_iterable(combinations(degrees, count) for count in range(1, len(degrees) + 1))
     return _fitting(config, [*((stage,) for stage in stages), *((stage_1, *chosen) for chosen in together)], ranks)
 
 
 def _fitting(config: RunConfig, tried: Iterable[Sequence[ConfigOption]], ranks: int) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
-    for features in tried:
-        parallel = {key.removeprefix("parallel."): value for f in features for key, value in f.settings.items()}
+    for options in tried:
+        parallel = {
+            key.removeprefix("parallel."): value for option in options for key, value in option.settings.items()
+        }
         if _fits(config, parallel, ranks):
             found.append(parallel)
     return found
@@ -185,7 +187,7 @@ def markdown() -> str:
 
 
 def _table(rows: Sequence[ConfigOption], columns: Sequence[ConfigOption], notes: dict[str, Rule]) -> Iterator[str]:
-    yield f"| | {' | '.join(feature.label for feature in columns)} |"
+    yield f"| | {' | '.join(option.label for option in columns)} |"
     yield f"| --- |{' :-: |' * len(columns)}"
     for row in rows:
         yield f"| {row.label} | {' | '.join(_cell(row, column, notes) for column in columns)} |"
@@ -199,11 +201,11 @@ def _cell(one: ConfigOption, other: ConfigOption, notes: dict[str, Rule]) -> str
     return ", ".join(str(_number(rule, notes)) for rule in broken) or "✓"
 
 
-def _refused(features: Sequence[ConfigOption], notes: dict[str, Rule]) -> Iterator[str]:
+def _refused(options: Sequence[ConfigOption], notes: dict[str, Rule]) -> Iterator[str]:
     """Nearly all of them combine, so only the rest is listed."""
     yield "All of them, but for:"
     yield ""
-    for one, other in combinations(features, 2):
+    for one, other in combinations(options, 2):
         cell = _cell(one, other, notes)
         if cell not in "–✓":
             yield f"- {one.label} with {other.label}: {cell}"

@@ -133,8 +133,8 @@ class ClusterSection(Section):
     environment: Annotated[dict[str, str], AfterValidator(_variables)] = {}
     """Environment variables to set on every node. No secrets: the job has your own environment, too."""
     setup: Annotated[list[Text], AfterValidator(_lines)] = []
-    """Shell commands to run on the first node before all else, such as `source ~/venv/bin/activate`; what they export
-    reaches every node."""
+    """Shell commands to run before all else, such as `source ~/venv/bin/activate`: with Slurm on the first node, from
+    which every node gets what they export; over ssh on each host."""
     python: PathText | None = None
     """Python to run on the nodes, a path or a command that `setup` provides. Default: the one that submits; in a
     container, `python3`."""

@@ -82,7 +82,7 @@ class DataSection(Section):
     """With `streaming`: how many records, over all processes, are shuffled among one another."""
     stream_lanes: Count = 384
     """With `streaming`: how many parts the stream is dealt into; the number of data-parallel ranks must divide it (384:
-    1, 2, 3, 4, 6, 8 and so on to 128). It decides the order of the samples, so that this order does not depend on the
+    1, 2, 3, 4, 6, 8 and so on to 384). It decides the order of the samples, so that this order does not depend on the
     number of ranks. Samples are shuffled and packed within a part, so more of them want a larger `shuffle_buffer`."""
     workers: Annotated[int, Field(ge=0)] | Auto = "auto"
     """Worker processes. For encoding: so many in all; `auto` is one a core, where there is much to do. For batches,

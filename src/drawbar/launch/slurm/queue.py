@@ -154,7 +154,7 @@ def run(*command: str) -> "subprocess.CompletedProcess[str]":
 
 
 def check_configured(said: str) -> None:
-    """See that it is not for want of a configuration that one of Slurm's commands has failed.
+    """Raise the error of a machine without a configuration of Slurm, if that is why a command failed.
 
     Args:
         said: what the command has written on stderr.

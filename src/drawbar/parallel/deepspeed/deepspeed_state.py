@@ -155,35 +155,25 @@ class MasterState(ABC):
 
 
 class UnshardedMasterState(MasterState):
-    """ZeRO stage 0: nothing is partitioned; every rank holds the full state."""
-
-    def __init__(self, engine: Any) -> None:
-        super().__init__(engine)
-        self._fp32: dict[nn.Parameter, Tensor] = {}
-        if self.wrapper is not self.optimizer:  # bf16 and fp16: copies in fp32
-            for low, high in zip(self.wrapper.fp16_groups, self.wrapper.fp32_groups, strict=True):
-                self._fp32.update(zip(low, high, strict=True))
+    """ZeRO stage 0: nothing is partitioned; every rank holds the full state. The weights are in fp32: fp16 is refused
+    in this stage, and bf16 is autocast."""
 
     def weight(self, parameter: nn.Parameter) -> Tensor:
-        return self._master(parameter).detach()
-
-    def _master(self, parameter: nn.Parameter) -> Tensor:
-        return self._fp32.get(parameter, parameter)
+        return parameter.detach()
 
     @torch.no_grad()
     def set_weight(self, parameter: nn.Parameter, value: Tensor) -> None:
-        self._master(parameter).copy_(value)
         parameter.copy_(value)
 
     def state(self, parameter: nn.Parameter, key: str) -> Tensor:
-        return self.optimizer.state[self._master(parameter)][key]
+        return self.optimizer.state[parameter][key]
 
     def prepare(self, keys: set[str], step: Tensor) -> None:
         self.optimizer.state.clear()
 
     def set_state(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
         place = value.clone() if key == STEP else value.to(self.engine.device, copy=True)
-        self.optimizer.state[self._master(parameter)][key] = place
+        self.optimizer.state[parameter][key] = place
 
 
 class FlatMasterState(MasterState):
