@@ -168,9 +168,9 @@ def _run(
         loss = hidden_NH.new_zeros((), dtype=torch.promote_types(dtype, torch.float32))
         # the same memory for all chunks: to get so much anew each time takes longer than some of the operators
         chunk = min(how.chunk, len(hidden_NH))
-        logits_memory, log_p_memory = (
-            hidden_NH.new_empty(chunk, len(weight_VH), dtype=each) for each in (dtype, loss.dtype)
-        )
+        logits_memory = hidden_NH.new_empty(chunk, len(weight_VH))
+        in_place = how.transform is None and dtype == loss.dtype
+        log_p_memory = logits_memory if in_place else logits_memory.new_empty(logits_memory.shape, dtype=loss.dtype)
         for start in range(0, len(hidden_NH), how.chunk):
             hidden_CH, labels_C = hidden_NH[start : start + chunk], labels_N[start : start + chunk]
             logits_CV = _logits(hidden_CH, weight_VH, bias_V, logits_memory[: len(labels_C)])
@@ -209,11 +209,12 @@ def _transformed(logits_CV: Tensor, transform: Transform | None) -> tuple[Tensor
 
 
 def _log_softmax(logits_CV: Tensor, out: Tensor, shard: VocabularyShard | None) -> Tensor:
-    """The logarithms of the probabilities."""
+    """The logarithms of the probabilities. ``out`` may be the memory of the logits: each is read before it is written."""
+    first_C = logits_CV[:, 0].clone()
     log_p_CV = torch.log_softmax(logits_CV, 1, dtype=out.dtype, out=out)
     if shard is None:
         return log_p_CV
-    own_C = (logits_CV[:, 0] - log_p_CV[:, 0]).contiguous()  # the logarithm of the sum of the exponentials
+    own_C = first_C - log_p_CV[:, 0]  # the logarithm of the sum of the exponentials
     of_ranks = own_C.new_empty(shard.group.size() * len(own_C))
     dist.all_gather_into_tensor(of_ranks, own_C, group=shard.group)
     return log_p_CV.add_((own_C - of_ranks.view(-1, len(own_C)).logsumexp(0)).unsqueeze(1))
