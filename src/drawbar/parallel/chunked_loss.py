@@ -209,7 +209,7 @@ def _transformed(logits_CV: Tensor, transform: Transform | None) -> tuple[Tensor
 
 
 def _log_softmax(logits_CV: Tensor, out: Tensor, shard: VocabularyShard | None) -> Tensor:
-    """The logarithms of the probabilities. ``out`` may be the memory of the logits: each is read before it is written."""
+    """The logarithms of the probabilities. ``out`` may be the memory of the logits: each is read, then written."""
     first_C = logits_CV[:, 0].clone()
     log_p_CV = torch.log_softmax(logits_CV, 1, dtype=out.dtype, out=out)
     if shard is None:
