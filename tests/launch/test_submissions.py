@@ -193,6 +193,18 @@ def test_what_git_knows_is_copied(tmp_path: Path) -> None:
     assert (tmp_path / "copy" / "a.py").read_text() == "changed"
 
 
+def test_a_copy_of_the_code_is_made_whole_or_not_at_all(project: Path, tmp_path: Path) -> None:
+    git(project, "init", "-q")
+    git(project, "add", "config.yaml")
+    for _ in range(2):  # the second time, another process was faster
+        copy_code(project, tmp_path / "copy")
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(UserError, match="cannot copy the code") as caught:
+        copy_code(project, tmp_path / "file" / "copy")
+    assert "submit without --snapshot" in str(caught.value.remedy)
+    assert sorted(path.name for path in tmp_path.iterdir() if "copy" in path.name) == ["copy"]
+
+
 def test_without_git(queue: Queue) -> None:
     assert "code:" not in queue.submit("run.name=plain").out
     done = queue.call("submit", "config.yaml", "--to", "slurm", "--snapshot")

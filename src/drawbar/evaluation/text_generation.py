@@ -51,7 +51,7 @@ def generate_text(engine: Engine, tokenizer: Any, prompts: Sequence[Prompt], sam
     encoded = [
         _begun(tokenizer, prompt) if isinstance(prompt, str) else chat_prompt(tokenizer, prompt) for prompt in prompts
     ]
-    if engine.max_positions is not None:
+    if encoded and engine.max_positions is not None:
         _check_room(encoded, engine.max_positions, sampling)
     batches = [encoded[at : at + PROMPTS_TOGETHER] for at in range(0, len(encoded), PROMPTS_TOGETHER)]
     return [text for batch in batches for text in _continue(engine, tokenizer, batch, sampling)]
@@ -84,7 +84,7 @@ def _room(length: int, positions: int) -> int:
 
 def _continue(engine: Engine, tokenizer: Any, prompts: list[list[int]], sampling: Sampling) -> list[str]:
     room = sampling.max_new_tokens
-    if engine.max_positions is not None:
+    if encoded and engine.max_positions is not None:
         room = min(room, _room(max(map(len, prompts)), engine.max_positions))
     if room < sampling.max_new_tokens and len(prompts) > 1:  # the longest one must not end the texts of the others
         return [text for prompt in prompts for text in _continue(engine, tokenizer, [prompt], sampling)]

@@ -352,6 +352,11 @@ def test_what_changes_the_numbers_is_named(tmp_path: Path) -> None:
     assert "zero_force_ds_cpu_optimizer: without effect here" in text
     assert found.values["zero_force_ds_cpu_optimizer"] is False
     assert found.values["communication_data_type"] == "fp32"
+    assert "communication_data_type: gradients are summed" not in text  # fp32 is what drawbar itself has
+    rounded = made(write(tmp_path, {"communication_data_type": "fp16", "data_types": {"grad_accum_dtype": "fp32"}}))
+    assert [note for note in rounded.notes if "losses are not those" in note] == [
+        note for note in rounded.notes if "communication_data_type: gradients are summed" in note
+    ]
     assert found.values["zero_optimization"]["stage3_prefetch_bucket_size"] == 3
     assert found.values["zero_optimization"]["zero_hpz_partition_size"] == 2
 

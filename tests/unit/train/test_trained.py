@@ -146,6 +146,7 @@ def test_the_model_of_a_checkpoint_writes(project: Path) -> None:
     texts = run.generate(["the engine", "the hill"], max_new_tokens=5, temperature=0)
     assert len(texts) == 2
     assert run.generate("the hill", max_new_tokens=5, temperature=0) == texts[1:]
+    assert run.generate([]) == []
     assert run.tokenizer.decode(run.tokenizer("the hill")["input_ids"], skip_special_tokens=True) == "the hill"
 
 
