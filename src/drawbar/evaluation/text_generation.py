@@ -84,7 +84,7 @@ def _room(length: int, positions: int) -> int:
 
 def _continue(engine: Engine, tokenizer: Any, prompts: list[list[int]], sampling: Sampling) -> list[str]:
     room = sampling.max_new_tokens
-    if encoded and engine.max_positions is not None:
+    if engine.max_positions is not None:
         room = min(room, _room(max(map(len, prompts)), engine.max_positions))
     if room < sampling.max_new_tokens and len(prompts) > 1:  # the longest one must not end the texts of the others
         return [text for prompt in prompts for text in _continue(engine, tokenizer, [prompt], sampling)]
