@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from drawbar.config.io.user_modules import cause
 from drawbar.data.columns import FieldKinds, Piece, Sample, describe_layout_mismatch, layout_of, number_dtype, stack
 from drawbar.data.readers import Record
 from drawbar.data.reading import NumberedRecord, Reading
@@ -107,7 +108,7 @@ def _encode_one(record: Record, encode: Encode) -> list[Sample]:
         raise
     except Exception as error:
         raise UserError(
-            f"the task's encode failed on a record: {type(error).__name__}: {error}",
+            f"the task's encode failed on a record: {cause(error)}",
             remedy="mend the record, or let encode return None to leave it out",
         ) from error
 

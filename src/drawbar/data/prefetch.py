@@ -115,8 +115,8 @@ class Prefetcher(Generic[Batch]):
 
     With processes, augment and collate may be a user's code, and may draw from the generators of Python, NumPy or
     torch, which a checkpoint holds, and which dropout draws from. So in this process they run in the training thread
-    alone, each batch at its step: until a first process has started; and from then on if a process fails, or its
-    generators moved.
+    alone, each batch at its step: until a first process has started, whose first batch is made here as well; and from
+    then on if the two differ, a process fails, or its generators moved.
 
     Args:
         maker: what makes a batch.
@@ -142,6 +142,8 @@ class Prefetcher(Generic[Batch]):
         self._ahead = 2 * max(1, processes) if ahead else 0
         self._is_deferred = not ahead
         """Whether batches are made at their step."""
+        self._is_compared = False
+        """Whether the first batch of a process was the same as that of this one."""
         self._preparer: _Preparer[Batch] | None = None
 
     def steps(
@@ -202,13 +204,21 @@ class Prefetcher(Generic[Batch]):
         if self._preparer is None:
             return self._make(read)
         try:
-            return self._preparer.result(future)
-        except WorkerFailed as failure:
-            batch = self._make(read)  # if this fails as well, that is the error to see
-            logger.warning("from now on each batch is made at its step, and not ahead in a process: %s", failure)
+            batch, failure = self._preparer.result(future), ""
+        except Exception as error:  # noqa: BLE001 - if it is one of this process, too, this is where it is to be raised
+            batch, failure = self._make(read), str(error)
+        if not failure and self._processes and not self._is_compared:
+            given, batch, self._is_compared = batch, self._make(read), True
+            if _values(given) != _values(batch):
+                failure = (
+                    "a process makes another batch than this one, of the same samples: augment and collate may depend "
+                    "on nothing that is set after the task's __init__, nor on what they change, such as a generator"
+                )
+        if failure:
+            logger.warning("from now on each batch is made at its step, and not ahead: %s", failure)
             self._is_deferred = True
             self.close()
-            return batch
+        return batch
 
     def close(self) -> None:
         """End the thread and the processes. The end of ``steps`` does so, too, but late where an exception's traceback
@@ -343,6 +353,24 @@ class _Pickler(pickle.Pickler):
 
 def _tensor(values: bytearray, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
     return torch.frombuffer(values, dtype=dtype).reshape(shape) if len(values) else torch.empty(shape, dtype=dtype)
+
+
+class _ValuesPickler(pickle.Pickler):
+    """Gives equal bytes for equal values, whatever objects hold them, and however tensors lie in memory."""
+
+    def reducer_override(self, found: Any) -> Any:
+        if not isinstance(found, torch.Tensor):
+            return NotImplemented
+        values = found.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return _tensor, (values, found.dtype, found.shape)
+
+
+def _values(batch: Any) -> bytes:
+    room = io.BytesIO()
+    pickler = _ValuesPickler(room, protocol=5)
+    pickler.fast = True  # objects that are used twice are written twice
+    pickler.dump(batch)
+    return room.getvalue()
 
 
 def _pickle(batch: Any) -> bytes:

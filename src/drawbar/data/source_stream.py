@@ -275,7 +275,10 @@ def _size_and_excerpts(path: Path) -> bytes:
 def _found_by(reader: Reader) -> Iterator[RawRecord]:
     """The units of a reader. What is wrong with a reader of the user's is said of the reader, and not of the task."""
     try:
-        yield from reader.units()
+        for unit in reader.units():
+            if not isinstance(unit, RawRecord):
+                raise TypeError(f"its method units gives {type(unit).__name__}, and not RawRecord")
+            yield unit
     except (UserError, OSError, MemoryError):
         raise
     except Exception as error:

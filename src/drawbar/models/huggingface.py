@@ -337,6 +337,8 @@ def from_hub(load: Callable[..., T], name: str) -> T:
     check_model_folder(name)
     guess = nearest(name, CONFIG_MAPPING_NAMES)
     hint = f" (did you mean {guess}?)" if guess else ""
+    if guess == name:
+        hint = "; for such a model with random weights, set task.from_scratch={}"
     try:
         online = not is_folder and hub_answers(name)
     except UserError as error:  # the hub does not know the name

@@ -56,7 +56,10 @@ def check_evaluation(task: Task, engine: Engine, split: Split, metric: str) -> N
         UserError: ``predict`` or ``score`` fails, two scores have one name, or ``metric`` is none of them. It names the
             method.
     """
-    samples = [split.samples[number] for number in range(min(TRIED_SAMPLES, len(split.samples)))]
+    count = _whole_records(split)
+    if not count:
+        return
+    samples = [split.samples[number] for number in range(count)]
     with name_failing_method(task):
         augment = make_augment(task, task.run_config, train=False)
         rows = [augment(sample, 0) for sample in samples]
@@ -79,6 +82,15 @@ def check_evaluation(task: Task, engine: Engine, split: Split, metric: str) -> N
     scores = joined(task, of_loss, own)
     if metric not in scores:
         raise unknown_metric(metric, scores, "set eval.metric to one of them")
+
+
+def _whole_records(split: Split) -> int:
+    """How many of the first samples to try: those of whole records, as predictions are put together by record. None,
+    where the first record has too many."""
+    of_records = split.samples.record_of[: TRIED_SAMPLES + 1].tolist()
+    if len(of_records) <= TRIED_SAMPLES:
+        return len(of_records)
+    return of_records.index(of_records[TRIED_SAMPLES])
 
 
 def _evaluate(task: Task, engine: Engine, samples: list[Sample]) -> EvalResult:

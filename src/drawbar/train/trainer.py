@@ -97,8 +97,8 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
     ) -> None:
         check_rules(config, RULES + TRAIN_RULES)
-        check_callbacks(callbacks)
         self.callbacks = [*make_callbacks(config.callbacks), *callbacks]
+        check_callbacks(self.callbacks)
         self.source = config
         self.config = config if fork is None else renamed(config, fork)
         self.task_type = task or task_class(config.task.type)

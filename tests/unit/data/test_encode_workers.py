@@ -184,7 +184,7 @@ def test_a_lost_worker_is_an_error(encoder: Any, timeout: float, what: str) -> N
 
 def test_one_worker_cannot_be_fewer() -> None:
     pool = WorkerPool(b"", 1, timeout=60, activity="encoding records")
-    assert "fewer" not in str(pool.lost_worker(TimeoutError()).remedy)
+    assert "fewer" not in str(pool._lost_worker(TimeoutError()).remedy)
 
 
 def test_a_process_that_is_ended_leaves_no_words_of_pythons_own(tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ from drawbar.data.dataset import Sample, encode_records
 from drawbar.data.loader import MicroBatchSize, SampleRows, TrainLoader
 from drawbar.data.prefetch import BatchMaker, MicroBatch, Prefetcher, unchanged
 from drawbar.data.sampler import InOrder, Shuffled
-from drawbar.errors import ExitCode, UserError
 
 ROWS = 50
 STEPS = 20
@@ -96,6 +95,38 @@ def draw_numpy() -> None:
 
 def draw_torch() -> None:
     torch.rand(1)
+
+
+class OwnGenerator:
+    """An augment that draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng(0)
+
+    def __call__(self, sample: Sample, epoch: int) -> Sample:
+        return {**sample, "input_ids": sample["input_ids"] + self.generator.integers(2**30)}
+
+    def __reduce__(self) -> Any:
+        return type(self), ()
+
+
+class ForkedGenerator(OwnGenerator):
+    """Depends on torch's generator, and leaves it as it was."""
+
+    def __call__(self, sample: Sample, epoch: int) -> Sample:
+        with torch.random.fork_rng():
+            torch.manual_seed(torch.initial_seed() + 1)
+            return {**sample, "input_ids": sample["input_ids"] + int(torch.randint(2**30, ()))}
+
+
+class LateAttribute(OwnGenerator):
+    """Has an attribute that processes do not get."""
+
+    def __init__(self) -> None:
+        self.noise = 0 if in_a_worker() else 1
+
+    def __call__(self, sample: Sample, epoch: int) -> Sample:
+        return {**sample, "input_ids": sample["input_ids"] + self.noise}
 
 
 class OnlyHere:
@@ -240,17 +271,18 @@ def test_an_error_comes_at_its_step(ahead: bool) -> None:
     ],
 )
 def test_what_only_a_process_cannot_make_is_made_at_its_step(
-    do: Any, warning: str, caplog: pytest.LogCaptureFixture
+    do: Any, warning: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Dropout draws from the generators of a run as well: only so do they draw alike in every run, and after a resume.
     Sample 20 is of the fourth step."""
+    monkeypatch.setattr(prefetch, "_values", len)  # these batches are other ones wherever they are made
     with loader_of(where_made, At(20, do), in_order=True, processes=1) as loader:
         steps = loader.steps(0, 12)
         next(steps)
         wait_for_workers(loader)
         places = [{micro.batch for micro in micro_batches} for _, micro_batches in steps]
     here = (os.getpid(), "MainThread")
-    assert all(here not in found for found in places[1:2])
+    assert places[1] > {here}  # only the first batch of a process is made here, too
     assert all(found == {here} for found in places[3:])
     assert warning in caplog.text
 
@@ -274,15 +306,32 @@ def test_a_process_that_cannot_build_the_task_is_not_used(caplog: pytest.LogCapt
     assert "cannot build the task as this one did: RuntimeError: no model here" in caplog.text
 
 
-def test_a_killed_process_is_an_error() -> None:
+def test_a_killed_process_costs_no_step(caplog: pytest.LogCaptureFixture) -> None:
+    """As where memory ran out: training is whole, and may have a day of steps that are not saved."""
+    with loader_of(stacked, At(40, kill_worker), in_order=True, ahead=False) as loader:
+        expected = list(map(plain, loader.steps(0, STEPS)))
     with loader_of(stacked, At(40, kill_worker), in_order=True, processes=1) as loader:
         steps = loader.steps(0, STEPS)
-        next(steps)
+        found = [plain(next(steps))]
         wait_for_workers(loader)
-        with pytest.raises(UserError, match="a process for preparing batches was killed") as caught:
-            list(steps)
-    assert caught.value.exit_code == ExitCode.FAILED
-    assert caught.value.where == "data.workers"
+        found += map(plain, steps)
+    assert found == expected
+    assert "a process for preparing batches was killed" in caplog.text
+
+
+@pytest.mark.parametrize("kind", [OwnGenerator, ForkedGenerator, LateAttribute])
+def test_what_a_process_makes_otherwise_is_made_at_its_step(kind: type[Any], caplog: pytest.LogCaptureFixture) -> None:
+    found = []
+    for options in ({"ahead": False}, {"processes": 2}):
+        torch.manual_seed(0)
+        with loader_of(stacked, kind(), in_order=True, **options) as loader:
+            steps = loader.steps(0, STEPS)
+            made = [plain(next(steps))]
+            if "processes" in options:
+                wait_for_workers(loader)
+            found.append(made + list(map(plain, steps)))
+    assert found[0] == found[1]
+    assert "a process makes another batch than this one" in caplog.text
 
 
 def test_what_cannot_be_sent_is_made_at_its_step() -> None:
