@@ -100,24 +100,24 @@ def _chunks(weight: Tensor) -> Iterator[slice]:
 def random_bits(parameter: Tensor, rows: slice, step: Tensor) -> tuple[Tensor, Tensor]:
     """Two random numbers from 0 to 2¹⁶ − 1 (int32) for each element in these rows of this rank's shard."""
     shape, offset = local_shape_and_offset(parameter)
-    place = torch.arange(offset[0] + rows.start, offset[0] + rows.stop, dtype=torch.int32, device=parameter.device)
-    for start, size, full_size in zip(offset[1:], shape[1:], parameter.shape[1:], strict=True):
-        columns = torch.arange(start, start + size, dtype=torch.int32, device=parameter.device)
-        place = place.unsqueeze(-1) * full_size + columns
-    key = _mixed(step.int() * GOLDEN, FIRST)
-    bits = _mixed(_mixed(place, FIRST).add_(key), SECOND)
-    upper = _upper(bits)
-    return upper, bits.bitwise_xor_(upper).bitwise_and_(0xFFFF)
+
+    def hashed_places(start: int, end: int) -> Tensor:
+        return _hashed(torch.arange(start, end, dtype=torch.int32, device=parameter.device))
+
+    bits = _hashed(hashed_places(offset[0] + rows.start, offset[0] + rows.stop) + _hashed(step.int() * GOLDEN))
+    for start, size in zip(offset[1:], shape[1:], strict=True):
+        bits = _mixed(bits.unsqueeze(-1) + hashed_places(start, start + size), FIRST)
+    return (bits >> 16).bitwise_and_(0xFFFF), bits.bitwise_and_(0xFFFF)
+
+
+def _hashed(numbers: Tensor) -> Tensor:
+    """In place."""
+    return _mixed(_mixed(numbers, FIRST), SECOND)
 
 
 def _mixed(bits: Tensor, factor: int) -> Tensor:
     """One round of the hash, in place."""
-    return bits.bitwise_xor_(_upper(bits)).mul_(factor)
-
-
-def _upper(bits: Tensor) -> Tensor:
-    """The upper half of each int32, without its sign."""
-    return (bits >> 16).bitwise_and_(0xFFFF)
+    return bits.bitwise_xor_(bits >> 16).mul_(factor)
 
 
 def store_rounded(target: Tensor, exact: Tensor, bits: Tensor) -> None:
