@@ -10,8 +10,14 @@ from benchmarks.common.options import Options
 from benchmarks.common.report import Check, Report, Table
 from benchmarks.common.statistic import Statistic, interleave, ratio
 
-TWINS = {"adamw": "AdamW, fused", "sgd": "SGD, fused", "adafactor": "Adafactor", "muon": "Muon"}
-"""drawbar's optimizer → torch's, at the settings that it is compared with."""
+TWINS = {
+    "adamw": "AdamW, fused",
+    "adamw state_dtype=bf16": "AdamW, fused",
+    "sgd": "SGD, fused",
+    "adafactor": "Adafactor",
+    "muon": "Muon",
+}
+"""drawbar's optimizer, with settings → torch's, at the settings that it is compared with."""
 TORCH = ("AdamW, fused", "AdamW, foreach", "AdamW, for each tensor", "SGD, fused", "Adafactor", "Muon")
 
 
@@ -48,11 +54,12 @@ def update(name: str, quick: bool, folder: str, repeats: int = 10) -> dict[str, 
     hidden, layers = (32, 2) if quick else (512, 8)
     sizes = f"hidden_size: {hidden}, intermediate_size: {hidden * 3}, num_hidden_layers: {layers}"
     who, _, optimizer_name = name.partition(" ")
+    ours, *more = optimizer_name.split()
     settings = [
         *("task.type=benchmarks.peers.byte_rows:ByteRows", "task.model=llama", "precision=fp32", "train.steps=1"),
         f"task.from_scratch={{{sizes}, num_attention_heads: 4, vocab_size: 8192}}",
         f"run.dir={folder}/runs",
-        *([f"optim.name={optimizer_name}"] if who == "drawbar" else []),
+        *([f"optim.name={ours}", *(f"optim.{setting}" for setting in more)] if who == "drawbar" else []),
     ]
     run = open_task(settings)
     if who == "drawbar":

@@ -14,7 +14,7 @@ from conftest import write_text
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks import busy_neighbour, performance_page
+from benchmarks import busy_neighbour, moments_accuracy, performance_page
 from benchmarks.__main__ import measure
 from benchmarks.common.command import watch
 from benchmarks.common.fresh_process import MeasurementFailed, in_this_process
@@ -71,6 +71,12 @@ def test_accuracies_are_compared(tmp_path: Path) -> None:
     results = compare_accuracies(tmp_path, tmp_path / "model", [0], None, tmp_path / "runs")
     assert [result["system"] for result in results] == ["drawbar", "transformers"]
     assert all(0 <= result[split] <= 1 for result in results for split in ("dev", "test"))
+
+
+def test_formats_of_moments_are_compared(tmp_path: Path) -> None:
+    losses = moments_accuracy.compare(1, 3, tmp_path, ("data.limit={train: 3, validation: 1}",))
+    assert losses[moments_accuracy.STOCHASTIC] != losses[moments_accuracy.NEAREST]
+    assert losses[moments_accuracy.STOCHASTIC] == pytest.approx(losses[moments_accuracy.FP32], rel=1e-2)
 
 
 def test_speed_beside_a_neighbour_is_measured() -> None:

@@ -30,8 +30,8 @@ def test_every_choice_is_allowed() -> None:
     """The column ``Set`` of the first table, on top of fsdp where it says ``also``."""
     choices = [line.split(" | ")[1] for line in PAGE.read_text(encoding="utf-8").splitlines() if "| `parallel." in line]
     choices += re.findall(r"also (`[^|]*`)", PAGE.read_text(encoding="utf-8"))
-    given = [re.findall(r"(?:parallel|train)\.\w+=[\w{}: ]+?(?=[` ])", choice) for choice in choices]
-    assert len([settings for settings in given if settings]) >= 9
+    given = [re.findall(r"(?:parallel|train|optim)\.\w+=[\w{}: ]+?(?=[` ])", choice) for choice in choices]
+    assert len([settings for settings in given if settings]) >= 10
     for settings in given:
         fitting = [setting.replace("NODES", "2") for setting in settings]
         before = [] if any("strategy" in setting for setting in fitting) else ["parallel.strategy=fsdp"]

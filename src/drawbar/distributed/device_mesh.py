@@ -4,7 +4,10 @@ from dataclasses import astuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from drawbar.config.parallel_dims import AXES, ParallelDims
 
@@ -17,3 +20,10 @@ def buffer_replicas(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
 def build_mesh(dims: ParallelDims, device: torch.device) -> DeviceMesh:
     """The mesh with all five axes; every rank calls it, after joining its ``Distributed``."""
     return init_device_mesh(device.type, astuple(dims), mesh_dim_names=AXES)
+
+
+def local_shape_and_offset(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shape of this rank's shard of a DTensor, and where it begins in the full tensor; any other tensor is full."""
+    if not isinstance(tensor, DTensor):
+        return tensor.shape, (0,) * tensor.dim()
+    return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

@@ -20,8 +20,8 @@ from drawbar.runtime.log import logger
 from drawbar.tasks.pretrained import PretrainedTask
 from drawbar.tasks.task import Task
 
-BYTES_PER_PARAMETER = 16
-"""Weight, gradient and AdamW's two moments, in fp32."""
+BYTES_PER_PARAMETER = {"fp32": 16, "bf16": 12}
+"""Weight and gradient in fp32, and AdamW's two moments, by ``optim.state_dtype``."""
 SHARE_FOR_STATE = 0.6
 """Of a rank's memory; the rest is for activations."""
 
@@ -103,7 +103,8 @@ def _choose_strategy(task: Task, config: RunConfig, world: Distributed) -> tuple
     model_ranks = world.dims.tp * world.dims.pp  # context-parallel ranks replicate the parameters
     with world.working("finding the size of the model"):
         parameters = sum(parameter.numel() for parameter in build_meta_model(task).parameters())
-    needed, room = parameters * BYTES_PER_PARAMETER / model_ranks, _memory_of_a_rank(world)
+    needed = parameters * BYTES_PER_PARAMETER[config.optim.state_dtype] / model_ranks
+    room = _memory_of_a_rank(world)
     fits = world.dp_group.sum_of_leaders(needed <= SHARE_FOR_STATE * room) == world.dp_group.size
     amounts = f"the model's state takes {needed / 2**30:.1f} GiB, and a rank has {room / 2**30:.1f} GiB"
     return ("ddp", f"{world.size} processes; {amounts}") if fits else ("fsdp", amounts)

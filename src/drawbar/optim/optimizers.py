@@ -8,12 +8,16 @@ from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 from drawbar.config.schema.run_config import OptimSection
 from drawbar.errors import UserError
+from drawbar.optim.bf16_moments import AdamWBf16Moments
 from drawbar.optim.groups import parameter_groups, split_by_decay, trained_names, undecayed_names
 from drawbar.optim.muon import Muon
 from drawbar.util.dtypes import DTYPES
 
 FUSED_DEVICES = {"cpu", "cuda", "mps"}
 """Where torch updates all parameters in one kernel."""
+
+MIN_BF16_ELEMENTS = 4096
+"""Smaller parameters keep fp32 moments, which take next to no memory: as in bitsandbytes (``min_8bit_size``)."""
 
 MUON_MOMENTUM = 0.95
 """Default of Muon's author: https://kellerjordan.github.io/posts/muon/"""
@@ -22,10 +26,12 @@ MUON_MOMENTUM = 0.95
 def build_optimizers(model: nn.Module, config: OptimSection) -> list[Optimizer]:
     """The optimizers that together update every trained parameter of ``model`` exactly once.
 
-    One optimizer, or two for ``muon`` (Muon, then AdamW). Each learning rate is ``config.lr``, the peak; a schedule
-    changes it before each step. Parameter groups carry ``param_names``.
+    One optimizer, or two: for ``muon`` (Muon, then AdamW), and with moments in bf16 (of large parameters, then AdamW).
+    Each learning rate is ``config.lr``, the peak; a schedule changes it before each step. Parameter groups carry
+    ``param_names``.
 
-    - ``adamw``: decoupled weight decay (https://arxiv.org/abs/1711.05101), fused where the device can.
+    - ``adamw``: decoupled weight decay (https://arxiv.org/abs/1711.05101), fused where the device can; with
+      ``state_dtype=bf16`` its moments are kept in bf16 (``AdamWBf16Moments``).
     - ``sgd``: torch adds the decay to the gradient; that is decoupled decay only while momentum is 0.
     - ``adafactor``: ``lr`` is relative to the size of each parameter, at most ``1/sqrt(step)``
       (https://arxiv.org/abs/1804.04235).
@@ -36,6 +42,8 @@ def build_optimizers(model: nn.Module, config: OptimSection) -> list[Optimizer]:
         UserError: nothing to train, or no matrix for Muon.
     """
     match config.name:
+        case "adamw" if config.state_dtype == "bf16":
+            return _adamw_with_bf16_moments(model, config)
         case "adamw":
             return [_adamw(parameter_groups(model, config.weight_decay), config)]
         case "sgd":
@@ -47,11 +55,25 @@ def build_optimizers(model: nn.Module, config: OptimSection) -> list[Optimizer]:
             return _muon(model, config)
 
 
-def _adamw(groups: list[dict[str, Any]], config: OptimSection) -> AdamW:
+def _adamw(groups: list[dict[str, Any]], config: OptimSection, optimizer_class: type[AdamW] = AdamW) -> AdamW:
     devices = {parameter.device.type for group in groups for parameter in group["params"]}
     # None, and not False, elsewhere: torch then picks the fastest of its other implementations.
     fused = True if devices <= FUSED_DEVICES else None
-    return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
+    return optimizer_class(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
+
+
+def _adamw_with_bf16_moments(model: nn.Module, config: OptimSection) -> list[Optimizer]:
+    names: dict[type[AdamW], list[str]] = {AdamWBf16Moments: [], AdamW: []}
+    parameters = dict(model.named_parameters())
+    for name in trained_names(model):
+        parameter = parameters[name]
+        in_bf16 = parameter.numel() >= MIN_BF16_ELEMENTS and parameter.dtype == torch.float32
+        names[AdamWBf16Moments if in_bf16 else AdamW].append(name)
+    return [
+        _adamw(split_by_decay(model, members, config.weight_decay), config, optimizer_class)
+        for optimizer_class, members in names.items()
+        if members
+    ]
 
 
 def _muon(model: nn.Module, config: OptimSection) -> list[Optimizer]:

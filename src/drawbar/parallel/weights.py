@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from drawbar.distributed.device_mesh import local_shape_and_offset
 from drawbar.errors import UserError
 from drawbar.parallel.tensor import FusedLayout
-from drawbar.runtime.safetensors_reader import read_part, shape_of
+from drawbar.runtime.safetensors_reader import dtype_of, read_part, shape_of
 
 
 def materialize(
@@ -67,7 +67,7 @@ def load_shard(tensor: Tensor, tensors: Mapping[str, Tensor], name: str, fused: 
         source: Mapping[str, Tensor] = {name: fused.to_storage(tensors[name])}
     else:
         source = tensors
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    shape, offset = local_shape_and_offset(tensor)
     index = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
     local.copy_(read_part(source, name, index))
 
@@ -75,10 +75,11 @@ def load_shard(tensor: Tensor, tensors: Mapping[str, Tensor], name: str, fused: 
 def shard_like(
     parameter: nn.Parameter, tensors: Mapping[str, Tensor], name: str, fused: FusedLayout | None = None
 ) -> Tensor:
-    """``tensors[name]`` sharded like its parameter; returned unsharded if its shape differs from the parameter's."""
+    """``tensors[name]`` sharded like its parameter, in its own dtype; returned unsharded if its shape differs from the
+    parameter's."""
     if not isinstance(parameter, DTensor) or shape_of(tensors, name) != parameter.shape:
         return tensors[name]
-    part = torch.empty_like(parameter)
+    part = torch.empty_like(parameter, dtype=dtype_of(tensors, name))
     load_shard(part, tensors, name, fused)
     return part
 

@@ -138,6 +138,11 @@ def shape_of(tensors: Mapping[str, Tensor], name: str) -> torch.Size:
     return tensors.shape(name) if isinstance(tensors, TensorFiles) else tensors[name].shape
 
 
+def dtype_of(tensors: Mapping[str, Tensor], name: str) -> torch.dtype:
+    """``tensors[name].dtype``, without reading the tensor where it is in a file."""
+    return tensors.dtype(name) if isinstance(tensors, TensorFiles) else tensors[name].dtype
+
+
 def read_header(file: int, path: Path) -> tuple[dict[str, Any], int]:
     """What the file says of its tensors, and where their bytes begin: a length in 8 bytes, JSON, then the tensors."""
     size = os.fstat(file).st_size

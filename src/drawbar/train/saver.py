@@ -170,8 +170,10 @@ def checkpoint_bytes(engine: Engine) -> int:
     sizes = {True: 0, False: 0}
     for parameter in engine.meta_model.parameters():
         sizes[parameter.requires_grad] += parameter.numel() * parameter.element_size()
-    # the optimizer keeps up to two more numbers for each trained weight; with LoRA, frozen weights are not saved
-    return 3 * sizes[True] + (sizes[False] if engine.config.lora is None else 0)
+    # the optimizer keeps up to two more numbers for each trained weight, or two of half the size
+    optimizer = (2 if engine.config.optim.state_dtype == "fp32" else 1) * sizes[True]
+    # with LoRA, frozen weights are not saved
+    return optimizer + sizes[True] + (sizes[False] if engine.config.lora is None else 0)
 
 
 def as_it_began(config: RunConfig, checkpoint: Path, device: torch.device) -> RunConfig:

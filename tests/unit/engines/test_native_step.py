@@ -9,6 +9,7 @@ from torch import nn
 from drawbar.config.schema.run_config import OptimSection, TrainSection
 from drawbar.data.loader import MicroBatch
 from drawbar.engines.engine import Engine
+from drawbar.optim import optimizers
 from drawbar.optim.schedules import learning_rate_scale
 from drawbar.parallel.precision import choose_precision
 from drawbar.runtime.seed import rng_state
@@ -164,8 +165,10 @@ def test_greedy_generation_is_the_most_likely_token_each_time() -> None:
     assert torch.equal(found, ids)
 
 
-def test_the_size_of_a_checkpoint_is_about_right() -> None:
-    engine = tiny_engine(tiny_config())
+@pytest.mark.parametrize("state_dtype", ["fp32", "bf16"])
+def test_the_size_of_a_checkpoint_is_about_right(state_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizers, "MIN_BF16_ELEMENTS", 1)
+    engine = tiny_engine(tiny_config(optim=OptimSection(state_dtype=state_dtype)))
     engine.train_step(random_step(engine, seed=1))
     state = engine.state()
     size = sum(tensor.nbytes for tensor in [*state.model.values(), *state.optimizer.values()])

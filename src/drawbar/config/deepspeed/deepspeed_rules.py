@@ -191,6 +191,13 @@ LIMITS = (
         "set optim.name=adamw, or parallel.strategy=fsdp",
     ),
     Rule(
+        "state_dtype with deepspeed",
+        ("optim.state_dtype", "parallel.strategy"),
+        lambda c: is_deepspeed(c) and c.optim.state_dtype != "fp32",
+        "DeepSpeed keeps the optimizer's state itself",
+        "remove optim.state_dtype, or set parallel.strategy=zero1 or fsdp",
+    ),
+    Rule(
         "adafactor with deepspeed",
         ("optim.name", "parallel.strategy"),
         lambda c: is_deepspeed(c) and c.optim.name == "adafactor",

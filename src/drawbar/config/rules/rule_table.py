@@ -178,6 +178,13 @@ OPTIMIZATION = (
         "remove optim.muon_precision; the format of the matrix products is precision",
     ),
     Rule(
+        "state_dtype",
+        ("optim.name", "optim.state_dtype"),
+        lambda c: c.optim.state_dtype != "fp32" and c.optim.name != "adamw",
+        "only adamw can keep its state in bf16",
+        "remove optim.state_dtype, or set optim.name=adamw",
+    ),
+    Rule(
         "betas and eps",
         ("optim.name", "optim.betas", "optim.eps"),
         lambda c: (

@@ -65,6 +65,9 @@ class OptimSection(Section):
     """Momentum of `sgd` (default 0) and `muon` (default 0.95)."""
     muon_precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Number format of `muon`'s iteration. `auto`: bf16 where the hardware is faster at it."""
+    state_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Number format of `adamw`'s two moments between steps. `bf16` halves their memory, and rounds them stochastically;
+    parameters with fewer than 4,096 elements keep fp32."""
     schedule: Literal["linear", "cosine", "constant", "polynomial", "inverse_sqrt", "wsd"] = "linear"
     """How the learning rate goes on after the warm-up; `wsd` is warm-up, stable, decay."""
     warmup: Annotated[int, Field(ge=0)] | Fraction = 0
