@@ -1,4 +1,4 @@
-"""Training steps without their update, which leave no trace: for what they take of the memory."""
+"""Training steps without their update, which leave no trace: for what they take of memory and time."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,7 +10,6 @@ from torch.distributed.tensor import DTensor
 from drawbar.data.loader import MicroBatch
 from drawbar.engines.engine import Engine
 from drawbar.engines.updaters import TorchUpdater
-from drawbar.parallel.compile import uncompiled_blocks
 from drawbar.parallel.zero1 import local_optimizer
 from drawbar.runtime.seed import rng_state, set_rng_state
 from drawbar.tasks.batch import Batch
@@ -21,16 +20,13 @@ def trial_step(engine: Engine, updater: TorchUpdater, micro_batches: Sequence[Mi
     """Forward and backward of a step. Inside, its gradients are there; afterwards weights, buffers and random
     generators are what they were. Every rank enters it.
 
-    Compiled blocks run as they were before: they would be compiled anew for each size, and take no more memory than so.
-
     Args:
         updater: the engine's. DeepSpeed's has gradients of its own, which nothing takes back.
     """
     device = engine.world.device
     generators = rng_state(device)
     buffers = [(buffer, buffer.clone()) for buffer in engine.module.buffers()]
-    with uncompiled_blocks():
-        engine.executor.forward_backward(list(micro_batches), scale=1.0)
+    engine.executor.forward_backward(list(micro_batches), scale=1.0)
     yield
     updater.zero_grad()
     with torch.no_grad():

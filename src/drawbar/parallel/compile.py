@@ -1,5 +1,6 @@
 """``torch.compile``, block by block: equal blocks are compiled once."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -52,6 +53,24 @@ def _compiled(forward: Forward, dynamic: bool | None) -> Forward:
         return run(self, *args, **kwargs)
 
     return either
+
+
+class CompileClock:
+    """Counts the seconds that torch compiles for in this process, from now on."""
+
+    def __init__(self) -> None:
+        from torch._dynamo import on_compile_end, on_compile_start  # seconds to import: for runs that compile
+
+        self.seconds = 0.0
+        self._began = 0.0
+        on_compile_start(self._start)
+        on_compile_end(self._end)
+
+    def _start(self, _: object) -> None:
+        self._began = time.perf_counter()
+
+    def _end(self, _: object) -> None:
+        self.seconds += time.perf_counter() - self._began
 
 
 def check_compiler(device: torch.device) -> None:

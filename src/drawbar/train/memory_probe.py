@@ -22,6 +22,7 @@ from drawbar.engines.engine import Engine
 from drawbar.engines.executors import ModelExecutor
 from drawbar.engines.trial_step import state_to_come, trial_step
 from drawbar.engines.updaters import TorchUpdater
+from drawbar.parallel.compile import uncompiled_blocks
 from drawbar.runtime.log import logger
 from drawbar.tasks.batch import Batch
 from drawbar.train.batch_making import batch_maker
@@ -157,7 +158,9 @@ def _probe(loader: TrainLoader[Batch], engine: Engine, updater: TorchUpdater, me
         world.note(f"trying micro-batches of {count} rows")
         micro = MicroBatch(make(longest_rows(rows, count)))
         memory.reset()
-        with trial_step(engine, updater, [micro, micro]):  # the second one has the gradients of the first beside it
+        # compiled blocks take no more memory than uncompiled ones, and would be compiled anew for each size; and of two
+        # micro-batches the second one has the gradients of the first beside it
+        with uncompiled_blocks(), trial_step(engine, updater, [micro, micro]):
             resting = memory.allocated()
         return Trial(count, resting + to_come, memory.peak() + to_come)
 

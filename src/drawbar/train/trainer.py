@@ -57,6 +57,7 @@ from drawbar.train.callbacks import (
     owes_evaluation,
 )
 from drawbar.train.check import check_evaluation, check_task
+from drawbar.train.compile_payoff import logging_compile_payoff
 from drawbar.train.core_wait import CoreWaitCallback
 from drawbar.train.memory_probe import fit_micro_batch, memory_of
 from drawbar.train.node_local import Disks, find_start_on_all_disks, look_at_disks
@@ -193,8 +194,8 @@ class Trainer:
         self._open(task, engine, world, disks, start)
         if found is not None and disks.is_writer:
             found.save(config.run_dir)
-        parts = (config, world, disks, stop, console, trackers, task, engine, loader, validation, progress)
-        _Run(*parts, total_steps, self.callbacks).train()
+        parts = (config, world, disks, stop, console, trackers, task, engine, loader)
+        _Run(*parts, found is not None, validation, progress, total_steps, self.callbacks).train()
         engine.close()
         return Outcome(stop.exit_code, config.run_dir, progress)
 
@@ -253,6 +254,7 @@ class _Run:
     task: Task
     engine: Engine
     loader: Loader
+    was_tried: bool
     validation: Split | None
     progress: RunProgress
     total_steps: int
@@ -328,7 +330,8 @@ class _Run:
             callback.on_train_start(self.handle)
         if not self.stop.agreed():  # a stop requested in on_train_start, which may run an overdue evaluation
             self.stop.begin()
-            for step, micro_batches in self.loader.steps(self.progress.step, self.total_steps):
+            steps = self.loader.steps(self.progress.step, self.total_steps)
+            for step, micro_batches in logging_compile_payoff(steps, self.engine, self.meter, self.was_tried):
                 self.world.note(f"step {step}")
                 result = self.engine.train_step(micro_batches)  # forward, backward, reduce, clip, update
                 self.progress.advance(result)

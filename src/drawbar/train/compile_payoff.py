@@ -1,0 +1,98 @@
+"""Whether ``parallel.compile`` pays within a run: what it has cost, and what it saves in each step."""
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from statistics import median
+
+import torch
+
+from drawbar.data.loader import MicroBatch
+from drawbar.engines.engine import Engine
+from drawbar.engines.trial_step import trial_step
+from drawbar.engines.updaters import TorchUpdater
+from drawbar.parallel.compile import CompileClock, uncompiled_blocks
+from drawbar.runtime.log import logger
+from drawbar.tasks.batch import Batch
+from drawbar.tracking.meters import Throughput
+from drawbar.train.memory_probe import memory_of
+
+FIRST_COMPARED = 10
+"""Most of what a run compiles, it compiles in the steps before this one."""
+LAST_COMPARED = 14
+"""From the first to this one, steps are made as trials, too, compiled and uncompiled."""
+
+Steps = Iterator[tuple[int, list[MicroBatch[Batch]]]]
+
+
+def logging_compile_payoff(steps: Steps, engine: Engine, meter: Throughput, was_tried: bool) -> Steps:
+    """The same steps; of compiled blocks the log says, once some steps are made, what compilation has cost and saved.
+
+    Args:
+        steps: those that are left. Every rank makes them.
+        meter: leaves out the time of the trials.
+        was_tried: whether an uncompiled step is known to fit into the device's memory.
+    """
+    left = engine.total_steps - engine.step
+    if not engine.config.parallel.compile:
+        return steps
+    if left < LAST_COMPARED:
+        logger.info("parallel.compile: the %d steps of this run are too few to tell whether it pays", left)
+        return steps
+    fits = was_tried or engine.world.device.type == "cpu"
+    updater = engine.updater if fits and isinstance(engine.updater, TorchUpdater) else None
+    return _compared(steps, engine, updater, meter, left)
+
+
+def _compared(steps: Steps, engine: Engine, updater: TorchUpdater | None, meter: Throughput, left: int) -> Steps:
+    clock, saved, memory = CompileClock(), list[float](), memory_of(engine.world.device)
+    for number, (step, micro_batches) in enumerate(steps, start=1):
+        if updater is not None and FIRST_COMPARED <= number <= LAST_COMPARED:
+            with meter.paused():
+                saved.append(_saved_seconds(engine, updater, micro_batches))
+        if number == LAST_COMPARED:
+            if memory is not None:
+                memory.reset()  # its peak was that of an uncompiled step
+            logger.info("parallel.compile: %s", describe_payoff(clock.seconds, saved, left))
+        yield step, micro_batches
+
+
+def _saved_seconds(engine: Engine, updater: TorchUpdater, micro_batches: Sequence[MicroBatch[Batch]]) -> float:
+    """By how much the forward and backward of a step are faster than uncompiled."""
+    device, seconds = engine.world.device, []
+    for blocks in (nullcontext(), uncompiled_blocks()):
+        began = _now(device)
+        with blocks, trial_step(engine, updater, micro_batches):
+            pass
+        seconds.append(_now(device) - began)
+    compiled, uncompiled = seconds
+    return uncompiled - compiled
+
+
+def _now(device: torch.device) -> float:
+    """The time at which all is done that the device was asked for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def describe_payoff(cost: float, saved: Sequence[float], left: int) -> str:
+    """What compilation costs and saves, for people.
+
+    Args:
+        cost: seconds of compiling so far.
+        saved: seconds in each of some steps; none where that is not known.
+        left: steps that this process makes.
+    """
+    took = f"it took {cost:.0f} s"
+    if not saved:
+        return f"{took}; what it saves is not measured here"
+    typical = median(saved)
+    if typical <= 0:
+        return f"{took}, and steps are no faster: set parallel.compile=false"
+    pays = math.ceil(cost / typical)
+    saves = f"{took}, and saves {typical:.3g} s a step"
+    if pays <= left:
+        return f"{saves}: it pays after {pays:,} of {left:,} steps"
+    return f"{saves}: it would pay after {pays:,} steps, and there are {left:,}: set parallel.compile=false"
