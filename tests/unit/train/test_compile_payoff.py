@@ -64,7 +64,7 @@ def test_what_it_saves_is_measured_beside_training(
         found = train(watched, logging_compile_payoff(steps(watched, count), watched, Throughput(), was_tried=False))
     assert found == expected
     assert torch.equal(vector(watched), vector(plain))
-    (said,) = [record.getMessage() for record in caplog.records if record.name == "drawbar"]
+    (said,) = {record.getMessage() for record in caplog.records if record.name == "drawbar"}
     assert said.startswith("parallel.compile: it took ")
     assert "step" in said
     assert "not measured" not in said

@@ -116,16 +116,15 @@ def test_a_trial_step_leaves_no_trace(optim: OptimSection) -> None:
     assert tried.state().values == plain.state().values
 
 
-@pytest.mark.parametrize(("name", "numbers"), [("adamw", 2), ("sgd", 0), ("adafactor", 0), ("muon", 2)])
-def test_the_state_of_an_optimizer_is_foreseen(name: str, numbers: int) -> None:
+@pytest.mark.parametrize("name", ["adamw", "sgd", "adafactor", "muon"])
+def test_the_state_of_an_optimizer_is_foreseen(name: str) -> None:
     engine = tiny_engine(tiny_config(optim=OptimSection(name=name)))
-    weights_ = sum(parameter.nbytes for parameter in engine.module.parameters())
-    assert state_to_come(engine.updater) == 2 * weights_  # the most that any of them keeps
+    of_weights = sum(parameter.nbytes for parameter in engine.module.parameters())
+    assert state_to_come(engine.updater) == 2 * of_weights  # the most that any of them keeps
     engine.train_step(random_step(engine, seed=1))
-    kept = sum(tensor.nbytes for tensor in engine.state().optimizer.values() if tensor.ndim)
-    assert kept <= 2 * weights_
-    if numbers:
+    if name != "sgd":  # which keeps nothing without momentum
         assert state_to_come(engine.updater) == 0
+    assert sum(tensor.nbytes for tensor in engine.state().optimizer.values() if tensor.ndim) <= 2 * of_weights
 
 
 # whole runs
