@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from statistics import median
+from statistics import quantiles
 
 import torch
 
@@ -20,7 +20,7 @@ from drawbar.train.memory_probe import memory_of
 
 FIRST_COMPARED = 10
 """Most of what a run compiles, it compiles in the steps before this one."""
-LAST_COMPARED = 14
+LAST_COMPARED = 15
 """From the first to this one, steps are made as trials, too, compiled and uncompiled."""
 
 Steps = Iterator[tuple[int, list[MicroBatch[Batch]]]]
@@ -50,7 +50,8 @@ def _compared(steps: Steps, engine: Engine, updater: TorchUpdater | None, meter:
     for number, (step, micro_batches) in enumerate(steps, start=1):
         if updater is not None and FIRST_COMPARED <= number <= LAST_COMPARED:
             with meter.paused():
-                saved.append(_saved_seconds(engine, updater, micro_batches))
+                # in turns: what comes second finds caches that are filled
+                saved.append(_saved_seconds(engine, updater, micro_batches, compiled_first=number % 2 == 0))
         if number == LAST_COMPARED:
             if memory is not None:
                 memory.reset()  # its peak was that of an uncompiled step
@@ -58,16 +59,17 @@ def _compared(steps: Steps, engine: Engine, updater: TorchUpdater | None, meter:
         yield step, micro_batches
 
 
-def _saved_seconds(engine: Engine, updater: TorchUpdater, micro_batches: Sequence[MicroBatch[Batch]]) -> float:
+def _saved_seconds(
+    engine: Engine, updater: TorchUpdater, micro_batches: Sequence[MicroBatch[Batch]], compiled_first: bool
+) -> float:
     """By how much the forward and backward of a step are faster than uncompiled."""
-    device, seconds = engine.world.device, []
-    for blocks in (nullcontext(), uncompiled_blocks()):
-        began = _now(device)
-        with blocks, trial_step(engine, updater, micro_batches):
+    seconds = {}
+    for is_compiled in (compiled_first, not compiled_first):
+        began = _now(engine.world.device)
+        with nullcontext() if is_compiled else uncompiled_blocks(), trial_step(engine, updater, micro_batches):
             pass
-        seconds.append(_now(device) - began)
-    compiled, uncompiled = seconds
-    return uncompiled - compiled
+        seconds[is_compiled] = _now(engine.world.device) - began
+    return seconds[False] - seconds[True]
 
 
 def _now(device: torch.device) -> float:
@@ -85,14 +87,15 @@ def describe_payoff(cost: float, saved: Sequence[float], left: int) -> str:
         saved: seconds in each of some steps; none where that is not known.
         left: steps that this process makes.
     """
-    took = f"it took {cost:.0f} s"
+    took = f"it has taken {cost:.0f} s"
     if not saved:
         return f"{took}; what it saves is not measured here"
-    typical = median(saved)
-    if typical <= 0:
-        return f"{took}, and steps are no faster: set parallel.compile=false"
-    pays = math.ceil(cost / typical)
-    saves = f"{took}, and saves {typical:.3g} s a step"
-    if pays <= left:
-        return f"{saves}: it pays after {pays:,} of {left:,} steps"
-    return f"{saves}: it would pay after {pays:,} steps, and there are {left:,}: set parallel.compile=false"
+    low, typical, high = quantiles(saved, n=4)
+    what = (
+        f"{took} and saves {typical:.2g} s a step ({low:.2g} to {high:.2g} in the middle half of {len(saved)} trials)"
+    )
+    if cost <= typical * left:
+        return f"{what}: it pays after {math.ceil(cost / typical):,} of {left:,} steps"
+    if cost <= high * left:
+        return f"{what}: whether that pays in {left:,} steps is not clear"
+    return f"{what}: that does not pay in {left:,} steps; set parallel.compile=false"
