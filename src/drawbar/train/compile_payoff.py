@@ -87,7 +87,7 @@ def describe_payoff(cost: float, saved: Sequence[float], left: int) -> str:
         saved: seconds in each of some steps; none where that is not known.
         left: steps that this process makes.
     """
-    took = f"it has taken {cost:.0f} s"
+    took = f"it has taken {cost:,.1f} s"
     if not saved:
         return f"{took}; what it saves is not measured here"
     low, typical, high = quantiles(saved, n=4)

@@ -89,12 +89,12 @@ def test_a_short_run_is_not_measured(caplog: pytest.LogCaptureFixture, monkeypat
 @pytest.mark.parametrize(
     ("cost", "saved", "left", "said"),
     [
-        (41.4, SAVED, 1000, "41 s and saves 0.25 s a step (0.2 to 0.3 in the middle half of 6 trials)"),
+        (41.4, SAVED, 1000, "41.4 s and saves 0.25 s a step (0.2 to 0.3 in the middle half of 6 trials)"),
         (41.4, SAVED, 1000, ": it pays after 166 of 1,000 steps"),
         (41.4, SAVED, 150, ": whether that pays in 150 steps is not clear"),
         (41.4, SAVED, 100, ": that does not pay in 100 steps; set parallel.compile=false"),
         (41.4, [-saved for saved in SAVED], 1000, ": that does not pay in 1,000 steps; set parallel.compile=false"),
-        (41.4, [], 1000, "it has taken 41 s; what it saves is not measured here"),
+        (41.4, [], 1000, "it has taken 41.4 s; what it saves is not measured here"),
     ],
 )
 def test_the_step_from_which_it_pays(cost: float, saved: list[float], left: int, said: str) -> None:
