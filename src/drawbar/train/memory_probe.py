@@ -1,8 +1,8 @@
 """``train.micro_batch: auto`` on a CUDA device: the largest micro-batch that fits into its memory, by trial steps.
 
 It is kept in the run directory: a run that goes on adds its numbers up in the order in which it began. A rank that ran
-out of memory in a trial would leave the others in a collective. So no trial is made that is not expected to fit, on any
-rank, by those before it.
+out of memory in a trial would leave the others in a collective. So a trial is made only if those before it let expect
+that it fits, on all ranks.
 """
 
 import json
@@ -117,7 +117,8 @@ def fit_micro_batch(
 
     Args:
         memory: None to leave the loader as it is.
-        run_dir: where the run that goes on has its file.
+        run_dir: where the file of the run is, if it has one.
+        resumed: whether the run goes on from a checkpoint of its own.
 
     Returns:
         What to keep of it; None where micro-batches are set by hand, a pipeline has several of them in memory, a
