@@ -65,9 +65,13 @@ class TorchUpdater:
             for optimizer in self.optimizers:
                 optimizer.step()
         self.scaler.update(overflowed)
+        self.zero_grad()
+        return Update(grad_norm, overflowed)
+
+    def zero_grad(self) -> None:
+        """Free the gradients."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
-        return Update(grad_norm, overflowed)
 
     def scaler_state(self) -> dict[str, float]:
         return self.scaler.state_dict()

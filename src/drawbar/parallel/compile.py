@@ -1,5 +1,9 @@
 """``torch.compile``, block by block: equal blocks are compiled once."""
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -9,6 +13,18 @@ from torch.distributed.tensor import DTensor
 
 from drawbar.errors import UserError
 from drawbar.parallel.blocks import Forward, blocks_for, replace_forward
+
+_is_off = ContextVar("compiled blocks are off", default=False)
+
+
+@contextmanager
+def uncompiled_blocks() -> Iterator[None]:
+    """Context in which compiled blocks run as they were before."""
+    token = _is_off.set(True)
+    try:
+        yield
+    finally:
+        _is_off.reset(token)
 
 
 def compile_blocks(model: nn.Module) -> None:
@@ -33,9 +49,28 @@ def _compiled(forward: Forward, dynamic: bool | None) -> Forward:
     compiled = torch.compile(forward, dynamic=dynamic)
 
     def either(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return compiled(self, *args, **kwargs) if self.training else forward(self, *args, **kwargs)
+        run = compiled if self.training and not _is_off.get() else forward
+        return run(self, *args, **kwargs)
 
     return either
+
+
+class CompileClock:
+    """Counts the seconds that torch compiles for in this process, from now on."""
+
+    def __init__(self) -> None:
+        from torch._dynamo import on_compile_end, on_compile_start  # seconds to import: for runs that compile
+
+        self.seconds = 0.0
+        self._began = 0.0
+        on_compile_start(self._start)
+        on_compile_end(self._end)
+
+    def _start(self, _: object) -> None:
+        self._began = time.perf_counter()
+
+    def _end(self, _: object) -> None:
+        self.seconds += time.perf_counter() - self._began
 
 
 def check_compiler(device: torch.device) -> None:

@@ -41,16 +41,21 @@ def _has_own_batches(task: Task) -> bool:
     return any(not method.__module__.startswith("drawbar.") for method in methods)
 
 
+def batch_maker(task: Task, config: RunConfig) -> BatchMaker[Batch]:
+    """What makes training batches of samples."""
+    return BatchMaker(train_collate(task, config), make_augment(task, config, train=True))
+
+
 def make_prefetcher(task: Task, config: RunConfig, device: torch.device, ahead: bool) -> Prefetcher[Batch]:
-    """What makes training batches, as ``data.workers`` says. ``auto`` makes them ahead, in a thread, if drawbar's own
-    code makes them: a user's may draw now and then from the generators that the step draws from, too.
+    """What prepares training batches, as ``data.workers`` says. ``auto`` makes them ahead, in a thread, if drawbar's
+    own code makes them: a user's may draw now and then from the generators that the step draws from, too.
 
     Args:
         ahead: False to make each batch at its step, whatever ``data.workers`` says.
     """
     workers = config.data.workers
     return Prefetcher(
-        BatchMaker(train_collate(task, config), make_augment(task, config, train=True)),
+        batch_maker(task, config),
         ahead=ahead and (not _has_own_batches(task) if workers == "auto" else workers != 0),
         processes=0 if workers == "auto" else workers,
         finish=_Pinned(device) if device.type == "cuda" else None,

@@ -57,7 +57,9 @@ from drawbar.train.callbacks import (
     owes_evaluation,
 )
 from drawbar.train.check import check_evaluation, check_task
+from drawbar.train.compile_payoff import logging_compile_payoff
 from drawbar.train.core_wait import CoreWaitCallback
+from drawbar.train.memory_probe import fit_micro_batch, memory_of
 from drawbar.train.node_local import Disks, find_start_on_all_disks, look_at_disks
 from drawbar.train.rundir import RunStart, find_start, lock_run_dir, renamed, without_rebuild, write_config
 from drawbar.train.saver import Saver, as_it_began, checkpoint_bytes, restore_engine, restore_position
@@ -177,6 +179,9 @@ class Trainer:
         self._try_out(task, engine, opened, config, world, console)
         loader, validation = load_data(task, opened, config, world, console)
         engine.total_steps = total_steps = count_steps(config.train, loader.steps_per_epoch)
+        resumed = start.checkpoint is not None and not start.forked
+        kept_in = origin if resumed else config.run_dir
+        found = fit_micro_batch(loader, engine, memory_of(world.device), kept_in, resumed)
 
         seed_everything(config.run.seed, world.dims.seed_rank(world.rank))  # from here on a rank's dropout is its own
         progress = RunProgress()
@@ -187,8 +192,10 @@ class Trainer:
             check_length(progress.step, total_steps, config.train)
             log_changed_length(start.changed_length, progress.step, total_steps, config.optim)
         self._open(task, engine, world, disks, start)
-        parts = (config, world, disks, stop, console, trackers, task, engine, loader, validation, progress)
-        _Run(*parts, total_steps, self.callbacks).train()
+        if found is not None and disks.is_writer:
+            found.save(config.run_dir)
+        parts = (config, world, disks, stop, console, trackers, task, engine, loader)
+        _Run(*parts, found is not None, validation, progress, total_steps, self.callbacks).train()
         engine.close()
         return Outcome(stop.exit_code, config.run_dir, progress)
 
@@ -247,6 +254,7 @@ class _Run:
     task: Task
     engine: Engine
     loader: Loader
+    was_tried: bool
     validation: Split | None
     progress: RunProgress
     total_steps: int
@@ -322,7 +330,8 @@ class _Run:
             callback.on_train_start(self.handle)
         if not self.stop.agreed():  # a stop requested in on_train_start, which may run an overdue evaluation
             self.stop.begin()
-            for step, micro_batches in self.loader.steps(self.progress.step, self.total_steps):
+            steps = self.loader.steps(self.progress.step, self.total_steps)
+            for step, micro_batches in logging_compile_payoff(steps, self.engine, self.meter, self.was_tried):
                 self.world.note(f"step {step}")
                 result = self.engine.train_step(micro_batches)  # forward, backward, reduce, clip, update
                 self.progress.advance(result)

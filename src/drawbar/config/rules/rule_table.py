@@ -17,7 +17,7 @@ from drawbar.config.schema.run_config import OptimSection, RunConfig
 from drawbar.errors import UserError
 
 MICRO_BATCH_TOKENS = 8192
-"""Tokens that ``train.micro_batch: auto`` puts into one forward, at most."""
+"""Tokens that ``train.micro_batch: auto`` puts into one forward, at most, where no larger number is found to fit."""
 
 DEFAULTS = OptimSection()
 

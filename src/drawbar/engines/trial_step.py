@@ -1,0 +1,44 @@
+"""Training steps without their update, which leave no trace: for what they take of memory and time."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from drawbar.data.loader import MicroBatch
+from drawbar.engines.engine import Engine
+from drawbar.engines.updaters import TorchUpdater
+from drawbar.parallel.zero1 import local_optimizer
+from drawbar.runtime.seed import rng_state, set_rng_state
+from drawbar.tasks.batch import Batch
+
+
+@contextmanager
+def trial_step(engine: Engine, updater: TorchUpdater, micro_batches: Sequence[MicroBatch[Batch]]) -> Iterator[None]:
+    """Forward and backward of a step. Inside, its gradients are there; afterwards weights, buffers and random
+    generators are what they were. Every rank enters it.
+
+    Args:
+        updater: the engine's. DeepSpeed's has gradients of its own, which nothing takes back.
+    """
+    device = engine.world.device
+    generators = rng_state(device)
+    buffers = [(buffer, buffer.clone()) for buffer in engine.module.buffers()]
+    engine.executor.forward_backward(list(micro_batches), scale=1.0)
+    yield
+    updater.zero_grad()
+    with torch.no_grad():
+        for buffer, before in buffers:
+            buffer.copy_(before)
+    set_rng_state(generators, device)
+
+
+def state_to_come(updater: TorchUpdater) -> int:
+    """The most bytes that the first update adds to this rank's device: an optimizer without a state makes one of up to
+    two numbers for each weight."""
+    without = [optimizer for optimizer in map(local_optimizer, updater.optimizers) if not optimizer.state]
+    groups = [group["params"] for optimizer in without for group in optimizer.param_groups]
+    locals_ = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in chain.from_iterable(groups)]
+    return sum(2 * local.nbytes for local in locals_ if local.device.type == updater.device.type)

@@ -1,0 +1,101 @@
+"""Whether ``parallel.compile`` pays within a run: what it has cost, and what it saves in each step."""
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from statistics import quantiles
+
+import torch
+
+from drawbar.data.loader import MicroBatch
+from drawbar.engines.engine import Engine
+from drawbar.engines.trial_step import trial_step
+from drawbar.engines.updaters import TorchUpdater
+from drawbar.parallel.compile import CompileClock, uncompiled_blocks
+from drawbar.runtime.log import logger
+from drawbar.tasks.batch import Batch
+from drawbar.tracking.meters import Throughput
+from drawbar.train.memory_probe import memory_of
+
+FIRST_COMPARED = 10
+"""Most of what a run compiles, it compiles in the steps before this one."""
+LAST_COMPARED = 15
+"""From the first to this one, steps are made as trials, too, compiled and uncompiled."""
+
+Steps = Iterator[tuple[int, list[MicroBatch[Batch]]]]
+
+
+def logging_compile_payoff(steps: Steps, engine: Engine, meter: Throughput, was_tried: bool) -> Steps:
+    """The same steps; of compiled blocks the log says, once some steps are made, what compilation has cost and saved.
+
+    Args:
+        steps: those that are left. Every rank makes them.
+        meter: leaves out the time of the trials.
+        was_tried: whether an uncompiled step is known to fit into the device's memory.
+    """
+    left = engine.total_steps - engine.step
+    if not engine.config.parallel.compile:
+        return steps
+    if left < LAST_COMPARED:
+        logger.info("parallel.compile: the %d steps of this run are too few to tell whether it pays", left)
+        return steps
+    fits = was_tried or engine.world.device.type == "cpu"
+    updater = engine.updater if fits and isinstance(engine.updater, TorchUpdater) else None
+    return _compared(steps, engine, updater, meter, left)
+
+
+def _compared(steps: Steps, engine: Engine, updater: TorchUpdater | None, meter: Throughput, left: int) -> Steps:
+    clock, saved, memory = CompileClock(), list[float](), memory_of(engine.world.device)
+    for number, (step, micro_batches) in enumerate(steps, start=1):
+        if updater is not None and FIRST_COMPARED <= number <= LAST_COMPARED:
+            with meter.paused():
+                # in turns: what comes second finds caches that are filled
+                saved.append(_saved_seconds(engine, updater, micro_batches, compiled_first=number % 2 == 0))
+        if number == LAST_COMPARED:
+            if memory is not None:
+                memory.reset()  # its peak was that of an uncompiled step
+            logger.info("parallel.compile: %s", describe_payoff(clock.seconds, saved, left))
+        yield step, micro_batches
+
+
+def _saved_seconds(
+    engine: Engine, updater: TorchUpdater, micro_batches: Sequence[MicroBatch[Batch]], compiled_first: bool
+) -> float:
+    """By how much the forward and backward of a step are faster than uncompiled."""
+    seconds = {}
+    for is_compiled in (compiled_first, not compiled_first):
+        began = _now(engine.world.device)
+        with nullcontext() if is_compiled else uncompiled_blocks(), trial_step(engine, updater, micro_batches):
+            pass
+        seconds[is_compiled] = _now(engine.world.device) - began
+    return seconds[False] - seconds[True]
+
+
+def _now(device: torch.device) -> float:
+    """The time at which all is done that the device was asked for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def describe_payoff(cost: float, saved: Sequence[float], left: int) -> str:
+    """What compilation costs and saves, for people.
+
+    Args:
+        cost: seconds of compiling so far.
+        saved: seconds in each of some steps; none where that is not known.
+        left: steps that this process makes.
+    """
+    took = f"it has taken {cost:,.1f} s"
+    if not saved:
+        return f"{took}; what it saves is not measured here"
+    low, typical, high = quantiles(saved, n=4)
+    what = (
+        f"{took} and saves {typical:.2g} s a step ({low:.2g} to {high:.2g} in the middle half of {len(saved)} trials)"
+    )
+    if cost <= typical * left:
+        return f"{what}: it pays after {math.ceil(cost / typical):,} of {left:,} steps"
+    if cost <= high * left:
+        return f"{what}: whether that pays in {left:,} steps is not clear"
+    return f"{what}: that does not pay in {left:,} steps; set parallel.compile=false"

@@ -1,0 +1,239 @@
+"""``train.micro_batch: auto`` on a CUDA device: the largest micro-batch that fits into its memory, by trial steps.
+
+It is kept in the run directory: a run that goes on adds its numbers up in the order in which it began. A rank that ran
+out of memory in a trial would leave the others in a collective. So a trial is made only if those before it let expect
+that it fits, on all ranks.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from drawbar.config.rules.rule_table import MICRO_BATCH_TOKENS
+from drawbar.config.schema.run_config import RunConfig
+from drawbar.data.loader import Loader, MicroBatch, MicroBatchSize, Rows, SampleRows, TrainLoader, raw_batch
+from drawbar.data.prefetch import RawBatch
+from drawbar.engines.engine import Engine
+from drawbar.engines.executors import ModelExecutor
+from drawbar.engines.trial_step import state_to_come, trial_step
+from drawbar.engines.updaters import TorchUpdater
+from drawbar.parallel.compile import uncompiled_blocks
+from drawbar.runtime.log import logger
+from drawbar.tasks.batch import Batch
+from drawbar.train.batch_making import batch_maker
+from drawbar.util.atomic_files import write_durably
+
+FOUND_FILE = "micro_batch.json"
+USABLE_SHARE = 0.9
+"""Of a device's memory. The rest is for fragments, for what an update takes besides the optimizer's state, and for what
+``largest_that_fits`` cannot foresee."""
+
+
+class DeviceMemory(Protocol):
+    """The memory of the device of this rank, in bytes."""
+
+    @property
+    def name(self) -> str:
+        """Of the device: another one may have room for more."""
+
+    def reset(self) -> None:
+        """Free what is kept for later tensors, and forget the peak."""
+
+    def allocated(self) -> int:
+        """What tensors have now."""
+
+    def peak(self) -> int:
+        """The most that tensors had at once since ``reset``."""
+
+    def limit(self) -> int:
+        """The most that tensors could have."""
+
+
+class CudaMemory:
+    """``DeviceMemory`` of a CUDA device, which other processes may use, too."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @property
+    def name(self) -> str:
+        properties = torch.cuda.get_device_properties(self._device)
+        return f"{properties.name}, {properties.total_memory >> 20} MiB"
+
+    def reset(self) -> None:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def allocated(self) -> int:
+        return torch.cuda.memory_allocated(self._device)
+
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def limit(self) -> int:
+        free, _ = torch.cuda.mem_get_info(self._device)
+        return free + torch.cuda.memory_reserved(self._device)
+
+
+def memory_of(device: torch.device) -> DeviceMemory | None:
+    """None where nothing is to be filled: a host's memory is for other programs, too, and its cores gain nothing from
+    larger micro-batches."""
+    return CudaMemory(device) if device.type == "cuda" else None
+
+
+@dataclass(frozen=True)
+class FoundMicroBatch:
+    """The micro-batch of a run, and what it was found with: whatever of that may change while a run lasts."""
+
+    size: MicroBatchSize
+    found_with: Mapping[str, Any]
+
+    def save(self, run_dir: Path) -> None:
+        values = {**asdict(self.size), "found_with": self.found_with}
+        write_durably(run_dir / FOUND_FILE, json.dumps(values, ensure_ascii=False, indent=2) + "\n")
+
+    @classmethod
+    def load(cls, run_dir: Path) -> "FoundMicroBatch | None":
+        """None where the run has none."""
+        path = run_dir / FOUND_FILE
+        if not path.exists():
+            return None
+        values = json.loads(path.read_text("utf-8"))
+        return cls(MicroBatchSize(values["rows"], values["tokens"]), values["found_with"])
+
+
+def fit_micro_batch(
+    loader: Loader[Batch], engine: Engine, memory: DeviceMemory | None, run_dir: Path, resumed: bool
+) -> FoundMicroBatch | None:
+    """Set the loader's micro-batches to what fits into the memory. Every rank calls it.
+
+    A run that goes on keeps what it has found, if neither device, ranks nor strategy have changed; one that has found
+    nothing, such as that of an older drawbar, has micro-batches of the usual size.
+
+    Args:
+        memory: None to leave the loader as it is.
+        run_dir: where the file of the run is, if it has one.
+        resumed: whether the run goes on from a checkpoint of its own.
+
+    Returns:
+        What to keep of it; None where micro-batches are set by hand, a pipeline has several of them in memory, a
+        stream's longest row is not known, or DeepSpeed would keep the gradients.
+    """
+    train, world = engine.config.train, engine.world
+    is_set = train.micro_batch != "auto" or train.micro_batch_tokens is not None
+    if memory is None or is_set or engine.config.parallel.features.many_devices:
+        return None
+    if not isinstance(loader, TrainLoader) or not isinstance(engine.executor, ModelExecutor):
+        return None
+    if not isinstance(engine.updater, TorchUpdater):
+        return None
+    kept = world.from_rank0(lambda: FoundMicroBatch.load(run_dir), "looking for the run's micro-batch")
+    if kept is None and resumed:
+        return None
+    found_with = _found_with(engine, memory)
+    if kept is None or kept.found_with != found_with:
+        kept = FoundMicroBatch(_probe(loader, engine, engine.updater, memory), found_with)
+    loader.micro_batch = kept.size
+    return kept
+
+
+def _found_with(engine: Engine, memory: DeviceMemory) -> dict[str, Any]:
+    settings = engine.config.model_dump(
+        mode="json",
+        exclude_defaults=True,  # else a later drawbar's new settings would be a change
+        include={"parallel": True, "data": {"padding_free"}, "task": {"attention", "cross_entropy"}},
+    )
+    return {"devices": sorted(set(engine.world.all_gather(memory.name))), "ranks": engine.world.size, **settings}
+
+
+def _probe(loader: TrainLoader[Batch], engine: Engine, updater: TorchUpdater, memory: DeviceMemory) -> MicroBatchSize:
+    rows, world = loader.rows, engine.world
+    make, to_come = batch_maker(engine.task, engine.config), state_to_come(updater)
+
+    def measure(count: int) -> Trial:
+        world.note(f"trying micro-batches of {count} rows")
+        micro = MicroBatch(make(longest_rows(rows, count)))
+        memory.reset()
+        # compiled blocks take no more memory than uncompiled ones, and would be compiled anew for each size; and of two
+        # micro-batches the second one has the gradients of the first beside it
+        with uncompiled_blocks(), trial_step(engine, updater, [micro, micro]):
+            resting = memory.allocated()
+        return Trial(count, resting + to_come, memory.peak() + to_come)
+
+    def fits(needed: float) -> bool:
+        return world.sum_counts([int(needed <= USABLE_SHARE * memory.limit())]) == [world.size]
+
+    in_tokens, longest = "input_ids" in rows.samples.fields, int(rows.lengths[:].max())
+    trial = largest_that_fits(measure, fits, _most_rows(loader, engine.config, longest if in_tokens else None))
+    memory.reset()
+    size = MicroBatchSize(tokens=trial.rows * longest) if in_tokens else MicroBatchSize(rows=trial.rows)
+    logger.info(
+        "micro-batch: %s (%d of the longest rows); a step takes %.1f of %.1f GiB",
+        *(f"{size.tokens:,} tokens" if in_tokens else f"{size.rows:,} rows", trial.rows),
+        *(trial.peak / 2**30, memory.limit() / 2**30),
+    )
+    return size
+
+
+def _most_rows(loader: TrainLoader[Batch], config: RunConfig, longest: int | None) -> int:
+    """A rank's share of the global batch. Of rows that are padded to the longest beside them, no more than the usual
+    micro-batch holds: in a larger one they are padded more, and that costs more than it gains.
+
+    Args:
+        longest: tokens of the longest row; None where rows have no tokens.
+    """
+    share = -(-loader.global_batch // loader.world_size)
+    is_padded = config.data.batching == "padded" and config.data.padding_free is not True
+    return share if longest is None or not is_padded else min(share, max(1, MICRO_BATCH_TOKENS // longest))
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a step took."""
+
+    rows: int
+    """Of a micro-batch."""
+    resting: int
+    """Bytes of weights, gradients and optimizer."""
+    peak: int
+    """Bytes."""
+
+
+def largest_that_fits(measure: Callable[[int], Trial], fits: Callable[[float], bool], most: int) -> Trial:
+    """The trial of the largest power of two of rows that fits, or of ``most``; of one row in any case.
+
+    At each moment of a step, the memory is a constant and a part that grows with the rows. So the peak is convex in the
+    rows: beyond the last two trials it may lie above the line through them, but by no more than such constants differ
+    (a block that FSDP has gathered, a chunk of logits).
+
+    Args:
+        fits: whether so many bytes are there, on all ranks.
+    """
+    largest = measure(1)
+    bytes_per_row: float = largest.peak - largest.resting
+    while largest.rows < most:
+        more = min(2 * largest.rows, most) - largest.rows
+        if not fits(largest.peak + bytes_per_row * more):
+            break
+        trial = measure(largest.rows + more)
+        if not fits(trial.peak):
+            break
+        bytes_per_row = (trial.peak - largest.peak) / more
+        largest = trial
+    return largest
+
+
+def longest_rows(rows: Rows, count: int) -> RawBatch:
+    """Rows that take no less memory than any ``count`` others. Of a decoder's samples these are twice as many: those
+    with the longest input, and those with the longest target."""
+    if not isinstance(rows, SampleRows):
+        longest_first = np.argsort(-rows.lengths[:], kind="stable")
+        return raw_batch(rows, longest_first[np.arange(count) % len(rows)], epoch=0)
+    sides = [name for name in ("input_ids", "decoder_input_ids") if name in rows.samples.fields]
+    longest = {int(rows.samples.field_lengths(name).argmax()) for name in sides} or {0}
+    return raw_batch(rows, np.repeat(sorted(longest), count), epoch=0)
