@@ -2,14 +2,20 @@
 
 import os
 import sys
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import click
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
+    from drawbar.config.io.load_config import LoadedConfig
+    from drawbar.config.io.source import Settings
     from drawbar.config.schema.run_config import RunConfig
+    from drawbar.launch.node.rendezvous import Rendezvous
+    from drawbar.launch.node.warm_process import WarmProcess
     from drawbar.tasks.task import Task
 
 
@@ -51,30 +57,22 @@ def train(task: "type[Task] | None", arguments: tuple[str, ...], resume: str, fo
 
 def start(task: "type[Task] | None", arguments: tuple[str, ...], resume: str, fork: str | None) -> int:
     """Train here, or start the processes that do, and wait for them; the exit code of the run."""
-    from drawbar.cli.arguments import load
-    from drawbar.cli.torch_imports import quick_imports
+    from drawbar.cli.arguments import check, read
     from drawbar.config.deepspeed.deepspeed_json import check_deepspeed
-    from drawbar.config.rules.rule_table import RULES, TRAIN_RULES, check_rules, check_world
+    from drawbar.config.rules.rule_table import RULES, TRAIN_RULES, check_rules
     from drawbar.distributed.foreign_launcher import check_alone
     from drawbar.launch.node.rendezvous import Rendezvous
+    from drawbar.util.torch_imports import quick_imports
 
     rendezvous = Rendezvous.take()
     if rendezvous is None:
         check_alone()
-    loaded = load(arguments, task)
-    check_rules(loaded, RULES + TRAIN_RULES)
-    processes = count_processes(loaded.config)
-    total = processes * (rendezvous.nodes if rendezvous else 1)
-    if total > 1:
-        from drawbar.launch.node.agent import run_processes
-        from drawbar.launch.node.node_check import NodeCheck
-
-        config = loaded.config
-        check_world(config, total)
-        check_deepspeed(loaded, total)
-        patience = config.launch.roll_call_seconds
-        node_check = NodeCheck(config.model_dump_json(), config.device, processes, config.run_dir, patience)
-        return run_processes(own_command(task), processes, rendezvous, config.launch.timeout, node_check)
+    settings = read(arguments)
+    with start_early(task, settings) as warm_process:
+        loaded = check(settings, task)
+        check_rules(loaded, RULES + TRAIN_RULES)
+        if count_processes(loaded.config) * (rendezvous.nodes if rendezvous else 1) > 1:
+            return launch(loaded, own_command(task), rendezvous, warm_process)
 
     with quick_imports():
         from drawbar.distributed.rank_info import RankInfo
@@ -82,6 +80,42 @@ def start(task: "type[Task] | None", arguments: tuple[str, ...], resume: str, fo
 
     check_deepspeed(loaded, RankInfo.from_environment().world_size)
     return Trainer(loaded.config, task, resume=resume, fork=fork).fit().exit_code
+
+
+def launch(
+    loaded: "LoadedConfig", command: list[str], rendezvous: "Rendezvous | None", warm_process: "WarmProcess | None"
+) -> int:
+    """Start this node's ranks, and wait for them; the exit code of the run."""
+    from drawbar.config.deepspeed.deepspeed_json import check_deepspeed
+    from drawbar.config.rules.rule_table import check_world
+    from drawbar.launch.node.agent import run_processes
+    from drawbar.launch.node.node_check import NodeCheck
+
+    config, processes = loaded.config, count_processes(loaded.config)
+    total = processes * (rendezvous.nodes if rendezvous else 1)
+    check_world(config, total)
+    check_deepspeed(loaded, total)
+    patience = config.launch.roll_call_seconds
+    node_check = NodeCheck(config.model_dump_json(), config.device, processes, config.run_dir, patience)
+    return run_processes(command, processes, rendezvous, config.launch.timeout, node_check, warm_process)
+
+
+def start_early(
+    task: "type[Task] | None", settings: "Settings"
+) -> "AbstractContextManager[WarmProcess] | AbstractContextManager[None]":
+    """The process that is to fork the ranks, which begins to import while the settings are checked. None where they
+    ask for no ranks, or it gains nothing: a script, which ranks run from its beginning, has imported torch itself."""
+    from drawbar.launch.node.rank_environment import become_launcher
+    from drawbar.launch.node.warm_process import WarmProcess
+
+    section = settings.values.get("launch")
+    nproc = section.get("nproc") if isinstance(section, dict) else None
+    if not isinstance(nproc, int) or nproc < 2 or "RANK" in os.environ or "WORLD_SIZE" in os.environ:
+        return nullcontext()
+    if task is not None or "torch" in sys.modules or sys.platform != "linux":
+        return nullcontext()
+    become_launcher(nproc)
+    return WarmProcess(["drawbar.cli.train", "drawbar.train.trainer", "drawbar.launch.node.agent"], nproc)
 
 
 def count_processes(config: "RunConfig") -> int:
