@@ -18,6 +18,12 @@ if TYPE_CHECKING:
     from drawbar.launch.node.warm_process import WarmProcess
     from drawbar.tasks.task import Task
 
+RANK_MODULES = (
+    *("drawbar.cli", "drawbar.train.trainer", "drawbar.engines.torch_strategies", "drawbar.launch.node.agent"),
+    "transformers.generation.utils",
+)
+"""What nearly every rank imports, with torch and transformers; classes of models and tasks are not among it."""
+
 
 @click.command(
     short_help="Train a run, or go on with it.",
@@ -115,7 +121,7 @@ def start_early(
     if task is not None or "torch" in sys.modules or sys.platform != "linux":
         return nullcontext()
     become_launcher(nproc)
-    return WarmProcess(["drawbar.cli.train", "drawbar.train.trainer", "drawbar.launch.node.agent"], nproc)
+    return WarmProcess(RANK_MODULES, nproc)
 
 
 def count_processes(config: "RunConfig") -> int:

@@ -61,8 +61,8 @@ class WarmProcess:
         let_orphans_go()
 
     def fork(self, arguments: Sequence[str], environment: dict[str, str]) -> "ForkedRank | None":
-        """``python -u ARGUMENTS`` as a child of this process, in a session of its own; None where a new interpreter is
-        needed."""
+        """``python -u ARGUMENTS`` as a child of this process, in a session of its own, with this process's standard
+        streams; None where a new interpreter is needed."""
         if not self._left or list(arguments[: len(RANK_PROGRAM)]) != RANK_PROGRAM or not adopt_orphans():
             return None
         try:
@@ -92,7 +92,10 @@ class ForkedRank:
     def poll(self) -> int | None:
         """The exit code, or minus the number of the signal that ended it; None while it runs."""
         if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:  # as where a signal's handler raised behind the last waitpid; as Popen does
+                pid, status = self.pid, 0
             if pid:
                 self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode

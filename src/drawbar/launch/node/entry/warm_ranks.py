@@ -10,6 +10,7 @@ See :mod:`drawbar.launch.node.warm_process`.
 
 import os
 import runpy
+import signal
 import sys
 import time
 from importlib import import_module
@@ -41,6 +42,8 @@ def _is_as_new(descriptor: int) -> bool:
 
     Threads that end where a process forks, and start when they are needed, do not count: those of OpenBLAS, by numpy.
     """
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+        return False  # nobody can wait for a child
     rehearsal = os.fork()
     if not rehearsal:
         os._exit(0)
