@@ -127,6 +127,11 @@ def kill_one(folder: str) -> tuple[int | None, int]:
         return running, rank.wait(60)
 
 
+def test_what_is_no_child_is_no_rank() -> None:
+    with pytest.raises(ChildProcessError):
+        ForkedRank(os.getppid())
+
+
 def test_a_forked_rank_that_is_killed(folder: Path) -> None:
     assert run_ranks(kill_one, 1, str(folder)) == [(None, -signal.SIGKILL)]
 

@@ -68,7 +68,7 @@ class WarmProcess:
         try:
             self._channel.send((list(arguments[len(RANK_PROGRAM) :]), environment, self._changed_variables()))
             rank = ForkedRank(self._channel.recv())
-        except (EOFError, OSError):  # it could not import, say, which a rank will tell; or it must not fork
+        except (EOFError, OSError):  # it could not import, say, which a rank will tell; or a fork would not be the same
             self.close()
             return None
         self._left -= 1
@@ -83,9 +83,14 @@ class WarmProcess:
 
 
 class ForkedRank:
-    """A child that this process has not started itself: what torch's launcher uses of ``subprocess.Popen``."""
+    """A child that this process has not started itself: what torch's launcher uses of ``subprocess.Popen``.
+
+    Raises:
+        ChildProcessError: it is no child of this process.
+    """
 
     def __init__(self, pid: int) -> None:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         self.pid = pid
         self.returncode: int | None = None
 

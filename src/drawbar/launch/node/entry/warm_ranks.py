@@ -55,6 +55,7 @@ def _is_as_new(descriptor: int) -> bool:
 
 def _fork_ranks(channel: Connection) -> list[str] | None:
     """Fork a rank for every request of the launcher. Returns in each rank, with its arguments, and at the end: None."""
+    launcher = os.getppid()
     while True:
         try:
             arguments, environment, changed = channel.recv()
@@ -62,13 +63,13 @@ def _fork_ranks(channel: Connection) -> list[str] | None:
             return None
         if any(os.environ.get(name) != value for name, value in changed.items()):
             return None  # what is imported here may have read another value
-        if _fork(channel):
+        if _fork(channel, launcher):
             channel.close()
             os.environ.update(environment)
             return arguments
 
 
-def _fork(channel: Connection) -> bool:
+def _fork(channel: Connection, launcher: int) -> bool:
     """Fork a child of the launcher, which adopts the orphans below it, and send its process id. True in that child."""
     reader, writer = os.pipe()
     between = os.fork()
@@ -83,6 +84,8 @@ def _fork(channel: Connection) -> bool:
         os.close(writer)
         while os.getppid() == between:
             time.sleep(0.001)
+        if os.getppid() != launcher:
+            os._exit(1)  # it is gone, or could not adopt this process
         return True
     os.close(writer)
     os.waitpid(between, 0)  # from here on the launcher is the rank's parent
