@@ -77,8 +77,9 @@ def start(task: "type[Task] | None", arguments: tuple[str, ...], resume: str, fo
     with start_early(task, settings) as warm_process:
         loaded = check(settings, task)
         check_rules(loaded, RULES + TRAIN_RULES)
-        if count_processes(loaded.config) * (rendezvous.nodes if rendezvous else 1) > 1:
-            return launch(loaded, own_command(task), rendezvous, warm_process)
+        processes = count_processes(loaded.config)
+        if processes > 1 or (rendezvous and rendezvous.nodes > 1):
+            return launch_ranks(loaded, own_command(task), processes, rendezvous, warm_process)
 
     with quick_imports():
         from drawbar.distributed.rank_info import RankInfo
@@ -88,8 +89,12 @@ def start(task: "type[Task] | None", arguments: tuple[str, ...], resume: str, fo
     return Trainer(loaded.config, task, resume=resume, fork=fork).fit().exit_code
 
 
-def launch(
-    loaded: "LoadedConfig", command: list[str], rendezvous: "Rendezvous | None", warm_process: "WarmProcess | None"
+def launch_ranks(
+    loaded: "LoadedConfig",
+    command: list[str],
+    processes: int,
+    rendezvous: "Rendezvous | None",
+    warm_process: "WarmProcess | None",
 ) -> int:
     """Start this node's ranks, and wait for them; the exit code of the run."""
     from drawbar.config.deepspeed.deepspeed_json import check_deepspeed
@@ -97,7 +102,7 @@ def launch(
     from drawbar.launch.node.agent import run_processes
     from drawbar.launch.node.node_check import NodeCheck
 
-    config, processes = loaded.config, count_processes(loaded.config)
+    config = loaded.config
     total = processes * (rendezvous.nodes if rendezvous else 1)
     check_world(config, total)
     check_deepspeed(loaded, total)
@@ -109,19 +114,25 @@ def launch(
 def start_early(
     task: "type[Task] | None", settings: "Settings"
 ) -> "AbstractContextManager[WarmProcess] | AbstractContextManager[None]":
-    """The process that is to fork the ranks, which begins to import while the settings are checked. None where they
-    ask for no ranks, or it gains nothing: a script, which ranks run from its beginning, has imported torch itself."""
+    """The process that is to fork the ranks; it begins to import while the settings are checked. None where they do not
+    say how many ranks there are, and where ranks are not forked: see :mod:`drawbar.launch.node.warm_process`."""
     from drawbar.launch.node.rank_environment import become_launcher
     from drawbar.launch.node.warm_process import WarmProcess
 
     section = settings.values.get("launch")
     nproc = section.get("nproc") if isinstance(section, dict) else None
-    if not isinstance(nproc, int) or nproc < 2 or "RANK" in os.environ or "WORLD_SIZE" in os.environ:
+    if not isinstance(nproc, int) or nproc < 2 or _is_rank():
         return nullcontext()
-    if task is not None or "torch" in sys.modules or sys.platform != "linux":
+    is_script = task is not None or "torch" in sys.modules  # of which the ranks run every line anew
+    if is_script or sys.platform != "linux":
         return nullcontext()
     become_launcher(nproc)
     return WarmProcess(RANK_MODULES, nproc)
+
+
+def _is_rank() -> bool:
+    """Whether a launcher such as torchrun has started this process."""
+    return "RANK" in os.environ or "WORLD_SIZE" in os.environ
 
 
 def count_processes(config: "RunConfig") -> int:
@@ -137,7 +148,7 @@ def count_processes(config: "RunConfig") -> int:
 
 def processes_to_start(config: "RunConfig", count_gpus: "Callable[[], int]") -> int:
     """The same; the GPUs are only counted where their number matters."""
-    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
+    if _is_rank():
         return 1
     if config.launch.nproc != "auto":
         return config.launch.nproc
