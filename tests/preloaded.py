@@ -24,7 +24,7 @@ DEEPSPEED = [
 """Not where there are GPUs: it looks for them when it is imported, which a server that forks must not."""
 
 try:
-    from drawbar.cli.torch_imports import quick_imports
+    from drawbar.util.torch_imports import quick_imports
 
     with quick_imports():
         import torch

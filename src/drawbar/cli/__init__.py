@@ -137,7 +137,8 @@ def _invoke(task: "type[Task] | None") -> int:
 def _tell(error: Exception, text: str) -> None:
     """Say what went wrong: to the launcher, which tells it once for all ranks, or here."""
     if _is_one_of_several():
-        from drawbar.launch.node.agent import STATUS_FILE, report_failure
+        from drawbar.launch.node.agent import report_failure
+        from drawbar.launch.node.rank_environment import STATUS_FILE
 
         if report_failure(error) and STATUS_FILE in os.environ:
             return

@@ -42,9 +42,9 @@ def evaluate(
 ) -> int:
     """Evaluate a checkpoint of RUN (a run directory), every sample exactly once."""
     from drawbar.cli.arguments import load_run
-    from drawbar.cli.torch_imports import quick_imports
     from drawbar.cli.train import count_processes, own_command
     from drawbar.config.rules.rule_table import RULES, check_rules
+    from drawbar.util.torch_imports import quick_imports
 
     loaded = load_run(run, overrides, task)
     check_rules(loaded, RULES)

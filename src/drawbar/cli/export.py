@@ -41,7 +41,7 @@ Start a new run from the folder by task.model=demo-model, or load it by transfor
 def export(task: "type[Task] | None", run: str, folder: Path, merge: bool, checkpoint: str | None) -> int:
     """Write the model of RUN (a run directory) as a folder that transformers loads."""
     from drawbar.cli.arguments import load_run
-    from drawbar.cli.torch_imports import quick_imports
+    from drawbar.util.torch_imports import quick_imports
 
     # the weights are fp32 whatever the run computed with; and a machine without a GPU can export
     loaded = load_run(run, ("launch.nproc=1", "device=cpu", "precision=fp32"), task)

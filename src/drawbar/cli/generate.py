@@ -82,7 +82,7 @@ def generate(
     """
     from drawbar.cli.arguments import load_run
     from drawbar.cli.prompts import as_messages, default_prompts, read_prompts
-    from drawbar.cli.torch_imports import quick_imports
+    from drawbar.util.torch_imports import quick_imports
 
     with quick_imports():
         from drawbar.commands.output_files import check_output, write_lines

@@ -66,8 +66,8 @@ def parity(
     differs, names the first module that does.
     """
     from drawbar.cli.arguments import load
-    from drawbar.cli.torch_imports import quick_imports
     from drawbar.config.rules.rule_table import RULES, TRAIN_RULES, check_rules
+    from drawbar.util.torch_imports import quick_imports
 
     loaded = load(arguments, task)
     check_rules(loaded, RULES + TRAIN_RULES)

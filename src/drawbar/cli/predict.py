@@ -49,10 +49,10 @@ def predict(
 ) -> int:
     """Predict for records without labels, by the model of RUN (a run directory)."""
     from drawbar.cli.arguments import load_run
-    from drawbar.cli.torch_imports import quick_imports
     from drawbar.cli.train import count_processes, own_command
     from drawbar.commands.output_files import check_output
     from drawbar.config.rules.rule_table import RULES, check_rules
+    from drawbar.util.torch_imports import quick_imports
 
     given = (f"data.test={json.dumps(source)}", "data.limit.test=null") if source is not None else ()
     loaded = load_run(run, (*given, *overrides), task)

@@ -28,8 +28,8 @@ def prepare(task: "type[Task] | None", arguments: tuple[str, ...]) -> int:
     Prints counts, lengths, and how much padding each way of batching would take.
     """
     from drawbar.cli.arguments import load
-    from drawbar.cli.torch_imports import quick_imports
     from drawbar.config.rules.rule_table import RULES, TRAIN_RULES, check_rules
+    from drawbar.util.torch_imports import quick_imports
 
     loaded = load(arguments, task)
     check_rules(loaded, RULES + TRAIN_RULES)

@@ -2,15 +2,27 @@
 
 import os
 import sys
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import click
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
+    from drawbar.config.io.load_config import LoadedConfig
+    from drawbar.config.io.source import Settings
     from drawbar.config.schema.run_config import RunConfig
+    from drawbar.launch.node.rendezvous import Rendezvous
+    from drawbar.launch.node.warm_process import WarmProcess
     from drawbar.tasks.task import Task
+
+RANK_MODULES = (
+    *("drawbar.cli", "drawbar.train.trainer", "drawbar.engines.torch_strategies", "drawbar.launch.node.agent"),
+    "transformers.generation.utils",
+)
+"""What nearly every rank imports, with torch and transformers; classes of models and tasks are not among it."""
 
 
 @click.command(
@@ -51,30 +63,23 @@ def train(task: "type[Task] | None", arguments: tuple[str, ...], resume: str, fo
 
 def start(task: "type[Task] | None", arguments: tuple[str, ...], resume: str, fork: str | None) -> int:
     """Train here, or start the processes that do, and wait for them; the exit code of the run."""
-    from drawbar.cli.arguments import load
-    from drawbar.cli.torch_imports import quick_imports
+    from drawbar.cli.arguments import check, read
     from drawbar.config.deepspeed.deepspeed_json import check_deepspeed
-    from drawbar.config.rules.rule_table import RULES, TRAIN_RULES, check_rules, check_world
+    from drawbar.config.rules.rule_table import RULES, TRAIN_RULES, check_rules
     from drawbar.distributed.foreign_launcher import check_alone
     from drawbar.launch.node.rendezvous import Rendezvous
+    from drawbar.util.torch_imports import quick_imports
 
     rendezvous = Rendezvous.take()
     if rendezvous is None:
         check_alone()
-    loaded = load(arguments, task)
-    check_rules(loaded, RULES + TRAIN_RULES)
-    processes = count_processes(loaded.config)
-    total = processes * (rendezvous.nodes if rendezvous else 1)
-    if total > 1:
-        from drawbar.launch.node.agent import run_processes
-        from drawbar.launch.node.node_check import NodeCheck
-
-        config = loaded.config
-        check_world(config, total)
-        check_deepspeed(loaded, total)
-        patience = config.launch.roll_call_seconds
-        node_check = NodeCheck(config.model_dump_json(), config.device, processes, config.run_dir, patience)
-        return run_processes(own_command(task), processes, rendezvous, config.launch.timeout, node_check)
+    settings = read(arguments)
+    with start_early(task, settings) as warm_process:
+        loaded = check(settings, task)
+        check_rules(loaded, RULES + TRAIN_RULES)
+        processes = count_processes(loaded.config)
+        if processes > 1 or (rendezvous and rendezvous.nodes > 1):
+            return launch_ranks(loaded, own_command(task), processes, rendezvous, warm_process)
 
     with quick_imports():
         from drawbar.distributed.rank_info import RankInfo
@@ -82,6 +87,52 @@ def start(task: "type[Task] | None", arguments: tuple[str, ...], resume: str, fo
 
     check_deepspeed(loaded, RankInfo.from_environment().world_size)
     return Trainer(loaded.config, task, resume=resume, fork=fork).fit().exit_code
+
+
+def launch_ranks(
+    loaded: "LoadedConfig",
+    command: list[str],
+    processes: int,
+    rendezvous: "Rendezvous | None",
+    warm_process: "WarmProcess | None",
+) -> int:
+    """Start this node's ranks, and wait for them; the exit code of the run."""
+    from drawbar.config.deepspeed.deepspeed_json import check_deepspeed
+    from drawbar.config.rules.rule_table import check_world
+    from drawbar.launch.node.agent import run_processes
+    from drawbar.launch.node.node_check import NodeCheck
+
+    config = loaded.config
+    total = processes * (rendezvous.nodes if rendezvous else 1)
+    check_world(config, total)
+    check_deepspeed(loaded, total)
+    patience = config.launch.roll_call_seconds
+    node_check = NodeCheck(config.model_dump_json(), config.device, processes, config.run_dir, patience)
+    return run_processes(command, processes, rendezvous, config.launch.timeout, node_check, warm_process)
+
+
+def start_early(
+    task: "type[Task] | None", settings: "Settings"
+) -> "AbstractContextManager[WarmProcess] | AbstractContextManager[None]":
+    """The process that is to fork the ranks; it begins to import while the settings are checked. None where they do not
+    say how many ranks there are, and where ranks are not forked: see :mod:`drawbar.launch.node.warm_process`."""
+    from drawbar.launch.node.rank_environment import become_launcher
+    from drawbar.launch.node.warm_process import WarmProcess
+
+    section = settings.values.get("launch")
+    nproc = section.get("nproc") if isinstance(section, dict) else None
+    if not isinstance(nproc, int) or nproc < 2 or _is_rank():
+        return nullcontext()
+    is_script = task is not None or "torch" in sys.modules  # of which the ranks run every line anew
+    if is_script or sys.platform != "linux":
+        return nullcontext()
+    become_launcher(nproc)
+    return WarmProcess(RANK_MODULES, nproc)
+
+
+def _is_rank() -> bool:
+    """Whether a launcher such as torchrun has started this process."""
+    return "RANK" in os.environ or "WORLD_SIZE" in os.environ
 
 
 def count_processes(config: "RunConfig") -> int:
@@ -97,7 +148,7 @@ def count_processes(config: "RunConfig") -> int:
 
 def processes_to_start(config: "RunConfig", count_gpus: "Callable[[], int]") -> int:
     """The same; the GPUs are only counted where their number matters."""
-    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
+    if _is_rank():
         return 1
     if config.launch.nproc != "auto":
         return config.launch.nproc

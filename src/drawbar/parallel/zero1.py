@@ -2,17 +2,26 @@
 those, and sends them to the others. By torch's ``ZeroRedundancyOptimizer``, beside DDP."""
 
 import inspect
+import sys
+from typing import TYPE_CHECKING, TypeGuard
 
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
+if TYPE_CHECKING:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
 
-def zero1_optimizer(optimizer: Optimizer) -> ZeroRedundancyOptimizer:
+_HOME = "torch.distributed.optim"
+"""It compiles ten optimizers when it is imported, so only those import it who need it."""
+
+
+def zero1_optimizer(optimizer: Optimizer) -> "ZeroRedundancyOptimizer":
     """The same optimizer, with its parameters dealt out to the ranks. It must not have made a step.
 
     The parameters become views of one tensor for each rank, which is sent in one broadcast: torch makes such tensors of
     one dtype.
     """
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
     groups = [
         {name: value for name, value in group.items() if name != "param_names"} for group in optimizer.param_groups
     ]
@@ -26,9 +35,9 @@ def zero1_optimizer(optimizer: Optimizer) -> ZeroRedundancyOptimizer:
 
 def local_optimizer(optimizer: Optimizer) -> Optimizer:
     """The optimizer that holds this rank's part of the state."""
-    return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+    return optimizer.optim if is_zero1(optimizer) else optimizer
 
 
-def is_zero1(optimizer: Optimizer) -> bool:
+def is_zero1(optimizer: Optimizer) -> "TypeGuard[ZeroRedundancyOptimizer]":
     """Whether its state is dealt out to the ranks."""
-    return isinstance(optimizer, ZeroRedundancyOptimizer)
+    return _HOME in sys.modules and isinstance(optimizer, sys.modules[_HOME].ZeroRedundancyOptimizer)

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from drawbar.cli.torch_imports import quick_imports
+from drawbar.util.torch_imports import quick_imports
 
 
 @pytest.mark.parametrize("was_on", [True, False])

@@ -52,6 +52,11 @@ def load_config(
     Raises:
         UserError: one error with a line for every problem: place, key, what is allowed, the nearest spelling.
     """
+    return check_settings(read_settings(path, overrides, cluster), task)
+
+
+def read_settings(path: str | Path | None, overrides: Sequence[str] = (), cluster: str | None = None) -> Settings:
+    """The first part of ``load_config``: what was given, merged, and not yet checked. Imports no code of the user's."""
     settings = read_file(Path(path)) if path is not None else Settings()
     if cluster is not None:
         settings = lay_over(read_profile(cluster), settings)
@@ -59,6 +64,11 @@ def load_config(
         apply_override(settings, override)
     fill_from_deepspeed_json(settings)
     _drop_retired(settings)
+    return settings
+
+
+def check_settings(settings: Settings, task: type[TaskConfig] | None = None) -> LoadedConfig:
+    """The other part of ``load_config``; it imports the module of the user's that ``task.type`` names."""
     # Present, so that a missing option of the task is reported under its key.
     settings.values.setdefault("task", {})
     if task is None:

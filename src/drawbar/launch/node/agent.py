@@ -11,27 +11,29 @@ import math
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from drawbar.distributed.interrupt import ECHO_SECONDS, INTERRUPT, REQUEUE, code_of, farewell, handle
-from drawbar.distributed.watchdog import LAUNCHER
 from drawbar.errors import ExitCode, UserError
 from drawbar.launch.node.node_check import NodeCheck
+from drawbar.launch.node.rank_environment import STATUS_FILE, become_launcher
 from drawbar.launch.node.rendezvous import Rendezvous
-
-STATUS_FILE = "DRAWBAR_STATUS_FILE"
-"""Environment variable: where a node's first rank leaves its exit code for the launcher."""
+from drawbar.launch.node.warm_process import ForkedRank, WarmProcess
 
 _SAVE_SECONDS = 24 * 3600
 """How long ranks may take to save after a signal, before they are killed: as long as that takes. A scheduler kills them
@@ -46,15 +48,15 @@ def run_processes(
     rendezvous: Rendezvous | None = None,
     timeout: float = 600,
     node_check: NodeCheck | None = None,
+    warm_process: WarmProcess | None = None,
 ) -> int:
     """Run ``python ARGUMENTS`` as ``nproc`` ranks on this machine and return the exit code of the run.
 
     Without a ``rendezvous`` torch's store listens on a port that the operating system chooses, so two runs never meet.
-    With one, every node calls this, runs the ``node_check``, and waits ``timeout`` seconds for the others.
+    With one, every node calls this, runs the ``node_check``, and waits ``timeout`` seconds for the others. Ranks are
+    forked by the ``warm_process`` where it can.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc)))
-    os.environ[LAUNCHER] = str(os.getpid())
+    become_launcher(nproc)
     logging.disable()  # drawbar prints its own messages instead of torch's
     with tempfile.TemporaryDirectory(prefix="drawbar-") as folder:
         status = Path(folder) / "status"
@@ -63,7 +65,8 @@ def run_processes(
         own = rendezvous or Rendezvous(Path(folder).name, "127.0.0.1:0", nodes=1, node=0, address="127.0.0.1")
         config = _launch_config(own, nproc, timeout, folder)
         try:
-            with contextlib.nullcontext() if rendezvous is None or node_check is None else node_check.run(rendezvous):
+            checked = node_check.run(rendezvous) if rendezvous and node_check else contextlib.nullcontext()
+            with checked, _ranks_of(warm_process):
                 elastic_launch(config, sys.executable)("-u", *arguments)
         except ChildFailedError as error:
             return _explain(error.failures)
@@ -95,6 +98,23 @@ def _launch_config(rendezvous: Rendezvous, nproc: int, timeout: float, log_dir: 
         signals_to_handle="SIGQUIT",  # drawbar handles the other signals itself
         shutdown_timeout=_SAVE_SECONDS,
     )
+
+
+@contextlib.contextmanager
+def _ranks_of(warm_process: WarmProcess | None) -> Iterator[None]:
+    """Context in which torch's elastic launcher, which has no way to be told, takes its ranks from ``warm_process``."""
+    start = subprocess_handler.Popen
+
+    def fork_or_start(args: tuple[str, ...], env: dict[str, str], **options: Any) -> ForkedRank | subprocess.Popen:
+        if warm_process is not None and (rank := warm_process.fork(args[2:], env)):
+            return rank
+        return start(args, env=env, **options)
+
+    subprocess_handler.Popen = fork_or_start
+    try:
+        yield
+    finally:
+        subprocess_handler.Popen = start
 
 
 def _nobody_came(rendezvous: Rendezvous, timeout: float) -> UserError:

@@ -10,9 +10,15 @@ from pathlib import Path
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-def adopt_orphans() -> None:
-    """Make this process a subreaper: descendants whose parent ends become its children, and can be found."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+def adopt_orphans() -> bool:
+    """Make this process a subreaper: descendants whose parent ends become its children, and can be found. False where
+    it cannot be one."""
+    return _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def let_orphans_go() -> None:
+    """Make this process no subreaper any more; it keeps the children that it has."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 0)
 
 
 def die_with_parent() -> None:
@@ -51,7 +57,8 @@ def end_tree(seconds: float = 5) -> list[int]:
         time.sleep(0.02)  # one that was just killed may have had a child on its way
 
 
-def _prctl(option: int, value: int) -> None:
+def _prctl(option: int, value: int) -> bool:
     """Linux alone has it; elsewhere a parent that is killed leaves its children to themselves."""
     with contextlib.suppress(AttributeError):
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+        return ctypes.CDLL(None).prctl(option, value, 0, 0, 0) == 0
+    return False

@@ -1,0 +1,98 @@
+"""Runs beside the launcher of a node: imports what ranks need, and forks them.
+
+    python -u -m drawbar.launch.node.entry.warm_ranks DESCRIPTOR [ARGUMENT]...
+
+DESCRIPTOR is a connection to the launcher. It sends the names of modules; then, for each rank, the arguments of
+``drawbar``, the environment of the rank, and the variables that the launcher has changed since it started this process.
+The answer is the process id of the rank. Where there is none, as this process has ended, the rank is not forked.
+See :mod:`drawbar.launch.node.warm_process`.
+"""
+
+import os
+import runpy
+import signal
+import sys
+import time
+from importlib import import_module
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from drawbar.util.torch_imports import quick_imports
+
+
+def main(descriptor: int) -> None:
+    channel = Connection(descriptor)
+    try:
+        with quick_imports():
+            for name in channel.recv():
+                import_module(name)
+    except Exception:  # noqa: BLE001 - a rank will find the same, and tell it
+        return
+    if not _is_as_new(descriptor):
+        return
+    arguments = _fork_ranks(channel)
+    if arguments is not None:
+        sys.argv[1:] = arguments
+        runpy.run_module("drawbar", run_name="__main__", alter_sys=True)
+
+
+def _is_as_new(descriptor: int) -> bool:
+    """Whether a fork of this process can do what a new one can: no other thread may hold a lock that its copy waits for
+    without end, and no library may hold anything open, a GPU above all.
+
+    Threads that end where a process forks, and start when they are needed, do not count: those of OpenBLAS, by numpy.
+    """
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+        return False  # nobody can wait for a child
+    rehearsal = os.fork()
+    if not rehearsal:
+        os._exit(0)
+    os.waitpid(rehearsal, 0)
+    alone = len(list(Path("/proc/self/task").iterdir())) == 1
+    opened = {path.name for path in Path("/proc/self/fd").iterdir() if path.exists()}
+    return alone and opened <= {"0", "1", "2", str(descriptor)}
+
+
+def _fork_ranks(channel: Connection) -> list[str] | None:
+    """Fork a rank for every request of the launcher. Returns in each rank, with its arguments, and at the end: None."""
+    launcher = os.getppid()
+    while True:
+        try:
+            arguments, environment, changed = channel.recv()
+        except EOFError:
+            return None
+        if any(os.environ.get(name) != value for name, value in changed.items()):
+            return None  # what is imported here may have read another value
+        if _fork(channel, launcher):
+            channel.close()
+            os.environ.update(environment)
+            return arguments
+
+
+def _fork(channel: Connection, launcher: int) -> bool:
+    """Fork a child of the launcher, which adopts the orphans below it, and send its process id. True in that child."""
+    reader, writer = os.pipe()
+    between = os.fork()
+    if not between:
+        between = os.getpid()
+        rank = os.fork()
+        if rank:
+            os.write(writer, str(rank).encode())
+            os._exit(0)
+        os.setsid()
+        os.close(reader)
+        os.close(writer)
+        while os.getppid() == between:
+            time.sleep(0.001)
+        if os.getppid() != launcher:
+            os._exit(1)  # it is gone, or could not adopt this process
+        return True
+    os.close(writer)
+    os.waitpid(between, 0)  # from here on the launcher is the rank's parent
+    channel.send(int(os.read(reader, 32)))
+    os.close(reader)
+    return False
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

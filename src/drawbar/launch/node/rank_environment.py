@@ -1,0 +1,16 @@
+"""The environment variables that ranks inherit from drawbar's launcher, besides those that torch's sets."""
+
+import os
+
+from drawbar.distributed.watchdog import LAUNCHER
+
+STATUS_FILE = "DRAWBAR_STATUS_FILE"
+"""Environment variable: where a node's first rank leaves its exit code for the launcher."""
+
+
+def become_launcher(nproc: int) -> None:
+    """Tell the ranks that this process is their launcher, and how many threads each has, unless the user has said it:
+    they share the cores that this process may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc)))
+    os.environ[LAUNCHER] = str(os.getpid())

@@ -1,0 +1,115 @@
+"""``WarmProcess``: imports torch and transformers once for all ranks of a node, and forks the ranks.
+
+These imports are most of the time to a first step. So the process begins with them while the launcher is still reading
+the configuration, and each rank begins behind them. It forks only where a fork is as good as a new interpreter, which
+it finds out itself (:mod:`drawbar.launch.node.entry.warm_ranks`). Else the launcher starts ranks as torch does.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from multiprocessing import Pipe
+from types import TracebackType
+from typing import Self
+
+from drawbar.launch.node.process_tree import adopt_orphans, die_with_parent, let_orphans_go
+from drawbar.launch.node.rank_environment import STATUS_FILE
+
+RANK_PROGRAM = ["-m", "drawbar"]
+"""What it can fork. A user's script may have to run before what it imports is imported."""
+_OF_LAUNCHERS = ("TORCHELASTIC_", STATUS_FILE)
+"""How the names begin that torch's launcher and ours set for ranks; no module reads them when it is imported."""
+_POLL = 0.05
+
+
+class WarmProcess:
+    """The process, as a context: it is there until it has forked its last rank, or its context ends. Linux alone.
+
+    Args:
+        modules: what it imports.
+        nproc: how many ranks it is to fork.
+    """
+
+    def __init__(self, modules: Sequence[str], nproc: int) -> None:
+        self._environment = dict(os.environ)
+        self._left = nproc
+        self._channel, theirs = Pipe()
+        command = [sys.executable, "-u", "-m", "drawbar.launch.node.entry.warm_ranks", str(theirs.fileno())]
+        self._process = subprocess.Popen(
+            [*command, *sys.argv[1:]],  # which it does not read: `ps` tells its ranks apart by them
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
+        theirs.close()
+        self._channel.send(list(modules))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the process; not the ranks, which are children of this one."""
+        self._left = 0
+        self._channel.close()
+        self._process.kill()
+        self._process.wait()
+        let_orphans_go()
+
+    def fork(self, arguments: Sequence[str], environment: dict[str, str]) -> "ForkedRank | None":
+        """``python -u ARGUMENTS`` as a child of this process, in a session of its own, with this process's standard
+        streams; None where a new interpreter is needed."""
+        if not self._left or list(arguments[: len(RANK_PROGRAM)]) != RANK_PROGRAM or not adopt_orphans():
+            return None
+        try:
+            self._channel.send((list(arguments[len(RANK_PROGRAM) :]), environment, self._changed_variables()))
+            rank = ForkedRank(self._channel.recv())
+        except (EOFError, OSError):  # it could not import, say, which a rank will tell; or a fork would not be the same
+            self.close()
+            return None
+        self._left -= 1
+        if not self._left:
+            self.close()
+        return rank
+
+    def _changed_variables(self) -> dict[str, str | None]:
+        """What has another value than when the process was started, as the code of a user's may have set it."""
+        names = {name for name in self._environment.keys() | os.environ.keys() if not name.startswith(_OF_LAUNCHERS)}
+        return {name: os.environ.get(name) for name in names if os.environ.get(name) != self._environment.get(name)}
+
+
+class ForkedRank:
+    """A child that this process has not started itself: what torch's launcher uses of ``subprocess.Popen``.
+
+    Raises:
+        ChildProcessError: it is no child of this process.
+    """
+
+    def __init__(self, pid: int) -> None:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit code, or minus the number of the signal that ended it; None while it runs."""
+        if self.returncode is None:
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:  # as where a signal's handler raised behind the last waitpid; as Popen does
+                pid, status = self.pid, 0
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        """The same, once it has ended. Raises ``subprocess.TimeoutExpired`` where that takes longer."""
+        end = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired("a rank", timeout)
+            time.sleep(_POLL)
+        return code

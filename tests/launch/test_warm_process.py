@@ -1,0 +1,196 @@
+"""Ranks that are forked from a process with their imports: they are as new ones, or they are not forked."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import chdir
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drawbar.launch.node.process_tree import descendants
+from drawbar.launch.node.warm_process import ForkedRank, WarmProcess
+from harness import run_cli, run_ranks, wait_until
+from runs import losses
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere ranks are not forked")
+OWN = """
+import json, multiprocessing, os, signal, sys, time
+from pathlib import Path
+from drawbar.config.schema.task_sections import TaskConfig
+
+class Own:
+    class Config(TaskConfig):
+        pass
+
+if "MARK" in os.environ:
+    opened = sorted(map(int, os.listdir("/proc/self/fd")))[:-1]
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        spawned = pool.apply(abs, (-3,))
+    Path(os.environ["MARK"]).write_text(json.dumps({
+        "parent": os.getppid(), "session": os.getsid(0), "process": os.getpid(), "arguments": sys.argv[1:],
+        "main": sys.modules["__main__"].__spec__.name, "open": opened, "spawned": spawned,
+        "imported": "colorsys" in sys.modules, "heeds SIGTERM": signal.getsignal(signal.SIGTERM) == signal.SIG_DFL,
+    }))
+    time.sleep(float(os.environ.get("SECONDS", 0)))
+"""
+SHOW = ["-m", "drawbar", "config", "show", "config.yaml"]
+STARTS_A_THREAD = "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
+OPENS_A_FILE = "import sys\nfile = open(sys.executable, 'rb')\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "config.yaml").write_text("task: {type: own:Own}\n")
+    (tmp_path / "thread.py").write_text(STARTS_A_THREAD)
+    (tmp_path / "opens.py").write_text(OPENS_A_FILE)
+    return tmp_path
+
+
+def fork_two(folder: str) -> tuple[int, list[int], list[dict[str, Any]], list[int]]:
+    """In a process of its own, the parent of the ranks."""
+    marks = [Path(folder, f"mark-{number}") for number in range(2)]
+    with chdir(folder):
+        warm = WarmProcess(["colorsys"], 2)
+        ranks = [
+            warm.fork(arguments, {**os.environ, "MARK": str(mark)})
+            for mark, arguments in zip(marks, (SHOW, [*SHOW, "no.such=key"]), strict=True)
+        ]
+        assert warm.fork(SHOW, dict(os.environ)) is None  # it has ended
+        codes = [rank.wait(60) for rank in ranks if rank]
+        orphan = subprocess.run(
+            ["sh", "-c", "sleep 60 >/dev/null 2>&1 & echo $!"], capture_output=True, text=True, check=True
+        )
+        left = descendants(os.getpid())
+        os.kill(int(orphan.stdout), signal.SIGKILL)
+    return os.getpid(), codes, [json.loads(mark.read_text()) for mark in marks], left
+
+
+def test_a_forked_rank_is_as_a_new_one(folder: Path) -> None:
+    ((launcher, codes, ranks, left),) = run_ranks(fork_two, 1, str(folder))
+    assert codes == [0, 2]
+    assert left == []
+    for rank in ranks:
+        assert rank["parent"] == launcher
+        assert rank["session"] == rank["process"]
+        assert rank["open"] == [0, 1, 2]
+        assert rank["spawned"] == 3
+        assert rank["main"] == "drawbar.__main__"
+        assert rank["imported"]
+        assert rank["heeds SIGTERM"]
+    assert ranks[0]["arguments"] == SHOW[2:]
+
+
+def refuse(folder: str, modules: list[str], arguments: list[str], changed: dict[str, str]) -> bool:
+    with chdir(folder), WarmProcess(modules, 1) as warm:
+        os.environ.update(changed)
+        refused = warm.fork(arguments, dict(os.environ)) is None
+    return refused and not descendants(os.getpid())
+
+
+@pytest.mark.parametrize(
+    ("modules", "arguments", "changed"),
+    [
+        (["thread"], SHOW, {}),
+        (["opens"], SHOW, {}),
+        (["no_such_module"], SHOW, {}),
+        ([], ["own.py"], {}),
+        ([], SHOW, {"HF_HOME": "/elsewhere"}),
+    ],
+    ids=[
+        "a thread",
+        "an open file",
+        "a module that is not there",
+        "a script",
+        "a variable that the user's code has set",
+    ],
+)
+def test_what_is_not_forked(folder: Path, modules: list[str], arguments: list[str], changed: dict[str, str]) -> None:
+    assert run_ranks(refuse, 1, str(folder), modules, arguments, changed) == [True]
+
+
+def kill_one(folder: str) -> tuple[int | None, int]:
+    with chdir(folder), WarmProcess([], 1) as warm:
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # as torch's launcher does, before it starts ranks
+        rank = warm.fork(SHOW, {**os.environ, "MARK": "mark", "SECONDS": "60"})
+        assert isinstance(rank, ForkedRank)
+        wait_until(Path("mark").exists, "the rank", seconds=20)
+        with pytest.raises(subprocess.TimeoutExpired):
+            rank.wait(0.1)
+        running = rank.poll()
+        os.killpg(rank.pid, signal.SIGKILL)
+        return running, rank.wait(60)
+
+
+def test_what_is_no_child_is_no_rank() -> None:
+    with pytest.raises(ChildProcessError):
+        ForkedRank(os.getppid())
+
+
+def test_a_forked_rank_that_is_killed(folder: Path) -> None:
+    assert run_ranks(kill_one, 1, str(folder)) == [(None, -signal.SIGKILL)]
+
+
+def leave_early(folder: str) -> int:
+    """A launcher that is killed while the process still imports."""
+    with chdir(folder):
+        launcher = os.fork()
+        if launcher == 0:
+            WarmProcess(["forever"], 1)
+            time.sleep(60)
+        warm = wait_until(lambda: descendants(launcher), "the process")[0]
+        wait_until(Path("importing").exists, "its imports")
+        os.kill(launcher, signal.SIGKILL)
+        os.waitpid(launcher, 0)
+        wait_until(lambda: not Path(f"/proc/{warm}").exists(), "its end", seconds=10)
+        return warm
+
+
+def test_it_ends_with_its_launcher(folder: Path) -> None:
+    (folder / "forever.py").write_text("import pathlib, time\npathlib.Path('importing').touch()\ntime.sleep(60)\n")
+    run_ranks(leave_early, 1, str(folder))
+
+
+NOTE = """
+import json, os, sys
+from pathlib import Path
+import drawbar
+
+class Note(drawbar.Callback):
+    def on_train_start(self, run):
+        names = ("OMP_NUM_THREADS", "LOCAL_RANK", "WORLD_SIZE")
+        facts = {name: os.environ[name] for name in names} | {"program": sys.orig_argv[1:4], "parent": os.getppid()}
+        Path(f"note-{run.rank}").write_text(json.dumps(facts))
+"""
+
+
+def test_a_run_of_forked_ranks_is_that_of_new_ones(project: Path) -> None:
+    (project / "note.py").write_text(NOTE)
+    command = ["train", "config.yaml", "launch.nproc=2", "callbacks=[note:Note]", "train.steps=3"]
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "drawbar", *command],
+        cwd=project,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    out, err = launcher.communicate(timeout=240)
+    assert launcher.returncode == 0, out + err
+    for rank in range(2):
+        note = json.loads((project / f"note-{rank}").read_text())
+        assert note == {
+            "OMP_NUM_THREADS": "1",
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "program": ["-u", "-m", "drawbar.launch.node.entry.warm_ranks"],
+            "parent": launcher.pid,
+        }
+    done = run_cli(*command, "run.name=new", cwd=project)
+    assert done.code == 0, done.err
+    assert losses(project / "runs" / "tiny") == losses(project / "runs" / "new")
