@@ -245,7 +245,7 @@ def test_a_callback_that_cannot_be_made_is_refused(callbacks: str, what: str, re
     with pytest.raises(UserError, match=r"on_steps would never be called[\s\S]*did you mean on_step"):
         train(callbacks=[type("Misspelt", (drawbar.Callback,), {"on_steps": print})()])
     Path("misspelt.py").write_text("import drawbar\n\nclass Late(drawbar.Callback):\n    on_steps = print\n")
-    with pytest.raises(UserError, match="Late.on_steps would never be called"):
+    with pytest.raises(UserError, match=r"Late\.on_steps would never be called"):
         train("callbacks=['misspelt:Late']")
     assert what in caught.value.what
     assert remedy in str(caught.value.remedy)
