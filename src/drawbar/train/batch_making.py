@@ -7,9 +7,10 @@ import torch
 
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.data.dataset import Sample
-from drawbar.data.prefetch import Augment, BatchMaker, Prefetcher, unchanged
+from drawbar.data.prefetch import Augment, BatchMaker, Collate, Prefetcher, unchanged
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.method_fault import fault
+from drawbar.tasks.overrides import name_failing_method
 from drawbar.tasks.padding import train_collate
 from drawbar.tasks.task import Task
 
@@ -30,10 +31,23 @@ class TaskAugment:
     def __call__(self, sample: Sample, epoch: int) -> Sample:
         # a counter-based generator: no two samples or epochs ever share a number
         rng = np.random.Generator(np.random.Philox(key=[self.seed, epoch], counter=[0, 0, sample["id"], 0]))
-        augmented = self.task.augment(sample, self.train, rng)
+        with name_failing_method(self.task):
+            augmented = self.task.augment(sample, self.train, rng)
         if not isinstance(augmented, dict):
             raise fault(self.task, "augment", f"returns {type(augmented).__name__}", "return the sample as a dict")
         return {**augmented, "id": sample["id"], "ids": sample["ids"]}
+
+
+@dataclass(frozen=True)
+class _NamedCollate:
+    """Collates as ``collate`` does; the error of a failure names the task's method. It pickles, as tasks do."""
+
+    task: Task
+    collate: Collate[Batch]
+
+    def __call__(self, samples: list[Sample]) -> Batch:
+        with name_failing_method(self.task):
+            return self.collate(samples)
 
 
 def _has_own_batches(task: Task) -> bool:
@@ -43,7 +57,7 @@ def _has_own_batches(task: Task) -> bool:
 
 def batch_maker(task: Task, config: RunConfig) -> BatchMaker[Batch]:
     """What makes training batches of samples."""
-    return BatchMaker(train_collate(task, config), make_augment(task, config, train=True))
+    return BatchMaker(_NamedCollate(task, train_collate(task, config)), make_augment(task, config, train=True))
 
 
 def make_prefetcher(task: Task, config: RunConfig, device: torch.device, ahead: bool) -> Prefetcher[Batch]:

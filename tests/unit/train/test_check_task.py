@@ -367,6 +367,31 @@ def test_what_is_right_trains(task: type[Task], project: Path) -> None:
     assert (try_out(project, task) / "checkpoints").is_dir()
 
 
+class LateCollate(Points):
+    def collate(self, samples: list[dict[str, Any]]) -> Batch:
+        if any(sample["labels"] == 2 for sample in samples):  # none among the first
+            raise ValueError("no batch for twos")
+        return super().collate(samples)
+
+
+class LateAugment(Points):
+    def augment(self, sample: dict[str, Any], train: bool, rng: np.random.Generator) -> dict[str, Any]:
+        if train and sample["labels"] == 2:
+            raise ValueError("no sample for twos")
+        return sample
+
+
+@pytest.mark.parametrize(("task", "method"), [(LateCollate, "collate"), (LateAugment, "augment")])
+@pytest.mark.parametrize("workers", ["auto", "1"])
+def test_a_fault_in_a_later_step_is_named_with_its_method(
+    task: type[Task], method: str, workers: str, project: Path
+) -> None:
+    settings = ["data.validation=null", "train.steps=6", f"data.workers={workers}", "data.shuffle=false"]
+    with pytest.raises(UserError, match=rf"{task.__name__}.{method} fails: ValueError: no \w+ for twos") as error:
+        try_out(project, task, *settings)
+    assert HERE in str(error.value)
+
+
 @pytest.mark.parametrize(("task", "metric"), [(Divides, "accuracy"), (Correlates, "pearson")])
 def test_what_the_first_samples_lack_is_no_fault(task: type[Task], metric: str, project: Path) -> None:
     """Their labels are all the same: a recall divides by zero, and a correlation is nan."""
