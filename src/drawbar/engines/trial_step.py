@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from drawbar.data.loader import MicroBatch
 from drawbar.engines.engine import Engine
 from drawbar.engines.updaters import TorchUpdater
+from drawbar.optim.bf16_moments import AdamWBf16Moments
 from drawbar.parallel.zero1 import local_optimizer
 from drawbar.runtime.seed import rng_state, set_rng_state
 from drawbar.tasks.batch import Batch
@@ -38,7 +39,11 @@ def trial_step(engine: Engine, updater: TorchUpdater, micro_batches: Sequence[Mi
 def state_to_come(updater: TorchUpdater) -> int:
     """The most bytes that the first update adds to this rank's device: an optimizer without a state makes one of up to
     two numbers for each weight."""
-    without = [optimizer for optimizer in map(local_optimizer, updater.optimizers) if not optimizer.state]
-    groups = [group["params"] for optimizer in without for group in optimizer.param_groups]
-    locals_ = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in chain.from_iterable(groups)]
-    return sum(2 * local.nbytes for local in locals_ if local.device.type == updater.device.type)
+    total = 0
+    for optimizer in map(local_optimizer, updater.optimizers):
+        if not optimizer.state:
+            size = 2 if isinstance(optimizer, AdamWBf16Moments) else 4
+            parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+            locals_ = [one.to_local() if isinstance(one, DTensor) else one for one in parameters]
+            total += sum(2 * size * local.numel() for local in locals_ if local.device.type == updater.device.type)
+    return total
