@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from drawbar.distributed.process_group import Distributed
-from drawbar.distributed.rank_info import NODE, RankInfo
+from drawbar.distributed.rank_info import RankInfo
+from drawbar.distributed.watchdog import NODE
 from drawbar.errors import UserError
 from drawbar.launch.node.allreduce_check import _judge, check_links
 from drawbar.runtime.log import logger

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from drawbar.distributed.rank_info import NODE
+from drawbar.distributed.watchdog import NODE
 from drawbar.errors import UserError
 from drawbar.launch.node import node_check, node_facts
 from drawbar.launch.node.bad_nodes import bad_nodes

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from drawbar.train import trainer
-from drawbar.train.memory_probe import FOUND_FILE, USABLE_SHARE, CudaMemory
+from drawbar.train.memory_probe import MICRO_BATCH_FILE, USABLE_SHARE, CudaMemory
 from runs import Fit, losses, metrics
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -53,4 +53,4 @@ def test_what_is_found_fits_and_is_kept(precision: str, fit: Fit, run: Path, mon
 
 def test_a_whole_device_takes_a_small_batch_at_once(fit: Fit, run: Path) -> None:
     fit(*RUN)
-    assert json.loads((run / FOUND_FILE).read_text())["tokens"] == 128 * 32
+    assert json.loads((run / MICRO_BATCH_FILE).read_text())["tokens"] == 128 * 32

@@ -238,7 +238,7 @@ def _encode_in_workers(
             try:
                 chunk = pool.result(pending.popleft())
             except WorkerFailed as error:
-                remedy = "let the task's __init__ do with its TaskContext; or encode in this process: data.workers=0"
+                remedy = "let the task's __init__ use only its TaskContext; or encode in this process: data.workers=0"
                 raise UserError(str(error), where="data.workers", remedy=remedy) from error
             done += chunk.records
             seconds += chunk.seconds

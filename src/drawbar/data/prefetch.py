@@ -11,13 +11,14 @@ from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from traceback import extract_tb
 from typing import Any, Generic, TypeVar, cast
 
 import torch
 
+from drawbar.config.io.user_modules import cause
 from drawbar.data.columns import Sample
 from drawbar.data.worker_pool import WorkerFailed, WorkerPool, pickled
+from drawbar.errors import UserError
 from drawbar.runtime.log import logger
 from drawbar.runtime.seed import rng_bytes
 
@@ -133,7 +134,7 @@ class Prefetcher(Generic[Batch]):
         ahead: bool = True,
         processes: int = 0,
         finish: Callable[[Batch], Batch] | None = None,
-        timeout: float = float("inf"),
+        timeout: float = threading.TIMEOUT_MAX,
     ) -> None:
         self._maker = maker
         self._processes = processes
@@ -203,18 +204,19 @@ class Prefetcher(Generic[Batch]):
         """The batch that was begun; made here if a process failed."""
         if self._preparer is None:
             return self._make(read)
+        failure: str | None = None
         try:
-            batch, failure = self._preparer.result(future), ""
+            batch = self._preparer.result(future)
         except Exception as error:  # noqa: BLE001 - if it is one of this process, too, this is where it is to be raised
             batch, failure = self._make(read), str(error)
-        if not failure and self._processes and not self._is_compared:
+        if failure is None and self._processes and not self._is_compared:
             given, batch, self._is_compared = batch, self._make(read), True
             if _values(given) != _values(batch):
                 failure = (
                     "a process makes another batch than this one, of the same samples: augment and collate may depend "
                     "on nothing that is set after the task's __init__, nor on what they change, such as a generator"
                 )
-        if failure:
+        if failure is not None:
             logger.warning("from now on each batch is made at its step, and not ahead: %s", failure)
             self._is_deferred = True
             self.close()
@@ -327,10 +329,10 @@ class _WorkerMaker(Generic[Batch]):
         try:
             made = _pickle(self.make(raw))
         except Exception as error:  # noqa: BLE001 - the training process makes the batch anew, and raises it
-            *_, last = extract_tb(error.__traceback__)
+            what = error.what.partition("\n")[0] if isinstance(error, UserError) else cause(error)
             raise WorkerFailed(
-                f"{type(error).__name__}: {error} ({last.filename}:{last.lineno}) in a process, and not in this one; a "
-                "process builds its own task, which has what __init__ sets, and nothing that is set later"
+                f"in a process, and not in this one, {what}; a process builds its own task, which has what __init__ "
+                "sets, and nothing that is set later"
             ) from None
         if rng_bytes() != before:
             raise WorkerFailed(

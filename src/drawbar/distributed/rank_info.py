@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from drawbar.distributed.foreign_launcher import check_alone
+from drawbar.distributed.watchdog import NODE
 from drawbar.errors import UserError
 
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-NODE = "DRAWBAR_NODE"
-"""Environment variable: what the launcher calls this node."""
 _STAYING_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "CROSS_SIZE")
 """What torch's and DeepSpeed's launchers set."""
 

@@ -5,6 +5,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterable
 
+NODE = "DRAWBAR_NODE"
+"""Environment variable: what the launcher calls this node."""
 LAUNCHER = "DRAWBAR_LAUNCHER"
 """Environment variable: the process id of drawbar's own launcher."""
 

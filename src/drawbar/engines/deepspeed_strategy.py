@@ -125,7 +125,7 @@ def _partitioned(task: Task, config: RunConfig, world: Distributed) -> tuple[Loc
 
 
 def _optimizer(module: nn.Module, config: RunConfig) -> Optimizer:
-    (optimizer,) = build_optimizers(module, config.optim)  # a config rule refuses muon, which needs two optimizers
+    (optimizer,) = build_optimizers(module, config.optim)  # rules refuse muon and bf16 moments, which may need two
     return optimizer
 
 

@@ -27,13 +27,15 @@ def trial_step(engine: Engine, updater: TorchUpdater, micro_batches: Sequence[Mi
     device = engine.world.device
     generators = rng_state(device)
     buffers = [(buffer, buffer.clone()) for buffer in engine.module.buffers()]
-    engine.executor.forward_backward(list(micro_batches), scale=1.0)
-    yield
-    updater.zero_grad()
-    with torch.no_grad():
-        for buffer, before in buffers:
-            buffer.copy_(before)
-    set_rng_state(generators, device)
+    try:
+        engine.executor.forward_backward(list(micro_batches), scale=1.0)
+        yield
+    finally:
+        updater.zero_grad()
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        set_rng_state(generators, device)
 
 
 def state_to_come(updater: TorchUpdater) -> int:

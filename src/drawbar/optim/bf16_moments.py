@@ -116,8 +116,8 @@ def _hashed(numbers: Tensor) -> Tensor:
 
 
 def _mixed(bits: Tensor, factor: int) -> Tensor:
-    """One round of the hash, in place."""
-    return bits.bitwise_xor_(bits >> 16).mul_(factor)
+    """A round like those of lowbias32, in place; but its shift is always by 16 bits."""
+    return bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF)).mul_(factor)
 
 
 def store_rounded(target: Tensor, exact: Tensor, bits: Tensor) -> None:

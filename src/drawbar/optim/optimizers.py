@@ -1,4 +1,4 @@
-"""Optimizers from the configuration: torch's own, and Muon in a number format that may be chosen."""
+"""Optimizers from the configuration: torch's own, AdamW with moments in bf16, and Muon in a chosen number format."""
 
 from typing import Any
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
 _HOME = "torch.distributed.optim"
-"""It compiles ten optimizers when it is imported, so only those import it who need it."""
+"""It compiles eight optimizers when it is imported, so only those import it who need it."""
 
 
 def zero1_optimizer(optimizer: Optimizer) -> "ZeroRedundancyOptimizer":

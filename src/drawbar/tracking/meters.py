@@ -72,7 +72,7 @@ class TimeLeft:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Most bytes ever held at once: by tensors on a CUDA device, elsewhere by the whole process (resident set)."""
+    """Most bytes held at once: by tensors on a CUDA device (since the last reset), else by the process (resident)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -85,8 +85,8 @@ def check_evaluation(task: Task, engine: Engine, split: Split, metric: str) -> N
 
 
 def _whole_records(split: Split) -> int:
-    """How many of the first samples to try: those of whole records, as predictions are put together by record. None,
-    where the first record has too many."""
+    """How many of the first samples to try: those of whole records, as predictions are put together by record. 0
+    where the first record alone has more than ``TRIED_SAMPLES``."""
     of_records = split.samples.record_of[: TRIED_SAMPLES + 1].tolist()
     if len(of_records) <= TRIED_SAMPLES:
         return len(of_records)

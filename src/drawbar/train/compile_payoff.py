@@ -26,13 +26,13 @@ LAST_COMPARED = 15
 Steps = Iterator[tuple[int, list[MicroBatch[Batch]]]]
 
 
-def logging_compile_payoff(steps: Steps, engine: Engine, meter: Throughput, was_tried: bool) -> Steps:
+def logging_compile_payoff(steps: Steps, engine: Engine, meter: Throughput, uncompiled_step_fits: bool) -> Steps:
     """The same steps; of compiled blocks the log says, once some steps are made, what compilation has cost and saved.
 
     Args:
         steps: those that are left. Every rank makes them.
         meter: leaves out the time of the trials.
-        was_tried: whether an uncompiled step is known to fit into the device's memory.
+        uncompiled_step_fits: whether an uncompiled step is known to fit into the device's memory.
     """
     left = engine.total_steps - engine.step
     if not engine.config.parallel.compile:
@@ -40,7 +40,7 @@ def logging_compile_payoff(steps: Steps, engine: Engine, meter: Throughput, was_
     if left < LAST_COMPARED:
         logger.info("parallel.compile: the %d steps of this run are too few to tell whether it pays", left)
         return steps
-    fits = was_tried or engine.world.device.type == "cpu"
+    fits = uncompiled_step_fits or engine.world.device.type == "cpu"
     updater = engine.updater if fits and isinstance(engine.updater, TorchUpdater) else None
     return _compared(steps, engine, updater, meter, left)
 
@@ -52,9 +52,9 @@ def _compared(steps: Steps, engine: Engine, updater: TorchUpdater | None, meter:
             with meter.paused():
                 # in turns: what comes second finds caches that are filled
                 saved.append(_saved_seconds(engine, updater, micro_batches, compiled_first=number % 2 == 0))
-        if number == LAST_COMPARED:
             if memory is not None:
                 memory.reset()  # its peak was that of an uncompiled step
+        if number == LAST_COMPARED:
             logger.info("parallel.compile: %s", describe_payoff(clock.seconds, saved, left))
         yield step, micro_batches
 

@@ -1,8 +1,8 @@
 """``train.micro_batch: auto`` on a CUDA device: the largest micro-batch that fits into its memory, by trial steps.
 
-It is kept in the run directory: a run that goes on adds its numbers up in the order in which it began. A rank that ran
-out of memory in a trial would leave the others in a collective. So a trial is made only if those before it let expect
-that it fits, on all ranks.
+It is kept in the run directory, so that a resumed run sums its gradients in the same order as before. A rank that ran
+out of memory in a trial would leave the others in a collective. So a trial of more than one row is made only where the
+memory of the trials before it says that it fits, on all ranks.
 """
 
 import json
@@ -24,11 +24,12 @@ from drawbar.engines.trial_step import state_to_come, trial_step
 from drawbar.engines.updaters import TorchUpdater
 from drawbar.parallel.compile import uncompiled_blocks
 from drawbar.runtime.log import logger
+from drawbar.runtime.seed import rng_state, set_rng_state
 from drawbar.tasks.batch import Batch
 from drawbar.train.batch_making import batch_maker
 from drawbar.util.atomic_files import write_durably
 
-FOUND_FILE = "micro_batch.json"
+MICRO_BATCH_FILE = "micro_batch.json"
 USABLE_SHARE = 0.9
 """Of a device's memory. The rest is for fragments, for what an update takes besides the optimizer's state, and for what
 ``largest_that_fits`` cannot foresee."""
@@ -88,19 +89,19 @@ def memory_of(device: torch.device) -> DeviceMemory | None:
 
 @dataclass(frozen=True)
 class FoundMicroBatch:
-    """The micro-batch of a run, and what it was found with: whatever of that may change while a run lasts."""
+    """The micro-batch of a run, and the devices, number of ranks and settings with which it was found."""
 
     size: MicroBatchSize
     found_with: Mapping[str, Any]
 
     def save(self, run_dir: Path) -> None:
         values = {**asdict(self.size), "found_with": self.found_with}
-        write_durably(run_dir / FOUND_FILE, json.dumps(values, ensure_ascii=False, indent=2) + "\n")
+        write_durably(run_dir / MICRO_BATCH_FILE, json.dumps(values, ensure_ascii=False, indent=2) + "\n")
 
     @classmethod
     def load(cls, run_dir: Path) -> "FoundMicroBatch | None":
         """None where the run has none."""
-        path = run_dir / FOUND_FILE
+        path = run_dir / MICRO_BATCH_FILE
         if not path.exists():
             return None
         values = json.loads(path.read_text("utf-8"))
@@ -112,7 +113,7 @@ def fit_micro_batch(
 ) -> FoundMicroBatch | None:
     """Set the loader's micro-batches to what fits into the memory. Every rank calls it.
 
-    A run that goes on keeps what it has found, if neither device, ranks nor strategy have changed; one that has found
+    A run that goes on keeps what it has found, if nothing that ``_found_with`` lists has changed; one that has found
     nothing, such as that of an older drawbar, has micro-batches of the usual size.
 
     Args:
@@ -121,8 +122,8 @@ def fit_micro_batch(
         resumed: whether the run goes on from a checkpoint of its own.
 
     Returns:
-        What to keep of it; None where micro-batches are set by hand, a pipeline has several of them in memory, a
-        stream's longest row is not known, or DeepSpeed would keep the gradients.
+        What to keep of it; None without ``memory``, under ``dp``, in a resumed run that has found nothing; and where
+        micro-batches are set by hand, a pipeline holds several, a stream's longest row is unknown, or under DeepSpeed.
     """
     train, world = engine.config.train, engine.world
     is_set = train.micro_batch != "auto" or train.micro_batch_tokens is not None
@@ -157,7 +158,9 @@ def _probe(loader: TrainLoader[Batch], engine: Engine, updater: TorchUpdater, me
 
     def measure(count: int) -> Trial:
         world.note(f"trying micro-batches of {count} rows")
+        generators = rng_state(world.device)  # a user's collate may draw from them
         micro = MicroBatch(make(longest_rows(rows, count)))
+        set_rng_state(generators, world.device)
         memory.reset()
         # compiled blocks take no more memory than uncompiled ones, and would be compiled anew for each size; and of two
         # micro-batches the second one has the gradients of the first beside it
@@ -229,11 +232,12 @@ def largest_that_fits(measure: Callable[[int], Trial], fits: Callable[[float], b
 
 
 def longest_rows(rows: Rows, count: int) -> RawBatch:
-    """Rows that take no less memory than any ``count`` others. Of a decoder's samples these are twice as many: those
+    """Rows with no fewer tokens than any ``count`` others. Of an encoder-decoder's samples up to twice as many: those
     with the longest input, and those with the longest target."""
     if not isinstance(rows, SampleRows):
         longest_first = np.argsort(-rows.lengths[:], kind="stable")
         return raw_batch(rows, longest_first[np.arange(count) % len(rows)], epoch=0)
-    sides = [name for name in ("input_ids", "decoder_input_ids") if name in rows.samples.fields]
-    longest = {int(rows.samples.field_lengths(name).argmax()) for name in sides} or {0}
+    fields = rows.samples.fields
+    sides = [name for name in fields if name in ("input_ids", "decoder_input_ids")] or list(fields)
+    longest = {int(rows.samples.field_lengths(name).argmax()) for name in sides}
     return raw_batch(rows, np.repeat(sorted(longest), count), epoch=0)

@@ -17,7 +17,7 @@ from drawbar.checkpoint.space import check_writable
 from drawbar.config.io.load_config import SCRIPT_FILE
 from drawbar.distributed.process_group import Distributed
 from drawbar.runtime.log import logger
-from drawbar.train.memory_probe import FOUND_FILE
+from drawbar.train.memory_probe import MICRO_BATCH_FILE
 from drawbar.train.rundir import RunStart
 from drawbar.util.atomic_files import sync
 
@@ -26,7 +26,7 @@ _RUN_FILES = (
     "config.yaml",
     "task.json",
     SCRIPT_FILE,
-    FOUND_FILE,
+    MICRO_BATCH_FILE,
     _METRICS,
     "tokenizer/*",
     "tracking/*.json",

@@ -254,7 +254,7 @@ class _Run:
     task: Task
     engine: Engine
     loader: Loader
-    was_tried: bool
+    uncompiled_step_fits: bool
     validation: Split | None
     progress: RunProgress
     total_steps: int
@@ -331,7 +331,9 @@ class _Run:
         if not self.stop.agreed():  # a stop requested in on_train_start, which may run an overdue evaluation
             self.stop.begin()
             steps = self.loader.steps(self.progress.step, self.total_steps)
-            for step, micro_batches in logging_compile_payoff(steps, self.engine, self.meter, self.was_tried):
+            for step, micro_batches in logging_compile_payoff(
+                steps, self.engine, self.meter, self.uncompiled_step_fits
+            ):
                 self.world.note(f"step {step}")
                 result = self.engine.train_step(micro_batches)  # forward, backward, reduce, clip, update
                 self.progress.advance(result)

@@ -62,7 +62,9 @@ def test_what_it_saves_is_measured_beside_training(
     plain, watched = compiled_engine(count), compiled_engine(count)
     expected = train(plain, steps(plain, count))
     with caplog.at_level(logging.INFO, logger="drawbar"):
-        found = train(watched, logging_compile_payoff(steps(watched, count), watched, Throughput(), was_tried=False))
+        found = train(
+            watched, logging_compile_payoff(steps(watched, count), watched, Throughput(), uncompiled_step_fits=False)
+        )
     assert found == expected
     assert torch.equal(vector(watched), vector(plain))
     (said,) = {record.getMessage() for record in caplog.records if record.name == "drawbar"}
@@ -74,7 +76,7 @@ def test_what_it_saves_is_measured_beside_training(
 def test_a_run_without_compilation_is_left_alone() -> None:
     engine = tiny_engine(tiny_config())
     given = steps(engine, 20)
-    assert logging_compile_payoff(given, engine, Throughput(), was_tried=True) is given
+    assert logging_compile_payoff(given, engine, Throughput(), uncompiled_step_fits=True) is given
 
 
 def test_a_short_run_is_not_measured(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +84,7 @@ def test_a_short_run_is_not_measured(caplog: pytest.LogCaptureFixture, monkeypat
     engine = compiled_engine(total_steps=LAST_COMPARED - 1)
     given = steps(engine, 3)
     with caplog.at_level(logging.INFO, logger="drawbar"):
-        assert logging_compile_payoff(given, engine, Throughput(), was_tried=True) is given
+        assert logging_compile_payoff(given, engine, Throughput(), uncompiled_step_fits=True) is given
     assert f"{LAST_COMPARED - 1} steps of this run are too few" in caplog.text
 
 

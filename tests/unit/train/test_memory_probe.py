@@ -21,7 +21,7 @@ from drawbar.distributed.rank_info import RankInfo
 from drawbar.engines.trial_step import state_to_come, trial_step
 from drawbar.runtime.seed import seed_everything
 from drawbar.train import trainer
-from drawbar.train.memory_probe import FOUND_FILE, Trial, largest_that_fits, longest_rows
+from drawbar.train.memory_probe import MICRO_BATCH_FILE, Trial, largest_that_fits, longest_rows
 from harness import run_ranks
 from runs import Fit, fit_in, largest_difference, losses, weights
 from tiny import random_step, tiny_config, tiny_engine, vector
@@ -131,7 +131,7 @@ def test_the_state_of_an_optimizer_is_foreseen(name: str) -> None:
 
 
 def found_in(run: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((run / FOUND_FILE).read_text())
+    found: dict[str, Any] = json.loads((run / MICRO_BATCH_FILE).read_text())
     return found
 
 
@@ -211,7 +211,7 @@ def test_a_run_of_an_older_drawbar_keeps_the_usual_micro_batch(
     fit(*AUTO)
     assert losses(run) == whole
     assert memory.trials == []
-    assert not (run / FOUND_FILE).exists()
+    assert not (run / MICRO_BATCH_FILE).exists()
 
 
 @pytest.mark.parametrize("setting", ["train.micro_batch=2", "train.micro_batch_tokens=50", "data.streaming=true"])
@@ -221,7 +221,7 @@ def test_nothing_is_tried_where_it_is_set_or_rows_are_not_known(
     memory = use(TokenMemory(100), monkeypatch)
     fit(*AUTO, setting)
     assert memory.trials == []
-    assert not (run / FOUND_FILE).exists()
+    assert not (run / MICRO_BATCH_FILE).exists()
 
 
 def fit_on_ranks(folder: str, tokens: tuple[int, int]) -> None:

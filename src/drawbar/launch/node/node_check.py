@@ -22,7 +22,7 @@ from typing import Self
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from drawbar.distributed.rank_info import NODE
+from drawbar.distributed.watchdog import NODE
 from drawbar.errors import ExitCode, UserError
 from drawbar.launch.node.bad_nodes import NODE_IS_LOST, attempt, bad_nodes, record_bad_nodes
 from drawbar.launch.node.node_facts import NodeFacts, Verdict, collect_facts, judge, judge_clocks

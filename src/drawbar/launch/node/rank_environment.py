@@ -1,4 +1,4 @@
-"""The environment variables that ranks inherit from drawbar's launcher, besides those that torch's sets."""
+"""Environment variables that drawbar's launcher sets for ranks, besides those of torch's and of the node check."""
 
 import os
 

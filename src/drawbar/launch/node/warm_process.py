@@ -5,6 +5,7 @@ the configuration, and each rank begins behind them. It forks only where a fork 
 it finds out itself (:mod:`drawbar.launch.node.entry.warm_ranks`). Else the launcher starts ranks as torch does.
 """
 
+import math
 import os
 import subprocess
 import sys
@@ -14,13 +15,14 @@ from multiprocessing import Pipe
 from types import TracebackType
 from typing import Self
 
+from drawbar.distributed.watchdog import NODE
 from drawbar.launch.node.process_tree import adopt_orphans, die_with_parent, let_orphans_go
 from drawbar.launch.node.rank_environment import STATUS_FILE
 
 RANK_PROGRAM = ["-m", "drawbar"]
-"""What it can fork. A user's script may have to run before what it imports is imported."""
-_OF_LAUNCHERS = ("TORCHELASTIC_", STATUS_FILE)
-"""How the names begin that torch's launcher and ours set for ranks; no module reads them when it is imported."""
+"""How the command of a rank that can be forked begins. A user's script is not: it may act before it imports."""
+_OF_LAUNCHERS = ("TORCHELASTIC_", STATUS_FILE, NODE)
+"""Prefixes of the environment variables that a launcher sets after the process has started; no import reads them."""
 _POLL = 0.05
 
 
@@ -105,11 +107,11 @@ class ForkedRank:
                 self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
 
-    def wait(self, timeout: float) -> int:
+    def wait(self, timeout: float | None = None) -> int:
         """The same, once it has ended. Raises ``subprocess.TimeoutExpired`` where that takes longer."""
-        end = time.monotonic() + timeout
+        end = time.monotonic() + (math.inf if timeout is None else timeout)
         while (code := self.poll()) is None:
             if time.monotonic() > end:
-                raise subprocess.TimeoutExpired("a rank", timeout)
+                raise subprocess.TimeoutExpired("a rank", timeout or 0)
             time.sleep(_POLL)
         return code

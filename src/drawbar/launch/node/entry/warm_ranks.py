@@ -54,7 +54,7 @@ def _is_as_new(descriptor: int) -> bool:
 
 
 def _fork_ranks(channel: Connection) -> list[str] | None:
-    """Fork a rank for every request of the launcher. Returns in each rank, with its arguments, and at the end: None."""
+    """Fork a rank for each request. Returns its arguments in the rank; None here: at the end, or to refuse one."""
     launcher = os.getppid()
     while True:
         try:
