@@ -16,9 +16,9 @@ class ExitCode(IntEnum):
     FAILED = 1
     WRONG_REQUEST = 2
     REQUEUE = 75
-    """Saved, and asks to be started again (EX_TEMPFAIL)."""
+    """Saved, or stopped before there was anything to save; asks to be started again (EX_TEMPFAIL)."""
     INTERRUPTED = 130
-    """Ctrl-C; the run was saved first."""
+    """Ctrl-C; a run that had begun to train was saved first."""
 
 
 class UserError(Exception):

@@ -110,7 +110,7 @@ def test_cancelled_and_resumed(slurm: SlurmCluster, project: Path) -> None:
     assert re.fullmatch("on n[12]", str(status["detail"]))
     assert status["step"]
     saved = re.fullmatch(
-        rf"job {number}: saved and ended; `drawbar resume {number}` goes on from step (\d+)\n",
+        rf"job {number}: stopped; `drawbar resume {number}` goes on from step (\d+)\n",
         user.do("cancel", "tiny"),
     )
     assert saved is not None
@@ -118,7 +118,7 @@ def test_cancelled_and_resumed(slurm: SlurmCluster, project: Path) -> None:
     assert followed.code == 75, followed.err
     assert followed.out == Path(str(status["log"])).read_text()
     assert "step 1/100,000" in followed.out
-    assert f"job {number}: STOPPED exit code 75: saved before it was stopped" in followed.err
+    assert f"job {number}: STOPPED exit code 75: stopped; what there was to save is saved" in followed.err
     status = user.status(number)
     assert (status["state"], status["exit_code"], status["checkpoint"]) == ("STOPPED", 75, int(saved[1]))
     assert "resumed" not in followed.out

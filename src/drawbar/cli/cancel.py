@@ -54,5 +54,5 @@ def _tell(status: "JobStatus") -> str:
     step = newest_step(Path(record.run_dir))
     from_there = f"`drawbar resume {record.number}` goes on from step {step}" if step >= 0 else "nothing was saved"
     if status.code == ExitCode.REQUEUE:
-        return f"job {record.number}: saved and ended; {from_there}"
+        return f"job {record.number}: stopped; {from_there}"
     return f"job {record.number}: {status.state.lower()}; {from_there}"

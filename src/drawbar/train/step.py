@@ -45,6 +45,6 @@ class StepInfo:
     result: StepResult
     progress: RunProgress
     last: bool
-    """Whether the run is complete with this step."""
+    """Whether it is the step ``total_steps``; a run that stops early may end without one."""
     data_wait_seconds: float = 0.0
     """How long this rank waited for the step's batches: the part of preparing them that training did not hide."""

@@ -44,7 +44,7 @@ class DeepSpeedFile:
 
     path: str
     values: dict[str, Any]
-    """Without what is left out, refused or null."""
+    """Without nulls, and without the keys that are ignored, unknown to DeepSpeed or refused."""
     notes: list[str] = field(default_factory=list)
     """Warnings, a sentence each."""
     problems: list[tuple[str, str]] = field(default_factory=list)

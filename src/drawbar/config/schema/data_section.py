@@ -53,7 +53,7 @@ class DataSection(Section):
     validation: Sources = None
     """Validation data, in the same forms."""
     test: Sources = None
-    """Test data, in the same forms; only `drawbar eval --split test` reads it."""
+    """Test data, in the same forms; `drawbar eval --split test`, `predict` and `prepare` read it, training does not."""
     validation_share: Annotated[Fraction, Field(gt=0)] | None = None
     """Without `data.validation`: the share of the training records to validate on instead, chosen by their content."""
     columns: list[Text] | None = None

@@ -12,14 +12,14 @@ COMPLETED, FAILED = "COMPLETED", "FAILED"
 LOST = "LOST"
 """Nobody knows the job any more, and it could not say how it ended."""
 STOPPED = "STOPPED"
-"""The run has saved, and asks to be started again; but it is not in a queue. Slurm says FAILED."""
+"""The run has saved what there was, and asks to be started again; but it is not in a queue. Slurm says FAILED."""
 _DAY = 86400
 _ASK_SECONDS = 1.0
 _MEANINGS = {
     ExitCode.FAILED: "failed",
     ExitCode.WRONG_REQUEST: "the request is wrong",
-    ExitCode.REQUEUE: "saved before it was stopped",
-    ExitCode.INTERRUPTED: "interrupted after saving",
+    ExitCode.REQUEUE: "stopped; what there was to save is saved",
+    ExitCode.INTERRUPTED: "interrupted; what there was to save is saved",
     137: "killed, perhaps for want of memory",
 }
 
@@ -72,7 +72,7 @@ def state_of_code(code: int) -> str:
 
 
 def explain(code: int) -> str:
-    """``exit code 75: saved before it was stopped``; nothing of a good end."""
+    """``exit code 75: stopped; what there was to save is saved``; nothing of a good end."""
     if code == ExitCode.DONE:
         return ""
     meaning = _MEANINGS.get(code, f"killed by signal {code - 128}" if 128 < code < 160 else "")
