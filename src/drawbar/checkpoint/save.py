@@ -34,7 +34,7 @@ def host_copies(
     keep: bool = True,
     convert: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor.detach(),
 ) -> dict[str, Tensor]:
-    """Copies in host memory that share nothing with the live tensors: the only time that training waits for a save.
+    """Copies in host memory that share nothing with the live tensors: training goes on while they are written.
 
     Names of one tensor stay names of one tensor. Views that merely overlap become tensors of their own.
 

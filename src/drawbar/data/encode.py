@@ -52,7 +52,7 @@ class Chunk:
 
 
 def encode_chunk(encode: Encode, numbered: Iterator[NumberedRecord], skip: bool, seconds: float) -> Chunk:
-    """Encode records until there are no more, ``seconds`` have passed, or one is bad and ``skip`` is false."""
+    """Encode records until there are no more, ``seconds`` have passed, or one ends it: see ``Chunk.fatal``."""
     chunk = Chunk()
     started = time.monotonic()
     samples: list[Sample] = []

@@ -116,8 +116,8 @@ class Prefetcher(Generic[Batch]):
 
     With processes, augment and collate may be a user's code, and may draw from the generators of Python, NumPy or
     torch, which a checkpoint holds, and which dropout draws from. So in this process they run in the training thread
-    alone, each batch at its step: until a first process has started, whose first batch is made here as well, to be
-    compared; and again, to the end, once the two differ, a process fails, or its generators moved.
+    alone, each batch at its step, until a first process has started. The first batch of a process is made here as well.
+    If the two differ, or if later a process fails or draws from such a generator, each batch is made at its step again.
 
     Args:
         maker: what makes a batch.

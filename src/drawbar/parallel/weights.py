@@ -58,7 +58,7 @@ def full_tensor(tensor: Tensor, fused: FusedLayout | None = None) -> Tensor:
 
 @torch.no_grad()
 def load_shard(tensor: Tensor, tensors: Mapping[str, Tensor], name: str, fused: FusedLayout | None = None) -> None:
-    """Set a parameter, a buffer or a tensor of the optimizer to ``tensors[name]``, of which only this part is read."""
+    """Set a parameter, a buffer or an optimizer's tensor to its part of ``tensors[name]``; ``fused``: all is read."""
     if not isinstance(tensor, DTensor):
         tensor.copy_(tensors[name])
         return

@@ -28,7 +28,7 @@ class TaskContext:
     trains: bool = True
     """False where a trained model is only used: its frozen weights then stay in fp32, not in the run's precision."""
     has_labels: bool = True
-    """False where records have no targets to learn from or to compare with: ``encode`` then leaves them out."""
+    """False where records have no targets to learn from or to compare with: ``encode`` then does without them."""
     model_fields: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the config of a transformers model, over those that the task sets."""
     change_model: Callable[[nn.Module], None] = _unchanged

@@ -1,6 +1,6 @@
 """drawbar's own callbacks: logging, evaluation with early stopping, saving, profiling.
 
-The trainer calls them before the user's, in the order they are listed: a save comes before the evaluation of its step,
+The trainer calls them before the user's, in an order of its own: a save comes before the evaluation of its step,
 which may fail; the scores are then added to the checkpoint.
 """
 

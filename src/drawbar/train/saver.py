@@ -33,8 +33,8 @@ from drawbar.util.atomic_files import sync
 
 
 class Saver:
-    """Saves in a background thread of rank 0, and of one rank for each other disk; training waits only for a copy to
-    host memory.
+    """Saves in a background thread of rank 0, and of one rank for each other disk; training waits for a copy to
+    host memory, and for an earlier save that is still being written.
 
     A save that fails asks for a stop, so that all ranks end at the same step, once they have tried to save that one.
 
