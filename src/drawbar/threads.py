@@ -52,7 +52,7 @@ class CoreWait:
         self._before = self._read()
 
     def share(self) -> float:
-        """Which share of the time since the last call the thread that waited most had to wait for a core, 0 to 1."""
+        """For how much of the time since the last call (0 to 1) a thread had no core: of the one that waited most."""
         now, found = time.monotonic(), self._read()
         waited = max((found[name] - self._before[name] for name in found if name in self._before), default=0)
         elapsed, self._since, self._before = now - self._since, now, found

@@ -96,7 +96,7 @@ class SourceStream:
     def read(self, lane: int = 0, lanes: int = 1, first: int = 0) -> Iterator[LocatedRecord]:
         """Every ``lanes``-th record, in constant memory: the numbers i with ``i % lanes == lane``.
 
-        Those of other lanes are passed undecoded, but where a limit counts the records that the split filter selects.
+        Those of other lanes are skipped undecoded, except where a limit counts what the split filter selects.
         ``read(lane, lanes, located.position + 1)`` goes on behind a record.
 
         Args:

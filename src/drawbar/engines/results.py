@@ -28,7 +28,7 @@ class EvalResult:
     """This rank's share of an evaluation."""
 
     loss: float
-    """Sum of the loss over the batch's targets."""
+    """Sum of the loss over the batch's targets; in a pipeline, 0 on ranks without the last stage."""
     num_targets: float
     """How many targets that is."""
     predictions: list[Any] | None

@@ -46,7 +46,7 @@ class Job:
     allocation: str | None = None
     """The number of the allocation that it runs in, at a terminal; None where it waits in a queue."""
     timeout: float = 600
-    """Seconds that nodes have to answer (``launch.timeout``)."""
+    """Over ssh: seconds that a host has to answer (``launch.timeout``)."""
     grace: int = 60
     """Seconds that the other nodes have to end by themselves once one of them has ended: longer than the node check
     waits for a node that does not answer."""

@@ -48,7 +48,7 @@ def class_score(predictions: Labels, references: Labels, *, score: Score, averag
         score: which of the three.
         average: ``binary``: of the positive class, see :func:`positive_class`; ``macro``: the mean over the classes
             that occur; ``micro``: of all decisions together; ``samples``: the mean over the records, multi-label only.
-            None: ``binary`` where the references have at most two classes, else ``macro``.
+            None: ``binary`` where the references are single labels of at most two classes, else ``macro``.
 
     Raises:
         ValueError: ``binary`` with more than two classes or with lists of labels; ``samples`` with single labels.

@@ -47,7 +47,7 @@ class FrozenBaseInfo:
     new: frozenset[str]
     """Parameters missing from the pretrained files; they are trained, and so stored in the checkpoints."""
     digest: str
-    """Digest of all frozen weights."""
+    """Digest of the weights that were frozen for the adapters; those that the model itself had frozen are not in it."""
 
 
 def add_adapters(model: nn.Module, lora: LoraSection, new: Collection[str] = ()) -> nn.Module:

@@ -13,7 +13,7 @@ def generation_options(section: GenerationSection, room: int | None) -> dict[str
     """A generation section as arguments of transformers' ``generate``. ``temperature`` 0 is greedy.
 
     Args:
-        room: most tokens that the model has positions for; None for no limit.
+        room: most tokens that may be written, as the model has positions for no more; None for no limit.
     """
     most = section.max_new_tokens if room is None else min(section.max_new_tokens, room)
     common: dict[str, Any] = {"max_new_tokens": most, "num_beams": section.beams}

@@ -56,7 +56,7 @@ class PretrainedTask(Task):
     """What a tokenizer trained for this task puts around a text."""
     usual_metrics: ClassVar[tuple[str, ...]] = ()
     loss_metrics: ClassVar[tuple[str, ...]] = ("loss",)
-    """What ``loss_scores`` returns: always given, and so allowed in ``task.metrics``."""
+    """What ``loss_scores`` may return: given without being asked for, and so allowed in ``task.metrics``."""
     config: PretrainedTaskConfig
 
     def __init__(self, context: TaskContext | RunConfig) -> None:

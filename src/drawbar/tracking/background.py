@@ -85,7 +85,7 @@ class BackgroundTracker(Tracker):
         self._name = name.rpartition(":")[2]
         self._file = f"{name.replace(':', '.')}.json"  # with its module: two of a run may have one class name
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._failures = TrackerGuard(tracker)
+        self._guard = TrackerGuard(tracker)
         self._started = False
         self._ended = Event()
         self._told_full = False
@@ -115,9 +115,9 @@ class BackgroundTracker(Tracker):
         self._delivered = _Delivered.of(run.folder / "tracking" / self._file, run.resume_step is None)
         of_tracker = replace(run, id=self._delivered.id)
         after = f"without the tracker {self._name}"
-        self._started = self._failures.attempt(lambda tracker: tracker.start(of_tracker), after)
+        self._started = self._guard.attempt(lambda tracker: tracker.start(of_tracker), after)
         if self._started:
-            self._failures.attempt(lambda tracker: self._delivered.write())
+            self._guard.attempt(lambda tracker: self._delivered.write())
 
     def _deliver(self, step: int, values: Mapping[str, float]) -> None:
         def deliver(tracker: Tracker) -> None:
@@ -125,9 +125,9 @@ class BackgroundTracker(Tracker):
             self._delivered.add(step, values)
 
         if self._started and not self._delivered.has(step, values):
-            self._failures.attempt(deliver)
+            self._guard.attempt(deliver)
 
     def _finish(self) -> None:
         if self._started:
-            self._failures.attempt(lambda tracker: tracker.finish(), after="ends without it")
+            self._guard.attempt(lambda tracker: tracker.finish(), after="ends without it")
         self._ended.set()

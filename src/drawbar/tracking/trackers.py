@@ -21,12 +21,12 @@ class Trackers:
 
     def __init__(self, trackers: Sequence[Tracker] = ()) -> None:
         self._trackers = trackers
-        self._failures = [TrackerGuard(tracker) for tracker in trackers]
+        self._guards = [TrackerGuard(tracker) for tracker in trackers]
 
     def start(self, run: TrackedRun) -> None:
         """Start all of them. Raises ``UserError`` where one cannot write its files: nothing is trained yet."""
         started = []
-        for tracker, failures in zip(self._trackers, self._failures, strict=True):
+        for tracker, guard in zip(self._trackers, self._guards, strict=True):
             try:
                 tracker.start(run)
             except UserError:
@@ -34,8 +34,8 @@ class Trackers:
             except Exception as error:  # noqa: BLE001 - a tracker of the user's: the run goes on without it
                 logger.warning("%s: %s\n  the run goes on without this tracker", type(tracker).__name__, cause(error))
             else:
-                started.append(failures)
-        self._failures = started
+                started.append(guard)
+        self._guards = started
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Tell all of them the values of a step."""
@@ -46,8 +46,8 @@ class Trackers:
         self._tell_all(lambda tracker: tracker.finish())
 
     def _tell_all(self, call: Callable[[Tracker], None]) -> None:
-        for failures in self._failures:
-            failures.attempt(call)
+        for guard in self._guards:
+            guard.attempt(call)
 
 
 def make_trackers(config: TrackingSection) -> list[Tracker]:

@@ -254,7 +254,7 @@ class _Run:
     task: Task
     engine: Engine
     loader: Loader
-    uncompiled_step_fits: bool
+    uncompiled_step_fits: bool  # known where trial steps, which are not compiled, have found the micro-batch
     validation: Split | None
     progress: RunProgress
     total_steps: int

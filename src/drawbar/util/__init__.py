@@ -1,1 +1,1 @@
-"""Small helpers for every package: they know nothing of drawbar but its errors, and only ``dtypes`` needs torch."""
+"""Small helpers for every package: of drawbar they import its errors alone, and only ``dtypes`` needs torch."""

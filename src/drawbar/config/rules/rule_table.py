@@ -98,7 +98,7 @@ STREAMS = (
         "shuffling within lanes",
         ("data.shuffle_buffer", "data.stream_lanes"),
         lambda c: c.data.streaming and c.data.shuffle and c.data.shuffle_buffer < 2 * c.data.stream_lanes,
-        "records are shuffled within their lane, which would have a single one in each block",
+        "records are shuffled within their lane, and the buffer has room for only one of each lane",
         "set data.shuffle_buffer to many times data.stream_lanes, or lower data.stream_lanes, in a run that begins",
     ),
     Rule(

@@ -181,7 +181,7 @@ class EvalSection(Section):
     patience: Count | None = None
     """Stop after this many evaluations in a row without a better score."""
     micro_batch: Count | None = None
-    """Rows in one evaluation forward (default: as in training)."""
+    """Rows in one evaluation forward. Default: as `train` sets; with `auto`, 8,192 tokens, or 32 rows without any."""
 
 
 class CheckpointSection(Section):

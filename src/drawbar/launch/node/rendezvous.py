@@ -28,7 +28,7 @@ class Rendezvous:
     address: str
     """Of this node, as the others reach it."""
     names: tuple[str, ...] = ()
-    """Of all nodes, in their order, as the launcher calls them."""
+    """Of all nodes, in their order, as Slurm or the list of hosts calls them; empty where that is not known."""
 
     def name(self, node: int) -> str:
         """What messages call a node."""
