@@ -94,8 +94,8 @@ def test_what_it_cannot_do_is_refused(at_home: Path) -> None:
         raise submit(at_home, "--to", "at_hom").exception or AssertionError
     assert "did you mean at_home? There are: slurm, ssh, at_home" in str(unknown.value.remedy)
     for option, says in (
-        (["--sweep", "optim.lr=1,2"], "takes no --sweep"),
-        (["--snapshot"], "takes no --sweep, --at-once or --snapshot"),
+        (["--sweep", "optim.lr=1,2"], "does not take --sweep"),
+        (["--snapshot"], "does not take --sweep, --at-once or --snapshot"),
         (["--hosts", "gpu1"], "exclude one another"),
     ):
         assert says in str(submit(at_home, "--to", "at_home", *option).exception)

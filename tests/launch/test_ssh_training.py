@@ -62,8 +62,10 @@ class Submitted:
         return self.process.exitcode
 
     def ranks(self) -> list[int]:
-        """The processes that train."""
-        return [pid for pid in self.on_hosts() if b"\0LOCAL_RANK=" in environment_of(pid)]
+        """The processes that train. Those that are forked show the environment of the process that forked them, which
+        has ended by then."""
+        found = self.on_hosts().items()
+        return [pid for pid, line in found if "warm_ranks" in line or b"\0LOCAL_RANK=" in environment_of(pid)]
 
 
 def environment_of(pid: int) -> bytes:

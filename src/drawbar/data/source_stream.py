@@ -181,6 +181,12 @@ class SourceStream:
     def _units_of_lane(self, lane: int, lanes: int, first: int) -> Iterator[tuple[int, Reader, RawRecord]]:
         """(number in the source, reader, unit) of the lane's units of the split, from the lane's unit ``first`` on."""
         quota, taken = self._quota, 0
+        if quota == 0 and self.weight is not None:
+            raise UserError(
+                "a source with a weight gave no samples: the sources before it use up data.limit",
+                where=self._key,
+                remedy="raise data.limit, or leave the source out",
+            )
         if quota == 0:
             self.size = 0
             return
@@ -215,12 +221,6 @@ class SourceStream:
                     raise reader.empty()
         except OSError as error:
             raise self._unreadable(error) from error
-
-    def no_samples(self) -> UserError:
-        """The error for a source with a weight that gives nothing."""
-        taken = " (the sources before it use up data.limit)" if self._quota == 0 else ""
-        remedy = "give it records, or leave it out"
-        return UserError(f"a source with a weight gave no samples{taken}", where=self._key, remedy=remedy)
 
     def _unreadable(self, error: OSError) -> UserError:
         return UserError(

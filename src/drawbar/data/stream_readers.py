@@ -5,7 +5,6 @@ from typing import Protocol
 
 from drawbar.data.sources import LocatedRecord
 from drawbar.distributed.process_group import DataParallelGroup
-from drawbar.errors import UserError
 
 
 class Stream(Protocol):
@@ -16,7 +15,6 @@ class Stream(Protocol):
     """How many records it has, those that are left out included; None before it was read to its end."""
 
     def read(self, lane: int, lanes: int, first: int) -> Iterator[LocatedRecord]: ...
-    def no_samples(self) -> UserError: ...
 
 
 class RankReader:
@@ -66,8 +64,7 @@ class EndlessRankReader(RankReader):
             for located in self.stream.read(lane, self.ranks, place // self.ranks):
                 turns_without = 0
                 yield (start + lane + self.ranks * located.position) // self.ranks, located
-            if not self.stream.size:
-                raise self.stream.no_samples()
+            assert self.stream.size is not None
             self.ends += 1
             after = (turn + 1) * self.stream.size
             visit = max(visit, after + (self.rank - after) % self.ranks)

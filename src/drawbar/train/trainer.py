@@ -180,8 +180,7 @@ class Trainer:
         loader, validation = load_data(task, opened, config, world, console)
         engine.total_steps = total_steps = count_steps(config.train, loader.steps_per_epoch)
         resumed = start.checkpoint is not None and not start.forked
-        kept_in = origin if resumed else config.run_dir
-        found = fit_micro_batch(loader, engine, memory_of(world.device), kept_in, resumed)
+        found = fit_micro_batch(loader, engine, memory_of(world.device), origin if resumed else config.run_dir, resumed)
 
         seed_everything(config.run.seed, world.dims.seed_rank(world.rank))  # from here on a rank's dropout is its own
         progress = RunProgress()

@@ -211,11 +211,14 @@ def test_bad_records_are_skipped_and_counted() -> None:
     assert dataset.record_of.tolist() == [0, 3]
     assert dataset.skipped_count == 3
     assert dataset.dropped == 0
-    assert dataset.skipped == [
+    expected = [
         "labels.txt:7: label out of range",
         "file:3: the task's encode failed on a record: ZeroDivisionError: integer division or modulo by zero",
         "file:5: the task's encode failed on a record: KeyError: 'n'",
     ]
+    for found, begin in zip(dataset.skipped, expected, strict=True):
+        assert found.startswith(begin)
+    assert f"({__file__}:" in dataset.skipped[1]  # the line of the user's code
 
 
 def test_only_the_first_messages_of_skipped_records_are_kept() -> None:

@@ -418,7 +418,7 @@ def test_a_weighted_source_that_the_limit_leaves_out_is_an_error(tmp_path: Path)
     sources = [SourceSection(files=str(file), weight=1.0) for file in files]
     streams = open_records(DataSection(train=sources, limit=LimitSection(train=20)), "train").streams
     loader = Case((20, 20), weights=(1.0, 1.0), global_batch=30).loader(alone(), sources=streams)
-    with pytest.raises(UserError, match=r"gave no samples \(the sources before it use up data.limit\)"):
+    with pytest.raises(UserError, match="a source with a weight gave no samples: the sources before it use up"):
         next(loader.steps(0, 1))
 
 

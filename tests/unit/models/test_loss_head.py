@@ -120,7 +120,7 @@ def test_a_forward_pass_that_fails_leaves_no_targets_behind() -> None:
 def test_labels_of_other_positions_are_refused() -> None:
     model = with_loss_head(build(FAMILIES[0]))
     tokens, labels = inputs("causal_lm")
-    with pytest.raises(ValueError, match=r"predicts \[3, 7\], of labels \[3, 6\]"):
+    with pytest.raises(ValueError, match=r"has \[3, 7\] positions, the labels are \[3, 6\]"):
         model(**tokens, **targets_of(labels[:, 1:]))
 
 
