@@ -1,6 +1,6 @@
 """Errors that a user can act on, and the exit codes of every drawbar command.
 
-A :class:`UserError` is the only exception that a command prints without a traceback: it says what is wrong,
+A :class:`UserError` is drawbar's only exception that a command prints without a traceback: it says what is wrong,
 where, and what to do about it.
 """
 

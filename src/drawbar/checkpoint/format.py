@@ -5,7 +5,7 @@ A checkpoint is a folder ``step-00001000`` with five files:
 =========================  =====================================================================================
 ``model.safetensors``      parameters and buffers under their fully qualified names; tied ones are stored once
 ``optimizer.safetensors``  the optimizer's tensors under flat names
-``rng.safetensors``        the state of the random number generators, by seed rank: ``seed-0003/torch``
+``rng.safetensors``        generators' states, one for each set of ranks that draw alike: ``seed-0003/torch``
 ``state.json``             everything else: step, best score, loss scaler, position in the data, number formats
 ``manifest.json``          format, version, step, and the size and SHA-256 of the other four; written last
 =========================  =====================================================================================

@@ -101,7 +101,7 @@ class SourceStream:
 
         Args:
             lane: 0 <= lane < lanes.
-            lanes: into how many parts the source is dealt out.
+            lanes: into how many parts the source is dealt out. ``RankReader``: one a rank, not ``data.stream_lanes``.
             first: number within the lane of the first record that is wanted.
 
         Raises:

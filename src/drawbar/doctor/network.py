@@ -96,7 +96,7 @@ def choose_interface(network: Network) -> tuple[Interface | None, str]:
         if interface.infiniband:
             return interface, "InfiniBand"
     if network.route_address:
-        # an address of its own that is not found is a second one of some interface, or this is no Linux
+        # a route_address that no interface here has is the second address of one, or this is no Linux
         nameless = Interface("", network.route_address, False)
         on_the_way = (interface for interface in addressed if interface.address == network.route_address)
         way = f"the way to {network.peer}" if network.peer else "the way to other networks"

@@ -27,7 +27,7 @@ from drawbar.runtime.log import logger
 from drawbar.tasks.task import Task
 
 WeightSource: TypeAlias = Mapping[str, torch.Tensor] | nn.Module | None
-"""Where the initial weights come from: tensors in files, or the full model (on rank 0; None on the others)."""
+"""Where the initial weights come from: tensors by name, or the full model (on rank 0; None on the others)."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def build_whole(task: Task, config: RunConfig, world: Distributed, device: torch
 def build_shards(task: Task, config: RunConfig, world: Distributed, mesh: DeviceMesh) -> LocalModel:
     """The shards of the model that this rank holds.
 
-    If the task knows the weight files, each rank reads its own shards from them; else rank 0 builds the full model and
+    Without LoRA, if the task knows the weight files, each rank reads its shards; else rank 0 builds the full model and
     broadcasts it tensor by tensor, and every rank keeps its shards.
     """
     model, source, base = build_meta(task, config, world)

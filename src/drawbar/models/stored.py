@@ -35,7 +35,7 @@ def build_meta_model(name: str, head: Head = "causal_lm", **fields: Any) -> nn.M
         fields: what the task sets in the config, such as ``num_labels`` or ``id2label``.
 
     Raises:
-        UserError: the model does not exist, has no safetensors, or does not have such a head.
+        UserError: the model does not exist, is a folder without safetensors, or does not have such a head.
     """
 
     def build(name: str, local_files_only: bool) -> nn.Module:
@@ -67,7 +67,7 @@ def stored_tensors(name: str, model: nn.Module) -> TensorFiles | None:
         model: as ``build_meta_model`` returns it.
 
     Raises:
-        UserError: the model does not exist, has no safetensors, or one that is cut short.
+        UserError: the model does not exist, is a folder without safetensors, or has one that is cut short.
     """
     files = from_hub(lambda name, local_files_only: _open_files(name, model, local_files_only), name)
     if files is None:

@@ -35,8 +35,8 @@ def build_optimizers(model: nn.Module, config: OptimSection) -> list[Optimizer]:
     - ``sgd``: torch adds the decay to the gradient; that is decoupled decay only while momentum is 0.
     - ``adafactor``: ``lr`` is relative to the size of each parameter, at most ``1/sqrt(step)``
       (https://arxiv.org/abs/1804.04235).
-    - ``muon``: for the matrices inside the model, AdamW for everything else. A format still ``auto`` is fp32: the
-      builder of an engine has chosen one for its device.
+    - ``muon``: for the matrices inside the model, AdamW for everything else. ``muon_precision=auto`` counts as
+      fp32 here; in a run, ``build_engine`` has replaced it by what suits the device.
 
     Raises:
         UserError: nothing to train, or no matrix for Muon.

@@ -58,7 +58,7 @@ def full_tensor(tensor: Tensor, fused: FusedLayout | None = None) -> Tensor:
 
 @torch.no_grad()
 def load_shard(tensor: Tensor, tensors: Mapping[str, Tensor], name: str, fused: FusedLayout | None = None) -> None:
-    """Set a parameter, a buffer or an optimizer's tensor to its part of ``tensors[name]``; ``fused``: all is read."""
+    """Set a parameter, a buffer or an optimizer's tensor to its part of ``tensors[name]``, read whole if ``fused``."""
     if not isinstance(tensor, DTensor):
         tensor.copy_(tensors[name])
         return

@@ -37,7 +37,7 @@ def train(
     """Make the first steps; every rank of ``world`` calls it.
 
     Args:
-        config: the workload's, run in one of its ways.
+        config: the workload's, with a case applied to it, or that of the reference.
         start: where to go on from.
         until: the last step; by default the workload's.
 

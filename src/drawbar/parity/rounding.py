@@ -61,7 +61,7 @@ def noises(precision: str) -> Sequence[Noise]:
 
 
 def gradient_precision(precision: str) -> float:
-    """``Tolerances.gradient_precision``: all but three of the bits that numbers have."""
+    """``Tolerances.gradient_precision``: a gradient counts as known if all but its last three bits are right."""
     return 8 * torch.finfo(DTYPES[precision]).eps if precision != "fp32" else EXACT.gradient_precision
 
 

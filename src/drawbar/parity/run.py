@@ -38,7 +38,7 @@ Tell = Callable[[str], None]
 """Says to a person how far it is."""
 
 PATIENCE = 24 * 3600
-"""Seconds that ranks wait for rank 0 while it trains alone: as long as that takes."""
+"""Seconds that ranks wait for rank 0 while it trains alone: a day at most."""
 AGREEMENT = timedelta(seconds=60)
 """How long a rank that refused a case waits for the other ranks to refuse it, too."""
 
@@ -126,7 +126,7 @@ def run_process(workload: Workload, request: ParityRequest, folder: ResultsDir, 
 
 
 def _meet(rank_info: RankInfo, device: torch.device, make: Callable[[], T]) -> T:
-    """What ``make`` returns on rank 0, for all ranks, which wait for it as long as it takes."""
+    """What ``make`` returns on rank 0, for all ranks, which wait ``PATIENCE`` seconds at most."""
     made = make() if rank_info.is_rank0 else None
     with Distributed(rank_info, device, PATIENCE) as world:
         return world.from_rank0(lambda: made, "the next case")  # type: ignore[return-value]

@@ -115,7 +115,7 @@ def _fewer_layers(options: Any, tokenizer: Any, layers: int) -> dict[str, Any]:
 
 
 def keep_blocks(model: nn.Module, layers: int) -> None:
-    """Keep the first blocks of each list of alike modules, in place.
+    """Keep the first blocks of each outermost ``nn.ModuleList`` of two modules or more, in place.
 
     Raises:
         UserError: there is no such list.

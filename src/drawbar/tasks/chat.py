@@ -71,7 +71,7 @@ class ChatFormat:
         stop otherwise.
 
         Raises:
-            UserError: a message is none, none is the assistant's, or the template refuses them.
+            UserError: an item is no message, none is the assistant's, or the template refuses them.
         """
         messages = [check_message(message) for message in messages]
         if not any(message["role"] == "assistant" for message in messages):
@@ -192,7 +192,7 @@ def chat_prompt(tokenizer: Any, messages: list[Any]) -> list[int]:
     """The tokens of a chat to be answered, with the header that asks for it. An answer at its end is left out.
 
     Raises:
-        UserError: there is no template, a message is none, or the template refuses them.
+        UserError: there is no template, an item is no message, or the template refuses them.
     """
     check_template(tokenizer)
     asked = [check_message(message) for message in messages]

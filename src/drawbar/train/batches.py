@@ -50,7 +50,7 @@ class OpenedSplit:
     digests: DigestCache | None = None
     """The stored digests of the files; saved once encoding has succeeded."""
     identity: list[Any] | None = None
-    """Metadata of the files (size, mtime, inode), taken before they were read."""
+    """Metadata of the files (size, mtime, ctime, inode), taken before they were read."""
 
     def check_unchanged(self) -> None:
         """Check that the files have not changed since ``cache_inputs`` was computed: they are read a second time.

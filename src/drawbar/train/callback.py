@@ -31,7 +31,7 @@ class RunHandle:
 
     @property
     def run_dir(self) -> Path:
-        """The run directory; rank 0 writes it."""
+        """The run directory; rank 0 writes it, and where disks are node-local, one rank for each other disk, too."""
         return self.config.run_dir
 
     @property
@@ -75,7 +75,7 @@ class Callback:
 
     def on_save(self, run: RunHandle, checkpoint: Path) -> None:
         """When the state of a step has been copied for its checkpoint, on every rank. Rank 0 writes the folder in the
-        background: it appears, complete, in one moment."""
+        background (and one rank for each other node-local disk its own): it appears, complete, in one moment."""
 
     def on_exception(self, run: RunHandle, error: Exception) -> None:
         """Training ends with this error: on the ranks that raise it, which need not be all."""
