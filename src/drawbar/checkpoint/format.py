@@ -44,7 +44,7 @@ def step_name(step: int) -> str:
 
 @dataclass
 class Snapshot:
-    """Everything that a run needs to go on from a step, gathered for all ranks."""
+    """Everything that a run needs to go on from a step, gathered from all ranks."""
 
     step: int
     model: Mapping[str, Tensor]

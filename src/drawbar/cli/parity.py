@@ -29,7 +29,7 @@ Examples:
 
 \b
 The data, batches, optimizer and schedule are those of CONFIG; dropout is off. No run directory is touched.
-Exit codes: 0 all are equal, 1 a strategy diverges, 2 the request is wrong.
+Exit codes: 0 all that could run are equal, 1 a strategy diverges or crashes, 2 the request is wrong.
 """,
 )
 @click.argument("arguments", nargs=-1, metavar="[CONFIG] [KEY=VALUE]...")

@@ -33,7 +33,7 @@ class Strategy:
     shards_parameters: bool = False
     """Each data-parallel rank holds a shard of every parameter."""
     supports_model_parallel: bool = False
-    """It goes with tensor, pipeline and context parallelism."""
+    """It goes with tensor, pipeline or context parallelism; rules refuse what it lacks of these."""
     offloads: bool = False
     """Its state can lie in host memory."""
     is_deepspeed: bool = False

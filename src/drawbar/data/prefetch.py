@@ -114,7 +114,7 @@ class Prefetcher(Generic[Batch]):
     that does. Who makes a batch changes nothing in it. Ahead of the step that is trained are two micro-batches for each
     process (without processes, two), in whole steps: a bound on the memory.
 
-    With processes, augment and collate may be a user's code, and may draw from the generators of Python, NumPy or
+    Processes may be given a user's augment and collate, which may draw from the generators of Python, NumPy or
     torch, which a checkpoint holds, and which dropout draws from. So in this process they run in the training thread
     alone, each batch at its step, until a first process has started. The first batch of a process is made here as well.
     If the two differ, or if later a process fails or draws from such a generator, each batch is made at its step again.

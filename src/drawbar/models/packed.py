@@ -23,7 +23,7 @@ Arguments = dict[str, Any]
 
 DECODERS = {"gemma", "gemma3_text", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "granite", "llama", "mistral", "mixtral"}
 DECODERS |= {"olmo2", "phi", "phi3", "qwen2", "qwen3", "smollm3", "starcoder2"}
-"""They take positions, and, with another attention than ours, derive their mask from where these begin again."""
+"""They take positions, by which other attention than ours finds the samples; flash, in a batch of one row alone."""
 WITHOUT_SDPA = {"gptj"}
 ENCODERS = {"bert", "distilbert", "electra"} | COUNTS_FROM_PAD
 """They take positions and a mask of four dims, and classify a text by its first token."""
@@ -46,7 +46,7 @@ def allow_packing(model: nn.Module, per_sample: bool, under_mask: bool = False) 
     Args:
         per_sample: for sequence classification: the logits have shape (N, classes), a row for each sample, in the order
             of rows and of samples in them. Else they have a value for each token.
-        under_mask: attend to a whole row under a mask, as is always done by any attention but ``sdpa``, instead of to
+        under_mask: attend to a whole row under a mask, as ``eager`` and ``flex_attention`` always do, instead of to
             each sample by itself.
 
     Raises:
@@ -187,9 +187,18 @@ class _Decoder(_Packing):
 
     def arguments(self, segments_RL: Tensor, decoder_segments_RT: Tensor | None, kwargs: Arguments) -> Arguments:
         self.tokens_RL = kwargs["input_ids"]
+        attention = self.model.config._attn_implementation
+        if "flash" in attention and len(segments_RL) > 1:  # transformers would attend to whole rows, in silence
+            raise UserError(
+                f"{attention} keeps samples apart in a micro-batch of one packed row alone, and this one has "
+                f"{len(segments_RL)}",
+                where="task.attention, train.micro_batch",
+                remedy="set task.attention=sdpa, which takes torch's flash attention for samples; or "
+                "train.micro_batch=1",
+            )
         # transformers detects samples by restarting positions, but only without attention mask and cache
-        attention = {"attention_mask": None} if self.under_mask else _within(self.segments[0], segments_RL)
-        return {"position_ids": count_positions(segments_RL), "use_cache": False, **attention}
+        within = {"attention_mask": None} if self.under_mask else _within(self.segments[0], segments_RL)
+        return {"position_ids": count_positions(segments_RL), "use_cache": False, **within}
 
     def choose(self, module: nn.Module, args: tuple[Any, ...], logits_RLC: Tensor) -> None:
         """The model scores every token, and then keeps one a row; this keeps one a sample, by the same rule."""

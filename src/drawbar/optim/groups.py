@@ -10,8 +10,8 @@ from drawbar.errors import UserError
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """The trained parameters in at most two groups: with ``weight_decay``, then without.
 
-    No decay for norm layers, biases and any parameter with fewer than two dims; embeddings do decay. These are the
-    rules of transformers' ``Trainer``, which decides by name where this looks at the type of the module.
+    No decay for norm layers, biases and any parameter with fewer than two dims; embeddings do decay. The first two are
+    rules of transformers' ``Trainer``, which decides mostly by name where this looks at the type of the module.
 
     Returns:
         Groups for any ``torch.optim`` optimizer, each in the order of ``model.named_parameters()``: ``params``,
@@ -55,7 +55,7 @@ def trained_names(model: nn.Module) -> list[str]:
 
 
 def undecayed_names(model: nn.Module) -> set[str]:
-    """Names of the parameters that weight decay would harm: biases, and the scales of norm layers."""
+    """Names of the parameters that weight decay would harm: norm layers', biases, and all of fewer than two dims."""
     in_norms = {
         id(parameter) for module in model.modules() if is_norm(module) for parameter in module.parameters(recurse=False)
     }

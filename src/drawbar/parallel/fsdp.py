@@ -35,7 +35,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, parallel: ParallelSection, precisi
     Trained weights stay fp32; gradients are reduced in ``parallel.reduce_dtype``. Autocast decides what is computed in
     ``precision``, as without shards. So only what it would cast anyway is gathered in ``precision``: linear layers of
     the blocks and of the head. The rest is all-gathered in fp32; norm parameters go in the root's group with all
-    outside of the blocks: groups of their own would need hooks, and collectives, inside of each block.
+    outside of the blocks: groups of their own would need hooks inside of each block. (Exceptions: ``_own_group``.)
 
     Args:
         mesh: two-dimensional (replicas, shards), or that of the shards alone.

@@ -395,3 +395,13 @@ def test_what_cannot_be_packed_is_refused(make: Any, says: str) -> None:
         allow_packing(make(), per_sample=True)
     assert caught.value.where == "data.batching"
     assert "data.batching=grouped" in str(caught.value.remedy)
+
+
+def test_flash_attention_of_several_packed_rows_is_refused() -> None:
+    """transformers finds the samples of one row alone, and would attend across them in silence."""
+    model = build("llama", "causal_lm")
+    allow_packing(model, per_sample=False)
+    model.config._attn_implementation = "flash_attention_2"
+    segments_RL = torch.tensor([[0, 0, 1], [0, 1, 1]])
+    with pytest.raises(UserError, match="one packed row alone, and this one has 2"):
+        model(input_ids=torch.ones_like(segments_RL), segment_ids=segments_RL)

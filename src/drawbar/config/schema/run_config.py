@@ -120,8 +120,8 @@ StrategyName = Annotated[
 class ParallelSection(Section):
     strategy: StrategyName = "auto"
     """How parameters, gradients and optimizer state are laid out over the data-parallel ranks. `auto`: one process;
-    or `ddp` where the task builds its own model, or its state fits into each rank's memory; else `fsdp`; or `deepspeed`
-    where there is a section `deepspeed`."""
+    `deepspeed` where there is a section `deepspeed`; `ddp` where the task builds its own model, all ranks share one,
+    or its state fits into each rank's memory; else `fsdp`."""
     tensor: Count = 1
     """Tensor-parallel degree: the matrices of each layer are cut over so many ranks."""
     sequence: bool = False

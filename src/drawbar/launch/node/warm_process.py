@@ -101,7 +101,7 @@ class ForkedRank:
         if self.returncode is None:
             try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
-            except ChildProcessError:  # as where a signal's handler raised behind the last waitpid; as Popen does
+            except ChildProcessError:  # reaped, but a signal's handler raised: its code is lost; 0, as Popen
                 pid, status = self.pid, 0
             if pid:
                 self.returncode = os.waitstatus_to_exitcode(status)

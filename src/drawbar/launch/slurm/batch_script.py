@@ -1,6 +1,6 @@
 """A job as Slurm's sbatch takes it: a bash script.
 
-Words of the user reach the shell through ``shlex.quote`` alone, and sbatch's own parser, which has other rules, only
+Words of the user (not ``cluster.setup``) reach the shell through ``shlex.quote`` alone, and sbatch's own parser only
 where they hold nothing that it would read differently.
 """
 
@@ -82,7 +82,7 @@ done
 """
 
 _END = """
-# USR1 before a rank could save: nothing is lost but time.
+# {requeue}: the run has saved. {killed}: USR1 came before a rank could save, which costs nothing but time.
 case "$told:$code" in
   :{requeue} | USR1:{requeue} | USR1:{killed})
     {then}
