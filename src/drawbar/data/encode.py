@@ -178,7 +178,7 @@ def encode_chunks(
     Args:
         reading: it is gone through in this process alone, and only so far ahead that no worker waits for records.
         skip: collect bad records and go on.
-        workers: processes to encode in. ``auto``: one a core, where this process alone would need long.
+        workers: processes to encode in. ``auto``: one a core, 16 at most, where this process alone would need long.
         timeout: longest wait for a worker, in seconds.
 
     Raises:

@@ -23,7 +23,7 @@ Arguments = dict[str, Any]
 
 DECODERS = {"gemma", "gemma3_text", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "granite", "llama", "mistral", "mixtral"}
 DECODERS |= {"olmo2", "phi", "phi3", "qwen2", "qwen3", "smollm3", "starcoder2"}
-"""They take positions, by which other attention than ours finds the samples; flash, in a batch of one row alone."""
+"""They take positions: attention other than ours finds samples where these restart; flash, only in one-row batches."""
 WITHOUT_SDPA = {"gptj"}
 ENCODERS = {"bert", "distilbert", "electra"} | COUNTS_FROM_PAD
 """They take positions and a mask of four dims, and classify a text by its first token."""

@@ -85,9 +85,10 @@ class DataSection(Section):
     1, 2, 3, 4, 6, 8 and so on to 384). It decides the order of the samples, so that this order does not depend on the
     number of ranks. Samples are shuffled and packed within a part, so more of them want a larger `shuffle_buffer`."""
     workers: Annotated[int, Field(ge=0)] | Auto = "auto"
-    """Worker processes. For encoding: so many in all; `auto` is one a core, where there is much to do. For batches,
-    which are prepared ahead of training: so many for each rank; `auto` is a thread of the rank, or nothing ahead where
-    `augment` or `collate` are your own: set 1 or more for them. 0: none; each batch is made when its step begins."""
+    """Worker processes. For encoding: so many in all; `auto` is one a core, at most 16, where there is much to do. For
+    batches, which are prepared ahead of training: so many for each rank; `auto` is a thread of the rank, or nothing
+    ahead where `augment` or `collate` are your own: set 1 or more for them. 0: none; each batch is made when its step
+    begins."""
     cache: PathText | None = None
     """Folder of encoded data (default: `.cache` in `run.dir`)."""
     rebuild: bool = False
