@@ -148,7 +148,7 @@ def _tell(error: Exception, text: str) -> None:
 
 
 def _let_the_first_rank_speak() -> None:
-    """Wait on all local ranks but 0, so that an error that all ranks have is printed once: other launchers show every
+    """Every local rank but 0 waits, so that an error that all ranks have is printed once: other launchers show every
     rank's output, and end the others when one exits. A rank that outlives the wait has an error that rank 0 has not."""
     if _is_one_of_several() and os.environ.get("LOCAL_RANK", "0") != "0":
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

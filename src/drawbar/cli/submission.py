@@ -79,7 +79,7 @@ class PlannedJob:
     def submit(self) -> int:
         """Hand it over and write it down. The exit code of the run where this process must stay with it; else 0.
 
-        What cannot be written is only told: the job is submitted.
+        What cannot be written is only told: the job is submitted. Nothing is recorded of a run in an allocation.
         """
         self._copy_code()
         script = self.script()

@@ -42,7 +42,7 @@ class Disks:
     """Where the run directory is, as one rank sees it."""
 
     writers: tuple[int, ...]
-    """The ranks that read and write the run directory, one per file system; rank 0 is the first."""
+    """The ranks that look for checkpoints and write them, one per file system; rank 0 is the first."""
     is_writer: bool
     """This rank is one of them."""
 

@@ -57,7 +57,7 @@ class OptimSection(Section):
     lr: Annotated[float, Field(ge=0)] = 3.0e-4
     """Peak learning rate."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
-    """Decoupled weight decay; never applied to biases and norms."""
+    """Decoupled weight decay (`sgd` adds it to the gradient); never applied to biases and norms."""
     betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.999)
     """Decay rates of AdamW's two moments."""
     eps: Annotated[float, Field(gt=0)] = 1.0e-8
@@ -119,8 +119,8 @@ StrategyName = Annotated[
 
 class ParallelSection(Section):
     strategy: StrategyName = "auto"
-    """How parameters, gradients and optimizer state are laid out over the data-parallel ranks. `auto`: one process;
-    `deepspeed` where there is a section `deepspeed`; `ddp` where the task builds its own model, all ranks share one,
+    """How parameters, gradients and optimizer state lie on the data-parallel ranks. `auto`: `single` in one process;
+    `deepspeed` with a section `deepspeed`; `ddp` where the task builds its own model, one model takes all ranks,
     or its state fits into each rank's memory; else `fsdp`."""
     tensor: Count = 1
     """Tensor-parallel degree: the matrices of each layer are cut over so many ranks."""

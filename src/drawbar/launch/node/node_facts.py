@@ -26,7 +26,7 @@ class Gpu:
 
     index: int
     total: int
-    """MiB, as is ``used``: by everybody, before this run."""
+    """MiB, as ``used``, which is what all processes take before this run begins."""
     used: int
     processes: tuple[int, ...] = ()
 
