@@ -86,7 +86,7 @@ class MicroBatch(Generic[Batch]):
 
     batch: Batch
     is_filler: bool = False
-    """A rank without rows runs it, so that all ranks run equally often; its loss is left out."""
+    """A rank that has no rows left runs it, so that all ranks run equally often; its loss is left out."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Prefetcher(Generic[Batch]):
     that does. Who makes a batch changes nothing in it. Ahead of the step that is trained are two micro-batches for each
     process (without processes, two), in whole steps: a bound on the memory.
 
-    Processes may be given a user's augment and collate, which may draw from the generators of Python, NumPy or
+    With ``processes``, augment and collate may be a user's, and may draw from the generators of Python, NumPy or
     torch, which a checkpoint holds, and which dropout draws from. So in this process they run in the training thread
     alone, each batch at its step, until a first process has started. The first batch of a process is made here as well.
     If the two differ, or if later a process fails or draws from such a generator, each batch is made at its step again.

@@ -102,7 +102,7 @@ def make_job(
 
 
 def processes_per_node(config: RunConfig, cluster: ClusterSection) -> int:
-    """One for each GPU that is asked for, unless ``launch.nproc`` says another number."""
+    """As ``launch.nproc`` says; for ``auto`` one for each GPU asked for, or one if the run does not take all GPUs."""
     if config.launch.nproc != "auto":
         return config.launch.nproc
     return cluster.gpu_count or 1 if config.takes_all_gpus else 1

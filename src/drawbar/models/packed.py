@@ -119,8 +119,8 @@ def _last_tokens(segments_RL: Tensor, firsts_N: Tensor, is_pad_RL: Tensor) -> Te
 
 
 def _within(segments: Segments, segments_RL: Tensor) -> Arguments:
-    """What ``segments.attend`` needs to keep to samples. ``attention_mask`` is a placeholder of four dims: such a mask
-    transformers passes on as it stands, but would else make one (and wait for the device, to see what is in it)."""
+    """What ``segments.attend`` needs to keep to samples. ``attention_mask`` is a placeholder of four dims: transformers
+    passes such a one on as it stands, and would else make one (and wait for the device, to see what is in it)."""
     return {"attention_mask": segments_RL[:, None, None], "segments": segments}
 
 

@@ -132,7 +132,7 @@ class Task:
         """One record as a sample, or as several; None drops it, and is counted.
 
         It may be called several times for one record, and must depend on nothing but the record, the task's own
-        options, ``data.sequence_length``, the tokenizer and ``dataset_metadata``: the result is kept for the next run.
+        options, ``data.sequence_length``, tokenizer, ``dataset_metadata`` and ``encoding_files``: the result is kept.
         """
         return record
 

@@ -82,7 +82,7 @@ class JobEnd:
 
     @staticmethod
     def read(record: JobRecord) -> "JobEnd | None":
-        """None where it has not ended, or was killed with all that it had."""
+        """None where it has not ended, or was killed together with the script or launcher that would have said so."""
         try:
             return JobEnd(**json.loads(record.end_file.read_text()))
         except (OSError, ValueError, TypeError):
