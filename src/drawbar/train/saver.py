@@ -273,7 +273,7 @@ def _check_validation(saved: str | None, validation: Split | None) -> None:
 
 
 def _with_lanes(data: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
-    """The data position with its stream's lanes and block size, which older checkpoints lack: read from config.yaml."""
+    """The data position; a stream's gets ``stream_lanes`` and records per lane from config.yaml if it lacks them."""
     if "cursor" not in data:  # no stream
         return data
     path = checkpoint.resolve().parent.parent / "config.yaml"

@@ -253,7 +253,7 @@ class _Run:
     task: Task
     engine: Engine
     loader: Loader
-    uncompiled_step_fits: bool  # known where trial steps, which are not compiled, have found the micro-batch
+    uncompiled_step_fits: bool  # true where trial steps (not compiled) chose the micro-batch's size
     validation: Split | None
     progress: RunProgress
     total_steps: int
