@@ -16,7 +16,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -50,19 +49,12 @@ def main() -> None:
     if options.program:
         PROGRAMS[options.program](options.seconds)
         return
-    from benchmarks.common.limits import describe_machine  # which loads torch
+    from benchmarks.common.report import write_answer  # random_tokens.py imports this file from its own folder
 
     found = measure(options.rounds, options.seconds)
     rows = [[name, *(f"{statistics.median(found[name][where]):,.0f}" for where in ("quiet", "busy"))] for name in found]
     print_table("Target tokens a second (median)", ["run", "quiet machine", "beside a busy loop"], rows)
-    report = {
-        "date": date.today().isoformat(),
-        "machine": describe_machine(),
-        "cores": os.cpu_count(),
-        "results": found,
-    }
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    write_answer(options.json, cores=os.cpu_count(), results=found)
 
 
 def measure(rounds: int, seconds: float, names: Iterable[str] = tuple(RUNS)) -> dict[str, dict[str, list[float]]]:

@@ -11,14 +11,13 @@ import argparse
 import json
 import statistics
 import tempfile
-from datetime import date
 from pathlib import Path
 from unittest import mock
 
 from torch import Tensor
 
 import drawbar
-from benchmarks.common.limits import describe_machine
+from benchmarks.common.report import write_answer
 from drawbar.optim import bf16_moments
 from drawbar.tracking.table import print_table
 
@@ -36,14 +35,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         losses = compare(options.seeds, options.steps, Path(folder))
-    report = {
-        "date": date.today().isoformat(),
-        "machine": describe_machine(),
-        "steps": options.steps,
-        "losses": losses,
-    }
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(report, indent=2) + "\n")
+    write_answer(options.json, steps=options.steps, losses=losses)
     rows = []
     for name, found in losses.items():
         differences = [loss - reference for loss, reference in zip(found, losses[FP32], strict=True)]

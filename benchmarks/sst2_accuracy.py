@@ -12,7 +12,6 @@ import json
 import statistics
 import tempfile
 import time
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from transformers import (
 )
 
 import drawbar
-from benchmarks.common.limits import describe_machine
+from benchmarks.common.report import write_answer
 from drawbar.commands.score_run import evaluate_run
 from drawbar.tracking.table import print_table
 
@@ -44,14 +43,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         results = compare(options.data, options.model, options.seeds, options.limit, Path(folder))
-    report = {
-        "date": date.today().isoformat(),
-        "machine": describe_machine(),
-        "limit": options.limit,
-        "results": results,
-    }
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(report, indent=2) + "\n")
+    write_answer(options.json, limit=options.limit, results=results)
     rows = [
         [str(r["seed"]), r["system"], f"{r['dev']:.4f}", f"{r['test']:.4f}", f"{r['seconds']:.0f} s"] for r in results
     ]

@@ -88,6 +88,15 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"a report cannot hold {type(value).__name__}")
 
 
+def write_answer(path: Path, **found: Any) -> None:
+    """What a script of one question found, as JSON, with the date and the machine."""
+    from benchmarks.common.limits import describe_machine  # which loads torch
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    answer = {"date": date.today().isoformat(), "machine": describe_machine(), **found}
+    path.write_text(json.dumps(answer, indent=2) + "\n", encoding="utf-8")
+
+
 def draw(curve: Curve, folder: Path) -> Path:
     """The plot of a curve, as SVG; the same bytes for the same curve."""
     import matplotlib

@@ -181,15 +181,14 @@ class SourceStream:
     def _units_of_lane(self, lane: int, lanes: int, first: int) -> Iterator[tuple[int, Reader, RawRecord]]:
         """(number in the source, reader, unit) of the lane's units of the split, from the lane's unit ``first`` on."""
         quota, taken = self._quota, 0
-        if quota == 0 and self.weight is not None:
+        if quota == 0:
+            if self.weight is None:
+                return
             raise UserError(
                 "a source with a weight gave no samples: the sources before it use up data.limit",
                 where=self._key,
                 remedy="raise data.limit, or leave the source out",
             )
-        if quota == 0:
-            self.size = 0
-            return
         number = -1
         for number, (reader, unit) in enumerate(self._units()):
             wanted = number % lanes == lane and number // lanes >= first
