@@ -94,7 +94,7 @@ while [ "$signals" != "$seen" ]; do
   code=$?
 done
 
-# USR1 before a rank could save: nothing is lost but time.
+# 75: the run has saved. 138: USR1 came before a rank could save, which costs nothing but time.
 case "$told:$code" in
   :75 | USR1:75 | USR1:138)
     echo "drawbar: job $drawbar_job was interrupted (exit code $code) and goes back into the queue"
