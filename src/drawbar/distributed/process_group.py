@@ -90,7 +90,7 @@ class Distributed:
         if has_launcher():
             self._watchdog.start()
         on_cuda = self.device.type == "cuda"
-        # torch waits without end for a foreign program that listens on MASTER_PORT; its own timeouts come first
+        # torch has no timeout where a foreign program listens on MASTER_PORT; where it has one, that ends before this
         deadline = threading.Timer(2 * self.timeout.total_seconds() + 5, self._give_up)
         deadline.daemon = True
         deadline.start()

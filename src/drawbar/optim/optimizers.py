@@ -26,7 +26,7 @@ MUON_MOMENTUM = 0.95
 def build_optimizers(model: nn.Module, config: OptimSection) -> list[Optimizer]:
     """The optimizers that together update every trained parameter of ``model`` exactly once.
 
-    One optimizer, or two: for ``muon`` (Muon, then AdamW), and with moments in bf16 (of large parameters, then AdamW).
+    One optimizer, or two: for ``muon`` (Muon, then AdamW), and for moments in bf16 (``AdamWBf16Moments``, then AdamW).
     Each learning rate is ``config.lr``, the peak; a schedule changes it before each step. Parameter groups carry
     ``param_names``.
 

@@ -91,7 +91,7 @@ def _find(config: RunConfig, resume: str) -> RunStart:
     if resume == "auto":
         return RunStart(found.newest, unusable=found.unusable, changed_length=changed, refusal=refusal)
     chosen = checkpoints.resolve(resume).resolve()
-    if chosen.parent != checkpoints.path.resolve():  # the checkpoint the run began from: a repeated command resumes it
+    if chosen.parent != checkpoints.path.resolve():  # another folder's: the same command, given again, resumes this run
         return RunStart(found.newest or chosen, unusable=found.unusable, changed_length=changed)
     if refusal is not None:
         raise refusal

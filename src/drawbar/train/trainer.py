@@ -275,7 +275,7 @@ class _Run:
             early = "" if self._made_all else ", and stopped early"
             self.console.message(f"{self.config.run.name} is complete: it has made {self.progress.step} steps{early}")
             return
-        resume_step = self.progress.step or None  # without a checkpoint, step 0 is evaluated anew, too
+        resume_step = self.progress.step or None  # None without a checkpoint: then scores of step 0 are dropped, too
         settings = self.config.model_dump(mode="json")
         self.trackers.start(TrackedRun(self.config.run_dir, settings, resume_step, evaluated=not self._owes_evaluation))
         try:
