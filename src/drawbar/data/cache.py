@@ -217,7 +217,7 @@ class _Entry(Generic[T]):
         self.key = content_key(self.inputs)
         self.folder = entry_folder(cache, name, inputs)
         self.written = 0
-        """Bytes of the last draft, when it ended."""
+        """Bytes of the last draft, where it failed; 0 after one that became the entry."""
 
     def beside(self, ending: str) -> Path:
         return self.folder.with_name(self.folder.name + ending)

@@ -144,7 +144,7 @@ class Prefetcher(Generic[Batch]):
         self._is_deferred = not ahead
         """Whether batches are made at their step."""
         self._is_compared = False
-        """Whether the first batch of a process was the same as that of this one."""
+        """Whether the first batch of a process has been compared with that of this one."""
         self._preparer: _Preparer[Batch] | None = None
 
     def steps(

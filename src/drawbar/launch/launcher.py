@@ -37,7 +37,7 @@ class Submitted:
 
 
 class Launcher(ABC):
-    """Runs jobs elsewhere. From ``logs`` on, methods have defaults, which add and check nothing."""
+    """Runs jobs elsewhere. From ``logs`` on, methods have defaults."""
 
     has_sweeps = False
     """Whether it takes jobs with ``elements``."""

@@ -29,8 +29,8 @@ _PEAKS = {
     "RTX 3090": 71,
     "T4": 65,
 }
-"""TFLOP/s of a device in 16 bits without sparsity, from the vendors' data sheets; where the words of a name contain
-another one, it comes first. A device of MI250X is half of the card."""
+"""TFLOP/s of a device in 16 bits without sparsity, from the vendors' data sheets; a name that contains another as
+words of its own (H100 PCIe) stands before that one. A device of MI250X is half of the card."""
 
 
 def training_flops_per_token(model: nn.Module, attended: float) -> float | None:

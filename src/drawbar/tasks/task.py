@@ -1,7 +1,7 @@
 """``Task``: what a user writes. Override one method or all of them.
 
-The engine calls ``forward``, ``loss`` and ``num_targets`` for training, and ``predict`` for evaluation. A task never
-divides a loss, never moves a tensor to a device and never asks how many processes there are: the engine does.
+The engine calls ``forward``, ``loss`` and ``num_targets`` for every batch, and ``predict`` to evaluate. A task need not
+divide a loss, move a tensor to a device or ask how many processes there are: the engine does.
 """
 
 import json

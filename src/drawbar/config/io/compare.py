@@ -49,7 +49,7 @@ READING = ("data.validation_share", "data.columns", "data.rename", "data.sample_
 """How the records of every split are read."""
 
 LENGTH = ("train.steps", "train.epochs")
-"""How long to train: the only allowed change that affects what a resumed run computes, so it is logged."""
+"""How long to train: a change may alter the learning rate of the steps to come, so it is logged."""
 
 ABSENT = "(absent)"
 """Stands for a key that one of the two configurations does not have."""

@@ -40,7 +40,7 @@ class WarmProcess:
         self._channel, theirs = Pipe()
         command = [sys.executable, "-u", "-m", "drawbar.launch.node.entry.warm_ranks", str(theirs.fileno())]
         self._process = subprocess.Popen(
-            [*command, *sys.argv[1:]],  # which it does not read: `ps` tells its ranks apart by them
+            [*command, *sys.argv[1:]],  # it does not read these: `ps` shows them for its ranks, as for any
             pass_fds=[theirs.fileno()],
             start_new_session=True,
             preexec_fn=die_with_parent,
