@@ -4,7 +4,7 @@ A checkpoint is a folder ``step-00001000`` with five files:
 
 =========================  =====================================================================================
 ``model.safetensors``      parameters and buffers under their fully qualified names; tied ones are stored once
-``optimizer.safetensors``  the optimizer's tensors under flat names
+``optimizer.safetensors``  the optimizer's tensors by ``<parameter>/<key>``: ``lm_head.weight/exp_avg``
 ``rng.safetensors``        generators' states, one for each set of ranks that draw alike: ``seed-0003/torch``
 ``state.json``             everything else: step, best score, loss scaler, position in the data, number formats
 ``manifest.json``          format, version, step, and the size and SHA-256 of the other four; written last
@@ -50,7 +50,7 @@ class Snapshot:
     model: Mapping[str, Tensor]
     """Fully qualified name → full parameter or buffer. Two names may hold the very same tensor (tied weights)."""
     optimizer: Mapping[str, Tensor]
-    """Flat name → tensor."""
+    """``<parameter>/<key>`` (``lm_head.weight/exp_avg``) → full tensor."""
     rng: dict[str, Tensor]
     """``seed-0003/torch`` → generator state; ranks that draw the same numbers share one."""
     state: dict[str, Any]

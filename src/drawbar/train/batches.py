@@ -264,7 +264,7 @@ def _load_train(
 def rows_and_order(task: Task, split: Split, config: RunConfig) -> tuple[Sampler, Rows]:
     """What batches are made of, and in which order."""
     seed, samples = config.run.seed, split.samples
-    weights = [stream.weight for stream in getattr(split.records, "streams", [])]
+    weights = [source.weight for source in getattr(split.records, "streams", [])]
     mixed = bool(weights) and None not in weights
     sizes = samples.samples_of_sources.tolist() if mixed else [len(samples)]
     rows: Rows = SampleRows(samples)

@@ -122,8 +122,8 @@ def fit_micro_batch(
         resumed: whether the run goes on from a checkpoint of its own.
 
     Returns:
-        What to keep of it; None without ``memory``, under ``dp``, in a resumed run that has found nothing; and where
-        micro-batches are set by hand, a pipeline holds several, a stream's longest row is unknown, or under DeepSpeed.
+        What to keep of it; None without ``memory``, under ``dp`` or DeepSpeed, with micro-batches set by hand, in a
+        resumed run that found nothing, in a pipeline (it holds several), and for a stream (its longest row is unknown).
     """
     train, world = engine.config.train, engine.world
     is_set = train.micro_batch != "auto" or train.micro_batch_tokens is not None

@@ -177,7 +177,7 @@ def checkpoint_bytes(engine: Engine) -> int:
 
 
 def as_it_began(config: RunConfig, checkpoint: Path, device: torch.device) -> RunConfig:
-    """The configuration with the run's own number formats, cross-entropy and padding in place of ``auto``: on other
+    """The configuration with the run's own number formats, and its plain loss or padding, instead of ``auto``: on other
     hardware, or with a newer drawbar, a resumed run is the same run.
 
     Raises:
@@ -273,7 +273,7 @@ def _check_validation(saved: str | None, validation: Split | None) -> None:
 
 
 def _with_lanes(data: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
-    """The data position; a stream's gets ``stream_lanes`` and records per lane from config.yaml if it lacks them."""
+    """The data position; a stream's gets the lanes (see ``data.stream``) of config.yaml, if it does not say them."""
     if "cursor" not in data:  # no stream
         return data
     path = checkpoint.resolve().parent.parent / "config.yaml"

@@ -252,7 +252,7 @@ def _says_nothing(value: Any) -> bool:
         if "enabled" in value:
             return value["enabled"] in (False, AUTO)
         return all(_says_nothing(inner) for inner in value.values())
-    return value is not True and value in (None, False, 0, 1, -1, AUTO)  # 1 process, and -1 for none
+    return value is not True and value in (None, False, 0, 1, -1, AUTO)  # a size of 1, or -1: nothing is cut
 
 
 def _is_fp32(value: Any) -> bool:

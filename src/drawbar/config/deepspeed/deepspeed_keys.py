@@ -219,7 +219,7 @@ REFUSED = {
     f"{ZERO_SECTION}.zeropp_loco_param": ("DeepSpeed has removed it", ""),
     f"{ZERO_SECTION}.offload_optimizer.super_offload": ("it is DeepSpeed's own optimizer", "set optim.name"),
     "bf16.bf16_master_weights_and_grads": ("trained weights are fp32 in every run", ""),
-    "bf16.bf16_optimizer_states": ("the optimizer's state is fp32 in every run", ""),
+    "bf16.bf16_optimizer_states": ("the optimizer's state is fp32 in every run of DeepSpeed's", ""),
     "fp16.fp16_master_weights_and_grads": ("trained weights are fp32 in every run", ""),
     "tensor_parallel.vocab_parallel_lm_head": ("only DeepSpeed's own loss takes logits of a cut vocabulary", ""),
     "optimizer.params.amsgrad": ("adamw here is without it", ""),

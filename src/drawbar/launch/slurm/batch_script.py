@@ -138,7 +138,7 @@ def render(job: Job) -> str:
         cpus=f"--cpus-per-task={cluster.cpus_per_task} " if cluster.cpus_per_task else "",
         grace=job.grace,
         interface=f" {shlex.quote(cluster.interface)}" if cluster.interface else "",
-        # Ctrl-C goes on to the ranks at once, and not to srun, which would only say how it is
+        # srun passes Ctrl-C on to the ranks at once; else the first one would only print the state of its tasks
         at_terminal="" if job.allocation is None else "--disable-status ",
         command=shlex.join(job.argv),
         settings='"${drawbar_settings[@]}"' if job.elements else shlex.join(job.settings),

@@ -158,8 +158,8 @@ class Pipeline:
             stage.inputs = ()
 
     def _prepare(self, count: int, tokens: int) -> None:
-        """The schedule for so many micro-batches of this size. Only the newest is kept: it holds the tensors that are
-        received."""
+        """The schedule for so many micro-batches of this size. Only the newest is kept: as sizes are rounded up, most
+        steps use it again."""
         if self._key == (count, tokens):
             return
         self._schedule, self._stages = None, []
