@@ -120,13 +120,20 @@ def _order_of_a_step(ranks: int) -> Callable[[], int]:
         def read(self, index: int) -> list[Any]:
             return [index]
 
+    class Ranks:
+        """Of which this one is the first."""
+
+        rank, size = 0, ranks
+
+        def max(self, value: int) -> int:
+            return value
+
     loader = TrainLoader(
         Rows(),
         Shuffled(SAMPLES, 0),
         global_batch=ROWS_PER_RANK * ranks,
         micro_batch=MicroBatchSize(tokens=8192),
-        rank=0,
-        world_size=ranks,
+        ranks=Ranks(),  # type: ignore[arg-type]
         prefetcher=Prefetcher(BatchMaker(list, unchanged), ahead=False),
     )
     steps = loader.steps(0, 10**9)

@@ -205,8 +205,7 @@ def train(case: Case, world: Distributed) -> Update:
         InOrder(len(rows)),
         global_batch=case.global_batch,
         micro_batch=MicroBatchSize(rows=case.micro_batch, tokens=case.tokens),
-        rank=world.rank,
-        world_size=world.size,
+        ranks=world.dp_group,
         prefetcher=Prefetcher(BatchMaker(collate)),
     )
     before = vector(engine).numpy()

@@ -9,6 +9,8 @@ from drawbar.data.dataset import encode_records
 from drawbar.data.loader import MicroBatchSize, SampleRows, TrainLoader
 from drawbar.data.prefetch import MicroBatch
 from drawbar.data.sampler import InOrder
+from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import RankInfo
 from drawbar.engines.device_copies import DeviceCopies
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.task import Task
@@ -40,8 +42,7 @@ def test_batches_prepared_ahead_are_pinned(workers: str | int) -> None:
         InOrder(12),
         global_batch=2,
         micro_batch=MicroBatchSize(rows=2),
-        rank=0,
-        world_size=1,
+        ranks=Distributed(RankInfo(), torch.device("cpu"), timeout=60).dp_group,
         prefetcher=make_prefetcher(Task(config), config, CUDA, ahead=True),
     )
     batches = [micro.batch for _, micro_batches in loader.steps(0, 6) for micro in micro_batches]

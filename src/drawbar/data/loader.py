@@ -26,6 +26,7 @@ from drawbar.data.prefetch import (
     unchanged,
 )
 from drawbar.data.sampler import Sampler
+from drawbar.distributed.process_group import DataParallelGroup
 from drawbar.errors import UserError
 
 
@@ -97,27 +98,6 @@ class MicroBatchSize:
             start = stop
         return batches
 
-    def max_micro_batches(self, lengths: NDArray[np.int64], bounds: NDArray[np.int64]) -> int:
-        """The most micro-batches that ``split`` makes of any rank's share of a step; all shares are counted
-        at once, as a step may have thousands.
-
-        Args:
-            lengths: shape (rows of all shares,): tokens of each, share by share.
-            bounds: shape (shares + 1,): where each share begins, and the last one ends.
-        """
-        sizes = np.diff(bounds)
-        columns = np.arange(sizes.max())
-        decreasing = lengths[np.minimum(bounds[:-1, None] + columns, len(lengths) - 1)]
-        decreasing = -np.sort(-np.where(columns < sizes[:, None], decreasing, 0), axis=1)
-        taken, count = np.zeros_like(sizes), 0
-        while (rest := taken < sizes).any():
-            fitting = sizes[rest] - taken[rest]
-            if self.tokens is not None:
-                fitting = np.maximum(1, self.tokens // np.maximum(1, decreasing[rest, taken[rest]]))
-            taken[rest] += np.minimum(fitting, self.rows or fitting)
-            count += 1
-        return count
-
 
 @dataclass(frozen=True)
 class DataState:
@@ -134,19 +114,45 @@ class Loader(ABC, Generic[Batch]):
 
     steps_per_epoch: int | None
     """Steps in an epoch; None where that is not known before it ends."""
+    position: Any
+    """Where the data stands after the newest step."""
     tokens: int = 0
-    """Tokens of the newest step, over all ranks, without padding; samples, where they have no tokens."""
+    """Tokens of this rank's share of the newest step, without padding; samples, where they have no tokens."""
     waited: float = 0.0
     """Seconds for which training waited for the batches of the newest step, on this rank."""
+
+    def __init__(self, ranks: DataParallelGroup, micro_batch: MicroBatchSize, prefetcher: Prefetcher[Batch]) -> None:
+        self.ranks = ranks
+        self.micro_batch = micro_batch
+        self.prefetcher = prefetcher
+        self._before_newest: Any = None
 
     @property
     @abstractmethod
     def epoch(self) -> float:
         """Epochs consumed, fractions included where the length of one is known."""
 
-    @abstractmethod
     def steps(self, first: int, last: int) -> Iterator[tuple[int, list[MicroBatch[Batch]]]]:
         """(step, this rank's micro-batches) for the steps after ``first``, up to and with ``last``, across epochs."""
+        self._plan_from(self.position)
+        for step, prepared in self.prefetcher.steps(self._plan, first, last):
+            self._before_newest, self.position = self.position, prepared.plan.after
+            self.tokens, self.waited = prepared.plan.tokens, prepared.waited
+            yield step, prepared.micro_batches
+
+    def give_back(self) -> None:
+        """Undo the newest step, which the run stops before: neither its rows nor what a user's augment or collate drew
+        from the generators of the host are used up."""
+        self.position = self._before_newest
+        self.prefetcher.undraw()
+
+    @abstractmethod
+    def _plan_from(self, position: Any) -> None:
+        """The next call of ``_plan`` is for the step after this position."""
+
+    @abstractmethod
+    def _plan(self, ahead: bool) -> StepPlan | None:
+        """See ``Prefetcher.steps``."""
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
@@ -161,9 +167,9 @@ class Loader(ABC, Generic[Batch]):
             UserError: the data is not what the position was saved with.
         """
 
-    @abstractmethod
     def close(self) -> None:
         """End what prepares batches ahead of training."""
+        self.prefetcher.close()
 
 
 class OtherData(UserError):
@@ -194,10 +200,12 @@ class TrainLoader(Loader[Batch]):
         rows: the data.
         sampler: which row stands where in an epoch.
         global_batch: rows in a step, over all ranks.
+        ranks: the data-parallel ranks.
         micro_batch: most that one forward takes.
-        rank, world_size: this process's place among the data-parallel ranks.
         prefetcher: makes the batches.
     """
+
+    position: DataState
 
     def __init__(
         self,
@@ -205,18 +213,14 @@ class TrainLoader(Loader[Batch]):
         sampler: Sampler,
         *,
         global_batch: int,
+        ranks: DataParallelGroup,
         micro_batch: MicroBatchSize,
-        rank: int,
-        world_size: int,
         prefetcher: Prefetcher[Batch],
     ) -> None:
+        super().__init__(ranks, micro_batch, prefetcher)
         self.rows = rows
         self.sampler = sampler
         self.global_batch = global_batch
-        self.micro_batch = micro_batch
-        self.rank = rank
-        self.world_size = world_size
-        self.prefetcher = prefetcher
         self.steps_per_epoch = -(-sampler.size // global_batch)
         self.position = DataState(epoch=0, consumed=0, fingerprint=rows.fingerprint)
         self._planned = self.position
@@ -232,28 +236,11 @@ class TrainLoader(Loader[Batch]):
         check_fingerprint(state["fingerprint"], self.rows.fingerprint)  # first: a stream's state has other fields
         self.position = DataState(**state)
 
-    def close(self) -> None:
-        self.prefetcher.close()
-
-    def steps(self, first: int, last: int) -> Iterator[tuple[int, list[MicroBatch[Batch]]]]:
-        self._planned = self.position
-        for step, prepared in self.prefetcher.steps(self._plan, first, last):
-            self.position, self.tokens, self.waited = prepared.plan.after, prepared.plan.tokens, prepared.waited
-            yield step, prepared.micro_batches
+    def _plan_from(self, position: DataState) -> None:
+        self._planned = position
 
     def _plan(self, ahead: bool) -> StepPlan:
-        """The next global batch, as this rank computes it."""
-        epoch = self._planned.epoch
-        rows = self._take()
-        lengths = self.rows.lengths[rows]
-        micro_batches = [
-            PlannedMicroBatch(partial(raw_batch, self.rows, rows[chosen], epoch), is_filler)
-            for chosen, is_filler in self._rank_micro_batches(lengths)
-        ]
-        return StepPlan(micro_batches, int(lengths.sum()), after=self._planned)
-
-    def _take(self) -> NDArray[np.int64]:
-        """The rows of the next global batch."""
+        """This rank's share of the next global batch: it looks at no other rows, of which a step may have thousands."""
         epoch, start = self._planned.epoch, self._planned.consumed
         stop = min(start + self.global_batch, self.sampler.size)
         at_end = stop == self.sampler.size
@@ -262,22 +249,30 @@ class TrainLoader(Loader[Batch]):
             consumed=0 if at_end else stop,
             fingerprint=self.rows.fingerprint,
         )
-        return self.sampler.rows(epoch, np.arange(start, stop))
+        size, rank, world_size = stop - start, self.ranks.rank, self.ranks.size
+        share = np.arange(start + rank * size // world_size, start + (rank + 1) * size // world_size)
+        rows = self.sampler.rows(epoch, share)
+        lengths = self.rows.lengths[rows]
+        chosen = [rows[places] for places in self.micro_batch.split(np.arange(len(rows)), lengths)]
+        micro_batches = [PlannedMicroBatch(partial(raw_batch, self.rows, one, epoch)) for one in chosen]
+        fillers = self._most_micro_batches(len(chosen), size) - len(chosen)
+        if fillers:
+            filler = self.sampler.rows(epoch, np.arange(start, start + 1))  # the same row at any number of ranks
+            micro_batches += [PlannedMicroBatch(partial(raw_batch, self.rows, filler, epoch), is_filler=True)] * fillers
+        return StepPlan(micro_batches, int(lengths.sum()), after=self._planned)
 
-    def _rank_micro_batches(self, lengths: NDArray[np.int64]) -> list[tuple[NDArray[np.int64], bool]]:
-        """This rank's share of a global batch as (places in it, is_filler) for each micro-batch: equally many on every
-        rank.
-
-        Collective operations run once a micro-batch, so a rank that ran fewer would leave the others waiting. Where a
-        rank has no rows left, a filler of one row stands in.
+    def _most_micro_batches(self, own: int, size: int) -> int:
+        """The micro-batches of the rank that has most. Collective operations run once a micro-batch, so a rank that ran
+        fewer would leave the others waiting: it runs fillers.
 
         Args:
-            lengths: of the rows of the global batch.
+            own: this rank's.
+            size: rows of the step.
         """
-        bounds = np.arange(self.world_size + 1) * len(lengths) // self.world_size
-        mine = self.micro_batch.split(np.arange(*bounds[self.rank : self.rank + 2]), lengths)
-        fillers = self.micro_batch.max_micro_batches(lengths, bounds) - len(mine)
-        return [(chosen, False) for chosen in mine] + [(np.zeros(1, np.int64), True)] * fillers
+        if self.micro_batch.tokens is not None:
+            return self.ranks.max(own)
+        largest_share = -(-size // self.ranks.size)
+        return -(-largest_share // (self.micro_batch.rows or largest_share))
 
 
 class EvalLoader(Generic[Batch]):

@@ -20,7 +20,7 @@ from drawbar.data.columns import Sample
 from drawbar.data.worker_pool import WorkerFailed, WorkerPool, pickled
 from drawbar.errors import UserError
 from drawbar.runtime.log import logger
-from drawbar.runtime.seed import rng_bytes
+from drawbar.runtime.seed import note_host_generators, rng_bytes
 
 Batch = TypeVar("Batch")
 Collate = Callable[[list[Sample]], Batch]
@@ -146,6 +146,8 @@ class Prefetcher(Generic[Batch]):
         self._is_compared = False
         """Whether the first batch of a process has been compared with that of this one."""
         self._preparer: _Preparer[Batch] | None = None
+        self._put_back_generators: Callable[[], None] | None = None
+        """To their state before the newest step; None where none of its batches was made in the training thread."""
 
     def steps(
         self, plan: Callable[[bool], StepPlan | None], first: int, last: int
@@ -167,6 +169,7 @@ class Prefetcher(Generic[Batch]):
                         break
                     planned.append((found, self._begin(found)))
                 now, results = planned.popleft()
+                self._put_back_generators = None
                 each = zip(results, now.micro_batches, strict=True)
                 micro_batches = [MicroBatch(result(), micro.is_filler) for result, micro in each]
                 yield step, PreparedStep(now, micro_batches, time.perf_counter() - began)
@@ -187,7 +190,13 @@ class Prefetcher(Generic[Batch]):
         return [partial(self._result, read, preparer.submit(read)) for read in reads]
 
     def _make(self, read: Callable[[], RawBatch]) -> Batch:
+        self._put_back_generators = self._put_back_generators or note_host_generators()
         return self._maker(read())
+
+    def undraw(self) -> None:
+        """Put the generators of the host back to where they were before the newest step's batches were made."""
+        if self._put_back_generators is not None:
+            self._put_back_generators()
 
     def _started_preparer(self) -> "_Preparer[Batch] | None":
         """What makes batches ahead; None as long as each is made at its step."""

@@ -6,7 +6,7 @@ block's rows come in turn from all lanes. So the rows of a block are a pure func
 position is where the block begins and how many of its rows were used: to go on, that block is read again.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from drawbar.data.loader import Loader, MicroBatchSize, Rows, check_fingerprint
 from drawbar.data.order import order
-from drawbar.data.prefetch import Batch, MicroBatch, PlannedMicroBatch, Prefetcher, RawBatch, RawRow, StepPlan
+from drawbar.data.prefetch import Batch, PlannedMicroBatch, Prefetcher, RawBatch, RawRow, StepPlan
 from drawbar.data.sources import LocatedRecord
 from drawbar.data.stream_readers import EndlessRankReader, RankReader, Stream
 from drawbar.distributed.process_group import DataParallelGroup
@@ -126,16 +126,14 @@ class StreamLoader(Loader[Batch]):
         prefetcher: Prefetcher[Batch],
     ) -> None:
         assert settings.lanes % ranks.size == 0, "check_world refuses it"
+        super().__init__(ranks, micro_batch, prefetcher)
         self.settings = settings
-        self.ranks = ranks
-        self.micro_batch = micro_batch
-        self.prefetcher = prefetcher
         self._weights = [stream.weight for stream in streams]
         readers = [RankReader if stream.weight is None else EndlessRankReader for stream in streams]
         self._readers = [make(stream, ranks) for make, stream in zip(readers, streams, strict=True)]
         self._encode = encode
-        self._position = Position(Cursor([0] * len(streams)))
-        self._planned = self._position
+        self.position = Position(Cursor([0] * len(streams)))
+        self._planned = self.position
         self._block: Block | None = None
         """The block of ``_planned``, once it is read."""
         self._ahead: tuple[Cursor, Future[Part]] | None = None
@@ -144,16 +142,16 @@ class StreamLoader(Loader[Batch]):
 
     @property
     def epoch(self) -> float:
-        return self._position.cursor.epoch
+        return self.position.cursor.epoch
 
     def state(self) -> dict[str, Any]:
         kept = {"fingerprint": self.settings.fingerprint, "code": dict(self.settings.code)}
         dealt = {"lanes": self.settings.lanes, "records": self.settings.records_per_lane}
-        return {**asdict(self._position), **dealt, **kept}
+        return {**asdict(self.position), **dealt, **kept}
 
     def load(self, state: dict[str, Any]) -> None:
         self._check(state)
-        self._position = self._position_from(state)
+        self.position = self._position_from(state)
 
     def _position_from(self, state: dict[str, Any]) -> Position:
         """The position; for a fork with other lanes or blocks, the nearest one before the block that was in use."""
@@ -189,16 +187,7 @@ class StreamLoader(Loader[Batch]):
                 ", ".join(changed),
             )
 
-    def close(self) -> None:
-        self.prefetcher.close()
-
-    def steps(self, first: int, last: int) -> Iterator[tuple[int, list[MicroBatch[Batch]]]]:
-        self._go_to(self._position)
-        for step, prepared in self.prefetcher.steps(self._plan, first, last):
-            self._position, self.tokens, self.waited = prepared.plan.after, prepared.plan.tokens, prepared.waited
-            yield step, prepared.micro_batches
-
-    def _go_to(self, position: Position) -> None:
+    def _plan_from(self, position: Position) -> None:
         """Plan from there on."""
         if position.cursor != self._planned.cursor:
             self._block = None
@@ -210,7 +199,7 @@ class StreamLoader(Loader[Batch]):
         before = self._planned
         rows = self._take(ahead)
         if rows is None:
-            self._go_to(before)
+            self._plan_from(before)
             return None
         lengths = np.array([row.length for row in rows], dtype=np.int64)
         micro_batches = [
@@ -221,7 +210,7 @@ class StreamLoader(Loader[Batch]):
         if fillers:
             read = partial(_raw_batch, rows[:1]) if rows else self._any_row
             micro_batches += [PlannedMicroBatch(read, is_filler=True)] * fillers
-        return StepPlan(micro_batches, int(self.ranks.sum_of_leaders(lengths.sum())), after=self._planned)
+        return StepPlan(micro_batches, int(lengths.sum()), after=self._planned)
 
     def _take(self, ahead: bool) -> list[PlannedRow] | None:
         """This rank's rows of the next global batch; None as for ``_plan``."""
@@ -239,7 +228,7 @@ class StreamLoader(Loader[Batch]):
             mine += [self._row(block, lane, row) for lane, row in chosen.tolist() if lane in block.lanes]
             taken += len(chosen)
             if used + len(chosen) == len(block.sequence):
-                self._go_to(Position(block.after))
+                self._plan_from(Position(block.after))
             else:
                 self._planned = Position(block.start, used + len(chosen))
         return mine

@@ -216,9 +216,13 @@ class Distributed:
 
     def sum(self, value: float) -> float:
         """The sum of a host number over all processes, in float64."""
+        return self.sum_all([value])[0]
+
+    def sum_all(self, values: list[float]) -> list[float]:
+        """The sums of host numbers over all processes, item by item, in float64."""
         if self.size == 1:
-            return value
-        return float(self._reduce(torch.tensor(value, dtype=torch.float64), dist.ReduceOp.SUM))
+            return values
+        return self._reduce(torch.tensor(values, dtype=torch.float64), dist.ReduceOp.SUM).tolist()
 
     def sum_counts(self, values: list[int]) -> list[int]:
         """The sums of host integers over all processes, item by item."""

@@ -2,6 +2,7 @@
 
 import os
 import random
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -45,6 +46,18 @@ def rng_state(device: torch.device) -> dict[str, torch.Tensor]:
 def rng_bytes() -> bytes:
     """The state of all generators of the host: equal bytes where nothing was drawn in between."""
     return b"".join(part.numpy().tobytes() for part in rng_state(torch.device("cpu")).values())
+
+
+def note_host_generators() -> Callable[[], None]:
+    """Note the state of all generators of the host; what is returned puts it back. As cheap as it can be."""
+    python, numpy, of_torch = random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+    def put_back() -> None:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(of_torch)
+
+    return put_back
 
 
 def set_rng_state(state: dict[str, torch.Tensor], device: torch.device) -> None:

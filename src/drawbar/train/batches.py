@@ -254,8 +254,7 @@ def _load_train(
         sampler,
         global_batch=config.train.global_batch,
         micro_batch=train_micro_batch(config, world, in_tokens="input_ids" in split.samples.fields),
-        rank=world.dp_group.rank,
-        world_size=world.dp_group.size,
+        ranks=world.dp_group,
         prefetcher=make_prefetcher(task, config, world.device, ahead),
     )
     return loader, split

@@ -88,7 +88,7 @@ class LogCallback(Callback):
         self._data_waits: list[float] = []
 
     def on_step(self, run: RunHandle, info: StepInfo) -> None:
-        self._meter.add(self._loader.tokens)
+        self._meter.add(info.num_tokens)
         self._data_waits.append(info.data_wait_seconds)
         self._console.advance(info.step)
         if info.step % self._every == 0 or info.step == 1 or info.last:

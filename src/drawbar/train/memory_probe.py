@@ -190,7 +190,7 @@ def _most_rows(loader: TrainLoader[Batch], config: RunConfig, longest: int | Non
     Args:
         longest: tokens of the longest row; None where rows have no tokens.
     """
-    share = -(-loader.global_batch // loader.world_size)
+    share = -(-loader.global_batch // loader.ranks.size)
     is_padded = config.data.batching == "padded" and config.data.padding_free is not True
     return share if longest is None or not is_padded else min(share, max(1, MICRO_BATCH_TOKENS // longest))
 

@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.checkpoint.format import Snapshot
 from drawbar.checkpoint.load import read_together
@@ -22,6 +24,7 @@ from drawbar.config.schema.run_config import OptimSection, ParallelSection, RunC
 from drawbar.data.loader import OtherData
 from drawbar.data.tokenizer import load_tokenizer
 from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import has_rank
 from drawbar.engines.build import build_engine
 from drawbar.engines.engine import Engine
 from drawbar.errors import UserError
@@ -39,6 +42,20 @@ from drawbar.util.atomic_files import sync, write_durably
 TASK_FILE = "task.json"
 WRAPS_TEXTS = "wraps_texts"
 """Marker file of a tokenizer that adds the special tokens itself; where it is missing (older runs), the task did."""
+
+
+def warn_of_one_process(config: RunConfig, device: torch.device) -> None:
+    """Warn a script or notebook whose ``launch.nproc`` asks for several processes: only the commands start them."""
+    wanted = config.launch.nproc
+    if wanted == "auto":
+        one = device.type != "cuda" or config.parallel.features.one_process
+        wanted = 1 if one else torch.cuda.device_count()
+    if wanted > 1 and not has_rank():
+        logger.warning(
+            "training on this one process: a Trainer starts no others, though launch.nproc asks for %d; "
+            "`drawbar train` does, or start this script with `torchrun --nproc_per_node=%d`",
+            *(wanted, wanted),
+        )
 
 
 def build_task(

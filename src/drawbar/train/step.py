@@ -46,5 +46,7 @@ class StepInfo:
     progress: RunProgress
     last: bool
     """Whether it is the step ``total_steps``; a run that stops early may end without one."""
+    num_tokens: int = 0
+    """Tokens of the global batch, without padding; samples, where they have no tokens."""
     data_wait_seconds: float = 0.0
     """How long this rank waited for the step's batches: the part of preparing them that training did not hide."""

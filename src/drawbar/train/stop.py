@@ -86,11 +86,25 @@ class Stop:
 
     def agreed(self) -> bool:
         """Whether any rank wants to stop. Every rank must call it at the same step, and gets the same answer."""
+        self.agree_and_sum()
+        return self.has_agreed
+
+    @property
+    def has_agreed(self) -> bool:
+        """Whether the ranks have agreed to stop."""
+        return self.reason > Reason.SAVE
+
+    def agree_and_sum(self, *values: float) -> list[float]:
+        """Find out whether any rank wants to stop, and sum some numbers over the data-parallel ranks, in one
+        collective. Every rank must call it at the same step."""
         own = max(self._wanted)
         while Reason.SAVE in self._wanted:
             self._wanted.remove(Reason.SAVE)
-        self.reason = Reason(self._world.max(own))
-        return self.reason > Reason.SAVE
+        counted = values if self._world.dp_group.is_dp_leader else (0.0,) * len(values)
+        wishes = [float(reason is own) for reason in Reason]
+        sums = self._world.sum_all([*counted, *wishes])
+        self.reason = max(reason for reason, count in zip(Reason, sums[len(values) :], strict=True) if count)
+        return sums[: len(values)]
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # elsewhere Python refuses signal handlers

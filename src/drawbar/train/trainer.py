@@ -17,7 +17,7 @@ from drawbar.config.rules.rule_table import RULES, TRAIN_RULES, check_rules, che
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.data.loader import Loader
 from drawbar.distributed.process_group import Distributed
-from drawbar.distributed.rank_info import RankInfo, choose_device, has_rank
+from drawbar.distributed.rank_info import RankInfo, choose_device
 from drawbar.engines.build import build_engine
 from drawbar.engines.engine import Engine
 from drawbar.errors import ExitCode
@@ -63,7 +63,14 @@ from drawbar.train.memory_probe import fit_micro_batch, memory_of
 from drawbar.train.node_local import Disks, find_start_on_all_disks, look_at_disks
 from drawbar.train.rundir import RunStart, find_start, lock_run_dir, renamed, without_rebuild, write_config
 from drawbar.train.saver import Saver, as_it_began, checkpoint_bytes, restore_engine, restore_position
-from drawbar.train.setup import build_task, count_steps, explain_chat_label_change, log_changed_length, save_task
+from drawbar.train.setup import (
+    build_task,
+    count_steps,
+    explain_chat_label_change,
+    log_changed_length,
+    save_task,
+    warn_of_one_process,
+)
 from drawbar.train.step import RunProgress, StepInfo
 from drawbar.train.stop import Reason, Stop
 from drawbar.train.utilization import mfu_of_one_token_per_second
@@ -123,7 +130,7 @@ class Trainer:
         ignore_output_errors()
         console = make_console(rank_info.is_rank0)
         start_logging(rank_info.rank, console.logging_handler())
-        self._warn_of_one_process(device)
+        warn_of_one_process(self.config, device)
         try:
             with (
                 errors_in_log(),
@@ -138,19 +145,6 @@ class Trainer:
             if self._lock is not None:
                 self._lock.close()
                 self._lock = None  # another ``fit`` takes it anew
-
-    def _warn_of_one_process(self, device: torch.device) -> None:
-        """Warn a script or notebook whose ``launch.nproc`` asks for several processes: only the commands start them."""
-        wanted = self.config.launch.nproc
-        if wanted == "auto":
-            one = device.type != "cuda" or self.config.parallel.features.one_process
-            wanted = 1 if one else torch.cuda.device_count()
-        if wanted > 1 and not has_rank():
-            logger.warning(
-                "training on this one process: a Trainer starts no others, though launch.nproc asks for %d; "
-                "`drawbar train` does, or start this script with `torchrun --nproc_per_node=%d`",
-                *(wanted, wanted),
-            )
 
     def _fit(self, world: Distributed, stop: Stop, console: Console, trackers: Trackers) -> Outcome:
         config = self.config
@@ -330,18 +324,22 @@ class _Run:
         if not self.stop.agreed():  # a stop requested in on_train_start, which may run an overdue evaluation
             self.stop.begin()
             steps = self.loader.steps(self.progress.step, self.total_steps)
-            for step, micro_batches in logging_compile_payoff(
-                steps, self.engine, self.meter, self.uncompiled_step_fits
-            ):
+            steps = logging_compile_payoff(steps, self.engine, self.meter, self.uncompiled_step_fits)
+            for step, micro_batches in steps:
                 self.world.note(f"step {step}")
-                result = self.engine.train_step(micro_batches)  # forward, backward, reduce, clip, update
+                counts = self.engine.count_targets(micro_batches), self.loader.tokens
+                num_targets, tokens = self.stop.agree_and_sum(*counts)  # the one host collective of a step
+                if self.stop.has_agreed:  # signal, early stop or a failure: every rank, before the same step
+                    self.loader.give_back()
+                    break
+                result = self.engine.train_step(micro_batches, num_targets)  # forward, backward, reduce, clip, update
                 self.progress.advance(result)
                 last, waited = step == self.total_steps, self.loader.waited
-                info = StepInfo(step, result, self.progress, last=last, data_wait_seconds=waited)
+                info = StepInfo(step, result, self.progress, last, int(tokens), data_wait_seconds=waited)
                 for callback in self.callbacks:
                     callback.on_step(self.handle, info)
-                if self.stop.agreed():  # signal, early stop or a failure: every rank, same step
-                    break
+            else:
+                self.stop.agreed()  # a failure in the last step
         if self.stop.reason >= Reason.FAILED:
             share_failures(guarded, self.world)
         for callback in self.callbacks:

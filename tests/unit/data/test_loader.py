@@ -1,9 +1,13 @@
 import itertools
 import json
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,7 +16,7 @@ from drawbar.data.loader import EvalLoader, MicroBatchSize, SampleRows, TrainLoa
 from drawbar.data.order import order
 from drawbar.data.packing import PackedRows
 from drawbar.data.plan import plan_rows
-from drawbar.data.prefetch import BatchMaker, Prefetcher
+from drawbar.data.prefetch import BatchMaker, MicroBatch, Prefetcher
 from drawbar.data.sampler import Grouped, InOrder, Sampler, Shuffled
 from drawbar.errors import UserError
 
@@ -36,6 +40,43 @@ def collate(samples: list[dict[str, Any]]) -> list[int]:
     return [number for sample in samples for number in sample["ids"]]
 
 
+class SimulatedRank:
+    """A data-parallel rank in a thread of its own, among several."""
+
+    def __init__(self, rank: int, largest: "Largest") -> None:
+        self.rank, self.size, self._largest = rank, largest.size, largest
+
+    def max(self, value: int) -> int:
+        return self._largest.of(self.rank, value)
+
+
+class Largest:
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._values = [0] * size
+        self._barrier = threading.Barrier(size, timeout=60)
+
+    def of(self, rank: int, value: int) -> int:
+        self._values[rank] = value
+        self._barrier.wait()
+        largest = max(self._values)
+        self._barrier.wait()
+        return largest
+
+
+def simulated(world_size: int) -> list[Any]:
+    largest = Largest(world_size)
+    return [SimulatedRank(rank, largest) for rank in range(world_size)]
+
+
+def steps_of(
+    ranks: list[TrainLoader[list[int]]], first: int, last: int
+) -> list[tuple[tuple[int, list[MicroBatch[list[int]]]], ...]]:
+    """For each step, what each rank's loader gives."""
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(zip(*pool.map(lambda rank: list(rank.steps(first, last)), ranks), strict=True))
+
+
 def loaders(
     samples: EncodedDataset,
     global_batch: int,
@@ -49,11 +90,10 @@ def loaders(
             sampler or Shuffled(len(samples), seed=5),
             global_batch=global_batch,
             micro_batch=micro_batch,
-            rank=rank,
-            world_size=world_size,
+            ranks=ranks,
             prefetcher=Prefetcher(BatchMaker(collate), ahead=False),
         )
-        for rank in range(world_size)
+        for ranks in simulated(world_size)
     ]
 
 
@@ -65,7 +105,7 @@ def fits(size: MicroBatchSize, lengths: list[int]) -> bool:
 def run(ranks: list[TrainLoader[list[int]]], first: int, last: int) -> list[list[int]]:
     """The rows of each step, over all ranks, in ascending order; checks what must hold of every step."""
     steps = []
-    for of_ranks in zip(*(rank.steps(first, last) for rank in ranks), strict=True):
+    for of_ranks in steps_of(ranks, first, last):
         assert len({step for step, _ in of_ranks}) == 1
         assert len({len(micro_batches) for _, micro_batches in of_ranks}) == 1
         every = [micro for _, micro_batches in of_ranks for micro in micro_batches]
@@ -73,8 +113,9 @@ def run(ranks: list[TrainLoader[list[int]]], first: int, last: int) -> list[list
         assert all(fits(ranks[0].micro_batch, lengths[micro.batch].tolist()) for micro in every)
         counted = sorted(row for micro in every if not micro.is_filler for row in micro.batch)
         assert all(len(micro.batch) == 1 and micro.batch[0] in counted for micro in every if micro.is_filler)
-        assert all(rank.position == ranks[0].position for rank in ranks)
+        assert any(not micro_batches[-1].is_filler for _, micro_batches in of_ranks)  # one rank runs no filler
         steps.append(counted)
+    assert all(rank.position == ranks[0].position for rank in ranks)
     return steps
 
 
@@ -93,13 +134,6 @@ def test_a_micro_batch_takes_all_that_fits(lengths: list[int], size: MicroBatchS
     batches = size.split(np.arange(len(lengths)), np.array(lengths))
     for batch, following in itertools.pairwise(batches):
         assert not fits(size, [lengths[row] for row in [*batch, following[0]]])
-
-
-@given(lengths=LENGTHS, size=SIZES, shares=WORLDS)
-def test_the_most_micro_batches_of_a_share_are_counted(lengths: list[int], size: MicroBatchSize, shares: int) -> None:
-    bounds = np.arange(shares + 1) * len(lengths) // shares
-    cuts = [size.split(np.arange(*bounds[share : share + 2]), np.array(lengths)) for share in range(shares)]
-    assert size.max_micro_batches(np.array(lengths), bounds) == max(map(len, cuts))
 
 
 def test_no_rows_give_no_micro_batches() -> None:
@@ -175,6 +209,29 @@ def test_state_in_the_loop_body_counts_the_step() -> None:
     assert states == [(1, 0, 4), (2, 0, 8), (3, 1, 0), (4, 1, 4)]
 
 
+def test_a_step_that_is_given_back_is_made_again_with_the_same_draws() -> None:
+    """Where batches are made at their step, a user's augment may draw from generators that a checkpoint holds."""
+
+    def shuffled(samples: list[dict[str, Any]]) -> list[float]:
+        return [random.random(), float(np.random.rand()), float(torch.rand(())), *collate(samples)]
+
+    rows = SampleRows(dataset([1] * 10))
+    (ranks,) = simulated(1)
+    prefetcher = Prefetcher(BatchMaker(shuffled), ahead=False)
+    loader = TrainLoader(
+        rows, Shuffled(10, seed=5), global_batch=4, ranks=ranks, micro_batch=ROWS, prefetcher=prefetcher
+    )
+    seen = []
+    for step, micro_batches in loader.steps(0, 3):
+        if step == 3:
+            loader.give_back()
+            break
+        seen.append(micro_batches)
+    assert loader.state()["consumed"] == 8
+    _, again = next(loader.steps(2, 3))
+    assert again == micro_batches != seen[-1]
+
+
 def test_epochs_have_fractions() -> None:
     (loader,) = loaders(dataset([1] * 10), 4, ROWS, 1)
     assert [loader.epoch for _ in loader.steps(0, 4)] == pytest.approx([0.4, 0.8, 1.0, 1.4])
@@ -193,14 +250,14 @@ def test_in_order_rows_keep_their_order() -> None:
 
 def test_more_ranks_than_rows_run_fillers() -> None:
     ranks = loaders(dataset([1, 1]), 2, MicroBatchSize(rows=1), 3, InOrder(2))
-    dealt = [[(micro.batch, not micro.is_filler) for _, all_ in rank.steps(0, 1) for micro in all_] for rank in ranks]
+    dealt = [[(micro.batch, not micro.is_filler) for micro in all_] for _, all_ in steps_of(ranks, 0, 1)[0]]
     assert dealt == [[([0], False)], [([0], True)], [([1], True)]]
 
 
 def test_ranks_with_short_rows_run_fillers_too() -> None:
     """The second rank's rows fit one forward, the first rank's need two."""
     ranks = loaders(dataset([9, 8, 3, 2]), 4, MicroBatchSize(tokens=10), 2, InOrder(4))
-    dealt = [[(micro.batch, not micro.is_filler) for _, all_ in rank.steps(0, 1) for micro in all_] for rank in ranks]
+    dealt = [[(micro.batch, not micro.is_filler) for micro in all_] for _, all_ in steps_of(ranks, 0, 1)[0]]
     assert dealt == [[([0], True), ([1], True)], [([2, 3], True), ([0], False)]]
 
 
@@ -249,11 +306,10 @@ def test_packed_rows_give_every_sample_once_an_epoch(lengths: list[int], global_
             sampler,
             global_batch=global_batch,
             micro_batch=ROWS,
-            rank=rank,
-            world_size=world_size,
+            ranks=ranks,
             prefetcher=Prefetcher(BatchMaker(collate), ahead=False),
         )
-        for rank in range(world_size)
+        for ranks in simulated(world_size)
     ]
     for _ in range(2):
         seen = []

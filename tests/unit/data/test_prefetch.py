@@ -23,6 +23,8 @@ from drawbar.data.dataset import Sample, encode_records
 from drawbar.data.loader import MicroBatchSize, SampleRows, TrainLoader
 from drawbar.data.prefetch import BatchMaker, MicroBatch, Prefetcher, unchanged
 from drawbar.data.sampler import InOrder, Shuffled
+from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import RankInfo
 
 ROWS = 50
 STEPS = 20
@@ -172,8 +174,7 @@ def loader_of(
         InOrder(ROWS) if in_order else Shuffled(ROWS, seed=3),
         global_batch=6,
         micro_batch=MicroBatchSize(rows=2),
-        rank=0,
-        world_size=1,
+        ranks=Distributed(RankInfo(), torch.device("cpu"), timeout=60).dp_group,
         prefetcher=Prefetcher(BatchMaker(collate, augment), **{"timeout": 60, **options}),
     )
     try:

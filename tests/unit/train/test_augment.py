@@ -83,8 +83,7 @@ def loader_of(layout: str, seed: int, world: Distributed) -> Loader[Draws]:
         sampler,
         global_batch=5,
         micro_batch=micro_batch,
-        rank=world.rank,
-        world_size=world.size,
+        ranks=world.dp_group,
         prefetcher=prefetcher,
     )
 

@@ -66,12 +66,20 @@ def test_nohup_is_heeded(stop: Stop) -> None:
 def test_what_one_rank_wants_all_ranks_do(
     stop: Stop, own: list[Reason], other: Reason, agreed: Reason, stops: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Distributed, "max", lambda _, value: max(value, other))
+
+    def with_other(_: Distributed, values: list[float]) -> list[float]:
+        counts, wishes = values[: -len(Reason)], values[-len(Reason) :]
+        return [2 * count for count in counts] + [
+            wish + (reason is other) for wish, reason in zip(wishes, Reason, strict=True)
+        ]
+
+    monkeypatch.setattr(Distributed, "sum_all", with_other)
     for reason in own:
         stop.request(reason)
-    assert stop.agreed() == stops
+    assert stop.agree_and_sum(3.0, 5.0) == [6.0, 10.0]
+    assert stop.has_agreed == stops
     assert stop.reason == agreed
-    monkeypatch.setattr(Distributed, "max", lambda _, value: value)
+    monkeypatch.setattr(Distributed, "sum_all", lambda _, values: values)
     assert stop.agreed() == any(reason > Reason.SAVE for reason in own)  # a checkpoint is asked for once
 
 
