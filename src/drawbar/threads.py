@@ -13,7 +13,7 @@ from collections.abc import MutableMapping
 from pathlib import Path
 
 SLEEP_SOON = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "10000"}
-"""``passive``: threads that wait sleep (all OpenMP runtimes). But libgomp's spin for about 0.1 ms before they do, as
+"""``passive``: threads that wait sleep (all OpenMP runtimes). But with libgomp, threads spin for about 0.1 ms first, as
 waking them costs more than most waits inside a step take; ``benchmarks/busy_neighbour.py`` measures it."""
 _POOL_SECONDS = 10.0
 """The longest wait for the extra thread pool of ``_spin_less``; without it threads spin longer, and nothing fails."""
@@ -21,8 +21,8 @@ _OWN_CHOICES = (*SLEEP_SOON, "KMP_BLOCKTIME", "KMP_LIBRARY")
 
 
 def let_threads_sleep(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Set ``SLEEP_SOON`` for the OpenMP runtime that torch will load, here and in processes that it starts; not where
-    the user has set one of these variables. The runtime reads them once, when it is loaded."""
+    """Set ``SLEEP_SOON`` for the OpenMP runtime that torch will load, in this process and those that it starts, unless
+    the user has set one of ``_OWN_CHOICES``. The runtime reads these variables once, when it is loaded."""
     if not any(name in environ for name in _OWN_CHOICES):
         environ.update(SLEEP_SOON)
         if "torch" in sys.modules:
@@ -33,7 +33,7 @@ def _spin_less() -> None:
     """The same for a libgomp that is loaded already, as in a script that imports torch first. It spins less while it
     has more threads than there are cores (``gomp_throttled_spin_count_var`` in its source): one more thread pool sees
     to that, and sleeps until the process ends. Other runtimes spin as before."""
-    torch, made = sys.modules["torch"], threading.Event()  # no import there: this thread may hold an import's lock
+    torch, made = sys.modules["torch"], threading.Event()  # the new thread must not import: this one may hold the lock
 
     def make_a_pool() -> None:
         torch.ones(2**20).exp_()  # large enough for all threads
@@ -52,7 +52,7 @@ class CoreWait:
         self._before = self._read()
 
     def share(self) -> float:
-        """For how much of the time since the last call (0 to 1) a thread had no core: of the one that waited most."""
+        """The share of the time since the last call (0 to 1) for which the thread that waited most had no core."""
         now, found = time.monotonic(), self._read()
         waited = max((found[name] - self._before[name] for name in found if name in self._before), default=0)
         elapsed, self._since, self._before = now - self._since, now, found

@@ -256,7 +256,7 @@ class CheckpointDirectory:
                 self._settle(folder, self.path / step_name(step))
 
     def _settle(self, replaced: Path, final: Path) -> None:
-        """End a replacement that was cut short: the old checkpoint goes, or takes its name back."""
+        """End a replacement that was cut short: the old checkpoint is deleted, or, without a new one, renamed back."""
         if not final.exists():
             replaced.rename(final)
         elif _has_all_files(final):

@@ -42,7 +42,7 @@ def read(path: Path) -> Snapshot:
 
 
 def read_together(path: Path, world: Distributed) -> Snapshot:
-    """As ``read``, on every rank; of those that see the same files, one verifies them."""
+    """Like ``read``, on every rank; one of the ranks that see the same files verifies them."""
     with explain_unusable(path):
         leader = world.lowest_rank_with_same(
             [_look(name, partial(identity, path / name)) for name in check_sizes(path).files]
@@ -108,7 +108,7 @@ def explain_read_errors(folder: Path) -> Iterator[None]:
             f"cannot read {error.filename or folder}: {error.strerror or error}",
             where=str(folder),
             remedy="nothing was changed: run the same command again once the disk can be read; "
-            "what stays unreadable, move away or restore from a copy",
+            "move away what stays unreadable, or restore it from a copy",
             exit_code=ExitCode.FAILED,
         ) from error
 

@@ -29,7 +29,7 @@ class AsyncWriter:
         self._pending = self._thread.submit(write)
 
     def follow(self, write: Callable[[], None]) -> None:
-        """Start a write when the one before it has succeeded, without waiting here: it must hold no snapshot."""
+        """Start a write when the one before it has succeeded, without waiting here: ``write`` must hold no snapshot."""
         before = self._pending
 
         def in_turn() -> None:

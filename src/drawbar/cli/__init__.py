@@ -76,7 +76,7 @@ for command in (evaluate, predict, generate, export, parity, doctor, config):
 
 
 def main(task: "type[Task]") -> None:
-    """Make a script of a task: it gets the whole command line (``python my_task.py train c.yaml optim.lr=1e-4``)."""
+    """Run the command line with a task, from a user's script (``python my_task.py train c.yaml optim.lr=1e-4``)."""
     run(task)
 
 
@@ -95,7 +95,7 @@ def run(task: "type[Task] | None" = None) -> None:
 
 
 def _is_one_of_several() -> bool:
-    return os.environ.get("WORLD_SIZE", "1") != "1"  # it may not be a number: that error comes through here, too
+    return os.environ.get("WORLD_SIZE", "1") != "1"  # a text: it may be no number, an error that is reported here
 
 
 def _leave_rank(code: int) -> NoReturn:

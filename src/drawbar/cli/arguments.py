@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 
 def load(arguments: tuple[str, ...], task: "type[Task] | None", cluster: str | None = None) -> LoadedConfig:
-    """``[CONFIG] [KEY=VALUE]...``: a file, if the first argument is no override, and the overrides; over a cluster
-    profile where there is one."""
+    """``[CONFIG] [KEY=VALUE]...``: a file (if the first argument is no override) and overrides; both outrank a cluster
+    profile, if one is given."""
     return check(read(arguments, cluster), task)
 
 

@@ -84,7 +84,7 @@ def write_project(target: Path, template: str) -> str:
             _fill(project, files("drawbar") / "templates" / template, name)
             if not target.exists():
                 project.rename(target)
-            for path in project.iterdir() if project.exists() else ():  # an empty folder may be where the user stands
+            for path in project.iterdir() if project.exists() else ():  # an empty folder may be the current one
                 path.rename(target / path.name)
     except OSError as error:
         raise UserError(

@@ -26,7 +26,7 @@ def jobs(show_all: bool) -> None:
     from drawbar.launch.launchers import ask_status
     from drawbar.tracking.table import print_table
 
-    known = {(record.launcher, record.number): record for record in read(user_file())}  # numbers come again
+    known = {(record.launcher, record.number): record for record in read(user_file())}  # launchers reuse numbers
     now, wanted = time.time(), set(known)
     if not show_all:  # an old job without an end may still wait
         ends = {key: JobEnd.read(record) for key, record in known.items()}

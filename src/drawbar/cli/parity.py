@@ -89,7 +89,7 @@ def parity(
         if started or count == 1:
             _compare(loaded.config, task, request, folder, steps, layers, as_json)
             if FOLDER in os.environ or os.environ.get("RANK", "0") != "0":
-                return 0  # who started it has the results, and tells
+                return 0  # the command that started this process, or rank 0, reports
         elif code := _start(task, request, folder, count):
             return code
         report = ParityReport(folder.results(), steps, count, precision, layers)

@@ -15,7 +15,7 @@ def check_before_queue(config: "RunConfig", job: "Job", launcher: "Launcher", ta
     """Check a job before it is submitted. Returns notes for the user about a job that passes.
 
     Raises:
-        UserError: its data are not there, its folder takes nothing, or the launcher could never run it.
+        UserError: a data file cannot be used, the run's folder cannot be written, or the launcher could never run it.
     """
     if not job.cluster.preflight:
         return []

@@ -85,7 +85,7 @@ def resumable_jobs(what: str, statuses: "list[JobStatus]", settings: tuple[str, 
     """The jobs that can be resumed: those not complete, or all where the settings ask for another number of steps.
 
     Raises:
-        UserError: it is under way, or complete.
+        UserError: a job has not ended, or all jobs are complete.
     """
     from drawbar.config.io.compare import LENGTH
     from drawbar.errors import ExitCode, UserError

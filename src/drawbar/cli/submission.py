@@ -44,7 +44,7 @@ class SubmitRequest:
     version: str | None = None
     """Of the user's own code."""
     snapshot: str | None = None
-    """The copy of that code to run with: its name in the job's folder, or of an earlier job its path."""
+    """The copy of that code to run with: its name in the job's folder, or its path if an earlier job made it."""
     resubmitted: tuple[str, ...] | None = None
     """Of a job that is submitted again: its stored configuration, and changes; read instead of ``arguments``."""
 
@@ -55,7 +55,7 @@ class SubmitRequest:
         return load((*self.arguments, *settings), self.task, self.profile)
 
     def sets(self, key: str, loaded: LoadedConfig) -> bool:
-        """Whether the user gives the setting; of a resubmitted job, whether the changes do: its file has them all."""
+        """Whether the user gives the setting. A resubmitted job has them all in its file, so only its changes count."""
         if self.resubmitted is not None:
             return any(word.startswith(f"{key}=") for word in self.resubmitted)
         return key in loaded.origins
@@ -79,7 +79,7 @@ class PlannedJob:
     def submit(self) -> int:
         """Hand it over and write it down. The exit code of the run where this process must stay with it; else 0.
 
-        What cannot be written is only told: the job is submitted. Nothing is recorded of a run in an allocation.
+        If recording fails, that is a warning: the job is submitted. Nothing is recorded of a run in an allocation.
         """
         self._copy_code()
         script = self.script()

@@ -137,5 +137,5 @@ def send(planned: "PlannedJob", dry_run: bool) -> int:
 
 
 def own_program(task: "type[Task] | None") -> str | None:
-    """The user's own script, where it is what was called."""
+    """The user's own script, if the user called that and not ``drawbar``."""
     return None if task is None else str(Path(sys.argv[0]).absolute())

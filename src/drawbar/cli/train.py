@@ -123,7 +123,7 @@ def start_early(
     nproc = section.get("nproc") if isinstance(section, dict) else None
     if not isinstance(nproc, int) or nproc < 2 or _is_rank():
         return nullcontext()
-    is_script = task is not None or "torch" in sys.modules  # of which the ranks run every line anew
+    is_script = task is not None or "torch" in sys.modules  # each rank must run all lines of a user's script
     if is_script or sys.platform != "linux":
         return nullcontext()
     become_launcher(nproc)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 def explain_option(
     error: click.ClickException, words: Sequence[str], task: "type[Task] | None"
 ) -> click.ClickException:
-    """The same error, with the setting that was meant where the option is the name of one, here or elsewhere.
+    """The same error; if the option is named as a setting, drawbar's or another trainer's, with the setting to use.
 
     Args:
         words: the command line.
@@ -41,7 +41,7 @@ def _hint(error: click.NoSuchOption, words: Sequence[str], task: "type[Task] | N
         example = f"{own[0]}=VALUE" if value is None else shlex.quote(f"{own[0]}={value}")
         return f"Settings are written KEY=VALUE: {example}"
     if error.possibilities and not own and not our_names(key):
-        return None  # an option with an error in it
+        return None  # a mistyped option: click's own error names the right one
     meant = suggestions(known, key)
     return f"Did you mean {' or '.join(meant)}? Settings are written KEY=VALUE, without dashes" if meant else None
 

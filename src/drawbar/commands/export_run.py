@@ -90,8 +90,8 @@ def _write(engine: Engine, task: Task, folder: Path, merge: bool) -> None:
 
 
 def _save_model(engine: Engine, folder: Path, base_name: str, merge: bool) -> None:
-    """As a folder that transformers loads; of a LoRA run the adapter of the model ``base_name`` alone, or, with
-    ``merge``, a whole model: the engine is of no more use then."""
+    """Save a folder that transformers loads: for a LoRA run the adapter of the model ``base_name`` alone, or, with
+    ``merge``, the whole model; the engine cannot be used after that."""
     model = engine.module
     if not hasattr(model, "save_pretrained"):
         raise UserError(
@@ -108,6 +108,6 @@ def _save_model(engine: Engine, folder: Path, base_name: str, merge: bool) -> No
 
 
 def _apply_umask(folder: Path) -> None:
-    """Let the user's umask decide who may read the files, as it did for the folder: safetensors lets nobody else."""
+    """Let the user's umask decide who may read the files, as for the folder: safetensors lets only the owner."""
     for path in folder.iterdir():
         path.chmod(folder.stat().st_mode & 0o666)

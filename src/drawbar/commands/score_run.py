@@ -161,10 +161,10 @@ def _hints(task: Task, config: RunConfig) -> Iterator[None]:
 def _with_answers(
     task: Task, opened: OpenedSplit, answers: Mapping[str, Mapping[int, Any]]
 ) -> Iterator[dict[str, Any]]:
-    """Every record of the input with its prediction, by its number; of a bad one, what is wrong with it.
+    """Every record of the input with its prediction, by its number; for a bad record, what is wrong with it.
 
     Args:
-        answers: what was asked for, by name, and of each the answers by number.
+        answers: for each thing asked for (such as ``prediction``), the answers by record number.
 
     Raises:
         UserError: at the end, where the input is no longer what was predicted for.
@@ -200,7 +200,7 @@ def generate_from_run(
     checkpoint: str | None,
     seed: int,
 ) -> list[str]:
-    """What a checkpoint's model goes on with after each prompt, on one process."""
+    """The text that a checkpoint's model writes after each prompt, on one process."""
     run = TrainedRun(config, task_type, checkpoint)
     seed_everything(seed)
     return run.generate(prompts, **asdict(sampling))

@@ -34,7 +34,7 @@ def load_run(
         path: the folder that training wrote.
         settings: as on the command line: ``device=cpu``, ``eval.micro_batch=64``.
         checkpoint: ``best``, ``latest`` or a step; None for the best, or the latest where no evaluation chose one.
-        task: the task's class, where ``task.type`` does not name it: that of a script.
+        task: the task's class, if a script defines it, and ``task.type`` does not name it.
 
     Raises:
         UserError: the folder holds no run, or there is no such checkpoint.
@@ -85,7 +85,7 @@ class TrainedRun:
         return self._ask(task, task.probabilities, records)
 
     def generate(self, prompts: Prompt | Sequence[Prompt], **sampling: Any) -> list[str]:
-        """What the model goes on with after each prompt: a text, or the messages of a chat.
+        """The text that the model writes after each prompt. A prompt is a text, or the messages of a chat.
 
         Args:
             sampling: ``max_new_tokens``, ``temperature`` (0 is greedy), ``top_k``, ``top_p`` and ``beams``.

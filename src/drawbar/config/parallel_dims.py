@@ -41,7 +41,7 @@ class ParallelDims:
 
     @property
     def model_ranks(self) -> int:
-        """Ranks that hold one model together, beside data-parallel shards."""
+        """Ranks that hold one model together; sharding over data-parallel ranks is not counted."""
         return self.pp * self.cp * self.tp
 
     def coordinates(self, rank: int) -> dict[str, int]:

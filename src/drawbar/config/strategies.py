@@ -2,7 +2,7 @@
 
 Code asks for a feature (``strategy.shards_parameters``), never for a name. To add a strategy is to write a function
 that builds the parts of its engine (see ``drawbar.engines.parts``), and a ``Strategy`` that names it: registered here,
-in another package as an entry point of the group ``drawbar.strategies``, or nowhere, where a run names it as
+in another package as an entry point of the group ``drawbar.strategies``, or not at all, if a run names it as
 ``package.module:name``.
 """
 
@@ -29,11 +29,11 @@ class Strategy:
     one_process: bool = False
     """It runs in one process."""
     many_devices: bool = False
-    """That process computes on several devices, in threads."""
+    """Its one process computes on several devices, in threads."""
     shards_parameters: bool = False
     """Each data-parallel rank holds a shard of every parameter."""
     supports_model_parallel: bool = False
-    """It goes with tensor, pipeline or context parallelism; rules refuse what it lacks of these."""
+    """It works with tensor, pipeline or context parallelism, or some of them; rules refuse the others."""
     offloads: bool = False
     """Its state can lie in host memory."""
     is_deepspeed: bool = False
@@ -51,7 +51,7 @@ STRATEGIES = Registry[Strategy]("strategy", "drawbar.strategies")
 
 
 _NATIVE = "drawbar.engines.torch_strategies"
-_UNDECIDED = Strategy(AUTO, "", supports_model_parallel=True)  # it resolves to a strategy that does
+_UNDECIDED = Strategy(AUTO, "", supports_model_parallel=True)  # ``auto`` may become one that supports it
 BUILT_IN = (
     Strategy("single", f"{_NATIVE}:build_single", one_process=True),
     Strategy("dp", f"{_NATIVE}:build_dp", one_process=True, many_devices=True),

@@ -16,7 +16,7 @@ ROWS_AT_ONCE = 1024
 
 
 class Group(NamedTuple):
-    """Rows that are stored together. Its batches are read when a row of theirs is asked for."""
+    """Rows that are stored together. A batch is read when one of its rows is asked for."""
 
     rows: int
     batches: Iterator[Any]
@@ -56,7 +56,7 @@ class ColumnarReader(Reader):
     @property
     @abstractmethod
     def features(self) -> dict[str, Feature]:
-        """What `datasets` says of the columns; none where it did not write them."""
+        """The types of the columns, as `datasets` stored them; empty where another program wrote the rows."""
 
     @cached_property
     def _classes(self) -> dict[str, Feature]:
@@ -97,7 +97,7 @@ class ColumnarReader(Reader):
             ) from error
 
     def _damaged(self, error: Exception) -> UserError:
-        if isinstance(error, OSError) and error.strerror:  # the file system's words, about a file that may be whole
+        if isinstance(error, OSError) and error.strerror:  # from the operating system: the file may be whole
             raise error
         reason = str(error).strip().split("\n")[0].rstrip(".")
         return UserError(

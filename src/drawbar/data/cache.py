@@ -41,7 +41,7 @@ REMEDIES = {
     errno.ENOTDIR: "a file is in the way: use another folder (data.cache)",
     errno.EEXIST: "a file is in the way: use another folder (data.cache)",
 }
-"""What to do about a disk that takes no more, by the error number."""
+"""What to do about a cache that cannot be written, by the error number."""
 
 
 def content_key(*parts: object) -> str:
@@ -50,7 +50,7 @@ def content_key(*parts: object) -> str:
     The order of a dict's keys does not count; a tuple is a list.
 
     Raises:
-        TypeError: for any other object, of which nobody knows what its content is.
+        TypeError: for an object of any other type.
     """
     digest = hashlib.blake2b(digest_size=20)
     for part in parts:
@@ -59,7 +59,7 @@ def content_key(*parts: object) -> str:
 
 
 def records_digest(records: Iterable[Record]) -> str | None:
-    """A digest of every record; None where they hold objects."""
+    """A digest of every record; None if one of them holds a value of a type that ``content_key`` refuses."""
     digest = hashlib.blake2b(digest_size=20)
     try:
         for record in records:
@@ -151,10 +151,10 @@ def load_or_create(
 
     Args:
         cache: the folder; it need not exist.
-        name: what it is called in the cache, such as the split.
-        inputs: everything that it depends on, by name.
-        write: puts it into an empty folder, and returns what ``read`` needs to know, as plain values. The second
-            argument is to be told how far it is.
+        name: the name of the entry in the cache, such as the split.
+        inputs: everything that the content of the entry depends on, by name.
+        write: writes the content to an empty folder; returns what ``read`` needs to know, as plain values. The second
+            argument is a function to report progress to.
         read: opens it; raises ValueError where it is damaged.
         progress: see ``OnProgress``; told of the work of the process that writes, whichever it is.
         timeout: longest wait for a sign of life from a process that writes, in seconds.
@@ -174,7 +174,7 @@ def load_or_create(
         entry.make(lambda draft: write(draft, report))
 
     with _explain_errors(entry):
-        found = entry.read()  # a cache that can only be read is no hindrance
+        found = entry.read()  # before anything is written: a read-only cache may have the entry
         if found is None:
             entry.folder.parent.mkdir(parents=True, exist_ok=True)
             found = _wait_or_make(entry, make, progress, timeout, eager)
@@ -244,7 +244,7 @@ class _Entry(Generic[T]):
         """Write a draft, bring it to the disk, and rename it."""
         _remove_dead_drafts(self.folder)
         draft = self.beside(_draft_ending())
-        shutil.rmtree(draft, ignore_errors=True)  # of a dead process that had our number
+        shutil.rmtree(draft, ignore_errors=True)  # left by a dead process that had the id of this one
         draft.mkdir()
         storage = FolderStorage(draft)
         try:
@@ -289,7 +289,7 @@ def _remove_dead_drafts(entry: Path) -> None:
 
 
 def _is_dead(lock: Path, *, ours: bool) -> bool:
-    """Whether the writer of a draft has ended: its lock is free. Process numbers would be no proof: they come again."""
+    """Whether the writer of a draft has ended: its lock is free. Process ids prove nothing: they are used again."""
     try:
         with lock.open("ab") as file:
             fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -27,7 +27,7 @@ class ClassNumber(int):
 
     @property
     def name(self) -> str:
-        """That of its class."""
+        """The name of its class."""
         return self.names[self]
 
 
@@ -41,7 +41,7 @@ def features_of(metadata: Mapping[bytes, bytes] | None) -> dict[str, Feature]:
 
 
 def with_classes(record: Record, features: Mapping[str, Feature]) -> Record:
-    """The record with numbers of classes that know their names, and None where it has no label.
+    """The record with each class number as a ``ClassNumber``, and with None in place of ``NO_LABEL``.
 
     Args:
         features: those of ``only_classes``.

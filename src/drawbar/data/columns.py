@@ -63,8 +63,8 @@ class MemoryStorage:
 
 
 class FileValues:
-    """The values of a file, each read when it is asked for. The file is not mapped: of what is read of a mapped file,
-    everything counts as memory of the process."""
+    """The values of a file, each read when it is asked for. The file is not mapped: whatever is read of a mapped file
+    counts as memory of the process."""
 
     def __init__(self, path: Path, dtype: np.dtype[Any], *row: int) -> None:
         self._dtype = dtype
@@ -164,7 +164,7 @@ class Piece:
     shapes: NDArray[np.int64]
     """Shape (samples, dims)."""
     dtypes: frozenset[str]
-    """Those that the samples came in; ``values`` has one that they all fit in."""
+    """The dtypes that the samples had; ``values`` has one dtype, into which they all fit."""
 
 
 def layout_of(sample: Sample) -> FieldKinds:
@@ -257,7 +257,7 @@ class Column:
 
     @property
     def size(self) -> int:
-        """Values of all samples."""
+        """The number of values in all samples together."""
         return len(self.values)
 
     def blocks(self) -> Iterator[NDArray[Any]]:
@@ -277,7 +277,7 @@ class ColumnWriter:
         self.dims = dims
         self._total = 0
         self._dtypes: set[str] = set()
-        self._runs: list[tuple[np.dtype[Any], int]] = []  # (stored dtype, values in a row)
+        self._runs: list[tuple[np.dtype[Any], int]] = []  # (stored dtype, how many consecutive values have it)
 
     def add(self, piece: Piece) -> None:
         self.add_stored(piece, piece.values, np.prod(piece.shapes, axis=1, dtype=np.int64))
@@ -301,7 +301,7 @@ class ColumnWriter:
         self._total += len(stored)
 
     def _stored_dtype(self, values: NDArray[Any]) -> np.dtype[Any]:
-        """The smallest dtype that holds these values and the last run's: ``finish`` brings all runs to one dtype."""
+        """The smallest dtype for these values and the last run's: ``finish`` would widen a narrower one anyway."""
         smallest = smallest_dtype(values)
         before = self._runs[-1][0] if self._runs else smallest
         return common_stored_dtype([before, smallest], values.dtype)
@@ -328,7 +328,7 @@ class ColumnWriter:
 
 
 def smallest_dtype(values: NDArray[Any]) -> np.dtype[Any]:
-    """The smallest dtype of whole numbers that holds these ones; their own for anything else."""
+    """The smallest integer dtype that holds these integers; for values of another kind, their own dtype."""
     if values.dtype.kind not in "iu" or not values.size:
         return values.dtype
     return common_stored_dtype([np.min_scalar_type(values.min()), np.min_scalar_type(values.max())], values.dtype)
@@ -356,7 +356,7 @@ def read_column(storage: Storage, about: dict[str, Any], samples: int) -> Column
 
 
 class LongestField:
-    """Of each sample, the length of the longest of several array fields, in their first dim; see ``Values``."""
+    """For each sample, the first dim of the longest of several array fields. It can be read as ``Values``."""
 
     def __init__(self, columns: Sequence[Column]) -> None:
         self._columns = columns
@@ -371,7 +371,7 @@ class LongestField:
 
 
 def count_up_to(ends: Values, limit: int) -> int:
-    """How many of rising values are not above ``limit``; few of them are read."""
+    """How many of ``ends``, which ascend, are at most ``limit``. A bisection reads only few of them."""
     return bisect.bisect_right(range(len(ends)), limit, key=lambda index: int(ends[index : index + 1][0]))
 
 

@@ -63,8 +63,8 @@ class EncodedDataset:
     dropped: int
     """Records for which encode gave no sample."""
     skipped: list[str]
-    """What was wrong with the bad records that were left out, which could not be read, or which encode failed on: the
-    first 1000 messages of each."""
+    """What was wrong with the bad records that were left out: of those that could not be read, the first 1000
+    messages, and of those that encode failed on, the first 1000."""
     skipped_count: int
     """How many bad records were left out."""
     truncated: int
@@ -122,7 +122,7 @@ def encode_records(
     Args:
         records: plain dicts.
         encode: see ``Encode``. Lists and tensors become numpy arrays. The field ``truncated`` of a sample says
-            whether it was cut: it is counted, not stored.
+            whether encode cut the sample; such samples are counted, and the field is not stored.
         describe: says where record i came from, for messages.
         progress: see ``OnProgress``; the last call is (n, n).
         on_bad_record: ``skip`` leaves out records that ``encode`` fails on; ``error`` stops at the first.

@@ -1,6 +1,6 @@
 """A column that is stored as what differs from another: the labels of language models are mostly the tokens themselves.
 
-Of each sample it has runs, (first position, length), and the values in them; everything else is as in the other column.
+For each sample it stores the runs that differ, (first position, length), and their values; the other has the rest.
 """
 
 from collections.abc import Iterator
@@ -23,12 +23,12 @@ from drawbar.data.columns import (
 )
 
 BASES = {"labels": "input_ids"}
-"""Fields that are stored so, and what they are compared with."""
+"""Fields that are stored as differences, and the field that each is compared with."""
 RUNS = "runs"
 
 
 def base_of(name: str, layout: FieldKinds) -> str | None:
-    """The field that this one is stored as differing from; None for none."""
+    """The field that the field ``name`` is compared with; None if ``name`` is stored whole."""
     base = BASES.get(name)
     return base if layout[name] == ("array", 1) and base is not None and layout.get(base) == ("array", 1) else None
 
@@ -79,7 +79,7 @@ def _runs(differs: NDArray[np.bool_], ends: NDArray[np.int64]) -> Piece:
 
 @dataclass(frozen=True)
 class DifferenceColumn(Column):
-    """A column of which ``values`` are those that differ from the ones of ``base``."""
+    """A column whose ``values`` are only those that differ from the values of ``base``."""
 
     base: Column
     runs: Column

@@ -67,7 +67,7 @@ def file_digest(file: Path) -> str:
 
 
 def digest_for_all(records: Records, kept: DigestCache, world: Distributed) -> str:
-    """``records.digest``. Of the ranks that see the same files, one reads them. Every rank must call it."""
+    """``records.digest``. Of the ranks that see the same files, one reads them. Every rank must call this function."""
     leader = world.lowest_rank_with_same(records.identity())
     own = None
     if leader == world.rank:

@@ -28,7 +28,7 @@ RESERVED_FIELDS = ("id", "ids", "segment_ids", "decoder_segment_ids")
 CHUNK_RECORDS = 256
 CHUNK_SECONDS = 0.5
 TRIAL_SECONDS = 2.0
-WORTH_SECONDS = 15.0  # starting workers takes seconds: they import what the task imports
+WORTH_SECONDS = 15.0  # less remaining work is not worth workers: they import what the task imports
 MOST_WORKERS = 16
 ACTIVITY = "encoding records"
 
@@ -46,13 +46,13 @@ class Chunk:
     where: str = ""
     """File and line of the first record that gave samples."""
     skipped: list[UserError] = field(default_factory=list)
-    """What was wrong with records, and where they are, where bad ones are left out."""
+    """The errors of the bad records that were left out, each with the place of its record."""
     fatal: UserError | None = None
     """The error that ends encoding; the records before the failing one are in the chunk."""
 
 
 def encode_chunk(encode: Encode, numbered: Iterator[NumberedRecord], skip: bool, seconds: float) -> Chunk:
-    """Encode records until there are no more, ``seconds`` have passed, or one ends it: see ``Chunk.fatal``."""
+    """Encode records until there are no more, ``seconds`` have passed, or a record is fatal: see ``Chunk.fatal``."""
     chunk = Chunk()
     started = time.monotonic()
     samples: list[Sample] = []
@@ -178,7 +178,7 @@ def encode_chunks(
     Args:
         reading: it is gone through in this process alone, and only so far ahead that no worker waits for records.
         skip: collect bad records and go on.
-        workers: processes to encode in. ``auto``: one a core, 16 at most, where this process alone would need long.
+        workers: processes to encode in. ``auto``: none if this process is quick enough, else one a core, at most 16.
         timeout: longest wait for a worker, in seconds.
 
     Raises:
@@ -206,7 +206,7 @@ def encode_chunks(
 def _encode_here(
     encode: Encode, numbered: Iterator[NumberedRecord], skip: bool, seconds: float
 ) -> Generator[Chunk, None, tuple[int, float]]:
-    """Encode in this process, for so many seconds or to the end; returns (records, seconds) that it came to."""
+    """Encode in this process, for ``seconds`` or to the end; returns (records encoded, seconds spent)."""
     done, spent = 0, 0.0
     while spent < seconds:
         chunk = encode_chunk(encode, islice(numbered, CHUNK_RECORDS), skip, CHUNK_SECONDS)

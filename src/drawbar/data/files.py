@@ -56,7 +56,7 @@ def _ending(name: str) -> str:
     return Path(name.lower().removesuffix(".gz")).suffix
 
 
-@cache  # of many files, as it looks at all installed packages; an error is not kept
+@cache  # many files have one ending, and a look at all packages is slow; errors are not cached
 def _reader_of_ending(ending: str) -> type[FileReader]:
     """Raises LookupError where no reader has this ending, and UserError where it cannot be imported."""
     if ending not in READERS.names():

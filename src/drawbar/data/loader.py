@@ -51,7 +51,7 @@ class SampleRows:
 
     def __init__(self, samples: EncodedDataset) -> None:
         self.samples = samples
-        self.lengths = samples.stored_lengths("input_ids", "decoder_input_ids")  # a batch is as long as its longer side
+        self.lengths = samples.stored_lengths("input_ids", "decoder_input_ids")  # the longer of encoder and decoder
         self.fingerprint = samples.fingerprint
         self.join: Join = only_sample
 

@@ -52,7 +52,7 @@ class PackedRows:
 
 
 def packed_lengths(samples: EncodedDataset, placement: LabelPlacement) -> NDArray[np.int64]:
-    """Shape (samples,): the room that each sample takes in a row: that of its longer side, for ``decoder``."""
+    """Shape (samples,): the tokens that each sample takes in a row; for ``decoder``, the longer of input and labels."""
     if placement == "decoder" and "labels" in samples.fields:
         return samples.stored_lengths("input_ids", "labels")[:]
     return samples.lengths
@@ -93,7 +93,7 @@ class RowLayout:
 
     @classmethod
     def of_sample(cls, sample: Sample, placement: LabelPlacement) -> "RowLayout":
-        """The layout of samples like this one, which are known to fit."""
+        """The layout of samples with the fields of this one, without the checks of ``of``."""
         kinds = {name: "array" if np.ndim(value) else "scalar" for name, value in sample.items()}
         return cls._of_kinds({name: kind for name, kind in kinds.items() if name not in ("id", "ids")}, placement)
 
@@ -113,11 +113,11 @@ class RowLayout:
         """One row of several samples, laid end to end.
 
         ``position_ids`` start again at 0 in each sample, and ``segment_ids`` (0, 1, 2, …) say which sample a token
-        belongs to: attention must not cross from one into another; ``decoder_segment_ids`` say it of the targets.
+        belongs to: attention must not cross from one into another; ``decoder_segment_ids`` do the same for targets.
         ``ids`` and every field per sample become lists, with one item a sample.
 
         Raises:
-            UserError: the samples have a field that those of the layout had not: it does not say where they go.
+            UserError: the samples have a field that the layout does not place.
         """
         known = {*self.per_token, *self.per_target, *self.per_sample, "attention_mask", *RESERVED_FIELDS}
         if added := samples[0].keys() - known:

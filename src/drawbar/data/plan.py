@@ -25,7 +25,7 @@ CACHED_FROM = 2**16
 
 @dataclass(frozen=True)
 class Plan:
-    """Which samples each row holds: ascending in a row, and rows of one source ascending by their first sample."""
+    """Which samples each row holds: ascending in a row; the rows of a source are sorted by their first sample."""
 
     samples: Values
     """Sample numbers, row after row."""
@@ -76,7 +76,7 @@ def plan_sources(lengths: NDArray[np.int64], sizes: Sequence[int], capacity: int
     """A plan in which no row holds samples of two sources, and the rows of each source. See ``plan_rows``.
 
     Args:
-        sizes: samples of each source; they stand source by source.
+        sizes: how many samples each source has; the samples of a source are consecutive.
     """
     samples = np.empty(len(lengths), _number_type(len(lengths)))
     ends, rows, first = [], list[int](), 0
@@ -143,8 +143,8 @@ def plan_rows(lengths: NDArray[np.int64], capacity: int, seed: int) -> Plan:
 
     The longest samples are placed first, each into the fullest row that still has room for it; that needs at most
     11/9 of the fewest possible rows, plus a constant. The seed decides which of several equally long samples comes
-    first, and so which samples meet. The plan depends on the arguments alone. In memory it takes about four numbers
-    for each sample.
+    first, and so which samples meet. The plan depends on the arguments alone. Planning holds about four numbers
+    for each sample in memory.
 
     Args:
         lengths: shape (samples,), tokens in each sample.

@@ -110,18 +110,18 @@ class PreparedStep(Generic[Batch]):
 class Prefetcher(Generic[Batch]):
     """Prepares the batches of the next steps while a step is trained.
 
-    A thread reads the samples of a micro-batch, and makes the batch of them or, with ``processes``, sends them to one
-    that does. Who makes a batch changes nothing in it. Ahead of the step that is trained are two micro-batches for each
+    A thread reads the samples of a micro-batch. The thread makes the batch itself or, with ``processes``, has a process
+    make it. The batch is the same either way. Ahead of the step that is trained are two micro-batches for each
     process (without processes, two), in whole steps: a bound on the memory.
 
     With ``processes``, augment and collate may be a user's, and may draw from the generators of Python, NumPy or
-    torch, which a checkpoint holds, and which dropout draws from. So in this process they run in the training thread
-    alone, each batch at its step, until a first process has started. The first batch of a process is made here as well.
-    If the two differ, or if later a process fails or draws from such a generator, each batch is made at its step again.
+    torch, which checkpoints hold and dropout uses. So in this process augment and collate run in the training thread
+    alone, each batch when its step is due, until a process has started. The first batch of a process is made here, too.
+    If the two differ, or a process fails later or draws from such a generator, nothing is made ahead from then on.
 
     Args:
         maker: what makes a batch.
-        ahead: False to make each batch at its step.
+        ahead: False to make each batch only when its step is due.
         processes: how many make batches; 0 for none besides this one.
         finish: called in this process with each batch that was made ahead, such as to pin its memory.
         timeout: longest wait for a process, in seconds.
@@ -144,7 +144,7 @@ class Prefetcher(Generic[Batch]):
         self._is_deferred = not ahead
         """Whether batches are made at their step."""
         self._is_compared = False
-        """Whether the first batch of a process has been compared with that of this one."""
+        """Whether the first batch of a process has been compared with the same batch made in this process."""
         self._preparer: _Preparer[Batch] | None = None
         self._put_back_generators: Callable[[], None] | None = None
         """To their state before the newest step; None where none of its batches was made in the training thread."""
@@ -199,7 +199,7 @@ class Prefetcher(Generic[Batch]):
             self._put_back_generators()
 
     def _started_preparer(self) -> "_Preparer[Batch] | None":
-        """What makes batches ahead; None as long as each is made at its step."""
+        """The preparer of batches; None as long as no batch is made ahead."""
         if self._preparer is None and not self._is_deferred:
             function = pickled(_WorkerMaker(self._maker), ACTIVITY) if self._processes else None
             if self._processes and function is None:
@@ -216,7 +216,7 @@ class Prefetcher(Generic[Batch]):
         failure: str | None = None
         try:
             batch = self._preparer.result(future)
-        except Exception as error:  # noqa: BLE001 - if it is one of this process, too, this is where it is to be raised
+        except Exception as error:  # noqa: BLE001 - if it comes up in this process, too, _make raises it
             batch, failure = self._make(read), str(error)
         if failure is None and self._processes and not self._is_compared:
             given, batch, self._is_compared = batch, self._make(read), True
@@ -261,7 +261,7 @@ class _Preparer(Generic[Batch]):
         threads = torch.get_num_threads()
         self._thread.start()
         self._has_one_core.wait()
-        torch.set_num_threads(threads)  # for threads that are still to start, which take the newest number
+        torch.set_num_threads(threads)  # else threads that start later would begin with the 1 of self._thread
 
     @property
     def has_started(self) -> bool:
@@ -298,7 +298,7 @@ class _Preparer(Generic[Batch]):
 
     def _run(self) -> None:
         torch.set_num_threads(1)  # for this thread alone: the other cores are for the step
-        torch.get_num_threads()  # else the thread would take over the newest number at its first operation
+        torch.get_num_threads()  # fixes the 1: else the first operation would take the number that any thread set last
         self._has_one_core.set()
         while (asked := self._queue.get()) is not None:
             read, future = asked
@@ -340,7 +340,7 @@ class _WorkerMaker(Generic[Batch]):
         except Exception as error:  # noqa: BLE001 - the training process makes the batch anew, and raises it
             what = error.what.partition("\n")[0] if isinstance(error, UserError) else cause(error)
             raise WorkerFailed(
-                f"in a process, and not in this one, {what}; a process builds its own task, which has what __init__ "
+                f"in a worker process, but not in this one, {what}; a worker builds its own task, with what __init__ "
                 "sets, and nothing that is set later"
             ) from None
         if rng_bytes() != before:

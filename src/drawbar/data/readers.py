@@ -29,7 +29,7 @@ class RawRecord(NamedTuple):
     """What the reader's ``decode`` takes: bytes without the line's end, fields, or a place in a table."""
     path: Path
     line: int | None
-    """From 1: the record's first line; of Arrow rows and in .json, its number. None where it is the whole file."""
+    """The record's first line, or in Arrow and .json files its number, from 1. None if it is the whole file."""
 
 
 @dataclass(frozen=True)

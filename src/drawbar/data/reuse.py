@@ -8,7 +8,7 @@ from drawbar.data.cache import META, entry_folder
 
 SHOWN_CHANGES = 5
 _IDENTIFYING_INPUTS = {"the records", "task.type"}
-"""Inputs that differ between unrelated runs; if few others differ too, it is a changed version of one run."""
+"""Inputs that differ between unrelated runs; if few others differ, too, the runs are versions of one another."""
 
 
 def is_cached(cache: Path, name: str, inputs: Mapping[str, str]) -> bool:

@@ -50,11 +50,11 @@ class Mixed(Sampler):
     """Rows of several sources in given proportions.
 
     An epoch has as many places as there are rows. A source whose part is larger than its share of the rows is visited
-    more than once an epoch, another not wholly; each goes on in the next epoch where it stopped, so that over time
+    more than once an epoch, any other only in part; each goes on in the next epoch where it stopped, so that over time
     all rows of a source are visited equally often.
 
     Args:
-        sizes: rows of each source; they stand source by source.
+        sizes: how many rows each source has; the rows of a source are consecutive.
         weights: each source's part, relative to the others.
 
     Raises:

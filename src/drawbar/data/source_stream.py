@@ -43,7 +43,7 @@ class SplitFilter:
     """
 
     share: float
-    """Of the records, for validation."""
+    """The share of the records that is for validation."""
     split: Literal["train", "validation"]
 
     def has(self, content: bytes) -> bool:
@@ -74,7 +74,7 @@ class SourceStream:
             weight: its part of the training, relative to the other sources.
             rename: old names of columns by their new ones.
             rename_key: the setting that says so.
-            split_filter: selects the records of the split, where only a part of them belongs to it; else None.
+            split_filter: selects the split's records, if the files hold those of another split, too; else None.
             limit: most records of the split, over all sources.
             before: the source before this one, which uses up a part of the limit.
             skip_bad: leave out records that cannot be read, and log them.
@@ -101,7 +101,7 @@ class SourceStream:
 
         Args:
             lane: 0 <= lane < lanes.
-            lanes: into how many parts the source is dealt out. ``RankReader``: one a rank, not ``data.stream_lanes``.
+            lanes: number of parts the source is divided into; ``RankReader``: one a rank, not ``data.stream_lanes``.
             first: number within the lane of the first record that is wanted.
 
         Raises:
@@ -127,7 +127,7 @@ class SourceStream:
 
     @cached_property
     def count(self) -> int:
-        """How many records belong to the split, bad ones included. The files are read for it, and hardly decoded."""
+        """How many records belong to the split, bad ones included. The files are read; only split filters decode."""
         return sum(1 for _ in self._units_of_lane(0, 1, 0))
 
     def class_names(self, column: str) -> list[str] | None:
@@ -272,7 +272,7 @@ def _size_and_excerpts(path: Path) -> bytes:
 
 
 def _found_by(reader: Reader) -> Iterator[RawRecord]:
-    """The units of a reader. What is wrong with a reader of the user's is said of the reader, and not of the task."""
+    """The units of a reader. The error of a user's reader names the reader, and not the task."""
     try:
         for unit in reader.units():
             if not isinstance(unit, RawRecord):

@@ -23,8 +23,8 @@ __all__ = ["BUILT_IN_SOURCES", "LocatedRecord", "Record", "Records", "SourceStre
 
 
 class Records(Sequence[Record]):
-    """The records of a split. They are read from their files, one at a time, whenever somebody goes through them; who
-    asks for one by its number has them all in memory from then on."""
+    """The records of a split. They are read from their files, one at a time, on every iteration; asking
+    for one by its number, or for their number, loads all of them into memory, where they stay."""
 
     def __init__(self, streams: list[SourceStream], key: str) -> None:
         self.streams = streams
@@ -116,7 +116,7 @@ def open_records(data: DataSection, split: str) -> Records:
     """The records of ``train``, ``validation`` or ``test``, source by source, in the order of the configuration.
 
     With ``data.validation_share``, training and validation records are two parts of the training data, told apart by
-    a hash of their content. ``data.limit`` counts what is left of a split, bad records among it.
+    a hash of their content. ``data.limit`` counts the records of the split, bad ones included.
 
     Raises:
         UserError: at once for no data, files that are missing, empty or of an unknown kind, and settings that do not go
@@ -131,7 +131,7 @@ def open_records(data: DataSection, split: str) -> Records:
     streams: list[SourceStream] = []
     for number, item in enumerate(items):
         source = SourceSection(files=item) if isinstance(item, str) else item
-        # a plain path is the setting itself, or a line of it
+        # for a plain path, messages name the whole setting; for a section in a list, its index, too
         item_key = key if isinstance(item, str) or not isinstance(spec, list) else f"{key}.{number}"
         readers = _readers(source, data, split=key.removeprefix("data."), key=item_key)
         rename, rename_key = (source.rename, f"{item_key}.rename") if source.rename else (data.rename, "data.rename")

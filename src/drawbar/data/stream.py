@@ -49,7 +49,7 @@ class Cursor:
     """Where a block begins."""
 
     positions: list[int]
-    """For each source, the records already read per lane; of a weighted source, which repeats, in all its passes."""
+    """For each source, the records already read per lane; a weighted source repeats, and all its passes count."""
     source: int = 0
     """Without weights: the source that is being read."""
     block: int = 0
@@ -84,7 +84,7 @@ class PlannedRow:
     row: int
     length: int
     first_id: int
-    """What the ids of its samples are counted from, across blocks."""
+    """Added to the ids of its samples, so that no two blocks or lanes share an id."""
     epoch: int
 
 
@@ -97,7 +97,7 @@ class Block:
     ends: list[int]
     """For each source, how often it came to its end, summed over all ranks."""
     sequence: NDArray[np.int64]
-    """Shape (rows, 2): lane and number of all ranks' rows, in the order of training."""
+    """Shape (rows, 2): each row's lane and number in that lane; all ranks' rows, in the order of training."""
 
 
 class StreamLoader(Loader[Batch]):
@@ -125,7 +125,7 @@ class StreamLoader(Loader[Batch]):
         micro_batch: MicroBatchSize,
         prefetcher: Prefetcher[Batch],
     ) -> None:
-        assert settings.lanes % ranks.size == 0, "check_world refuses it"
+        assert settings.lanes % ranks.size == 0, "check_world refuses lanes that the ranks cannot share equally"
         super().__init__(ranks, micro_batch, prefetcher)
         self.settings = settings
         self._weights = [stream.weight for stream in streams]
@@ -171,7 +171,7 @@ class StreamLoader(Loader[Batch]):
         """Check that a saved position belongs to this data; warn where that cannot be decided.
 
         Raises:
-            OtherData: it is not.
+            OtherData: it belongs to other data.
         """
         is_older = "cursor" in state and "code" not in state
         if is_older and len(state["cursor"]["positions"]) == len(self._readers):
@@ -194,8 +194,8 @@ class StreamLoader(Loader[Batch]):
         self._planned = position
 
     def _plan(self, ahead: bool) -> StepPlan | None:
-        """The next global batch, as this rank computes it; with ``ahead``, None where a rank cannot read it: the error
-        is raised when it is asked for again, at its step."""
+        """The next global batch, as this rank computes it; with ``ahead``, None where a rank cannot read: the error
+        is raised when this batch is planned again, once its step is due."""
         before = self._planned
         rows = self._take(ahead)
         if rows is None:
@@ -239,7 +239,7 @@ class StreamLoader(Loader[Batch]):
         return PlannedRow(rows, row, int(rows.lengths[row : row + 1][0]), first_id, block.start.epoch)
 
     def _any_row(self) -> RawBatch:
-        """A row for a rank that has none in a step: always the data's first, so each takes as many random numbers."""
+        """A row for a rank that has none in a step: the data's first, so dropout draws equally many numbers."""
         if self._filler is None:
             self._filler = self._any_rows()
         return RawBatch([RawRow(self._filler.read(0), self._filler.join)], epoch=0)

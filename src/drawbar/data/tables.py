@@ -112,7 +112,7 @@ class CsvTable(_Table):
     def fields(self, row: RawRecord) -> list[str]:
         where = self.where(row)
         if isinstance(row.raw, csv.Error):
-            expect_no_utf16(row.path)  # there, the carriage return of an ordinary line break stands alone
+            expect_no_utf16(row.path)  # in UTF-16, the carriage return of a line break stands alone
         if isinstance(row.raw, csv.Error) and "new-line character" in str(row.raw):  # Python speaks to programmers here
             raise BadRecord(
                 "the row holds a carriage return outside of quotes",

@@ -105,8 +105,8 @@ def _numbered_text(lines: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
 
 
 def _expect_short(lines: Iterable[bytes], path: Path) -> Iterator[bytes]:
-    """The lines of a text, each of which is a record or a part of one, with a word about the first that is too long to
-    have been meant so."""
+    """The lines of a text, each of which is a record or a part of one, with a warning of the first that is too long to
+    be intended."""
     said = False
     for number, line in enumerate(lines, start=1):
         if len(line) > LONG_LINE and not said:

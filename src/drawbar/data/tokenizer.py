@@ -140,7 +140,7 @@ def check_wrapping_is_saved(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def set_option(tokenizer: PreTrainedTokenizerBase, name: str, value: Any) -> None:
-    """Set an attribute of a tokenizer so that ``save_pretrained`` keeps it: it saves what the tokenizer began with."""
+    """Set an attribute of a tokenizer so that ``save_pretrained`` keeps it: that saves ``init_kwargs``."""
     setattr(tokenizer, name, value)
     tokenizer.init_kwargs[name] = value
 
@@ -190,9 +190,9 @@ def prefix_space(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     a list of words the same as their text. Any other tokenizer stays as it is."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     state = json.loads(backend.to_str())["pre_tokenizer"] if backend is not None else None
-    if state and state["type"] == "ByteLevel":  # inside a sequence, it would put a space before every part
+    if state and state["type"] == "ByteLevel":  # not one in a Sequence: it would put a space before every part
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=state.get("use_regex", True))
-        without_space = processors.ByteLevel(trim_offsets=True, add_prefix_space=True)  # where words begin and end
+        without_space = processors.ByteLevel(trim_offsets=True, add_prefix_space=True)  # offsets without that space
         present = backend.post_processor
         backend.post_processor = processors.Sequence([present, without_space]) if present else without_space
         set_option(tokenizer, "add_prefix_space", True)

@@ -130,7 +130,7 @@ _function: Callable[..., Any]
 
 
 def _start_worker(function: bytes) -> None:
-    for number in (*INTERRUPT, *REQUEUE):  # they reach every process of a terminal or job; ours ends its workers
+    for number in (*INTERRUPT, *REQUEUE):  # all processes of a terminal or job get them; the parent ends its workers
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")  # one process a core is enough
@@ -139,7 +139,7 @@ def _start_worker(function: bytes) -> None:
         _function = pickle.loads(function)
     except Exception as error:  # noqa: BLE001 - loading builds the task, by the user's code
         _function = partial(_refuse, f"{type(error).__name__}: {error}")
-    if "torch" in sys.modules:  # where the script itself imported it, it was too early for the variable
+    if "torch" in sys.modules:  # if the script imported torch, that was before the variable was set
         sys.modules["torch"].set_num_threads(1)
 
 

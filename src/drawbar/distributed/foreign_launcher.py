@@ -10,7 +10,7 @@ from drawbar.errors import UserError
 _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 """What an MPI launcher sets. Not PMI_SIZE: Slurm's srun sets it, too."""
 _TASKS = "SLURM_STEP_NUM_TASKS"
-"""What srun sets in its tasks, and Slurm in no batch script. Not SLURM_NTASKS, which is that of the whole job."""
+"""What srun sets in its tasks; batch scripts do not have it. Not SLURM_NTASKS, which counts the tasks of the job."""
 
 
 def check_alone(environ: Mapping[str, str] = os.environ) -> None:

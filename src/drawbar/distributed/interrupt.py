@@ -18,8 +18,8 @@ REQUEUE = (signal.SIGTERM, signal.SIGUSR1)
 INTERRUPT = (signal.SIGINT, signal.SIGHUP)
 """Ctrl-C, and the end of the terminal."""
 ECHO_SECONDS = 2.0
-"""Signals that come so close together are one: a scheduler tells launcher and ranks, and the launcher tells the ranks;
-or it tells Apptainer and the launcher inside, and Apptainer, without a terminal, hands on what it was told."""
+"""Signals that come so close together are one: a scheduler signals launcher and ranks, and the launcher the ranks;
+or the scheduler signals Apptainer and the launcher inside, and Apptainer, without a terminal, passes the signal on."""
 
 
 def handle(handler: Handler, *numbers: signal.Signals) -> dict[signal.Signals, Any]:
@@ -34,7 +34,7 @@ def handle(handler: Handler, *numbers: signal.Signals) -> dict[signal.Signals, A
 
 @contextmanager
 def exit_on_signal() -> Iterator[None]:
-    """While nothing else handles signals: exit code 75 for a scheduler, and 130 for a person, as after a save."""
+    """Context where a scheduler's signal ends the process with code 75, a person's with 130, as after a save."""
     before = handle(leave, *REQUEUE, *INTERRUPT)
     try:
         yield

@@ -2,7 +2,7 @@
 
 Everything here works for one process too, where it does nothing. Small messages (stop flags, target counts, scores)
 go over gloo on the host, so that they never wait for the GPU. They wait without a deadline for a rank that is at work
-(:meth:`Distributed.working`); the collectives of the engines have ``launch.timeout``, so ranks meet here before them.
+(:meth:`Distributed.working`); the collectives of the engines have ``launch.timeout``, so ranks meet here before.
 """
 
 import os
@@ -90,7 +90,7 @@ class Distributed:
         if has_launcher():
             self._watchdog.start()
         on_cuda = self.device.type == "cuda"
-        # torch has no timeout where a foreign program listens on MASTER_PORT; where it has one, that ends before this
+        # torch has no timeout where a foreign program listens on MASTER_PORT; elsewhere torch ends before this timer
         deadline = threading.Timer(2 * self.timeout.total_seconds() + 5, self._give_up)
         deadline.daemon = True
         deadline.start()
@@ -119,7 +119,7 @@ class Distributed:
         return self
 
     def init_single_process_group(self) -> None:
-        """Make a process group of one process, for strategies that need one. Several processes have joined theirs."""
+        """Make a process group of one process, for strategies that need a group. Several processes have one already."""
         if not dist.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=self.timeout)
@@ -282,7 +282,7 @@ class Distributed:
                 self._send(found, listed, target)
             elif self.rank == target:
                 found = self._receive(listed, 0)
-            self.barrier(f"sending rank {target} the tensors of all")  # in turn, as a send has a deadline
+            self.barrier(f"sending rank {target} the tensors of all")  # one after another: a send has a deadline
         return found
 
     def _collect(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -392,6 +392,6 @@ def _listed(tensors: dict[str, torch.Tensor]) -> list[_Item]:
 
 
 _retired_groups: list[dist.ProcessGroup | None] = []
-"""The process groups of the worlds that were left, kept so that a DDP replica is never the last to hold one. Whoever is
+"""The groups of ended ``Distributed`` objects, kept so that a DDP replica is never the last to hold one. Whoever is
 last joins the group's threads, and such a thread may need the GIL, to drop the work that it has just finished.
 Python releases the GIL while it waits, a replica's destructor does not: a deadlock (torch 2.13, busy machine)."""

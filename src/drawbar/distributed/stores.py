@@ -9,7 +9,7 @@ _stores: list[dist.Store] = []
 
 
 def own_store(timeout: timedelta) -> dist.Store:
-    """A part of the store for one :class:`Distributed`: a second one in this process must not find its keys."""
+    """A part of the store for one :class:`Distributed`: a second one here must not find the keys of the first."""
     if not _stores:
         store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
         _stores.append(store)

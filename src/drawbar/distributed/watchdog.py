@@ -1,4 +1,4 @@
-"""Ends a rank whose launcher is gone, or that goes on without a rank that is gone."""
+"""Ends this rank when its launcher is gone, or when another rank of the same launcher is gone."""
 
 import os
 import sys
@@ -15,10 +15,10 @@ Address = tuple[str, int, int]
 
 
 class Watchdog:
-    """Watches the launcher of this rank, and the ranks that it started beside it.
+    """Watches the launcher of this rank, and the other ranks that this launcher started.
 
     torch's launcher puts every rank in a session of its own, so a SIGKILL of the launcher's process group would
-    leave the ranks running: writing to a run that its owner has started again. And it waits half a minute for a rank
+    leave the ranks running: writing to a run that its owner has started again. And the launcher waits 30 s for a rank
     that does not heed its SIGTERM, such as one whose GPU waits for a rank that is gone.
     """
 
@@ -26,7 +26,7 @@ class Watchdog:
         self._launcher = int(os.environ.get(LAUNCHER, os.getppid()))  # it may be gone before anybody looks
         self._beside: list[int] = []
         self.is_busy: Callable[[], bool] = lambda: False
-        """Whether this rank has something to finish, as the checkpoint that it writes, before it ends for another."""
+        """Whether this rank must finish something, such as a checkpoint, before it ends because another is gone."""
         self._stopped = threading.Event()
 
     @property
@@ -36,10 +36,10 @@ class Watchdog:
     def watch_ranks(self, ranks: Iterable[Address]) -> None:
         """Watch those of ``ranks`` that are on this machine and of the same launcher."""
         machine, launcher, own = self.address
-        self._beside = [pid for its, parent, pid in ranks if (its, parent) == (machine, launcher) and pid != own]
+        self._beside = [pid for host, parent, pid in ranks if (host, parent) == (machine, launcher) and pid != own]
 
     def start(self, period: float = 0.25, patience: float = 3.0) -> None:
-        """Look every ``period`` seconds. A lost rank makes the next collective fail, which tells more: so this rank
+        """Look every ``period`` seconds. A lost rank makes the next collective fail, with a clearer error: so this rank
         gets ``patience`` seconds to end by itself."""
 
         def watch() -> None:

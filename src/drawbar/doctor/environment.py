@@ -97,7 +97,7 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
 
 
 def is_offline(environ: Mapping[str, str] = os.environ) -> str:
-    """The variable that says so, or nothing."""
+    """The variable that sets the offline mode, or an empty text."""
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         if environ.get(name, "").lower() in _TRUE:
             return name

@@ -135,7 +135,7 @@ def _is_cached(name: str) -> bool:
 
 
 def _configuration(loaded: LoadedConfig, device: str, processes: int) -> Iterator[Finding]:
-    """What training with these settings would be refused with; and which strategy it takes."""
+    """What training with these settings would be refused with; and which strategy the run would take."""
     config = loaded.config
     world = os.environ.get("WORLD_SIZE", "")
     ranks = int(world) if world.isdigit() and int(world) > 0 else processes

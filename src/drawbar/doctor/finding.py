@@ -56,7 +56,7 @@ class Finding:
     what: str
     """What it is; of trouble, what is the matter."""
     why: str = ""
-    """Why that would be used, or what comes of it."""
+    """Why a run would use this, or what comes of the trouble."""
     fix: Fix | None = None
     """Never missing where there is trouble."""
 

@@ -93,7 +93,7 @@ def _resolved_for_rules(config: RunConfig, world: Distributed) -> RunConfig:
 def _choose_strategy(task: Task, config: RunConfig, world: Distributed) -> tuple[str, str]:
     """The strategy that ``auto`` stands for, and why."""
     if config.deepspeed is not None:
-        return "deepspeed", "the configuration has settings of it"
+        return "deepspeed", "the configuration has a section for it"
     if world.size == 1:
         return "single", "one process"
     if world.dp_group.size == 1:

@@ -1,4 +1,4 @@
-"""What DeepSpeed's engine does as parts of ours: the update, and access to its state."""
+"""DeepSpeed's engine as two parts of a drawbar engine: its updater, and its state access."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,7 +45,7 @@ class DeepSpeedUpdater:
 
     def _norm_of_stage_0(self) -> torch.Tensor | None:
         """The gradient norm under ZeRO stage 0, where DeepSpeed clips without reporting it; else None."""
-        if self.masters.wrapper is not self.masters.optimizer:
+        if self.masters.wrapper is not self.masters.optimizer:  # stages 1 to 3 wrap the optimizer
             return None
         from deepspeed.runtime.utils import clip_grad_norm_
 
@@ -57,8 +57,8 @@ class DeepSpeedUpdater:
         if self.precision != "fp16":
             return {}
         scaler = self.backend.optimizer.loss_scaler
-        # the steps without overflow, as in LossScaler.state_dict, but up to a whole window: DeepSpeed's scale grows in
-        # the step after each whole window, and DeepSpeed keeps only the iteration of the last overflow
+        # like LossScaler's count, but it can reach the whole window: DeepSpeed's scale grows one step after each whole
+        # window. The remainder is taken because DeepSpeed counts from the last overflow, not from the last growth
         quiet = scaler.cur_iter - scaler.last_overflow_iter - 1
         quiet = (quiet - 1) % scaler.scale_window + 1 if quiet > 0 else 0
         return {"scale": scaler.cur_scale, "_growth_tracker": quiet}
@@ -125,7 +125,7 @@ class DeepSpeedState:
 
     @torch.no_grad()
     def set_weights(self, live: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Set tensors of the module, ``live``, to those of the same names; all ranks have them in the same order."""
+        """Set each tensor of ``live`` to the one of that name in ``tensors``; ``live`` has one order on all ranks."""
         seen: set[int] = set()
         for name, tensor in live.items():
             if not isinstance(tensor, nn.Parameter):
@@ -135,7 +135,7 @@ class DeepSpeedState:
                 self.masters.set_weight(tensor, tp_shard(tensor, tensors[name]))
 
     def replicated(self) -> dict[str, nn.Parameter]:
-        # tensor-parallel shards differ between ranks, and ZeRO-3 parameters are partitioned
+        # left out: tensor-parallel shards differ between ranks, and ZeRO-3 parameters (with ``ds_id``) are partitioned
         return {
             name: parameter
             for name, parameter in self.module.named_parameters()
@@ -143,7 +143,7 @@ class DeepSpeedState:
         }
 
     def replicated_gradients(self) -> dict[str, torch.Tensor]:
-        return {}  # what is in .grad may be one rank's alone
+        return {}  # ``.grad`` may hold the gradient of this rank's rows alone
 
     def _full(self, _: str, tensor: torch.Tensor) -> torch.Tensor:
         """A parameter's fp32 weight, or a buffer, as one process has it."""

@@ -60,9 +60,9 @@ from drawbar.util.dtypes import DTYPES
 
 _HOST = torch.device("cpu")
 _FOR_PIPELINES: dict[str, Any] = {
-    # else it cuts hidden states over the tensor-parallel ranks, by the shapes of the first step
+    # by default, DeepSpeed cuts hidden states over the tensor-parallel ranks, by the shapes of the first step
     "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
-    "steps_per_print": None,  # with any number it prints the first step's loss
+    "steps_per_print": None,  # with any number, DeepSpeed prints the first step's loss
 }
 
 
@@ -70,7 +70,7 @@ def build(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
     """The builder of the strategy.
 
     Raises:
-        UserError: DeepSpeed is missing or refuses the run, or the model cannot be divided so.
+        UserError: DeepSpeed is missing or refuses the run, or the model cannot be divided as ``config`` says.
     """
     return _build_pipeline(task, config, world) if world.dims.pp > 1 else _build_one_model(task, config, world)
 
@@ -80,7 +80,7 @@ def _build_one_model(task: Task, config: RunConfig, world: Distributed) -> Engin
     world.init_single_process_group()
     stage = zero_stage(config)
     local, source = _partitioned(task, config, world) if stage == 3 else _replicated(task, config, world)
-    # built after the model: adapters draw random numbers, and the model must start as under any other strategy
+    # after the model: adapters draw random numbers here, too, and must not change those that the model starts from
     meta_model = with_adapters(build_meta_model(task), config, local.base)
     optimizer = _optimizer(local.module, config)
     values = _json(config, world)
@@ -125,7 +125,7 @@ def _partitioned(task: Task, config: RunConfig, world: Distributed) -> tuple[Loc
 
 
 def _optimizer(module: nn.Module, config: RunConfig) -> Optimizer:
-    (optimizer,) = build_optimizers(module, config.optim)  # rules refuse muon and bf16 moments, which may need two
+    (optimizer,) = build_optimizers(module, config.optim)  # rules refuse muon and bf16 moments, which may make two
     return optimizer
 
 
@@ -201,7 +201,7 @@ def _build_pipeline(task: Task, config: RunConfig, world: Distributed) -> Engine
 def _fill_stages(
     stages: EmptyStages, task: Task, config: RunConfig, world: Distributed
 ) -> tuple[LocalModel, nn.Parameter | None]:
-    """This rank's stage with its first weights, divided over tensor-parallel ranks."""
+    """This rank's stage with its first weights, divided over tensor-parallel ranks; its tied weight, or None."""
     (part,) = stages.stage_modules
     if world.dims.tp > 1:
         check_layers(stages.meta_model, stages.plan, world.dims.tp)

@@ -9,9 +9,9 @@ from drawbar.tasks.batch import Batch
 
 
 class DeviceCopies:
-    """Copies micro-batches to a device: on CUDA in a stream of their own, each while the one before it is computed.
-    Copies in the stream of the computation would wait for all that is queued there, and what follows would wait for
-    them."""
+    """Copies micro-batches to a device: on CUDA in a stream of their own, each while the batch before it is computed.
+    In the stream of the computation, a copy would wait for all work queued before it, and hold up all work queued
+    after it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -37,7 +37,7 @@ class DeviceCopies:
             computation = torch.cuda.current_stream(self._device)
             computation.wait_event(copied)
             for tensor in batch.values():
-                tensor.record_stream(computation)  # else its memory is free for the next copy when Python lets it go
-            for segments in getattr(batch.get("segment_ids"), "segments", ()):  # what ``Batch.to`` sent along
+                tensor.record_stream(computation)  # else a later copy may reuse memory that is still read
+            for segments in getattr(batch.get("segment_ids"), "segments", ()):  # copied by ``Batch.to``, too
                 segments.record_stream(computation)
         return batch

@@ -38,7 +38,7 @@ class Engine:
         config: the whole run's, with ``parallel.strategy`` and number formats resolved.
         world: the processes of the run, already joined.
         parts: from the strategy's builder.
-        total_steps: optimizer steps of the whole run, for the schedule; it must be set before the first.
+        total_steps: optimizer steps of the whole run, for the schedule; it must be set before the first step.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Engine:
         return sum(self.task.num_targets(micro.batch) for micro in micro_batches if not micro.is_filler)
 
     def train_step(self, micro_batches: list[MicroBatch[Batch]], num_targets: float | None = None) -> StepResult:
-        """Forward, backward, reduce, clip and update for one global batch, of which this is the rank's share.
+        """Forward, backward, reduce, clip and update for one global batch; ``micro_batches``: this rank's share.
 
         Args:
             num_targets: of the whole global batch; by default the ranks count them together, here.
@@ -107,7 +107,7 @@ class Engine:
         share_buffers(self.module, self._local.replicas)
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Around evaluation or prediction steps: what FSDP keeps gathered after a forward is freed at the end alone."""
+        """Context of evaluation or prediction steps: parameters that FSDP keeps gathered are freed only at its end."""
         return free_gathered(self.module)
 
     def eval_step(self, batch: Batch) -> EvalResult:
@@ -122,7 +122,7 @@ class Engine:
             return predict_fn(model, batch.to(self.world.device))
 
     def generate(self, inputs: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:
-        """Token ids (B, L): the inputs and what the model goes on with, by transformers' ``generate(**options)``.
+        """Token ids (B, L): the inputs, each followed by the model's text, by transformers' ``generate(**options)``.
 
         Raises:
             UserError: the model writes no text.
@@ -183,7 +183,7 @@ class Engine:
     @contextmanager
     def inspecting(self, look: Callable[[], None]) -> Iterator[None]:
         """Call ``look()`` in each step made inside: gradients are then reduced, but not yet clipped or used.
-        With torch's updater it is not called in a step that is skipped."""
+        With torch's updater, ``look`` is not called in a step that is skipped."""
         kept, self._before_update = self._before_update, look
         try:
             yield

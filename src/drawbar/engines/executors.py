@@ -44,7 +44,7 @@ class ModelExecutor:
         training_module: the same for training, with its loss and backward.
         context: context parallelism, where ranks share a sequence; else None.
         shards_logits: whether the loss takes logits whose vocabulary is sharded over the tensor-parallel ranks.
-        loss_in_head: whether the model computes the loss itself, of targets in the batch.
+        loss_in_head: whether the model computes the loss itself, from targets that the batch then contains.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class ModelExecutor:
     def forward_backward(self, micro_batches: list[MicroBatch[Batch]], scale: float) -> torch.Tensor:
         self.training_module.module.train()
         loss_sum = torch.zeros((), device=self.device)
-        # before they are copied: to find the targets on the device would make the host wait for it
+        # targets are found before the batches are copied: on a GPU, the search would make the host wait for it
         has_targets = self.loss_in_head and self.context is None
         batches = self.device_copies.of(with_targets(self.task, micro_batches, has_targets))
         with cast_weights_once(self.module, self.precision, self.device):
@@ -108,8 +108,8 @@ class ModelExecutor:
 
     @contextmanager
     def _for_loss(self, batch: Batch) -> Iterator[Batch]:
-        """What the loss is computed of: a batch on the device, or this rank's sequence shard of it, with targets for
-        the head. Forward and backward must run inside."""
+        """Context with the batch, or this rank's sequence shard of it, with targets added if the head computes the
+        loss. Forward and backward must run inside."""
         if self.context is None:
             yield maybe_with_targets(self.task, batch, self.loss_in_head)
         else:
@@ -128,7 +128,7 @@ class Schedule(Protocol):
 
 
 class PipelineExecutor:
-    """Micro-batches through the stages of a pipeline. All ranks of it get the same batches, and call everything equally
+    """Micro-batches through the stages of a pipeline. All its ranks get the same batches, and call each method equally
     often; the last stage has the loss.
 
     Args:

@@ -37,7 +37,7 @@ class LocalModel:
     module: nn.Module
     """The full model, its shards (DTensor), or this rank's pipeline stages."""
     meta_model: nn.Module
-    """All names and full shapes of the model, without values; ``module`` itself if that has all parameters."""
+    """A model with all names and full shapes, perhaps without values; ``module`` itself if that has all parameters."""
     base: FrozenBaseInfo | None
     """Digest and newly initialized parameters of the base model under LoRA; None without LoRA."""
     fused: dict[str, FusedLayout] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class LocalModel:
 
 
 def with_adapters(structure: nn.Module, config: RunConfig, base: FrozenBaseInfo | None) -> nn.Module:
-    """A model without its weights, with the adapters of the run, where it has any.
+    """The model ``structure`` (without its weights), with LoRA adapters if the run has them.
 
     Args:
         base: digest and newly initialized parameters of the base model; None without LoRA.
@@ -68,7 +68,7 @@ def build_model(task: Task) -> nn.Module:
 
 
 def build_meta_model(task: Task) -> nn.Module:
-    """The same without its weights."""
+    """The task's model without its weights, after ``task_context.change_model``."""
     return _changed(task, task.build_meta_model())
 
 
@@ -93,7 +93,7 @@ def allow_packed_rows(model: nn.Module, task: Task, config: RunConfig) -> None:
 
 
 def store_frozen_weights(model: nn.Module, task: Task, config: RunConfig) -> None:
-    """Store frozen weights in the run's precision, where the model is to be trained; before it is parallelized."""
+    """Store frozen weights in the run's precision, if the run trains; call this before the model is parallelized."""
     if task.task_context.trains:
         store_frozen_weights_low(model, config.precision)
 

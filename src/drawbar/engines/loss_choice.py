@@ -18,11 +18,11 @@ from drawbar.tasks.task import Task
 
 
 def choose_cross_entropy(task: Task, config: RunConfig, model: nn.Module, modules: Sequence[nn.Module]) -> str:
-    """Resolve ``task.cross_entropy``, and give the model a head that computes the loss, where it says so.
+    """Resolve ``task.cross_entropy``, and if the result is not ``plain``, give the model a head with the loss.
 
     Args:
-        model: whole.
-        modules: what this rank is to have of it: the same, or pipeline stages.
+        model: the full model.
+        modules: what this rank is to have of the model: ``model`` itself, or pipeline stages.
 
     Returns:
         ``plain``, ``chunked`` or ``liger``.
@@ -57,7 +57,7 @@ def _steps(task: Task, config: RunConfig, model: nn.Module) -> LogitSteps:
     if not isinstance(task, PretrainedTask) or not task.vocabulary_parallel:
         raise UnknownHead(f"{type(task).__name__} has a forward or a loss of its own")
     if parallel.features.many_devices:
-        raise UnknownHead("the strategy splits batches by rows over its devices, and a head's targets cannot be")
+        raise UnknownHead("the strategy splits batches by rows over its devices, and cannot split a head's targets")
     if parallel.features.is_deepspeed and parallel.tensor > 1:
         raise UnknownHead("DeepSpeed's tensor parallelism has heads of its own")
     steps = steps_after_head(model)
@@ -70,7 +70,7 @@ def maybe_with_targets(task: Task, batch: Batch, loss_in_head: bool) -> Batch:
     """The batch, with the targets that a ``LossHead`` takes, where the model has one."""
     if not loss_in_head or is_for_head(batch):
         return batch
-    assert isinstance(task, PretrainedTask), "others have no such head"
+    assert isinstance(task, PretrainedTask), "other tasks have no LossHead"
     positions_N, labels_BL = LossTargets.of(task.position_labels(batch), IGNORED_LABEL)
     return type(batch)({**batch, POSITIONS: positions_N, LABELS: labels_BL}, batch.ids)
 

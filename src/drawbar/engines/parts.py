@@ -21,7 +21,7 @@ class Executor(Protocol):
 
     def forward_backward(self, micro_batches: list[MicroBatch[Batch]], scale: float) -> torch.Tensor:
         """Accumulate the gradients of ``scale`` times the loss of every micro-batch, averaged over the ranks that see
-        different tokens (dp and cp); return the sum of the losses without the scale (0-d; on a last stage)."""
+        different tokens (dp and cp). Return the unscaled sum of the losses (0-d; 0 on ranks without the last stage)."""
 
     def evaluate(self, batch: Batch) -> tuple[float, list[Any] | None]:
         """The loss of a batch on the device, and the task's predictions where it makes any; no gradients."""

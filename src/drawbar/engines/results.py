@@ -30,7 +30,7 @@ class EvalResult:
     loss: float
     """Sum of the loss over the batch's targets; in a pipeline, 0 on ranks without the last stage."""
     num_targets: float
-    """How many targets that is."""
+    """Number of targets in the batch."""
     predictions: list[Any] | None
     """One a sample, in the order of the batch's ids; None for a task without ``predict``."""
 

@@ -52,7 +52,7 @@ class EmptyStages:
     def load(
         self, fused: dict[str, FusedLayout], cross_entropy: str, world: Distributed
     ) -> tuple[LocalModel, nn.Parameter | None]:
-        """The stages with their first weights, and the copy that the first and the last have of a tied weight."""
+        """The stages with their first weights, and this rank's copy of a weight that is tied, or None."""
         assert self.plan.pipeline is not None, "the stages were cut by this plan"
         module = LocalStages(self.stage_modules, self.meta_model, self.plan.pipeline)
         load_first_weights(module, self.source, fused, world)
@@ -71,7 +71,7 @@ def build_stages(task: Task, config: RunConfig, world: Distributed) -> EmptyStag
     plan = plan_for(meta_model)
     if plan.pipeline is None:
         raise UserError(plan.pipeline_refusal, where="parallel.pipeline", remedy="set parallel.pipeline=1")
-    assert isinstance(meta_model, PreTrainedModel), "only these have a plan"
+    assert isinstance(meta_model, PreTrainedModel), "only models of transformers have a pipeline plan"
     mesh = build_mesh(world.dims, world.device)
     parts = _cut(meta_model, plan.pipeline, config, world, mesh["pp"].get_local_rank())
     return EmptyStages(parts, meta_model, plan, mesh, source, base)

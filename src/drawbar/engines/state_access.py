@@ -28,12 +28,12 @@ def is_writer(world: Distributed) -> ShouldStore:
 
 
 def is_stage_leader(world: Distributed) -> ShouldStore:
-    """``ShouldStore`` of a stage: one rank per stage stores it, and sends it to the writers."""
+    """``ShouldStore`` of a stage: one rank per stage stores its tensors, and sends them to the writers."""
     return lambda writers: world.dims.is_stage_leader(world.rank)
 
 
 class TorchState:
-    """Replicated parameters, and shards of them (DTensor), with torch's optimizers."""
+    """``StateAccess`` for replicated or sharded (DTensor) parameters with torch's optimizers."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class StagesState:
 
     Args:
         own: of this rank's stages; its ``should_store`` is ``is_stage_leader``.
-        local: the model that they are stages of.
+        local: the stages (``module``), and the full model without values (``meta_model``).
     """
 
     def __init__(self, own: StateAccess, local: LocalModel, config: RunConfig, world: Distributed) -> None:
@@ -112,7 +112,7 @@ class StagesState:
         found = self.world.gather_dict(self.own.model(writers), writers)
         if self.world.rank not in writers:
             return {}
-        first: dict[int, str] = {}  # a tied weight has two names, and one of them was collected
+        first: dict[int, str] = {}  # a tied weight has two names, and was gathered under the first
         return {
             name: found[first.setdefault(id(tensor), name)]
             for name, tensor in saved_tensors(self.local.meta_model, self.config).items()
@@ -130,7 +130,7 @@ class StagesState:
     def load_optimizer(self, tensors: Mapping[str, torch.Tensor]) -> None:
         own = {name for name, _ in self.local.module.named_parameters()}
         names = [name for name in tensors if name.rpartition("/")[0] in own]
-        if isinstance(tensors, TensorFiles):  # which reads a tensor when it is asked for
+        if isinstance(tensors, TensorFiles):  # TensorFiles read a tensor only when it is asked for
             self.own.load_optimizer(tensors.renamed({name: name for name in names}))
         else:
             self.own.load_optimizer({name: tensors[name] for name in names})

@@ -1,4 +1,4 @@
-"""Training steps without their update, which leave no trace: for what they take of memory and time."""
+"""Training steps without their update, to measure their memory and time. They leave no trace."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,11 +18,11 @@ from drawbar.tasks.batch import Batch
 
 @contextmanager
 def trial_step(engine: Engine, updater: TorchUpdater, micro_batches: Sequence[MicroBatch[Batch]]) -> Iterator[None]:
-    """Forward and backward of a step. Inside, its gradients are there; afterwards weights, buffers and random
-    generators are what they were. Every rank enters it.
+    """Context after forward and backward of a step, with its gradients. When it ends, weights, buffers and random
+    generators are as before the step. Every rank enters it.
 
     Args:
-        updater: the engine's. DeepSpeed's has gradients of its own, which nothing takes back.
+        updater: the engine's; not a ``DeepSpeedUpdater``, which cannot discard gradients.
     """
     device = engine.world.device
     generators = rng_state(device)
@@ -39,7 +39,7 @@ def trial_step(engine: Engine, updater: TorchUpdater, micro_batches: Sequence[Mi
 
 
 def state_to_come(updater: TorchUpdater) -> int:
-    """The most bytes that the first update adds to this rank's device: an optimizer without a state makes one of up to
+    """The most bytes that the first update adds to this rank's device: an optimizer that has no state yet creates up to
     two numbers for each weight."""
     total = 0
     for optimizer in map(local_optimizer, updater.optimizers):

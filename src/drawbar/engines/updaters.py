@@ -89,11 +89,11 @@ def model_squared_norm(parameters: list[nn.Parameter], device: torch.device) -> 
 
 
 class StagesSquaredNorm:
-    """``SquaredNorm`` over all stages. The gradients of the two copies of a tied weight become one, which counts once.
+    """``SquaredNorm`` over all stages. The gradients of the two copies of a tied weight are added up, and count once.
 
     Args:
         group: the ranks that hold the model's stages, in their order.
-        tied: the copy that this rank has of a weight of the first and the last stage; None on others.
+        tied: this rank's copy of the weight that the first and the last stage share; None on other ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup, tied: nn.Parameter | None) -> None:

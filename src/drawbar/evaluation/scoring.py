@@ -50,7 +50,7 @@ class EvaluationFailed(UserError):
 
     @classmethod
     def of(cls, error: Exception, world: Distributed) -> Self:
-        """What ``error`` says, and of anything but a UserError also where it comes from."""
+        """What ``error`` says; unless it is a UserError, also where it was raised."""
         on_rank = f" on rank {world.rank}" if world.size > 1 else ""
         known = error
         if not isinstance(known, UserError):
@@ -94,7 +94,7 @@ def evaluate(
         Exception: a batch failed on this rank while others waited for it in a collective of the forward, until that
             timed out.
     """
-    world.barrier("evaluating")  # a busy rank is waited for here: a collective would time out
+    world.barrier("evaluating")  # waits for a busy rank as long as it takes; a collective of the forward would time out
     engine.share_buffers()
     loader = _loader(task, split, world, micro_batch, augment)
     batches, results = iter(loader), _RankResults()
@@ -144,7 +144,7 @@ def _agree_to_go_on(failure: Exception | None, stop: bool, world: Distributed) -
         agreed = world.max(own)
     except (RuntimeError, UserError):
         if failure is not None:
-            raise failure from None  # the others did not come: they waited for it in a collective of the forward
+            raise failure from None  # the other ranks did not vote: they waited for this one in the forward
         raise
     if agreed == _Vote.FAIL:
         own_error = None if failure is None else EvaluationFailed.of(failure, world)

@@ -58,7 +58,7 @@ def generate_text(engine: Engine, tokenizer: Any, prompts: Sequence[Prompt], sam
 
 
 def _check_room(prompts: list[list[int]], positions: int, sampling: Sampling) -> None:
-    """Before anything is written: refuse what cannot be gone on from, and say which texts will be shorter."""
+    """Before any text is written: refuse a prompt longer than the positions, and warn if texts may be cut short."""
     lengths = list(map(len, prompts))
     longest = max(lengths)
     if longest > positions:
@@ -78,7 +78,7 @@ def _check_room(prompts: list[list[int]], positions: int, sampling: Sampling) ->
 
 
 def _room(length: int, positions: int) -> int:
-    """How many tokens can follow others: the last one that is written is not read again."""
+    """How many tokens can follow a prompt: the last of them needs no position, as the model does not read it."""
     return positions - length + 1
 
 

@@ -22,7 +22,7 @@ _FULL = {errno.ENOSPC, errno.EDQUOT}
 
 @dataclass(frozen=True)
 class FolderFacts:
-    """Facts about a folder, or where it does not exist about the one that it would be made in."""
+    """Facts about a folder; if it does not exist, about the nearest folder above it that does."""
 
     purpose: str
     """``run.dir``"""
@@ -74,7 +74,7 @@ def check_room(run_dir: Path) -> None:
     """See whether the run's folder can be written, and has room for one more checkpoint.
 
     Raises:
-        UserError: not so.
+        UserError: the folder cannot be written, or the disk is nearly full.
     """
     folder = collect_folder("run.dir", run_dir, "set run.dir=ANOTHER_FOLDER")
     if folder.error:

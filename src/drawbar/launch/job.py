@@ -23,7 +23,7 @@ class Job:
     """Absolute, as is ``run_dir``."""
     run_dir: Path
     config: str = ""
-    """The whole configuration as YAML: what its files say when the job starts is of no matter."""
+    """The whole configuration as YAML: later changes to the user's configuration files do not reach the job."""
     cluster: ClusterSection = field(default_factory=ClusterSection)
     """What the launcher must know. It may differ from the configuration's own section, such as in an allocation."""
     nodes: int = 1
@@ -33,7 +33,7 @@ class Job:
     """``KEY=VALUE``, over the configuration."""
     environment: Mapping[str, str] = field(default_factory=dict)
     container: Container | None = None
-    """Where ``argv`` runs, and drawbar's own parts; None: on the node itself."""
+    """The container in which ``argv`` and drawbar's own programs run; None if they run on the node itself."""
     elements: "tuple[Job, ...]" = ()
     """The runs of a sweep; this job then holds what they have in common. Each has its name, configuration, settings and
     directory."""
@@ -44,7 +44,7 @@ class Job:
     snapshot: Path | None = None
     """The copy of that code which the job uses."""
     allocation: str | None = None
-    """The number of the allocation that it runs in, at a terminal; None where it waits in a queue."""
+    """The number of the existing allocation that the job is started in; None where there is none."""
     timeout: float = 600
     """Over ssh: seconds that a host has to answer (``launch.timeout``)."""
     grace: int = 60
@@ -53,7 +53,7 @@ class Job:
 
     @property
     def python(self) -> str:
-        """The interpreter, which runs drawbar's own parts on the nodes, too."""
+        """The interpreter, which also runs drawbar's own programs on the nodes."""
         return self.argv[0]
 
     @property

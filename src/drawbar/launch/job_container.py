@@ -179,7 +179,7 @@ def _is_in(path: str, folder: str) -> bool:
 
 
 def _check_files(config: RunConfig, workdir: Path, folders: list[str]) -> None:
-    """Refuse files that are there now, and would be missed inside of the container, after hours in a queue."""
+    """Refuse a configuration that names files which exist here, but which the container would not see."""
     for key, text in _texts("", config.model_dump(exclude={"cluster", "run"})):
         path = os.path.abspath(workdir / text)
         if os.path.exists(path) and not _is_seen(path, folders):

@@ -7,7 +7,7 @@ FOLDER = "launch"
 CONFIG = "DRAWBAR_CONFIG"
 """Environment variable: the configuration of the run, as YAML in base64."""
 NODES = "DRAWBAR_NODES"
-"""Environment variable: the names of all nodes, in Slurm's order. The script asks for them once: not every node can."""
+"""Environment variable: the names of all nodes, in Slurm's order. The batch script sets it: not every node can ask."""
 
 
 def config_file(run_dir: Path, number: str) -> Path:

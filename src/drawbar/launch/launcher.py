@@ -1,4 +1,4 @@
-"""``Launcher``: what runs jobs elsewhere, such as a scheduler; the interface that every command of jobs goes by.
+"""``Launcher``: what runs jobs elsewhere, such as a scheduler; the interface that the commands about jobs use.
 
 A launcher is one class in one file, registered in :mod:`drawbar.launch.launchers`, or by another package as an entry
 point of the group ``drawbar.launchers``.
@@ -22,7 +22,7 @@ class ResolvedCluster:
 
     cluster: ClusterSection
     notes: tuple[str, ...] = ()
-    """What is good to know before it is submitted."""
+    """What the user should know before the job is submitted."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Submitted:
     number: str
     """What the launcher calls it; the user's commands take it."""
     run: Callable[[Callable[[], None]], int] | None = None
-    """Where this process must stay for as long as the job runs: runs it, calls the function once it has begun, and
-    returns its exit code."""
+    """Given only if this process must stay while the job runs: runs the job, calls its argument once the job has begun,
+    and returns the job's exit code."""
 
 
 class Launcher(ABC):
@@ -80,7 +80,7 @@ class Launcher(ABC):
         """End jobs that wait or run, and come back when they have ended.
 
         Args:
-            grace: seconds to save in, before they are ended all the same.
+            grace: seconds that running jobs have to save, before they are ended by force.
 
         Raises:
             UserError: the launcher refuses.
@@ -95,14 +95,14 @@ class Launcher(ABC):
         return job.folder / f"job-{number}.log"
 
     def allocation(self) -> str | None:
-        """The number of the allocation that this process is in, where the job can start at once."""
+        """The number of the allocation that this process is in: a job starts at once there. None outside of one."""
         return None
 
     def settings(self, config: RunConfig, program: str | None) -> tuple[str, ...]:
         """``KEY=VALUE`` that the launcher adds to the run's configuration, such as how many processes its hosts take.
 
         Raises:
-            UserError: the configuration does not say what it must know.
+            UserError: the configuration lacks something that the launcher must know.
         """
         return ()
 
@@ -110,11 +110,11 @@ class Launcher(ABC):
         """The section ``cluster``, with what the launcher decides where the user leaves it open.
 
         Args:
-            is_set: whether the user has given a setting, which then is not only the default.
+            is_set: tells whether the user has given the setting of this name, so that it is not just the default.
             again: whether an earlier job is submitted once more.
 
         Raises:
-            UserError: it asks for what there is not.
+            UserError: the section asks for what the launcher cannot give.
         """
         return ResolvedCluster(config.cluster or ClusterSection())
 

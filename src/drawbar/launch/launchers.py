@@ -15,7 +15,7 @@ LAUNCHERS.register_lazy("ssh", "drawbar.launch.ssh.ssh_launcher:SshLauncher")
 
 
 def get_launcher(name: str, where: str) -> Launcher:
-    """A launcher by its name; ``where`` is what names it. Raises UserError where there is none."""
+    """A launcher by its name; errors say that ``where`` names it. Raises UserError if there is none."""
     made = LAUNCHERS.get(name, where)
     try:
         launcher = made()
@@ -39,7 +39,7 @@ def ask_status(records: Iterable[JobRecord]) -> list[JobStatus]:
     """The status of these jobs, in their order. Each launcher is asked once for all of its jobs.
 
     Raises:
-        UserError: a launcher cannot tell, and of some of its jobs no file tells the end.
+        UserError: a launcher cannot tell, and some of its jobs have no file that says how they ended.
     """
     wanted = list(records)
     found: dict[JobRecord, JobStatus] = {}

@@ -75,7 +75,7 @@ def split_values(text: str) -> tuple[str, ...]:
         if quote:
             quote = "" if letter == quote else quote
         elif letter in "'\"" and text[begin:position].rstrip()[-1:] in ("", *_OPEN, ",", ":"):
-            quote = letter  # inside a word it is an apostrophe
+            quote = letter  # a quote mark inside a word is not one, but an apostrophe
         elif letter in _OPEN:
             depth += 1
         elif letter in _CLOSED:
@@ -98,7 +98,7 @@ def name_runs(base: str, elements: Sequence[Sequence[str]]) -> list[str]:
             parts.append(short[key] + _safe(value))
         name = "-".join(parts)[:_LONGEST]
         number = 1
-        while name in names:  # values that differ only in characters that no name can have, or after its end
+        while name in names:  # different values can give one name: some characters are replaced, its end is cut
             number += 1
             end = f"-{number}"
             name = "-".join(parts)[: _LONGEST - len(end)] + end
@@ -117,5 +117,5 @@ def _shortest(key: str, keys: Sequence[str]) -> str:
 
 
 def _safe(text: str) -> str:
-    """Without characters that no run's name can have; several in a row become one."""
+    """The text with ``_`` in place of each series of characters that no run's name can have."""
     return re.sub(r"[^A-Za-z0-9._-]+", "_", text).strip("_") or "_"

@@ -48,7 +48,7 @@ def rouge(predictions: Texts, references: References) -> dict[str, float]:
     from rouge_score.rouge_scorer import RougeScorer
     from rouge_score.tokenizers import DefaultTokenizer
 
-    # The tokenizer that it would choose, but then it would write a line about that in the log.
+    # RougeScorer would choose this tokenizer by itself, but then write a line about it in the log.
     scorer = RougeScorer(list(ROUGE_SCORES), tokenizer=DefaultTokenizer(use_stemmer=False))
     pairs = zip(_choices(references), _texts(predictions), strict=True)
     scores = [scorer.score_multi(texts, prediction) for texts, prediction in pairs]

@@ -11,8 +11,8 @@ CONFIG = "config.json"
 def check_model_folder(name: str) -> None:
     """See that ``name``, where it is a folder and no name of the Hub, has a ``config.json`` that can be read.
 
-    Whatever else transformers looks for in the folder, such as a tokenizer, depends on that file, and is not found for
-    want of it.
+    Without that file transformers does not find what else is in the folder, such as a tokenizer, since it reads there
+    what to look for.
 
     Raises:
         UserError: the folder is empty, or has no such file, or one that is no JSON object.

@@ -57,7 +57,7 @@ def build_from_scratch(
         pad = config.pad_token_id
         shared = pad is not None and pad in (getattr(config, "bos_token_id", None), config.eos_token_id)
         if shared and head == "causal_lm":
-            config.pad_token_id = None  # it needs no padding, and would never learn that token's embedding
+            config.pad_token_id = None  # a causal LM pads nothing, and would never learn the pad token's embedding
         model = HEADS[head].model_class.from_config(config, dtype=torch.float32)
         if shared and head != "causal_lm":
             _learn_embedding(model, pad)
@@ -110,7 +110,7 @@ def _special_tokens(base: PreTrainedConfig, tokenizer: Any) -> dict[str, int | N
 
 
 def set_fields(config: PreTrainedConfig, fields: dict[str, Any]) -> None:
-    # first the number: it writes LABEL_0, LABEL_1, … over labels that do not fit it
+    # num_labels first: it replaces labels of another number by LABEL_0, LABEL_1, …
     for name in sorted(fields, key=lambda name: name != "num_labels"):
         setattr(config, name, fields[name])
 

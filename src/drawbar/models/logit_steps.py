@@ -41,7 +41,7 @@ class LogitSteps:
         """The steps as one function of any rows of logits; None where there are none.
 
         Args:
-            model: whose buffers are taken, as they are then.
+            model: the model whose buffers are read, each time that the function is called.
         """
 
         def transform(logits_CV: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ class _LogitRecorder(TorchDispatchMode):
     """Follows the logits from operator to operator, as long as these are elementwise.
 
     Args:
-        buffers: names of the model's, by ``id``.
+        buffers: names of the model's buffers, by the buffers' ``id``.
     """
 
     def __init__(self, buffers: Mapping[int, str]) -> None:

@@ -53,7 +53,7 @@ class FrozenBaseInfo:
 def add_adapters(model: nn.Module, lora: LoraSection, new: Collection[str] = ()) -> nn.Module:
     """Freeze the model and give it adapters, in place; only they, its new head and ``lora.train`` are trained.
 
-    The head is what a transformers model has besides its base model, unless that predicts tokens; in any other module,
+    The head is what a transformers model has besides its base model (none if it predicts tokens); in any other module,
     the modules with the names that peft looks for. The adapters depend on torch's global random state alone, and the
     outputs do not change until they are trained.
 
@@ -82,7 +82,7 @@ def add_adapters(model: nn.Module, lora: LoraSection, new: Collection[str] = ())
     )
     try:
         peft.inject_adapter_in_model(config, model, adapter_name=_ADAPTER)  # freezes all else
-    except ValueError as error:  # what it knows of single architectures: some of Mamba's layers are never called
+    except ValueError as error:  # peft knows layers that are never called in some architectures, such as Mamba's
         raise UserError(f"peft refuses: {error}", where="lora.modules", remedy="name other modules") from error
     for parameter in trained:
         parameter.requires_grad_(True)
@@ -134,7 +134,7 @@ def merged(model: nn.Module) -> nn.Module:
 
     Returns:
         The same ``model``, with the modules and parameter names that it had before :func:`add_adapters`. What was
-        frozen is still frozen: it is meant for use and export, not for training.
+        frozen is still frozen: the model is meant for use and export, not for training.
     """
     for name, layer in _adapted_layers(model).items():
         layer.merge()

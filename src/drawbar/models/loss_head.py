@@ -32,7 +32,7 @@ class LossHead(nn.Linear):
     targets: LossTargets | None
     loss: Tensor | None
 
-    @wraps(nn.Linear.forward)  # ``parameters_cast_by_autocast`` then takes it for a linear layer
+    @wraps(nn.Linear.forward)  # code that unwraps it to find linear layers then finds this one
     def forward(self, input: Tensor) -> Tensor:
         if self.targets is None:
             return super().forward(input)
@@ -60,7 +60,7 @@ def _local(tensor: Any) -> Any:
 
 class _WithNoLogits(torch.autograd.Function):
     """The loss, and empty logits (0, L, V) to go through what the model does after its head. As one autograd node gives
-    both, its backward waits for both gradients: hooks on what head and model returned (FSDP's) have run by then."""
+    both, its backward waits for both gradients: FSDP's hooks on the outputs of head and model have run by then."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -75,13 +75,13 @@ def give_loss_head(module: nn.Module, cross_entropy: CrossEntropy, steps: LogitS
     """Let a model, or a pipeline stage of one, compute its loss in the head, in place.
 
     Called with ``target_positions`` and ``target_labels``, the model returns outputs with the sum of the ``loss`` and
-    with no logits, and the last stage the loss; other stages drop the two. Called without, nothing changes.
+    with no logits. A last stage returns the loss; other stages drop both arguments. Called without, nothing changes.
 
     Args:
         steps: of the whole model.
     """
     head = module.get_output_embeddings()
-    if type(head) is nn.Linear:  # other stages have none
+    if type(head) is nn.Linear:  # of the stages, only the last has a head
         head.__class__ = LossHead
         head.cross_entropy, head.transform = cross_entropy, steps.of(module)
         head.targets = head.loss = None

@@ -29,8 +29,8 @@ _PEAKS = {
     "RTX 3090": 71,
     "T4": 65,
 }
-"""TFLOP/s of a device in 16 bits without sparsity, from the vendors' data sheets; a name that contains another as
-words of its own (H100 PCIe) stands before that one. A device of MI250X is half of the card."""
+"""TFLOP/s of a device in 16 bits without sparsity, from the vendors' data sheets; a name that contains another
+name (H100 PCIe contains H100) stands before it. A device of MI250X is half of the card."""
 
 
 def training_flops_per_token(model: nn.Module, attended: float) -> float | None:
@@ -40,7 +40,7 @@ def training_flops_per_token(model: nn.Module, attended: float) -> float | None:
 
     Args:
         model: whole; it may be on the meta device.
-        attended: tokens that a token attends to on average; a causal mask is not taken off, as in the paper.
+        attended: tokens that a token attends to on average; a causal mask does not lower it, as in the paper.
 
     Returns:
         None where that formula does not count the model: encoder-decoders, experts, and what is no transformer.

@@ -23,7 +23,7 @@ Arguments = dict[str, Any]
 
 DECODERS = {"gemma", "gemma3_text", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "granite", "llama", "mistral", "mixtral"}
 DECODERS |= {"olmo2", "phi", "phi3", "qwen2", "qwen3", "smollm3", "starcoder2"}
-"""They take positions: attention other than ours finds samples where these restart; flash, only in one-row batches."""
+"""They take positions: attention other than ours begins a sample where these restart (flash: one-row batches only)."""
 WITHOUT_SDPA = {"gptj"}
 ENCODERS = {"bert", "distilbert", "electra"} | COUNTS_FROM_PAD
 """They take positions and a mask of four dims, and classify a text by its first token."""
@@ -85,7 +85,7 @@ def _check(model: nn.Module, family: str | None, per_sample: bool) -> None:
     if family in ENCODERS and getattr(model.config, "is_decoder", False):
         raise fault(f"a {family} model as a decoder cannot take packed rows")
     if family in ENCODER_DECODERS and not _has_decoder(model):
-        # BART derives its decoder's input from the whole row, and wants as many end tokens in each
+        # BART derives its decoder's input from the whole row, and wants one number of end tokens in every row
         raise fault(f"{type(model).__name__} cannot take packed rows: of its family, only seq2seq models can")
     attention = model.config._attn_implementation
     if family not in DECODERS and attention not in ("sdpa", "eager"):
@@ -120,7 +120,7 @@ def _last_tokens(segments_RL: Tensor, firsts_N: Tensor, is_pad_RL: Tensor) -> Te
 
 def _within(segments: Segments, segments_RL: Tensor) -> Arguments:
     """What ``segments.attend`` needs to keep to samples. ``attention_mask`` is a placeholder of four dims: transformers
-    passes such a one on as it stands, and would else make one (and wait for the device, to see what is in it)."""
+    passes on a mask of four dims unchanged; for None it would make one, and wait for the device to do so."""
     return {"attention_mask": segments_RL[:, None, None], "segments": segments}
 
 
@@ -142,7 +142,7 @@ def _same_segment(queries_RT: Tensor, keys_RL: Tensor) -> Tensor:
 
 
 class _Packing:
-    """What the hooks know of the batch while the model works on it: None where its rows are not packed."""
+    """What the hooks know of the batch during a forward; ``segments_RL`` is None where rows are not packed."""
 
     segments_RL: Tensor | None = None
     segments: tuple[Segments, ...] = ()
@@ -168,7 +168,7 @@ class _Packing:
         return args, kwargs
 
     def arguments(self, segments_RL: Tensor, decoder_segments_RT: Tensor | None, kwargs: Arguments) -> Arguments:
-        """What the model is called with instead."""
+        """The arguments that the model gets in place of the segment ids."""
         raise NotImplementedError
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: Arguments, outputs: Any) -> Any:
@@ -268,7 +268,7 @@ class _EncoderDecoder(_Packing):
         encoder, decoder = model.get_encoder(), model.get_decoder()
         encoder.register_forward_pre_hook(self.mask_encoder, with_kwargs=True)
         decoder.register_forward_pre_hook(self.mask_decoder, with_kwargs=True)
-        # T5 has none: its bias depends on how far apart two tokens are, which is the same in a packed row
+        # T5 has no such embedding: its bias depends on the distance of two tokens, which is the same in a packed row
         if hasattr(encoder, "embed_positions"):
             _count_within_samples(encoder.embed_positions, lambda: self.segments_RL)
             _count_within_samples(decoder.embed_positions, lambda: self.decoder_segments_RT)
@@ -312,8 +312,8 @@ class _EncoderDecoder(_Packing):
 
 
 def _add_bias_of_a_sample(attention: nn.Module, args: Any, kwargs: Arguments) -> tuple[Any, Arguments]:
-    """Forward pre-hook of T5's attention: its bias depends on how far apart two tokens are, so that of the longest
-    sample will do for all; else each would be made for a whole row. The first layer hands it on to the others."""
+    """Forward pre-hook of T5's attention: its bias depends on how far apart two tokens are, so the bias of the longest
+    sample serves all of them; T5 itself would make one for a whole row. The first layer hands it on to the others."""
     segments = kwargs.get("segments")
     if segments is None or kwargs.get("position_bias") is not None:
         return args, kwargs
@@ -332,7 +332,7 @@ def _count_within_samples(embeddings: nn.Module, segments: Callable[[], Tensor |
         return (args, kwargs) if segments_RL is None else (args[:1], {"position_ids": count_positions(segments_RL)})
 
     def take(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return output if segments() is None else output[0]  # it puts a dimension before positions that it is given
+        return output if segments() is None else output[0]  # to given positions BART adds a first dimension
 
     embeddings.register_forward_pre_hook(give, with_kwargs=True)
     embeddings.register_forward_hook(take)

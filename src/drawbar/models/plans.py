@@ -17,7 +17,7 @@ _HUGGINGFACE: dict[str, Style] = {
     "rowwise_split_input": "rowwise_split_input",
     "replicated_with_grad_allreduce": "replicated",
 }
-"""transformers' names for the styles. Its others are not here: they shard experts, or what only its own code runs."""
+"""transformers' names for the styles. Its other styles are left out: they shard experts, or need transformers' code."""
 
 _NUMBERS = (
     *("num_attention_heads", "num_key_value_heads", "intermediate_size"),

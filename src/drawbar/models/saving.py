@@ -20,7 +20,7 @@ def save_transformers(model: Any, folder: Path, largest_file: str) -> None:
 @contextmanager
 def _no_import_of_deepspeed() -> Iterator[None]:
     """accelerate imports DeepSpeed, wherever it is installed, to see whether a model is wrapped in its engine. That
-    takes seconds and prints what accelerators there are, and where nothing has imported it there is no such engine."""
+    takes seconds and prints what accelerators there are. While nothing has imported DeepSpeed, no engine exists."""
     try:
         from accelerate.utils import other
     except ImportError:  # transformers then looks for no wrappers of accelerate's

@@ -4,7 +4,7 @@ No mask of a row's length squared is made. Samples of similar lengths are gather
 longest of them, whose attention is torch's own. On CUDA torch's kernel for samples of any lengths is used where it can.
 
 R: rows, L: tokens in a row, T: all R·L tokens, N: samples, S: slots of all groups, H: heads, D: a head's size.
-The padding of a row counts as a sample of its own, behind the others, with no token where there is none.
+The padding of a row counts as a sample of its own, behind the others; it has 0 tokens if there is no padding.
 """
 
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 SEGMENTED = "drawbar_segments"
-"""What transformers knows :func:`attend` by."""
+"""The name under which transformers knows :func:`attend`."""
 LEAST_SHARE = 2 / 3
 """A sample joins a group if it has at least this share of the tokens of the group's longest."""
 SHORT = 16
@@ -131,7 +131,7 @@ def _segments(
     tokens: list[NDArray[np.int64]] = []
     shapes, used = [], 0
     for samples in groups:
-        columns = np.arange(max(1, lengths_N[samples].max()))  # padding may have tokens on the other side alone
+        columns = np.arange(max(1, lengths_N[samples].max()))  # one side may have padding where the other has none
         real = columns < lengths_N[samples, None]
         tokens.append(np.where(real, starts[samples, None] + columns, 0).ravel())
         slots[tokens[-1][real.ravel()]] = used + np.flatnonzero(real)

@@ -1,6 +1,6 @@
 """Pretrained models for ranks that hold only a part of them: first the model without weights, then its files.
 
-Both give what ``huggingface.load_pretrained`` gives. What must be computed from the files, and not only read, is left
+Together these give what ``load_pretrained`` gives. What must be computed from the files, and not only read, is left
 to that function.
 """
 
@@ -108,7 +108,7 @@ def _open_files(name: str, model: nn.Module, local_files_only: bool) -> TensorFi
 
 
 def _paths(name: str, local_files_only: bool) -> list[Path] | None:
-    """The safetensors files, fetched from the hub where they are not here; None where transformers may convert others.
+    """The safetensors files, fetched from the hub if need be; None where transformers may convert other kinds of files.
 
     Raises:
         OSError: a folder has none.

@@ -41,7 +41,7 @@ class AdamWBf16Moments(AdamW):
                     self._update(parameter, group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, which would make the moments fp32, as the parameters are."""
+        """As torch's, but the moments stay bf16: torch would give them the parameters' dtype, fp32."""
         saved = state_dict["state"]
         super().load_state_dict({**state_dict, "state": {index: {"step": saved[index]["step"]} for index in saved}})
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
@@ -84,14 +84,14 @@ class AdamWBf16Moments(AdamW):
 
 
 def _local(tensor: Tensor, parameter: nn.Parameter) -> Tensor:
-    """What this rank has of it, sharded as its parameter is: the gradient may be sharded in another way."""
+    """This rank's part of ``tensor``, sharded as ``parameter`` is: a gradient may be sharded in another way."""
     if isinstance(tensor, DTensor):
         return tensor.redistribute(placements=parameter.placements).to_local()
     return tensor.detach()
 
 
 def _chunks(weight: Tensor) -> Iterator[slice]:
-    """Rows of about ``CHUNK`` elements; all of them, where they do not lie one after another."""
+    """Slices of rows with about ``CHUNK`` elements; one slice of all rows if the weight is not contiguous."""
     count = len(weight)
     size = max(1, CHUNK * count // max(1, weight.numel())) if weight.is_contiguous() else max(1, count)
     return (slice(start, min(start + size, count)) for start in range(0, count, size))

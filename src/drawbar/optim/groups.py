@@ -11,7 +11,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     """The trained parameters in at most two groups: with ``weight_decay``, then without.
 
     No decay for norm layers, biases and any parameter with fewer than two dims; embeddings do decay. The first two are
-    rules of transformers' ``Trainer``, which decides mostly by name where this looks at the type of the module.
+    rules of transformers' ``Trainer``, which decides mostly by name; ``is_norm`` looks at the type of the module.
 
     Returns:
         Groups for any ``torch.optim`` optimizer, each in the order of ``model.named_parameters()``: ``params``,

@@ -51,7 +51,7 @@ class Muon(Optimizer):
 def orthogonalize(matrix: Tensor) -> Tensor:
     """The orthogonal matrix nearest to ``matrix`` (rows, columns), roughly: its singular values come to 0.7 to 1.2.
 
-    Five Newton–Schulz steps (source: see ``COEFFICIENTS``), in the dtype of ``matrix``.
+    Five Newton–Schulz steps (source: see ``STEPS``), in the dtype of ``matrix``.
     """
     a, b, c = COEFFICIENTS
     tall = matrix.size(0) > matrix.size(1)

@@ -101,7 +101,7 @@ def matrix_names(model: nn.Module) -> set[str]:
 
     A row of an embedding or of the output head is one token; Muon is meant for maps from one hidden space to
     another, and its author keeps it from the vocabulary. The output head is what ``get_output_embeddings()`` returns,
-    a method of every transformers model; a head over a few classes is not one of these, and gets Muon.
+    a method of every transformers model; a head over a few classes is not returned by it, and gets Muon.
     """
     vocabulary = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None

@@ -70,7 +70,7 @@ def check_optimizer_state(trained: set[str], tensors: Mapping[str, torch.Tensor]
         UserError: it names one of them.
     """
     saved = {name.rpartition("/")[0] for name in tensors}
-    # a parameter that never got a gradient has no state, so fewer names than here are right
+    # a parameter that never got a gradient has no state, so the saved names may be fewer
     if not saved <= trained:
         raise UserError(
             f"the optimizer state is that of other parameters: nothing trains {min(saved - trained)} here",

@@ -24,7 +24,7 @@ ATTENTION = {
 }
 PRODUCTS = {_ATEN.mm.default, _ATEN.addmm.default, _ATEN.bmm.default, _ATEN.baddbmm.default}
 KEPT_NAMESPACES = ("_c10d_functional", "torch_attn", "flash_attn", "flash_attn_3")
-"""Those of the collectives of tensor parallelism, and of attention over packed rows."""
+"""Namespaces of operators whose outputs are kept: tensor parallelism's collectives, attention over packed rows."""
 
 
 def checkpoint_activations(

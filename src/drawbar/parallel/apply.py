@@ -49,7 +49,7 @@ def parallelize(
         compile_blocks(model)
     if mesh is None:
         return
-    # ranks that share a sequence see different tokens: for the parameters they are as data-parallel ranks
+    # context-parallel ranks see different tokens: parameters spread over them as over data-parallel ranks
     if parallel.features.shards_parameters:
         shards = mesh["dp_shard", "cp"]._flatten("dp_shard_cp") if dims.cp > 1 else mesh["dp_shard"]
         axes = mesh["dp_replicate", shards.mesh_dim_names[0]] if dims.dp_replicate > 1 else shards

@@ -1,7 +1,7 @@
 """Cross-entropy of a language model's head, chunk by chunk of the targets: there are never logits of all of them.
 
 The gradients of a chunk are computed in the forward pass, while its logits are there (as in Liger Kernel, Hsu et al.
-2024, arXiv:2410.10989); backward only scales them. Positions without a target are left out before the product.
+2024, arXiv:2410.10989); backward only scales them. Positions without a target are left out before the matmul.
 
 B: rows, L: tokens in a row, N: targets, C: targets in a chunk, H: hidden size, V: the vocabulary, or this rank's shard.
 """
@@ -68,7 +68,7 @@ def chunked_cross_entropy(
 
     Args:
         transform: elementwise, between the matrix product and the loss.
-        shard: whose rows the weight has; None for the whole vocabulary.
+        shard: the part of the vocabulary whose rows ``weight_VH`` has; None for the whole vocabulary.
         chunk: targets in a chunk, by default ``targets_in_chunk``.
     """
     device = hidden_NH.device.type
@@ -96,7 +96,7 @@ class _Gradients(NamedTuple):
     bias_V: Tensor | None
 
     def add(self, chunk: slice, gradient_CV: Tensor, hidden_CH: Tensor, weight_VH: Tensor) -> None:
-        """Those of one chunk, whose logits have this gradient."""
+        """Add the gradients of one chunk; its logits have the gradient ``gradient_CV``."""
         if self.hidden_NH is not None:
             self.hidden_NH[chunk] = gradient_CV @ weight_VH
         if self.bias_V is not None:
@@ -221,7 +221,7 @@ def _log_softmax(logits_CV: Tensor, out: Tensor, shard: VocabularyShard | None) 
 
 
 def _local(labels_C: Tensor, shard: VocabularyShard | None, size: int) -> tuple[Tensor, Tensor]:
-    """The column of each label in this rank's logits (any, where it has none), and whether it has one; (C, 1)."""
+    """Each label's column in this rank's logits (0 for other ranks' labels), and whether the rank has it; (C, 1)."""
     index_C1 = labels_C.unsqueeze(1)
     if shard is None:
         return index_C1, torch.ones_like(index_C1, dtype=torch.bool)

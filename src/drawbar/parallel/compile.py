@@ -30,8 +30,8 @@ def uncompiled_blocks() -> Iterator[None]:
 def compile_blocks(model: nn.Module) -> None:
     """Compile each repeated block, in place. A block's hooks (FSDP's) stay outside of what is compiled.
 
-    It is compiled for the sizes of its first call, and when these change, once more for all sizes. Of matrices that
-    are cut (tensor parallelism) torch compiles only fixed sizes: the first eight, and any others run as they are.
+    A block is compiled for the sizes of its first call, and when these change, once more for all sizes. With sharded
+    matrices (tensor parallelism) torch compiles only fixed sizes: the first eight; with others, blocks run uncompiled.
 
     Raises:
         UserError: the model has no repeated blocks.
@@ -81,7 +81,7 @@ def check_compiler(device: torch.device) -> None:
     """
     try:
         torch.compile(_add_one)(torch.zeros(1, device=device))
-    except (RuntimeError, ImportError, OSError) as error:  # what torch raises for all of these is a RuntimeError
+    except (RuntimeError, ImportError, OSError) as error:  # errors of torch itself are RuntimeErrors
         needed = "triton and a C compiler" if device.type == "cuda" else "a C++ compiler such as g++"
         raise UserError(
             f"torch.compile does not work on this machine: {_first_line(error)}",

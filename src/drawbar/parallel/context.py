@@ -78,7 +78,7 @@ class ContextParallel:
 
     @contextmanager
     def shard(self, batch: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-        """This rank's piece of a batch. Forward and backward belong inside; every rank of the mesh must come along.
+        """This rank's piece of a batch. Forward and backward belong inside; every rank of the mesh must enter it.
 
         The labels of the piece stand one to the right of where the model predicts them, as in a whole batch, and so
         have one column more than its tokens: see :meth:`align`.
@@ -177,7 +177,7 @@ def _attend(
             "or parallel.context=1",
         )
     groups = query.shape[1] // key.shape[1]
-    if query.dtype == torch.float32 and groups > 1:  # the kernel for fp32 wants as many keys as queries
+    if query.dtype == torch.float32 and groups > 1:  # the kernel for fp32 wants as many key heads as query heads
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     others["is_causal"] = True
     with sdpa_kernel(KERNELS):

@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-# buffers are shared where they matter, see ``parallel.buffers``: sending them in every forward is waste. torch 2.13
+# buffers are shared before evaluation and saving (``parallel.buffers``), and not in every forward. torch 2.13
 # renamed the setting
 _NEW_NAME = "forward_sync_buffers"
 _BUFFERS = _NEW_NAME if _NEW_NAME in inspect.signature(DistributedDataParallel).parameters else "broadcast_buffers"
@@ -42,7 +42,7 @@ def replicate(
     """What computes ``loss(model, batch)`` for a batch, with the gradients averaged over all ranks in its backward.
 
     A parameter gets a gradient where the loss of any rank depends on it, and none where no loss does, as in one
-    process. To find out costs a walk through the graph of the last micro-batch of each step, and a small all-reduce.
+    process. Finding them costs a walk through the graph of the last micro-batch of each step, and a small all-reduce.
     """
     replica = DistributedDataParallel(
         _LossOf(model, loss), gradient_as_bucket_view=True, find_unused_parameters=True, **{_BUFFERS: False}
@@ -53,16 +53,16 @@ def replicate(
 
 
 def _all_reduce_in_bf16(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """torch's hook, which torch refuses by its name where there is no NCCL; gloo knows bf16, too."""
+    """torch's hook under another name: without NCCL torch refuses it by name, though gloo can reduce bf16, too."""
     return bf16_compress_hook(group, bucket)
 
 
 def gradient_sync(model: nn.Module, last: bool, gathers_once: bool = False) -> AbstractContextManager[None]:
     """Context for forward and backward of one micro-batch: gradients are all-reduced over replicas only in the ``last``
-    one of a step. Over shards they are reduced in each: unsharded ones would take the memory that sharding saves.
+    one of a step. Over shards they are reduced in each: unsharded gradients would take the memory that sharding saves.
 
     Args:
-        gathers_once: take that memory: shards are gathered in the first micro-batch and reduced in the last one alone.
+        gathers_once: take that memory: gather weights in the first micro-batch, reduce gradients in the last one alone.
     """
     if isinstance(model, ReplicateModule) or (isinstance(model, FSDPModule) and gathers_once):
         model.set_requires_gradient_sync(last)

@@ -30,12 +30,12 @@ from drawbar.util.dtypes import DTYPES
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, parallel: ParallelSection, precision: str) -> None:
-    """Shard the model over ``dp_shard``, block by block, and replicate that over ``dp_replicate``, in place.
+    """Shard the model over ``dp_shard``, block by block, and replicate the shards over ``dp_replicate``, in place.
 
     Trained weights stay fp32; gradients are reduced in ``parallel.reduce_dtype``. Autocast decides what is computed in
-    ``precision``, as without shards. So only what it would cast anyway is gathered in ``precision``: linear layers of
-    the blocks and of the head. The rest is all-gathered in fp32; norm parameters go in the root's group with all
-    outside of the blocks: groups of their own would need hooks inside of each block. (Exceptions: ``_own_group``.)
+    ``precision``, as without shards. So only what autocast casts anyway is gathered in ``precision``: linear layers of
+    the blocks and of the head. The rest is gathered in fp32, in the root's group: the norms of the blocks, and what is
+    outside of the blocks. Groups for the norms would need hooks inside each block. (Exceptions: ``_own_group``.)
 
     Args:
         mesh: two-dimensional (replicas, shards), or that of the shards alone.
@@ -60,7 +60,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, parallel: ParallelSection, precisi
     reshard = parallel.pipeline == 1 if parallel.reshard is None else parallel.reshard
     for number, (unit, group) in enumerate(grouped, start=1):
         others = set(unit.parameters()) - group
-        # the backward pass begins with the last unit: what would be freed is gathered again at once
+        # the last unit is not freed: the backward pass begins with it, and would gather it again at once
         frees = reshard and number < len(grouped)
         wrap(unit, mp_policy=low if group <= cast else exact, ignored_params=others, reshard_after_forward=frees)
     if parallel.reduce_dtype == "bf16":
@@ -126,7 +126,7 @@ def _units(model: nn.Module) -> list[nn.Module]:
 
 
 def _own_parameters(model: nn.Module, units: Iterable[nn.Module]) -> list[set[nn.Parameter]]:
-    """Of each unit, the parameters that nothing else in the model uses."""
+    """For each unit, the parameters that no module outside of the unit uses."""
 
     def uses(module: nn.Module) -> Counter[nn.Parameter]:
         return Counter(parameter for part in module.modules() for parameter in part.parameters(recurse=False))
@@ -136,8 +136,8 @@ def _own_parameters(model: nn.Module, units: Iterable[nn.Module]) -> list[set[nn
 
 
 def _own_group(own: set[nn.Parameter], cast: set[nn.Parameter]) -> set[nn.Parameter]:
-    """The parameters that are gathered for a unit: those that autocast casts; or all, in fp32, where it has other
-    matrices (stacked experts, an embedding), which are too large to be kept for the whole step."""
+    """The parameters gathered for a unit: what autocast casts; or all, in fp32, if autocast casts none, or if the unit
+    has other matrices (stacked experts, an embedding), which are too large to be kept for the whole step."""
     if not cast or any(parameter.ndim > 1 for parameter in own - cast):
         return own
     return own & cast
@@ -167,8 +167,8 @@ _in_inference: WeakSet[nn.Module] = WeakSet()
 
 @contextmanager
 def free_gathered(model: nn.Module) -> Iterator[None]:
-    """Context for forward passes without backward: reshard the parameters afterwards, also after an error. Inside of
-    another one for the same model, that one does it."""
+    """Context for forward passes without backward: reshard the parameters afterwards, also after an error. Of nested
+    contexts for the same model, only the outermost one does it."""
     if model in _in_inference:
         yield
         return

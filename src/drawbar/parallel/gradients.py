@@ -18,10 +18,10 @@ def reduce_partial_grads(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def squared_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
-    """The sum of the squares of all gradients, shards on other ranks included; of ``sum_dtype``, 0-d, equal on these
-    ranks.
+    """The sum of the squares of all gradients, shards on other ranks included: 0-d, in ``sum_dtype``, equal on all
+    ranks that hold these shards.
 
-    Tensors cut along the same mesh axes are summed together: one small all-reduce for each such set and axis of it.
+    Tensors cut along the same mesh axes are summed together, with one small all-reduce for each of these axes.
     """
     kinds: dict[tuple[object, ...], list[Tensor]] = {}
     groups: dict[tuple[object, ...], list[dist.ProcessGroup]] = {}

@@ -20,8 +20,8 @@ Style = Literal[
 =========================  ========================================================================================
 ``colwise``                a linear layer's outputs; the next one takes them as they are cut
 ``rowwise``                a linear layer's inputs; its outputs are summed over the ranks
-``colwise_gather_output``  its outputs, which are put together again
-``rowwise_split_input``    its inputs, which stand whole on every rank and are cut before it
+``colwise_gather_output``  a linear layer's outputs, which are then gathered
+``rowwise_split_input``    a linear layer's inputs, which are whole on every rank and are cut before the layer
 ``fused_colwise``          the outputs of several layers that are stored as one (queries, keys and values)
 ``embedding``              the rows of an embedding: its vocabulary
 ``head_bias``              the columns of an embedding that holds one number for each attention head (T5)
@@ -38,7 +38,7 @@ class PipelinePlan:
     blocks: str
     """The ``ModuleList`` of repeated blocks."""
     embedding: str
-    """The token embedding: a later stage gets the hidden states of the stage before it in its place."""
+    """The token embedding: in later stages, hidden states from the stage before take its place."""
     before: tuple[str, ...] = ()
     """Other modules before the blocks (positions, dropout): only the first stage has them."""
     after: tuple[str, ...] = ()
@@ -56,7 +56,7 @@ class ModelParallelPlan:
     tensor_refusal: str = ""
     """Why it cannot, for the error."""
     fused: Mapping[str, int] = field(default_factory=dict)
-    """Of the ``fused_colwise`` modules, by name with ``*``: how many layers each holds."""
+    """How many layers each ``fused_colwise`` module holds, by module name with ``*``."""
     divisible_sizes: Mapping[str, int] = field(default_factory=dict)
     """Numbers that the tensor-parallel degree must divide, by what they count (``num_key_value_heads``: 2)."""
     divided_attributes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

@@ -73,7 +73,7 @@ class LossScaler:
         self._steps_without_overflow = 0 if overflowed else self._steps_without_overflow + 1
         if overflowed:
             self.scale /= 2
-        elif self._steps_without_overflow >= self.GROWTH_INTERVAL:  # a state that DeepSpeed saved may have one more
+        elif self._steps_without_overflow >= self.GROWTH_INTERVAL:  # greater after a load from DeepSpeed
             self.scale *= 2
             self._steps_without_overflow = 0
 

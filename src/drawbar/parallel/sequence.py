@@ -5,7 +5,7 @@ Layers as a whole (attention, the feed-forward network) gather the sequence befo
 their outputs over it. The embedding, the last norm and the head see it whole: masks are made for its full length.
 Without gradients (evaluation, generation) nothing is cut.
 
-Outside, tensor-parallel ranks share one RNG state. Inside, each rank uses its own: shards may differ in length, so
+Tensor-parallel ranks share one RNG state, but in the blocks each uses its own: shards may differ in length, so
 dropout would advance a shared generator by different amounts, and the ranks' RNG states would diverge.
 """
 

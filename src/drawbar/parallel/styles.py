@@ -37,7 +37,7 @@ def sharded_logits() -> Iterator[None]:
 
 
 def cross_entropy_sum(logits_NV: Tensor, labels_N: Tensor, ignored: int) -> Tensor:
-    """The sum of the cross entropies in fp32, 0-d and plain; of logits that are whole, or cut (``sharded_logits``).
+    """The fp32 sum of the cross entropies, a plain 0-d tensor; the logits may be sharded (see ``sharded_logits``).
 
     Args:
         ignored: the label of rows that do not count.
@@ -50,7 +50,7 @@ class Colwise(ColwiseParallel):
     """A column-parallel layer (linear or embedding): each rank has a shard of the outputs.
 
     Args:
-        sums: whether the input's partial gradient is all-reduced here; else the gather of the input reduces it.
+        sums: whether the input's partial gradient is all-reduced here; else ``parallel.sequence`` reduces it.
     """
 
     def __init__(self, output_layouts: Placement | None = None, sums: bool = True) -> None:
@@ -89,7 +89,7 @@ def _scattered(module: nn.Module, output: DTensor, device_mesh: DeviceMesh) -> T
 
 
 class Vocabulary(Colwise):
-    """The head of a language model: its logits are whole, but for ``sharded_logits``."""
+    """The head of a language model: its logits are whole, except inside ``sharded_logits``."""
 
     def __init__(self) -> None:
         super().__init__(output_layouts=Replicate())

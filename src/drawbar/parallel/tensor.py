@@ -99,7 +99,7 @@ def _convert(model: nn.Module, styles: Styled, blocks: Sequence[nn.Module], mesh
         _, style = styles.get(name, (module, None))
         alike = [own for own, parameter in module.named_parameters(recurse=False) if _is_replicated(parameter)]
         if alike and style in (None, "replicated"):
-            differ = style == "replicated" or id(module) in inside  # there, each rank sees other tokens
+            differ = style == "replicated" or id(module) in inside  # the inputs differ by rank
             use_local(module, alike, Partial() if differ else Replicate())
     made = {name: _make(style, id(module) in inside) for name, (module, style) in styles.items()}
     parallelize_module(model, mesh, {name: maker for name, maker in made.items() if maker is not None})
@@ -114,7 +114,7 @@ def _is_replicated(parameter: nn.Parameter) -> bool:
 
 
 def _make(style: Style, sequence: bool) -> ParallelStyle | None:
-    """How a module computes; ``sequence``: between activations that are cut along the sequence."""
+    """The torch style for ``style``; ``sequence``: whether activations around the module are cut along the sequence."""
     match style:
         case "colwise" | "fused_colwise" | "head_bias":
             return Colwise(sums=not sequence)

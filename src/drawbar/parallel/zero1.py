@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
 _HOME = "torch.distributed.optim"
-"""It compiles eight optimizers when it is imported, so only those import it who need it."""
+"""torch.distributed.optim compiles eight optimizers when it is imported, so it is imported only where it is needed."""
 
 
 def zero1_optimizer(optimizer: Optimizer) -> "ZeroRedundancyOptimizer":
     """The same optimizer, with its parameters dealt out to the ranks. It must not have made a step.
 
-    The parameters become views of one tensor for each rank, which is sent in one broadcast: torch makes such tensors of
-    one dtype.
+    If all have one dtype, the parameters become views of one tensor for each rank, which is sent in one broadcast.
+    Otherwise torch sends them one by one.
     """
     from torch.distributed.optim import ZeroRedundancyOptimizer
 

@@ -33,7 +33,7 @@ KINDS = ("loss", "grad_norm", "gradients", "weights")
 """What is compared."""
 
 GRADIENT_FLOOR = 1e-2
-"""Share of the usual size of a gradient below which differences are relative to this, and not to the gradient."""
+"""Share of the usual size of a gradient below which differences are relative to that share, not to the gradient."""
 SCALAR_FLOOR = 1e-3
 """The same for losses and gradient norms, as a share of the largest."""
 

@@ -1,8 +1,8 @@
 """Where a strategy first diverges from one process: the first module whose output, or whose gradient, differs.
 
-A step of very few rows is made twice more, from the first weights: alone and under the strategy. Hooks on every module
+A step of very few rows is made from the first weights: by one process, and under the strategy. Hooks on every module
 see its outputs in the forward pass, and their gradients in the backward pass. The reference's are kept, and sent to
-the ranks that have the same rows; each compares its own as they come. Where a rank has a part of an output, that is
+the ranks that have the same rows; each compares its own as they come. If a rank has a part of an output, the part is
 looked for in the whole.
 """
 
@@ -59,7 +59,7 @@ class ModuleRecord:
     """By kind (``output`` or ``gradient``): the largest differences that are no fault."""
 
     def differences(self, other: "ModuleRecord") -> dict[str, Differences]:
-        """How far another one of the same rows is from this, by kind."""
+        """How far another record of the same rows is from this one, by kind."""
         pairs = {"output": (other.outputs, self.outputs), "gradient": (other.gradients, self.gradients)}
         return {
             kind: {key: difference(found[key], tensor) for key, tensor in expected.items() if key in found}
@@ -262,7 +262,7 @@ class _Recorder(_Hooks):
 
 
 class _OneByOne:
-    """An executor that gives another one micro-batches one at a time, and calls a function before each."""
+    """An executor that passes micro-batches on to another executor singly, and calls a function before each."""
 
     def __init__(self, executor: Executor, before_each: Callable[[], None]) -> None:
         self._executor = executor
@@ -303,7 +303,7 @@ class _Comparer(_Hooks):
 
     def _see_gradient(self, key: str, gradient: Tensor) -> None:
         expected = self._record.gradients[key]
-        if self._scale is None:  # of the loss: it differs from strategy to strategy, but not from module to module
+        if self._scale is None:  # how a strategy scales the loss, and so all gradients alike
             self._scale = float(self._world.dp_group.size)
             if gradient.shape == expected.shape and norm(expected) > 0:
                 self._scale = float((gradient.double() * expected.double()).sum()) / norm(expected) ** 2 or 1.0

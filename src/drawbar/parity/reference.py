@@ -1,8 +1,8 @@
 """What trainings are compared with: what one process computes, in fp32.
 
-In fp32 a strategy must come along the same way, step by step. In a lower precision two right trainings drift apart,
+In fp32 a strategy must give nearly equal numbers at each step. In a lower precision two right trainings drift apart,
 however little they differ at first, as the optimizer makes full-size steps even where a gradient is nothing but
-rounding. So there the first and the last step are each made again by one process, from the state that the strategy had
+rounding. So in that case one process makes the first and the last step again, each from the state that the strategy had
 before: in fp32, and several times in the lower precision, with noise, to see what rounding does to this very step.
 """
 
@@ -61,7 +61,7 @@ def with_last_step(
 
 
 def _merged(first: Tolerances, last: Tolerances) -> Tolerances:
-    """The tolerances of both steps. Of loss and gradient norm the larger: a single number may be right by chance."""
+    """The tolerances of both steps. For loss and gradient norm, the larger: a single number may be right by chance."""
     return Tolerances(
         loss=Limits(max(first.loss.least, last.loss.least)),
         grad_norm=Limits(max(first.grad_norm.least, last.grad_norm.least)),

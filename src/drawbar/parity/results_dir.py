@@ -67,7 +67,7 @@ class ResultsDir:
         return {result.name for result in self.results()}
 
     def keep_crash(self, text: str) -> None:
-        """Of several ranks, the first counts: the others fail because of it."""
+        """Keep the text of the first rank that crashes: the others fail because of it."""
         with suppress(FileExistsError), (self.path / _CRASH).open("x", encoding="utf-8") as file:
             file.write(text)
 

@@ -37,7 +37,7 @@ class Noise:
     def add_to(self, model: nn.Module) -> None:
         """Round the outputs of all modules once more, in every forward from now on."""
         unit = torch.finfo(DTYPES[self.precision]).eps / 2
-        generators: dict[torch.device, torch.Generator] = {}  # their own: the model's are to draw what they always do
+        generators: dict[torch.device, torch.Generator] = {}  # not torch's own, from which the model draws
 
         def rounded(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) or not leaf.is_floating_point():

@@ -70,7 +70,7 @@ def run_case(
     """
     config = case.apply_to(workload.config, request.precision)
     trace = train(workload, config, world)
-    gc.collect()  # the engine's gradients and buckets, before there is another engine
+    gc.collect()  # free the engine's gradients and buckets before there is another engine
     if case.parallel.tensor > 1:
         trace.unequal += train_with_dropout(workload, config, world)
         gc.collect()
@@ -159,7 +159,7 @@ def _try_case(
         except UserError as error:
             if error.exit_code is not ExitCode.WRONG_REQUEST:
                 raise
-            # where one rank alone refuses, the others wait for it in vain, and this process must end
+            # fails, and ends this process, unless all ranks refuse: the others would wait for it in vain
             dist.monitored_barrier(group, timeout=AGREEMENT)
             return _refused(case, request, error)
         except Exception as error:

@@ -79,7 +79,7 @@ class Workload:
         return TaskContext(config, self.tokenizer, self.dataset_metadata)
 
     def _context_of_changed_model(self, config: RunConfig) -> TaskContext:
-        """The same for a task whose model is changed as this workload says."""
+        """The context of a task whose model is changed as this workload says."""
         layers, fields = self.layers, {}
         if layers is not None and self.task_type.build_model is PretrainedTask.build_model:
             # the blocks to leave out are never built, or read
@@ -148,7 +148,7 @@ def drops(model: nn.Module) -> bool:
 
 
 def _probabilities(model: nn.Module) -> Iterator[tuple[Any, str]]:
-    """Where a model keeps its probabilities to drop something: in modules, for functions that a module calls, and in
+    """Where a model keeps its probabilities to drop something: in dropout modules, in attributes of others, and in
     its own config."""
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):

@@ -31,7 +31,7 @@ def hub_answers(name: str, kind: Literal["model", "dataset"] = "model") -> bool:
             remedy="check the spelling; for a private or gated one, log in with `hf auth login`",
         ) from error
     except HfHubHTTPError:
-        return True  # it answered, if with an error: the loader's own retries are in place
+        return True  # it answered, if with an error: the loader may retry
     except Exception as error:  # noqa: BLE001 — the type depends on the HTTP library that huggingface_hub uses
         logger.info("the Hugging Face Hub cannot be reached (%s): using the local cache", error)
         return False

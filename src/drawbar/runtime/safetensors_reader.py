@@ -65,7 +65,7 @@ class TensorFiles(Mapping[str, Tensor]):
     mapped file. They stay open while this object or a renamed one lives, so that a file may be deleted meanwhile.
 
     Args:
-        paths: the files. Of a name in several of them, the last counts.
+        paths: the files. If several have a tensor of one name, that of the last counts.
 
     Raises:
         OSError: a file cannot be opened.
@@ -88,12 +88,12 @@ class TensorFiles(Mapping[str, Tensor]):
         """The same files under other names.
 
         Args:
-            names: new name → present name. Several may stand for one tensor; those left out are not there.
+            names: new name → present name. Several may stand for one tensor; present names left out are gone.
         """
         view = TensorFiles([])
         view.metadata = self.metadata
         view._stored = {new: self._stored[present] for new, present in names.items()}
-        view._origin = self  # which closes the files when it goes
+        view._origin = self  # kept alive: the files are closed when it is collected
         return view
 
     def __getitem__(self, name: str) -> Tensor:
@@ -106,7 +106,7 @@ class TensorFiles(Mapping[str, Tensor]):
         return len(self._stored)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._stored  # Mapping's own would read it
+        return name in self._stored  # Mapping's own method would read the tensor
 
     def shape(self, name: str) -> torch.Size:
         return torch.Size(self._stored[name].shape)
@@ -225,5 +225,5 @@ def parameters_on_meta() -> Iterator[None]:
 
 def _without_values(parameter: nn.Parameter) -> nn.Parameter:
     empty = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
-    empty.__dict__.update(parameter.__dict__)  # such as transformers' mark of what has its values
+    empty.__dict__.update(parameter.__dict__)  # such as transformers' mark of an initialized parameter
     return empty

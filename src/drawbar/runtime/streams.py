@@ -53,7 +53,7 @@ class _Surviving(io.FileIO):
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream.fileno(), "w", closefd=False)
-        self._replaced = stream  # kept: where nobody else does, its end would close the descriptor
+        self._replaced = stream  # kept alive: once it is collected, the descriptor is closed
         self._failed = False
 
     def write(self, data: "ReadableBuffer", /) -> int:
@@ -64,7 +64,7 @@ class _Surviving(io.FileIO):
             return memoryview(data).nbytes
 
     def _drop(self, error: OSError) -> None:
-        if error.errno == errno.EPIPE:  # for ever: for child processes and libraries in C, too
+        if error.errno == errno.EPIPE:  # nobody reads it any more: drop all, also from children and C libraries
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self.fileno())
             os.close(null)
@@ -73,5 +73,5 @@ class _Surviving(io.FileIO):
         self._failed = True
         text = f"{_NAMES[self.fileno()]} cannot be written ({error.strerror}): the run goes on without it"
         log_to_file(text, logging.WARNING)
-        with suppress(OSError):  # not through its stream, which may be busy, and gone as well
+        with suppress(OSError):  # not through the other stream's object, which may be busy
             os.write(2 if self.fileno() == 1 else 1, f"warning: {text}\n".encode())

@@ -47,7 +47,7 @@ class Batch(dict[str, torch.Tensor]):
             from drawbar.models.segments import send_segments  # it needs transformers, which a batch does not
 
             sides = [self[name] for name in ("segment_ids", "decoder_segment_ids") if name in self]
-            send_segments(moved["segment_ids"], *sides)  # now, as the model would have to wait for the GPU
+            send_segments(moved["segment_ids"], *sides)  # from the host: the model would have to wait for the GPU
         return moved
 
 
@@ -68,7 +68,7 @@ def pad_and_stack(samples: list[Sample], padding: dict[str, int] | None = None) 
     Args:
         samples: rows with the same keys; each field an array (L, …), a number, or, in packed rows, a list with an item
             for each sample; and ``ids``, the numbers of the row's samples.
-        padding: what to fill fields with, over ``PADDING``.
+        padding: what to fill fields with, by name; it takes precedence over ``PADDING``.
 
     Returns:
         A batch of (B, L, …), (B,) and, for lists, (samples, …) tensors.

@@ -78,7 +78,7 @@ class CausalLM(PretrainedTask):
         if self.config.chat_template is not None:
             tokenizer.chat_template = read_template(self.config.chat_template)
         if self.config.messages_column is not None:
-            tokenizer.split_special_tokens = False  # in chats they are the template's role and end tokens
+            tokenizer.split_special_tokens = False  # the chat template writes special tokens into the text
         return tokenizer
 
     def _prepare_model(self, model: nn.Module) -> nn.Module:
@@ -86,7 +86,7 @@ class CausalLM(PretrainedTask):
         if self.config.messages_column is not None:
             try:
                 stop_with(model, self.chat_format.stop_tokens)
-            except UserError as error:  # encoding would have failed earlier; an older run's model can still generate
+            except UserError as error:  # in training, encode raises it; an older run's model can still write
                 logger.warning("what the model writes ends with the tokenizer's end token alone: %s", error.what)
         return model
 

@@ -27,8 +27,8 @@ _GENERATION = re.compile(r"{%[-+]?\s*generation\s*[-+]?%}")
 class ChatFormat:
     """Finds, by a tokenizer's chat template, the tokens of a chat that the assistant writes: those to be learnt.
 
-    That is what stands in ``{% generation %}``, as for transformers' ``return_assistant_tokens_mask``. In a template
-    without it, it is each of the assistant's messages from behind the header that asks for an answer (what
+    They are those within ``{% generation %}``, as for transformers' ``return_assistant_tokens_mask``. In a template
+    without this tag, they are each of the assistant's messages, from behind the header that asks for an answer (what
     ``add_generation_prompt`` adds) to the end token.
 
     Raises:

@@ -41,8 +41,8 @@ from drawbar.tasks.task_context import TaskContext
 def _find_labels(
     task: PretrainedTask, column: str, listed: list[Any] | None, labels_of: Callable[[dict[str, Any]], list[Any]]
 ) -> dict[str, Any]:
-    """The metadata of a new run's data: its labels, in the order of its model's outputs, and the names of the classes
-    of its training data, in the order of their numbers, where its files say them (``ClassLabel``).
+    """The metadata of a new run's data: the labels, in the order of the model's outputs, and the names of the classes
+    in the order of their numbers, where the files of the data give such names (``ClassLabel``).
 
     Args:
         column: the key that holds the labels in a record.
@@ -108,7 +108,7 @@ class SequenceClassification(PretrainedTask):
     head = "sequence_classification"
     label_placement = "sample"
     special_tokens = {"pad_token": "<|pad|>"}
-    """BART sums a text up at its last end token, wherever the text ends: padding must not look like one."""
+    """BART classifies a text at the last end token of its row: with padding of end tokens, that would be padding."""
 
     def __init__(self, context: TaskContext | RunConfig) -> None:
         super().__init__(context)
@@ -156,7 +156,7 @@ class SequenceClassification(PretrainedTask):
         return model
 
     def wrapping_for(self, tokenizer: Any) -> Wrapping | None:
-        """As ``super()``; for pairs, the task's own where the tokenizer puts nothing between two texts."""
+        """As ``super()``; for pairs, ``self.wrapping`` where the tokenizer puts nothing between two texts."""
         wanted = super().wrapping_for(tokenizer)
         joined = self.config.text_pair_column is not None and not tokenizer.num_special_tokens_to_add(pair=True)
         return self.wrapping if wanted is None and joined else wanted
@@ -215,7 +215,7 @@ class SequenceClassification(PretrainedTask):
         return self.config.problem != "regression"
 
     def probabilities(self, model: nn.Module, batch: Batch) -> list[Any]:
-        """Of each label; of several labels, each by itself."""
+        """The probability of each label; for ``multi_label``, each label's is independent of the others."""
         logits_BC = self.forward(model, batch).logits.float()
         single = self.config.problem == "single_label"
         return [self.labels.named(row) for row in (logits_BC.softmax(-1) if single else logits_BC.sigmoid()).tolist()]
@@ -307,7 +307,7 @@ class TokenClassification(TokenTask):
 
     @cached_property
     def _words_need_spaces(self) -> bool:
-        """Whether words in a list must bring the space before them, as byte-level tokenizers know words: others split
+        """Whether words in a list need a space before them, by which byte-level tokenizers tell words. Others split
         texts at spaces, and some byte-level ones write that space by themselves (``prefix_space``)."""
         return "ByteLevel" in repr(self.tokenizer.backend_tokenizer.pre_tokenizer) and not getattr(
             self.tokenizer, "add_prefix_space", False
@@ -322,7 +322,7 @@ class TokenClassification(TokenTask):
         ]
 
     def probabilities(self, model: nn.Module, batch: Batch) -> list[Any]:
-        """Of each label, for each word that has a prediction."""
+        """The probability of each label, for each word that has a prediction."""
         shares_BLC = self.forward(model, batch).logits.float().softmax(-1).tolist()
         return [
             [self.labels.named(share) for share, label in zip(shares, labels, strict=True) if label != IGNORED_LABEL]
@@ -333,13 +333,13 @@ class TokenClassification(TokenTask):
         """Insert ``O`` (among probabilities: None) for each word without tokens, such as a zero-width space; no model
         sees it, here or exported."""
         if any(not getattr(type(self), name).__module__.startswith("drawbar.") for name in ("encode", "predict")):
-            return prediction  # what a user wrote in their place has words of its own
+            return prediction  # a user's own encode or predict may count other words
         words = self._words(record)
         if len(prediction) == len(words):
             return prediction
         numbers = set(self.tokenizer(self._with_spaces(words), is_split_into_words=True, verbose=False).word_ids())
         seen = sorted(number for number in numbers if number is not None)
-        found = dict(zip(seen, prediction, strict=False))  # of those that were cut off, there is none
+        found = dict(zip(seen, prediction, strict=False))  # words that were cut off have none
         end = len(words) if len(found) == len(seen) else max(found, default=-1) + 1
         unseen = None if isinstance(next(iter(prediction), None), dict) else OUTSIDE
         return [found.get(number, unseen) for number in range(end)]

@@ -49,7 +49,7 @@ def code_digests(modules: Iterable[str]) -> dict[str, str] | None:
 
 def _file_of(module: ModuleType | None) -> Path | None:
     """The file of a module; None where it has none."""
-    file = getattr(module, "__dict__", {}).get("__file__")  # getattr would load what is lazy about a module
+    file = getattr(module, "__dict__", {}).get("__file__")  # getattr of __file__ itself would load a lazy module
     if not isinstance(file, str):
         return None
     path = Path(file).resolve()
@@ -70,7 +70,7 @@ def _is_installed(module: ModuleType) -> bool:
 
 
 def _depth(module: str, file: Path) -> int:
-    """How many folders above its own a module was found in."""
+    """How many levels above the folder of a module's file the folder on Python's search path is."""
     return module.count(".") + (file.name == "__init__.py")
 
 
@@ -101,7 +101,7 @@ def _with_imports(files: Iterable[Path], search: list[Path]) -> set[Path]:
 
 @lru_cache(maxsize=1000)
 def _imports(source: bytes) -> list[tuple[int, tuple[str, ...]]]:
-    """What a file imports, wherever in it that stands: how many dots the name begins with, and its parts."""
+    """Every import in a file, also inside functions: the number of leading dots, and the parts of the name."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):

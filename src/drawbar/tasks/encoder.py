@@ -64,7 +64,7 @@ def settings_of(task: Task, train: bool) -> dict[str, str] | None:
     return {
         "the tokenizer": tokenizer,
         **{f"task.{name}": json.dumps(value, sort_keys=True) for name, value in options.items()},
-        # a stream's position is valid for these names and values: they stay as they were
+        # saved positions of streams hold a digest of these names and values: do not rename them
         "the task's facts": content_key(json.dumps(task.dataset_metadata, sort_keys=True)),
         "the labels of records": "read" if task.has_labels else "left out",
         "the use of the samples": "training" if train else "evaluation",
@@ -82,7 +82,7 @@ def code_of(task: Task) -> dict[str, str] | None:
 
 
 def _modules(task: Task) -> list[str]:
-    """Those of the task's class and of what it builds on."""
+    """The modules of the task's class and of all its base classes."""
     return list(dict.fromkeys(base.__module__ for base in type(task).__mro__))
 
 

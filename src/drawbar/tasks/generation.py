@@ -28,7 +28,7 @@ ONLY_FOR_BEAMS = ("length_penalty", "early_stopping")
 
 
 def generation_defaults(section: GenerationSection, room: int | None) -> dict[str, Any]:
-    """The same as fields of a model's generation config. Fields that have no effect are unset: transformers refuses to
+    """``generation_options`` for a generation config. Fields that have no effect are unset: transformers refuses to
     save them."""
     options = generation_options(section, room)
     of_chance = () if options["do_sample"] else ONLY_FOR_SAMPLING

@@ -33,7 +33,7 @@ class MaskedLM(TokenTask):
         return tokenizer
 
     def tokenizer_options(self) -> dict[str, Any]:
-        return super().tokenizer_options() | {"split_special_tokens": False}  # whoever asks writes the mask into a text
+        return super().tokenizer_options() | {"split_special_tokens": False}  # users write the mask into a text
 
     def texts(self, record: dict[str, Any]) -> list[str]:
         return [require(record, self.config.text_column, "task.text_column")]

@@ -12,15 +12,15 @@ def fault(task: Any, method: str, what: str, remedy: str) -> UserError:
 
 
 def made_by(task: Any, method: str, attribute: str) -> Any:
-    """What a method without arguments returns, of which the task makes an attribute.
+    """What a method without arguments returns; the task keeps the result as an attribute.
 
     Raises:
-        UserError: the method uses the attribute, which is made of it.
+        UserError: the method uses that attribute, and so calls itself without end.
     """
     try:
         return getattr(task, method)()
     except RecursionError as error:
-        remedy = f"do not use self.{attribute} in it, which is made of what it returns"
+        remedy = f"do not use self.{attribute} in this method: the attribute is what the method returns"
         raise fault(task, method, "calls itself without end", remedy) from error
 
 

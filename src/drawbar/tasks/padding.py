@@ -29,7 +29,7 @@ def choose_padding_free(task: Task, config: RunConfig, device: torch.device) -> 
         task: with its tokenizer.
 
     Raises:
-        UserError: it is true, and the task or its model cannot be computed so.
+        UserError: ``data.padding_free`` is true, and the task or its model needs padding.
     """
     wanted = config.data.padding_free
     if wanted is False:

@@ -169,8 +169,8 @@ class PretrainedTask(Task):
 
     def _check_router(self, model: nn.Module) -> None:
         """A mixture of experts may return an auxiliary loss of its router, which no loss of drawbar's own adds."""
-        is_own = not type(self).loss.__module__.startswith("drawbar.")
-        if is_own or not getattr(model.config, "output_router_logits", False):
+        is_users = not type(self).loss.__module__.startswith("drawbar.")
+        if is_users or not getattr(model.config, "output_router_logits", False):
             return
         what = "the auxiliary loss of the model's router (output_router_logits) is not part of the loss here"
         remedy = (
@@ -201,11 +201,11 @@ class PretrainedTask(Task):
 
     @property
     def vocabulary_parallel(self) -> bool:
-        # what a user wrote in their place sees whole logits
+        # a user's own forward or loss gets whole logits
         return all(getattr(type(self), name).__module__.startswith("drawbar.") for name in ("forward", "loss"))
 
     def position_labels(self, batch: Batch) -> torch.Tensor:
-        """The label of what the model predicts at each position, (B, L), where the loss is their cross-entropy."""
+        """The label of what the model predicts at each position, (B, L), if the loss is the labels' cross-entropy."""
         raise NotImplementedError(f"the loss of {type(self).__name__} is no cross-entropy by position")
 
     @property

@@ -47,7 +47,7 @@ class Task:
         keep_run_attributes(cls, Task)
 
     def __init__(self, context: TaskContext | RunConfig) -> None:
-        """Of a configuration alone, the task makes its tokenizer and finds the metadata of its data by itself."""
+        """Built from a RunConfig alone, the task itself makes its tokenizer and finds the metadata of its data."""
         self.task_context = context if isinstance(context, TaskContext) else TaskContext(context)
         self.run_config: RunConfig = self.task_context.run_config
         self.config: Any = self.run_config.task
@@ -129,7 +129,7 @@ class Task:
         return open_records(self.data, split)
 
     def encode(self, record: dict[str, Any], train: bool) -> Sample | list[Sample] | None:
-        """One record as a sample, or as several; None drops it, and is counted.
+        """One record as a sample, or as several; None drops the record; dropped records are counted.
 
         It may be called several times for one record, and must depend on nothing but the record, the task's own
         options, ``data.sequence_length``, tokenizer, ``dataset_metadata`` and ``encoding_files``: the result is kept.
@@ -216,10 +216,10 @@ def map_each(records: Iterable[dict[str, Any]], function: Callable[[dict[str, An
     """Yield ``function(record)`` for each record, for what must be found out before records are encoded.
 
     Args:
-        skip_bad: leave out records that it refuses, as ``data.on_bad_record=skip`` asks for.
+        skip_bad: leave out records that ``function`` refuses, as ``data.on_bad_record=skip`` asks for.
 
     Raises:
-        UserError: it refuses a record; with file and line.
+        UserError: ``function`` refuses a record; the error names file and line.
     """
     for number, record in enumerate(records):
         try:
@@ -234,7 +234,7 @@ def require(record: dict[str, Any], column: str, setting: str, kind: type = str)
     """A record's value under ``column``; of a ``ClassNumber`` its name, where ``kind`` is str.
 
     Args:
-        column: its key; ``translation.en`` is the ``en`` of a ``translation`` that holds several.
+        column: the key of the value; ``translation.en`` is the key ``en`` of the dict under ``translation``.
         setting: the setting that names the column, for the message.
         kind: what the value must be an instance of.
 

@@ -30,7 +30,7 @@ class TaskContext:
     has_labels: bool = True
     """False where records have no targets to learn from or to compare with: ``encode`` then does without them."""
     model_fields: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of the config of a transformers model, over those that the task sets."""
+    """Fields of the config of a transformers model, which take precedence over those that the task sets."""
     change_model: Callable[[nn.Module], None] = _unchanged
     """Called by engines with what ``build_model`` or ``build_meta_model`` returned, to change it in place."""
 

@@ -83,7 +83,7 @@ class BackgroundTracker(Tracker):
     def __init__(self, tracker: Tracker, name: str) -> None:
         self._tracker = tracker
         self._name = name.rpartition(":")[2]
-        self._file = f"{name.replace(':', '.')}.json"  # with its module: two of a run may have one class name
+        self._file = f"{name.replace(':', '.')}.json"  # with the module: two trackers may share a class name
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._guard = TrackerGuard(tracker)
         self._started = False

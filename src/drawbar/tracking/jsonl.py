@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class JsonlTracker(Tracker):
-    """One JSON object a line, on disk (as far as the operating system goes) when ``log`` returns."""
+    """One JSON object a line, handed to the operating system when ``log`` returns."""
 
     in_background: ClassVar[bool] = False
 
@@ -51,8 +51,8 @@ def json_number(value: float) -> float | str:
 
 
 def _drop_lines_after(path: Path, last_step: int, evaluated: bool) -> None:
-    """Rewrite the file, atomically, without the lines of later steps and without unreadable ones; and, where that step
-    is to be evaluated again, without its scores."""
+    """Rewrite the file, atomically, without unreadable lines and those of later steps; and, if ``last_step``
+    is to be evaluated again, without the scores of that step."""
     with path.open("rb") as lines, replacing(path) as kept:
         for number, line in enumerate(lines, start=1):
             entry = _entry(line)

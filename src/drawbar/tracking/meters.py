@@ -39,7 +39,7 @@ class Throughput:
         try:
             yield
         finally:
-            # From what was trained before, and not by the length of the pause: then a nested pause counts once.
+            # Set from the time trained so far, not from the pause's length: then a nested pause counts once.
             self._start = self._clock() - trained
 
 

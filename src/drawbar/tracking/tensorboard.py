@@ -29,7 +29,7 @@ class TensorBoardTracker(Tracker):
             self._writer = SummaryWriter(str(self._folder), purge_step=purge_step)
 
     def _report(self, error: threading.ExceptHookArgs) -> None:
-        """TensorBoard's writing thread hands its error to ``log``, too, which says what to do: no traceback before."""
+        """TensorBoard's writing thread hands its error to ``log``, too, which says what to do: drop its traceback."""
         if not (isinstance(error.exc_value, OSError) and type(error.thread).__module__.startswith("tensorboard.")):
             self._excepthook(error)
 

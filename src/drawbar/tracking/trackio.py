@@ -7,7 +7,7 @@ from drawbar.tracking.tracker import TrackedRun, Tracker
 
 
 class TrackioTracker(Tracker):
-    """Logs to Trackio. A run that goes on is the same run there: the one of its name in the project.
+    """Logs to Trackio. A run that goes on is the same run there: it is found by its name in the project.
 
     Args:
         project: the project that the run belongs to.

@@ -61,8 +61,8 @@ def batch_maker(task: Task, config: RunConfig) -> BatchMaker[Batch]:
 
 
 def make_prefetcher(task: Task, config: RunConfig, device: torch.device, ahead: bool) -> Prefetcher[Batch]:
-    """What prepares training batches, as ``data.workers`` says. ``auto`` makes them ahead, in a thread, if drawbar's
-    own code makes them: a user's may draw now and then from the generators that the step draws from, too.
+    """What prepares training batches, as ``data.workers`` says. ``auto`` makes them ahead, in a thread, unless
+    ``augment`` or ``collate`` is a user's: that may draw from the global random generators, as the step does.
 
     Args:
         ahead: False to make each batch at its step, whatever ``data.workers`` says.
@@ -84,5 +84,5 @@ class _Pinned:
     device: torch.device
 
     def __call__(self, batch: Batch) -> Batch:
-        with torch.cuda.device(self.device):  # a new thread's device is the first one, where it would make a context
+        with torch.cuda.device(self.device):  # else a new thread would make a CUDA context on device 0
             return batch.pin_memory()

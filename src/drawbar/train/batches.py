@@ -64,7 +64,7 @@ class OpenedSplit:
             or self.records.identity() == self.identity
         ):
             return
-        if self.records.digest(file_digest) != self.cache_inputs["the records"]:  # a new name or mode is no change
+        if self.records.digest(file_digest) != self.cache_inputs["the records"]:  # equal content is no change
             raise UserError(
                 f"the {self.name} data changed while they were read",
                 where=f"data.{self.name}",
@@ -110,7 +110,7 @@ def first_samples(opened: OpenedSplit, task: Task, config: RunConfig, world: Dis
             return Split(opened.name, opened.records, _encode(task, opened, config, world, console))
         encode, on_bad_record = TaskEncoder(task, opened.name == "train"), config.data.on_bad_record
         numbered = iter(_reading(opened))
-        while piece := list(islice(numbered, FIRST_RECORDS)):  # of files, no more is read than is asked for
+        while piece := list(islice(numbered, FIRST_RECORDS)):  # files are read only as far as these records
             with suppress(NoSamples):
                 samples = encode_in_memory(_read_again(piece), encode, on_bad_record=on_bad_record)
                 return Split(opened.name, [one.record for one in piece], samples)
@@ -280,7 +280,7 @@ def rows_and_order(task: Task, split: Split, config: RunConfig) -> tuple[Sampler
 
 
 def _plan(task: Task, samples: EncodedDataset, sizes: list[int], config: RunConfig) -> tuple[Plan, list[int]]:
-    """Which samples share a row: only those of one source, so that sources can be mixed; and the rows of each source.
+    """Which samples share a row (only those of one source, so that sources can be mixed), and each source's row count.
 
     Args:
         sizes: samples of each source.
@@ -320,7 +320,7 @@ def _stream_loader(
     task: Task, records: Records, config: RunConfig, world: Distributed, ahead: bool
 ) -> StreamLoader[Batch]:
     encode = TaskEncoder(task, train=True)
-    # a stream's fingerprint covers files and settings, not samples: changed code (a metric) must not block a resume
+    # a stream's fingerprint has files and settings, but not the code: a changed metric must not block a resume
     of_files = [stream.fingerprint for stream in records.streams]
     fingerprint = content_key(of_files, settings_of(task, train=True), config.data.batching)
 

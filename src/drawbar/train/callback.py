@@ -75,14 +75,14 @@ class Callback:
 
     def on_save(self, run: RunHandle, checkpoint: Path) -> None:
         """When the state of a step has been copied for its checkpoint, on every rank. Rank 0 writes the folder in the
-        background (and one rank for each other node-local disk its own): it appears, complete, in one moment."""
+        background (on each other node-local disk, another rank does): it appears, complete, in one moment."""
 
     def on_exception(self, run: RunHandle, error: Exception) -> None:
         """Training ends with this error: on the ranks that raise it, which need not be all."""
 
     def on_train_end(self, run: RunHandle) -> None:
         """Once, after the last step that this process makes, on every rank; every checkpoint has been written. Not
-        where a step fails."""
+        called if a step fails."""
 
 
 CALLBACKS: Registry[type[Callback]] = Registry("callback", "drawbar.callbacks")
@@ -104,13 +104,13 @@ def make_callbacks(config: Sequence[str | Mapping[str, Mapping[str, Any]]]) -> l
 
 
 def check_callbacks(callbacks: Sequence[object]) -> None:
-    """Refuse what is no object of a class of callbacks."""
+    """Refuse objects that are no callbacks, and callbacks with a method for an event that does not exist."""
     for callback in callbacks:
         if not isinstance(callback, Callback):
             raise UserError(
                 f"{type(callback).__name__} is not a subclass of drawbar.Callback",
                 where="callbacks",
-                remedy="Trainer(callbacks=[...]) takes objects of classes that are",
+                remedy="give Trainer(callbacks=[...]) objects of subclasses of drawbar.Callback",
             )
         for name in vars(type(callback)):
             if name.startswith("on_") and name not in EVENTS:
@@ -175,7 +175,7 @@ class GuardedCallback(Callback):
 
 
 def share_failures(callbacks: Sequence[GuardedCallback], world: Distributed) -> None:
-    """A callback that failed on one rank is called on none any more: it may wait there for what that rank would send.
+    """A callback that failed on one rank is called on no rank any more: it could wait for what that rank would send.
     Every rank calls this."""
     for failed in world.all_gather([callback.failed for callback in callbacks]):
         for callback, has_failed in zip(callbacks, failed, strict=False):  # a rank may have callbacks of its own

@@ -53,7 +53,7 @@ class StatusCallback(Callback):
         self._write(run, "failed")
 
     def on_nothing_left(self, run: RunHandle) -> None:
-        """The run was complete when this process began; the one before it may not have lived to say so."""
+        """The run was complete when this process began; the process before it may have died before writing that."""
         known = RunStatus.read(run.run_dir)
         if known is not None and known.state != "complete":
             self._write(run, "complete")
@@ -211,7 +211,7 @@ class EvaluateCallback(Callback):
     def _compare(self, progress: RunProgress, score: float) -> None:
         if math.isnan(score) and not self._said_nan:
             self._said_nan = True
-            what = "the %s of step %d is nan (as where all predictions are the same), and makes no step the best"
+            what = "the %s of step %d is nan (as where all predictions are the same), so this step cannot be the best"
             logger.warning(what, self._config.metric, progress.step)
         best = progress.best_score
         better = best is None or (score < best if self._config.mode == "min" else score > best)
@@ -258,7 +258,7 @@ class SaveCallback(Callback):
     def on_step(self, run: RunHandle, info: StepInfo) -> None:
         self._newest = info
         is_due = self._every is not None and info.step % self._every == 0
-        if info.last or is_due or self._stop.reason is Reason.SAVE:  # what all agreed on after the step before
+        if info.last or is_due or self._stop.reason is Reason.SAVE:  # a callback asked for it before this step
             self.save(info)
 
     def on_train_end(self, run: RunHandle) -> None:

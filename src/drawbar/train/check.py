@@ -74,7 +74,7 @@ def check_evaluation(task: Task, engine: Engine, split: Split, metric: str) -> N
             of_loss, own = task.loss_scores(result.loss, result.num_targets or 1.0, records), task.score(records)
     except UserError as error:
         if isinstance(error.__cause__, ZeroDivisionError):
-            return  # what these few samples lack, all of them may have
+            return  # a score may divide by a count that is 0 in these few samples only
         raise
     for method, scores in (("loss_scores", of_loss), ("score", own)):
         if not isinstance(scores, dict) or not all(isinstance(value, float | int) for value in scores.values()):

@@ -19,15 +19,15 @@ from drawbar.tracking.meters import Throughput
 from drawbar.train.memory_probe import memory_of
 
 FIRST_COMPARED = 10
-"""Most of what a run compiles, it compiles in the steps before this one."""
+"""A run compiles most of its code in the steps before this one."""
 LAST_COMPARED = 15
-"""From the first to this one, steps are made as trials, too, compiled and uncompiled."""
+"""The steps from ``FIRST_COMPARED`` to this one are also made as trials, compiled and uncompiled."""
 
 Steps = Iterator[tuple[int, list[MicroBatch[Batch]]]]
 
 
 def logging_compile_payoff(steps: Steps, engine: Engine, meter: Throughput, uncompiled_step_fits: bool) -> Steps:
-    """The same steps; of compiled blocks the log says, once some steps are made, what compilation has cost and saved.
+    """The same steps; if blocks are compiled, the log says after some steps what compilation has cost and saved.
 
     Args:
         steps: those that are left. Every rank makes them.
@@ -73,7 +73,7 @@ def _saved_seconds(
 
 
 def _now(device: torch.device) -> float:
-    """The time at which all is done that the device was asked for."""
+    """The time once the device has done all that it was asked for."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

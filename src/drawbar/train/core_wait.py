@@ -31,7 +31,7 @@ class CoreWaitCallback(Callback):
             self._next = float("inf")
             logger.warning(
                 "a thread of this process waited for a core for %.0f%% of the last %.0f s, and its other threads for "
-                "that one: other programs, or other ranks, use the cores of this machine. This process has %d threads; "
+                "that thread: other programs or ranks use the cores of this machine. This process has %d threads; "
                 "fewer may be faster: OMP_NUM_THREADS=%d",
                 100 * share, SECONDS, torch.get_num_threads(), max(1, torch.get_num_threads() // 2),
             )  # fmt: skip

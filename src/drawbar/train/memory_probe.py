@@ -118,11 +118,11 @@ def fit_micro_batch(
 
     Args:
         memory: None to leave the loader as it is.
-        run_dir: where the file of the run is, if it has one.
+        run_dir: where ``micro_batch.json`` is, if the run has one.
         resumed: whether the run goes on from a checkpoint of its own.
 
     Returns:
-        What to keep of it; None without ``memory``, under ``dp`` or DeepSpeed, with micro-batches set by hand, in a
+        What to save; None without ``memory``, under ``dp`` or DeepSpeed, with micro-batches set by hand, in a
         resumed run that found nothing, in a pipeline (it holds several), and for a stream (its longest row is unknown).
     """
     train, world = engine.config.train, engine.world
@@ -162,8 +162,8 @@ def _probe(loader: TrainLoader[Batch], engine: Engine, updater: TorchUpdater, me
         micro = MicroBatch(make(longest_rows(rows, count)))
         set_rng_state(generators, world.device)
         memory.reset()
-        # compiled blocks take no more memory than uncompiled ones, and would be compiled anew for each size; and of two
-        # micro-batches the second one has the gradients of the first beside it
+        # compiled blocks take no more memory than uncompiled ones, and would be compiled anew for each size; two
+        # micro-batches, because the second one runs while the gradients of the first are in memory
         with uncompiled_blocks(), trial_step(engine, updater, [micro, micro]):
             resting = memory.allocated()
         return Trial(count, resting + to_come, memory.peak() + to_come)
@@ -184,7 +184,7 @@ def _probe(loader: TrainLoader[Batch], engine: Engine, updater: TorchUpdater, me
 
 
 def _most_rows(loader: TrainLoader[Batch], config: RunConfig, longest: int | None) -> int:
-    """A rank's share of the global batch. Of rows that are padded to the longest beside them, no more than the usual
+    """A rank's share of the global batch. If rows are padded to the longest beside them, no more than the usual
     micro-batch holds: in a larger one they are padded more, and that costs more than it gains.
 
     Args:
@@ -208,7 +208,7 @@ class Trial:
 
 
 def largest_that_fits(measure: Callable[[int], Trial], fits: Callable[[float], bool], most: int) -> Trial:
-    """The trial of the largest power of two of rows that fits, or of ``most``; of one row in any case.
+    """The largest trial that fits, of 1, 2, 4, … or ``most`` rows; that of one row even if it does not fit.
 
     At each moment of a step, the memory is a constant and a part that grows with the rows. So the peak is convex in the
     rows: beyond the last two trials it may lie above the line through them, but by no more than such constants differ
@@ -232,8 +232,8 @@ def largest_that_fits(measure: Callable[[int], Trial], fits: Callable[[float], b
 
 
 def longest_rows(rows: Rows, count: int) -> RawBatch:
-    """Rows with no fewer tokens than any ``count`` others. Of an encoder-decoder's samples up to twice as many: those
-    with the longest input, and those with the longest target."""
+    """Rows with no fewer tokens than any ``count`` others. For an encoder-decoder up to twice as many: the sample
+    with the longest input, and the one with the longest target, each ``count`` times."""
     if not isinstance(rows, SampleRows):
         longest_first = np.argsort(-rows.lengths[:], kind="stable")
         return raw_batch(rows, longest_first[np.arange(count) % len(rows)], epoch=0)

@@ -66,7 +66,7 @@ class _DiskState:
 
     @property
     def sort_key(self) -> tuple[int, int]:
-        """Sort key, larger is better: newest step, then size of ``metrics.jsonl``: that of rank 0's disk has all."""
+        """Larger is better: the newest step, then the size of ``metrics.jsonl``, to which only rank 0 adds lines."""
         return self.step, max((file.size for path, file in self.files.items() if path.name == _METRICS), default=0)
 
 

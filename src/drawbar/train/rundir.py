@@ -97,7 +97,7 @@ def _find(config: RunConfig, resume: str) -> RunStart:
         raise refusal
     if found.newest is None or chosen != found.newest.resolve():
         raise UserError(
-            f"{resume} is not the newest checkpoint of {config.run.name}, which would lose the steps after it",
+            f"{resume} is not the newest checkpoint of {config.run.name}: going on from it would lose later steps",
             where="--resume",
             remedy="leave --resume out to go on from the newest, or add --fork NEWNAME to branch off from this one",
         )

@@ -136,7 +136,7 @@ class Saver:
 
     def wait(self) -> None:
         """Wait until the newest save is on every disk. Every rank must call it, and raises the error of any save."""
-        with self._world.barrier_after(self._writing):  # those that write nothing wait here, and not in a collective
+        with self._world.barrier_after(self._writing):  # ranks that write nothing wait here as long as it takes
             self._writer.wait()
             error = self._with_resume_hint(self._writer.take_error())
         for failure in self._world.all_gather(error if isinstance(error, UserError) else None):
@@ -177,14 +177,14 @@ def checkpoint_bytes(engine: Engine) -> int:
 
 
 def as_it_began(config: RunConfig, checkpoint: Path, device: torch.device) -> RunConfig:
-    """The configuration with the run's own number formats, and its plain loss or padding, instead of ``auto``: on other
-    hardware, or with a newer drawbar, a resumed run is the same run.
+    """The configuration with ``auto`` replaced by what the run began with: number formats, plain loss, padded rows. On
+    other hardware, or with a newer drawbar, a resumed run is the same run.
 
     Raises:
         UserError: the checkpoint is damaged.
     """
     state = read_state(checkpoint)
-    # before they were written down, Muon's was always bf16
+    # older checkpoints have no "formats": Muon's precision was always bf16 then
     before = state.get("formats", {"precision": state["engine"].get("precision", "auto"), "muon_precision": "bf16"})
     muon = config.optim.muon_precision
     padded = config.data.padding_free == "auto" and not before.get("padding_free", False)
@@ -273,7 +273,7 @@ def _check_validation(saved: str | None, validation: Split | None) -> None:
 
 
 def _with_lanes(data: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
-    """The data position; a stream's gets the lanes (see ``data.stream``) of config.yaml, if it does not say them."""
+    """The data position; if a stream's has no lanes (see ``data.stream``), those of config.yaml are added."""
     if "cursor" not in data:  # no stream
         return data
     path = checkpoint.resolve().parent.parent / "config.yaml"
@@ -289,7 +289,7 @@ def _engine_state(snapshot: Snapshot) -> EngineState:
 
 
 def _load_what_fits(engine: Engine, snapshot: Snapshot) -> None:
-    """For a fork: where the optimizer is another one, or the adapters' base model is, only the weights are taken."""
+    """For a fork: only the weights are taken if the optimizer, or the base model of the adapters, is another one."""
     state = _engine_state(snapshot)
     try:
         check_base(snapshot, engine)
@@ -300,7 +300,7 @@ def _load_what_fits(engine: Engine, snapshot: Snapshot) -> None:
 
 
 def _load_where_it_fits(loader: Loader, data: dict[str, Any]) -> None:
-    """For a fork: other data from its beginning."""
+    """For a fork: go on in the same data, or begin other data at its first sample."""
     try:
         loader.load(data)
     except UserError as error:
@@ -315,7 +315,7 @@ def _restore_generators(rng: dict[str, torch.Tensor], seed: int, step: int, worl
         if own:
             set_rng_state(own, world.device)
             return
-    seed_everything(seed + step, seed_rank(world.rank))  # the saving run had fewer
+    seed_everything(seed + step, seed_rank(world.rank))  # the saving run had fewer generators
 
 
 def _generator(world: Distributed, rank: int) -> str:

@@ -68,7 +68,7 @@ def build_task(
     trains: bool = True,
 ) -> Task:
     """The task with its tokenizer and dataset metadata: loaded from ``origin``, the run directory that the weights come
-    from, if it has them; otherwise made by the task of rank 0. The tasks of the others are built when they have both.
+    from, if it has them; otherwise made by the task of rank 0. The other ranks then build their tasks with both.
 
     Args:
         has_checkpoint, has_labels, trains: see ``TaskContext``.
@@ -194,8 +194,8 @@ def log_changed_length(changed: Sequence[Difference], made: int, total_steps: in
 
 
 def with_cross_entropy_of(config: RunConfig, state: Mapping[str, Any]) -> RunConfig:
-    """The configuration with ``task.cross_entropy: plain`` in place of ``auto``, where a checkpoint's run was plain: in
-    the other ways, the same loss is added up in another order.
+    """The configuration with ``task.cross_entropy: plain`` in place of ``auto`` if a checkpoint's run was plain, too:
+    other implementations add up the same loss in another order.
 
     Args:
         state: of the checkpoint; older ones do not say how the loss was computed: it was plain.
@@ -207,7 +207,7 @@ def with_cross_entropy_of(config: RunConfig, state: Mapping[str, Any]) -> RunCon
 
 
 def check_predicts(task: Task, probabilities: bool) -> None:
-    """Refuse to ask a task for predictions, or for their probabilities, that has none."""
+    """Refuse a task that makes no predictions, or, if ``probabilities`` are asked for, gives none."""
     if not task.predicts:
         raise UserError(
             f"{type(task).__name__} makes no predictions",
@@ -226,7 +226,7 @@ def open_checkpoint(task: Task, config: RunConfig, checkpoint: str | None, world
     """An engine with the weights of a checkpoint, and its step.
 
     Args:
-        checkpoint: ``best``, ``latest``, a step or a path; None for the best, else (without an evaluation) the latest.
+        checkpoint: ``best``, ``latest``, a step or a path; None for the best, or, if there is no best one, the latest.
     """
     checkpoints = CheckpointDirectory(config.run_dir / "checkpoints")
     path = world.from_rank0(
@@ -234,7 +234,7 @@ def open_checkpoint(task: Task, config: RunConfig, checkpoint: str | None, world
         "looking for the checkpoint",
     )
     snapshot = read_together(path, world)
-    seed_everything(config.run.seed)  # as in training: a task may draw weights that adapters leave as they are
+    seed_everything(config.run.seed)  # as in training: frozen weights that a task draws are not saved with adapters
     engine = build_engine(task, with_cross_entropy_of(config, snapshot.state), world)
     seed_everything(config.run.seed, world.dims.seed_rank(world.rank))
     try:

@@ -33,7 +33,7 @@ class RunProgress:
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> Self:
-        """What ``state`` returned, of an older drawbar, too, which called ``num_targets`` ``weight``."""
+        """The progress that ``state`` returned as a dict; an older drawbar called ``num_targets`` ``weight`` in it."""
         return cls(**{"num_targets" if name == "weight" else name: value for name, value in state.items()})
 
 

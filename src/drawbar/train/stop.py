@@ -76,7 +76,7 @@ class Stop:
         self.request(Reason.FAILED)
 
     def failure(self) -> UserError | None:
-        """What is to be raised now that the run is saved. Every rank must call it, and gets an error if one has any."""
+        """What to raise now that the run is saved. Every rank must call it, and gets an error if any rank has one."""
         others = self._world.all_gather(self._error)
         return self._error or next((error for error in others if error is not None), None)
 
@@ -123,7 +123,7 @@ class Stop:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         received, now = signal.Signals(number), time.monotonic()
         is_first = self._first_signal_time is None
-        may_echo = has_launcher() or received in REQUEUE  # a person who presses Ctrl-C twice means it
+        may_echo = has_launcher() or received in REQUEUE  # otherwise a person pressed Ctrl-C twice, and means it
         is_echo = may_echo and self._first_signal_time is not None and now - self._first_signal_time < ECHO_SECONDS
         # after a rank has died, the signal is not the scheduler's but the launcher's, which ends the other ranks
         lost_a_rank = self._world.lost_a_rank()

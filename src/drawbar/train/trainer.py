@@ -153,14 +153,14 @@ class Trainer:
         settled = settle_mode(config.eval, start.eval_mode)
         self.config = config = config.model_copy(update={"eval": settled})
         if config.data.rebuild and world.from_rank0((config.run_dir / "config.yaml").exists, "looking for the run"):
-            logger.info("data.rebuild: not again, as the run has begun; `drawbar prepare` encodes its data anew")
+            logger.info("data.rebuild is ignored, as the run exists already; `drawbar prepare` encodes its data anew")
             config = without_rebuild(config)
         if config.run.deterministic:
             use_deterministic_kernels()
         seed_everything(config.run.seed)
 
         if start.checkpoint is not None and not start.forked:
-            config = as_it_began(config, start.checkpoint, world.device)
+            config = as_it_began(config, start.checkpoint, world.device)  # "auto" becomes what the run began with
         config = choose_formats(config, world.device)
         origin = config.run_dir if start.checkpoint is None else start.checkpoint.resolve().parent.parent
         task = build_task(self.task_type, config, world, origin, has_checkpoint=start.checkpoint is not None)
@@ -176,7 +176,7 @@ class Trainer:
         resumed = start.checkpoint is not None and not start.forked
         found = fit_micro_batch(loader, engine, memory_of(world.device), origin if resumed else config.run_dir, resumed)
 
-        seed_everything(config.run.seed, world.dims.seed_rank(world.rank))  # from here on a rank's dropout is its own
+        seed_everything(config.run.seed, world.dims.seed_rank(world.rank))  # ranks' dropout differs from here on
         progress = RunProgress()
         if start.checkpoint is not None:
             of_run = (start.checkpoint, rest, start.forked, config.run.seed)
@@ -201,8 +201,8 @@ class Trainer:
         world: Distributed,
         console: Console,
     ) -> None:
-        """Find what is wrong with the task, the model or the settings on a few samples: hours may go into encoding all,
-        and a wrong request is to leave nothing behind."""
+        """Find what is wrong with the task, the model or the settings on a few samples: encoding all samples may take
+        hours, and a wrong request must leave no files behind."""
         train, validation = opened
         check_task(task, engine, first_samples(train, task, config, world, console))
         if validation is not None:
@@ -269,7 +269,7 @@ class _Run:
             early = "" if self._made_all else ", and stopped early"
             self.console.message(f"{self.config.run.name} is complete: it has made {self.progress.step} steps{early}")
             return
-        resume_step = self.progress.step or None  # None without a checkpoint: then scores of step 0 are dropped, too
+        resume_step = self.progress.step or None  # None without a checkpoint: trackers then drop all older values
         settings = self.config.model_dump(mode="json")
         self.trackers.start(TrackedRun(self.config.run_dir, settings, resume_step, evaluated=not self._owes_evaluation))
         try:
@@ -321,7 +321,7 @@ class _Run:
         self.console.start(self.total_steps, self.progress.step)
         for callback in self.callbacks:
             callback.on_train_start(self.handle)
-        if not self.stop.agreed():  # a stop requested in on_train_start, which may run an overdue evaluation
+        if not self.stop.agreed():  # no callback asked for a stop in on_train_start (which may evaluate)
             self.stop.begin()
             steps = self.loader.steps(self.progress.step, self.total_steps)
             steps = logging_compile_payoff(steps, self.engine, self.meter, self.uncompiled_step_fits)

@@ -10,8 +10,8 @@ from drawbar.models.model_flops import peak_flops, training_flops_per_token
 
 def mfu_of_one_token_per_second(engine: Engine, config: RunConfig, world: Distributed) -> float | None:
     """What a speed in tokens per second is multiplied by to get the model FLOPs utilization (Chowdhery et al. 2022,
-    arXiv:2204.02311, appendix B). ``data.sequence_length`` counts as the length that tokens attend to where rows are
-    packed, and nothing elsewhere: short rows are padded, and their attention is little.
+    arXiv:2204.02311, appendix B). In packed rows each token counts as attending to ``data.sequence_length`` tokens;
+    in other rows attention is left out: they are short, so it is little.
 
     Returns:
         None where the operations of the model or the peak of the device are not known, and in fp32, for which vendors

@@ -1,1 +1,1 @@
-"""Small helpers for every package: of drawbar they import its errors alone, and only ``dtypes`` needs torch."""
+"""Small helpers for every package: they import nothing of drawbar but ``errors``, and only ``dtypes`` needs torch."""

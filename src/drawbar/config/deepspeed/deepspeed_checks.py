@@ -25,7 +25,7 @@ class FileCheck:
     loaded: LoadedConfig
 
     def same(self, key: str, setting: str, expected: Any, remedy: str | None = None) -> None:
-        """Report it if the file has another value than ``expected``, which is what ``setting`` comes to.
+        """Report the key if the file has another value than ``expected``, which follows from ``setting``.
 
         Args:
             remedy: what else than ``"auto"`` would help; by default to give the setting the file's value.
@@ -108,7 +108,7 @@ def _compare_layout(comparison: FileCheck, precision: str) -> None:
         remedy = f"set precision={name if file.at(key) else 'fp32'}"
         comparison.same(key, "precision", name == precision, remedy)
     for key in ("tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size"):
-        if (file.at(key) or 1) != tensor:  # 0 is one, too
+        if (file.at(key) or 1) != tensor:  # 0 stands for 1, too
             comparison.same(key, "parallel.tensor", tensor)
 
 
@@ -221,7 +221,7 @@ def _compare_steps(comparison: FileCheck) -> None:
             comparison.contradict(
                 key,
                 "train.epochs",
-                "how many steps that is, the data will say",
+                "the number of steps depends on the data",
                 f"set train.steps={show(total or value)}",
             )
         else:

@@ -119,7 +119,7 @@ class _Duplicate(Exception):
 
 
 class _NotJson(Exception):
-    """What Python reads, and JSON does not know."""
+    """NaN or an infinity, which Python's parser accepts although JSON has no such number."""
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -236,7 +236,7 @@ def _check_offload(file: DeepSpeedFile) -> None:
         is_open = file.values[ZERO_SECTION].get("stage") == AUTO
         if not is_open:
             key = f"{ZERO_SECTION}.offload_param"
-            reason = f"stage {stage} keeps parameters on the device, and DeepSpeed does not read it"
+            reason = f"stage {stage} keeps parameters on the device, and DeepSpeed does not read this section"
             file.refuse(key, place, reason, "remove it, or set the stage to 3 in the file")
 
 
@@ -256,7 +256,7 @@ def _says_nothing(value: Any) -> bool:
 
 
 def _is_fp32(value: Any) -> bool:
-    """Whether a format, or each of several, is that of the other strategies' sums."""
+    """Whether a format, or each of several, is fp32, in which other strategies sum by default, or left open."""
     return all(map(_is_fp32, value.values())) if isinstance(value, dict) else value in ("fp32", AUTO, None)
 
 
@@ -278,7 +278,7 @@ def without_auto(values: Mapping[str, Any], prefix: str = "") -> tuple[dict[str,
 def fill_from_deepspeed_json(settings: Settings) -> None:
     """Settings that are null, auto or absent get the values that the file named by ``deepspeed.config`` gives them.
 
-    Where there is no such file nothing is set, so that a run copied elsewhere can be read; training checks it.
+    Where there is no such file nothing is set, so that a run copied elsewhere can be read; training needs the file.
 
     Raises:
         UserError: the file is not JSON.
@@ -290,7 +290,7 @@ def fill_from_deepspeed_json(settings: Settings) -> None:
     try:
         path = expand_path(path)
     except ValueError:
-        return  # the error of deepspeed.config
+        return  # the check of deepspeed.config reports this
     if not Path(path).is_file():
         return
     for setting, value, place in settings_in_json(read_json(path)):

@@ -77,7 +77,7 @@ def deepspeed_json(config: LoadedConfig | RunConfig, ranks: int, precision: str)
     for name in ("optimizer", "scheduler"):
         merged.pop(name, None)
     merged |= {name: values[name] for name in _OURS}
-    for name in ("bf16", "fp16"):  # what they come to depends on the stage
+    for name in ("bf16", "fp16"):  # whether one is enabled also depends on the ZeRO stage
         merged[name] = {**merged[name], "enabled": values[name]["enabled"]}
     if "train_batch_size" not in values:
         merged.pop("train_batch_size", None)
@@ -131,7 +131,7 @@ def _generated(config: RunConfig, ranks: int, precision: str) -> dict[str, Any]:
     if precision == "fp16":  # as parallel.precision.LossScaler
         values["fp16"] |= {"loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 2000, "hysteresis": 1}
     if precision == "bf16" and stage == 0:
-        # with bf16 weights, stage 0 adds gradients up in bf16, too; with fp32 weights and autocast it is DDP
+        # with bf16 weights, stage 0 adds gradients up in bf16, too; with fp32 weights and autocast, stage 0 is DDP
         values["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
     elif precision != "fp32":
         values["communication_data_type"] = "fp32"

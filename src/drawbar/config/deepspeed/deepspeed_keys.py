@@ -135,7 +135,7 @@ SECTIONS: dict[str, dict[str, str]] = {
     "scheduler": SCHEDULER,
     "scheduler.params": SCHEDULER_PARAMS,
 }
-"""The sections whose keys are known here; inside the others DeepSpeed itself looks."""
+"""The sections whose keys are known here; DeepSpeed itself checks the keys of the other sections."""
 
 PASSED = {
     "train_batch_size": NUMBER,
@@ -210,7 +210,7 @@ REFUSED = {
     "hybrid_engine": ("the model that writes texts is the one that is trained", "see task.generation"),
     "expert_parallel": ("drawbar has no expert parallelism", "set parallel.tensor, or strategy=fsdp"),
     "sequence_parallel_size": ("sequences are cut by parallel.context alone", "set parallel.context"),
-    "data_parallel_size": ("it is what parallel.* leaves of the processes", "set parallel.tensor or launch.nproc"),
+    "data_parallel_size": ("it follows from the processes and parallel.*", "set parallel.tensor or launch.nproc"),
     "managed_gradient_accumulation": ("the engine says when a batch is complete", "set train.micro_batch"),
     f"{ZERO_SECTION}.zenflow": ("it would update with gradients of earlier steps", "set offload_optimizer instead"),
     f"{ZERO_SECTION}.legacy_stage1": ("DeepSpeed has removed it", ""),
@@ -248,7 +248,7 @@ RENAMED = {
     "use_all_reduce_for_fetch_params": "stage3_use_all_reduce_for_fetch_params",
     "allgather_sequential": "stage3_allgather_sequential",
 }
-"""Older names, and such without a prefix, in ``zero_optimization``."""
+"""Older names, and names without the prefix ``stage3_``, in ``zero_optimization``."""
 LEGACY_OFFLOAD = {
     "cpu_offload": "offload_optimizer",
     "cpu_offload_param": "offload_param",

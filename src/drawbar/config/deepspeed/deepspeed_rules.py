@@ -25,7 +25,7 @@ STAGE_3 = (
 """Settings that only stage 3 reads."""
 STAGES_1_AND_2 = ("allgather_bucket_size",)
 SHARDING = ("reduce_bucket_size", "reduce_scatter", "overlap_comm", "contiguous_gradients", *STAGES_1_AND_2)
-"""Settings that only the stages that shard read."""
+"""Settings that stage 0, which shards nothing, does not read."""
 
 
 def _section(config: RunConfig) -> DeepSpeedSection:
@@ -121,7 +121,7 @@ SETTINGS = (
         "offload to disk below stage 3",
         ("parallel.zero_stage", "deepspeed.offload_optimizer"),
         lambda c: 0 < _stage(c) < 3 and offload_optimizer(c) not in (NOWHERE, HOST),
-        "only ZeRO stage 3 writes to disk; the others would keep it in host memory",
+        "only ZeRO stage 3 writes to disk; the others would keep the state in host memory",
         "set parallel.zero_stage=3, or deepspeed.offload_optimizer=cpu",
     ),
 )
@@ -138,7 +138,7 @@ LIMITS = (
         "tensor with stage 3",
         ("parallel.tensor", "parallel.zero_stage", "deepspeed.preset"),
         lambda c: _stage(c) == 3 and c.parallel.tensor > 1,
-        "both cut the same matrices, and DeepSpeed cannot read or set whole what is cut twice",
+        "both cut the same matrices, and DeepSpeed cannot read or set a whole matrix that is cut twice",
         "set parallel.zero_stage=2, or parallel.strategy=fsdp with this tensor, which cuts both ways",
     ),
     Rule(
@@ -187,7 +187,7 @@ LIMITS = (
         "muon with deepspeed",
         ("optim.name", "parallel.strategy"),
         lambda c: is_deepspeed(c) and c.optim.name == "muon",
-        "muon is two optimizers, one of whole matrices, and DeepSpeed has one, of flat buffers",
+        "muon is two optimizers, and one needs whole matrices; DeepSpeed runs one optimizer, on flat buffers",
         "set optim.name=adamw, or parallel.strategy=fsdp",
     ),
     Rule(

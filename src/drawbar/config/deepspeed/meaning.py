@@ -9,7 +9,7 @@ HOST = "cpu"
 
 
 def is_deepspeed(config: RunConfig) -> bool:
-    """Whether DeepSpeed runs it: it is named, or nothing else is and there is a section ``deepspeed``."""
+    """Whether DeepSpeed runs this: the strategy is ``deepspeed``, or ``auto`` with a section ``deepspeed``."""
     parallel = config.parallel
     return parallel.features.is_deepspeed or (parallel.strategy == AUTO and config.deepspeed is not None)
 
@@ -49,7 +49,7 @@ def offloads(config: RunConfig) -> bool:
 
 
 def laid_out(config: RunConfig, parallel: ParallelSection) -> RunConfig:
-    """The run in another layout; keeps the section ``deepspeed`` if DeepSpeed runs it with equal stage and offload."""
+    """The run in another layout. The section ``deepspeed`` stays if DeepSpeed runs it with equal stage and offload."""
     same = all(getattr(parallel, name) == getattr(config.parallel, name) for name in ("zero_stage", "offload"))
     changed = config.model_copy(update={"parallel": parallel})
     return changed if same and is_deepspeed(changed) else changed.model_copy(update={"deepspeed": None})

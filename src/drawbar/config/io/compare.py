@@ -95,7 +95,7 @@ def check_same(folder: Path, config: RunConfig) -> list[Difference]:
         What differs in how long it trains.
 
     Raises:
-        UserError: it is that of another run, or asks for fewer steps than were made; or the run's own one is damaged.
+        UserError: ``config`` is another run's, or asks for fewer steps than were made; or the run's own is damaged.
     """
     with config_of_run(folder) as path:
         old = load_config(path, task=type(config.task)).config

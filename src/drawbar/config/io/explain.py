@@ -90,9 +90,9 @@ here. Where one of them is given as a setting, the error says so. `global_batch`
 accumulated as often as the micro-batch and the number of processes make it necessary."""
 
 _RESUMING = """\
-Running a command again resumes its run. Any other difference from the run's own `config.yaml` is refused. More steps or
-epochs go on with a run, also with one that is complete: the schedule is computed anew for the steps to come, which is
-said, and those that were made stay as they are. Fewer steps than were made are refused."""
+Running a command again resumes its run. Only the differences below from its `config.yaml` are accepted. More steps or
+epochs go on with a run, also with one that is complete: the schedule is computed anew for the steps to come, which the
+log says, and the steps that were made stay as they are. Fewer steps than were made are refused."""
 
 
 def _explain_section(section: Setting, loaded: LoadedConfig, known: dict[str, Setting]) -> str:

@@ -118,7 +118,7 @@ def _default(info: FieldInfo) -> Any:
 
 
 def _first_line(annotation: Any) -> str:
-    """What a section without a text of its own says of itself."""
+    """The first line of a section's docstring, for a field without a text below it."""
     doc = annotation.__doc__ if isinstance(annotation, type) else None
     return doc.strip().splitlines()[0] if doc else ""
 

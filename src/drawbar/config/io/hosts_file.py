@@ -8,7 +8,7 @@ from pathlib import Path
 from drawbar.errors import UserError
 
 _NAME = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_][A-Za-z0-9_.-]*")
-"""No word that ssh could take for an option, or a shell for more than a word."""
+"""ssh cannot take such a name for an option, and a shell takes it for one plain word."""
 _LONGEST_NAME = 255
 
 

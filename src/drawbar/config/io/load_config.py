@@ -124,7 +124,7 @@ def _expect_no_script(folder: Path) -> None:
     try:
         script = json.loads((folder / SCRIPT_FILE).read_text("utf-8"))
         name, path = script["class"], Path(script["script"])
-    except (OSError, ValueError, KeyError, TypeError):  # a help to the user, and no part of the run
+    except (OSError, ValueError, KeyError, TypeError):  # no such file: the run does not need it
         return
     raise UserError(
         f"the task of this run is the class {name} of the script {path}, which `drawbar` does not know",

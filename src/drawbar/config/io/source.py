@@ -31,7 +31,7 @@ class Origin:
 DEFAULT = Origin("default")
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
-"""Half a character: no text that a UTF-8 file could hold."""
+"""One half of a UTF-16 pair: a UTF-8 file cannot hold it."""
 
 
 @dataclass
@@ -77,12 +77,12 @@ def parse_yaml(text: str) -> Any:
     try:
         return yaml.load(text)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-        # What ruamel lets through for a tag that does not fit its value (`!!int x`), and for numbers without end.
+        # Errors that ruamel does not catch: a tag does not fit its value (`!!int x`), or a number is far too long.
         raise YAMLError(f"a value cannot be read: {error}") from error
 
 
 class NoSettings(UserError):
-    """What is in a file cannot be read as settings, whatever their names and values are."""
+    """A file cannot be read as keys and values at all, so no setting in it was looked at."""
 
 
 @contextmanager

@@ -24,12 +24,12 @@ INSTALLED = ("site-packages", "dist-packages")
 _DRAWBAR = Path(__file__).resolve().parents[2]
 _NOT_OF_A_PROJECT = (_DRAWBAR, *(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")))
 _PACKAGES = {"PIL": "pillow", "bs4": "beautifulsoup4", "cv2": "opencv-python", "yaml": "pyyaml"}
-"""What is installed under another name than it is imported by."""
+"""The name to install, by the name to import, of packages that have two names."""
 
 
 def import_user_module(name: str) -> ModuleType:
     """A module on the path or in the current folder. What its code raises comes through, an exit as ``ImportError``."""
-    # the current folder as `python -m` does it; the installed command `drawbar` does not
+    # `python -m` puts the current folder on the path, and the installed command `drawbar` does not
     for folder in (str(Path.cwd()), os.environ.get(SNAPSHOT)):
         if folder and folder not in sys.path:
             sys.path.insert(0, folder)
@@ -68,7 +68,7 @@ def missing_module(error: BaseException) -> str | None:
     if not isinstance(error, ModuleNotFoundError) or not error.name:
         return None
     name = error.name.partition(".")[0]
-    if find_spec(name) is not None:  # it lacks a part of itself
+    if find_spec(name) is not None:  # the package is there, and only a module inside it is missing
         return None
     here = Path.cwd()
     own = [path.stem for path in here.glob("*.py")] + [path.parent.name for path in here.glob("*/__init__.py")]

@@ -103,4 +103,4 @@ SUBMIT_RULES: tuple[Rule, ...] = (
         "set them in the image; the Python inside is cluster.python, and the home cluster.home",
     ),
 )
-"""What submitting needs besides ``RULES`` and ``TRAIN_RULES``."""
+"""The rules that submitting checks besides ``RULES`` and ``TRAIN_RULES``."""

@@ -7,7 +7,7 @@ PADDING_FREE = (
         "padding_free with dp",
         ("data.padding_free", "parallel.strategy"),
         lambda c: c.data.padding_free is True and c.parallel.features.many_devices,
-        "nn.DataParallel cuts batches by rows, and there is one",
+        "nn.DataParallel cuts batches by rows, and a padding-free micro-batch has only one row",
         "set data.padding_free=auto, or parallel.strategy=ddp",
     ),
     Rule(

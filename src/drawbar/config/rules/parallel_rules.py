@@ -116,7 +116,7 @@ DATA_PARALLEL = (
         "adafactor with cut parameters",
         ("optim.name", "parallel.strategy", "parallel.tensor"),
         lambda c: c.optim.name == "adafactor" and (c.parallel.features.shards_parameters or c.parallel.tensor > 1),
-        "torch's Adafactor squares norms of rows and columns in place, which it cannot where they lie on several ranks",
+        "torch's Adafactor squares norms of rows and columns in place, which fails if they lie on several ranks",
         "set optim.name=adamw or muon, or parallel.strategy=zero1 or ddp without parallel.tensor",
     ),
     Rule(
@@ -147,7 +147,7 @@ MODEL_PARALLEL = (
         "sequence and activation checkpointing in a pipeline",
         ("parallel.sequence", "parallel.pipeline", "parallel.activation_checkpointing"),
         lambda c: c.parallel.sequence and c.parallel.pipeline > 1 and c.parallel.activation_checkpointing != "none",
-        "a stage works on several micro-batches at once, and recomputation would use the length of another one",
+        "a stage works on several micro-batches at once, and recomputation would use the length of another micro-batch",
         "remove parallel.sequence, or set parallel.activation_checkpointing=none",
     ),
     Rule(
@@ -236,14 +236,14 @@ KERNELS = (
         "liger-kernel in fp16",
         ("task.cross_entropy", "precision"),
         lambda c: _is_liger(c) and c.precision == "fp16",
-        "it rounds the gradients to fp16 before they are scaled",
+        "liger-kernel rounds the gradients to fp16 before they are scaled",
         "set task.cross_entropy=auto, or precision=bf16",
     ),
     Rule(
         "liger-kernel with tensor",
         ("task.cross_entropy", "parallel.tensor"),
         lambda c: _is_liger(c) and c.parallel.tensor > 1,
-        "its kernels take the whole vocabulary, of which each rank has a part",
+        "liger-kernel needs the whole vocabulary, and each rank has only a part of it",
         "set task.cross_entropy=auto",
     ),
 )

@@ -84,7 +84,7 @@ STREAMS = (
         "epochs of a stream",
         ("data.streaming", "train.epochs"),
         lambda c: c.data.streaming and c.train.epochs is not None,
-        "how long an epoch of a stream is shows only at its end",
+        "the length of a stream's epoch is known only at the epoch's end",
         "set train.steps instead of train.epochs",
     ),
     Rule(
@@ -217,7 +217,7 @@ OPTIMIZATION = (
 )
 
 RULES: tuple[Rule, ...] = PARALLEL + DEEPSPEED + ADAPTERS
-"""What every command needs."""
+"""The rules that every command checks."""
 
 TRAIN_RULES: tuple[Rule, ...] = (
     FLEX_TRAINING,
@@ -227,7 +227,7 @@ TRAIN_RULES: tuple[Rule, ...] = (
     *EVALUATION,
     *OPTIMIZATION,
 )
-"""What training needs besides."""
+"""The rules that training checks besides ``RULES``."""
 
 
 def check_rules(config: LoadedConfig | RunConfig, rules: Sequence[Rule] = RULES) -> None:

@@ -192,7 +192,7 @@ class ClusterSection(Section):
 
     @property
     def gpu_type(self) -> str | None:
-        """Their type; None where any will do."""
+        """The GPUs' type; None where any type will do."""
         return self.gpus_per_node.rpartition(":")[0] if isinstance(self.gpus_per_node, str) else None
 
     @property

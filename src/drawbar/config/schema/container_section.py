@@ -52,13 +52,13 @@ def is_file(image: str, runtime: Runtime) -> bool:
 
 
 def choose_runtime(image: str, container: RuntimeOrAuto) -> Runtime:
-    """Who runs the image. Where that is left open: pyxis has its own spelling of names and its own kind of file; all
-    else is Apptainer's, or Singularity's, which a node may have in its place."""
+    """What runs the image. For ``auto``: pyxis, if the name has pyxis's own spelling or is its kind of file; for all
+    others Apptainer (or Singularity, on a node that has it in Apptainer's place)."""
     if container != "auto":
         return container
     return "pyxis" if ("#" in image and not image.startswith("/")) or image.endswith(_SQUASHFS) else "apptainer"
 
 
 def lost_variables(names: Iterable[str]) -> list[str]:
-    """Those of some variables that would not arrive in a container, which has its own."""
+    """Those of ``names`` that a container would not get from outside, as it sets them itself."""
     return [name for name in names if name in _NOT_PASSED_TO_CONTAINER]

@@ -22,7 +22,7 @@ class SourceSection(Section):
     subset: Text | None = None
     """With `dataset`: which of its configurations."""
     split: Text | None = None
-    """With `dataset`: which of its splits (default: of the same name)."""
+    """With `dataset`: which of its splits (default: the one named like the key, such as `train`)."""
     columns: list[Text] | None = None
     """Names of the columns of a `.tsv` or `.csv` file without a header (default: `data.columns`)."""
     rename: dict[Text, Text] | None = None
@@ -72,7 +72,7 @@ class DataSection(Section):
     or rows of several samples, where attention and positions never cross from one into another."""
     padding_free: bool | Auto = "auto"
     """Compute nothing for padding in training: the samples of a micro-batch lie end to end in one row, and attention is
-    that within each of them. Batches, targets and losses stay what they are. With `packed`, it changes attention alone.
+    limited to each of them. Batches, targets and losses stay what they are. With `packed`, it changes attention alone.
     `auto`: where task, model and strategy allow it; a run that began with padding keeps it."""
     shuffle: bool = True
     """Visit the training samples in a new random order every epoch."""
@@ -86,8 +86,8 @@ class DataSection(Section):
     number of ranks. Samples are shuffled and packed within a part, so more of them want a larger `shuffle_buffer`."""
     workers: Annotated[int, Field(ge=0)] | Auto = "auto"
     """Worker processes. For encoding: so many in all; `auto` is one a core, at most 16, where there is much to do. For
-    batches, which are prepared ahead of training: so many for each rank; `auto` is a thread of the rank, or nothing
-    ahead where `augment` or `collate` are your own: set 1 or more for them. 0: none; each batch is made when its step
+    batches, which are prepared ahead of training: so many for each rank; `auto` is a thread of the rank, or none
+    where `augment` or `collate` are your own: set 1 or more for them. With none (0), each batch is made when its step
     begins."""
     cache: PathText | None = None
     """Folder of encoded data (default: `.cache` in `run.dir`)."""

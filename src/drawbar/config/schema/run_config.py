@@ -91,9 +91,9 @@ class LoraSection(Section):
     dropout: Fraction = 0.0
     """Dropout of the adapters' input."""
     modules: list[str] | Literal["attention", "linear"] = "attention"
-    """What gets adapters: modules whose names end so, or peft's usual attention projections, or all linear layers."""
+    """What gets adapters: the ends of modules' names, or peft's usual attention projections, or all linear layers."""
     train: list[str] = []
-    """Modules to train whole, besides; a new classification head always is."""
+    """Modules to train whole besides the adapters; a new classification head is always trained whole."""
 
 
 class EveryKthBlock(Section):
@@ -121,7 +121,7 @@ class ParallelSection(Section):
     strategy: StrategyName = "auto"
     """How parameters, gradients and optimizer state lie on the data-parallel ranks. `auto`: `single` in one process;
     `deepspeed` with a section `deepspeed`; `ddp` where the task builds its own model, one model takes all ranks,
-    or its state fits into each rank's memory; else `fsdp`."""
+    or the model's state fits into each rank's memory; else `fsdp`."""
     tensor: Count = 1
     """Tensor-parallel degree: the matrices of each layer are cut over so many ranks."""
     sequence: bool = False
@@ -142,8 +142,8 @@ class ParallelSection(Section):
     compile: bool = False
     """Compile each repeated block with torch.compile."""
     reshard: bool | None = None
-    """fsdp: in each micro-batch free gathered parameters after the forward pass, and reduce gradients (ZeRO-3); or
-    gather and reduce once a step, and keep whole parameters and gradients until then. Default: `true`, or `false` with
+    """fsdp: `true`: in each micro-batch free gathered parameters after the forward, and reduce gradients (ZeRO-3);
+    `false`: gather and reduce once a step, and keep both whole until then. Default: `true`, or `false` with
     a pipeline."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """ddp, zero1, fsdp: what gradients are sent and summed in between data-parallel ranks. `bf16` is half the traffic,
@@ -175,13 +175,13 @@ class EvalSection(Section):
     metric: Annotated[str, Field(min_length=1)] = "loss"
     """The score that decides which checkpoint is the best."""
     mode: Literal["auto", "min", "max"] = "auto"
-    """Whether a smaller or a larger score is better. `auto`: as it is for a score that drawbar knows (`loss` or `mse`:
-    smaller; `accuracy` or `bleu`: larger), and in a resumed run as it began. A score of your own needs `min` or `max`.
+    """Whether a smaller or a larger score is better. `auto`: as is usual for a score drawbar knows (`loss` or `mse`:
+    smaller; `accuracy` or `bleu`: larger); a resumed run keeps its choice. A score of your own needs `min` or `max`.
     A tie keeps the first."""
     patience: Count | None = None
     """Stop after this many evaluations in a row without a better score."""
     micro_batch: Count | None = None
-    """Rows in one evaluation forward. Default: as `train` sets; with `auto`, 8,192 tokens, or 32 rows without any."""
+    """Rows in one evaluation forward. Default: that of `train`; if `auto`, 8,192 tokens, or 32 rows without tokens."""
 
 
 class CheckpointSection(Section):
@@ -190,7 +190,7 @@ class CheckpointSection(Section):
     keep: Count = 3
     """How many of the newest checkpoints to keep."""
     keep_best: bool = True
-    """Save whenever the evaluation finds a better score, and keep the best one besides."""
+    """Save whenever the evaluation finds a better score, and keep the best checkpoint in addition to `keep`."""
 
 
 class ProfileSection(Section):
@@ -216,8 +216,8 @@ class LaunchSection(Section):
     nproc: Count | Auto = "auto"
     """Processes to start on this machine; `auto`: one for each GPU, or one. `torchrun` overrules it."""
     timeout: Annotated[int, Field(ge=10)] = 600
-    """Seconds without a sign of life of another process, after which those that wait for it give up and name it. One
-    that is at work, such as writing a checkpoint, encoding or scoring, is waited for as long as that takes."""
+    """Processes that wait for another one give up, and name it, after so many seconds without a sign of life of it. A
+    process that is known to work (it writes a checkpoint, encodes or scores) is waited for until it is done."""
     roll_call_seconds: Annotated[int, Field(ge=5)] = 60
     """Seconds that the nodes of a job wait for one another before training. Then those that did not answer are named,
     and the run ends."""
@@ -249,7 +249,7 @@ class RunConfig(Section):
     """Callbacks, each as `package.module:Class`, or with options as in `{package.module:Class: {every: 10}}`."""
     launch: LaunchSection = LaunchSection()
     cluster: ClusterSection | None = None
-    """Where `drawbar submit` runs the job; `drawbar train` does not read it. A profile may hold the same keys."""
+    """Where `drawbar submit` runs the job; `drawbar train` does not read it. A `--cluster` file has the same keys."""
 
     @property
     def takes_all_gpus(self) -> bool:
@@ -270,7 +270,7 @@ class RunConfig(Section):
 @cache
 def run_config_type(task_config: type[TaskConfig]) -> type[RunConfig]:
     """``RunConfig`` whose ``task`` section is this task's own ``Config``."""
-    # a made class has no source: pydantic would look for its docstrings in every module that is loaded
+    # a class made here has no source, and pydantic would search every loaded module for its docstrings
     return create_model(
         "RunConfig",
         __base__=RunConfig,

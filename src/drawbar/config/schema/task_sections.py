@@ -48,12 +48,12 @@ class PretrainedTaskConfig(TaskConfig):
     """Hub name or folder of the tokenizer (default: the model's own), or `{train: byte_bpe, vocab_size: N}`."""
     add_special_tokens: Literal["auto", "begin", "end", "begin_end", "none"] = "auto"
     """What the tokenizer puts around a text: the begin token, the end token, both or nothing. `auto`: a given tokenizer
-    puts there what it does by itself; one that is trained here, what the task needs."""
+    puts what it always puts; a tokenizer that is trained here puts what the task needs."""
     attention: Text = "auto"
     """How attention is computed: `sdpa`, `eager`, `flash_attention_2`, `flash_attention_3`, `flex_attention`, or a
-    kernel of the hub; `auto`: what transformers takes, sdpa where the model can."""
+    kernel of the hub; `auto`: the choice of transformers, which is sdpa where the model has it."""
     resize_embeddings: bool = False
-    """Grow or shrink the model's embeddings to the tokenizer's size. Without it, one that does not fit is an error."""
+    """Grow or shrink the model's embeddings to the tokenizer's size. If false, too large a tokenizer is an error."""
     metrics: list[Text] | None = None
     """Scores of an evaluation: names such as `accuracy`, or `package.module:function` (default: the task's usual)."""
 
@@ -83,7 +83,7 @@ class CausalLMConfig(LanguageModelConfig):
     messages_column: Text | None = None
     """Instruction tuning: the key that holds a chat, a list of `{role, content}`; the loss is that of the answers."""
     answers: Literal["all", "last"] = "all"
-    """Chats: which of the assistant's messages the loss is of."""
+    """Chats: over which of the assistant's messages the loss is computed."""
     chat_template: Text | None = None
     """Chats: a Jinja file, or a template as text, in place of the tokenizer's own; it is kept with the tokenizer."""
     generation: GenerationSection | None = None
@@ -101,7 +101,7 @@ class SequenceClassificationConfig(PretrainedTaskConfig):
     label_column: Text = "label"
     """The key that holds the label; a list of labels for `multi_label`, a number for `regression`."""
     problem: Literal["single_label", "multi_label", "regression"] = "single_label"
-    """One label of several, any number of them, or a number."""
+    """A record has exactly one of the labels, any number of the labels, or a number."""
     labels: list[str | int | bool] | None = None
     """All labels, in the order of the model's outputs (default: those of the training data, in the order that its
     files name them in, or sorted). A pretrained model that was trained for the same labels keeps its own order."""

@@ -26,7 +26,7 @@ class Follower:
 
 @dataclass
 class Output:
-    """Several files, one after another, each piece under the name of its file as ``tail -f`` shows it."""
+    """Several files, one after another, each piece under its key in ``files``, as ``tail -f`` prints file names."""
 
     files: dict[str, Follower]
     _last: str | None = None

@@ -87,7 +87,7 @@ def is_recent(record: JobRecord, end: JobEnd | None, now: float) -> bool:
 def wait_for_ends(
     ask: Callable[[Sequence[JobRecord]], list[JobStatus]], records: Sequence[JobRecord], seconds: float
 ) -> list[JobRecord]:
-    """Ask again and again until all jobs have ended; those that have not in so many seconds."""
+    """Ask again and again until all jobs have ended. Returns those that have not ended after so many seconds."""
     end, left = time.monotonic() + seconds, list(records)
     while left and (left := [status.record for status in ask(left) if status.is_active]):
         if time.monotonic() > end:

@@ -93,7 +93,7 @@ def _metrics(file: Path) -> list[dict[str, Any]]:
 
 
 def _total_of_older_run(file: Path, last: dict[str, Any]) -> int | None:
-    """Total steps of a run without ``status.json``, by its configuration; of epochs, by the steps per epoch so far."""
+    """Total steps of a run without ``status.json``, as configured; of ``epochs``, from the steps and epochs so far."""
     try:
         train = parse_yaml(file.read_text(encoding="utf-8"))["train"]
     except (OSError, ValueError, TypeError, KeyError, YAMLError):
@@ -112,5 +112,5 @@ def _best(file: Path) -> BestScore | None:
 
 
 def _number(value: object) -> float | None:
-    """What ``metrics.jsonl`` holds for a number: those that are not finite are texts."""
+    """A value of ``metrics.jsonl`` as a number: numbers that are not finite are texts there."""
     return float(value) if isinstance(value, int | float | str) else None

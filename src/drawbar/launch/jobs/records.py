@@ -44,9 +44,9 @@ class JobRecord:
     snapshot: str | None = None
     """The copy of that code which the job uses."""
     program: str | None = None
-    """The user's own script, where it is not drawbar that was called."""
+    """The user's own script, if the user called that and not ``drawbar``."""
     sweep: str | None = None
-    """Of an element: the name of the whole, which is that of the job, too."""
+    """For an element of a sweep: the sweep's name, which is also the job's name."""
     settings: tuple[str, ...] = ()
     """For an element of a sweep: the settings that only it has."""
     launcher: str = "slurm"
@@ -136,7 +136,7 @@ def find(what: str) -> list[JobRecord]:
         return found
     folder = Path(what).absolute()
     if found := _newest(read(run_file(folder)), lambda record: True):
-        # the folder may have been moved; that of a sweep holds the records of other runs
+        # the run's folder may have been moved; a sweep's folder has records of runs that lie elsewhere
         return [replace(record, run_dir=str(folder)) if record.run == folder.name else record for record in found]
     if found := _newest(known, lambda record: what in (record.run, record.sweep)):
         return found

@@ -14,7 +14,7 @@ RunState = Literal["training", "complete", "stopped", "failed"]
 
 @dataclass(frozen=True)
 class RunStatus:
-    """The state of a run, as it last wrote it. One that was killed stays at ``training``: see ``time``."""
+    """The state of a run, as it last wrote it. A killed run stays at ``training``, with an old ``time``."""
 
     state: RunState
     """``complete``: it has made all its steps, or stopped early. ``stopped``: it has saved, and can go on."""

@@ -102,7 +102,7 @@ def _launch_config(rendezvous: Rendezvous, nproc: int, timeout: float, log_dir: 
 
 @contextlib.contextmanager
 def _ranks_of(warm_process: WarmProcess | None) -> Iterator[None]:
-    """Context in which torch's elastic launcher, which has no way to be told, takes its ranks from ``warm_process``."""
+    """Context in which torch's elastic launcher, which has no option for it, takes its ranks from ``warm_process``."""
     start = subprocess_handler.Popen
 
     def fork_or_start(args: tuple[str, ...], env: dict[str, str], **options: Any) -> ForkedRank | subprocess.Popen:
@@ -141,7 +141,7 @@ def _handle_signals(folder: str) -> None:
 
     def leave_at_once(number: int, frame: FrameType | None) -> None:
         if number in REQUEUE and time.monotonic() - told < ECHO_SECONDS:
-            return
+            return  # an echo of the first signal: a scheduler may tell both Apptainer and this process inside
         shutil.rmtree(folder, ignore_errors=True)
         os._exit(128 + number)
 

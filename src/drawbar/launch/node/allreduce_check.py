@@ -22,7 +22,7 @@ _POLL = 0.02
 
 
 def check_links(world: Distributed, run_dir: Path, seconds: float = SECONDS) -> None:
-    """Sum a tensor over all ranks, where they are on several nodes, and log how fast each node could.
+    """If the ranks are on several nodes, sum a tensor over all of them, and log how fast each node was.
 
     Raises:
         UserError: with exit code 1: the sum is wrong, or did not come within ``seconds``; it names the nodes at fault.
@@ -70,7 +70,7 @@ def _sum_twice(world: Distributed) -> tuple[list[int], float]:
     Every rank fills a part of its own, and adds zeros to the others' parts: so a wrong part tells whose it is.
     """
     if world.device.type == "cuda":
-        torch.cuda.set_device(world.device)  # of this thread
+        torch.cuda.set_device(world.device)  # each thread has a current device of its own
     numbers = max(1, _BYTES.get(world.device.type, _BYTES["cpu"]) // 4 // world.size)
     parts = torch.zeros(world.size, numbers, device=world.device)
     parts[world.rank] = world.rank + 1.0

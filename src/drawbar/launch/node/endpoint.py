@@ -7,8 +7,8 @@ from collections.abc import Callable
 from drawbar.launch.node.network_interfaces import infiniband, interface_address, is_free
 
 PORTS = range(15000, 32000)
-"""Below those that the kernel gives to outgoing connections, one of which could take a port between the look and the
-listening."""
+"""Ports below those that the kernel gives to outgoing connections: such a connection could take a port after it was
+found free, and before the store listens at it."""
 _TRIES = 200
 
 

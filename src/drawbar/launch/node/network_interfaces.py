@@ -56,7 +56,7 @@ def address_of_host_name() -> str | None:
 def is_free(port: int) -> bool:
     """Whether a server could listen on the port, on all addresses."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as server:
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server will: a restart comes back to it
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the store: a restart uses the same port
         try:
             server.bind(("", port))
             server.listen(1)

@@ -61,7 +61,7 @@ class NodeCheck:
         """Answer, and wait for the verdict.
 
         Raises:
-            UserError: with exit code 1, on every node that answered: some node did not, or does not fit.
+            UserError: with exit code 1, on every node that answered: a node did not answer, or does not fit the others.
         """
         os.environ[NODE] = own = rendezvous.name(rendezvous.node)
         facts = collect_facts(own, self.config, self.processes, self.device)
@@ -93,7 +93,7 @@ class NodeCheck:
         if rendezvous.node == 0:
             return self._listen_at(rendezvous)
 
-        def give_up() -> None:  # torch waits without end for a foreign program that listens there
+        def give_up() -> None:  # torch waits without end if another program listens at the endpoint
             self._blame_head(rendezvous)
             print(f"error: {gone}", file=sys.stderr, flush=True)
             os._exit(ExitCode.FAILED)
@@ -174,11 +174,11 @@ class NodeCheck:
 
 
 class NodeWatch:
-    """Heartbeats between launchers, from the node check until this one ends: the first node watches all others, they
-    watch it. A context manager.
+    """Heartbeats between launchers, from the node check until this launcher ends: the first node watches all others,
+    and the others watch the first. A context manager.
 
     Args:
-        store: on the first node it is the server, which torch's launcher shares: it must live as long.
+        store: on the first node this is the server, which torch's launcher uses, too: keep it until that has ended.
         run_dir: where a lost node is written down.
     """
 
@@ -187,7 +187,7 @@ class NodeWatch:
         self._rendezvous = rendezvous
         self._run_dir = run_dir
         watched = range(1, rendezvous.nodes) if rendezvous.node == 0 else [0]
-        # Counted in beats of this node, and not timed: in a job that was suspended nobody was silent
+        # Silence is counted in beats of this node, and not timed: time in which the job is suspended must not count
         self._silent = dict.fromkeys(watched, 0)
         self._last = dict.fromkeys(watched, b"")
         self._left: set[int] = set()
@@ -207,7 +207,7 @@ class NodeWatch:
         self._leave(linger=failed)
 
     def _leave(self, linger: bool) -> None:
-        """Tell the others that this node is not lost. The first one takes the store with it, so it may linger."""
+        """Tell the others that this node is not lost. The store ends with the first node, so that node may linger."""
         with suppress(dist.DistError, RuntimeError):  # without the first node nobody can be told
             self._store.set(f"left/{self._rendezvous.node}", "")
         if linger and self._rendezvous.node == 0:
@@ -215,7 +215,7 @@ class NodeWatch:
 
     def _name_lost(self) -> None:
         """After a rank lost its connection to a peer: report which node no longer sends heartbeats."""
-        enough = self._beats + 4  # of the watching thread, which may be slow on a busy machine
+        enough = self._beats + 4  # four more beats of the watching thread, which may be slow
         _wait(lambda: self._beats >= enough, LOST_SECONDS)
         _wait(lambda: self._lost(_SUSPICION) or not self._lost(2), LOST_SECONDS)
         self._report_lost(self._lost(_SUSPICION))
@@ -251,7 +251,7 @@ class NodeWatch:
         return self._last[node] != before
 
     def _end_with_first_node(self, store: dist.Store) -> None:
-        """End, where the first node has found one that is lost: the ranks here may wait for it for long."""
+        """End this process if the first node has found a lost node, for which the ranks here might wait for long."""
         if self._rendezvous.node != 0 and store.check(["lost"]):
             print(f"error: {store.get('lost').decode()}", file=sys.stderr, flush=True)
             os._exit(ExitCode.FAILED)
@@ -278,7 +278,7 @@ def _is_peer_failure(failure: ProcessFailure) -> bool:
 
 
 def _is_open(rendezvous: Rendezvous) -> bool:
-    """Whether somebody listens there. torch could wait for it, too, but would fill the log, and heed no signal."""
+    """Whether a program listens at the endpoint. torch could wait for that, but fills the log and heeds no signal."""
     host, _, port = rendezvous.endpoint.rpartition(":")
     try:
         with socket.create_connection((host, int(port)), timeout=_ATTEMPT):

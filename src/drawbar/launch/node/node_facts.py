@@ -62,7 +62,7 @@ class Verdict:
     errors: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     bad: dict[str, str] = field(default_factory=dict)
-    """What is wrong with each node that another one could replace."""
+    """What is wrong with each bad node, by its name: the job could run with another node in its place."""
 
 
 def collect_facts(name: str, config: str, processes: int, device: str) -> NodeFacts:
@@ -99,7 +99,7 @@ def look_at_gpus(environ: Mapping[str, str]) -> tuple[tuple[Gpu, ...], str, str]
         return (), "", f"nvidia-smi gave no answer in {_PATIENCE} s"
     except subprocess.CalledProcessError as error:
         return (), "", f"nvidia-smi failed: {(error.stdout + error.stderr).strip()[:200]}"
-    except ValueError as error:  # [N/A], as of a GPU cut into parts
+    except ValueError as error:  # nvidia-smi prints [N/A] for a GPU that is cut into parts (MIG)
         return (), "", f"nvidia-smi does not tell: {error}"
 
 
@@ -132,7 +132,7 @@ def _judge_settings(nodes: Sequence[NodeFacts], verdict: Verdict) -> None:
         odd = [node.name for node in nodes if node.config != usual]
         verdict.errors.append(
             f"the configuration on {', '.join(odd)} is another one than on the other nodes: "
-            "each must read the same files, and have the same variables where these name any"
+            "each must read the same files, and have the same environment variables if the files use any"
         )
 
 

@@ -9,8 +9,8 @@ STATUS_FILE = "DRAWBAR_STATUS_FILE"
 
 
 def become_launcher(nproc: int) -> None:
-    """Tell the ranks that this process is their launcher, and how many threads each has, unless the user has said it:
-    they share the cores that this process may use."""
+    """Tell the ranks that this process is their launcher, and how many threads each uses if the user sets no number:
+    the ranks share the cores that this process may use."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc)))
     os.environ[LAUNCHER] = str(os.getpid())

@@ -1,8 +1,8 @@
 """``WarmProcess``: imports torch and transformers once for all ranks of a node, and forks the ranks.
 
 These imports are most of the time to a first step. So the process begins with them while the launcher is still reading
-the configuration, and each rank begins behind them. It forks only where a fork is as good as a new interpreter, which
-it finds out itself (:mod:`drawbar.launch.node.entry.warm_ranks`). Else the launcher starts ranks as torch does.
+the configuration, and each rank starts with them done. It forks only where a fork is as good as a new interpreter,
+which it checks itself (:mod:`drawbar.launch.node.entry.warm_ranks`). Else the launcher starts ranks as torch does.
 """
 
 import math
@@ -20,7 +20,7 @@ from drawbar.launch.node.process_tree import adopt_orphans, die_with_parent, let
 from drawbar.launch.node.rank_environment import STATUS_FILE
 
 RANK_PROGRAM = ["-m", "drawbar"]
-"""How the command of a rank that can be forked begins. A user's script is not: it may act before it imports."""
+"""How the command of a rank that can be forked begins. A user's script is not forked: it may act before it imports."""
 _OF_LAUNCHERS = ("TORCHELASTIC_", STATUS_FILE, NODE)
 """Prefixes of the environment variables that a launcher sets after the process has started; no import reads them."""
 _POLL = 0.05
@@ -40,7 +40,7 @@ class WarmProcess:
         self._channel, theirs = Pipe()
         command = [sys.executable, "-u", "-m", "drawbar.launch.node.entry.warm_ranks", str(theirs.fileno())]
         self._process = subprocess.Popen(
-            [*command, *sys.argv[1:]],  # it does not read these: `ps` shows them for its ranks, as for any
+            [*command, *sys.argv[1:]],  # not read: they are there for `ps` to show as the forked ranks' arguments
             pass_fds=[theirs.fileno()],
             start_new_session=True,
             preexec_fn=die_with_parent,
@@ -55,7 +55,7 @@ class WarmProcess:
         self.close()
 
     def close(self) -> None:
-        """End the process; not the ranks, which are children of this one."""
+        """End the warm process, but not the ranks, which are children of the launcher."""
         self._left = 0
         self._channel.close()
         self._process.kill()
@@ -70,7 +70,7 @@ class WarmProcess:
         try:
             self._channel.send((list(arguments[len(RANK_PROGRAM) :]), environment, self._changed_variables()))
             rank = ForkedRank(self._channel.recv())
-        except (EOFError, OSError):  # it could not import, say, which a rank will tell; or a fork would not be the same
+        except (EOFError, OSError):  # say, an import failed there, or a fork would differ from a new process
             self.close()
             return None
         self._left -= 1
@@ -79,7 +79,7 @@ class WarmProcess:
         return rank
 
     def _changed_variables(self) -> dict[str, str | None]:
-        """What has another value than when the process was started, as the code of a user's may have set it."""
+        """The variables that have changed since the warm process was started; the user's code may have set them."""
         names = {name for name in self._environment.keys() | os.environ.keys() if not name.startswith(_OF_LAUNCHERS)}
         return {name: os.environ.get(name) for name in names if os.environ.get(name) != self._environment.get(name)}
 
@@ -101,7 +101,7 @@ class ForkedRank:
         if self.returncode is None:
             try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
-            except ChildProcessError:  # reaped, but a signal's handler raised: its code is lost; 0, as Popen
+            except ChildProcessError:  # reaped, but a signal handler raised: the code is lost; Popen says 0, too
                 pid, status = self.pid, 0
             if pid:
                 self.returncode = os.waitstatus_to_exitcode(status)

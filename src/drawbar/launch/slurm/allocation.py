@@ -11,7 +11,7 @@ from drawbar.errors import UserError
 from drawbar.launch.slurm.partitions import count_gpus, slurm_output
 
 OWN_JOB = "DRAWBAR_JOB"
-"""Environment variable: set in the jobs that drawbar submits, in which a further submit means a further job."""
+"""Environment variable: set in the jobs that drawbar submits; a submit inside of one makes a new job."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Allocation:
         )
 
     def fit(self, config: RunConfig, is_given: bool) -> ClusterSection:
-        """The section ``cluster`` for a run in here; what it leaves open is as the allocation has it. A run on the CPU
+        """The section ``cluster`` for a run in this allocation, which fills in what is left open. A run on the CPU
         leaves the GPUs alone.
 
         Args:
@@ -64,7 +64,7 @@ class Allocation:
             )
         if self.uneven and cluster.gpus_per_node is None and config.takes_all_gpus:
             raise UserError(
-                f"each node must run as many processes as the others, but of the GPUs {self.uneven}",
+                f"each node must run as many processes as the others, but the numbers of GPUs differ: {self.uneven}",
                 where=f"the allocation {self.job}",
                 remedy=f"set cluster.gpus_per_node={self.gpus_per_node}",
             )
@@ -78,14 +78,14 @@ class Allocation:
 
 
 def _gpus_of_job(job: str) -> dict[str, int]:
-    """How many GPUs a job has on each node; empty where Slurm does not tell, and without those that have none."""
+    """How many GPUs a job has on each node that has any; empty where Slurm does not tell."""
     text = slurm_output("scontrol", "show", "job", "--details", "--oneliner", job) or ""
     found = re.findall(r"\bNodes=(\S+) CPU_IDs=\S+ Mem=\S+ GRES=(\S*)", text)
     return {nodes: count for nodes, resources in found if (count := count_gpus(resources))}
 
 
 def _cpus_per_node(environ: Mapping[str, str]) -> int | None:
-    """All CPUs of the node that has fewest: ``72(x2),36`` → 36. Not where tasks may use one thread of a core only."""
+    """All CPUs of the node that has fewest: ``72(x2),36`` → 36. With one thread a core: Slurm's CPUs per task."""
     counts = re.findall(r"(?:^|,)(\d+)", environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
     if not counts or "SLURM_HINT" in environ or "SLURM_THREADS_PER_CORE" in environ:
         return _number(environ.get("SLURM_CPUS_PER_TASK"))

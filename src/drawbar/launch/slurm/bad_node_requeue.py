@@ -18,7 +18,7 @@ def requeue(run_dir: Path, job: str, then: str) -> int:
     """Put the job back into the queue, or tell why not; ``REQUEUED``, ``GAVE_UP`` or ``NO_BAD_NODES``.
 
     Args:
-        then: ``exclude``: back into the queue, to run without them. ``requeue``: back where a node was lost, as Slurm
+        then: ``exclude``: queue the job without its bad nodes. ``requeue``: queue it only if a node was lost, as Slurm
             itself would do when it finds out.
     """
     own = job_name(os.environ["SLURM_JOB_ID"])  # an array element has its own job id, but is requeued as ARRAY_INDEX
@@ -52,7 +52,7 @@ def _exclude(job: str, bad: Iterable[str]) -> int:
 
 
 def _requeue_without(job: str, nodes: str) -> None:
-    """Slurm lets nobody change which nodes a job avoids while it runs: so it is held in between."""
+    """Requeue the job in the held state, exclude the nodes, release it: Slurm refuses the change for a running job."""
     _scontrol("requeuehold", job)
     try:
         _scontrol("update", f"JobId={job}", f"ExcNodeList={nodes}")

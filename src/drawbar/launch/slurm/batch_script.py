@@ -134,11 +134,11 @@ def render(job: Job) -> str:
         python=python,
         restarts=_RESTARTS.format(alone=alone, python=python) if job.allocation is None else "",
         nodes=job.nodes,
-        # since 22.05, srun does not take it over from the job
+        # since Slurm 22.05, srun does not take --cpus-per-task over from the job
         cpus=f"--cpus-per-task={cluster.cpus_per_task} " if cluster.cpus_per_task else "",
         grace=job.grace,
         interface=f" {shlex.quote(cluster.interface)}" if cluster.interface else "",
-        # srun passes Ctrl-C on to the ranks at once; else the first one would only print the state of its tasks
+        # so srun passes Ctrl-C on to the ranks at once; else the first Ctrl-C would only print the state of tasks
         at_terminal="" if job.allocation is None else "--disable-status ",
         command=shlex.join(job.argv),
         settings='"${drawbar_settings[@]}"' if job.elements else shlex.join(job.settings),
@@ -166,7 +166,7 @@ def _which(job: Job) -> list[str]:
 
     if not job.elements:
         return ["drawbar_job=$SLURM_JOB_ID", *run(job)]
-    # the last element's SLURM_JOB_ID is that of the whole array, which must not be requeued with it
+    # the last element has the SLURM_JOB_ID of the whole array: requeueing that would requeue all elements
     lines = ['drawbar_job="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"', 'case "$SLURM_ARRAY_TASK_ID" in']
     for number, element in enumerate(job.elements):
         own = [*run(element), f"drawbar_settings=({shlex.join(element.settings)})", ";;"]

@@ -1,4 +1,4 @@
-"""How many CPUs a job asks for on each node, where no setting says it: Slurm would give all its processes one."""
+"""How many CPUs a job asks for on each node, where no setting says it: Slurm would give it a single CPU."""
 
 from drawbar.config.schema.cluster_section import ClusterSection
 from drawbar.launch.slurm.obstacles import fitting_nodes
@@ -27,7 +27,7 @@ def with_cpus(cluster: ClusterSection, processes: int) -> tuple[ClusterSection, 
 
 
 def few_cpus(cluster: ClusterSection, processes: int) -> list[str]:
-    """What is good to know of an allocation with fewer CPUs than processes; ``salloc --gres=gpu:8`` gives one."""
+    """A note if the allocation has fewer CPUs than processes, as one made by ``salloc --gres=gpu:8`` has."""
     cpus = cluster.cpus_per_task or processes
     if cpus >= processes:
         return []

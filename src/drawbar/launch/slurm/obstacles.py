@@ -31,7 +31,7 @@ class Obstacle:
 
 
 def check_slurm(job: Job) -> list[str]:
-    """See whether Slurm could ever run the job: one that it cannot run, it may accept, and leave in the queue for ever.
+    """See whether Slurm could ever run the job: it may accept one that it cannot run, and leave it queued for ever.
 
     Returns:
         What is good to know. Nothing where there is no Slurm, or it does not answer: submitting will tell.

@@ -43,7 +43,7 @@ class QueueEntry:
     number: str
     state: str
     status: int
-    """As ``wait`` returns it: the exit code above the signal."""
+    """As ``wait`` returns it: the exit code in the high byte, the signal below."""
     restarts: int
     start: str
     """When it started; of one that waits, when it may, or ``N/A``."""

@@ -70,8 +70,8 @@ class SlurmLauncher(Launcher):
     def cancel(self, jobs: Sequence[JobStatus], grace: float) -> None:
         running = [job.record for job in jobs if job.state == RUNNING]
         scancel([job.record.number for job in jobs if job.record not in running])
-        # the script first: it must know, when the ranks have saved, that they are not to go on; Slurm itself would
-        # grant them no more than its KillWait
+        # signal the batch script first: when the ranks have saved, it must know not to requeue the job. A plain
+        # scancel would leave the ranks no more than Slurm's KillWait to save
         scancel([record.number for record in running], "--batch", "--signal=TERM")
         scancel([record.number for record in running], "--signal=TERM")
         left = wait_for_ends(self.status, running, grace)
@@ -82,7 +82,7 @@ class SlurmLauncher(Launcher):
 
 
 def _without_dependency(cluster: ClusterSection) -> ClusterSection:
-    """For a job that has waited for others before: Slurm may not know them any more."""
+    """The section without the dependency on other jobs, which Slurm may not know any more."""
     options = {name: value for name, value in cluster.options.items() if name != "dependency"}
     return cluster.model_copy(update={"options": options})
 

@@ -30,7 +30,7 @@ def slurm_status(records: Sequence[JobRecord]) -> list[JobStatus]:
         # elements that were cancelled one by one before they began are shown under the array's number alone
         entry = entries.get(record.number) or entries.get(record.array)
         if entry is not None and entry.name != record.job_name:
-            entry = None  # another cluster, or the numbers have begun again
+            entry = None  # it is of another job: on another cluster, or the numbers have begun again
         found.append(judge_job(record, entry, JobEnd.read(record)))
     return found
 
@@ -64,7 +64,7 @@ def _where(entry: QueueEntry) -> str:
 
 
 def _exit_code(entry: QueueEntry, end: JobEnd | None) -> int:
-    """That of the run; where the script was killed, what Slurm made of it. Never 0 for what did not complete."""
+    """The run's exit code, or Slurm's if the script was killed: that is never 0 for a job that did not complete."""
     if end is not None:
         return end.code
     return entry.exit_code or (ExitCode.DONE if entry.state == COMPLETED else ExitCode.FAILED)

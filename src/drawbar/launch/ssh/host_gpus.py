@@ -45,6 +45,6 @@ def count_gpus(job: Job, hosts: Sequence[Host], timeout: float) -> list[int]:
 
 
 def _gpus(output: bytes) -> int:
-    """``cluster.setup`` may have written before the answer."""
+    """The number in the host's answer; ``cluster.setup`` may have written something before it."""
     line = output.partition(ANSWER)[2].splitlines()[0]
     return int(json.loads(line)["gpus"])

@@ -23,7 +23,7 @@ class HostOutput:
                 self._log.close()
 
     async def write(self, descriptor: int, host: str, line: bytes) -> None:
-        """In a thread: a terminal or a pager may make us wait, and the hosts must not."""
+        """Write in a thread: a terminal or a pager may block, and the hosts must not wait for it."""
         await asyncio.to_thread(self._write, descriptor, host.encode() + b": " + line + b"\n")
 
     def _write(self, descriptor: int, text: bytes) -> None:

@@ -103,7 +103,7 @@ class RemoteHost:
 
 
 async def lines(stream: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """The lines of a stream without their ends; one without an end, or a very long one, in pieces."""
+    """The lines of a stream without their line ends; a very long line comes in pieces."""
     rest = b""
     while chunk := await stream.read(2**16):
         *whole, rest = (rest + chunk).split(b"\n")

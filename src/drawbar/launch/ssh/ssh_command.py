@@ -19,7 +19,7 @@ from drawbar.launch.ssh.protocol import HostJob, host_message
 
 _OPTIONS = {
     "BatchMode": "yes",  # nobody is there to answer for each host
-    "ControlMaster": "no",  # one that this run would start stays when the run is over
+    "ControlMaster": "no",  # a master that this run started would stay when the run is over
     "RemoteCommand": "none",
     "ClearAllForwardings": "yes",  # a second connection could not listen on the same port
     "ConnectTimeout": "10",
@@ -80,7 +80,7 @@ def start_script(job: Job, module: str) -> bytes:
     cluster = job.cluster
     lines = [f"export {name}={shlex.quote(value)}" for name, value in cluster.environment.items()]
     before = [*(f"module load {shlex.quote(module)} || exit" for module in cluster.modules), *cluster.setup]
-    if before:  # none of them may read what follows
+    if before:  # none of these commands may read standard input: the host's job follows there
         lines += ["{", *before, "} < /dev/null"]
     if job.container is not None:
         lines += job.container.script()

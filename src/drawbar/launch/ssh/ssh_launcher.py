@@ -31,7 +31,7 @@ from drawbar.runtime.streams import ignore_output_errors
 UNKNOWN = "UNKNOWN"
 """The job's process was started on another machine, and cannot be seen from this one."""
 _END_SECONDS = 30
-"""How long hosts may take to end what was not given time to save."""
+"""Seconds that the hosts have to end a job after its second SIGTERM, before its process here is killed."""
 
 
 class SshLauncher(Launcher):
@@ -175,7 +175,7 @@ def _status(record: JobRecord) -> JobStatus:
     if ended is not None:
         return ended
     if process is not None and not process.is_here:
-        detail = f"the process that submitted it runs on {process.machine}, if it does: ask there"
+        detail = f"the process that submitted it is or was on {process.machine}: ask there"
         return JobStatus(record, UNKNOWN, detail)
     return JobStatus(record, LOST, "the process that held its connections was killed, and the hosts ended the run")
 

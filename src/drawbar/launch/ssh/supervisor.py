@@ -61,7 +61,7 @@ class _Supervisor:
         self._stopped = loop.create_future()
         for number in _PASSED_ON:
             loop.add_signal_handler(number, self._on_signal, number)
-        signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # stopped, it would be silent, and the hosts would end the run
+        signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # Ctrl-Z would stop the heartbeats: the hosts would end the run
         self._hosts = list(await asyncio.gather(*(RemoteHost.connect(start, self._output) for start in starts)))
         work, heartbeat = asyncio.create_task(self._work()), asyncio.create_task(self._send_heartbeats())
         try:

@@ -1,7 +1,7 @@
 """DeepSpeed's pipeline (``deepspeed.pipe``) over this program's stages, and its tensor-parallel layers inside them.
 
-To DeepSpeed, a model is as many layers as there are stages. It passes one tensor from each to the next: masks,
-positions and labels a stage takes from its own copy of the micro-batch, which every rank of a pipeline has.
+To DeepSpeed, each stage is one layer. DeepSpeed passes one tensor from each layer to the next; a stage takes masks,
+positions and labels from its own copy of the micro-batch, which every rank of a pipeline has.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -74,7 +74,7 @@ def pipeline_module(stage: Stage, tied: nn.Parameter | None, dims: ParallelDims)
     """DeepSpeed's ``PipelineModule``, on this rank with its own stage alone.
 
     Args:
-        tied: the copy that first and last stage each have of a tied weight; None on the others.
+        tied: this rank's copy of the weight that first and last stage share; None on other ranks.
     """
     from deepspeed.pipe import PipelineModule
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
@@ -84,14 +84,14 @@ def pipeline_module(stage: Stage, tied: nn.Parameter | None, dims: ParallelDims)
     with redirect_stdout(StringIO()):  # it prints what it does
         module: Any = PipelineModule(layers, topology=topology, partition_method="uniform", dynamic_shape=True)
     group = _ends(topology.get_axis_comm_lists("pipe"))
-    # instead of its tied layers, which would have to be layers of their own
+    # replaces DeepSpeed's tied layers, for which embedding and head would have to be layers of their own
     module.get_tied_weights_and_groups = lambda: _tied_gradients(tied, group)
     _mark_counted_once(stage, tied, module.mpu().get_slice_parallel_rank() == 0)
     return module
 
 
 def _ends(pipelines: Iterable[Sequence[int]]) -> dist.ProcessGroup | None:
-    """The group of first and last stage of this rank's pipeline. Every rank makes all of them."""
+    """The group of first and last stage of this rank's pipeline. Every rank makes the groups of all pipelines."""
     own = None
     for ranks in pipelines:
         group = dist.new_group([ranks[0], ranks[-1]])
@@ -102,7 +102,7 @@ def _ends(pipelines: Iterable[Sequence[int]]) -> dist.ProcessGroup | None:
 
 def _tied_gradients(tied: nn.Parameter | None, group: dist.ProcessGroup | None) -> list[tuple[Any, Any]]:
     """Pairs (weight, group): DeepSpeed sums the weight's ``grad`` over the group. Some of its optimizers keep gradients
-    elsewhere, so an object that stands for the weight has it."""
+    elsewhere, so the pair has a stand-in for the weight, whose ``grad`` is that gradient."""
     if tied is None or not tied.requires_grad:
         return []
     places = [getattr(tied, name, None) for name in ("_hp_grad", "grad_accum", "grad")]
@@ -147,14 +147,14 @@ class DeepSpeedPipeline:
         engine.step = engine._exec_optimizer_step
 
     def round_up_micro_batches(self, count: int) -> int:
-        """As of ``schedule.Pipeline``: any number will do."""
+        """See ``schedule.Pipeline``; DeepSpeed accepts any number."""
         return count
 
     def run(self, inputs: Sequence[Inputs], loss: Loss) -> None:
         """Forward and backward of all micro-batches, with the gradients averaged over the data-parallel
         ranks."""
         engine = self.engine
-        divided_by = engine.gradient_accumulation_steps()  # from its JSON, not this step's micro-batch count
+        divided_by = engine.gradient_accumulation_steps()  # DeepSpeed divides the loss by this, from its JSON
 
         def compute_loss(logits: Tensor, number: int) -> Tensor:
             with autocast(self.precision, self.device):
@@ -213,7 +213,7 @@ def shard_layers(part: nn.Module, plan: ModelParallelPlan, tied: nn.Parameter | 
 
 
 def _styled(part: nn.Module, styles: Mapping[str, Style]) -> Iterator[tuple[str, nn.Module, Style]]:
-    """The layers to change. A stage lacks those of others, in whose places stand modules without weights."""
+    """The layers to change. They have weights: the placeholders for other stages' layers have none."""
     for name, module, style in matching(list(part.named_modules()), styles):
         if "weight" in module._parameters and style != "embedding":
             yield name, module, style

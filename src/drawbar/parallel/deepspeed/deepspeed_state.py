@@ -50,7 +50,7 @@ def import_deepspeed(device: torch.device) -> ModuleType:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it writes to stdout, where results go
     if device.type == "cpu":
-        # a kernel that it would compile at the first start, to do what gloo does
+        # DeepSpeed would compile this kernel at the first start; gloo does the same without it
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
@@ -76,7 +76,7 @@ def initialize_deepspeed(
         UserError: DeepSpeed refuses the model, or the values.
     """
     deepspeed = import_deepspeed(device)
-    # it keeps the process groups of its first engine, which may be gone by the second
+    # DeepSpeed keeps the process groups of its first engine, which may be gone when a second one is made
     deepspeed.utils.groups._release_process_group_references()
     deepspeed.comm.comm.cdb = None
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed requires it even for one process without a launcher
@@ -133,7 +133,7 @@ class MasterState(ABC):
 
     @abstractmethod
     def set_weight(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Both the fp32 weight and what the model computes with."""
+        """Set both the fp32 weight and the weight that the model computes with."""
 
     @abstractmethod
     def state(self, parameter: nn.Parameter, key: str) -> Tensor:
@@ -145,7 +145,7 @@ class MasterState(ABC):
 
     @abstractmethod
     def set_state(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
-        """What ``state`` returned."""
+        """Set what ``state`` returned."""
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """Its gradient, averaged over the data-parallel ranks, times the loss scale; between backward and update."""
@@ -277,7 +277,7 @@ def _make_room(optimizer: Optimizer, flat: Tensor, keys: set[str], step: Tensor)
 
 
 def is_tp_shard(parameter: nn.Parameter) -> bool:
-    """Whether tensor parallelism has left a part of it on this rank."""
+    """Whether this rank has only a part of the parameter, cut by AutoTP."""
     return hasattr(parameter, "gather_params")
 
 

@@ -27,9 +27,9 @@ _HOOKS = (
 
 
 class PipelineInference:
-    """The stages of this rank as ``model``: an object of the model's own class, which shares its modules.
+    """The stages of this rank as ``model``: a shallow copy of the first, whose forward runs the whole pipeline.
 
-    Create it before FSDP and the packed-row hooks are applied to the stages: they must run inside the stage calls.
+    Create it before FSDP and the packed-row hooks are applied to the stages: hooks must run inside the stage calls.
 
     Args:
         stage_modules, group: as for ``Pipeline``.
@@ -71,7 +71,7 @@ class PipelineInference:
             return self._answer(kwargs)
 
         model.forward = forward_through_stages
-        if len(self.stage_modules) > 1:  # a cache of transformers' counts the layers of one part
+        if len(self.stage_modules) > 1:  # a cache of transformers fits the layers of one stage
             model.generate = _without_cache(model.generate)
         return model
 

@@ -27,7 +27,7 @@ Loss = Callable[[Tensor, int], Tensor]
 
 
 class _Stage(PipelineStage):
-    """torch's stage, that takes its keyword arguments from ``inputs`` and hidden states of any shape."""
+    """torch's stage, but keyword arguments come from ``inputs``, and hidden states may have any shape."""
 
     inputs: Sequence[Inputs] = ()
     precision = "fp32"
@@ -56,7 +56,7 @@ class _Stage(PipelineStage):
         self._free(self.args_recv_info[bwd_chunk_id], self.grad_recv_info[bwd_chunk_id])
 
     def _allocate(self, received: Iterable[Any]) -> None:
-        """Make the tensors that one micro-batch receives: torch makes those of all at once."""
+        """Make the receive buffers of one micro-batch: torch would make those of all micro-batches at once."""
         for info in received:
             if getattr(info, "buffer", None) is not None:  # the first stage receives nothing
                 info.buffer = torch.empty_like(info.buffer, device=self.device)
@@ -135,7 +135,7 @@ class Pipeline:
     def round_up_micro_batches(self, count: int) -> int:
         """The smallest number of micro-batches, at least ``count``, that the schedule accepts."""
         ranks = self.group.size()
-        while self.name == "interleaved" and count % max(1, count // ranks) != 0:
+        while self.name == "interleaved" and count % max(1, count // ranks) != 0:  # what torch refuses
             count += 1
         return count
 
@@ -158,8 +158,8 @@ class Pipeline:
             stage.inputs = ()
 
     def _prepare(self, count: int, tokens: int) -> None:
-        """The schedule for so many micro-batches of this size. Only the newest is kept: as sizes are rounded up, most
-        steps use it again."""
+        """Make the schedule for ``count`` micro-batches of this size. Only the newest is kept: sizes are rounded up, so
+        most steps use the same one again."""
         if self._key == (count, tokens):
             return
         self._schedule, self._stages = None, []
@@ -210,8 +210,8 @@ def add_up_tied(gradient: Tensor, peer: int, group: dist.ProcessGroup) -> None:
     """Add the gradient of the other copy of a tied weight, in place. Both ranks then have the same sum, bit by bit.
 
     Args:
-        gradient: what this rank has of it: a plain tensor.
-        peer: the other's rank in the group.
+        gradient: the gradient of this rank's copy, as a plain tensor.
+        peer: the rank, in the group, that has the other copy.
     """
     other = torch.empty_like(gradient)
     operations = [

@@ -40,8 +40,8 @@ def split_layers(model: nn.Module, plan: PipelinePlan, stages: int, cuts: Sequen
     """How many blocks each stage has.
 
     Args:
-        cuts: this number for each stage, as given by the user; None for stages of about as many parameters each, with
-            the embedding on the first and the head on the last: the sum of their squares is the least.
+        cuts: the number of blocks of each stage, as given by the user; None for the least sum of the squares of the
+            stages' parameter counts, with the embedding on the first stage and the head on the last.
 
     Raises:
         UserError: there are fewer blocks than stages, or the cuts do not fit.
@@ -73,12 +73,12 @@ def _size(module: nn.Module) -> int:
 
 
 def _balanced(sizes: Sequence[int], stages: int) -> list[int]:
-    """How many neighbours go into each stage, so that the sum of the squares of the stages' sizes is the least.
+    """How many consecutive blocks go into each stage, so that the sum of the squares of the stages' sizes is the least.
 
-    Dynamic programming: the best way to cut the first ``n`` into ``s`` follows from the best ways to cut fewer.
+    Dynamic programming: the best way to cut ``n`` blocks into ``s`` stages follows from the best ways to cut fewer.
     """
     total = [0, *accumulate(sizes)]
-    best: dict[int, tuple[int, list[int]]] = {0: (0, [])}  # blocks so far → (cost, cuts), for as many stages as rounds
+    best: dict[int, tuple[int, list[int]]] = {0: (0, [])}  # after s rounds, for s stages: blocks → (cost, cuts)
     for _ in range(stages):
         longer: dict[int, tuple[int, list[int]]] = {}
         for start, (cost, cuts) in best.items():
@@ -169,7 +169,7 @@ class LocalStages(nn.Module):
         self._renamed = {f"{plan.head}.weight": f"{plan.embedding}.weight"} if is_tied(model, plan) else {}
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """The head, where there is one: as in a model of transformers, which is how Muon finds it."""
+        """The head, where there is one: Muon finds it by this method, as in a model of transformers."""
         last: Any = self.stage_modules[-1]
         return last.get_output_embeddings()
 

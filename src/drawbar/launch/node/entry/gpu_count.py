@@ -2,7 +2,7 @@
 
     python -P -m drawbar.launch.node.entry.gpu_count
 
-Reads a line of JSON from its standard input: the environment variables that a run would have here besides.
+Reads a line of JSON from its standard input: the environment variables that a run would have, besides the host's own.
 """
 
 import json

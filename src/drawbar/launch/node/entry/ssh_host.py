@@ -30,7 +30,7 @@ from drawbar.launch.node.route import describe, find_route
 from drawbar.launch.ssh.protocol import GRACE, HostJob, launcher_message
 
 LOST_EXIT_CODE = 255
-"""The exit code where the worker was killed; that of ssh itself where a connection was lost."""
+"""The exit code if the worker was killed: the same code that ssh has if its connection is lost."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -86,7 +86,7 @@ class LauncherChannel:
 
 
 def main() -> int:
-    """Two processes, of which either ends everything when the other is killed: one works, and its parent waits."""
+    """Run as two processes: one works, its parent waits. If either is killed, the other ends everything."""
     adopt_orphans()
     parent = os.getpid()
     worker = os.fork()
@@ -102,7 +102,7 @@ def main() -> int:
 
 
 def work(parent: int) -> int:
-    """Run what the launcher sends; the end of the process ``parent`` is the end of it, too."""
+    """Run what the launcher sends; end when the process ``parent`` ends."""
     channel = LauncherChannel(parent)
 
     def pass_on(number: int, frame: FrameType | None) -> None:
@@ -215,14 +215,14 @@ def _watch(child: "subprocess.Popen[bytes]", channel: LauncherChannel, patience:
             return _stop(child, GRACE)
     if code >= 0:
         return code
-    if -code in passed_on:  # before it could listen to signals: nothing is lost
+    if -code in passed_on:  # the signal came before the command could handle it: nothing is lost
         return ExitCode.INTERRUPTED if -code == signal.SIGINT else ExitCode.REQUEUE
     _write(2, f"error: drawbar train was killed by {signal.Signals(-code).name}\n".encode())
     return ExitCode.FAILED
 
 
 def _stop(child: "subprocess.Popen[bytes]", grace: float) -> int:
-    """Ask the command to end, and kill it after so many seconds; what it has started, the caller kills."""
+    """Ask the command to end, and kill it after so many seconds; the caller kills what the command has started."""
     if grace:
         child.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -37,10 +37,10 @@ def main(descriptor: int) -> None:
 
 
 def _is_as_new(descriptor: int) -> bool:
-    """Whether a fork of this process can do what a new one can: no other thread may hold a lock that its copy waits for
-    without end, and no library may hold anything open, a GPU above all.
+    """Whether a fork of this process can do what a new one can: no other thread may run, as it may hold a lock that
+    nobody would release in the fork; and no library may hold anything open, a GPU above all.
 
-    Threads that end where a process forks, and start when they are needed, do not count: those of OpenBLAS, by numpy.
+    Threads that end at a fork and start again when needed do not count, such as those of OpenBLAS in numpy.
     """
     if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
         return False  # nobody can wait for a child
@@ -54,7 +54,7 @@ def _is_as_new(descriptor: int) -> bool:
 
 
 def _fork_ranks(channel: Connection) -> list[str] | None:
-    """Fork a rank for each request. Returns its arguments in the rank; None here: at the end, or to refuse one."""
+    """Fork a rank for each request. Returns the rank's arguments in the rank; else None: at the end, or to refuse."""
     launcher = os.getppid()
     while True:
         try:
