@@ -36,6 +36,7 @@ PARTS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options, parsed = parse(arguments)
+    options.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="drawbar-bench-", dir=options.folder) as folder:
         options = replace(options, folder=Path(folder))
         limits = {} if options.quick else measure_limits(options.folder)
