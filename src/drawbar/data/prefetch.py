@@ -91,7 +91,7 @@ class MicroBatch(Generic[Batch]):
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What one rank computes in a step, the step's tokens over all ranks, and where the data stands after it."""
+    """What one rank computes in a step, the tokens of its own share, and where the data stands after it."""
 
     micro_batches: list[PlannedMicroBatch]
     tokens: int

@@ -239,7 +239,7 @@ class StreamLoader(Loader[Batch]):
         return PlannedRow(rows, row, int(rows.lengths[row : row + 1][0]), first_id, block.start.epoch)
 
     def _any_row(self) -> RawBatch:
-        """A row for a rank that has none in a step: the data's first, so dropout draws equally many numbers."""
+        """A row for a rank that has none in a step: always the data's first, so a resumed run has the same dropout."""
         if self._filler is None:
             self._filler = self._any_rows()
         return RawBatch([RawRow(self._filler.read(0), self._filler.join)], epoch=0)

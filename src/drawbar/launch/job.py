@@ -18,7 +18,7 @@ class Job:
 
     name: str
     argv: tuple[str, ...]
-    """The command, its interpreter first; the path of the configuration comes behind it, and then ``settings``."""
+    """The command, its interpreter first; behind it comes the path of the configuration, and in Slurm ``settings``."""
     workdir: Path
     """Absolute, as is ``run_dir``."""
     run_dir: Path

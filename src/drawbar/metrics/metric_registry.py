@@ -34,7 +34,7 @@ for _name, _metric in BUILT_IN_METRICS.items():
 
 SMALLER_IS_BETTER = frozenset({"loss", "perplexity", "bits_per_byte", "mse", "mae"})
 LARGER_IS_BETTER = frozenset({*BUILT_IN_METRICS, *ROUGE_SCORES, *ENTITY_SCORES}) - SMALLER_IS_BETTER
-"""Scores by name: those of the built-in metrics, and those that the built-in tasks compute from the loss."""
+"""Scores of the built-in metrics by name; ``SMALLER_IS_BETTER`` also has those that tasks compute from the loss."""
 
 SETTING = "task.metrics"
 
