@@ -38,7 +38,7 @@ def logging_compile_payoff(steps: Steps, engine: Engine, meter: Throughput, unco
     if not engine.config.parallel.compile:
         return steps
     if left < LAST_COMPARED:
-        logger.info("parallel.compile: the %d steps of this run are too few to tell whether it pays", left)
+        logger.info("parallel.compile: the %d steps that are left are too few to tell whether it pays", left)
         return steps
     fits = uncompiled_step_fits or engine.world.device.type == "cpu"
     updater = engine.updater if fits and isinstance(engine.updater, TorchUpdater) else None

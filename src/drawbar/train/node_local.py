@@ -60,7 +60,7 @@ class _DiskState:
     step: int
     """-1 for none."""
     checkpoints: dict[Path, tuple[bytes, list[str]]]
-    """By folder, newest and best checkpoint: its manifest (equal manifests: equal checkpoints) and its file names."""
+    """Of the newest and of the best one, by folder: manifest (equal manifests: equal checkpoints) and file names."""
     files: dict[Path, FileEntry]
     """The others of the run."""
 

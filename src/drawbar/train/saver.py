@@ -177,7 +177,7 @@ def checkpoint_bytes(engine: Engine) -> int:
 
 
 def as_it_began(config: RunConfig, checkpoint: Path, device: torch.device) -> RunConfig:
-    """The configuration with ``auto`` replaced by what the run began with: number formats, plain loss, padded rows. On
+    """The configuration with ``auto`` replaced as the run began: number formats, ``plain`` cross-entropy, padding. On
     other hardware, or with a newer drawbar, a resumed run is the same run.
 
     Raises:
