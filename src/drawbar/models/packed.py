@@ -23,7 +23,7 @@ Arguments = dict[str, Any]
 
 DECODERS = {"gemma", "gemma3_text", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "granite", "llama", "mistral", "mixtral"}
 DECODERS |= {"olmo2", "phi", "phi3", "qwen2", "qwen3", "smollm3", "starcoder2"}
-"""They take positions: in transformers' attention, a sample begins where these restart (flash: in one row alone)."""
+"""In transformers' attention a sample begins where position_ids restart (flash: only in a batch of one row)."""
 WITHOUT_SDPA = {"gptj"}
 ENCODERS = {"bert", "distilbert", "electra"} | COUNTS_FROM_PAD
 """They take positions and a mask of four dims, and classify a text by its first token."""

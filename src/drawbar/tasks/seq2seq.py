@@ -37,7 +37,7 @@ class Seq2Seq(TokenTask):
         return tokenizer
 
     def wrapping_for(self, tokenizer: Any) -> Wrapping | None:
-        """As ``super()``; if that is None and the tokenizer adds no end token, one with it: models learn to stop."""
+        """As ``super()``; if that is None and texts get no end token, a wrapping that adds it: models learn to stop."""
         wanted = super().wrapping_for(tokenizer)
         before, after = special_tokens_around(tokenizer)
         if wanted is not None or tokenizer.eos_token_id in (None, *after):

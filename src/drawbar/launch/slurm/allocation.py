@@ -85,7 +85,7 @@ def _gpus_of_job(job: str) -> dict[str, int]:
 
 
 def _cpus_per_node(environ: Mapping[str, str]) -> int | None:
-    """All CPUs of the node that has fewest: ``72(x2),36`` → 36. With one thread a core: Slurm's CPUs per task."""
+    """All CPUs of the node that has fewest: ``72(x2),36`` → 36. If threads per core are set: SLURM_CPUS_PER_TASK."""
     counts = re.findall(r"(?:^|,)(\d+)", environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
     if not counts or "SLURM_HINT" in environ or "SLURM_THREADS_PER_CORE" in environ:
         return _number(environ.get("SLURM_CPUS_PER_TASK"))
