@@ -1,6 +1,6 @@
 """``Strategy``: what the program must know of a value of ``parallel.strategy``, without torch.
 
-Code asks for a feature (``strategy.shards_parameters``), never for a name. To add a strategy is to write a function
+Code asks for a feature (``strategy.shards_parameters``), rarely for a name. To add a strategy is to write a function
 that builds the parts of its engine (see ``drawbar.engines.parts``), and a ``Strategy`` that names it: registered here,
 in another package as an entry point of the group ``drawbar.strategies``, or not at all, if a run names it as
 ``package.module:name``.

@@ -170,7 +170,7 @@ def attend(
         attention_mask: with segments a placeholder that is not read; without them, as for ``sdpa``.
         segments: of the queries, and, outside of cross-attention, of the keys as well.
         source_segments: of the keys in cross-attention. A decoder's self-attention gets them too, and ignores them.
-        position_bias: with segments of shape (1, H, l, l), for samples of up to l tokens.
+        position_bias: shape (1, H, l, l), for samples of up to l tokens; without segments, as for ``sdpa``.
 
     Returns:
         Shape (R, L, H, D).

@@ -69,7 +69,7 @@ class PretrainedTask(Task):
         wrapping = self.wrapping_for(tokenizer)
         if wrapping is not None:
             wrap_texts(tokenizer, wrapping)
-            if not isinstance(self.config.tokenizer, TokenizerTraining):  # one trained here brings none when loaded
+            if not isinstance(self.config.tokenizer, TokenizerTraining):  # one trained here is saved with it
                 check_wrapping_is_saved(tokenizer)
         return tokenizer
 

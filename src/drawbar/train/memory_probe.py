@@ -211,8 +211,8 @@ def largest_that_fits(measure: Callable[[int], Trial], fits: Callable[[float], b
     """The largest trial that fits, of 1, 2, 4, … or ``most`` rows; that of one row even if it does not fit.
 
     At each moment of a step, the memory is a constant and a part that grows with the rows. So the peak is convex in the
-    rows: beyond the last two trials it may lie above the line through them, but by no more than such constants differ
-    (a block that FSDP has gathered, a chunk of logits).
+    rows: beyond the last two trials it may lie above the line through them, but by no more than the constants of two
+    moments differ (a block that FSDP has gathered, a chunk of logits).
 
     Args:
         fits: whether so many bytes are there, on all ranks.

@@ -194,7 +194,7 @@ def log_changed_length(changed: Sequence[Difference], made: int, total_steps: in
 
 
 def with_cross_entropy_of(config: RunConfig, state: Mapping[str, Any]) -> RunConfig:
-    """The configuration with ``task.cross_entropy: plain`` in place of ``auto`` if a checkpoint's run was plain, too:
+    """The configuration with ``task.cross_entropy: plain`` in place of ``auto`` if a checkpoint's run was plain:
     other implementations add up the same loss in another order.
 
     Args:

@@ -321,25 +321,24 @@ class _Run:
         self.console.start(self.total_steps, self.progress.step)
         for callback in self.callbacks:
             callback.on_train_start(self.handle)
-        if not self.stop.agreed():  # no callback asked for a stop in on_train_start (which may evaluate)
-            self.stop.begin()
-            steps = self.loader.steps(self.progress.step, self.total_steps)
-            steps = logging_compile_payoff(steps, self.engine, self.meter, self.uncompiled_step_fits)
-            for step, micro_batches in steps:
-                self.world.note(f"step {step}")
-                counts = self.engine.count_targets(micro_batches), self.loader.tokens
-                num_targets, tokens = self.stop.agree_and_sum(*counts)  # the one host collective of a step
-                if self.stop.has_agreed:  # signal, early stop or a failure: every rank, before the same step
-                    self.loader.give_back()
-                    break
-                result = self.engine.train_step(micro_batches, num_targets)  # forward, backward, reduce, clip, update
-                self.progress.advance(result)
-                last, waited = step == self.total_steps, self.loader.waited
-                info = StepInfo(step, result, self.progress, last, int(tokens), data_wait_seconds=waited)
-                for callback in self.callbacks:
-                    callback.on_step(self.handle, info)
-            else:
-                self.stop.agreed()  # a failure in the last step
+        self.stop.begin()
+        steps = self.loader.steps(self.progress.step, self.total_steps)
+        steps = logging_compile_payoff(steps, self.engine, self.meter, self.uncompiled_step_fits)
+        for step, micro_batches in steps:
+            self.world.note(f"step {step}")
+            counts = self.engine.count_targets(micro_batches), self.loader.tokens
+            num_targets, tokens = self.stop.agree_and_sum(*counts)  # the one host collective of a step
+            if self.stop.has_agreed:  # signal, early stop or a failure: every rank, before the same step
+                self.loader.give_back()
+                break
+            result = self.engine.train_step(micro_batches, num_targets)  # forward, backward, reduce, clip, update
+            self.progress.advance(result)
+            last, waited = step == self.total_steps, self.loader.waited
+            info = StepInfo(step, result, self.progress, last, int(tokens), data_wait_seconds=waited)
+            for callback in self.callbacks:
+                callback.on_step(self.handle, info)
+        else:
+            self.stop.agreed()  # a failure in the last step
         if self.stop.reason >= Reason.FAILED:
             share_failures(guarded, self.world)
         for callback in self.callbacks:

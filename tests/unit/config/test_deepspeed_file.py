@@ -222,7 +222,7 @@ CONTRADICTIONS = [
     (
         {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 5}}},
         ["train.steps=null", "train.epochs=2"],
-        "scheduler.params.total_num_steps = 5 contradicts train.epochs=2.0 (command line): the number of steps depends on the data",
+        "scheduler.params.total_num_steps = 5 contradicts train.epochs=2.0 (command line): the number of steps",
     ),
     (
         {"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 5}}},

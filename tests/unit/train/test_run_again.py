@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,21 @@ def test_a_run_that_is_told_to_stop_at_its_last_step_is_complete(
     fit(callbacks=[StopAtTheEnd()])
     assert state_of(run) == ("complete", 12, 12)
     assert "12 steps made" in capfd.readouterr().out
+
+
+def test_what_a_callback_asks_for_before_the_first_step_is_done(fit: Fit, run: Path) -> None:
+    class AtTheStart(Callback):
+        def __init__(self, ask: Callable[[RunHandle], None]) -> None:
+            self.ask = ask
+
+        def on_train_start(self, run: RunHandle) -> None:
+            self.ask(run)
+
+    settings = ("checkpoint.every=null", "checkpoint.keep_best=false")
+    fit(*settings, callbacks=[AtTheStart(RunHandle.request_stop)])
+    assert not list((run / "checkpoints").glob("step-*"))
+    fit(*settings, callbacks=[AtTheStart(RunHandle.request_save)])
+    assert [path.name for path in sorted((run / "checkpoints").glob("step-*"))] == ["step-00000001", "step-00000012"]
 
 
 def test_a_run_that_failed_before_its_first_checkpoint_begins_anew(fit: Fit, project: Path) -> None:

@@ -158,7 +158,7 @@ class ParallelSection(Section):
 
     @property
     def features(self) -> Strategy:
-        """What the strategy can do: code asks for this, and not for a name."""
+        """What the strategy can do: code asks for this, and rarely for a name."""
         return find_strategy(self.strategy)
 
     @property
