@@ -2,44 +2,35 @@
 and one that is gone or hangs is named.
 
 A thread of each rank writes its entry. It sends heartbeats by itself only while the rank waits here, or says that it
-is at work: a rank that hangs anywhere else, as in a collective of its engine, falls silent.
+is at work: a rank that hangs anywhere else, as in a collective of its engine, falls silent. The thread of rank 0 alone
+reads the entries of all, and publishes one digest, by which every rank judges.
 """
 
-import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import astuple, dataclass
 from datetime import timedelta
+from math import ceil
 
 import torch.distributed as dist
 
+from drawbar.distributed.rank_activity import ActivityCensus, LivenessDigest, RankActivity
 from drawbar.errors import ExitCode, UserError
 from drawbar.runtime.log import logger
 
 TELL_SECONDS = 60.0
 """How often the log says which rank waits for which."""
 _BEATS = 20
-"""Heartbeats missed in a row after which a rank counts as silent."""
+"""Heartbeats within the timeout, at least."""
+_CONFIRMATIONS = 3
+"""Digests in a row that must find a rank silent before a wait ends: the first ones may be older than a sign of life
+that is under way. That may be the reader's own, after it was suspended."""
 _LOOK_SECONDS = 1.0
 """Longest blocking wait between polls; Python handles signals in between."""
-_NAMED = 4
-"""Ranks that a message names."""
-
-
-@dataclass(frozen=True)
-class RankActivity:
-    """What a rank tells the others."""
-
-    entered: int = 0
-    """How many operations it has come to: all ranks come to the same ones, in the same order."""
-    signs: int = 0
-    """Its notes and heartbeats so far, in one number: that it changes is a sign of life."""
-    activity: str = "starting"
 
 
 class Liveness:
-    """This rank's entry, the entries last seen of its peers, and waits that depend on those.
+    """This rank's entry, the digest last seen of all entries, and waits that depend on it.
 
     Args:
         store: where the ranks meet.
@@ -50,8 +41,8 @@ class Liveness:
         self.timeout = timeout
         self._store = store
         self._rank = rank
-        self._peers = [peer for peer in range(size) if peer != rank]
-        self._activity = RankActivity.activity
+        self._census = ActivityCensus(store, size, ceil(timeout / self._period)) if rank == 0 else None
+        self._activity = RankActivity().activity
         self._entered = 0
         self._notes = 0
         self._beats = 0
@@ -59,12 +50,14 @@ class Liveness:
         self._is_working = False
         self._is_waiting = False
         self._told: RankActivity | None = None
-        self._seen: dict[int, RankActivity] = {}
+        self._digest = LivenessDigest()
         self._over = threading.Event()
 
     def join(self) -> None:
-        """Write the first entry."""
+        """Write the first entry; rank 0 writes the first digest, too."""
         self._tell()
+        if self._census:
+            self._digest = self._census.publish()
 
     def start(self) -> None:
         """Begin, once the first entries of all ranks are in the store, to read and write them."""
@@ -111,23 +104,27 @@ class Liveness:
 
     def _watch(self, operation: dist.Work, look: float) -> None:
         # counts polls instead of seconds, so that no rank counts as silent after a suspended job resumes
-        looks = stuck = 0
-        silent = dict.fromkeys(self._peers, 0)
-        last = self._seen
+        looks = unchanged = accused = stuck = 0
+        last = self._digest
         while not _has_ended(operation, look):
-            seen = self._seen
             looks += 1
-            for peer in self._peers:
-                silent[peer] = silent[peer] + 1 if seen.get(peer) == last.get(peer) else 0
-            last = seen
-            missing = [peer for peer in self._peers if seen.get(peer, RankActivity()).entered < self._entered]
-            stuck = 0 if missing else stuck + 1
-            if lost := [peer for peer in self._peers if silent[peer] * look > self.timeout]:
-                raise self._lost(f"{_describe(lost, seen)}; no sign of life since then")
+            digest = self._digest
+            if digest == last:
+                unchanged += 1
+            else:
+                unchanged = 0
+                accused = accused + 1 if digest.silent else 0
+            last = digest
+            have_come = digest.lowest >= self._entered
+            stuck = stuck + 1 if have_come else 0
+            if unchanged * look > self.timeout:  # rank 0 makes no digests, or the store is lost
+                raise self._lost(f"{digest.others if self._rank == 0 else digest.first}; no sign of life since then")
+            if accused >= _CONFIRMATIONS and looks * look > self.timeout:
+                raise self._lost(f"{digest.silent}; no sign of life since then")
             if stuck * look > self.timeout:
                 raise self._lost("all have come, but their data does not get through")
-            if missing and _is_time_to_tell(looks, look):
-                logger.info("waiting for %s (%.0f s)", _describe(missing, seen), looks * look)
+            if not have_come and _is_time_to_tell(looks, look):
+                logger.info("waiting for %s (%.0f s)", digest.behind, looks * look)
 
     def _lost(self, reason: str) -> UserError:
         return UserError(
@@ -136,33 +133,37 @@ class Liveness:
             exit_code=ExitCode.FAILED,
         )
 
+    @property
+    def _period(self) -> float:
+        """Seconds between heartbeats. A rank that has come is counted in the digest that others read three periods
+        later, so that they do not say that they wait for it."""
+        return min(self.timeout / _BEATS, TELL_SECONDS / 4)
+
     def _run(self) -> None:
-        period = self.timeout / _BEATS
         awaited = 0
-        while not self._over.wait(period):
-            with suppress(dist.DistError, RuntimeError):  # without the store nobody is seen, which ends every wait
-                if self._is_working or self._is_waiting:
-                    self._beats += 1
-                    self._seen = self._look()
+        while not self._over.wait(period := self._period):
+            with suppress(dist.DistError, RuntimeError):  # without the store no digest is new, which ends every wait
                 self._tell()
-            others_wait = self._is_working and any(entry.entered > self._entered for entry in self._seen.values())
+                self._look()
+            others_wait = self._is_working and self._digest.highest > self._entered
             awaited = awaited + 1 if others_wait else 0
             if _is_time_to_tell(awaited, period):  # this may be the only rank with a console
                 logger.info("the other ranks wait for this one: %s (%.0f s)", self._activity, awaited * period)
 
     def _tell(self) -> None:
-        entry = RankActivity(self._entered, self._notes + self._beats, self._activity)
+        if self._is_working or self._is_waiting:
+            self._beats += 1
+        entry = RankActivity(self._entered, self._notes + self._beats, self._is_waiting, self._activity)
         if entry != self._told:
-            self._store.set(_key(self._rank), json.dumps(astuple(entry)))
+            entry.publish(self._store, self._rank)
             self._told = entry
 
-    def _look(self) -> dict[int, RankActivity]:
-        texts = self._store.multi_get([_key(peer) for peer in self._peers])
-        return {peer: RankActivity(*json.loads(text)) for peer, text in zip(self._peers, texts, strict=True)}
-
-
-def _key(rank: int) -> str:
-    return f"liveness/{rank}"
+    def _look(self) -> None:
+        if self._census:
+            self._census.take()
+            self._digest = self._census.publish()
+        elif self._is_working or self._is_waiting:
+            self._digest = LivenessDigest.read(self._store)
 
 
 def _has_ended(operation: dist.Work, seconds: float) -> bool:
@@ -178,10 +179,3 @@ def _has_ended(operation: dist.Work, seconds: float) -> bool:
 
 def _is_time_to_tell(count: int, period: float) -> bool:
     return count > 0 and count % max(1, round(TELL_SECONDS / period)) == 0
-
-
-def _describe(ranks: Sequence[int], seen: dict[int, RankActivity]) -> str:
-    """``rank 0 (writing the checkpoint of step 3), rank 2 (step 4)``"""
-    named = [f"rank {rank} ({seen.get(rank, RankActivity()).activity})" for rank in ranks[:_NAMED]]
-    more = len(ranks) - len(named)
-    return ", ".join(named) + (f" and {more} more" if more else "")

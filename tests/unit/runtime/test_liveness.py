@@ -1,5 +1,6 @@
 """Waiting goes by signs of life: for a rank at work as long as it takes, for any other one until the timeout."""
 
+import itertools
 import logging
 import threading
 import time
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from drawbar.distributed import liveness
 from drawbar.distributed.liveness import Liveness
+from drawbar.distributed.rank_activity import ActivityCensus, LivenessDigest, RankActivity
 from drawbar.errors import ExitCode, UserError
 
 
@@ -130,6 +132,53 @@ def test_a_rank_that_is_stopped_at_work_is_named() -> None:
         assert "rank 1 (writing the checkpoint of step 3); no sign of life" in error_of(first, Operation())
 
 
+def test_a_rank_0_that_is_stopped_is_named() -> None:
+    with ranks(3, timeout=0.4) as (first, second, third), first.working("encoding train"), third.working("hashing"):
+        time.sleep(0.1)
+        first.stop()
+        message = error_of(second, Operation())
+    assert "rank 1 waited 0.4s for the others at the test: rank 0 (encoding train); no sign of life" in message
+    assert "rank 2" not in message
+
+
+def test_a_rank_0_that_hangs_is_named() -> None:
+    """While its thread reads the entries of all."""
+    with ranks(3, timeout=0.4) as (first, second, third), third.working("hashing"):
+        first.note("step 7")
+        message = error_of(second, Operation())
+    assert "rank 1 waited 0.4s for the others at the test: rank 0 (step 7); no sign of life" in message
+    assert "rank 2" not in message
+
+
+def test_nobody_owes_signs_of_life_before_somebody_waits() -> None:
+    """A rank that computes gives none. Its silence begins with the wait, not before."""
+    with ranks(3, timeout=0.5) as (first, second, third):
+        time.sleep(0.7)
+        operation = Operation()
+        others = [meanwhile(lambda: work(third, operation, 0.7)), meanwhile(lambda: wait(second, operation))]
+        wait(first, operation)
+        for thread in others:
+            thread.join()
+
+
+def test_digests_from_before_a_sign_of_life_do_not_end_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those from before the wait, and the first ones that a rank reads after it was suspended: they may name itself."""
+    with ranks(2, timeout=0.6) as (_, second):
+        before, after = range(12), range(22, 24)  # the timeout is 20 digests
+        numbers = itertools.count(1)
+        operation = Operation()
+
+        def read() -> None:
+            number = next(numbers)
+            accused = number in before or number in after
+            second._digest = LivenessDigest(number, silent="rank 1 (the test)" if accused else "")
+            if number == 30:
+                operation.ended.set()
+
+        monkeypatch.setattr(second, "_look", read)
+        wait(second, operation)
+
+
 def test_a_connection_that_is_lost_ends_the_wait_at_once() -> None:
     with ranks(2, timeout=60) as (first, second), second.working("encoding train"):
         operation = Operation()
@@ -173,3 +222,57 @@ def test_who_is_at_work_does_not_wait() -> None:
     """The others would wait for it for ever, if it hung there."""
     with ranks(2, timeout=1) as (first, _), first.working("encoding train"), pytest.raises(AssertionError):
         wait(first, Operation())
+
+
+class Entries:
+    """What so many ranks say, and rank 0's census of it."""
+
+    def __init__(self, count: int) -> None:
+        self.store = dist.HashStore()
+        for rank in range(count):
+            self.say(rank, RankActivity(activity=f"step {rank}"))
+        self.census = ActivityCensus(self.store, count, patience=3)
+
+    def say(self, rank: int, entry: RankActivity) -> None:
+        entry.publish(self.store, rank)
+
+    def wait(self, polls: int, *ranks: int) -> LivenessDigest:
+        """These ranks wait and give signs of life, and the others give none."""
+        for sign in range(polls):
+            for rank in ranks:
+                self.say(rank, RankActivity(1, sign, is_waiting=True))
+            self.census.take()
+        return self.census.publish()
+
+
+def test_the_digest_does_not_grow_with_the_ranks() -> None:
+    sizes = []
+    for count in (10, 1000):
+        entries = Entries(count)
+        digest = entries.wait(4, 1)
+        sizes.append(len(entries.store.get("liveness/digest")))
+        assert digest == LivenessDigest.read(entries.store)
+        assert (
+            digest.behind == f"rank 0 (step 0), rank 2 (step 2), rank 3 (step 3), rank 4 (step 4) and {count - 5} more"
+        )
+        assert digest.silent == digest.behind
+        assert (digest.lowest, digest.highest) == (0, 1)
+    assert sizes[1] - sizes[0] <= 2 * 3  # digits: "995 more" three times, instead of "5 more"
+
+
+def test_silence_counts_while_somebody_waits() -> None:
+    entries = Entries(3)
+    assert not entries.wait(9).silent
+    assert not entries.wait(2, 0).silent
+    entries.say(1, RankActivity(signs=1))
+    assert entries.wait(2, 0).silent == "rank 2 (step 2)"
+    assert entries.wait(2, 0).silent == "rank 1 (starting), rank 2 (step 2)"
+    for rank in range(3):
+        entries.say(rank, RankActivity(1))
+    assert not entries.wait(9).silent
+
+
+def test_an_activity_may_be_any_text() -> None:
+    entries = Entries(1)
+    entries.say(0, RankActivity(activity="reading ein Ärgernis \udcff\n"))
+    assert "reading ein Ärgernis \\udcff\n" in entries.wait(1).first
