@@ -8,6 +8,7 @@ from contextlib import chdir, contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import drawbar
@@ -149,13 +150,13 @@ def test_the_save_of_a_signal_takes_as_long_as_the_slowest_disk(tmp_path: Path) 
         assert CheckpointDirectory(node / "runs" / "tiny" / "checkpoints").steps() == [2]
 
 
-def be_stopped_at_work(folder: str) -> str:
-    """What rank 0 says of rank 1, which the system stops while it writes."""
+def be_stopped_at_work(folder: str, which: int) -> str:
+    """What a rank says of the other one, which the system stops while it writes."""
     rank = RankInfo.from_environment().rank
     stopped = Path(folder) / "stopped"
     come_together(Path(folder), rank)
     world = Distributed(RankInfo.from_environment(), CPU, TIMEOUT).__enter__()
-    if rank == 1:
+    if rank == which:
         with world.working("writing the checkpoint of step 3"):
             time.sleep(1)  # the others know what it does
             stopped.write_text(str(os.getpid()))
@@ -170,7 +171,8 @@ def be_stopped_at_work(folder: str) -> str:
     return ""
 
 
-def test_a_rank_that_is_stopped_is_named(tmp_path: Path) -> None:
-    message, _ = run_ranks(be_stopped_at_work, 2, str(tmp_path))
-    assert "rank 0 waited 3s for the others at the end of the run: " in message
-    assert "rank 1 (writing the checkpoint of step 3); no sign of life since then" in message
+@pytest.mark.parametrize("which", [0, 1])  # rank 0 holds the store, too
+def test_a_rank_that_is_stopped_is_named(which: int, tmp_path: Path) -> None:
+    message = run_ranks(be_stopped_at_work, 2, str(tmp_path), which)[1 - which]
+    assert f"rank {1 - which} waited 3s for the others at the end of the run: " in message
+    assert f"rank {which} (writing the checkpoint of step 3); no sign of life since then" in message
