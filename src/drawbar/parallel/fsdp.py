@@ -30,7 +30,7 @@ from drawbar.util.dtypes import DTYPES
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, parallel: ParallelSection, precision: str) -> None:
-    """Shard the model over ``dp_shard``, block by block, and replicate the shards over ``dp_replicate``, in place.
+    """Shard the model over ``dp_shard`` and ``cp``, block by block; replicate it over ``dp_replicate``. In place.
 
     Trained weights stay fp32; gradients are reduced in ``parallel.reduce_dtype``. Autocast decides what is computed in
     ``precision``, as without shards. So only what autocast casts anyway is gathered in ``precision``: linear layers of

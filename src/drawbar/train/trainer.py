@@ -327,7 +327,7 @@ class _Run:
         for step, micro_batches in steps:
             self.world.note(f"step {step}")
             counts = self.engine.count_targets(micro_batches), self.loader.tokens
-            num_targets, tokens = self.stop.agree_and_sum(*counts)  # the one host collective of a step
+            num_targets, tokens = self.stop.agree_and_sum(*counts)  # both in one host collective
             if self.stop.has_agreed:  # signal, early stop or a failure: every rank, before the same step
                 self.loader.give_back()
                 break
