@@ -1,11 +1,13 @@
-"""Programs that some tests need and pip cannot bring, and the Debian packages that have them.
+"""Programs that some tests need and pip cannot bring, and the Debian packages that have them; and libraries of extras.
 
 A test that lacks one is skipped, and says what to install. Where everything is meant to be tested, as on CI, a skip
 would hide that nothing was: there ``DRAWBAR_REQUIRE_PROGRAMS=1`` turns it into a failure.
 """
 
+import importlib.util
 import os
 import shutil
+from typing import NoReturn
 
 import pytest
 
@@ -33,7 +35,16 @@ def need_programs(*programs: str) -> None:
     if not missing:
         return
     packages = sorted({PACKAGES[name] for name in missing})
-    reason = f"no {', '.join(missing)} here: apt-get install --no-install-recommends {' '.join(packages)}"
+    _lacks(f"no {', '.join(missing)} here: apt-get install --no-install-recommends {' '.join(packages)}")
+
+
+def need_library(name: str, extra: str) -> None:
+    """As :func:`need_programs`, for a library that an extra of drawbar brings."""
+    if importlib.util.find_spec(name) is None:
+        _lacks(f"no {name} here: pip install -c constraints.txt 'drawbar[{extra}]'")
+
+
+def _lacks(reason: str) -> NoReturn:
     if os.environ.get(REQUIRE) == "1":
         pytest.fail(f"{REQUIRE} is set, and there is {reason}", pytrace=False)
     pytest.skip(reason)

@@ -87,6 +87,8 @@ def _why_processes(config: RunConfig) -> str:
 def _needed(config: RunConfig) -> dict[str, str]:
     """The extras that this configuration needs, and why."""
     needed = {"deepspeed": "parallel.strategy=deepspeed"} if is_deepspeed(config) else {}
+    if config.parallel.fp8 is not None:
+        needed["fp8"] = "parallel.fp8"
     return needed | ({"lora": "the section lora"} if config.lora is not None else {})
 
 

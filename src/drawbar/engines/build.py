@@ -15,6 +15,7 @@ from drawbar.engines.local_model import build_meta_model
 from drawbar.engines.parts import EngineParts
 from drawbar.errors import UserError
 from drawbar.parallel.compile import check_compiler
+from drawbar.parallel.fp8 import check_fp8
 from drawbar.parallel.precision import choose_formats
 from drawbar.runtime.log import logger
 from drawbar.tasks.pretrained import PretrainedTask
@@ -50,6 +51,8 @@ def build_engine(task: Task, config: RunConfig, world: Distributed, total_steps:
     check_rules(_resolved_for_rules(config, world))
     if config.parallel.compile:
         check_compiler(world.device)
+    if config.parallel.fp8 is not None and task.task_context.trains:
+        check_fp8(config.parallel.fp8, world.device)
     return assemble_engine(task, config, world, total_steps)
 
 

@@ -20,6 +20,7 @@ from drawbar.models.lora import FrozenBaseInfo, add_adapters, add_adapters_to_ba
 from drawbar.models.packed import allow_packing
 from drawbar.models.plans import plan_for
 from drawbar.parallel.apply import parallelize
+from drawbar.parallel.fp8 import compute_in_fp8
 from drawbar.parallel.low_precision_weights import store_frozen_weights_low
 from drawbar.parallel.tensor import FusedLayout, fused_layouts
 from drawbar.parallel.weights import broadcast_shards, load_shard, materialize, named_tensors
@@ -92,10 +93,14 @@ def allow_packed_rows(model: nn.Module, task: Task, config: RunConfig) -> None:
         allow_packing(model, per_sample=task.label_placement == "sample", under_mask=not padding_free)
 
 
-def store_frozen_weights(model: nn.Module, task: Task, config: RunConfig) -> None:
-    """Store frozen weights in the run's precision, if the run trains; call this before the model is parallelized."""
-    if task.task_context.trains:
-        store_frozen_weights_low(model, config.precision)
+def apply_formats(model: nn.Module, task: Task, config: RunConfig) -> None:
+    """Give a model that is trained the run's number formats: those that frozen weights are stored in, and that linear
+    layers multiply in (autocast does the rest). Call this before the model is parallelized."""
+    if not task.task_context.trains:
+        return
+    store_frozen_weights_low(model, config.precision)
+    if config.parallel.fp8 is not None:
+        compute_in_fp8(model, config.parallel.fp8)
 
 
 def build_whole(task: Task, config: RunConfig, world: Distributed, device: torch.device) -> LocalModel:
@@ -105,7 +110,7 @@ def build_whole(task: Task, config: RunConfig, world: Distributed, device: torch
         model, base = _build_adapted(task, config)
         allow_packed_rows(model, task, config)
         cross_entropy = choose_cross_entropy(task, config, model, [model])
-        store_frozen_weights(model, task, config)
+        apply_formats(model, task, config)
         parallelize(model, plan_for(model), config.parallel, ParallelDims(), None, config.precision)
         model = model.to(device)
     base = world.from_rank0(lambda: base, "building the model")  # all ranks will hold rank 0's weights
@@ -121,7 +126,7 @@ def build_shards(task: Task, config: RunConfig, world: Distributed, mesh: Device
     model, source, base = build_meta(task, config, world)
     allow_packed_rows(model, task, config)
     cross_entropy = choose_cross_entropy(task, config, model, [model])
-    store_frozen_weights(model, task, config)
+    apply_formats(model, task, config)
     parallelize(model, plan_for(model), config.parallel, world.dims, mesh, config.precision)
     fused = fused_layouts(model)
     materialize(model, torch.device("cpu") if config.parallel.offload else world.device, world.device)

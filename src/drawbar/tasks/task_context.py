@@ -26,7 +26,7 @@ class TaskContext:
     has_checkpoint: bool = False
     """Whether the weights of a checkpoint take the place of those that ``build_model`` returns."""
     trains: bool = True
-    """False where a trained model is only used: its frozen weights then stay in fp32, not in the run's precision."""
+    """False where a trained model is only used: its frozen weights then stay in fp32, and no layer computes in fp8."""
     has_labels: bool = True
     """False where records have no targets to learn from or to compare with: ``encode`` then does without them."""
     model_fields: Mapping[str, Any] = field(default_factory=dict)

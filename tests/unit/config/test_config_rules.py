@@ -62,6 +62,17 @@ BREAKING = {
     "liger-kernel without CUDA": [["task.cross_entropy=liger", "device=cpu"]],
     "liger-kernel in fp16": [["task.cross_entropy=liger", "precision=fp16"]],
     "liger-kernel with tensor": [["task.cross_entropy=liger", "parallel.tensor=2"]],
+    "fp8 on other devices": [["parallel.fp8=rowwise", "device=cpu"], ["parallel.fp8=tensorwise", "device=mps"]],
+    "fp8 in other precisions": [[f"precision={name}", "parallel.fp8=rowwise"] for name in ("fp32", "fp16")],
+    "fp8 with other strategies": [
+        ["parallel.fp8=rowwise", "parallel.strategy=dp"],
+        ["parallel.fp8=rowwise", "parallel.strategy=deepspeed"],
+        ["parallel.fp8=rowwise", "deepspeed={}"],
+    ],
+    "fp8 with model parallelism": [
+        ["parallel.fp8=rowwise", f"parallel.{degree}=2"] for degree in ("tensor", "pipeline", "context")
+    ],
+    "fp8 with adapters": [["parallel.fp8=rowwise", "lora={rank: 16}", "task.model=gpt2"]],
     "flex attention on the CPU": [["task.attention=flex_attention", "device=cpu"]],
     "training data": [["data.train=null"], ["data.train=[]"]],
     "steps and epochs": [["train.epochs=0.5"]],
@@ -160,6 +171,8 @@ WORKING = [
     ["deepspeed={preset: zero3_offload, offload_parameters: /disk, pin_memory: false}", "data.batching=packed"],
     ["deepspeed.preset=zero2_offload", "parallel.offload=true", "parallel.zero_stage=2", "parallel.strategy=deepspeed"],
     ["parallel.strategy=deepspeed", "parallel.zero_stage=0", "optim.name=sgd", "parallel.compile=true"],
+    *(["parallel.fp8=rowwise", f"parallel.strategy={name}"] for name in ("auto", "single", "ddp", "zero1", "fsdp")),
+    ["parallel.fp8=tensorwise", "precision=bf16", "device=cuda", "parallel.compile=true", "data.batching=packed"],
     ["parallel.compile=true", "parallel.activation_checkpointing={every: 2}", "parallel.strategy=zero1"],
 ]
 

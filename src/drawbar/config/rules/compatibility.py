@@ -64,6 +64,7 @@ OTHERS = (
     ConfigOption("activation_checkpointing: every: 2", {"parallel.activation_checkpointing": {"every": 2}}),
     ConfigOption("reduce_dtype: bf16", {"parallel.reduce_dtype": "bf16"}),
     ConfigOption("compile", {"parallel.compile": True}),
+    ConfigOption("fp8", {"parallel.fp8": "tensorwise"}),
     ConfigOption("lora", {"lora": {}}),
     ConfigOption("precision: fp32", {"precision": "fp32"}),
     ConfigOption("precision: bf16", {"precision": "bf16"}),

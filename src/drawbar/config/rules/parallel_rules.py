@@ -250,6 +250,45 @@ KERNELS = (
 
 PARALLEL: tuple[Rule, ...] = DATA_PARALLEL + MODEL_PARALLEL + KERNELS
 
+FP8_TRAINING = (
+    Rule(
+        "fp8 on other devices",
+        ("parallel.fp8", "device"),
+        lambda c: c.parallel.fp8 is not None and c.device in ("cpu", "mps"),
+        "fp8 is for NVIDIA GPUs of compute capability 8.9 or more",
+        "set parallel.fp8=null, or device=cuda",
+    ),
+    Rule(
+        "fp8 in other precisions",
+        ("parallel.fp8", "precision"),
+        lambda c: c.parallel.fp8 is not None and c.precision not in ("auto", "bf16"),
+        "layers that multiply in fp8 take and give bf16",
+        "set precision=bf16, or parallel.fp8=null",
+    ),
+    Rule(
+        "fp8 with other strategies",
+        ("parallel.fp8", "parallel.strategy"),
+        lambda c: c.parallel.fp8 is not None and (c.parallel.features.many_devices or is_deepspeed(c)),
+        "DeepSpeed's and nn.DataParallel's copies of a model have not been tried with torchao's layers",
+        "set parallel.strategy=fsdp, zero1 or ddp, or parallel.fp8=null",
+    ),
+    Rule(
+        "fp8 with model parallelism",
+        ("parallel.fp8", *DEGREES),
+        lambda c: c.parallel.fp8 is not None and c.parallel.model_ranks > 1,
+        "torchao's layers have been tried in whole models alone; a cut one would need other styles, schedules or rings",
+        "set parallel.strategy=fsdp and the degrees to 1, or parallel.fp8=null",
+    ),
+    Rule(
+        "fp8 with adapters",
+        ("parallel.fp8", "lora"),
+        lambda c: c.parallel.fp8 is not None and c.lora is not None,
+        "fp8 is for layers that are trained, and under adapters they are frozen",
+        "set parallel.fp8=null, or remove lora",
+    ),
+)
+"""Of training alone: nothing else computes in fp8."""
+
 FLEX_TRAINING = Rule(
     "flex attention on the CPU",
     ("task.attention", "device"),

@@ -10,7 +10,7 @@ from drawbar.config.deepspeed.deepspeed_rules import DEEPSPEED
 from drawbar.config.io.fields import lookup, show
 from drawbar.config.io.load_config import LoadedConfig
 from drawbar.config.rules.padding_rules import PADDING_FREE
-from drawbar.config.rules.parallel_rules import FLEX_TRAINING, PARALLEL
+from drawbar.config.rules.parallel_rules import FLEX_TRAINING, FP8_TRAINING, PARALLEL
 from drawbar.config.rules.rule import Rule, one_error
 from drawbar.config.schema.data_section import Sources, SourceSection
 from drawbar.config.schema.run_config import OptimSection, RunConfig
@@ -221,6 +221,7 @@ RULES: tuple[Rule, ...] = PARALLEL + DEEPSPEED + ADAPTERS
 
 TRAIN_RULES: tuple[Rule, ...] = (
     FLEX_TRAINING,
+    *FP8_TRAINING,
     *PADDING_FREE,
     *BATCHES_AND_STEPS,
     *STREAMS,

@@ -141,6 +141,10 @@ class ParallelSection(Section):
     `{every: k}`, every k-th block."""
     compile: bool = False
     """Compile each repeated block with torch.compile."""
+    fp8: Literal["tensorwise", "rowwise"] | None = None
+    """Linear layers of the repeated blocks multiply in fp8 while they train, by torchao: `tensorwise` with one scale in
+    a matrix (GPUs of compute capability 8.9 or more), `rowwise` with one in each row (9.0 or more), which rounds less.
+    Weights stay as they are; all else is bf16, evaluation too."""
     reshard: bool | None = None
     """fsdp: `true`: in each micro-batch free gathered parameters after the forward, and reduce gradients (ZeRO-3);
     `false`: gather and reduce once a step, and keep both whole until then. Default: `true`, or `false` with

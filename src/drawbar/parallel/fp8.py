@@ -1,0 +1,89 @@
+"""Linear layers whose products are computed in fp8 while they train (arXiv:2209.05433), by torchao."""
+
+from dataclasses import replace
+from functools import wraps
+
+import torch
+from torch import Tensor, nn
+
+from drawbar.errors import UserError
+from drawbar.parallel.blocks import blocks_for
+
+SETTING = "parallel.fp8"
+LEAST_CAPABILITY = {"tensorwise": (8, 9), "rowwise": (9, 0)}
+"""Compute capability from which NVIDIA GPUs have kernels, by recipe: one scale for a matrix, or one for each row."""
+MULTIPLE = 16
+"""The kernels take matrices whose sizes are multiples of this."""
+
+
+def check_fp8(recipe: str, device: torch.device) -> None:
+    """Find out before the model is built whether its layers can be converted.
+
+    Raises:
+        UserError: the device does not multiply in fp8, or torchao is not installed.
+    """
+    least = LEAST_CAPABILITY[recipe]
+    has = torch.cuda.get_device_capability(device) if device.type == "cuda" and not torch.version.hip else None
+    if has is None or has < least:
+        found = f"there is no such GPU here, but {device.type}" if has is None else f"this one has {has[0]}.{has[1]}"
+        other = "tensorwise or " if has is not None and has >= LEAST_CAPABILITY["tensorwise"] else ""
+        raise UserError(
+            f"{SETTING}={recipe} needs an NVIDIA GPU of compute capability {least[0]}.{least[1]} or more; {found}",
+            where=SETTING,
+            remedy=f"set {SETTING}={other}null",
+        )
+    try:
+        import torchao.float8  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            f"torchao cannot be used: {error}",
+            where=SETTING,
+            remedy=f"install it (pip install 'drawbar[fp8]'), or set {SETTING}=null",
+        ) from error
+
+
+def compute_in_fp8(model: nn.Module, recipe: str) -> None:
+    """Let the trained linear layers of the repeated blocks multiply in fp8, in place; call this before the model is
+    parallelized. Parameters, their names and their formats stay as they are, and so does evaluation.
+
+    Raises:
+        UserError: the model has no such layers.
+    """
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # seconds to import
+
+    inside = {module for block in blocks_for(model, SETTING) for module in block.modules()}
+
+    def fits(module: nn.Module, _: str) -> bool:
+        if type(module) is not nn.Linear or module not in inside or not module.weight.requires_grad:
+            return False
+        return not any(size % MULTIPLE for size in module.weight.shape)
+
+    if not any(fits(module, "") for module in inside):
+        raise UserError(
+            f"{type(model).__name__} has no trained linear layer in its blocks whose sizes are multiples of {MULTIPLE}",
+            where=SETTING,
+            remedy=f"set {SETTING}=null",
+        )
+    # a micro-batch has any number of tokens, and the weight's gradient is a product over them: torchao pads it
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), pad_inner_dim=True)
+    convert_to_float8_training(model, module_filter_fn=fits, config=config)
+    _refine(model)
+
+
+def _refine(model: nn.Module) -> None:
+    """Give torchao's layers a forward that evaluates in bf16, and that rounds weights alike under all strategies."""
+    from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
+
+    class Fp8WhileTraining(Float8Linear):
+        @wraps(nn.Linear.forward)  # code that unwraps it to find linear layers then finds this one
+        def forward(self, input: Tensor) -> Tensor:
+            if not self.training:
+                return nn.Linear.forward(self, input)
+            # to bf16 first, as FSDP gathers the weight; torchao would take it in fp32 elsewhere
+            operands = input.bfloat16(), self.weight.bfloat16().t()
+            output: Tensor = matmul_with_hp_or_float8_args.apply(*operands, self.linear_mm_config, self.config)
+            return output if self.bias is None else output + self.bias.bfloat16()
+
+    for module in model.modules():
+        if type(module) is Float8Linear:
+            module.__class__ = Fp8WhileTraining
