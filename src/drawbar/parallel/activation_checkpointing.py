@@ -22,7 +22,7 @@ ATTENTION = {
     torch.ops.torch_attn._varlen_attn.default,
     torch.ops.higher_order.flex_attention,
 }
-PRODUCTS = {_ATEN.mm.default, _ATEN.addmm.default, _ATEN.bmm.default, _ATEN.baddbmm.default, _ATEN._scaled_mm.default}
+PRODUCTS = {_ATEN.mm.default, _ATEN.addmm.default, _ATEN.bmm.default, _ATEN.baddbmm.default}
 KEPT_NAMESPACES = ("_c10d_functional", "torch_attn", "flash_attn", "flash_attn_3")
 """Namespaces of operators whose outputs are kept: tensor parallelism's collectives, attention over packed rows."""
 

@@ -23,14 +23,14 @@ def check_fp8(recipe: str, device: torch.device) -> None:
         UserError: the device does not multiply in fp8, or torchao is not installed.
     """
     least = LEAST_CAPABILITY[recipe]
-    has = torch.cuda.get_device_capability(device) if device.type == "cuda" and not torch.version.hip else None
-    if has is None or has < least:
-        found = f"there is no such GPU here, but {device.type}" if has is None else f"this one has {has[0]}.{has[1]}"
-        other = "tensorwise or " if has is not None and has >= LEAST_CAPABILITY["tensorwise"] else ""
+    platform = "rocm" if torch.version.hip else device.type
+    has = torch.cuda.get_device_capability(device) if platform == "cuda" else (0, 0)
+    if has < least:
+        found = "{}.{}".format(*has) if platform == "cuda" else f"a device of type {platform}"
         raise UserError(
-            f"{SETTING}={recipe} needs an NVIDIA GPU of compute capability {least[0]}.{least[1]} or more; {found}",
+            f"{SETTING}={recipe} needs a CUDA GPU of compute capability {least[0]}.{least[1]} or more; this is {found}",
             where=SETTING,
-            remedy=f"set {SETTING}={other}null",
+            remedy=f"set {SETTING}=" + ("tensorwise or null" if has >= LEAST_CAPABILITY["tensorwise"] else "null"),
         )
     try:
         import torchao.float8  # noqa: F401

@@ -124,9 +124,9 @@ def test_strategies_give_the_losses_of_one_process() -> None:
 @pytest.mark.parametrize(
     ("recipe", "device", "capability", "said", "remedy"),
     [
-        ("tensorwise", "cpu", (9, 0), "8.9 or more; there is no such GPU here, but cpu", "set parallel.fp8=null"),
-        ("tensorwise", "cuda", (8, 6), "8.9 or more; this one has 8.6", "set parallel.fp8=null"),
-        ("rowwise", "cuda", (8, 9), "9.0 or more; this one has 8.9", "set parallel.fp8=tensorwise or null"),
+        ("tensorwise", "cpu", (9, 0), "8.9 or more; this is a device of type cpu", "set parallel.fp8=null"),
+        ("tensorwise", "cuda", (8, 6), "8.9 or more; this is 8.6", "set parallel.fp8=null"),
+        ("rowwise", "cuda", (8, 9), "9.0 or more; this is 8.9", "set parallel.fp8=tensorwise or null"),
     ],
 )
 def test_hardware_without_fp8(
@@ -154,7 +154,7 @@ def test_a_model_without_such_layers() -> None:
 
 def test_a_cpu_uses_the_run_and_does_not_train_it() -> None:
     config = configured("rowwise", strategy="single")
-    with pytest.raises(UserError, match="needs an NVIDIA GPU"):
+    with pytest.raises(UserError, match="needs a CUDA GPU"):
         build_engine(tiny_task(config), config, Distributed(RankInfo(), CPU, 60))
     torch.manual_seed(0)
     used = build_engine(Numbers(TaskContext(config, trains=False)), config, Distributed(RankInfo(), CPU, 60))

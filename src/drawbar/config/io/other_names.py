@@ -95,6 +95,8 @@ OUR_NAMES: dict[str, tuple[str, ...]] = {
     "dtype": ("precision",),
     "torch_dtype": ("precision",),
     "mixed_precision": ("precision",),
+    "float8": ("parallel.fp8",),
+    "fp8_config": ("parallel.fp8",),
     "accelerator": ("device",),
     "use_cpu": ("device=cpu",),
     "no_cuda": ("device=cpu",),

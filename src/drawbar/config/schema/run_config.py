@@ -240,7 +240,7 @@ class RunConfig(Section):
     optim: OptimSection = OptimSection()
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Number format of matrix products. Trained weights stay fp32. `auto`: bf16 where the hardware is faster at it; a
-    resumed run keeps what it began with."""
+    resumed run keeps what it began with. For fp8 see `parallel.fp8`."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """What to run on. `auto`: CUDA, else Apple's MPS (one process), else the CPU."""
     parallel: ParallelSection = ParallelSection()
