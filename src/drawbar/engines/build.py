@@ -6,7 +6,8 @@ import torch
 
 from drawbar.config.io.user_modules import cause
 from drawbar.config.parallel_dims import ParallelDims
-from drawbar.config.rules.rule_table import check_rules
+from drawbar.config.rules.parallel_rules import FP8_TRAINING
+from drawbar.config.rules.rule_table import RULES, check_rules
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.config.strategies import AUTO, BUILT_IN
 from drawbar.distributed.process_group import Distributed
@@ -48,10 +49,11 @@ def build_engine(task: Task, config: RunConfig, world: Distributed, total_steps:
             remedy="set parallel.strategy=ddp, which has a process for each device, or start one process",
         )
     config = choose_formats(config, world.device)
-    check_rules(_resolved_for_rules(config, world))
+    trains = task.task_context.trains
+    check_rules(_resolved_for_rules(config, world), RULES + FP8_TRAINING if trains else RULES)
     if config.parallel.compile:
         check_compiler(world.device)
-    if config.parallel.fp8 is not None and task.task_context.trains:
+    if config.parallel.fp8 is not None and trains:
         check_fp8(config.parallel.fp8, world.device)
     return assemble_engine(task, config, world, total_steps)
 

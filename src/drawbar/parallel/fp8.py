@@ -17,20 +17,18 @@ MULTIPLE = 16
 
 
 def check_fp8(recipe: str, device: torch.device) -> None:
-    """Find out before the model is built whether its layers can be converted.
+    """Find out before the model is built whether its layers can be converted, on a CUDA device.
 
     Raises:
-        UserError: the device does not multiply in fp8, or torchao is not installed.
+        UserError: the GPU does not multiply in fp8, or torchao is not installed.
     """
-    least = LEAST_CAPABILITY[recipe]
-    platform = "rocm" if torch.version.hip else device.type
-    has = torch.cuda.get_device_capability(device) if platform == "cuda" else (0, 0)
-    if has < least:
-        found = "{}.{}".format(*has) if platform == "cuda" else f"a device of type {platform}"
+    has, least = torch.cuda.get_device_capability(device), LEAST_CAPABILITY[recipe]
+    if torch.version.hip or has < least:
         raise UserError(
-            f"{SETTING}={recipe} needs a CUDA GPU of compute capability {least[0]}.{least[1]} or more; this is {found}",
+            f"fp8 with {recipe} scales needs an NVIDIA GPU of compute capability {least[0]}.{least[1]} or more, "
+            f"and {torch.cuda.get_device_name(device)} has {has[0]}.{has[1]}",
             where=SETTING,
-            remedy=f"set {SETTING}=" + ("tensorwise or null" if has >= LEAST_CAPABILITY["tensorwise"] else "null"),
+            remedy=f"set {SETTING}=null; tensorwise needs 8.9, and rowwise 9.0",
         )
     try:
         import torchao.float8  # noqa: F401

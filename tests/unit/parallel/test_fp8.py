@@ -1,6 +1,7 @@
 """Layers that train in fp8: near bf16, the same under every strategy, and refused where nothing can multiply so."""
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -121,29 +122,31 @@ def test_strategies_give_the_losses_of_one_process() -> None:
         assert first[strategy] == pytest.approx(expected, rel=1e-5), strategy
 
 
-@pytest.mark.parametrize(
-    ("recipe", "device", "capability", "said", "remedy"),
-    [
-        ("tensorwise", "cpu", (9, 0), "8.9 or more; this is a device of type cpu", "set parallel.fp8=null"),
-        ("tensorwise", "cuda", (8, 6), "8.9 or more; this is 8.6", "set parallel.fp8=null"),
-        ("rowwise", "cuda", (8, 9), "9.0 or more; this is 8.9", "set parallel.fp8=tensorwise or null"),
-    ],
-)
-def test_hardware_without_fp8(
-    recipe: str, device: str, capability: tuple[int, int], said: str, remedy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[int, int]], torch.device]:
+    """A GPU of a compute capability, as far as ``check_fp8`` looks."""
+
+    def of(capability: tuple[int, int]) -> torch.device:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+        return torch.device("cuda")
+
+    return of
+
+
+@pytest.mark.parametrize(("recipe", "capability"), [("tensorwise", (8, 6)), ("rowwise", (8, 9))])
+def test_a_gpu_without_fp8(recipe: str, capability: tuple[int, int], gpu: Callable[..., torch.device]) -> None:
     with pytest.raises(UserError) as error:
-        check_fp8(recipe, torch.device(device))
-    assert (said in error.value.what, error.value.remedy) == (True, remedy)
+        check_fp8(recipe, gpu(capability))
+    assert error.value.what.endswith(f"or more, and a GPU has 8.{capability[1]}")
+    assert error.value.remedy == "set parallel.fp8=null; tensorwise needs 8.9, and rowwise 9.0"
     assert error.value.exit_code == ExitCode.WRONG_REQUEST
 
 
-def test_without_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+def test_without_torchao(gpu: Callable[..., torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
     with pytest.raises(UserError, match=r"pip install 'drawbar\[fp8\]'"):
-        check_fp8("rowwise", torch.device("cuda"))
+        check_fp8("rowwise", gpu((9, 0)))
 
 
 def test_a_model_without_such_layers() -> None:
@@ -154,8 +157,10 @@ def test_a_model_without_such_layers() -> None:
 
 def test_a_cpu_uses_the_run_and_does_not_train_it() -> None:
     config = configured("rowwise", strategy="single")
-    with pytest.raises(UserError, match="needs a CUDA GPU"):
+    config = config.model_copy(update={"device": "auto"})
+    with pytest.raises(UserError, match=r"device=cpu: fp8 is for NVIDIA GPUs") as error:
         build_engine(tiny_task(config), config, Distributed(RankInfo(), CPU, 60))
+    assert error.value.exit_code == ExitCode.WRONG_REQUEST
     torch.manual_seed(0)
     used = build_engine(Numbers(TaskContext(config, trains=False)), config, Distributed(RankInfo(), CPU, 60))
     assert not converted(used.module)
