@@ -29,7 +29,7 @@ class LocatedRecord:
     """A record, and where it is."""
 
     position: int
-    """Its number within its lane, from 0; bad records and those of the other split are counted too."""
+    """Its number within the lane that ``read`` was asked for, from 0; bad records and the other split's count, too."""
     record: Record
     where: str
     """File and line, for messages."""

@@ -44,7 +44,7 @@ class LocalModel:
     fused: dict[str, FusedLayout] = field(default_factory=dict)
     """Parameters that are stored in another order than in the whole model."""
     replicas: list[dist.ProcessGroup] = field(default_factory=list)
-    """Process groups of the ranks that hold the same buffers, one for each mesh axis."""
+    """Process groups over which ``share_buffers`` makes the model's buffers equal; none for pipeline stages."""
     cross_entropy: str = "plain"
     """The setting ``task.cross_entropy``, with ``auto`` resolved."""
 

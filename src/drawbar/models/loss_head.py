@@ -78,7 +78,7 @@ def give_loss_head(module: nn.Module, cross_entropy: CrossEntropy, steps: LogitS
     with no logits. A last stage returns the loss; other stages drop both arguments. Called without, nothing changes.
 
     Args:
-        steps: of the whole model.
+        steps: what the whole model does to its logits after the head.
     """
     head = module.get_output_embeddings()
     if type(head) is nn.Linear:  # of the stages, only the last has a head

@@ -51,7 +51,7 @@ class ModuleDifference:
 
 @dataclass
 class ModuleRecord:
-    """What flows through the modules in one micro-batch; by ``module#call#number``, in the order of execution."""
+    """What flows through the modules in one micro-batch; by ``module#call#output``, numbered from 0, as executed."""
 
     outputs: Tensors = field(default_factory=dict)
     gradients: Tensors = field(default_factory=dict)

@@ -12,7 +12,7 @@ COMPLETED, FAILED = "COMPLETED", "FAILED"
 LOST = "LOST"
 """Nobody knows the job any more, and it could not say how it ended."""
 STOPPED = "STOPPED"
-"""The run has saved what there was, and asks to be started again; but it is not in a queue. Slurm says FAILED."""
+"""Interrupted: the run has saved what there was and can be started again, but is in no queue. Slurm says FAILED."""
 _DAY = 86400
 _ASK_SECONDS = 1.0
 _MEANINGS = {
