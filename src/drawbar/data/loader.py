@@ -194,7 +194,7 @@ def check_fingerprint(saved: str, now: str) -> None:
 class TrainLoader(Loader[Batch]):
     """The micro-batches of each step for one rank, from rows that can be read in any order.
 
-    The last global batch of an epoch may be smaller: rows are never dropped, repeated or carried over.
+    The last global batch of an epoch may be smaller: none of the sampler's places is dropped, repeated or carried over.
 
     Args:
         rows: the data.

@@ -111,8 +111,8 @@ class Prefetcher(Generic[Batch]):
     """Prepares the batches of the next steps while a step is trained.
 
     A thread reads the samples of a micro-batch. The thread makes the batch itself or, with ``processes``, has a process
-    make it. The batch is the same either way. Ahead of the step that is trained are two micro-batches for each
-    process (without processes, two), in whole steps: a bound on the memory.
+    make it. The batch is the same either way. Ahead of the step that is trained, whole steps are begun until they
+    have two micro-batches or more for each process (without processes, two or more), which bounds the memory.
 
     With ``processes``, augment and collate may be a user's, and may draw from the generators of Python, NumPy or
     torch, which checkpoints hold and dropout uses. So in this process augment and collate run in the training thread

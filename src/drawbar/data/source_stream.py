@@ -29,7 +29,7 @@ class LocatedRecord:
     """A record, and where it is."""
 
     position: int
-    """Its number within the lane that ``read`` was asked for, from 0; bad records and the other split's count, too."""
+    """Its number within the lane that ``read`` was asked for, from 0; bad ones and the other split's are counted."""
     record: Record
     where: str
     """File and line, for messages."""
@@ -101,7 +101,7 @@ class SourceStream:
 
         Args:
             lane: 0 <= lane < lanes.
-            lanes: number of parts the source is divided into; ``RankReader``: one a rank, not ``data.stream_lanes``.
+            lanes: number of parts the source is divided into; for ``RankReader`` the number of ranks.
             first: number within the lane of the first record that is wanted.
 
         Raises:

@@ -71,7 +71,7 @@ def collect_folder(purpose: str, path: str | Path, change: str) -> FolderFacts:
 
 
 def check_room(run_dir: Path) -> None:
-    """See whether the run's folder can be written, and has room for one more checkpoint.
+    """See whether the run's folder can be written, and has room for a copy of its newest checkpoint (if any).
 
     Raises:
         UserError: the folder cannot be written, or the disk is nearly full.

@@ -1,1 +1,1 @@
-"""Building models: from the hub, from a folder, or from scratch."""
+"""Models, from the hub, a folder or scratch, and what is done to them: adapters, packed rows, loss heads, plans."""
