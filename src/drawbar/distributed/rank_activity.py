@@ -49,6 +49,7 @@ class LivenessDigest(NamedTuple):
     silent: str = ""
     """The ranks that have given no sign of life for ``launch.timeout`` seconds in which some rank waited."""
     first: str = "rank 0"
+    """Rank 0, which makes the digest."""
     others: str = ""
     """All ranks but rank 0."""
 

@@ -1,7 +1,7 @@
 """Cross-entropy of a language model's head, chunk by chunk of the targets: there are never logits of all of them.
 
 The gradients of a chunk are computed in the forward pass, while its logits are there (as in Liger Kernel, Hsu et al.
-2024, arXiv:2410.10989); backward only scales them. Positions without a target are left out before the matmul.
+2024, arXiv:2410.10989); backward only scales them (fp16: computes them). Positions without a target are left out.
 
 B: rows, L: tokens in a row, N: targets, C: targets in a chunk, H: hidden size, V: the vocabulary, or this rank's shard.
 """
