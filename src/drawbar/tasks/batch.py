@@ -52,7 +52,7 @@ class Batch(dict[str, torch.Tensor]):
 
 
 PADDING = {"labels": IGNORED_LABEL, "attention_mask": 0, "segment_ids": -1, "decoder_segment_ids": -1}
-"""What each field is padded with; ``input_ids`` get the tokenizer's pad token, anything else 0."""
+"""What each field is padded with; any other gets 0, or what ``padding`` of ``pad_and_stack`` says."""
 
 
 PredictFunction = Callable[[nn.Module, Batch], list[Any]]
