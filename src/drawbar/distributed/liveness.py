@@ -135,8 +135,8 @@ class Liveness:
 
     @property
     def _period(self) -> float:
-        """Seconds between heartbeats. A rank that has come is counted in the digest that others read three periods
-        later, so that they do not say that they wait for it."""
+        """Seconds between heartbeats. That a rank has come is known to all three periods later at most: before they
+        first say, after ``TELL_SECONDS`` (four periods or more), for whom they wait."""
         return min(self.timeout / _BEATS, TELL_SECONDS / 4)
 
     def _run(self) -> None:

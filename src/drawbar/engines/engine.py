@@ -122,7 +122,7 @@ class Engine:
             return predict_fn(model, batch.to(self.world.device))
 
     def generate(self, inputs: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:
-        """Token ids (B, L): the inputs, each followed by the model's text, by transformers' ``generate(**options)``.
+        """Token ids (B, L) by transformers' ``generate(**options)``: inputs with texts; of an encoder-decoder, texts.
 
         Raises:
             UserError: the model writes no text.

@@ -40,13 +40,19 @@ def generate_text(engine: Engine, tokenizer: Any, prompts: Sequence[Prompt], sam
     more positions.
 
     Raises:
-        UserError: the model writes no text, or has no positions for one of the prompts.
+        UserError: the model does not go on with a text, or has no positions for one of the prompts.
     """
     if tokenizer is None:
         raise UserError(
             "this run's task has no tokenizer: its model writes no text",
             where="RUN",
             remedy="name the run of a language model; `drawbar eval` works for any",
+        )
+    if getattr(getattr(engine.meta_model, "config", None), "is_encoder_decoder", False):
+        raise UserError(
+            "the model is an encoder-decoder: its text is an answer to an input, and does not go on with a prompt",
+            where="RUN",
+            remedy="`drawbar predict` writes its text for each record of a file, in Python `predict` does",
         )
     encoded = [
         _begun(tokenizer, prompt) if isinstance(prompt, str) else chat_prompt(tokenizer, prompt) for prompt in prompts

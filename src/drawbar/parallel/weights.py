@@ -2,7 +2,7 @@
 
 Files and callers have full tensors in the single-process layout; a rank holds shards. A model for several ranks is
 built with its parameters on the meta device, sharded there, and only then filled, shard by shard: no rank needs memory
-for more than its shards and one full tensor.
+for more than its shards and one full tensor, but for rank 0 where it builds the whole model and sends it.
 """
 
 from collections.abc import Callable, Iterator, Mapping

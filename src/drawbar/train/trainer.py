@@ -89,7 +89,7 @@ class Trainer:
     """Trains one run.
 
     Args:
-        config: the whole configuration, as ``drawbar.load_config`` returns it.
+        config: the whole configuration: ``config`` of what ``drawbar.load_config`` returns.
         task: the task's class; by default the one that ``task.type`` names.
         resume: ``auto`` (go on with the run if it exists), ``never``, or the path of a checkpoint.
         fork: name of a new run that begins from this run's checkpoint.

@@ -211,3 +211,12 @@ class Points(drawbar.Task):
     def loss(self, outputs, batch):
         return torch.nn.functional.cross_entropy(outputs, batch["labels"], reduction="sum")
 """
+
+
+def test_an_encoder_decoder_is_refused() -> None:
+    """Its generate gives answers without the prompts, and positions that padding on the left would move."""
+    engine = tiny_engine(tiny_config())
+    engine.meta_model.config.is_encoder_decoder = True
+    with pytest.raises(UserError, match="is an encoder-decoder") as refused:
+        texts(engine, ["a"])
+    assert "drawbar predict" in str(refused.value.remedy)
