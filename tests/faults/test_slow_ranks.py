@@ -131,6 +131,36 @@ def test_a_callback_may_be_slow_on_one_rank_and_is_called_on_none_once_it_failed
     assert CheckpointDirectory(run / "checkpoints").steps() == [2]
 
 
+class Spoiled(drawbar.CausalLM):
+    """causal_lm whose data go bad on rank 1 after the second step, in which rank 0 asks for a stop."""
+
+    is_bad = False
+
+    def collate(self, samples: list[dict[str, Any]]) -> drawbar.Batch:
+        if Spoiled.is_bad:
+            raise ValueError("bad data")
+        return super().collate(samples)
+
+
+class StopOnce(drawbar.Callback):
+    def on_step(self, run: drawbar.RunHandle, info: drawbar.StepInfo) -> None:
+        Spoiled.is_bad = info.step == 2 and run.rank == 1
+        if info.step == 2 and run.rank == 0:
+            run.request_stop()
+
+
+def stop_with_bad_data(folder: str) -> int:
+    come_together(Path(folder), RankInfo.from_environment().rank)
+    with chdir(folder):
+        return fit(Spoiled, "checkpoint.every=null", "eval.every=null", callbacks=[StopOnce()])
+
+
+def test_a_stop_of_one_rank_comes_before_an_error_of_another(tmp_path: Path) -> None:
+    run = make_project(tmp_path) / "runs" / "tiny"
+    assert run_ranks(stop_with_bad_data, 2, str(tmp_path), env={"TORCHELASTIC_RUN_ID": "1"}) == [0, 0]
+    assert CheckpointDirectory(run / "checkpoints").steps() == [2]
+
+
 def stop_with_a_slow_disk(folder: str) -> int:
     """Nodes that share no disk."""
     rank = RankInfo.from_environment().rank

@@ -32,7 +32,7 @@ ROWS_TOGETHER = 2**16
 
 
 def prepare_run(config: RunConfig, task_type: type[Task] | None) -> None:
-    """Encode every split of the configuration into the cache, and print what is in it. No model is built.
+    """Encode every split but a streamed one into the cache, and print what is in it. No model is built.
 
     Raises:
         UserError: as the run itself would; or there is nothing to prepare.

@@ -1,5 +1,6 @@
 """Micro-batches for one data-parallel rank, from a sample order that no world size changes."""
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -126,6 +127,7 @@ class Loader(ABC, Generic[Batch]):
         self.micro_batch = micro_batch
         self.prefetcher = prefetcher
         self._before_newest: Any = None
+        self._waited_for_ranks = 0.0
 
     @property
     @abstractmethod
@@ -135,16 +137,26 @@ class Loader(ABC, Generic[Batch]):
     def steps(self, first: int, last: int) -> Iterator[tuple[int, list[MicroBatch[Batch]]]]:
         """(step, this rank's micro-batches) for the steps after ``first``, up to and with ``last``, across epochs."""
         self._plan_from(self.position)
+        self._before_newest = self.position
         for step, prepared in self.prefetcher.steps(self._plan, first, last):
-            self._before_newest, self.position = self.position, prepared.plan.after
-            self.tokens, self.waited = prepared.plan.tokens, prepared.waited
+            self.position, self.tokens = prepared.plan.after, prepared.plan.tokens
+            self.waited, self._waited_for_ranks = max(0.0, prepared.waited - self._waited_for_ranks), 0.0
             yield step, prepared.micro_batches
+            self._before_newest = self.position
 
     def give_back(self) -> None:
-        """Undo the newest step, which the run stops before: neither its rows nor what a user's augment or collate drew
-        from the generators of the host are used up."""
+        """Undo the newest step, or the attempt to make its batches, as the run stops before it: its rows, and what a
+        user's augment or collate drew from the generators of the host."""
         self.position = self._before_newest
         self.prefetcher.undraw()
+
+    def _most_of_ranks(self, micro_batches: int) -> int:
+        """The micro-batches of the rank that has most; every rank calls it. It may wait for a rank that still trains,
+        which is no wait for batches."""
+        began = time.perf_counter()
+        most = self.ranks.max(micro_batches)
+        self._waited_for_ranks += time.perf_counter() - began
+        return most
 
     @abstractmethod
     def _plan_from(self, position: Any) -> None:
@@ -270,7 +282,7 @@ class TrainLoader(Loader[Batch]):
             size: rows of the step.
         """
         if self.micro_batch.tokens is not None:
-            return self.ranks.max(own)
+            return self._most_of_ranks(own)
         largest_share = -(-size // self.ranks.size)
         return -(-largest_share // (self.micro_batch.rows or largest_share))
 

@@ -206,7 +206,7 @@ class StreamLoader(Loader[Batch]):
             PlannedMicroBatch(partial(_raw_batch, [rows[place] for place in chosen.tolist()]))
             for chosen in self.micro_batch.split(np.arange(len(rows)), lengths)
         ]
-        fillers = self.ranks.max(len(micro_batches)) - len(micro_batches)
+        fillers = self._most_of_ranks(len(micro_batches)) - len(micro_batches)
         if fillers:
             read = partial(_raw_batch, rows[:1]) if rows else self._any_row
             micro_batches += [PlannedMicroBatch(read, is_filler=True)] * fillers

@@ -135,7 +135,7 @@ class Liveness:
 
     @property
     def _period(self) -> float:
-        """Seconds between heartbeats. That a rank has come is known to all three periods later at most: before they
+        """Seconds between heartbeats. Every rank knows within three periods that a rank has come: before they
         first say, after ``TELL_SECONDS`` (four periods or more), for whom they wait."""
         return min(self.timeout / _BEATS, TELL_SECONDS / 4)
 

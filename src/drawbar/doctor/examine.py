@@ -108,7 +108,7 @@ def _folders(config: RunConfig, downloads: bool) -> Iterator[Finding]:
 
 
 def hub_names(config: RunConfig) -> list[str]:
-    """What the configuration loads from the hub: names of models that are no folders here."""
+    """The model and the tokenizer that the configuration loads from the hub: names that are no folders here."""
     task = config.task
     model, tokenizer = getattr(task, "model", None), getattr(task, "tokenizer", None)
     names = [model] if getattr(task, "from_scratch", None) is None else []

@@ -122,7 +122,7 @@ class Engine:
             return predict_fn(model, batch.to(self.world.device))
 
     def generate(self, inputs: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:
-        """Token ids (B, L) by transformers' ``generate(**options)``: inputs with texts; of an encoder-decoder, texts.
+        """Token ids (B, L) from transformers' ``generate``: inputs, then new texts; of an encoder-decoder, these alone.
 
         Raises:
             UserError: the model writes no text.

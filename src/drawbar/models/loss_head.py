@@ -32,7 +32,7 @@ class LossHead(nn.Linear):
     targets: LossTargets | None
     loss: Tensor | None
 
-    @wraps(nn.Linear.forward)  # so that ``low_precision_weights``, which unwraps it, finds nn.Linear's
+    @wraps(nn.Linear.forward)  # ``parallel.low_precision_weights`` unwraps it, to see that autocast casts its weights
     def forward(self, input: Tensor) -> Tensor:
         if self.targets is None:
             return super().forward(input)

@@ -1,6 +1,6 @@
 """Weights into a model that is spread over ranks, and out of it again, under the names of the whole model.
 
-Files and callers have full tensors in the single-process layout; a rank holds shards. A model for several ranks is
+Files and callers have full tensors in the single-process layout; a rank holds shards. Such a model is
 built with its parameters on the meta device, sharded there, and only then filled, shard by shard: no rank needs memory
 for more than its shards and one full tensor, but for rank 0 where it builds the whole model and sends it.
 """

@@ -6,7 +6,7 @@ Everything is relative, and what it is relative to is chosen so that rounding pa
   relative to that thousandth.
 - *gradients*: ‖a - b‖ / max(‖b‖, floor) for each parameter. Some gradients are zero on paper (those of the biases of
   keys, which softmax does not see), so that all that is computed is rounding. The floor is a hundredth of the norm that
-  the parameter would have if all entries of the model's gradient were of one size. With a tolerance of 1e-4, a gradient
+  the gradient would have if all entries of the model's gradient were of one size. With a tolerance of 1e-4, a gradient
   a millionth of the usual size is still seen to be missing, or doubled.
 - *weights*: ‖a - b‖ / ‖b‖ for each parameter, over the entries whose first gradient is well known (``Tolerances``).
   Adam's step has full size whatever the size of the gradient, even of one that is all rounding: there the updates

@@ -21,17 +21,19 @@ class Reason(IntEnum):
     NONE = 0
     SAVE = 1
     """It does not stop: a callback asked for a checkpoint."""
-    EARLY = 2
+    NO_BATCH = 2
+    """A rank could not make its batches. That error ends the run, unless the ranks stop before that step."""
+    EARLY = 3
     """The score stopped getting better."""
-    CALLBACK = 3
+    CALLBACK = 4
     """A callback asked for it."""
-    REQUEUE = 4
+    REQUEUE = 5
     """The scheduler wants the machine back (SIGTERM, SIGUSR1)."""
-    INTERRUPTED = 5
+    INTERRUPTED = 6
     """Ctrl-C (SIGINT), or the terminal was closed (SIGHUP)."""
-    FAILED = 6
+    FAILED = 7
     """An evaluation or a callback failed."""
-    UNSAVED = 7
+    UNSAVED = 8
     """A save failed."""
 
 
@@ -92,7 +94,7 @@ class Stop:
     @property
     def has_agreed(self) -> bool:
         """Whether the ranks have agreed to stop."""
-        return self.reason > Reason.SAVE
+        return self.reason > Reason.NO_BATCH
 
     def agree_and_sum(self, *values: float) -> list[float]:
         """Find out whether any rank wants to stop, and sum some numbers over the data-parallel ranks, in one

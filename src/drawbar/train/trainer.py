@@ -35,6 +35,7 @@ from drawbar.tracking.console import Console, make_console
 from drawbar.tracking.meters import Throughput
 from drawbar.tracking.tracker import TrackedRun
 from drawbar.tracking.trackers import Trackers, make_trackers
+from drawbar.train.agreed_steps import agreed_steps
 from drawbar.train.batch_making import make_augment
 from drawbar.train.batches import OpenedSplit, eval_micro_batch, first_samples, load_data, open_data
 from drawbar.train.best import check_mode, settle_mode
@@ -311,6 +312,8 @@ class _Run:
     def _farewell(self) -> str:
         """The last line: where the run is, and what it came to."""
         step, best = self.progress.step, self.progress.best_step
+        if step == 0:
+            return f"{self.config.run_dir}: stopped before its first step; the same command begins again"
         if not self._is_complete():
             return f"{self.config.run_dir}: saved at step {step}; the same command goes on from there"
         score = f"; best {self.config.eval.metric}: {self.progress.best_score:.4g}, at step {best}" if best else ""
@@ -324,21 +327,14 @@ class _Run:
         self.stop.begin()
         steps = self.loader.steps(self.progress.step, self.total_steps)
         steps = logging_compile_payoff(steps, self.engine, self.meter, self.uncompiled_step_fits)
-        for step, micro_batches in steps:
-            self.world.note(f"step {step}")
-            counts = self.engine.count_targets(micro_batches), self.loader.tokens
-            num_targets, tokens = self.stop.agree_and_sum(*counts)  # both in one host collective
-            if self.stop.has_agreed:  # signal, early stop or a failure: every rank, before the same step
-                self.loader.give_back()
-                break
-            result = self.engine.train_step(micro_batches, num_targets)  # forward, backward, reduce, clip, update
+        for agreed in agreed_steps(steps, self.loader, self.engine, self.stop, self.world):
+            # forward, backward, reduce, clip, update
+            result = self.engine.train_step(agreed.micro_batches, agreed.num_targets)
             self.progress.advance(result)
-            last, waited = step == self.total_steps, self.loader.waited
-            info = StepInfo(step, result, self.progress, last, int(tokens), data_wait_seconds=waited)
+            last, waited = agreed.step == self.total_steps, self.loader.waited
+            info = StepInfo(agreed.step, result, self.progress, last, agreed.num_tokens, data_wait_seconds=waited)
             for callback in self.callbacks:
                 callback.on_step(self.handle, info)
-        else:
-            self.stop.agreed()  # a failure in the last step
         if self.stop.reason >= Reason.FAILED:
             share_failures(guarded, self.world)
         for callback in self.callbacks:

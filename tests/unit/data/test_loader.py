@@ -2,6 +2,7 @@ import itertools
 import json
 import random
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -230,6 +231,27 @@ def test_a_step_that_is_given_back_is_made_again_with_the_same_draws() -> None:
     assert loader.state()["consumed"] == 8
     _, again = next(loader.steps(2, 3))
     assert again == micro_batches != seen[-1]
+
+
+def test_the_wait_for_another_rank_is_no_wait_for_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    class SlowRank(SimulatedRank):
+        def max(self, value: int) -> int:
+            nonlocal now
+            now += 5
+            return super().max(value)
+
+    def collate_slowly(samples: list[dict[str, Any]]) -> list[int]:
+        nonlocal now
+        now += 1
+        return collate(samples)
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    rows, prefetcher = SampleRows(dataset([1] * 10)), Prefetcher(BatchMaker(collate_slowly), ahead=False)
+    sizes = {"global_batch": 4, "micro_batch": MicroBatchSize(tokens=4)}
+    loader = TrainLoader(rows, InOrder(10), ranks=SlowRank(0, Largest(1)), prefetcher=prefetcher, **sizes)
+    assert [loader.waited for _ in loader.steps(0, 3)] == [1, 1, 1]
 
 
 def test_epochs_have_fractions() -> None:

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,33 @@ class Interrupted(CausalLM):
 
 class Failing(Interrupted):
     fails = True
+
+
+class Spoiled(CausalLM):
+    """causal_lm whose data go bad."""
+
+    is_bad = False
+
+    def collate(self, samples: list[dict[str, Any]]) -> Batch:
+        if Spoiled.is_bad:
+            raise ValueError("bad data")
+        return super().collate(samples)
+
+
+class SpoilFifth(Callback):
+    """Lets the data of the sixth step be bad, and asks for something in the fifth."""
+
+    def __init__(self, ask: Callable[[RunHandle], None]) -> None:
+        self.ask = ask
+
+    def on_step(self, run: RunHandle, info: StepInfo) -> None:
+        if info.step == 5:
+            Spoiled.is_bad = True
+            self.ask(run)
+
+
+def fail(run: RunHandle) -> None:
+    raise ValueError("planted")
 
 
 ONE_FORWARD = ("train.micro_batch=8", "eval.at_start=true")
@@ -139,6 +167,27 @@ def test_a_run_that_is_told_to_stop_at_its_last_step_is_complete(
     fit(callbacks=[StopAtTheEnd()])
     assert state_of(run) == ("complete", 12, 12)
     assert "12 steps made" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("ask", "error"),
+    [
+        (RunHandle.request_stop, None),
+        (lambda run: os.kill(os.getpid(), signal.SIGTERM), None),
+        (fail, r"the callback SpoilFifth.on_step failed: ValueError: planted"),
+        (lambda run: None, "bad data"),
+    ],
+    ids=["stop", "signal", "failure", "nothing"],
+)
+def test_a_stop_comes_before_an_error_of_the_next_step(
+    ask: Callable[[RunHandle], None], error: str | None, fit: Fit, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Spoiled, "is_bad", False)
+    settings = ("checkpoint.every=null", "checkpoint.keep_best=false", "eval.every=null")
+    with pytest.raises(UserError, match=error) if error else nullcontext():
+        fit(*settings, task=Spoiled, callbacks=[SpoilFifth(ask)])
+    saved = [path.name for path in (run / "checkpoints").glob("step-*")]
+    assert saved == ([] if error == "bad data" else ["step-00000005"])
 
 
 def test_what_a_callback_asks_for_before_the_first_step_is_done(fit: Fit, run: Path) -> None:

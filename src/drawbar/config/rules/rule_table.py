@@ -217,7 +217,7 @@ OPTIMIZATION = (
 )
 
 RULES: tuple[Rule, ...] = PARALLEL + DEEPSPEED + ADAPTERS
-"""The rules that every command checks."""
+"""The rules that hold for a run whatever is done with it, and not for its training alone."""
 
 TRAIN_RULES: tuple[Rule, ...] = (
     FLEX_TRAINING,
