@@ -97,7 +97,7 @@ def check_device(facts: Mapping[str, Any], driver: str | None, wanted: str, prec
     yield Finding(DEVICE, "number format", Level.OK, *_format(facts["precision"], device, precision))
     product = facts["product"]
     if product["right"]:
-        what = f"right, in {product['seconds'] * 1000:.0f} ms, the first one's start-up included"
+        what = f"right, in {product['seconds'] * 1000:.0f} ms, the start-up of the device included"
         yield Finding(DEVICE, "a product", Level.OK, what)
     else:
         fix = Fix("nvidia-smi -q -d ECC,PAGE_RETIREMENT", "use another device, and have this one looked at")

@@ -73,7 +73,7 @@ def _refine(model: nn.Module) -> None:
     from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
 
     class Fp8WhileTraining(Float8Linear):
-        @wraps(nn.Linear.forward)  # ``parallel.low_precision_weights`` unwraps it, to see that autocast casts its weights
+        @wraps(nn.Linear.forward)  # ``low_precision_weights`` unwraps it, to see that autocast casts its weights
         def forward(self, input: Tensor) -> Tensor:
             if not self.training:
                 return nn.Linear.forward(self, input)

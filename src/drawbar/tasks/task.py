@@ -131,7 +131,7 @@ class Task:
     def encode(self, record: dict[str, Any], train: bool) -> Sample | list[Sample] | None:
         """One record as a sample, or as several; None drops the record; dropped records are counted.
 
-        It may be called several times for one record, and must depend on nothing but the record, the task's own
+        It may be called again for a record and must depend on nothing but its arguments, ``has_labels``, the task's own
         options, ``data.sequence_length``, tokenizer, ``dataset_metadata`` and ``encoding_files``: the result is kept.
         """
         return record
