@@ -14,6 +14,7 @@ from torch import nn
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.data.loader import MicroBatch
 from drawbar.distributed.process_group import Distributed
+from drawbar.engines.executors import count_targets
 from drawbar.engines.parts import EngineParts
 from drawbar.engines.results import EngineState, EvalResult, StepResult
 from drawbar.errors import UserError
@@ -79,20 +80,13 @@ class Engine:
         """All names and full shapes of the model; it may be without values."""
         return self._local.meta_model
 
-    def count_targets(self, micro_batches: Sequence[MicroBatch[Batch]]) -> float:
-        """The targets of this rank's share of a global batch."""
-        return sum(self.task.num_targets(micro.batch) for micro in micro_batches if not micro.is_filler)
-
     def train_step(self, micro_batches: list[MicroBatch[Batch]], num_targets: float | None = None) -> StepResult:
         """Forward, backward, reduce, clip and update for one global batch; ``micro_batches``: this rank's share.
-
-        Args:
-            num_targets: of the whole global batch; by default the ranks count them together, here.
-        """
+        ``num_targets``: those of the global batch; without it, the ranks count them together here."""
         lr = self.config.optim.lr * learning_rate_scale(self.step, self.total_steps, self.config.optim)
         # the targets of the whole global batch are counted before the first backward, so nothing is rescaled after it
         if num_targets is None:
-            num_targets = self.world.dp_group.sum_of_leaders(self.count_targets(micro_batches))
+            num_targets = self.world.dp_group.sum_of_leaders(count_targets(self.task, micro_batches))
         divisor = num_targets or 1.0  # a batch without targets has no loss and no gradient
         # executors average over the ranks that see different tokens, the contract wants the sum
         scale = self.updater.loss_scale * self.world.dp_group.size * self.world.dims.cp / divisor

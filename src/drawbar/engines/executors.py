@@ -135,7 +135,7 @@ class PipelineExecutor:
         stages: those of this rank.
         training_module: the same modules, or the DeepSpeed engine around them; only its ``train()`` is called.
         pipeline: the steps of training.
-        pipeline_inference: evaluation and generation, through the stages in turn.
+        pipeline_inference: the stages in turn, to evaluate and generate; in training, it records a forward's inputs.
         shards_logits, loss_in_head: as for ``ModelExecutor``.
     """
 
@@ -219,6 +219,11 @@ class PipelineExecutor:
 def with_targets(task: Task, micro_batches: Sequence[MicroBatch[Batch]], loss_in_head: bool) -> list[MicroBatch[Batch]]:
     """The micro-batches, with the targets that a ``LossHead`` takes, where the model has one."""
     return [replace(micro, batch=maybe_with_targets(task, micro.batch, loss_in_head)) for micro in micro_batches]
+
+
+def count_targets(task: Task, micro_batches: Sequence[MicroBatch[Batch]]) -> float:
+    """The targets of this rank's share of a global batch."""
+    return sum(task.num_targets(micro.batch) for micro in micro_batches if not micro.is_filler)
 
 
 def task_loss(task: Task, context: ContextParallel | None, model: nn.Module, batch: Batch) -> torch.Tensor:

@@ -7,6 +7,7 @@ from drawbar.data.loader import Loader
 from drawbar.data.prefetch import MicroBatch
 from drawbar.distributed.process_group import Distributed
 from drawbar.engines.engine import Engine
+from drawbar.engines.executors import count_targets
 from drawbar.tasks.batch import Batch
 from drawbar.train.stop import Reason, Stop
 
@@ -45,7 +46,7 @@ def agreed_steps(
         try:
             step, micro_batches = next(steps)
             world.note(f"step {step}")
-            counts = engine.count_targets(micro_batches), loader.tokens
+            counts = count_targets(engine.task, micro_batches), loader.tokens
         except StopIteration:
             stop.agreed()  # what the last step failed with, or who asked for a stop in it
             return

@@ -55,7 +55,7 @@ def find_start(config: RunConfig, resume: str, fork: str | None) -> RunStart:
         fork: a new run's name: begin from this run's checkpoint, with a configuration that may differ.
 
     Raises:
-        UserError: the directory holds another run, a run of another configuration, or a newer drawbar's checkpoint;
+        UserError: it holds other files, a run of other settings, a run if ``never``, or a newer drawbar's checkpoint;
             or the disk cannot be read.
     """
     target = config if fork is None else renamed(config, fork)

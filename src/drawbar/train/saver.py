@@ -77,7 +77,7 @@ class Saver:
 
     @property
     def saved(self) -> RunProgress | None:
-        """The progress stored in the newest checkpoint; None once all ranks know that a save failed."""
+        """The progress of the newest save; None before the first one, and once all ranks know that a save failed."""
         return None if self._stop.reason is Reason.UNSAVED else self._saved
 
     def save(self, progress: RunProgress) -> None:

@@ -85,7 +85,7 @@ def test_a_short_run_is_not_measured(caplog: pytest.LogCaptureFixture, monkeypat
     given = steps(engine, 3)
     with caplog.at_level(logging.INFO, logger="drawbar"):
         assert logging_compile_payoff(given, engine, Throughput(), uncompiled_step_fits=True) is given
-    assert f"{LAST_COMPARED - 1} steps of this run are too few" in caplog.text
+    assert f"{LAST_COMPARED - 1} steps that are left are too few" in caplog.text
 
 
 @pytest.mark.parametrize(
