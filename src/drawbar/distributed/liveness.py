@@ -135,8 +135,8 @@ class Liveness:
 
     @property
     def _period(self) -> float:
-        """Seconds between heartbeats. Every rank knows within three periods that a rank has come: before they
-        first say, after ``TELL_SECONDS`` (four periods or more), for whom they wait."""
+        """Seconds between heartbeats. All ranks know within three periods that a rank has come, and only after
+        ``TELL_SECONDS`` (four periods or more) does the log first say which ranks a rank waits for."""
         return min(self.timeout / _BEATS, TELL_SECONDS / 4)
 
     def _run(self) -> None:

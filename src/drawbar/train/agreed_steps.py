@@ -24,7 +24,7 @@ class AgreedStep:
     num_targets: float
     """Of the whole global batch."""
     num_tokens: int
-    """The same, without padding; samples, where they have no tokens."""
+    """Tokens of the whole global batch, without padding; samples, where they have no tokens."""
 
 
 def agreed_steps(

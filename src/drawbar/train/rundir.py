@@ -55,8 +55,8 @@ def find_start(config: RunConfig, resume: str, fork: str | None) -> RunStart:
         fork: a new run's name: begin from this run's checkpoint, with a configuration that may differ.
 
     Raises:
-        UserError: it holds other files, a run of other settings, a run if ``never``, or a newer drawbar's checkpoint;
-            or the disk cannot be read.
+        UserError: the run directory holds other files, a run of other settings, with ``never`` a run that can go on, or
+            a newer drawbar's checkpoint; or the disk cannot be read.
     """
     target = config if fork is None else renamed(config, fork)
     with explain_read_errors(config.run_dir):
