@@ -52,7 +52,7 @@ class RankReader:
 
 
 class EndlessRankReader(RankReader):
-    """Repeats a source endlessly: the u-th read is record ``u % size``, number ``u // ranks`` of rank ``u % ranks``."""
+    """Repeats a source endlessly. Read u, counted over all ranks, gives record ``u % size`` to rank ``u % ranks``."""
 
     def read_from(self, first: int) -> Iterator[tuple[int, LocatedRecord]]:
         visit, turns_without = self.rank + self.ranks * first, 0

@@ -1,6 +1,6 @@
 """``Task``: what a user writes. Override one method or all of them.
 
-The engine calls ``forward``, ``loss`` and ``num_targets`` for every batch, and ``predict`` to evaluate. A task need not
+The engine calls ``forward``, ``num_targets`` and your ``loss`` for each batch, ``predict`` to evaluate. A task need not
 divide a loss, move a tensor to a device or ask how many processes there are: the engine does.
 """
 
