@@ -23,8 +23,8 @@ TELL_SECONDS = 60.0
 _BEATS = 20
 """Heartbeats within the timeout, at least."""
 _CONFIRMATIONS = 3
-"""Digests in a row that must find a rank silent before a wait ends: the first ones may be older than a sign of life
-that is under way. It may be this rank's own, where this rank was suspended."""
+"""Digests in a row that must find a rank silent before a wait ends: the first of them may have been made before that
+rank's newest sign of life came in."""
 _LOOK_SECONDS = 1.0
 """Longest blocking wait between polls; Python handles signals in between."""
 

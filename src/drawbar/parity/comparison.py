@@ -278,7 +278,7 @@ def known_entries(found: Tensor, expected: Tensor, tolerance: float) -> Tensor:
     """Mask of the entries at least 1 / ``tolerance`` times as large as the error: the RMS of the two's difference.
 
     An entry that is exactly zero in both is known, too: no token used it. Not so where nothing else of the parameter
-    is known: then it is all rounding, and so are its zeros.
+    is known, though not all of it is zero: then it is all rounding, and so are its zeros.
     """
     untouched = (found == 0) & (expected == 0)
     touched = int((~untouched).sum())

@@ -48,7 +48,7 @@ def agreed_steps(
             world.note(f"step {step}")
             counts = count_targets(engine.task, micro_batches), loader.tokens
         except StopIteration:
-            stop.agreed()  # what the last step failed with, or who asked for a stop in it
+            stop.agreed()  # a callback may have failed, or asked for a stop, after the last step
             return
         except Exception as caught:  # noqa: BLE001 - raised below
             error = caught

@@ -1,1 +1,1 @@
-"""Everything that calls the DeepSpeed library."""
+"""The DeepSpeed library under drawbar: its import, its engine's state, its pipeline and tensor-parallel layers."""
