@@ -29,7 +29,7 @@ def launcher(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def check_launcher(environ: Mapping[str, str], processes: int, why: str) -> Iterator[Finding]:
-    """What started this process, and whether what it set is consistent. (``RankInfo`` judges RANK and its kind.)
+    """What started this process, and whether what it set is consistent. (``RankInfo`` checks that RANK is valid.)
 
     Args:
         processes: on this machine.

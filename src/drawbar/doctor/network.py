@@ -47,7 +47,7 @@ class Network:
 
 
 def collect_network(environ: Mapping[str, str] = os.environ) -> Network:
-    """Sends nothing: a route is asked of the kernel."""
+    """Sends nothing but look-ups of host names: a route is asked of the kernel."""
     host = socket.gethostname()
     peer = environ.get("MASTER_ADDR") or first_host(environ.get("SLURM_JOB_NODELIST", ""))
     peer_address = _resolve(peer) if peer else ""

@@ -184,7 +184,7 @@ def count_processes(config: RunConfig, hosts: Sequence[Host]) -> int:
     """The processes on each host: its slots, or fewer where the configuration wants fewer.
 
     Raises:
-        UserError: the hosts have different numbers of slots, or fewer than the configuration wants.
+        UserError: with ``launch.nproc: auto`` hosts differ in slots; with a number, one has fewer slots than that.
     """
     wanted = config.launch.nproc
     gpus = config.cluster.gpu_count if config.cluster else None
