@@ -180,7 +180,7 @@ class Distributed:
 
     def working(self, activity: str) -> AbstractContextManager[None]:
         """Around what may take this rank longer than ``launch.timeout``: the others wait for it as long as it takes,
-        in the next operation of this class. No such operation may run inside."""
+        in the next barrier, host sum, gather or ``from_rank0`` of this class. None of these may run inside."""
         return self._liveness.working(activity)
 
     @contextmanager

@@ -53,7 +53,7 @@ class OpenedSplit:
     """Metadata of the files (size, mtime, ctime, inode), taken before they were read."""
 
     def check_unchanged(self) -> None:
-        """Check that the files have not changed since ``cache_inputs`` was computed: they are read a second time.
+        """Check, after a second reading of the files, that they have not changed since ``cache_inputs`` was computed.
 
         Raises:
             UserError: they have changed.
