@@ -235,7 +235,7 @@ class CheckpointDirectory:
                 _delete(complete[step])
 
     def set_aside(self, unusable: Mapping[Path, Unusable]) -> None:
-        """Take their names from checkpoints that cannot be used, so that nothing counts or replaces them."""
+        """Rename checkpoints that cannot be used, so that nothing counts or replaces them."""
         for folder, reason in unusable.items():
             aside = _beside(folder, UNUSABLE)
             while aside.exists():  # a step may be damaged, made again, and damaged again

@@ -38,7 +38,7 @@ class LocalModel:
     module: nn.Module
     """The full model, its shards (DTensor), or this rank's pipeline stages."""
     meta_model: nn.Module
-    """A model with all names and full shapes, perhaps without values; ``module`` itself if that has all parameters."""
+    """A model with all names and full shapes, perhaps without values; it may be ``module`` itself."""
     base: FrozenBaseInfo | None
     """Digest and newly initialized parameters of the base model under LoRA; None without LoRA."""
     fused: dict[str, FusedLayout] = field(default_factory=dict)

@@ -277,8 +277,8 @@ def weight_differences(
 def known_entries(found: Tensor, expected: Tensor, tolerance: float) -> Tensor:
     """Mask of the entries at least 1 / ``tolerance`` times as large as the error: the RMS of the two's difference.
 
-    An entry that is exactly zero in both is known, too: no token used it. Not so where nothing else of the parameter
-    is known, though not all of it is zero: then it is all rounding, and so are its zeros.
+    An entry that is exactly zero in both is known, too: no token used it. But if the parameter has other entries, and
+    none of these is known, its zeros are not either: the whole gradient is then rounding.
     """
     untouched = (found == 0) & (expected == 0)
     touched = int((~untouched).sum())

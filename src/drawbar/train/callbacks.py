@@ -140,7 +140,7 @@ class EvaluateCallback(Callback):
     """Evaluation every few steps and at the end, never twice at one step; keeps the best score, and stops early.
 
     Args:
-        evaluate: runs it; returns None if a signal interrupted it: it is repeated when the run resumes.
+        evaluate: runs it; returns None if a wish to stop interrupted it: it is repeated when the run resumes.
         announce: calls ``on_evaluate`` of all callbacks.
     """
 

@@ -372,7 +372,7 @@ class _Run:
             callback.on_save(self.handle, self.config.run_dir / "checkpoints" / step_name(step))
 
     def _evaluate(self) -> Evaluation | None:
-        """Evaluate on the validation data, leaving every random generator as it was; None where a signal comes."""
+        """Evaluate on the validation data, leaving every random generator as it was; None if a rank wants to stop."""
         assert self.validation is not None
         samples = self.validation.samples
         state = rng_state(self.world.device)
