@@ -96,7 +96,7 @@ def choose_interface(network: Network) -> tuple[Interface | None, str]:
         if interface.infiniband:
             return interface, "InfiniBand"
     if network.route_address:
-        # a route_address that no interface here has is the second address of one, or this is no Linux
+        # only the first address of each interface is known, and only on Linux: route_address may be none of them
         nameless = Interface("", network.route_address, False)
         on_the_way = (interface for interface in addressed if interface.address == network.route_address)
         way = f"the way to {network.peer}" if network.peer else "the way to other networks"

@@ -14,7 +14,7 @@ _LONGEST_LINE = 2**16
 
 
 class RemoteHost:
-    """A host of the job, over a running ssh. It is sent what it is to run at once."""
+    """A host of the job, over a running ssh. At once it is sent its job, which begins when all hosts have answered."""
 
     def __init__(self, start: RemoteStart, process: asyncio.subprocess.Process, output: HostOutput) -> None:
         assert process.stdin is not None
