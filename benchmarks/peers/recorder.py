@@ -1,8 +1,9 @@
 """When each step of a training ended, and its loss: what every peer returns."""
 
 import os
-import resource
+import re
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -70,7 +71,10 @@ def default_device() -> torch.device:
 def peak_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    # getrusage would also count the process that started this one, from which it was forked
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return 1024 * int(found[1])
 
 
 def rank_and_size() -> tuple[int, int]:
