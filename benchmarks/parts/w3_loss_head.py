@@ -1,7 +1,6 @@
 """W3: the loss head: time and memory of a language model's last layer and its loss, as the vocabulary grows."""
 
 import itertools
-import re
 import statistics
 import time
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import Any
 
 from benchmarks.common.fresh_process import Call
 from benchmarks.common.options import Options
+from benchmarks.common.process_memory import status_bytes
 from benchmarks.common.report import Check, Curve, Report, Table
 from benchmarks.common.statistic import Statistic, interleave, ratio
 
@@ -137,17 +137,11 @@ def reset_peak(device: Any) -> None:
 def resident_bytes(device: Any) -> int:
     import torch
 
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else _status("VmRSS")
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else status_bytes("VmRSS")
 
 
 def peak_bytes_since(device: Any) -> int:
     """The most since ``reset_peak``."""
     import torch
 
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _status("VmHWM")
-
-
-def _status(key: str) -> int:
-    found = re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return 1024 * int(found[1])
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else status_bytes("VmHWM")

@@ -1,13 +1,12 @@
 """When each step of a training ended, and its loss: what every peer returns."""
 
 import os
-import re
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.common.process_memory import status_bytes
 from benchmarks.peers.workload import Workload
 
 
@@ -71,10 +70,7 @@ def default_device() -> torch.device:
 def peak_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    # getrusage would also count the process that started this one, from which it was forked
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return 1024 * int(found[1])
+    return status_bytes("VmHWM")
 
 
 def rank_and_size() -> tuple[int, int]:

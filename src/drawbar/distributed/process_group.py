@@ -2,7 +2,7 @@
 
 Everything here works for one process too, where it does nothing. Small messages (stop flags, target counts, scores)
 go over gloo on the host, so that they never wait for the GPU. They wait without a deadline for a rank that is at work
-(:meth:`Distributed.working`); the collectives of the engines have ``launch.timeout``, so ranks meet here before.
+(:meth:`Distributed.working`); the collectives of the engines have ``launch.timeout``, so ranks meet here first.
 """
 
 import os

@@ -49,7 +49,7 @@ def rng_bytes() -> bytes:
 
 
 def note_host_generators() -> Callable[[], None]:
-    """Note the state of all generators of the host; what is returned puts it back. As cheap as it can be."""
+    """Note the state of all generators of the host; what is returned puts it back. Quicker than ``rng_state``."""
     python, numpy, of_torch = random.getstate(), np.random.get_state(), torch.get_rng_state()
 
     def put_back() -> None:

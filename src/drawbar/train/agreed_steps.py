@@ -9,9 +9,8 @@ from drawbar.distributed.process_group import Distributed
 from drawbar.engines.engine import Engine
 from drawbar.engines.executors import count_targets
 from drawbar.tasks.batch import Batch
+from drawbar.train.compile_payoff import Steps
 from drawbar.train.stop import Reason, Stop
-
-Steps = Iterator[tuple[int, list[MicroBatch[Batch]]]]
 
 
 @dataclass(frozen=True)

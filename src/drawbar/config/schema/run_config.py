@@ -150,7 +150,7 @@ class ParallelSection(Section):
     `false`: gather and reduce once a step, and keep both whole until then. Default: `true`, or `false` with
     a pipeline."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    """ddp, zero1, fsdp: what gradients are sent and summed in between data-parallel ranks. `bf16` is half the traffic,
+    """ddp, zero1, fsdp: number format in which data-parallel ranks send and sum gradients. `bf16` is half the traffic,
     and rounds every sum to three digits."""
     replicate: Count = 1
     """fsdp: number of replicas of the sharded model (hybrid sharding)."""
