@@ -5,7 +5,7 @@ from typing import Any
 
 import lightning
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from benchmarks.peers.recorder import Recorder, rank_and_size
 from benchmarks.peers.workload import Settings, Workload
@@ -51,7 +51,7 @@ class Module(lightning.LightningModule):
 def train(workload: Any, settings: Any, folder: str) -> dict[str, Any]:
     work, how = Workload.of(workload), Settings(**settings)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    world_size = rank_and_size()[1]
+    rank, world_size = rank_and_size()
     module = Module(work, how)
     trainer = lightning.Trainer(
         accelerator="auto",
@@ -64,8 +64,10 @@ def train(workload: Any, settings: Any, folder: str) -> dict[str, Any]:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        use_distributed_sampler=False,  # its own shuffles
         default_root_dir=folder,
     )
-    size = work.rows // world_size // how.micro_batches
-    trainer.fit(module, DataLoader(work.samples(), size, collate_fn=work.collate))
+    samples, size = work.samples(), work.rows // world_size // how.micro_batches
+    sampler = DistributedSampler(samples, world_size, rank, shuffle=False)
+    trainer.fit(module, DataLoader(samples, size, sampler=sampler, collate_fn=work.collate))
     return module.found
