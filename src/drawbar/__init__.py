@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-let_threads_sleep()  # here, since torch must not be loaded yet
+let_threads_sleep()  # first: OpenMP reads these settings when torch is loaded
 
 _HOMES = {
     "BadRecord": "drawbar.data.readers",

@@ -1,8 +1,8 @@
 """The threads of torch's CPU kernels: how they wait for one another, and whether they get a core when they need one.
 
-A kernel is cut over OpenMP's threads, and each thread waits for the others at its end. By default libgomp's threads
-spin for milliseconds before they sleep. That is right on a machine of one's own. Beside one busy program, a thread
-spins for another that has no core, and a step takes up to ten times as long.
+OpenMP divides a kernel among threads, and at the kernel's end they wait for one another. By default libgomp's threads
+spin for milliseconds before they sleep. That is right on a machine of one's own. If another program is busy, a thread
+spins while it waits for another that has no core, and a step takes up to ten times as long.
 """
 
 import os
@@ -30,10 +30,10 @@ def let_threads_sleep(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def _spin_less() -> None:
-    """The same for a libgomp that is loaded already, as in a script that imports torch first. It spins less while it
+    """Make a libgomp that is loaded already (a script may import torch first) spin less. It does so while it
     has more threads than there are cores (``gomp_throttled_spin_count_var`` in its source): one more thread pool sees
     to that, and sleeps until the process ends. Other runtimes spin as before."""
-    torch, made = sys.modules["torch"], threading.Event()  # the new thread must not import: this one may hold the lock
+    torch, made = sys.modules["torch"], threading.Event()  # not inside the thread: the caller may hold the import lock
 
     def make_a_pool() -> None:
         torch.ones(2**20).exp_()  # large enough for all threads

@@ -72,7 +72,7 @@ class CheckpointDirectory:
         """Verify the checkpoints, newest first, up to the first that matches its checksums.
 
         Raises:
-            UserError: nobody can tell, as the disk cannot be read.
+            UserError: the disk cannot be read.
         """
         unusable: dict[Path, Unusable] = {}
         with explain_read_errors(self.path):
@@ -99,7 +99,7 @@ class CheckpointDirectory:
         return found.newest
 
     def intact(self, step: int) -> Path | None:
-        """The checkpoint of a step; None, with a warning, where it is not as it was written."""
+        """The checkpoint of a step; None if no complete one is found, or, with a warning, if its check fails."""
         folder = self._complete().get(step)
         try:
             if folder is not None:
@@ -135,7 +135,7 @@ class CheckpointDirectory:
         """The best checkpoint; None where no evaluation has chosen one, or it is kept no longer.
 
         Raises:
-            UserError: it is not as it was written, or nobody can tell which one it is.
+            UserError: the best checkpoint cannot be used, or ``best.json`` is damaged, or the disk cannot be read.
         """
         record = self.best_record()
         if record is None:
@@ -284,7 +284,7 @@ class CheckpointDirectory:
             raise UserError(
                 f"{name} could not be written: {error.strerror} ({free} free)",
                 where=str(self.path),
-                remedy=REMEDIES.get(error.errno or 0, "look after the disk, or use another one (run.dir)"),
+                remedy=REMEDIES.get(error.errno or 0, "check the disk, or use another one (run.dir)"),
                 exit_code=ExitCode.FAILED,
             ) from error
 

@@ -177,7 +177,7 @@ def check_sizes(folder: Path) -> Manifest:
 
     Raises:
         Unusable: it is damaged, or of another format.
-        OSError: nobody can tell.
+        OSError: the disk cannot be read.
     """
     manifest = Manifest.from_json(_look(MANIFEST_FILE, (folder / MANIFEST_FILE).read_bytes))
     for name, entry in manifest.files.items():

@@ -36,7 +36,7 @@ def host_copies(
 ) -> dict[str, Tensor]:
     """Copies in host memory that share nothing with the live tensors: training goes on while they are written.
 
-    Names of one tensor stay names of one tensor. Views that merely overlap become tensors of their own.
+    Names that share a tensor share its copy. Views that merely overlap become tensors of their own.
 
     Args:
         keep: False on a rank that only takes part in ``convert``; it gets nothing.
@@ -71,7 +71,7 @@ def write_files(folder: Path, snapshot: Snapshot) -> None:
 
     Args:
         folder: must not exist yet.
-        snapshot: of host memory, which nobody changes meanwhile.
+        snapshot: in host memory; its tensors must not change meanwhile.
 
     Raises:
         OSError: the disk is full, a quota or limit is reached, or the folder is not writable.

@@ -57,7 +57,7 @@ class AsyncWriter:
             self._error = self._error or error
 
     def take_error(self) -> BaseException | None:
-        """What the first write that failed has raised; the next call knows nothing of it."""
+        """The error of the first failed write, or None. A second call does not return it again."""
         error, self._error = self._error, None
         return error
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from drawbar.tasks.task import Task
 
 _SECONDS_TO_SPEAK_FIRST = 4.0
-"""How long other ranks wait before they print the error of rank 0, too. DeepSpeed's launcher checks every second."""
+"""Seconds that other ranks wait before they print an error; DeepSpeed's launcher ends them earlier if rank 0 failed."""
 
 
 @click.group(
@@ -87,7 +87,7 @@ def run(task: "type[Task] | None" = None) -> None:
         if _is_one_of_several():
             _leave_rank(code)
         _flush()
-    except BrokenPipeError:  # nobody reads on, as behind `| head`: the end, and a quiet one, as of any tool
+    except BrokenPipeError:  # nobody reads the output any more, as behind `| head`: end without a message
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())  # for what is still to be flushed
         code = ExitCode.FAILED
@@ -95,12 +95,12 @@ def run(task: "type[Task] | None" = None) -> None:
 
 
 def _is_one_of_several() -> bool:
-    return os.environ.get("WORLD_SIZE", "1") != "1"  # a text: it may be no number, an error that is reported here
+    return os.environ.get("WORLD_SIZE", "1") != "1"  # compared as text: int() would raise while errors are reported
 
 
 def _leave_rank(code: int) -> NoReturn:
-    """End a rank without shutting the interpreter down, during which threads of a process group would abort the
-    process (pytorch/pytorch#190489), or, where the peers are gone, wait for them for ever."""
+    """End a rank without shutting the interpreter down. In a shutdown, threads of a process group would abort the
+    process (pytorch/pytorch#190489), or wait for ever for ranks that are gone."""
     from drawbar.launch.node.agent import report_status
 
     report_status(code)
@@ -112,7 +112,7 @@ def _leave_rank(code: int) -> NoReturn:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:  # as where the shell has closed it: `>&-`
+        if stream is not None:  # None where the shell has closed it: `>&-`
             stream.flush()
 
 
@@ -148,8 +148,8 @@ def _tell(error: Exception, text: str) -> None:
 
 
 def _let_the_first_rank_speak() -> None:
-    """Every local rank but 0 waits, so that an error that all ranks have is printed once: other launchers show every
-    rank's output, and end the others when one exits. A rank that outlives the wait has an error that rank 0 has not."""
+    """Every local rank but 0 waits, so that an error that all ranks have is printed once: torchrun, for one, shows each
+    rank's output, and ends all ranks when one exits. A rank that outlives the wait has an error that rank 0 has not."""
     if _is_one_of_several() and os.environ.get("LOCAL_RANK", "0") != "0":
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(_SECONDS_TO_SPEAK_FIRST)

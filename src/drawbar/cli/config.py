@@ -32,8 +32,8 @@ Examples:
 )
 @click.argument("path", metavar="CONFIG")
 @click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1)
-@click.option("--origins", is_flag=True, help="Write behind each setting that was given where it came from.")
-@click.option("--deepspeed", is_flag=True, help="Print the JSON that DeepSpeed gets instead.")
+@click.option("--origins", is_flag=True, help="Write the origin of each given setting in a comment behind it.")
+@click.option("--deepspeed", is_flag=True, help="Print, instead, the JSON that DeepSpeed gets.")
 @click.pass_obj
 def show(task: Any, path: str, overrides: tuple[str, ...], origins: bool, deepspeed: bool) -> None:
     """Print what a run would use, every default included.
@@ -120,7 +120,7 @@ Examples:
 @click.argument("settings", metavar="[CONFIG] [KEY=VALUE]...", nargs=-1)
 @click.pass_obj
 def explain(task: Any, key: str, settings: tuple[str, ...]) -> None:
-    """Say what a setting is, means, and came from.
+    """Show a setting's value, its meaning, and where the value came from.
 
     A section lists its settings.
     """

@@ -95,7 +95,7 @@ def _follow(records: "list[JobRecord]", output: "Output") -> int:
 
 
 def _ask(records: "list[JobRecord]") -> "list[JobStatus]":
-    """Their status. A controller that is restarted does not end the looking."""
+    """The jobs' status. Asks again, for up to five minutes, while a scheduler does not answer."""
     from drawbar.errors import UserError
     from drawbar.launch.launchers import ask_status
 

@@ -18,7 +18,7 @@ def read_prompts(path: str, messages_column: str | None, rename: Mapping[str, st
     """The prompts of a file.
 
     Args:
-        messages_column: the key of the messages, for a chat model; as for ``value_at``.
+        messages_column: the key of the messages, for a chat model; dots lead into nested records.
         rename: as ``data.rename``. A file need not have these columns, as prompts are no training data.
 
     Raises:

@@ -76,7 +76,7 @@ def resume(task: "type[Task] | None", what: str, settings: tuple[str, ...], dry_
 
 
 def _resubmitted(record: "JobRecord", settings: tuple[str, ...]) -> tuple[str, ...] | None:
-    """Its configuration as it was submitted, and what is to change. None where an older drawbar kept none."""
+    """The job's stored configuration, and the settings that change it. None where an older drawbar stored none."""
     file = record.config_file
     return (str(file), *settings, *record.settings) if file.is_file() else None
 

@@ -77,7 +77,7 @@ class PlannedJob:
         return self.launcher.render(self.job)
 
     def submit(self) -> int:
-        """Hand it over and write it down. The exit code of the run where this process must stay with it; else 0.
+        """Submit the job and record it. Returns the run's exit code if this process must stay until its end; else 0.
 
         If recording fails, that is a warning: the job is submitted. Nothing is recorded of a run in an allocation.
         """

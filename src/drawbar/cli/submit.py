@@ -113,7 +113,7 @@ def _check_options(
     if launcher.takes_hosts and nodes is not None:
         raise click.UsageError(f"--nodes and --to {name} exclude one another: name the machines with --hosts")
     if named and not launcher.takes_hosts:
-        raise click.UsageError(f"{named[0]} and --to {name} exclude one another: it chooses the machines itself")
+        raise click.UsageError(f"{named[0]} and --to {name} exclude one another: {name} chooses the machines itself")
 
 
 def host_settings(hosts: str | None, hostfile: str | None) -> tuple[str, ...]:
@@ -127,7 +127,7 @@ def host_settings(hosts: str | None, hostfile: str | None) -> tuple[str, ...]:
 
 
 def send(planned: "PlannedJob", dry_run: bool) -> int:
-    """Show the job, or submit it; the exit code of the run where this process has to stay with it."""
+    """Print what would be submitted (``dry_run``), or submit it. Returns the exit code for this command."""
     for note in planned.notes:
         click.echo(f"note: {note}", err=True)
     if dry_run:

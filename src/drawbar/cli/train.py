@@ -147,7 +147,7 @@ def count_processes(config: "RunConfig") -> int:
 
 
 def processes_to_start(config: "RunConfig", count_gpus: "Callable[[], int]") -> int:
-    """The same; the GPUs are only counted where their number matters."""
+    """See ``count_processes``; ``count_gpus`` is only called where the number of GPUs matters."""
     if _is_rank():
         return 1
     if config.launch.nproc != "auto":

@@ -36,7 +36,7 @@ def export_run(
     Args:
         folder: absent or empty; it appears when it is complete.
         checkpoint: see ``open_checkpoint``.
-        merge: of a LoRA run: the whole model with the adapters in its weights, instead of the adapters alone.
+        merge: for a LoRA run, write the whole model with the adapters in its weights, not the adapters alone.
 
     Raises:
         UserError: the folder is not empty, there is no such checkpoint, there are no adapters to merge, or the model
@@ -53,7 +53,7 @@ def export_run(
     with Distributed(rank_info, torch.device("cpu"), config.launch.timeout) as world:
         task = task_of_run(task_type, config, world)
         engine, _ = open_checkpoint(task, config, checkpoint, world)
-        with closing(engine), redirect_stdout(sys.stderr):  # what libraries say is not what the command answers
+        with closing(engine), redirect_stdout(sys.stderr):  # libraries must not write on the command's stdout
             _write(engine, task, folder, merge)
     console.message(f"{folder}: {'adapters' if config.lora and not merge else 'model'} and tokenizer")
     prefix = getattr(config.task, "source_prefix", "")

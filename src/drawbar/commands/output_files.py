@@ -1,4 +1,4 @@
-"""What a command writes to a place that the user names: whole or not at all, and over what is there only if told to."""
+"""What a command writes to a place that the user names: whole or not at all. A file is replaced only on request."""
 
 import json
 import tempfile

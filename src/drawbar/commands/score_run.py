@@ -137,7 +137,7 @@ def predict_from_run(
 
 @contextmanager
 def _hints(task: Task, config: RunConfig) -> Iterator[None]:
-    """Around reading the test data: an error names the option, and says what is often wrong with data that have no
+    """Context for reading the test data: an error names ``--input``, and says what is often wrong with data without
     labels."""
     try:
         yield
@@ -161,7 +161,7 @@ def _hints(task: Task, config: RunConfig) -> Iterator[None]:
 def _with_answers(
     task: Task, opened: OpenedSplit, answers: Mapping[str, Mapping[int, Any]]
 ) -> Iterator[dict[str, Any]]:
-    """Every record of the input with its prediction, by its number; for a bad record, what is wrong with it.
+    """Every record of the input with its prediction; in place of a bad record, what is wrong with it.
 
     Args:
         answers: for each thing asked for (such as ``prediction``), the answers by record number.

@@ -1,7 +1,7 @@
 """Where each rank stands on the device mesh: pipeline × replicate × shard × context × tensor.
 
 Ranks that talk most are neighbours: tensor-parallel ranks are numbered next to one another, pipeline stages furthest
-apart. All but the tensor, context and pipeline axes are data parallel: they read different rows.
+apart. The replicate and shard axes are data parallel: ranks that differ along one of these read different rows.
 """
 
 import math
@@ -24,7 +24,7 @@ class ParallelDims:
 
     @staticmethod
     def of(parallel: ParallelSection, world_size: int) -> "ParallelDims":
-        """The degrees of ``world_size`` ranks; ``config.rules.rule_table.check_world`` refuses what does not divide."""
+        """The degrees for ``world_size`` ranks, if these divide evenly (``config.rules.rule_table.check_world``)."""
         data = world_size // parallel.model_ranks
         replicate = parallel.replicate if parallel.features.shards_parameters else data
         return ParallelDims(parallel.pipeline, replicate, data // replicate, parallel.context, parallel.tensor)
@@ -58,7 +58,7 @@ class ParallelDims:
 
     def seed_rank(self, rank: int) -> int:
         """Mixed into the RNG seed. Tensor-parallel ranks share it: some activations are replicated on all
-        of them, and dropout must leave them equal."""
+        of these ranks, and dropout must leave these activations equal."""
         return rank // self.tp
 
     def is_dp_leader(self, rank: int) -> bool:

@@ -33,7 +33,7 @@ class Strategy:
     shards_parameters: bool = False
     """Each data-parallel rank holds a shard of every parameter."""
     supports_model_parallel: bool = False
-    """It works with tensor, pipeline or context parallelism, or some of them; rules refuse the others."""
+    """It works with one or more of tensor, pipeline and context parallelism; ``config.rules`` refuses the rest."""
     offloads: bool = False
     """Its state can lie in host memory."""
     is_deepspeed: bool = False
@@ -71,7 +71,7 @@ for _strategy in BUILT_IN:
 
 
 def find_strategy(name: str) -> Strategy:
-    """The strategy of a name, or of ``package.module:name``. ``auto`` has few features: it is chosen later.
+    """The strategy of a name, or of ``package.module:name``. ``auto`` gives a stand-in: the strategy is chosen later.
 
     Raises:
         UserError: there is none.

@@ -124,7 +124,7 @@ class _ColumnarFile(FileReader, ColumnarReader):
 
     @abstractmethod
     def schema(self) -> Any:
-        """The columns of the file, of pyarrow."""
+        """The ``pyarrow.Schema`` of the file: names and types of its columns."""
 
 
 class ParquetFile(_ColumnarFile):

@@ -155,10 +155,10 @@ def load_or_create(
         inputs: everything that the content of the entry depends on, by name.
         write: writes the content to an empty folder; returns what ``read`` needs to know, as plain values. The second
             argument is a function to report progress to.
-        read: opens it; raises ValueError where it is damaged.
+        read: opens the written content; raises ValueError if the content is damaged.
         progress: see ``OnProgress``; told of the work of the process that writes, whichever it is.
         timeout: longest wait for a sign of life from a process that writes, in seconds.
-        eager: try to be the one that writes; others give it a head start.
+        eager: try to write at once; a process that is not eager first waits a moment for another to begin.
 
     Raises:
         UserError: as ``write``; or the folder cannot be written, or whoever writes gave no sign of life.
@@ -187,7 +187,7 @@ def entry_folder(cache: Path, name: str, inputs: Mapping[str, str]) -> Path:
 
 
 def remove_cached(cache: Path, name: str, inputs: Mapping[str, str]) -> None:
-    """Take samples out of the cache, if they are there; nobody finds a part of them.
+    """Take samples out of the cache, if they are there; no process ever finds only some of their files.
 
     Args: as for ``encode_cached``.
 

@@ -47,7 +47,7 @@ def with_classes(record: Record, features: Mapping[str, Feature]) -> Record:
         features: those of ``only_classes``.
 
     Raises:
-        ValueError: a number is none of a class.
+        ValueError: a number is not the number of a class.
     """
     return {name: _known(value, features[name]) if name in features else value for name, value in record.items()}
 

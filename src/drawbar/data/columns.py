@@ -205,7 +205,7 @@ def _stack_field(kind: Kind, values: list[Any]) -> Piece:
         flat = np.concatenate([value.ravel() for value in values], dtype=common_dtype(dtypes), casting="unsafe")
         return Piece(kind, flat, np.array([value.shape for value in values], dtype=np.int64), dtypes)
     if kind == "text":
-        texts = [value.encode("utf-8", "surrogatepass") for value in values]  # JSON can hold half characters
+        texts = [value.encode("utf-8", "surrogatepass") for value in values]  # JSON can hold half of a surrogate pair
         lengths = np.array([len(text) for text in texts], dtype=np.int64)
         return Piece(kind, np.frombuffer(b"".join(texts), np.uint8), lengths[:, None], frozenset({"|u1"}))
     dtypes = frozenset(number_dtype(value) for value in values)
@@ -261,7 +261,7 @@ class Column:
         return len(self.values)
 
     def blocks(self) -> Iterator[NDArray[Any]]:
-        """All values in turn, in their own dtype."""
+        """All values of all samples, a block at a time, converted to ``dtype``."""
         for block in range(0, len(self.values), BLOCK_VALUES):
             yield self.values[block : block + BLOCK_VALUES].astype(self.dtype)
 
@@ -286,7 +286,7 @@ class ColumnWriter:
         """Add a piece of which only some values are stored.
 
         Args:
-            values: those that are.
+            values: the values that are stored.
             lengths: shape (samples,): how many of them each sample has.
         """
         stored = values.astype(self._stored_dtype(values))
@@ -301,7 +301,7 @@ class ColumnWriter:
         self._total += len(stored)
 
     def _stored_dtype(self, values: NDArray[Any]) -> np.dtype[Any]:
-        """The smallest dtype for these values and the last run's: ``finish`` would widen a narrower one anyway."""
+        """The smallest dtype for these values and those just before: ``finish`` would widen a narrower one anyway."""
         smallest = smallest_dtype(values)
         before = self._runs[-1][0] if self._runs else smallest
         return common_stored_dtype([before, smallest], values.dtype)
@@ -356,7 +356,7 @@ def read_column(storage: Storage, about: dict[str, Any], samples: int) -> Column
 
 
 class LongestField:
-    """For each sample, the first dim of the longest of several array fields. It can be read as ``Values``."""
+    """For each sample, the first dim of the longest of several array fields. This class implements ``Values``."""
 
     def __init__(self, columns: Sequence[Column]) -> None:
         self._columns = columns

@@ -48,7 +48,7 @@ class NoSamples(UserError):
 
 @dataclass(frozen=True)
 class EncodedDataset:
-    """Samples 0..n-1. An item is the sample's fields, its number ``id``, and ``ids``, the list of that one number.
+    """Samples 0..n-1. An item is a dict: the sample's fields, its number as ``id``, and ``[number]`` as ``ids``.
 
     Array fields are copies, to change at will. Other fields are plain values of Python.
     """

@@ -1,6 +1,6 @@
 """A column that is stored as what differs from another: the labels of language models are mostly the tokens themselves.
 
-For each sample it stores the runs that differ, (first position, length), and their values; the other has the rest.
+Each run of differing values is stored as (first position, length) and its values; the other column has the rest.
 """
 
 from collections.abc import Iterator

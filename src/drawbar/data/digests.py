@@ -1,4 +1,4 @@
-"""Digests of data files: one rank reads every byte for all that see the same files, and once, until a file changes."""
+"""Digests of data files: one rank reads a file for all ranks that see it, and again only when it has changed."""
 
 import hashlib
 import json
@@ -14,7 +14,7 @@ from drawbar.util.atomic_files import identity
 FILE = "digests.json"
 """Beside the encoded data."""
 MAX_ENTRIES = 100_000
-"""Digests; then the oldest are forgotten."""
+"""The most digests that are kept; when there are more, the oldest are dropped."""
 MIN_AGE_NS = 2 * 10**9
 """Nanoseconds a file must be unchanged before its times are trusted: some file systems have 2 s timestamps."""
 

@@ -93,12 +93,12 @@ def layout_error(fault: str, where: str) -> UserError:
         fault,
         where=where,
         remedy="let the task's encode give all samples the same fields, "
-        "each always a number, always a text, or always an array of as many dims",
+        "each always a number, always a text, or always an array of the same number of dims",
     )
 
 
 def _encode_one(record: Record, encode: Encode) -> list[Sample]:
-    """The samples of one record. Every failure is a UserError, of which the record's place may be missing."""
+    """The samples of one record. Every failure is a UserError; it may not name the record's place yet."""
     try:
         encoded = encode(record)
         if encoded is None:
@@ -146,7 +146,7 @@ def _field(name: str, value: Any) -> Any:
     if isinstance(value, bool | float | str):
         return value
     if isinstance(value, int):
-        np.array(value, dtype=number_dtype(value))  # raises OverflowError: no column could hold it
+        np.array(value, dtype=number_dtype(value))  # raises OverflowError if no column can hold the value
         return value
     array = np.asarray(value)
     if array.ndim == 0 and array.dtype.kind in "biufU":
@@ -155,7 +155,7 @@ def _field(name: str, value: Any) -> Any:
         what = "a list of texts" if array.dtype.kind == "U" else f"{type(value).__name__}, and not of numbers"
         raise UserError(
             f"the field {name!r} of a sample is {what}",
-            remedy="return numbers, a text, or lists and arrays of numbers; predictions are merged with their records",
+            remedy="return numbers, a text, or lists and arrays of numbers; leave other values in the record",
         )
     return _narrow(array) if isinstance(value, list | tuple) else array
 

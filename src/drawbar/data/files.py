@@ -13,12 +13,12 @@ from drawbar.data.readers import READERS, FileReader, ReadOptions
 from drawbar.errors import UserError, nearest
 
 UNPACKERS = {".zst": "zstd -d", ".xz": "unxz -k", ".bz2": "bunzip2 -k", ".zip": "unzip"}
-"""What unpacks other compressed files, and keeps them."""
+"""By ending, the command that unpacks a compressed file of another kind, and keeps that file."""
 BUILT_IN_SOURCES = (PYTHON_STDLIB,)
 
 
 def reader_of(path: Path, options: ReadOptions, reader: str | None, key: str) -> FileReader:
-    """The reader of one file: the one that is asked for, or by the end of its name.
+    """The reader of one file: the one that is asked for, or the usual one for the ending of the file's name.
 
     Args:
         path: an existing file.
@@ -114,7 +114,7 @@ def _missing(path: Path, key: str) -> UserError:
         return UserError(
             f"there is no file {path}: the folder {folder} does not exist",
             where=key,
-            remedy=f"check the path; it is taken from the folder {Path.cwd()}",
+            remedy=f"check the path; a relative one starts at the folder {Path.cwd()}",
         )
     endings = READERS.names()
     names = {name: str(folder / name) for name in os.listdir(folder) if _ending(name) in endings}

@@ -16,7 +16,7 @@ BEAT_SECONDS = 1.0
 
 
 class Heartbeat:
-    """Tells the processes that wait who encodes, and how far it is. Its thread beats while records are read, too."""
+    """Tells waiting processes which one encodes, and how far it is. Its thread beats while records are read, too."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -93,7 +93,7 @@ class Watch:
 class Failure:
     """Why encoding failed: told to the processes that wait, which would only fail again, maybe hours later.
 
-    What was there before this process began to wait is an older attempt's, and does not count.
+    A failure that was there before this process began to wait is an older attempt's, and does not count.
     """
 
     def __init__(self, path: Path) -> None:

@@ -145,14 +145,14 @@ class Loader(ABC, Generic[Batch]):
             self._before_newest = self.position
 
     def give_back(self) -> None:
-        """Undo the newest step, or the attempt to make its batches, as the run stops before it: its rows, and what a
-        user's augment or collate drew from the generators of the host."""
+        """The run stops before the newest step: take back its rows and, even if making its batches failed, what a
+        user's augment or collate drew from the host's random generators."""
         self.position = self._before_newest
         self.prefetcher.undraw()
 
     def _most_of_ranks(self, micro_batches: int) -> int:
-        """The micro-batches of the rank that has most; every rank calls it. It may wait for a rank that still trains,
-        which is no wait for batches."""
+        """The micro-batches of the rank that has most; every rank calls this method. Waiting here for a rank that
+        still trains does not count as waiting for batches."""
         began = time.perf_counter()
         most = self.ranks.max(micro_batches)
         self._waited_for_ranks += time.perf_counter() - began
@@ -245,14 +245,14 @@ class TrainLoader(Loader[Batch]):
         return asdict(self.position)
 
     def load(self, state: dict[str, Any]) -> None:
-        check_fingerprint(state["fingerprint"], self.rows.fingerprint)  # first: a stream's state has other fields
+        check_fingerprint(state["fingerprint"], self.rows.fingerprint)  # first: a stream's state does not fit DataState
         self.position = DataState(**state)
 
     def _plan_from(self, position: DataState) -> None:
         self._planned = position
 
     def _plan(self, ahead: bool) -> StepPlan:
-        """This rank's share of the next global batch: it looks at no other rows, of which a step may have thousands."""
+        """This rank's share of the next global batch: it looks up no other rows, as a step may have thousands."""
         epoch, start = self._planned.epoch, self._planned.consumed
         stop = min(start + self.global_batch, self.sampler.size)
         at_end = stop == self.sampler.size

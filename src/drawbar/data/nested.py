@@ -47,7 +47,7 @@ def misread_header(column: str, record: Record) -> str | None:
     """A remedy if the header was split wrongly, so that the column is part of another name; None otherwise."""
     for name in record:
         if name.strip() == column:
-            return f"write {column!r} without spaces around it; in a table, that is the header"
+            return f"write {column!r} without spaces around it; in a table, the names are in the header"
         for separator in ";,|\t":
             if column in (part.strip() for part in name.split(separator)):
                 return (

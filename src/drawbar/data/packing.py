@@ -18,7 +18,7 @@ CHECKED_TOGETHER = 1 << 16
 
 LabelPlacement = Literal["next_token", "token", "sample", "decoder"]
 """Where the ``labels`` of a sample sit. ``next_token``: one under each token, and the loss shifts them by one, as in
-causal language models; ``token``: one for each token, as it stands; ``sample``: one, of any shape, for the whole
+causal language models; ``token``: one for each token, not shifted; ``sample``: one, of any shape, for the whole
 sample; ``decoder``: a sequence of their own, beside ``decoder_input_ids``."""
 
 
@@ -105,7 +105,7 @@ class RowLayout:
                 groups["sample"].append(name)
             elif placement == "decoder" and name.startswith(("labels", "decoder_")):
                 groups["target"].append(name)
-            elif name != "attention_mask":  # segment_ids say what it would
+            elif name != "attention_mask":  # a packed row has segment_ids instead
                 groups["token"].append(name)
         return cls(placement, *(tuple(group) for group in groups.values()))
 
@@ -131,7 +131,7 @@ class RowLayout:
         if self.placement == "next_token" and "labels" in row:
             # the loss shifts labels by one: the first of a sample would be predicted from the sample before
             row["labels"][np.cumsum([0, *lengths[:-1]])] = IGNORED_LABEL
-        if "position_ids" not in row:  # else the task counts positions in its own way
+        if "position_ids" not in row:  # a task may give its own position_ids, which stay
             row["position_ids"] = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
         row["segment_ids"] = np.repeat(np.arange(len(samples), dtype=np.int32), lengths)
         if self.placement == "decoder":

@@ -18,7 +18,7 @@ from drawbar.errors import UserError
 from drawbar.runtime.log import logger
 
 NAME = "packs"
-"""Of plans in the cache."""
+"""The name of plans in the cache."""
 CACHED_FROM = 2**16
 """Plans of at least this many samples are cached; a smaller one takes a tenth of a second to compute."""
 
@@ -32,9 +32,9 @@ class Plan:
     ends: Values
     """Shape (rows,): where each row's samples end."""
     lengths: Values | None = None
-    """What ``row_lengths`` returns, of a plan that was cached."""
+    """Only for a plan from the cache: what ``row_lengths`` returned before it was cached."""
     digest_of: Mapping[str, str] = field(default_factory=dict)
-    """What ``digest`` returns, of a plan that was cached, by its argument."""
+    """Only for a plan from the cache: what ``digest`` returns, by its argument."""
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -73,7 +73,7 @@ class Plan:
 
 
 def plan_sources(lengths: NDArray[np.int64], sizes: Sequence[int], capacity: int, seed: int) -> tuple[Plan, list[int]]:
-    """A plan in which no row holds samples of two sources, and the rows of each source. See ``plan_rows``.
+    """A plan in which no row holds samples of two sources, and the number of rows of each source. See ``plan_rows``.
 
     Args:
         sizes: how many samples each source has; the samples of a source are consecutive.

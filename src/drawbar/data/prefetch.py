@@ -86,12 +86,12 @@ class MicroBatch(Generic[Batch]):
 
     batch: Batch
     is_filler: bool = False
-    """A rank that has no rows left runs it, so that all ranks run equally often; its loss is left out."""
+    """Whether a rank runs this only because it has no rows left and others have; its loss is left out."""
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What one rank computes in a step, the tokens of its own share, and where the data stands after it."""
+    """What one rank computes in a step, the tokens of its own share, and the position after the step."""
 
     micro_batches: list[PlannedMicroBatch]
     tokens: int
@@ -116,7 +116,7 @@ class Prefetcher(Generic[Batch]):
 
     With ``processes``, augment and collate may be a user's, and may draw from the generators of Python, NumPy or
     torch, which checkpoints hold and dropout uses. So in this process augment and collate run in the training thread
-    alone, each batch when its step is due, until a process has started. The first batch of a process is made here, too.
+    alone, each batch when its step is due, until a process has started. A process's first batch is also made here.
     If the two differ, or a process fails later or draws from such a generator, nothing is made ahead from then on.
 
     Args:
@@ -147,7 +147,7 @@ class Prefetcher(Generic[Batch]):
         """Whether the first batch of a process has been compared with the same batch made in this process."""
         self._preparer: _Preparer[Batch] | None = None
         self._put_back_generators: Callable[[], None] | None = None
-        """To their state before the newest step; None where none of its batches was made in the training thread."""
+        """Undoes the newest step's random draws; None if none of its batches was made in the training thread."""
 
     def steps(
         self, plan: Callable[[bool], StepPlan | None], first: int, last: int
@@ -182,7 +182,7 @@ class Prefetcher(Generic[Batch]):
         return sum(len(results) for _, results in planned) - len(planned[0][1])
 
     def _begin(self, plan: StepPlan) -> list[Callable[[], Batch]]:
-        """Begin to make the batches of a step; what is returned waits for each of them."""
+        """Begin to make the batches of a step; each returned function waits for one batch, or makes it."""
         reads = [micro.read for micro in plan.micro_batches]
         preparer = self._started_preparer()
         if preparer is None:
@@ -261,7 +261,7 @@ class _Preparer(Generic[Batch]):
         threads = torch.get_num_threads()
         self._thread.start()
         self._has_one_core.wait()
-        torch.set_num_threads(threads)  # else threads that start later would begin with the 1 of self._thread
+        torch.set_num_threads(threads)  # without this, threads that start later would get the 1 of _run
 
     @property
     def has_started(self) -> bool:
@@ -298,7 +298,7 @@ class _Preparer(Generic[Batch]):
 
     def _run(self) -> None:
         torch.set_num_threads(1)  # for this thread alone: the other cores are for the step
-        torch.get_num_threads()  # fixes the 1: else the first operation would take the number that any thread set last
+        torch.get_num_threads()  # without this, the first operation would take the number that any thread set last
         self._has_one_core.set()
         while (asked := self._queue.get()) is not None:
             read, future = asked
@@ -328,7 +328,7 @@ class _WorkerMaker(Generic[Batch]):
     """Makes batches in a worker process, and gives them as bytes.
 
     Raises:
-        WorkerFailed: it cannot, or random numbers were drawn that would be others in every process.
+        WorkerFailed: making the batch failed, or drew random numbers that would differ from process to process.
     """
 
     make: BatchMaker[Batch]

@@ -1,4 +1,4 @@
-"""What every reader of records is, and which reads a file of which ending.
+"""What every reader of records is, and the reader for each ending of a file's name.
 
 A reader yields undecoded records (``RawRecord``), so a process that needs every eighth record decodes only every
 eighth.
@@ -26,7 +26,7 @@ class RawRecord(NamedTuple):
     """A record that has not been decoded."""
 
     raw: Any
-    """What the reader's ``decode`` takes: bytes without the line's end, fields, or a place in a table."""
+    """What the reader's ``decode`` takes: such as the bytes of a line, a list of fields, or a place in a table."""
     path: Path
     line: int | None
     """The record's first line, or in Arrow and .json files its number, from 1. None if it is the whole file."""
@@ -101,7 +101,7 @@ class ReadOptions:
 
 @dataclass(frozen=True)
 class FileReader(Reader):
-    """Reads one file: what the end of a file's name, or the setting ``reader``, stands for."""
+    """Reads one file. The ending of the file's name, or the setting ``reader``, selects the subclass."""
 
     path: Path
     is_text: ClassVar[bool] = False

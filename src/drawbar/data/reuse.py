@@ -8,7 +8,7 @@ from drawbar.data.cache import META, entry_folder
 
 SHOWN_CHANGES = 5
 _IDENTIFYING_INPUTS = {"the records", "task.type"}
-"""Inputs that differ between unrelated runs; if few others differ, too, the runs are versions of one another."""
+"""Inputs that differ between unrelated runs; runs that differ in at most five inputs are related anyway."""
 
 
 def is_cached(cache: Path, name: str, inputs: Mapping[str, str]) -> bool:
@@ -22,7 +22,7 @@ def explain_cache_miss(cache: Path, name: str, inputs: Mapping[str, str]) -> str
     changes = [_changes(kept, inputs) for kept in _kept(cache, name)]
     if not changes:
         return f"no {name} data are kept in {cache}"
-    changes = [changed for changed in changes if not _is_another_job(changed)]
+    changes = [changed for changed in changes if not _is_unrelated_run(changed)]
     if not changes:
         return None
     fewest = min(changes, key=len)
@@ -42,7 +42,7 @@ def _kept(cache: Path, name: str) -> list[dict[str, str]]:
     return found
 
 
-def _is_another_job(changed: list[str]) -> bool:
+def _is_unrelated_run(changed: list[str]) -> bool:
     return len(changed) > SHOWN_CHANGES and not _IDENTIFYING_INPUTS.isdisjoint(changed)
 
 

@@ -29,7 +29,7 @@ class LocatedRecord:
     """A record, and where it is."""
 
     position: int
-    """Its number within the lane that ``read`` was asked for, from 0; bad ones and the other split's are counted."""
+    """Its number within the lane that was read, from 0; bad records and those of the other split are counted."""
     record: Record
     where: str
     """File and line, for messages."""
@@ -81,7 +81,7 @@ class SourceStream:
         """
         self.weight = weight
         self.size: int | None = None
-        """How many records it has, those that are left out included; None before it was read to its end."""
+        """How many records it has up to the limit, left-out ones included; None before it was read that far."""
         self.skipped = 0
         """Bad records that ``read`` left out so far, in this process."""
         self._readers = readers
@@ -140,7 +140,7 @@ class SourceStream:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hex digest of the settings and of the size, both ends and some excerpts of each file, however long: cheap."""
+        """Hex digest of the settings, and of each file's size, both ends and some excerpts: quick at any length."""
         return self._digest(_size_and_excerpts)
 
     def digest(self, of_file: Callable[[Path], str]) -> str:
@@ -153,7 +153,7 @@ class SourceStream:
 
     def identity(self) -> list[Any]:
         """``identity`` of each file; for a Hub dataset the node's name, as each node has its own copy."""
-        from drawbar.distributed.rank_info import node_name  # it loads torch, which a submission does without
+        from drawbar.distributed.rank_info import node_name  # loads torch, which submitting does not need
 
         try:
             return [[*map(identity, reader.files)] or node_name() for reader in self._readers]

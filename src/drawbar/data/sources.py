@@ -220,5 +220,5 @@ def _check(source: SourceSection, key: str) -> None:
         raise UserError(
             f"there is no folder {source.dataset}",
             where=f"{key}.dataset",
-            remedy=f"check the path; it is taken from the folder {Path.cwd()}",
+            remedy=f"check the path; a relative one starts at the folder {Path.cwd()}",
         )

@@ -161,7 +161,7 @@ class StreamLoader(Loader[Batch]):
             return Position(cursor, used)
         logger.warning(
             "the stream is dealt into other lanes or blocks than before: it goes on where a block of %d records began, "
-            "of whose rows %d come a second time",
+            "and trains on %d rows of that block a second time",
             lanes * records,
             used,
         )
@@ -182,7 +182,7 @@ class StreamLoader(Loader[Batch]):
         changed = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
         if changed:
             logger.warning(
-                "changed since the checkpoint was written: %s; if other samples come of that, the position in the "
+                "changed since the checkpoint was written: %s; if that changes the samples, the position in the "
                 "stream is not exact",
                 ", ".join(changed),
             )
@@ -276,7 +276,7 @@ class StreamLoader(Loader[Batch]):
             else:
                 self._planned = Position(block.after)
             ends += block.ends
-            if ends.min() > 2 * self.ranks.size and self._block is None:  # each rank has seen all of each source
+            if ends.min() > 2 * self.ranks.size and self._block is None:  # together, the ranks saw all of each source
                 if ahead:
                     return None
                 raise _no_samples()

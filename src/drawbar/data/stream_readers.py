@@ -52,7 +52,7 @@ class RankReader:
 
 
 class EndlessRankReader(RankReader):
-    """Repeats a source endlessly. Read u, counted over all ranks, gives record ``u % size`` to rank ``u % ranks``."""
+    """Repeats a source endlessly. Visit u, counted over all ranks, gives record ``u % size`` to rank ``u % ranks``."""
 
     def read_from(self, first: int) -> Iterator[tuple[int, LocatedRecord]]:
         visit, turns_without = self.rank + self.ranks * first, 0
@@ -60,7 +60,7 @@ class EndlessRankReader(RankReader):
             size = self.stream.size
             turn, place = divmod(visit, size) if size else (0, visit)
             start, lane = visit - place, place % self.ranks
-            turns_without += size is not None  # else this turn may only have found out the size
+            turns_without += size is not None  # a turn that began without the size may only have found it out
             for located in self.stream.read(lane, self.ranks, place // self.ranks):
                 turns_without = 0
                 yield (start + lane + self.ranks * located.position) // self.ranks, located

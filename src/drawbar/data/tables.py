@@ -113,7 +113,7 @@ class CsvTable(_Table):
         where = self.where(row)
         if isinstance(row.raw, csv.Error):
             expect_no_utf16(row.path)  # in UTF-16, the carriage return of a line break stands alone
-        if isinstance(row.raw, csv.Error) and "new-line character" in str(row.raw):  # Python speaks to programmers here
+        if isinstance(row.raw, csv.Error) and "new-line character" in str(row.raw):  # csv's words are for programmers
             raise BadRecord(
                 "the row holds a carriage return outside of quotes",
                 where=where,

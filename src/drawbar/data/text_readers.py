@@ -197,7 +197,7 @@ class JsonLines(FileReader):
         except (ValueError, RecursionError) as error:
             raise _beyond_limits(error, where) from error
         record = _object(value, where)
-        if "\\ud" in line.lower():  # only an escape can smuggle in half a character
+        if "\\ud" in line.lower():  # only such an escape can give half of a surrogate pair
             _refuse_half_characters(record, where)
         return record
 

@@ -97,7 +97,7 @@ def begin_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 
 def begin_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The same as a list, empty for nothing."""
+    """``begin_token`` as a list, which is empty where a document begins with no special token."""
     token = begin_token(tokenizer)
     return [] if token is None else [token]
 
@@ -140,7 +140,7 @@ def check_wrapping_is_saved(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def set_option(tokenizer: PreTrainedTokenizerBase, name: str, value: Any) -> None:
-    """Set an attribute of a tokenizer so that ``save_pretrained`` keeps it: that saves ``init_kwargs``."""
+    """Set an attribute of a tokenizer and its entry in ``init_kwargs``, which ``save_pretrained`` saves."""
     setattr(tokenizer, name, value)
     tokenizer.init_kwargs[name] = value
 
@@ -148,7 +148,7 @@ def set_option(tokenizer: PreTrainedTokenizerBase, name: str, value: Any) -> Non
 def special_tokens_around(
     tokenizer: PreTrainedTokenizerBase, kind: Literal["text", "text_target"] = "text"
 ) -> tuple[list[int], list[int]]:
-    """The special tokens that the tokenizer itself puts before and after a text, or a target: some differ in that."""
+    """The special tokens that the tokenizer itself puts before and after a text, or a target (not always the same)."""
     wrapped, plain = (
         list(tokenizer(**{kind: "a"}, add_special_tokens=special)["input_ids"]) for special in (True, False)
     )
@@ -241,7 +241,7 @@ def _unusable(name: str, is_folder: bool, reason: str) -> UserError:
     place = f"the folder {name}" if is_folder else f"{name!r} on the Hugging Face Hub"
     why = (reason.strip().splitlines() or [""])[0].strip()
     if why.endswith(":") or not why:  # a list of the files that would do
-        why = "it has none of the files of one"
+        why = "it has none of a tokenizer's files"
     return UserError(
         f"{place} holds no tokenizer that can be loaded: {why}",
         remedy="tokenizer.json and tokenizer_config.json are what tokenizer.save_pretrained(folder) writes",

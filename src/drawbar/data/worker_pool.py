@@ -44,7 +44,7 @@ class WorkerPool:
         )
 
     def start(self) -> list[Future[None]]:
-        """Start all processes now; each result comes when a process can work. Else they start with their first work."""
+        """Start all processes now; a result comes when a process can work. If not called, each starts when used."""
         return [self._executor.submit(_do_nothing) for _ in range(self.count)]
 
     def submit(self, *arguments: Any) -> Future[Any]:
@@ -82,7 +82,7 @@ class WorkerPool:
         self._executor.shutdown()
 
     def close(self) -> None:
-        """End the processes at once: nobody wants what they are still at, and one may be stuck."""
+        """End the processes at once: the results of their present work are not needed, and one process may be stuck."""
         for worker in set(multiprocessing.active_children()) - self._others:
             worker.kill()
         self._executor.shutdown(cancel_futures=True)

@@ -18,7 +18,7 @@ REQUEUE = (signal.SIGTERM, signal.SIGUSR1)
 INTERRUPT = (signal.SIGINT, signal.SIGHUP)
 """Ctrl-C, and the end of the terminal."""
 ECHO_SECONDS = 2.0
-"""Signals that come so close together are one: a scheduler signals launcher and ranks, and the launcher the ranks;
+"""Signals this close together count as one: a scheduler signals launcher and ranks, then the launcher the ranks;
 or the scheduler signals Apptainer and the launcher inside, and Apptainer, without a terminal, passes the signal on."""
 
 

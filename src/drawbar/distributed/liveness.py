@@ -3,7 +3,7 @@ and one that is gone or hangs is named.
 
 A thread of each rank writes its entry. It sends heartbeats by itself only while the rank waits here, or says that it
 is at work: a rank that hangs anywhere else, as in a collective of its engine, falls silent. The thread of rank 0 alone
-reads the entries of all, and publishes one digest, by which every rank judges.
+reads all entries, and publishes one digest, from which every rank learns who is silent.
 """
 
 import threading
@@ -60,7 +60,7 @@ class Liveness:
             self._digest = self._census.publish()
 
     def start(self) -> None:
-        """Begin, once the first entries of all ranks are in the store, to read and write them."""
+        """Begin to read and write entries. Call it when the first entries of all ranks are in the store."""
         threading.Thread(target=self._run, name="signs of life", daemon=True).start()
 
     def stop(self) -> None:

@@ -167,7 +167,7 @@ class Distributed:
         return self._watchdog.lost_a_rank()
 
     def is_busy(self) -> bool:
-        """Whether this rank has something to finish before it ends for one that is gone."""
+        """Whether this rank has something to finish before it ends because another rank is gone."""
         return self._watchdog.is_busy()
 
     def end_only_after(self, is_busy: Callable[[], bool]) -> None:
@@ -265,7 +265,7 @@ class Distributed:
         return self.all_gather(view).index(view)
 
     def gather_dict(self, tensors: dict[str, torch.Tensor], targets: Sequence[int] = (0,)) -> dict[str, torch.Tensor]:
-        """Gather every process's host tensors on the ranks ``targets``, of which rank 0 must be one; an empty dict on
+        """Gather every process's host tensors on the ranks ``targets``, which must include rank 0; an empty dict on
         others. Rank 0 receives from one rank after another, and sends all of it to the other targets.
 
         If several processes have a tensor of the same name, that of the lowest rank counts.
@@ -282,7 +282,7 @@ class Distributed:
                 self._send(found, listed, target)
             elif self.rank == target:
                 found = self._receive(listed, 0)
-            self.barrier(f"sending rank {target} the tensors of all")  # one after another: a send has a deadline
+            self.barrier(f"sending rank {target} the tensors of all")  # the others wait here: recv has a deadline
         return found
 
     def _collect(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

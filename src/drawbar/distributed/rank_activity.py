@@ -62,7 +62,7 @@ class ActivityCensus:
     """The entries of all ranks as rank 0 last read them, and for how many readings each has been the same.
 
     Args:
-        patience: so many readings in which its entry is the same make a rank silent.
+        patience: after this many readings with the same entry, a rank counts as silent.
     """
 
     def __init__(self, store: dist.Store, size: int, patience: int) -> None:

@@ -40,7 +40,7 @@ class RankInfo:
 
         Raises:
             UserError: some of torchrun's variables are set and others are missing or no numbers; or MPI or srun
-                started several processes, of which each would train alone.
+                started several processes, and each would train alone.
         """
         if not has_rank(environ):
             check_alone(environ)
@@ -112,7 +112,7 @@ def choose_device(wanted: str, rank_info: RankInfo) -> torch.device:
             remedy="set device=cpu, or check nvidia-smi, CUDA_VISIBLE_DEVICES and that torch was built with CUDA",
         )
     count = torch.cuda.device_count()
-    # processes of one launcher see the same GPUs; Slurm's srun can show each task its own alone (--gpus-per-task)
+    # processes of one launcher see the same GPUs; Slurm's srun can show each task only its own (--gpus-per-task)
     index = 0 if count == 1 and not has_launcher() else rank_info.local_rank
     if index >= count:
         raise UserError(

@@ -50,7 +50,7 @@ def _torchrun(environ: Mapping[str, str]) -> Iterator[Finding]:
     fix = Fix(f"unset {' '.join(_PLACE)}", "or start every node by torchrun --nnodes N --nproc-per-node M")
     if world and local and world % local:
         what = f"WORLD_SIZE={world} is no multiple of LOCAL_WORLD_SIZE={local}"
-        yield Finding(LAUNCH, "WORLD_SIZE", Level.PROBLEM, what, "machines have equally many processes", fix)
+        yield Finding(LAUNCH, "WORLD_SIZE", Level.PROBLEM, what, "each machine must have equally many processes", fix)
     elif world and local and nodes and world != nodes * local:
         what = f"WORLD_SIZE={world}, but Slurm gave {nodes} nodes, and {local} processes are on this one"
         yield Finding(LAUNCH, "WORLD_SIZE", Level.WARNING, what, "some nodes would be left out", _submit(nodes))

@@ -71,7 +71,7 @@ def _findings(
 
 
 def _processes_here(to_start: int) -> int:
-    """On this machine: those of a launcher, or those that would be started."""
+    """Processes on this machine: those that a launcher has started; without a launcher, ``to_start``."""
     local = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or ""
     return int(local) if local.isdigit() and int(local) > 0 else to_start
 
@@ -137,7 +137,7 @@ def _is_cached(name: str) -> bool:
 
 
 def _configuration(loaded: LoadedConfig, device: str, processes: int) -> Iterator[Finding]:
-    """What training with these settings would be refused with; and which strategy the run would take."""
+    """The errors by which training would refuse these settings, and the strategy that the run would take."""
     config = loaded.config
     world = os.environ.get("WORLD_SIZE", "")
     ranks = int(world) if world.isdigit() and int(world) > 0 else processes

@@ -70,7 +70,7 @@ class Finding:
 
 
 def problem_of(section: str, name: str, error: UserError) -> Finding:
-    """What a run would be refused with."""
+    """The finding that a run would be refused with this error."""
     where = f"where: {error.where}" if error.where else ""
     return Finding(
         section, name, Level.PROBLEM, error.what, where, Fix("", error.remedy or "see docs/configuration.md")

@@ -111,7 +111,7 @@ def _cores(host: HostFacts, processes: int) -> Finding:
     what = f"{host.cores} core{'s' * (host.cores > 1)}{of}"
     usable = min(host.cores, host.cpu_quota or host.cores)
     if host.cpu_quota is not None and host.cpu_quota < host.cores:
-        what += f", time for {host.cpu_quota:g}"
+        what += f", with a quota of CPU time for {host.cpu_quota:g}"
     if processes > usable:
         fewer = f"launch.nproc={max(1, int(usable))}"
         fix = Fix("", f"give the job more cores (Slurm: --cpus-per-task; docker: --cpus), or set {fewer}")

@@ -33,7 +33,7 @@ class Library:
 
 
 def collect_libraries() -> list[Library]:
-    """drawbar and what its metadata ask for, those of the developers left out."""
+    """drawbar and the packages that its metadata require, except those that only its developers need."""
     found = [_look(Library("drawbar", None, "", "", True), None)]
     for text in requires("drawbar") or []:
         requirement = Requirement(text)

@@ -90,7 +90,7 @@ def _route(host: str) -> str:
 
 
 def choose_interface(network: Network) -> tuple[Interface | None, str]:
-    """What nodes should talk over, and why: InfiniBand where there is an address on it, else the way to the first."""
+    """The interface for nodes to talk over, and why: InfiniBand if it has an address, else that to the first node."""
     addressed = [interface for interface in network.interfaces if interface.address]
     for interface in addressed:
         if interface.infiniband:

@@ -104,7 +104,7 @@ def _choose_strategy(task: Task, config: RunConfig, world: Distributed) -> tuple
     if world.dp_group.size == 1:
         return "ddp", "the ranks share one model, and there is nothing to replicate"
     if type(task).build_model is not PretrainedTask.build_model:
-        return "ddp", f"{world.size} processes"  # to find the size of a user's own model is to build it
+        return "ddp", f"{world.size} processes"  # a user's own model has no known size before it is built
     model_ranks = world.dims.tp * world.dims.pp  # context-parallel ranks replicate the parameters
     with world.working("finding the size of the model"):
         parameters = sum(parameter.numel() for parameter in build_meta_model(task).parameters())

@@ -116,7 +116,7 @@ class Engine:
             return predict_fn(model, batch.to(self.world.device))
 
     def generate(self, inputs: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:
-        """Token ids (B, L) from transformers' ``generate``: inputs, then new texts; of an encoder-decoder, these alone.
+        """Token ids (B, L) from transformers' ``generate``: inputs and new texts (an encoder-decoder: new texts alone).
 
         Raises:
             UserError: the model writes no text.

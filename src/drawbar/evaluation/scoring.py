@@ -58,7 +58,7 @@ class EvaluationFailed(UserError):
             known = UserError(
                 f"{type(error).__name__}: {error}",
                 where=f"{last.filename}, line {last.lineno}",
-                remedy="mend what it names; the log of the run has the whole traceback",
+                remedy="mend what the message names; the log of the run has the whole traceback",
                 exit_code=ExitCode.FAILED,
             )
         what = f"the evaluation failed{on_rank}: {known.what}"

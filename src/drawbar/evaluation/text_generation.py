@@ -29,7 +29,7 @@ class Sampling:
 
 
 PROMPTS_TOGETHER = 32
-"""Prompts of one generation: a file of any length fits into memory."""
+"""How many prompts are continued at once: so a file with any number of prompts fits into memory."""
 
 Prompt = str | list[dict[str, Any]]
 """The beginning of a document (empty: its very beginning), or the messages of a chat, by its chat template."""
@@ -55,7 +55,7 @@ def generate_text(engine: Engine, tokenizer: Any, prompts: Sequence[Prompt], sam
             remedy="`drawbar predict` writes its text for each record of a file, in Python `predict` does",
         )
     encoded = [
-        _begun(tokenizer, prompt) if isinstance(prompt, str) else chat_prompt(tokenizer, prompt) for prompt in prompts
+        _tokens(tokenizer, prompt) if isinstance(prompt, str) else chat_prompt(tokenizer, prompt) for prompt in prompts
     ]
     if encoded and engine.max_positions is not None:
         _check_room(encoded, engine.max_positions, sampling)
@@ -100,6 +100,6 @@ def _continue(engine: Engine, tokenizer: Any, prompts: list[list[int]], sampling
     return tokenizer.batch_decode(out_BL[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-def _begun(tokenizer: Any, text: str) -> list[int]:
+def _tokens(tokenizer: Any, text: str) -> list[int]:
     before, _ = special_tokens_around(tokenizer)
     return [*before, *tokenizer(text, add_special_tokens=False)["input_ids"]] or begin_tokens(tokenizer)

@@ -37,7 +37,7 @@ def snapshot_name(folder: Path) -> str:
 
 
 def copy_code(folder: Path, target: Path) -> None:
-    """Copy what git knows of a folder, as it is now, with changes that are not committed; whole or not at all.
+    """Copy the files of a folder that git tracks, uncommitted changes included: all of them, or none.
 
     Raises:
         UserError: the copy cannot be written.

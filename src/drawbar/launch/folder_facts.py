@@ -47,7 +47,7 @@ class FolderFacts:
 
 
 def collect_folder(purpose: str, path: str | Path, change: str) -> FolderFacts:
-    """Facts about a folder. It writes 1 MiB and removes it: permissions tell little of quotas and read-only mounts."""
+    """Facts about a folder. To see if it is writable, 1 MiB is written and removed: permissions do not show quotas."""
     wanted = Path(path).expanduser().absolute()
     place = wanted
     while not os.path.lexists(place) and place != place.parent:

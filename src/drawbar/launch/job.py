@@ -18,19 +18,19 @@ class Job:
 
     name: str
     argv: tuple[str, ...]
-    """The command, its interpreter first; behind it comes the path of the configuration, and in Slurm ``settings``."""
+    """The command, its interpreter first. The launcher appends the configuration's path, Slurm also ``settings``."""
     workdir: Path
     """Absolute, as is ``run_dir``."""
     run_dir: Path
     config: str = ""
     """The whole configuration as YAML: later changes to the user's configuration files do not reach the job."""
     cluster: ClusterSection = field(default_factory=ClusterSection)
-    """What the launcher must know. It may differ from the configuration's own section, such as in an allocation."""
+    """The configuration's section ``cluster``, as the launcher has completed it (``Launcher.resolve_cluster``)."""
     nodes: int = 1
     processes: int = 1
     """On each node."""
     settings: tuple[str, ...] = ()
-    """``KEY=VALUE``, over the configuration."""
+    """``KEY=VALUE``: settings that override those of ``config``."""
     environment: Mapping[str, str] = field(default_factory=dict)
     container: Container | None = None
     """The container in which ``argv`` and drawbar's own programs run; None if they run on the node itself."""
@@ -38,7 +38,7 @@ class Job:
     """The runs of a sweep; this job then holds what they have in common. Each has its name, configuration, settings and
     directory."""
     at_once: int | None = None
-    """So many elements run at the same time, at most."""
+    """The most elements that may run at the same time; None for no limit."""
     version: str | None = None
     """Of the user's own code, where git knows it."""
     snapshot: Path | None = None
@@ -48,7 +48,7 @@ class Job:
     timeout: float = 600
     """Over ssh: seconds that a host has to answer (``launch.timeout``)."""
     grace: int = 60
-    """Seconds that the other nodes have to end by themselves once one of them has ended: longer than the node check
+    """Seconds that the remaining nodes have to end by themselves once a node has ended: longer than the node check
     waits for a node that does not answer."""
 
     @property

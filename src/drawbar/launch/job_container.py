@@ -33,13 +33,13 @@ class Container:
     """A name in a registry, or an absolute path."""
     workdir: Path
     binds: tuple[str, ...]
-    """``/outside:/inside``, or with ``:ro``; a folder before what lies in it."""
+    """``/outside:/inside``, or the same with ``:ro``; sorted so that a folder comes before the folders inside of it."""
     made: tuple[str, ...] = ()
     """Folders of ``binds`` to make if they are not there yet."""
     home: str | None = None
     gpus: bool = False
     variables: tuple[str, ...] = ()
-    """Names of variables whose values hold, whatever the image says."""
+    """Names of variables that keep their values in the container even if the image sets others."""
     any_runtime: bool = False
     """Whether Singularity may stand in for Apptainer."""
 
@@ -100,8 +100,8 @@ def make_container(
     runtime = choose_runtime(cluster.image, cluster.container)
     variables = {**VARIABLES, **cluster.environment}
     known = {**environ, **variables}
-    later = [str(config.cache_dir), *(known[name] for name in _HUB_FOLDERS if known.get(name))]
-    needed = [str(workdir), config.run.dir, *later]
+    caches = [str(config.cache_dir), *(known[name] for name in _HUB_FOLDERS if known.get(name))]
+    needed = [str(workdir), config.run.dir, *caches]
     folders = _own_folders([os.path.abspath(workdir / path) for path in needed])
     image = os.path.abspath(workdir / cluster.image) if is_file(cluster.image, runtime) else cluster.image
     home = cluster.home and os.path.abspath(workdir / cluster.home)
@@ -113,7 +113,7 @@ def make_container(
         image=image,
         workdir=workdir,
         binds=tuple(binds),
-        made=tuple(path for path in (os.path.abspath(workdir / path) for path in later) if path in folders),
+        made=tuple(path for path in (os.path.abspath(workdir / path) for path in caches) if path in folders),
         home=home,
         gpus=_wants_gpus(config, cluster),
         variables=tuple(variables),

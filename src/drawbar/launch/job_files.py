@@ -7,7 +7,7 @@ FOLDER = "launch"
 CONFIG = "DRAWBAR_CONFIG"
 """Environment variable: the configuration of the run, as YAML in base64."""
 NODES = "DRAWBAR_NODES"
-"""Environment variable: the names of all nodes, in Slurm's order. The batch script sets it: not every node can ask."""
+"""Environment variable: all nodes by name, in Slurm's order. The batch script sets it: not all nodes can ask Slurm."""
 
 
 def config_file(run_dir: Path, number: str) -> Path:

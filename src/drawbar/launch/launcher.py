@@ -30,7 +30,7 @@ class Submitted:
     """A job that has been handed over, or is about to run from this process."""
 
     number: str
-    """What the launcher calls it; the user's commands take it."""
+    """What the launcher calls the job; commands such as ``drawbar cancel`` take this number."""
     run: Callable[[Callable[[], None]], int] | None = None
     """Given only if this process must stay while the job runs: runs the job, calls its argument once the job has begun,
     and returns the job's exit code."""
@@ -50,7 +50,7 @@ class Launcher(ABC):
 
     @abstractmethod
     def render(self, job: Job) -> str:
-        """The job as text that a person can read: what ``submit`` hands over, and ``--dry-run`` prints.
+        """The job as text that a person can read: ``submit`` is given this text, and ``--dry-run`` prints it.
 
         Raises:
             UserError: the launcher cannot express something of it.
@@ -123,7 +123,7 @@ class Launcher(ABC):
         return make_job(config, cluster, program)
 
     def check(self, job: Job) -> list[str]:
-        """See whether the job could ever run; what is good to know.
+        """See whether the job could ever run. Returns notes for the user.
 
         Raises:
             UserError: it could not.

@@ -69,7 +69,7 @@ def combine(arguments: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def split_values(text: str) -> tuple[str, ...]:
-    """At the commas that are not inside brackets or quotes."""
+    """Split a text at the commas that are not inside brackets or quotes."""
     values, depth, quote, begin = [], 0, "", 0
     for position, letter in enumerate(text):
         if quote:

@@ -11,7 +11,7 @@ CONFIG = "config.json"
 def check_model_folder(name: str) -> None:
     """See that ``name``, where it is a folder and no name of the Hub, has a ``config.json`` that can be read.
 
-    Without that file transformers does not find what else is in the folder, such as a tokenizer, since it reads there
+    Without that file transformers does not find what else is in the folder, such as a tokenizer: ``config.json`` says
     what to look for.
 
     Raises:

@@ -71,7 +71,7 @@ HEADS: dict[Head, HeadKind] = {
 }
 
 COUNTS_FROM_PAD = {"roberta", "xlm-roberta", "camembert"}
-"""Families that number positions from the pad token's number plus one, and give every pad token the same."""
+"""Families that number positions from the pad token's id plus one; every pad token's position is that id."""
 
 
 def check_head(config: PreTrainedConfig, head: Head) -> None:
@@ -105,7 +105,7 @@ class FullPrecisionLinear(nn.Linear):
 
 
 def predict_in_fp32(model: nn.Module, outputs: int) -> None:
-    """Make the last layer of so many outputs a ``FullPrecisionLinear``: a number in bf16 has three digits."""
+    """Make the last linear layer with ``outputs`` outputs a ``FullPrecisionLinear``: bf16 has only three digits."""
     layers = [module for module in model.modules() if type(module) is nn.Linear and module.out_features == outputs]
     if layers:
         layers[-1].__class__ = FullPrecisionLinear  # in place: its name, its weights and hooks stay

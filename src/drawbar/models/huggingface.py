@@ -57,7 +57,7 @@ def build_from_scratch(
         pad = config.pad_token_id
         shared = pad is not None and pad in (getattr(config, "bos_token_id", None), config.eos_token_id)
         if shared and head == "causal_lm":
-            config.pad_token_id = None  # a causal LM pads nothing, and would never learn the pad token's embedding
+            config.pad_token_id = None  # else ``padding_idx`` would keep the begin or end token's embedding at zero
         model = HEADS[head].model_class.from_config(config, dtype=torch.float32)
         if shared and head != "causal_lm":
             _learn_embedding(model, pad)
@@ -70,7 +70,7 @@ def load_model_config(name: str, overrides: dict[str, Any] | None, tokenizer: An
     Args:
         name: as for :func:`build_from_scratch`; a folder or a hub name where ``overrides`` is None.
         overrides: None for the config of a pretrained model as it is; else fields for a model from scratch.
-        tokenizer: of a model from scratch; a pretrained one does not look at it.
+        tokenizer: for a model from scratch; not used where ``overrides`` is None.
 
     Raises:
         UserError: an unknown model, an unknown field, or values that the architecture refuses.
@@ -102,15 +102,15 @@ def _special_tokens(base: PreTrainedConfig, tokenizer: Any) -> dict[str, int | N
     tokens = {"bos_token_id": begin, "eos_token_id": end, "pad_token_id": pad}
     if base.is_encoder_decoder:
         start = getattr(base, "decoder_start_token_id", None)
-        # BART's decoder begins with the end token, T5's (which does not say so) with the pad token
+        # BART's decoder begins with the end token, T5's with the pad token (T5's default config has no start token)
         tokens["decoder_start_token_id"] = end if start is not None and start == base.eos_token_id else pad
-        # ids of another vocabulary; and a text cut off at the maximum length must not get a forced end token
+        # unset: they are ids of another vocabulary, and a text cut at the maximum length must not get a forced end
         tokens |= {name: None for name in ("forced_bos_token_id", "forced_eos_token_id") if hasattr(base, name)}
     return tokens
 
 
 def set_fields(config: PreTrainedConfig, fields: dict[str, Any]) -> None:
-    # num_labels first: it replaces labels of another number by LABEL_0, LABEL_1, …
+    # num_labels first: if the number of labels changes, setting it renames all labels to LABEL_0, LABEL_1, …
     for name in sorted(fields, key=lambda name: name != "num_labels"):
         setattr(config, name, fields[name])
 
@@ -365,7 +365,7 @@ def fit_embeddings(model: nn.Module, tokenizer: Any, resize: bool) -> None:
         return
     if resize:
         logger.info("embeddings resized from %d to %d rows", rows, len(tokenizer))
-        # new rows are initialized to the mean of the others, which a model on the meta device does not have
+        # new rows start at the mean of the others, which cannot be computed on the meta device
         whole = not model.get_input_embeddings().weight.is_meta
         model.resize_token_embeddings(len(tokenizer), mean_resizing=whole)
     elif len(tokenizer) > rows:

@@ -11,10 +11,10 @@ from drawbar.models.loss_head import CrossEntropy
 
 
 def liger_cross_entropy(steps: LogitSteps) -> CrossEntropy:
-    """``chunked_cross_entropy`` by these kernels.
+    """A function to use in place of ``chunked_cross_entropy``, computed by liger-kernel.
 
     Raises:
-        UserError: they are not installed, or cannot compute this model's loss.
+        UserError: liger-kernel is not installed, or cannot compute this model's loss.
     """
     try:
         from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy

@@ -111,7 +111,7 @@ def _in_mode(model: nn.Module, training: bool) -> Iterator[None]:
 
 @contextmanager
 def _without_body(model: Any, hidden_BLH: Tensor) -> Iterator[None]:
-    """Let the base model answer with these hidden states, where the model has one."""
+    """If the model has a base model, let that return these hidden states."""
     body = model.base_model
     if body is model:
         yield

@@ -55,7 +55,7 @@ def add_adapters(model: nn.Module, lora: LoraSection, new: Collection[str] = ())
 
     The head is what a transformers model has besides its base model (none if it predicts tokens); in any other module,
     the modules with the names that peft looks for. The adapters depend on torch's global random state alone, and the
-    outputs do not change until they are trained.
+    model's outputs do not change until the adapters are trained.
 
     Args:
         new: parameters that start from random values, as no file has them. Their modules are trained whole, too:
@@ -82,7 +82,7 @@ def add_adapters(model: nn.Module, lora: LoraSection, new: Collection[str] = ())
     )
     try:
         peft.inject_adapter_in_model(config, model, adapter_name=_ADAPTER)  # freezes all else
-    except ValueError as error:  # peft knows layers that are never called in some architectures, such as Mamba's
+    except ValueError as error:  # peft refuses layers that an architecture never calls, such as some of Mamba's
         raise UserError(f"peft refuses: {error}", where="lora.modules", remedy="name other modules") from error
     for parameter in trained:
         parameter.requires_grad_(True)
@@ -105,7 +105,7 @@ def add_adapters_to_base(model: nn.Module, lora: LoraSection, new: Collection[st
 
 
 def _digest(parameters: Iterable[nn.Parameter]) -> str:
-    """Of types, shapes and all values, bit by bit: at several GB a second, in less time than it took to read them."""
+    """A digest of types, shapes and all bits of the values: hashing them takes less time than reading them did."""
     digest = xxhash.xxh3_128()
     for parameter in parameters:
         digest.update(f"{parameter.dtype} {list(parameter.shape)}".encode())
@@ -118,14 +118,14 @@ def trained_state(model: nn.Module) -> dict[str, torch.Tensor]:
 
     That is adapters, modules trained whole, and the buffers of the state: batch norm's statistics move in training,
     even where its weights are frozen. A tied tensor occurs under each of its names, as in ``state_dict``; parameters
-    are the live ones.
+    are the model's own objects, not detached tensors.
     """
     frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
     return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in frozen}
 
 
 def saved_tensors(model: nn.Module, config: RunConfig) -> dict[str, torch.Tensor]:
-    """What a checkpoint holds of a model, or of stages of it: the live tensors by name."""
+    """What a checkpoint holds of a model, or of stages of it: by name, the model's own tensors, no copies."""
     return model.state_dict(keep_vars=True) if config.lora is None else trained_state(model)
 
 
@@ -153,7 +153,7 @@ def save_adapter(model: nn.Module, folder: Path, base_name: str) -> None:
     """
     layers = tuple(f"{name}." for name in _adapted_layers(model))
     trained = trained_state(model)
-    # the names inside a PeftModel leave out the adapter's own
+    # a saved adapter's tensor names leave out the name of the adapter (``default``)
     tensors = {
         re.sub(rf"\.{_ADAPTER}(\.weight|\.bias)?$", r"\1", name): tensor
         for name, tensor in trained.items()
@@ -276,7 +276,7 @@ def _attention(model: nn.Module, names: list[str]) -> list[str]:
 
 
 def _refuse_tied(model: nn.Module, targets: list[str]) -> None:
-    """Merging the adapter of one module would change the other one with it."""
+    """Refuse to adapt a module that shares its weight: merging its adapter would change the other module, too."""
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     for name in targets:
         if any(uses[id(parameter)] > 1 for parameter in model.get_submodule(name).parameters()):

@@ -21,7 +21,7 @@ POSITIONS, LABELS = "target_positions", "target_labels"
 """The keyword arguments by which a model with a ``LossHead`` is given its ``LossTargets``."""
 
 CrossEntropy = Callable[..., Tensor]
-"""``chunked_cross_entropy``, or a function that takes the same."""
+"""``chunked_cross_entropy``, or a function that takes the same arguments."""
 
 
 class LossHead(nn.Linear):
@@ -32,7 +32,7 @@ class LossHead(nn.Linear):
     targets: LossTargets | None
     loss: Tensor | None
 
-    @wraps(nn.Linear.forward)  # ``parallel.low_precision_weights`` unwraps it, to see that autocast casts its weights
+    @wraps(nn.Linear.forward)  # ``parallel.low_precision_weights`` unwraps it and finds nn.Linear's
     def forward(self, input: Tensor) -> Tensor:
         if self.targets is None:
             return super().forward(input)

@@ -1,7 +1,7 @@
 """Packed rows: several samples end to end in a row, and a model that never looks from one into another.
 
-R: rows, L: tokens in a row, T: tokens in a row of the decoder, N: samples, H: hidden size. Tokens are numbered by
-``segment_ids`` (R, L): 0, 1, 2, … within the row for its samples, and -1 for padding on the right.
+R: rows, L: tokens in a row, T: tokens in a row of the decoder, N: samples, H: hidden size. Each token's sample is in
+``segment_ids`` (R, L): 0, 1, 2, … within the row, and -1 for padding on the right.
 
 All of it is done in hooks of the model's own modules, so it works inside whatever wraps the model: DDP, FSDP and
 ``torch.compile`` call the module inside them, with its hooks.
@@ -37,7 +37,7 @@ def allow_packing(model: nn.Module, per_sample: bool, under_mask: bool = False) 
 
     Called with ``segment_ids`` (and ``decoder_segment_ids``, and explicit ``decoder_input_ids``) in its keyword
     arguments, the model attends within samples alone and counts positions within each; ``position_ids`` and
-    ``attention_mask`` are replaced; ``labels`` stay with the caller. Called without them it works as before, on
+    ``attention_mask`` are replaced; the caller computes the loss. Called without ``segment_ids`` it works as before, on
     padded batches.
 
     Call it on the outermost module of the model itself: after adapters (PEFT goes around hooks of what it wraps), and
@@ -45,7 +45,7 @@ def allow_packing(model: nn.Module, per_sample: bool, under_mask: bool = False) 
 
     Args:
         per_sample: for sequence classification: the logits have shape (N, classes), a row for each sample, in the order
-            of rows and of samples in them. Else they have a value for each token.
+            of rows and of samples in them. If false, the logits are those of each token.
         under_mask: attend to a whole row under a mask, as ``eager`` and ``flex_attention`` always do, instead of to
             each sample by itself.
 
@@ -85,7 +85,7 @@ def _check(model: nn.Module, family: str | None, per_sample: bool) -> None:
     if family in ENCODERS and getattr(model.config, "is_decoder", False):
         raise fault(f"a {family} model as a decoder cannot take packed rows")
     if family in ENCODER_DECODERS and not _has_decoder(model):
-        # BART derives its decoder's input from the whole row, and wants one number of end tokens in every row
+        # BART's classifier derives the decoder's input from the whole row, and wants as many end tokens in each row
         raise fault(f"{type(model).__name__} cannot take packed rows: of its family, only seq2seq models can")
     attention = model.config._attn_implementation
     if family not in DECODERS and attention not in ("sdpa", "eager"):
@@ -111,7 +111,7 @@ def _begins(segments_RL: Tensor) -> Tensor:
 
 
 def _last_tokens(segments_RL: Tensor, firsts_N: Tensor, is_pad_RL: Tensor) -> Tensor:
-    """Where each sample has its last token that is no pad token (else its first), among all R·L; shape (N,)."""
+    """Index (of R·L) of each sample's last token that is no pad token, or of its first if all are; shape (N,)."""
     tokens = torch.arange(segments_RL.numel(), device=segments_RL.device)
     samples = torch.searchsorted(firsts_N, tokens, right=True) - 1
     is_end = ((segments_RL >= 0) & ~is_pad_RL).flatten()
@@ -136,7 +136,7 @@ def _mask(model: nn.Module, allowed_RTL: Tensor) -> Tensor:
 def _same_segment(queries_RT: Tensor, keys_RL: Tensor) -> Tensor:
     """Which keys a query may look at; shape (R, T, L), bool.
 
-    Padding looks at padding (and no sample does): a query with no key at all would turn to NaN.
+    Padding looks at padding, which no sample looks at: the result of a query without any key would be NaN.
     """
     return queries_RT[:, :, None] == keys_RL[:, None, :]
 
@@ -268,7 +268,7 @@ class _EncoderDecoder(_Packing):
         encoder, decoder = model.get_encoder(), model.get_decoder()
         encoder.register_forward_pre_hook(self.mask_encoder, with_kwargs=True)
         decoder.register_forward_pre_hook(self.mask_decoder, with_kwargs=True)
-        # T5 has no such embedding: its bias depends on the distance of two tokens, which is the same in a packed row
+        # T5 has no position embedding: its bias depends on the distance of two tokens, which packing does not change
         if hasattr(encoder, "embed_positions"):
             _count_within_samples(encoder.embed_positions, lambda: self.segments_RL)
             _count_within_samples(decoder.embed_positions, lambda: self.decoder_segments_RT)
@@ -332,7 +332,7 @@ def _count_within_samples(embeddings: nn.Module, segments: Callable[[], Tensor |
         return (args, kwargs) if segments_RL is None else (args[:1], {"position_ids": count_positions(segments_RL)})
 
     def take(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return output if segments() is None else output[0]  # to given positions BART adds a first dimension
+        return output if segments() is None else output[0]  # BART adds a first dimension if positions are given
 
     embeddings.register_forward_pre_hook(give, with_kwargs=True)
     embeddings.register_forward_hook(take)

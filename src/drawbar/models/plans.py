@@ -28,7 +28,7 @@ _NUMBERS = (
 
 @dataclass(frozen=True)
 class _Family:
-    """Patterns under the base model, as in transformers' own plans."""
+    """Patterns of module names, relative to the base model, as in transformers' own plans."""
 
     tensor: Mapping[str, Style]
     fused: Mapping[str, int] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class _Family:
 
 
 def _layers(prefix: str, colwise: str, rowwise: str) -> dict[str, Style]:
-    """Names after ``prefix``, separated by spaces, with their styles."""
+    """The styles of modules by name: ``prefix`` with each name of ``colwise`` and ``rowwise`` (separated by spaces)."""
     styles: dict[str, Style] = {prefix + name: "colwise" for name in colwise.split()}
     return styles | {prefix + name: "rowwise" for name in rowwise.split()}
 

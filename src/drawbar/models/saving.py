@@ -11,7 +11,7 @@ def save_transformers(model: Any, folder: Path, largest_file: str) -> None:
     """``save_pretrained`` of a model that is wrapped in nothing.
 
     Args:
-        largest_file: where the weights are divided into several files: ``5GB``.
+        largest_file: the most that one file may hold (``5GB``); larger weights are divided into several files.
     """
     with _no_import_of_deepspeed():
         model.save_pretrained(folder, max_shard_size=largest_file)

@@ -1,9 +1,9 @@
 """Segments: where the samples of packed rows lie, and attention within each of them.
 
 No mask of a row's length squared is made. Samples of similar lengths are gathered into a small batch, padded to the
-longest of them, whose attention is torch's own. On CUDA torch's kernel for samples of any lengths is used where it can.
+longest; torch's own attention takes each batch. On CUDA, torch's kernel for samples of any lengths is used if possible.
 
-R: rows, L: tokens in a row, T: all R·L tokens, N: samples, S: slots of all groups, H: heads, D: a head's size.
+R: rows, L: tokens in a row, T: all R·L tokens, N: samples, S: slots (places) in all groups, H: heads, D: a head's size.
 The padding of a row counts as a sample of its own, behind the others; it has 0 tokens if there is no padding.
 """
 
@@ -131,7 +131,7 @@ def _segments(
     tokens: list[NDArray[np.int64]] = []
     shapes, used = [], 0
     for samples in groups:
-        columns = np.arange(max(1, lengths_N[samples].max()))  # one side may have padding where the other has none
+        columns = np.arange(max(1, lengths_N[samples].max()))  # at least 1: padding may have 0 tokens on this side
         real = columns < lengths_N[samples, None]
         tokens.append(np.where(real, starts[samples, None] + columns, 0).ravel())
         slots[tokens[-1][real.ravel()]] = used + np.flatnonzero(real)
@@ -163,7 +163,7 @@ def attend(
     dropout: float = 0.0,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """An attention function of transformers: within segments; without them, its own ``sdpa``.
+    """An attention function for transformers: within segments; without ``segments``, transformers' own ``sdpa``.
 
     Args:
         query, key, value: shape (R, H, L, D).
@@ -220,7 +220,7 @@ def _takes_varlen(query_THD: Tensor, key_THD: Tensor, value_THD: Tensor) -> bool
     )
 
 
-@torch.compiler.disable  # the groups of each batch are others
+@torch.compiler.disable  # each batch has other groups, for which torch would compile anew
 def _attend_in_groups(
     module: nn.Module,
     query_THD: Tensor,

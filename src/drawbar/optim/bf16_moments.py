@@ -23,7 +23,7 @@ from drawbar.distributed.device_mesh import local_shape_and_offset
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 CHUNK = 2**20
-"""Elements that are updated at a time: so many have their moments in fp32 meanwhile."""
+"""Elements that are updated at a time: only their moments are in fp32 meanwhile."""
 
 GOLDEN, FIRST, SECOND = 0x9E3779B9 - 2**32, 0x7FEB352D, 0x846CA68B - 2**32
 """As int32, whose products wrap around: 2³² over the golden ratio, and the factors of the hash lowbias32
@@ -127,5 +127,5 @@ def store_rounded(target: Tensor, exact: Tensor, bits: Tensor) -> None:
         bits: random numbers from 0 to 2¹⁶ − 1 (int32).
     """
     # bf16 is the upper half of fp32; the lower half, over 2¹⁶, is the probability that the addition carries into it.
-    # (Of a NaN this may make a zero, but the weight is NaN by then.)
+    # (This may turn a NaN into a zero, but the weight is NaN by then.)
     target.view(torch.int16).copy_(exact.view(torch.int32).add_(bits).bitwise_right_shift_(16))

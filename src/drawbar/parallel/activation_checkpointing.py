@@ -30,7 +30,7 @@ KEPT_NAMESPACES = ("_c10d_functional", "torch_attn", "flash_attn", "flash_attn_3
 def checkpoint_activations(
     model: nn.Module, setting: Literal["none", "full", "selective", "attention"] | EveryKthBlock
 ) -> None:
-    """Let the repeated blocks be computed again in the backward pass, in place; nothing is renamed or wrapped.
+    """Let the backward pass compute the repeated blocks again. Changes the model in place; no module is renamed.
 
     Random numbers are drawn again as they were, so dropout drops the same. Blocks compute as before where no backward
     pass will follow: in evaluation, and without gradients.

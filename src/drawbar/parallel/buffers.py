@@ -1,4 +1,4 @@
-"""Buffers that training changes, such as the running statistics of batch norm: each rank has those of its own rows."""
+"""Buffers that training changes, such as the running statistics of batch norm: each rank computes its own."""
 
 from collections.abc import Iterable
 
@@ -13,7 +13,7 @@ def share_buffers(model: nn.Module, groups: Iterable[dist.ProcessGroup]) -> None
     """Give every rank the buffers of the first, as torch's DDP does in each forward, in place. Every rank calls it.
 
     Args:
-        groups: one for each axis of the mesh along which ranks hold the same buffers.
+        groups: one for each axis of the mesh along which all ranks are to hold the same buffers.
     """
     for group in groups:
         for buffer in model.buffers():

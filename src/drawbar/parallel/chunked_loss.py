@@ -1,4 +1,4 @@
-"""Cross-entropy of a language model's head, chunk by chunk of the targets: there are never logits of all of them.
+"""Cross-entropy of a language model's head, for one chunk of targets at a time, never with the logits of all.
 
 The gradients of a chunk are computed in the forward pass, while its logits are there (as in Liger Kernel, Hsu et al.
 2024, arXiv:2410.10989); backward only scales them (fp16: computes them). Positions without a target are left out.
@@ -200,7 +200,7 @@ def _logits(hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, out: Te
 
 
 def _transformed(logits_CV: Tensor, transform: Transform | None) -> tuple[Tensor, Tensor]:
-    """The logits before and after ``transform``: with one, in fp32 at least, and a graph from one to the other."""
+    """The logits before and after ``transform``: with a transform, in fp32 at least, and joined by a graph."""
     if transform is None:
         return logits_CV, logits_CV
     with torch.enable_grad():

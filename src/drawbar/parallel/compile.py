@@ -31,7 +31,7 @@ def compile_blocks(model: nn.Module) -> None:
     """Compile each repeated block, in place. A block's hooks (FSDP's) stay outside of what is compiled.
 
     A block is compiled for the sizes of its first call, and when these change, once more for all sizes. With sharded
-    matrices (tensor parallelism) torch compiles only fixed sizes: the first eight; with others, blocks run uncompiled.
+    matrices (tensor parallelism) torch compiles only fixed sizes: the first eight. Other sizes run uncompiled.
 
     Raises:
         UserError: the model has no repeated blocks.
@@ -45,7 +45,7 @@ def compile_blocks(model: nn.Module) -> None:
 
 
 def _compiled(forward: Forward, dynamic: bool | None) -> Forward:
-    """Training alone is compiled: a cache that grows with each token would be compiled anew for each."""
+    """Only training runs compiled code: generation would compile anew for each token, as its cache grows."""
     compiled = torch.compile(forward, dynamic=dynamic)
 
     def either(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

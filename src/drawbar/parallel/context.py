@@ -38,7 +38,7 @@ one process: others may compute wrongly in silence, as a layer that carries a st
 
 
 def check_context(device: torch.device, label_placement: str | None) -> None:
-    """Refuse, before the model is built, what cannot be cut.
+    """Refuse, before the model is built, a device or a task for which sequences cannot be cut.
 
     Args:
         label_placement: ``task.label_placement``; only ``next_token`` is accepted.
@@ -150,7 +150,7 @@ def _check_model(model: nn.Module) -> None:
             f"a {family or type(model).__name__} model",
             f"set parallel.context=1; these families can be cut: {', '.join(sorted(FAMILIES))}",
         )
-    # where there are no layer types, a window is that of all layers
+    # a configuration without layer types has one kind of attention in all layers
     every_layer = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
     partial = set(getattr(config, "layer_types", None) or [every_layer]) - {"full_attention"}
     if partial:
@@ -168,7 +168,7 @@ def _attend(
     dropout: float = 0.0,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention over the tokens of all ranks, inside ``context_parallel``, which replaces torch's function."""
+    """Causal attention over the tokens of all ranks: inside ``context_parallel``, torch's sdpa is ring attention."""
     if dropout:
         raise UserError(
             "torch's ring attention has no dropout: its backward pass would drop other weights than its forward pass",

@@ -42,7 +42,7 @@ def replicate(
     """What computes ``loss(model, batch)`` for a batch, with the gradients averaged over all ranks in its backward.
 
     A parameter gets a gradient where the loss of any rank depends on it, and none where no loss does, as in one
-    process. Finding them costs a walk through the graph of the last micro-batch of each step, and a small all-reduce.
+    process. Finding unused ones costs a walk through the graph of each step's last micro-batch, and a small all-reduce.
     """
     replica = DistributedDataParallel(
         _LossOf(model, loss), gradient_as_bucket_view=True, find_unused_parameters=True, **{_BUFFERS: False}

@@ -62,7 +62,7 @@ def compute_in_fp8(model: nn.Module, recipe: str) -> None:
             where=SETTING,
             remedy=f"set {SETTING}=null",
         )
-    # a micro-batch has any number of tokens, and the weight's gradient is a product over them: torchao pads it
+    # a micro-batch has any number of tokens, and the weight's gradient is a product over them: torchao pads the tokens
     config = replace(Float8LinearConfig.from_recipe_name(recipe), pad_inner_dim=True)
     convert_to_float8_training(model, module_filter_fn=fits, config=config)
     _refine(model)
@@ -73,11 +73,11 @@ def _refine(model: nn.Module) -> None:
     from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
 
     class Fp8WhileTraining(Float8Linear):
-        @wraps(nn.Linear.forward)  # ``low_precision_weights`` unwraps it, to see that autocast casts its weights
+        @wraps(nn.Linear.forward)  # ``parameters_cast_by_autocast`` unwraps this, to find nn.Linear's forward
         def forward(self, input: Tensor) -> Tensor:
             if not self.training:
                 return nn.Linear.forward(self, input)
-            # to bf16 first, as FSDP gathers the weight; torchao would take it in fp32 elsewhere
+            # to bf16 first, as FSDP gathers the weight; under other strategies, torchao would take the weight in fp32
             operands = input.bfloat16(), self.weight.bfloat16().t()
             output: Tensor = matmul_with_hp_or_float8_args.apply(*operands, self.linear_mm_config, self.config)
             return output if self.bias is None else output + self.bias.bfloat16()

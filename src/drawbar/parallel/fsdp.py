@@ -69,7 +69,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, parallel: ParallelSection, precisi
 
 
 class _Bf16ReduceScatter(DefaultReduceScatter):
-    """Reduces gradients over the shards in bf16. Those of one rank's micro-batches, and those of replicas, are added up
+    """Reduces gradients over the shards in bf16. Gradients of one rank's micro-batches, and of replicas, are added up
     in fp32; with ``MixedPrecisionPolicy.reduce_dtype`` they would not be."""
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -119,7 +119,7 @@ def digest_of_used_units(model: nn.Module, before: int) -> int:
 
 
 def _units(model: nn.Module) -> list[nn.Module]:
-    """What is gathered by itself: the repeated blocks, and the head of a language model."""
+    """The modules that are gathered one by one: the repeated blocks, and the head of a language model."""
     units = [block for _, block in repeated_blocks(model)]
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     return units if head is None or head in units else [*units, head]

@@ -18,8 +18,8 @@ def cast_weights_once(module: nn.Module, precision: str, device: torch.device) -
     """Around the micro-batches of a step: autocast casts each trained weight in the first forward, and in no other.
 
     Autocast drops its casts where its outermost context ends. This is that context, and it casts nothing itself: so a
-    backward in it is computed as outside. The update of the weights must come after it. Not for FSDP, which frees
-    weights after each forward: their casts would stay.
+    backward in it is computed as outside. Update the weights after it. Under FSDP nothing is done: FSDP frees
+    weights after each forward, but their casts would stay in memory.
     """
     if precision == "fp32" or any(isinstance(part, FSDPModule) for part in module.modules()):
         return nullcontext()

@@ -12,7 +12,7 @@ from drawbar.util.dtypes import DTYPES
 def choose_precision(wanted: str, device: torch.device) -> str:
     """``fp32``, ``bf16`` or ``fp16`` for the setting ``precision``.
 
-    ``auto`` is bf16 where the hardware multiplies it faster than fp32, which is asked of the hardware, not measured:
+    ``auto`` is bf16 where the hardware is known to multiply it faster than fp32. The speed is not measured:
     a measurement could answer differently when the run resumes.
 
     Raises:
@@ -73,7 +73,7 @@ class LossScaler:
         self._steps_without_overflow = 0 if overflowed else self._steps_without_overflow + 1
         if overflowed:
             self.scale /= 2
-        elif self._steps_without_overflow >= self.GROWTH_INTERVAL:  # greater after a load from DeepSpeed
+        elif self._steps_without_overflow >= self.GROWTH_INTERVAL:  # the count may be greater if DeepSpeed saved it
             self.scale *= 2
             self._steps_without_overflow = 0
 

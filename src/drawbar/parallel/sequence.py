@@ -1,8 +1,8 @@
 """Sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198): between the layers that tensor parallelism cuts,
 each rank has a part of the sequence, so norms and residuals are neither stored nor computed twice.
 
-Layers as a whole (attention, the feed-forward network) gather the sequence before they start, and scatter the sum of
-their outputs over it. The embedding, the last norm and the head see it whole: masks are made for its full length.
+Attention and the feed-forward network each gather the sequence before they start, and then scatter the sum of the
+ranks' outputs along it. The embedding, the last norm and the head see it whole: masks are made for its full length.
 Without gradients (evaluation, generation) nothing is cut.
 
 Tensor-parallel ranks share one RNG state, but in the blocks each uses its own: shards may differ in length, so

@@ -40,7 +40,7 @@ class FusedLayout:
         return self._swapped(logical, self.parts, self.degree)
 
     def to_logical(self, stored: Tensor) -> Tensor:
-        """The inverse of ``to_storage``; of a parameter, its gradient or its optimizer state."""
+        """The inverse of ``to_storage``, for a parameter, its gradient or its optimizer state."""
         return self._swapped(stored, self.degree, self.parts)
 
     def _swapped(self, tensor: Tensor, outer: int, inner: int) -> Tensor:

@@ -75,7 +75,7 @@ def load_shard(tensor: Tensor, tensors: Mapping[str, Tensor], name: str, fused: 
 def shard_like(
     parameter: nn.Parameter, tensors: Mapping[str, Tensor], name: str, fused: FusedLayout | None = None
 ) -> Tensor:
-    """``tensors[name]`` sharded like its parameter, in its own dtype; returned unsharded if its shape differs from the
+    """``tensors[name]`` sharded like ``parameter``, in its stored dtype; unsharded if its shape differs from the
     parameter's."""
     if not isinstance(parameter, DTensor) or shape_of(tensors, name) != parameter.shape:
         return tensors[name]

@@ -98,7 +98,7 @@ def default_cases(config: RunConfig, ranks: int, precision: str) -> list[Case]:
     elif (_is_alone(own) or own.strategy == AUTO) and own.model_ranks == 1:
         own = own.model_copy(update={"strategy": "single" if ranks == 1 else "ddp"})
     if precision != "fp32" or (ranks == 1 and own != ONE_PROCESS):
-        # in a lower precision, it shows what rounding alone does; with one rank, what the settings in ``_KEPT`` do
+        # ``single`` shows what rounding does in a lower precision, or, with one rank, what the settings in ``_KEPT`` do
         cases.insert(0, parse_case("single", config))
     if own not in [case.parallel for case in cases] and not _is_alone(own):
         cases.append(Case("as configured", own))

@@ -51,7 +51,7 @@ class ModuleDifference:
 
 @dataclass
 class ModuleRecord:
-    """What flows through the modules in one micro-batch; by ``module#call#output``, numbered from 0, as executed."""
+    """What modules give in one micro-batch, in order of execution, by ``module#call#output`` (numbers from 0)."""
 
     outputs: Tensors = field(default_factory=dict)
     gradients: Tensors = field(default_factory=dict)
@@ -303,7 +303,7 @@ class _Comparer(_Hooks):
 
     def _see_gradient(self, key: str, gradient: Tensor) -> None:
         expected = self._record.gradients[key]
-        if self._scale is None:  # how a strategy scales the loss, and so all gradients alike
+        if self._scale is None:  # not yet known: the factor by which the strategy scales the loss, and so all gradients
             self._scale = float(self._world.dp_group.size)
             if gradient.shape == expected.shape and norm(expected) > 0:
                 self._scale = float((gradient.double() * expected.double()).sum()) / norm(expected) ** 2 or 1.0

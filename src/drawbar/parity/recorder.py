@@ -34,7 +34,7 @@ def train(
     start: StepStart | None = None,
     until: int | None = None,
 ) -> Trace:
-    """Make the first steps; every rank of ``world`` calls it.
+    """Make the steps after ``start`` (by default the first ones); every rank of ``world`` calls it.
 
     Args:
         config: the workload's, with a case applied to it, or that of the reference.

@@ -20,7 +20,7 @@ from drawbar.parity.comparison import EXACT, Differences, Distances, Limits, Tol
 from drawbar.util.dtypes import DTYPES
 
 DRAWS = 8
-"""Steps that are measured."""
+"""How often the step is made and measured, each time with other noise."""
 MARGIN = 5.0
 """Tolerance, as a multiple of the largest difference that was measured."""
 LARGEST = 0.9
@@ -66,7 +66,7 @@ def gradient_precision(precision: str) -> float:
 
 
 def tolerances(precision: str, tried: Sequence[Distances]) -> Tolerances:
-    """Those of a precision, after a step was tried with ``noises``."""
+    """The tolerances for a precision, from the distances of a step that was made with each of its ``noises``."""
     anywhere = {
         kind: max(
             [getattr(EXACT, kind).least, *(limit_for(value) for one in tried for value in getattr(one, kind).values())]

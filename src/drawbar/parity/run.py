@@ -1,7 +1,7 @@
 """``drawbar parity``: does a strategy compute what one process computes?
 
 Rank 0 trains alone first, in fp32. Then all ranks train under one strategy after another, each in a world of its own.
-Where the two differ, a step of few rows is made again to find the module where that begins.
+If a strategy differs, a step of few rows is made both ways to find the first module that differs.
 """
 
 import gc
@@ -35,7 +35,7 @@ from drawbar.tracking.console import Console
 
 T = TypeVar("T")
 Tell = Callable[[str], None]
-"""Says to a person how far it is."""
+"""Tells a person how far the comparison has come."""
 
 PATIENCE = 24 * 3600
 """Seconds that ranks wait for rank 0 while it trains alone: a day at most."""
@@ -159,7 +159,7 @@ def _try_case(
         except UserError as error:
             if error.exit_code is not ExitCode.WRONG_REQUEST:
                 raise
-            # fails, and ends this process, unless all ranks refuse: the others would wait for it in vain
+            # unless all ranks refuse, this fails and ends the process: ranks that go on would wait for it in vain
             dist.monitored_barrier(group, timeout=AGREEMENT)
             return _refused(case, request, error)
         except Exception as error:

@@ -78,7 +78,7 @@ def _first(probe: Probe, kind: str) -> ModuleDifference | None:
 
 
 def _cut(probe: Probe, event: ModuleDifference) -> str:
-    """Text naming the sharded outputs just before: each equals some slice of the reference's, maybe a wrong one."""
+    """Text naming the shards just before ``event``: each equals some slice of the reference's, maybe a wrong one."""
     order = probe.order["output"]
     before: list[str] = []
     for module in order[: order.index(event.module)]:

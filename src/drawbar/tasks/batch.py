@@ -47,7 +47,7 @@ class Batch(dict[str, torch.Tensor]):
             from drawbar.models.segments import send_segments  # it needs transformers, which a batch does not
 
             sides = [self[name] for name in ("segment_ids", "decoder_segment_ids") if name in self]
-            send_segments(moved["segment_ids"], *sides)  # from the host: the model would have to wait for the GPU
+            send_segments(moved["segment_ids"], *sides)  # found on the host: else the model would wait for the GPU
         return moved
 
 

@@ -86,7 +86,7 @@ class CausalLM(PretrainedTask):
         if self.config.messages_column is not None:
             try:
                 stop_with(model, self.chat_format.stop_tokens)
-            except UserError as error:  # in training, encode raises it; an older run's model can still write
+            except UserError as error:  # training fails in encode with this error; an older model can still generate
                 logger.warning("what the model writes ends with the tokenizer's end token alone: %s", error.what)
         return model
 
@@ -98,7 +98,7 @@ class CausalLM(PretrainedTask):
 
     def describe_special_tokens(self) -> str:
         if self.config.messages_column is not None:
-            return "the chat template says"
+            return "what the chat template writes"
         added = "".join(f" {token} (which the task adds)" for token in self.tokenizer.convert_ids_to_tokens(self._end))
         return f"{super().describe_special_tokens()}{added}"
 
@@ -139,7 +139,7 @@ class CausalLM(PretrainedTask):
         return tokens, [IGNORED_LABEL] * len(tokens)
 
     def _completion(self, record: dict[str, Any]) -> tuple[list[int], list[int]]:
-        """A prompt, begun as a document, and the completion, ended as one."""
+        """Tokens and labels of a prompt, which begins as documents do, and its completion, which ends as they do."""
         config = self.config
         assert config.prompt_column is not None
         assert config.completion_column is not None

@@ -118,7 +118,7 @@ class ChatFormat:
         options = {"return_dict": True, "tokenizer_kwargs": {"return_offsets_mapping": True, "verbose": False}}
         found = apply_template(self.tokenizer, messages, return_assistant_tokens_mask=True, **options)
         tokens, mask, offsets = list(found["input_ids"]), list(found["assistant_masks"]), found["offset_mapping"]
-        for place in range(1, len(mask)):  # transformers omits the later tokens of a last character that spans several
+        for place in range(1, len(mask)):  # transformers omits later tokens of an answer's last character, if any
             mask[place] |= mask[place - 1] and offsets[place] == offsets[place - 1]
         edges = np.flatnonzero(np.diff([0, *mask, 0])).tolist()
         return tokens, list(zip(edges[::2], edges[1::2], strict=True))
@@ -189,7 +189,7 @@ def overlapping(offsets: NDArray[np.int64], span: Span) -> Span:
 
 
 def chat_prompt(tokenizer: Any, messages: list[Any]) -> list[int]:
-    """The tokens of a chat to be answered, with the header that asks for it. An answer at its end is left out.
+    """The tokens of a chat to be answered, with the header that asks for an answer. A last answer is left out.
 
     Raises:
         UserError: there is no template, an item is no message, or the template refuses them.

@@ -70,7 +70,7 @@ def _is_installed(module: ModuleType) -> bool:
 
 
 def _depth(module: str, file: Path) -> int:
-    """How many levels above the folder of a module's file the folder on Python's search path is."""
+    """How many levels the folder on Python's search path is above the folder of a module's file."""
     return module.count(".") + (file.name == "__init__.py")
 
 

@@ -27,12 +27,12 @@ def check_label(label: Any, column: str) -> Any:
             remedy="mend the record: a label is a text, a number, true or false",
         )
     if isinstance(label, str) and not label.strip():
-        raise UserError(f"{column!r} holds an empty label", remedy="write the label into the record, or leave it out")
+        raise UserError(f"{column!r} holds an empty label", remedy="add the label to the record, or drop the record")
     # a text "nan" may be a class: it is the code of a language
     if isinstance(label, float) and not math.isfinite(label):
         raise UserError(
             f"{column!r} holds {label}, which is no label",
-            remedy="write the label into the record, or leave it out: NaN often stands for a label that is missing",
+            remedy="write the label into the record, or drop the record: NaN often stands for a label that is missing",
         )
     return label
 
@@ -246,7 +246,7 @@ def in_order_of(trained: list[str], labels: list[Any]) -> list[Any] | None:
 
 
 def ordered_for_model(labels: list[Any], listed: bool, config: Any, model: str) -> list[Any]:
-    """The labels in the order that a pretrained model's own head has them, where it has one for them.
+    """The labels in the order of a pretrained model's own head, if that was trained for these labels.
 
     Another order would permute the head in silence.
 

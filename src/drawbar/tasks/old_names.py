@@ -23,7 +23,7 @@ def keep_old_names(task_type: type[Any]) -> None:
     for old, new in METHODS.items():
         definer = next(base for base in task_type.__mro__ if old in vars(base) or new in vars(base))
         own = vars(definer)
-        if old in own and new in own:  # a base class that was treated before; or it defines both
+        if old in own and new in own:  # ``keep_old_names`` ran on this base class before; or it defines both
             if definer is task_type and own[old] is not own[new]:
                 _warn(f"{task_type.__name__} has both {old} and {new}: {new} is called, and {old} is not", stacklevel=4)
         elif old in own:

@@ -69,7 +69,7 @@ class PretrainedTask(Task):
         wrapping = self.wrapping_for(tokenizer)
         if wrapping is not None:
             wrap_texts(tokenizer, wrapping)
-            if not isinstance(self.config.tokenizer, TokenizerTraining):  # one trained here is saved with it
+            if not isinstance(self.config.tokenizer, TokenizerTraining):  # one trained here is saved with its wrapping
                 check_wrapping_is_saved(tokenizer)
         return tokenizer
 
@@ -189,7 +189,7 @@ class PretrainedTask(Task):
             fields["bos_token_id"] = begin
         ends = present.eos_token_id if isinstance(present.eos_token_id, list) else [present.eos_token_id]
         if end is not None and end not in ends:
-            # the model's own tokens mean something else to another tokenizer; its own one may have several ends
+            # another tokenizer gives the model's end ids other meanings; with the model's own, several may end a text
             kept = ends if self.config.tokenizer is None else []
             fields["eos_token_id"] = [end, *(token for token in kept if token is not None)]  # any of them ends a text
         section = getattr(self.config, "generation", None)

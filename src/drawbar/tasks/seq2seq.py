@@ -51,7 +51,7 @@ class Seq2Seq(TokenTask):
 
     @cached_property
     def _decoder_start(self) -> int:
-        """What the decoder begins with: the model says so."""
+        """The token that the decoder begins with: as the model's config says, or for mBART the target language's."""
         config = load_model_config(self.config.model, self.config.from_scratch, self.tokenizer)
         if self.config.target_language is not None and config.model_type in BEGINS_WITH_THE_LAST:
             return self._around_target[1][-1]

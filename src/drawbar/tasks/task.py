@@ -80,7 +80,7 @@ class Task:
         return _rebuild, (type(self), sections, self.tokenizer, self.dataset_metadata, self.has_labels)
 
     def __copy__(self) -> Self:
-        """The same with its own attributes: without this, Python would copy by ``__reduce__``."""
+        """A copy with the same attributes: without this method, Python would copy by ``__reduce__``."""
         made = object.__new__(type(self))
         vars(made).update(vars(self))
         return made
@@ -197,7 +197,7 @@ class Task:
         return {}
 
     def loss_scores(self, loss: float, num_targets: float, records: list[dict[str, Any]]) -> dict[str, float]:
-        """Scores that follow from the summed loss alone; ``records`` are those that were evaluated."""
+        """Scores of the summed loss, without predictions; ``records`` are those that were evaluated."""
         return {"loss": loss / num_targets}
 
 

@@ -43,7 +43,7 @@ def mark_turns(template: str) -> str:
 def split_turns(marked: str) -> tuple[str, dict[int, tuple[int, int]]]:
     """What a marked template wrote, as text without marks and the characters ``[start, end)`` of each message.
 
-    Templates also look through messages in loops that write nothing: of several parts, the longest is the message's.
+    Templates also have loops that read messages and write nothing: of a message's several spans, the longest is kept.
     """
     text = ""
     found: dict[int, tuple[int, int]] = {}

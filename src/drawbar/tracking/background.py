@@ -31,7 +31,7 @@ class TrackerGuard:
         self._failing = False
 
     def attempt(self, call: Callable[[Tracker], None], after: str = "tries it again with each line") -> bool:
-        """Whether the call succeeded."""
+        """Whether the call succeeded. ``after``: what the run does after a failure, as the warning says it."""
         try:
             call(self._tracker)
         except Exception as error:  # noqa: BLE001 - a failing tracker must not stop training

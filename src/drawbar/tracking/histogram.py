@@ -41,7 +41,7 @@ def bins_of(values: ArrayLike) -> list[Bin]:
 
 
 def fold(bins: Sequence[Bin]) -> list[Bin]:
-    """The bins with one in place of every three or more empty ones in a row."""
+    """The bins, with each sequence of three or more empty ones merged into one."""
     folded: list[Bin] = []
     for is_empty, run in groupby(bins, key=lambda one: one.count == 0):
         some = list(run)

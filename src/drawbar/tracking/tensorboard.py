@@ -17,8 +17,8 @@ class TensorBoardTracker(Tracker):
     def start(self, run: TrackedRun) -> None:
         """Raises ``UserError`` where the folder cannot be written."""
         # Imported here because it loads TensorFlow wherever that is installed: seconds, and pages of warnings, that a
-        # run without TensorBoard need not pay. Otherwise it costs 0.15 s once torch is loaded, no more than the parts
-        # of `tensorboard` that it is made of.
+        # run without TensorBoard need not pay. Without TensorFlow it takes 0.15 s once torch is loaded, no more than
+        # to import the parts of `tensorboard` that it uses.
         from torch.utils.tensorboard import SummaryWriter
 
         self._folder: Path = run.folder / "tensorboard"
@@ -29,7 +29,7 @@ class TensorBoardTracker(Tracker):
             self._writer = SummaryWriter(str(self._folder), purge_step=purge_step)
 
     def _report(self, error: threading.ExceptHookArgs) -> None:
-        """TensorBoard's writing thread hands its error to ``log``, too, which says what to do: drop its traceback."""
+        """Drop the traceback of TensorBoard's writing thread: ``log`` gets the same error and raises ``UserError``."""
         if not (isinstance(error.exc_value, OSError) and type(error.thread).__module__.startswith("tensorboard.")):
             self._excepthook(error)
 

@@ -78,5 +78,5 @@ def _make(name: str, options: Mapping[str, Any]) -> Tracker:
 def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # nor is the package that it is in
+    except ModuleNotFoundError:  # the package that holds the module is not installed either
         return False

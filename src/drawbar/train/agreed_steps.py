@@ -1,4 +1,4 @@
-"""The steps of a run, each once all ranks have its batches and none of them wants to stop."""
+"""The steps of a run: each is yielded when all ranks have its batches and no rank wants to stop."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class AgreedStep:
 def agreed_steps(
     steps: Steps, loader: Loader[Batch], engine: Engine, stop: Stop, world: Distributed
 ) -> Iterator[AgreedStep]:
-    """The steps, up to the one that the ranks stop before.
+    """Yield the steps until the ranks agree to stop; the step that they stop before is not yielded.
 
     Before each, one host collective sums its targets and tokens over the ranks, and finds out whether a rank wants to
     stop. A stop undoes what was done for the step: the run is then where the step before ended, and can be saved. So an
@@ -59,5 +59,5 @@ def agreed_steps(
         if error is not None:
             raise error
         if stop.reason is Reason.NO_BATCH:
-            world.barrier("making batches")  # waits for the rank that ends with its error
+            world.barrier("making batches")  # never passed: the rank without batches raises its error and ends
         yield AgreedStep(step, micro_batches, num_targets, int(num_tokens))

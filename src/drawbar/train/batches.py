@@ -74,7 +74,7 @@ class OpenedSplit:
 
 
 def open_data(task: Task, config: RunConfig, world: Distributed) -> tuple[OpenedSplit, OpenedSplit | None]:
-    """The training data, and the validation data where there are any: a missing file is found before anything else."""
+    """The training data and any validation data, opened but not encoded, so that a missing file is reported early."""
     has_validation = config.data.validation is not None or config.data.validation_share is not None
     return open_split(task, "train", config, world), (
         open_split(task, "validation", config, world) if has_validation else None
@@ -236,7 +236,7 @@ def describe_samples(samples: EncodedDataset) -> str:
 
 
 def make_loader(task: Task, config: RunConfig, world: Distributed, console: Console) -> Loader[Batch]:
-    """The training batches of this rank, from encoded samples or from a stream; each is made at its step."""
+    """The training batches of this rank, from encoded samples or from a stream; none is made ahead of its step."""
     return _load_train(task, open_split(task, "train", config, world), config, world, console, ahead=False)[0]
 
 
@@ -320,7 +320,7 @@ def _stream_loader(
     task: Task, records: Records, config: RunConfig, world: Distributed, ahead: bool
 ) -> StreamLoader[Batch]:
     encode = TaskEncoder(task, train=True)
-    # a stream's fingerprint has files and settings, but not the code: a changed metric must not block a resume
+    # a stream's fingerprint has files and settings, not the user's code: a metric changed there must not block a resume
     of_files = [stream.fingerprint for stream in records.streams]
     fingerprint = content_key(of_files, settings_of(task, train=True), config.data.batching)
 

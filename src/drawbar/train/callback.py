@@ -40,8 +40,8 @@ class RunHandle:
         return self.progress.step
 
     def log(self, values: Mapping[str, float]) -> None:
-        """Give numbers by name, such as ``{"mine/gap": 0.5}``, to the trackers of the run, for this step. Those of
-        rank 0 count; on other ranks nothing happens."""
+        """Give numbers by name, such as ``{"mine/gap": 0.5}``, to the trackers of the run, for this step. A call on a
+        rank other than 0 does nothing."""
         self._log(self.step, {name: float(value) for name, value in values.items()})
 
     def request_save(self) -> None:
@@ -125,7 +125,7 @@ EVENTS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 
 class GuardedCallback(Callback):
-    """A callback of the user, whose first error is logged and stops the run, once it is saved. On one rank it may take
+    """A callback of the user. Its first error is logged; the run then saves, and ends. On one rank a method may take
     as long as it needs: the other ranks wait for it."""
 
     def __init__(self, callback: Callback, stop: Stop, world: Distributed) -> None:
@@ -133,7 +133,7 @@ class GuardedCallback(Callback):
         self._stop = stop
         self._world = world
         self.failed = False
-        """It is not called again."""
+        """Whether a call failed, on this rank or (``share_failures``) another; if so, no method is called again."""
 
     def on_train_start(self, run: RunHandle) -> None:
         self._call("on_train_start", run)

@@ -1,7 +1,7 @@
 """drawbar's own callbacks: logging, evaluation with early stopping, saving, profiling.
 
-The trainer calls them before the user's, in an order of its own: a save comes before the evaluation of its step,
-which may fail; the scores are then added to the checkpoint.
+The trainer calls them before the user's, in an order of its own. A step is saved before it is evaluated, because the
+evaluation may fail; the scores are added to the checkpoint afterwards.
 """
 
 import math
@@ -29,7 +29,7 @@ from drawbar.train.stop import Reason, Stop
 
 
 class StatusCallback(Callback):
-    """``status.json`` of the run, for those who look at it from outside. Rank 0 alone has it.
+    """``status.json`` of the run, for those who look at it from outside. Rank 0 alone has this callback.
 
     Args:
         is_complete: whether nothing is left to do.
@@ -140,7 +140,7 @@ class EvaluateCallback(Callback):
     """Evaluation every few steps and at the end, never twice at one step; keeps the best score, and stops early.
 
     Args:
-        evaluate: runs it; returns None if a wish to stop interrupted it: it is repeated when the run resumes.
+        evaluate: makes the evaluation; None if a wish to stop interrupted it, and the resumed run makes it anew.
         announce: calls ``on_evaluate`` of all callbacks.
     """
 
@@ -285,7 +285,7 @@ class SaveScoreCallback(Callback):
         self._save = save
 
     def on_train_start(self, run: RunHandle) -> None:
-        if run.step > 0 and self._is_due(run.progress):  # there is a checkpoint of this step
+        if run.step > 0 and self._is_due(run.progress):  # its checkpoint exists: only the progress in it changes
             self._saver.save(run.progress)
 
     def on_step(self, run: RunHandle, info: StepInfo) -> None:

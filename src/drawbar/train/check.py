@@ -24,15 +24,15 @@ def check_task(task: Task, engine: Engine, split: Split) -> None:
     """Try a task on the first training sample, alone and twice in a batch; every rank calls it.
 
     Raises:
-        UserError: a method fails, ``loss`` returns a mean, ``num_targets`` does not count, or ``predict`` or
-            ``collate`` lose samples. It names the method.
+        UserError: a method fails, ``loss`` returns a mean, ``num_targets`` does not grow with the samples,
+            or ``predict`` or ``collate`` loses samples. The error names the method.
     """
     with name_failing_method(task):
         example = make_augment(task, task.run_config, train=True)(split.samples[0], 0)
     one, two = (_evaluate(task, engine, [example] * count) for count in (1, 2))
     for result in (one, two):
         if not math.isfinite(result.loss):
-            return  # a model may begin so; training will tell
+            return  # an untrained model may have such a loss; training will show whether it stays
     if one.num_targets and math.isclose(two.num_targets, one.num_targets, rel_tol=1e-3):
         raise fault(
             task,
@@ -53,8 +53,8 @@ def check_evaluation(task: Task, engine: Engine, split: Split, metric: str) -> N
     """Try an evaluation on the first samples of a split; every rank calls it.
 
     Raises:
-        UserError: ``predict`` or ``score`` fails, two scores have one name, or ``metric`` is none of them. It names the
-            method.
+        UserError: a method of the task fails (the error names the method), two scores have one name, or none of
+            them is ``metric``.
     """
     count = _whole_records(split)
     if not count:

@@ -50,7 +50,7 @@ def _compared(steps: Steps, engine: Engine, updater: TorchUpdater | None, meter:
     for number, (step, micro_batches) in enumerate(steps, start=1):
         if updater is not None and FIRST_COMPARED <= number <= LAST_COMPARED:
             with meter.paused():
-                # in turns: what comes second finds caches that are filled
+                # compiled and uncompiled take turns at being second, with caches already filled
                 saved.append(_saved_seconds(engine, updater, micro_batches, compiled_first=number % 2 == 0))
             if memory is not None:
                 memory.reset()  # its peak was that of an uncompiled step

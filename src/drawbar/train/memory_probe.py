@@ -82,7 +82,7 @@ class CudaMemory:
 
 
 def memory_of(device: torch.device) -> DeviceMemory | None:
-    """None where nothing is to be filled: a host's memory is for other programs, too, and its cores gain nothing from
+    """A CUDA device's memory; None elsewhere: other programs need a host's memory, too, and its cores gain nothing from
     larger micro-batches."""
     return CudaMemory(device) if device.type == "cuda" else None
 
@@ -123,7 +123,7 @@ def fit_micro_batch(
 
     Returns:
         What to save; None without ``memory``, under ``dp`` or DeepSpeed, with micro-batches set by hand, in a
-        resumed run that found nothing, in a pipeline (it holds several), and for a stream (its longest row is unknown).
+        resumed run that found nothing, in a pipeline (it holds several at once) and for a stream (longest row unknown).
     """
     train, world = engine.config.train, engine.world
     is_set = train.micro_batch != "auto" or train.micro_batch_tokens is not None
@@ -210,12 +210,12 @@ class Trial:
 def largest_that_fits(measure: Callable[[int], Trial], fits: Callable[[float], bool], most: int) -> Trial:
     """The largest trial that fits, of 1, 2, 4, … or ``most`` rows; that of one row even if it does not fit.
 
-    At each moment of a step, the memory is a constant and a part that grows with the rows. So the peak is convex in the
+    At each moment of a step, the memory is a constant plus a multiple of the rows. So the peak is convex in the
     rows: beyond the last two trials it may lie above the line through them, but by no more than the constants of two
     moments differ (a block that FSDP has gathered, a chunk of logits).
 
     Args:
-        fits: whether so many bytes are there, on all ranks.
+        fits: whether the device of every rank has this many bytes to use.
     """
     largest = measure(1)
     bytes_per_row: float = largest.peak - largest.resting
@@ -232,7 +232,7 @@ def largest_that_fits(measure: Callable[[int], Trial], fits: Callable[[float], b
 
 
 def longest_rows(rows: Rows, count: int) -> RawBatch:
-    """Rows with no fewer tokens than any ``count`` others. For an encoder-decoder up to twice as many: the sample
+    """``count`` rows with no fewer tokens than any others. For an encoder-decoder, up to twice as many rows: the sample
     with the longest input, and the one with the longest target, each ``count`` times."""
     if not isinstance(rows, SampleRows):
         longest_first = np.argsort(-rows.lengths[:], kind="stable")

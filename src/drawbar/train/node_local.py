@@ -62,7 +62,7 @@ class _DiskState:
     checkpoints: dict[Path, tuple[bytes, list[str]]]
     """Of the newest and of the best one, by folder: manifest (equal manifests: equal checkpoints) and file names."""
     files: dict[Path, FileEntry]
-    """The others of the run."""
+    """The other files of the run (``_RUN_FILES``)."""
 
     @property
     def sort_key(self) -> tuple[int, int]:
@@ -83,7 +83,7 @@ def look_at_disks(folder: Path, world: Distributed) -> Disks:
     tag = world.from_rank0(uuid.uuid4, "looking for a shared disk")
     own = folder / f".{tag}-{world.rank}"
     if leads:
-        check_writable(folder)  # before a bare error of touch()
+        check_writable(folder)  # first: its error says more than that of touch()
         folder.mkdir(parents=True, exist_ok=True)
         own.touch()
     world.barrier("looking for a shared disk")
@@ -101,7 +101,7 @@ def find_start_on_all_disks(find: Callable[[], RunStart], disks: Disks, world: D
         find: decides for one disk.
 
     Raises:
-        UserError: there are checkpoints, and none can be used; on all ranks.
+        UserError: there are checkpoints, and none can be used (every rank raises this).
     """
     start = world.from_rank0(find, _LOOKING) if disks.shared else _compare(find, disks, world)
     if start.refusal is not None:
@@ -110,7 +110,7 @@ def find_start_on_all_disks(find: Callable[[], RunStart], disks: Disks, world: D
 
 
 def _compare(find: Callable[[], RunStart], disks: Disks, world: Distributed) -> RunStart:
-    """The newest start over all disks, copied to each. ``unusable`` stays that of this rank's own disk."""
+    """The start of the disk with the newest checkpoint, which is copied to all; ``unusable`` is of this rank's disk."""
     with world.working(_LOOKING):
         own = _describe_disk(find()) if disks.is_writer else None
     shared = world.all_gather(own)
@@ -137,8 +137,8 @@ def _describe_disk(start: RunStart) -> _DiskState:
         return _DiskState(start, -1, {}, {})
     directory = CheckpointDirectory(start.checkpoint.parent)
     progress = read_state(start.checkpoint)["progress"]
-    step, best_step = progress["step"], progress["best_step"]  # best.json may be damaged, or older
-    best = directory.intact(best_step) if best_step not in (None, step) else None  # the newest one is verified
+    step, best_step = progress["step"], progress["best_step"]  # not from best.json, which may be damaged or out of date
+    best = directory.intact(best_step) if best_step not in (None, step) else None  # verified already: the newest
     checkpoints = {}
     for folder in (start.checkpoint, best):
         if folder is not None:

@@ -52,7 +52,7 @@ def find_start(config: RunConfig, resume: str, fork: str | None) -> RunStart:
 
     Args:
         resume: ``auto`` (resume from the run directory's newest complete checkpoint), ``never``, or a checkpoint.
-        fork: a new run's name: begin from this run's checkpoint, with a configuration that may differ.
+        fork: name of a new run, which begins from a checkpoint of the run ``config`` and may have other settings.
 
     Raises:
         UserError: the run directory holds other files, a run of other settings, with ``never`` a run that can go on, or
@@ -91,7 +91,7 @@ def _find(config: RunConfig, resume: str) -> RunStart:
     if resume == "auto":
         return RunStart(found.newest, unusable=found.unusable, changed_length=changed, refusal=refusal)
     chosen = checkpoints.resolve(resume).resolve()
-    if chosen.parent != checkpoints.path.resolve():  # another folder's: the same command, given again, resumes this run
+    if chosen.parent != checkpoints.path.resolve():  # from elsewhere: the same command, given again, resumes this run
         return RunStart(found.newest or chosen, unusable=found.unusable, changed_length=changed)
     if refusal is not None:
         raise refusal

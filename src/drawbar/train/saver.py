@@ -39,7 +39,7 @@ class Saver:
     A save that fails asks for a stop, so that all ranks end at the same step, once they have tried to save that one.
 
     Args:
-        progress: of the run as it begins here; a resumed one has a checkpoint of it already.
+        progress: where the run stands as this process begins; in a resumed run that step has a checkpoint already.
         validation: what is evaluated on.
     """
 
@@ -177,8 +177,8 @@ def checkpoint_bytes(engine: Engine) -> int:
 
 
 def as_it_began(config: RunConfig, checkpoint: Path, device: torch.device) -> RunConfig:
-    """The configuration with ``auto`` replaced as the run began: number formats, ``plain`` cross-entropy, padding. On
-    other hardware, or with a newer drawbar, a resumed run is the same run.
+    """The configuration, ``auto`` replaced by what the run began with: number formats, plain cross-entropy, padding. On
+    other hardware, or with a newer drawbar, a resumed run then still computes the same.
 
     Raises:
         UserError: the checkpoint is damaged.
@@ -273,7 +273,7 @@ def _check_validation(saved: str | None, validation: Split | None) -> None:
 
 
 def _with_lanes(data: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
-    """The data position; if a stream's has no lanes (see ``data.stream``), those of config.yaml are added."""
+    """The data position; a stream's that was saved without lanes (see ``data.stream``) gets those of config.yaml."""
     if "cursor" not in data:  # no stream
         return data
     path = checkpoint.resolve().parent.parent / "config.yaml"

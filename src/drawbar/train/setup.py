@@ -68,7 +68,7 @@ def build_task(
     trains: bool = True,
 ) -> Task:
     """The task with its tokenizer and dataset metadata: loaded from ``origin``, the run directory that the weights come
-    from, if it has them; otherwise made by the task of rank 0. The other ranks then build their tasks with both.
+    from, if saved there; otherwise made by the task of rank 0. The other ranks then build their tasks with both.
 
     Args:
         has_checkpoint, has_labels, trains: see ``TaskContext``.
@@ -110,7 +110,7 @@ def _saved_parts(task_type: type[Task], config: RunConfig, origin: Path) -> dict
 
 def _saved_tokenizer(task_type: type[Task], options: TaskConfig, origin: Path) -> Any:
     """The saved tokenizer of a run. In older runs the task added special tokens; now the tokenizer is set up to do so.
-    A chat template that was configured since then replaces the saved one."""
+    A chat template configured after the tokenizer was saved replaces the saved one."""
     tokenizer = load_tokenizer(str(origin / "tokenizer"))
     if not issubclass(task_type, PretrainedTask):
         return tokenizer
@@ -189,7 +189,7 @@ def log_changed_length(changed: Sequence[Difference], made: int, total_steps: in
     rate = optim.lr * learning_rate_scale(made, total_steps, optim)
     logger.info("%s: the run goes on from step %s to step %s", what, f"{made:,}", f"{total_steps:,}")
     logger.info(
-        "the learning rate of these steps is that of a run of %s: it goes on with %.2g", f"{total_steps:,}", rate
+        "the learning rate of these steps is that of a run of %s steps: it goes on with %.2g", f"{total_steps:,}", rate
     )
 
 
@@ -251,7 +251,7 @@ def check_base(snapshot: Snapshot, engine: Engine) -> None:
     """Refuse adapters on a pretrained model that is not the one they were trained on: a checkpoint holds nothing of it.
 
     Raises:
-        UserError: its weights differ, or a parameter that its files lack is missing from the checkpoint, too.
+        UserError: the pretrained weights differ, or neither their files nor the checkpoint has some parameter.
     """
     if engine.base is None:
         return

@@ -45,7 +45,7 @@ class StepInfo:
     result: StepResult
     progress: RunProgress
     last: bool
-    """Whether it is the step ``total_steps``; a run that stops early may end without one."""
+    """Whether this is step ``total_steps``, which a run that stops early may never make."""
     num_tokens: int = 0
     """Tokens of the global batch, without padding; samples, where they have no tokens."""
     data_wait_seconds: float = 0.0

@@ -49,7 +49,7 @@ _REASONS = dict.fromkeys(REQUEUE, Reason.REQUEUE) | dict.fromkeys(INTERRUPT, Rea
 class Stop:
     """Agrees on a stop with all ranks. As a context manager: a first signal requests one; a second ends the process.
 
-    It stops after the step. Before :meth:`begin`, with nothing to save, the first signal already ends the process.
+    The run stops after the step. Before :meth:`begin`, with nothing to save, the first signal already ends the process.
     """
 
     def __init__(self, world: Distributed) -> None:
@@ -114,7 +114,7 @@ class Stop:
         return self
 
     def begin(self) -> None:
-        """The first step begins."""
+        """Call it before the first step: from here on, a first signal only asks for a stop."""
         if self._before:
             handle(self._on_signal, *_REASONS)
 

@@ -1,4 +1,4 @@
-"""The trainer: it puts the parts of a run together, and runs the loop. It never names a strategy."""
+"""The trainer: it puts the parts of a run together, and runs the loop. Nothing in it depends on the strategy."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -93,7 +93,7 @@ class Trainer:
         config: the whole configuration: ``config`` of what ``drawbar.load_config`` returns.
         task: the task's class; by default the one that ``task.type`` names.
         resume: ``auto`` (go on with the run if it exists), ``never``, or the path of a checkpoint.
-        fork: name of a new run that begins from this run's checkpoint.
+        fork: name of a new run, which begins from a checkpoint of the run that ``config`` names.
         callbacks: called after those that the setting ``callbacks`` names.
     """
 
@@ -218,10 +218,10 @@ class Trainer:
         return find_start(self.source, self.resume, self.fork)
 
     def _open(self, task: Task, engine: Engine, world: Distributed, disks: Disks, start: RunStart) -> None:
-        """Create or update the run directory; called only once everything is ready to train."""
+        """Create or update the run directory; call it only when everything is ready to train."""
         folder = self.config.run_dir
         checkpoints = CheckpointDirectory(folder / "checkpoints")
-        world.barrier("loading the checkpoint")  # cleaning up may rename it
+        world.barrier("loading the checkpoint")  # all ranks have read it: clean() below may rename it
         with world.barrier_after("opening the run directory"):
             if disks.is_writer:
                 checkpoints.set_aside(start.unusable)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """Import in here: without the garbage collector, and what is imported is never looked at by it again.
+    """Context for imports: the garbage collector is off, and never looks at what was imported here again.
 
     Nearly all of the million objects that torch and transformers make stay to the end of the process. Looking for
     garbage among them takes a fourth of the time of a start, and the time of every full collection after it.

@@ -18,8 +18,8 @@ optim:
   lr: 0.0001
 '
 
-# What is trained is what was submitted. Each node writes it down, since they may have disks of their own; it goes to
-# them in base64, which has no commas and quotes: every container hands it on as it is.
+# The job uses the configuration as it was submitted. Each node writes it to a file, as nodes may have own disks. It
+# reaches them in base64, which has no commas and quotes: every container passes it on unchanged.
 drawbar_config="$drawbar_run/launch/config-$drawbar_job.yaml"
 DRAWBAR_CONFIG=$(printf %s "$drawbar_yaml" | base64 --wrap=0)
 export DRAWBAR_CONFIG

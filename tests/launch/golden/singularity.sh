@@ -18,15 +18,15 @@ optim:
   lr: 0.0001
 '
 
-# What is trained is what was submitted. Each node writes it down, since they may have disks of their own; it goes to
-# them in base64, which has no commas and quotes: every container hands it on as it is.
+# The job uses the configuration as it was submitted. Each node writes it to a file, as nodes may have own disks. It
+# reaches them in base64, which has no commas and quotes: every container passes it on unchanged.
 drawbar_config="$drawbar_run/launch/config-$drawbar_job.yaml"
 DRAWBAR_CONFIG=$(printf %s "$drawbar_yaml" | base64 --wrap=0)
 export DRAWBAR_CONFIG
 unset DRAWBAR_SNAPSHOT
 
 export DRAWBAR_JOB="$SLURM_JOB_ID"
-# How the job ended, for when Slurm has forgotten it: whole or absent.
+# A file that says how the job ended, for when Slurm has forgotten the job; never half written.
 drawbar_end="$drawbar_run/launch/ended-$drawbar_job.json"
 # shellcheck disable=SC2317  # the trap calls it
 ended() {

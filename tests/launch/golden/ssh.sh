@@ -11,7 +11,7 @@ source ~/venv/bin/activate
 } < /dev/null
 exec /opt/env/bin/python -P -m drawbar.launch.node.entry.ssh_host
 
-# What it becomes reads one line more, in which config is the text below, and node its own number: gpu1 is node 0; me@gpu2 is node 1.
+# drawbar there reads one more line: in it config is the text below, and node the host's number: gpu1 is node 0; me@gpu2 is node 1.
 # {"job": {"job": "drawbar-\u2026", "node": 0, "names": ["gpu1", "me@gpu2"], "argv": ["/opt/env/bin/python", "-m", "drawbar", "train"], "config": "", "workdir": "/home/me/project", "environment": {"HF_TOKEN": "***", "NCCL_DEBUG": "***"}, "interface": "ib0", "script": null, "patience": 60}}
 #
 # run:

@@ -5,7 +5,7 @@ ssh -T -o BatchMode=yes -o ControlMaster=no -o RemoteCommand=none -o ClearAllFor
 # The bash of each host reads, over the connection:
 exec /opt/env/bin/python -P -m drawbar.launch.node.entry.ssh_host
 
-# What it becomes reads one line more, in which config is the text below, and node its own number: gpu1 is node 0.
+# drawbar there reads one more line: in it config is the text below, and node the host's number: gpu1 is node 0.
 # {"job": {"job": "drawbar-\u2026", "node": 0, "names": ["gpu1"], "argv": ["/opt/env/bin/python", "-m", "drawbar", "train"], "config": "", "workdir": "/home/me/project", "environment": {"HF_TOKEN": "***", "NCCL_DEBUG": "***"}, "interface": null, "script": null, "patience": 60}}
 #
 # run:

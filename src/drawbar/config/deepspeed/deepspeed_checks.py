@@ -28,7 +28,7 @@ class FileCheck:
         """Report the key if the file has another value than ``expected``, which follows from ``setting``.
 
         Args:
-            remedy: what else than ``"auto"`` would help; by default to give the setting the file's value.
+            remedy: what to do instead of writing ``"auto"`` in the file; by default, give the setting the file's value.
         """
         value = self.file.at(key)
         if value is None or _equal(value, expected):
@@ -185,7 +185,7 @@ def _compare_schedule(comparison: FileCheck) -> None:
     if kind is None:
         return
     if kind not in SCHEDULES:
-        reason = f"the schedules that are the same here are {', '.join(SCHEDULES)}"
+        reason = f"of DeepSpeed's schedules, drawbar has {', '.join(SCHEDULES)}"
         comparison.never("scheduler.type", kind, reason, "remove the section, and set optim.schedule and optim.warmup")
         return
     schedule = SCHEDULES[kind]
@@ -201,7 +201,7 @@ def _compare_schedule(comparison: FileCheck) -> None:
         if value := file.at(f"{WARMUP}.{name}"):
             comparison.never(f"{WARMUP}.{name}", value, "the warm-up here begins at 0", 'write 0, or "auto"')
     if (last := file.at(f"{WARMUP}.last_batch_iteration")) not in (None, -1):
-        reason = "a run goes on where its checkpoint is"
+        reason = "a run goes on from the step of its checkpoint"
         comparison.never(f"{WARMUP}.last_batch_iteration", last, reason, "remove it")
     _compare_steps(comparison)
 

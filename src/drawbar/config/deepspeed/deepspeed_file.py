@@ -1,4 +1,4 @@
-"""A user's DeepSpeed JSON: read strictly, older spellings translated, and what has no place in it refused or named."""
+"""A user's DeepSpeed JSON: read strictly, older spellings translated, and other keys refused or left out."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -82,7 +82,7 @@ def read_json(path: str) -> DeepSpeedFile:
             file.note(key, f"{meaning}; the losses are not those of other strategies")
     for key, meaning in LOGGERS.items():
         if not _says_nothing(file.at(key)):
-            file.note(key, f"DeepSpeed writes what it counts itself; {meaning}")
+            file.note(key, f"DeepSpeed writes only values of its own; {meaning}")
     return file
 
 
@@ -256,7 +256,7 @@ def _says_nothing(value: Any) -> bool:
 
 
 def _is_fp32(value: Any) -> bool:
-    """Whether a format, or each of several, is fp32, in which other strategies sum by default, or left open."""
+    """Whether a number format (or each of a mapping) is left open or fp32, the other strategies' default for sums."""
     return all(map(_is_fp32, value.values())) if isinstance(value, dict) else value in ("fp32", AUTO, None)
 
 

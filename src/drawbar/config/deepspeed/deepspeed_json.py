@@ -1,6 +1,6 @@
 """The JSON that DeepSpeed gets, made from the run's configuration.
 
-The optimizer and the learning rate are drawbar's own, so it has no ``optimizer`` and no ``scheduler``.
+The optimizer and the learning rate are drawbar's own, so the JSON has no ``optimizer`` and no ``scheduler``.
 """
 
 from collections.abc import Mapping
@@ -150,7 +150,7 @@ def _batches(config: RunConfig, ranks: int) -> dict[str, int]:
     rows = 1 if config.train.micro_batch_tokens is not None else resolve_micro_batch(config, data_ranks)
     values = {"train_micro_batch_size_per_gpu": rows, "gradient_accumulation_steps": share // rows}
     if config.parallel.tensor == 1 or config.parallel.pipeline > 1:
-        # when AutoTP cuts the model, DeepSpeed multiplies by all ranks, and refuses the number that is right
+        # left out with AutoTP, where DeepSpeed multiplies by all ranks, and would refuse the right number
         values = {"train_batch_size": config.train.global_batch, **values}
     return values
 

@@ -175,8 +175,8 @@ PASSED = {
     "use_data_before_expert_parallelism": FLAG,
 }
 LOGGERS = {
-    "tensorboard": "tracking.tensorboard writes the run's metrics, whatever runs it",
-    "wandb": "tracking.trackers.wandb tracks the run, whatever runs it",
+    "tensorboard": "tracking.tensorboard writes the run's metrics under every strategy",
+    "wandb": "tracking.trackers.wandb tracks the run under every strategy",
     "csv_monitor": "metrics.jsonl in the run directory holds the run's metrics",
     "comet": "metrics.jsonl in the run directory holds the run's metrics",
 }

@@ -37,7 +37,7 @@ def _is_set(config: RunConfig, names: tuple[str, ...]) -> bool:
 
 
 def _stage(config: RunConfig) -> int:
-    """The ZeRO stage; -1 for a run of another strategy, to which no rule here applies."""
+    """The ZeRO stage; -1 for a run of another strategy, to which no rule about stages applies."""
     return zero_stage(config) if is_deepspeed(config) else -1
 
 
@@ -139,14 +139,14 @@ LIMITS = (
         ("parallel.tensor", "parallel.zero_stage", "deepspeed.preset"),
         lambda c: _stage(c) == 3 and c.parallel.tensor > 1,
         "both cut the same matrices, and DeepSpeed cannot read or set a whole matrix that is cut twice",
-        "set parallel.zero_stage=2, or parallel.strategy=fsdp with this tensor, which cuts both ways",
+        "set parallel.zero_stage=2; or keep parallel.tensor with parallel.strategy=fsdp, which can cut matrices twice",
     ),
     Rule(
         "deepspeed tensor with adapters",
         ("parallel.strategy", "parallel.tensor", "lora"),
         lambda c: is_deepspeed(c) and c.parallel.tensor > 1 and c.parallel.pipeline == 1 and c.lora is not None,
         "DeepSpeed's tensor parallelism puts layers of its own in the places of those that have adapters",
-        "set parallel.strategy=fsdp or ddp with this tensor, or parallel.tensor=1",
+        "keep parallel.tensor and set parallel.strategy=fsdp or ddp, or set parallel.tensor=1",
     ),
     Rule(
         "fp16 with stage 0",
@@ -174,14 +174,14 @@ LIMITS = (
         ("parallel.strategy", "parallel.sequence"),
         lambda c: is_deepspeed(c) and c.parallel.sequence,
         "DeepSpeed's tensor parallelism leaves the activations whole",
-        "remove parallel.sequence, or set parallel.strategy=fsdp with this tensor",
+        "remove parallel.sequence, or keep parallel.tensor and set parallel.strategy=fsdp",
     ),
     Rule(
         "deepspeed with context",
         ("parallel.strategy", "parallel.context"),
         lambda c: is_deepspeed(c) and c.parallel.context > 1,
         "DeepSpeed does not cut sequences over ranks",
-        "set parallel.strategy=fsdp or ddp with this context, or parallel.context=1",
+        "keep parallel.context and set parallel.strategy=fsdp or ddp, or set parallel.context=1",
     ),
     Rule(
         "muon with deepspeed",

@@ -15,7 +15,7 @@ def is_deepspeed(config: RunConfig) -> bool:
 
 
 def zero_stage(config: RunConfig) -> int:
-    """ZeRO stage: as it is set, or as the preset has it, or 2; DeepSpeed's pipeline allows no more than 1."""
+    """ZeRO stage: ``parallel.zero_stage``, else the preset's, else 2; 1 with a pipeline, which allows no more."""
     if config.parallel.zero_stage is not None:
         return config.parallel.zero_stage
     if config.deepspeed is not None and config.deepspeed.preset is not None:
@@ -49,7 +49,7 @@ def offloads(config: RunConfig) -> bool:
 
 
 def laid_out(config: RunConfig, parallel: ParallelSection) -> RunConfig:
-    """The run in another layout. The section ``deepspeed`` stays if DeepSpeed runs it with equal stage and offload."""
+    """``config`` in another layout. If it also runs on DeepSpeed, at equal stage and offload, ``deepspeed`` stays."""
     same = all(getattr(parallel, name) == getattr(config.parallel, name) for name in ("zero_stage", "offload"))
     changed = config.model_copy(update={"parallel": parallel})
     return changed if same and is_deepspeed(changed) else changed.model_copy(update={"deepspeed": None})

@@ -23,8 +23,8 @@ MAY_CHANGE: dict[str, str] = {
     "train.micro_batch": "the update does not depend on how a global batch is cut",
     "checkpoint": "when the state is saved, not what it is",
     "train.micro_batch_tokens": "the update does not depend on how a global batch is cut",
-    "train.steps": "the run goes on to these; the learning rate of the steps to come is computed anew",
-    "train.epochs": "the run goes on to these; the learning rate of the steps to come is computed anew",
+    "train.steps": "training goes on up to this number; the learning rate of the steps to come is computed anew",
+    "train.epochs": "training goes on up to this number; the learning rate of the steps to come is computed anew",
     "data.padding_free": "the same numbers, added up in another order",
     "data.workers": "the samples are the same, whoever encodes them",
     "data.cache": "where encoded samples lie, not what they are",
@@ -78,7 +78,7 @@ def render_differences(found: Sequence[Difference]) -> str:
 
 
 def changed_records(old: RunConfig, new: RunConfig, split: str) -> list[str]:
-    """The settings by which a split has other records than the run's own; none where the run has no such split."""
+    """Changed settings that give a split other records than it had in the run; none if the run has no such split."""
     shared = old.data.validation is None and old.data.validation_share is not None  # part of the training data
     splits = [split, "train"] if split == "validation" and shared else [split]
     if all(getattr(old.data, name) is None for name in splits):
@@ -141,7 +141,7 @@ def _all_differences(old: RunConfig, new: RunConfig) -> Iterator[Difference]:
 
 
 def _as_before(changed: Sequence[Difference]) -> str:
-    """The old values as ``key=value`` arguments: these keys need not be in any file, as a default may have changed."""
+    """The old values as ``key=value`` arguments; if only a default has changed, there is no line of a file to edit."""
     if len(changed) > 3 or any(item.old == ABSENT for item in changed):
         return "these as they were"
     return " ".join(shlex.quote(f"{item.key}={show(item.old)}") for item in changed)

@@ -86,7 +86,7 @@ Unknown keys are errors. `~`, `$NAME` and `${NAME}` are expanded in paths. Value
 
 _OTHERS = """\
 Names of transformers' `TrainingArguments` and example scripts, Lightning's `Trainer` and axolotl, and what they are
-here. Where one of them is given as a setting, the error says so. `global_batch` is the whole of a step: gradients are
+here. If one is given as a setting, the error names drawbar's own. `global_batch` is the whole of a step: gradients are
 accumulated as often as the micro-batch and the number of processes make it necessary."""
 
 _RESUMING = """\

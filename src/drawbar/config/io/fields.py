@@ -107,7 +107,7 @@ def _collect(model: type[BaseModel], prefix: str) -> dict[str, Setting]:
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:
-    """The models that a field may hold: itself, or members of its union."""
+    """The models that a field may hold: its type, or members of a union."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [arg for arg in get_args(annotation) if isinstance(arg, type) and issubclass(arg, BaseModel)]

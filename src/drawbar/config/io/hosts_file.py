@@ -37,14 +37,14 @@ def parse_host(text: str) -> Host:
 
 
 def check_name(name: str) -> str:
-    """The name. Raises ValueError where it can be none."""
+    """``name`` itself. Raises ValueError if it cannot be the name of a host."""
     if len(name) > _LONGEST_NAME or not _NAME.fullmatch(name):
         raise ValueError(f"{name!r} is no name of a host; expected one such as gpu1, gpu1.example.org or me@gpu1")
     return name
 
 
 def check_slots(text: str) -> int:
-    """The number of slots. Raises ValueError where it is none, or 0."""
+    """The number of slots. Raises ValueError if ``text`` is not a whole number from 1 to 99,999."""
     if not re.fullmatch(r"[1-9][0-9]{0,4}", text):
         raise ValueError(f"expected a whole number of slots, 1 or more, got {text!r}")
     return int(text)
@@ -78,7 +78,7 @@ def read_hostfile(path: Path) -> list[Host]:
     """The hosts of a file as MPI and DeepSpeed know it: ``name slots=N`` lines, comments after ``#``, empty lines.
 
     Raises:
-        UserError: the file cannot be read, has no host, or has a line that is none; with the line's number.
+        UserError: the file cannot be read, has no host, or has a line that is no host (the error has its number).
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

@@ -194,7 +194,7 @@ def _one_error(problems: list[str]) -> UserError:
 
 
 def _task_config(settings: Settings) -> type[TaskConfig] | None:
-    """The options of the task that ``task.type`` names; None, and a problem more, where there is none."""
+    """The options of the task that ``task.type`` names; None if there is no such task, which is then reported."""
     section = settings.values.get("task")
     name = section.get("type", "causal_lm") if isinstance(section, dict) else "causal_lm"
     if not isinstance(name, str):

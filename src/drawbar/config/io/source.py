@@ -184,7 +184,7 @@ def nearest_file(path: Path) -> Path | None:
 
 
 def read_text(path: Path, kind: str = "YAML") -> str:
-    """The text of a file that a user names. Raises UserError where there is none."""
+    """The text of a file that a user names. Raises UserError where it cannot be read."""
     try:
         return path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -216,7 +216,7 @@ def _syntax_error(error: YAMLError, path: Path, text: str) -> NoSettings:
         remedy = "correct that value; `drawbar config show` prints a configuration as it should look"
         return NoSettings(f"not valid YAML: {str(error).splitlines()[0]}", where=str(path), remedy=remedy)
     line = error.problem_mark.line
-    # ruamel adds the values to a duplicate key, and advice for programmers in the lines below.
+    # For a duplicate key, ruamel's message also has the values, and further lines with advice for programmers.
     reason = (error.problem or "syntax error").splitlines()[0].split(" with value")[0]
     source = text.splitlines()[line].strip() if line < len(text.splitlines()) else ""
     remedy = "check the indentation, and put text with special characters in quotes"
@@ -294,7 +294,7 @@ def _section(values: dict[str, Any], names: Sequence[str]) -> tuple[dict[str, An
 
 
 def _merge(old: dict[str, Any], new: dict[str, Any], origins: dict[str, Origin], prefix: str) -> None:
-    """Mappings merge; anything else replaces what was there, and the origins below it go."""
+    """Mappings merge; anything else replaces what was there, and the origins of keys below it are removed."""
     for name, value in new.items():
         key = _join(prefix, name)
         if isinstance(value, dict) and isinstance(old.get(name), dict):

@@ -85,7 +85,7 @@ def find_by_name(
 
     Args:
         form: what NAME stands for: ``Class``, ``function`` or ``strategy``.
-        accepts: whether an object is one.
+        accepts: whether the object found is such a class, function or strategy.
 
     Raises:
         UserError: there is none of this name, it is something else, or the user's own cannot be imported.

@@ -86,7 +86,7 @@ SUBMIT_RULES: tuple[Rule, ...] = (
         ("cluster.exclude_bad_nodes", "cluster.image"),
         lambda c: _cluster(c).exclude_bad_nodes and _cluster(c).image is not None,
         "requeueing the job without its bad nodes needs drawbar and Slurm's commands in one place",
-        "set cluster.exclude_bad_nodes=false: the nodes are named all the same, and options={exclude: NODE} avoids one",
+        "set cluster.exclude_bad_nodes=false; the log names bad nodes, and cluster.options={exclude: NODE} avoids one",
     ),
     Rule(
         "home with pyxis",

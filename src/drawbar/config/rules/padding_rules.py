@@ -1,4 +1,4 @@
-"""The part of the table of rules that is about ``data.padding_free``; where one is broken, ``auto`` means false."""
+"""The part of the table of rules that is about ``data.padding_free``; where one forbids true, ``auto`` means false."""
 
 from drawbar.config.rules.rule import Rule
 
@@ -28,7 +28,7 @@ PADDING_FREE = (
         "padding_free with other attention",
         ("data.padding_free", "task.attention"),
         lambda c: c.data.padding_free is True and getattr(c.task, "attention", "auto") not in ("auto", "sdpa"),
-        "it is sdpa that attends within each sample",
+        "drawbar computes attention for each sample by itself with sdpa alone",
         "set data.padding_free=auto, or task.attention=sdpa",
     ),
 )

@@ -276,7 +276,7 @@ FP8_TRAINING = (
         "fp8 with model parallelism",
         ("parallel.fp8", *DEGREES),
         lambda c: c.parallel.fp8 is not None and c.parallel.model_ranks > 1,
-        "torchao's layers have been tried in whole models alone; a cut one would need other styles, schedules or rings",
+        "torchao's layers have been tried in whole models alone, not in models that are cut over ranks",
         "set parallel.strategy=fsdp and the degrees to 1, or parallel.fp8=null",
     ),
     Rule(
@@ -287,7 +287,7 @@ FP8_TRAINING = (
         "set parallel.fp8=null, or remove lora",
     ),
 )
-"""Of training alone: nothing else computes in fp8."""
+"""Rules for training alone: nothing else computes in fp8."""
 
 FLEX_TRAINING = Rule(
     "flex attention on the CPU",

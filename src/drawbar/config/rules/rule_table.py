@@ -99,7 +99,7 @@ STREAMS = (
         ("data.shuffle_buffer", "data.stream_lanes"),
         lambda c: c.data.streaming and c.data.shuffle and c.data.shuffle_buffer < 2 * c.data.stream_lanes,
         "records are shuffled within their lane, and the buffer has room for only one of each lane",
-        "set data.shuffle_buffer to many times data.stream_lanes, or lower data.stream_lanes, in a run that begins",
+        "in a new run, set data.shuffle_buffer to many times data.stream_lanes, or lower data.stream_lanes",
     ),
     Rule(
         "weights without shuffling",
@@ -175,7 +175,7 @@ OPTIMIZATION = (
         ("optim.name", "optim.muon_precision"),
         lambda c: c.optim.muon_precision != "auto" and c.optim.name != "muon",
         "only muon reads it",
-        "remove optim.muon_precision; the format of the matrix products is precision",
+        "remove optim.muon_precision; the setting precision chooses the number format of matrix products",
     ),
     Rule(
         "state_dtype",

@@ -173,7 +173,7 @@ class ParallelSection(Section):
 
 class EvalSection(Section):
     every: Count | None = None
-    """Evaluate on the validation data every so many steps; it is always evaluated at the end."""
+    """Evaluate on the validation data every so many steps; a run always evaluates at its end."""
     at_start: bool = False
     """Evaluate before the first step as well."""
     metric: Annotated[str, Field(min_length=1)] = "loss"
@@ -185,7 +185,7 @@ class EvalSection(Section):
     patience: Count | None = None
     """Stop after this many evaluations in a row without a better score."""
     micro_batch: Count | None = None
-    """Rows in one evaluation forward. Default: that of `train`; if `auto`, 8,192 tokens, or 32 rows without tokens."""
+    """Rows in an evaluation forward. Default: as in `train`; for `auto`, 8,192 tokens, or 32 rows without tokens."""
 
 
 class CheckpointSection(Section):

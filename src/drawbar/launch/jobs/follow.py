@@ -8,7 +8,7 @@ from typing import BinaryIO
 
 @dataclass
 class Follower:
-    """What a file has gained since the last look. It may not be there yet; one that is begun anew is read anew."""
+    """What a file has gained since the last look. The file may not exist yet; if it shrinks, all is read again."""
 
     path: Path
     _stream: BinaryIO | None = field(default=None, repr=False)
@@ -32,7 +32,7 @@ class Output:
     _last: str | None = None
 
     def show(self, name: str) -> bool:
-        """Print what is new in a file; whether there was anything."""
+        """Print what is new in a file. Returns whether there was anything new."""
         text = self.files[name].read()
         if not text:
             return False

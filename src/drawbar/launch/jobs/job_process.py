@@ -49,7 +49,7 @@ def find_process(record: JobRecord) -> JobProcess | None:
 
 
 def is_running(record: JobRecord) -> bool:
-    """Whether the process of a job still holds its file: the kernel lets go of it however a process ends."""
+    """Whether the process of a job still has its file locked: the kernel releases the lock however the process ends."""
     try:
         with _file(Path(record.run_dir), record.number).open() as stream:
             fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)

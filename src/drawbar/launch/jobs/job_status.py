@@ -72,7 +72,7 @@ def state_of_code(code: int) -> str:
 
 
 def explain(code: int) -> str:
-    """``exit code 75: stopped; what there was to save is saved``; nothing of a good end."""
+    """``exit code 75: stopped; what there was to save is saved``; an empty text for exit code 0."""
     if code == ExitCode.DONE:
         return ""
     meaning = _MEANINGS.get(code, f"killed by signal {code - 128}" if 128 < code < 160 else "")

@@ -117,7 +117,7 @@ def append_records(records: Iterable[JobRecord]) -> None:
 
 
 def read(file: Path) -> list[JobRecord]:
-    """The records of a file, oldest first; lines that are none, such as one of a later drawbar, are left out."""
+    """The records of a file, oldest first; lines that cannot be parsed as a record are left out."""
     try:
         lines = file.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:

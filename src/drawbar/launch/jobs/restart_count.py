@@ -17,7 +17,7 @@ def newest_step(run_dir: Path) -> int:
 
 
 def count_restart(run_dir: Path, job: str) -> int:
-    """Count one more start of the job. Returns how many restarts there were since one that found a newer checkpoint."""
+    """Count one more start of the job. Returns how many restarts in a row, up to this one, found no new checkpoint."""
     record = run_dir / FOLDER / f"restarts-{job}.json"
     step, restarts = newest_step(run_dir), 0
     if record.exists():

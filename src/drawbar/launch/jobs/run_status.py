@@ -17,7 +17,7 @@ class RunStatus:
     """The state of a run, as it last wrote it. A killed run stays at ``training``, with an old ``time``."""
 
     state: RunState
-    """``complete``: it has made all its steps, or stopped early. ``stopped``: it has saved, and can go on."""
+    """``complete``: all steps are made, or early stopping has ended it. ``stopped``: it has saved, and can go on."""
     step: int
     total_steps: int
     time: float

@@ -36,8 +36,8 @@ from drawbar.launch.node.rendezvous import Rendezvous
 from drawbar.launch.node.warm_process import ForkedRank, WarmProcess
 
 _SAVE_SECONDS = 24 * 3600
-"""How long ranks may take to save after a signal, before they are killed: as long as that takes. A scheduler kills them
-when its grace is over, a person by a second signal, and ranks that wait for one that is gone end by themselves."""
+"""How long ranks may take to save after a signal, before they are killed: longer than any save takes. A scheduler kills
+them when its grace is over, a person by a second signal; ranks that wait for a lost rank end by themselves."""
 
 _QUIET_CODES = (ExitCode.REQUEUE, ExitCode.INTERRUPTED)
 
@@ -102,11 +102,11 @@ def _launch_config(rendezvous: Rendezvous, nproc: int, timeout: float, log_dir: 
 
 @contextlib.contextmanager
 def _ranks_of(warm_process: WarmProcess | None) -> Iterator[None]:
-    """Context in which torch's elastic launcher, which has no option for it, takes its ranks from ``warm_process``."""
+    """Context in which torch's elastic launcher takes its ranks from ``warm_process``. torch has no option for this."""
     start = subprocess_handler.Popen
 
     def fork_or_start(args: tuple[str, ...], env: dict[str, str], **options: Any) -> ForkedRank | subprocess.Popen:
-        if warm_process is not None and (rank := warm_process.fork(args[2:], env)):
+        if warm_process is not None and (rank := warm_process.fork(args[2:], env)):  # args: python, -u, …
             return rank
         return start(args, env=env, **options)
 
@@ -127,7 +127,7 @@ def _nobody_came(rendezvous: Rendezvous, timeout: float) -> UserError:
 
 
 def _handle_signals(folder: str) -> None:
-    """Pass the first signal on to the ranks, which save and end; at the second, leave at once, and the ranks with us.
+    """Pass the first signal on to the ranks, which save and end; at the second, leave at once: the ranks then end, too.
 
     torch's own handlers would wait for the ranks again.
     """
@@ -173,8 +173,8 @@ def _explain(failures: dict[int, ProcessFailure]) -> int:
 
 
 def _time_of(failure: ProcessFailure) -> float:
-    """When a rank failed, in seconds. One without an error file was killed, or stopped by the launcher because
-    another rank had failed."""
+    """When a rank failed, in seconds; infinity for a rank without an error file that ended by SIGTERM or after saving:
+    the launcher had stopped it because another rank had failed."""
     message = failure.error_file_data.get("message")
     if not isinstance(message, dict):
         return math.inf if failure.exitcode in (-signal.SIGTERM, *_QUIET_CODES) else failure.timestamp

@@ -1,4 +1,4 @@
-"""The first sum over several nodes: is it right, how fast is it, and who is to blame where it is not."""
+"""The first sum over several nodes: is it right, how fast is it, and which nodes are to blame if it is wrong."""
 
 import os
 import threading
@@ -25,11 +25,11 @@ def check_links(world: Distributed, run_dir: Path, seconds: float = SECONDS) -> 
     """If the ranks are on several nodes, sum a tensor over all of them, and log how fast each node was.
 
     Raises:
-        UserError: with exit code 1: the sum is wrong, or did not come within ``seconds``; it names the nodes at fault.
+        UserError: with exit code 1: the sum is wrong, or did not come within ``seconds``; the error names nodes.
     """
     if not world.rank_info.spans_nodes:
         return
-    world.store.set(f"links/{world.rank}", "")
+    world.store.set(f"links/{world.rank}", "")  # tells the other ranks that this rank takes part
     found: list[tuple[list[int], float]] = []
     failures: list[Exception] = []
 

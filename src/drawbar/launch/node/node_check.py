@@ -1,4 +1,4 @@
-"""``NodeCheck`` and ``NodeWatch``: launchers of several nodes check one another, before the ranks run and meanwhile.
+"""``NodeCheck`` and ``NodeWatch``: launchers of several nodes check one another, before and while the ranks run.
 
 First every node answers the node check, at the store where torch's launchers will meet, too. Whoever does not answer in
 time is named on every node that did, and the run ends: it never goes on as a smaller one. From then on each launcher
@@ -178,7 +178,7 @@ class NodeWatch:
     and the others watch the first. A context manager.
 
     Args:
-        store: on the first node this is the server, which torch's launcher uses, too: keep it until that has ended.
+        store: on the first node this is the server, also of torch's launcher: keep it until that launcher has ended.
         run_dir: where a lost node is written down.
     """
 
@@ -217,7 +217,7 @@ class NodeWatch:
         """After a rank lost its connection to a peer: report which node no longer sends heartbeats."""
         enough = self._beats + 4  # four more beats of the watching thread, which may be slow
         _wait(lambda: self._beats >= enough, LOST_SECONDS)
-        _wait(lambda: self._lost(_SUSPICION) or not self._lost(2), LOST_SECONDS)
+        _wait(lambda: self._lost(_SUSPICION) or not self._lost(2), LOST_SECONDS)  # until no node is in doubt
         self._report_lost(self._lost(_SUSPICION))
 
     def _watch(self) -> None:

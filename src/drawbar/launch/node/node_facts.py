@@ -22,11 +22,11 @@ _PATIENCE = 20
 
 @dataclass(frozen=True)
 class Gpu:
-    """One that this job may use."""
+    """A GPU that this job may use."""
 
     index: int
     total: int
-    """MiB, as ``used``, which is what all processes take before this run begins."""
+    """MiB. So is ``used``: the memory that all processes take before this run begins."""
     used: int
     processes: tuple[int, ...] = ()
 

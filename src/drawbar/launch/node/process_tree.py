@@ -42,7 +42,7 @@ def descendants(root: int) -> list[int]:
 
 
 def end_tree(seconds: float = 5) -> list[int]:
-    """Kill all descendants of this process, trying for so many seconds; those that are left."""
+    """Kill all descendants of this process, trying for so many seconds. Returns those that are left."""
     end = time.monotonic() + seconds
     while True:
         left = descendants(os.getpid())
@@ -58,7 +58,7 @@ def end_tree(seconds: float = 5) -> list[int]:
 
 
 def _prctl(option: int, value: int) -> bool:
-    """Linux alone has it; elsewhere a parent that is killed leaves its children to themselves."""
+    """Call ``prctl``, which Linux alone has. Returns whether that worked."""
     with contextlib.suppress(AttributeError):
         return ctypes.CDLL(None).prctl(option, value, 0, 0, 0) == 0
     return False

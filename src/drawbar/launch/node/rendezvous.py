@@ -16,7 +16,7 @@ def job_name(number: str) -> str:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """One node's part in a job of several."""
+    """One node's part in a job of several nodes."""
 
     job: str
     """The same on all nodes, and another one for each job."""
@@ -24,7 +24,7 @@ class Rendezvous:
     """``address:port`` of the first node."""
     nodes: int
     node: int
-    """Number of this node; the first, 0, keeps the store that they meet at."""
+    """Number of this node. Node 0, the first, keeps the store at which the nodes meet."""
     address: str
     """Of this node, as the others reach it."""
     names: tuple[str, ...] = ()

@@ -15,7 +15,7 @@ class NetworkRoute:
     """How a node reaches the first one."""
 
     address: str
-    """Its own, on that route."""
+    """The node's own address on that route."""
     interface: str | None
     """The interface with that address; None if no interface has it as its first address."""
     variables: dict[str, str]

@@ -20,7 +20,7 @@ from drawbar.launch.node.process_tree import adopt_orphans, die_with_parent, let
 from drawbar.launch.node.rank_environment import STATUS_FILE
 
 RANK_PROGRAM = ["-m", "drawbar"]
-"""How the command of a rank that can be forked begins. A user's script is not forked: it may act before it imports."""
+"""How the command of a rank that can be forked begins. A user's script is not: it may do things before its imports."""
 _OF_LAUNCHERS = ("TORCHELASTIC_", STATUS_FILE, NODE)
 """Prefixes of the environment variables that a launcher sets after the process has started; no import reads them."""
 _POLL = 0.05
@@ -85,7 +85,7 @@ class WarmProcess:
 
 
 class ForkedRank:
-    """A child that this process has not started itself: what torch's launcher uses of ``subprocess.Popen``.
+    """A child that this process has not started itself: with the methods of ``Popen`` that torch's launcher uses.
 
     Raises:
         ChildProcessError: it is no child of this process.
@@ -108,7 +108,7 @@ class ForkedRank:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """The same, once it has ended. Raises ``subprocess.TimeoutExpired`` where that takes longer."""
+        """The same as ``poll``, once the rank has ended. Raises ``subprocess.TimeoutExpired`` if that takes longer."""
         end = time.monotonic() + (math.inf if timeout is None else timeout)
         while (code := self.poll()) is None:
             if time.monotonic() > end:

@@ -29,7 +29,7 @@ class Allocation:
 
     @staticmethod
     def here(environ: Mapping[str, str] = os.environ) -> "Allocation | None":
-        """None outside of one, and inside a job that drawbar submitted."""
+        """The allocation that this process is in; None if it is in none, or in a job that drawbar submitted."""
         job = environ.get("SLURM_JOB_ID")
         if not job or environ.get(OWN_JOB) == job:
             return None

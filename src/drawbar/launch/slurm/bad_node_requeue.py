@@ -15,7 +15,7 @@ REQUEUED, GAVE_UP, NO_BAD_NODES = 0, 3, 1
 
 
 def requeue(run_dir: Path, job: str, then: str) -> int:
-    """Put the job back into the queue, or tell why not; ``REQUEUED``, ``GAVE_UP`` or ``NO_BAD_NODES``.
+    """Put the job back into the queue, or print why not. Returns ``REQUEUED``, ``GAVE_UP`` or ``NO_BAD_NODES``.
 
     Args:
         then: ``exclude``: queue the job without its bad nodes. ``requeue``: queue it only if a node was lost, as Slurm
@@ -37,7 +37,7 @@ def requeue(run_dir: Path, job: str, then: str) -> int:
 
 
 def _exclude(job: str, bad: Iterable[str]) -> int:
-    """Back into the queue, unless too few nodes are left."""
+    """Put the job back into the queue without the bad nodes, unless too few nodes are left. Returns the exit code."""
     described = facts(slurm_output("scontrol", "show", "--oneliner", "job", job) or "")
     avoided = described.get("ExcNodeList", "(null)")
     excluded = ",".join([*sorted(bad), *([] if avoided == "(null)" else [avoided])])

@@ -1,7 +1,7 @@
 """A job as Slurm's sbatch takes it: a bash script.
 
-Words of the user (not ``cluster.setup``) reach the shell through ``shlex.quote`` alone, and sbatch's own parser only
-where they hold nothing that it would read differently.
+What the user wrote reaches the shell only through ``shlex.quote`` (except ``cluster.setup``), and sbatch's own parser
+only if it holds nothing that this parser would read differently.
 """
 
 import re
@@ -20,14 +20,14 @@ from drawbar.launch.slurm.bad_node_requeue import GAVE_UP, REQUEUED
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
 _CONFIG = """
-# What is trained is what was submitted. Each node writes it down, since they may have disks of their own; it goes to
-# them in base64, which has no commas and quotes: every container hands it on as it is.
+# The job uses the configuration as it was submitted. Each node writes it to a file, as nodes may have own disks. It
+# reaches them in base64, which has no commas and quotes: every container passes it on unchanged.
 drawbar_config="$drawbar_run/launch/config-$drawbar_job.yaml"
 {variable}=$(printf %s "$drawbar_yaml" | base64 --wrap=0)
 export {variable}"""
 _BEGIN = """
 export {own_job}="$SLURM_JOB_ID"
-# How the job ended, for when Slurm has forgotten it: whole or absent.
+# A file that says how the job ended, for when Slurm has forgotten the job; never half written.
 drawbar_end="$drawbar_run/launch/ended-$drawbar_job.json"
 # shellcheck disable=SC2317  # the trap calls it
 ended() {{
@@ -149,7 +149,7 @@ def render(job: Job) -> str:
 
 
 def _requeue_without_bad_nodes(job: Job) -> str:
-    """What a failed job does about bad nodes. In a container are no commands of Slurm."""
+    """The lines for a failed job with bad nodes. A container has none: Slurm's commands are missing there."""
     cluster = job.cluster
     if job.nodes == 1 or not cluster.requeue or job.allocation is not None or job.container is not None:
         return ""

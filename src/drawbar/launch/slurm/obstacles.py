@@ -148,7 +148,7 @@ def _most_cpus(partition: Partition, nodes: Sequence[SlurmNode]) -> int:
 
 
 def fitting_nodes(nodes: Sequence[SlurmNode], cluster: ClusterSection) -> list[SlurmNode]:
-    """Those that have what the job needs on each."""
+    """The nodes that have the GPUs and CPUs which the job needs on each node."""
     gpus, cpus = cluster.gpu_count or 0, cluster.cpus_per_task or 1
     return [node for node in nodes if count_gpus(node.resources, cluster.gpu_type) >= gpus and node.cpus >= cpus]
 

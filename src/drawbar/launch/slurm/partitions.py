@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from drawbar.config.schema.slurm_time import parse_time
 
 _PATIENCE = 20
-"""Seconds; Slurm's own commands wait for a controller that is down for minutes."""
+"""Seconds. If Slurm's controller is down, Slurm's own commands wait for minutes."""
 _AWAY = ("down", "drain", "fail", "maint", "no_respond", "unk", "future", "planned_maint")
 
 

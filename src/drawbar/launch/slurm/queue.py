@@ -46,7 +46,7 @@ class QueueEntry:
     """As ``wait`` returns it: the exit code in the high byte, the signal below."""
     restarts: int
     start: str
-    """When it started; of one that waits, when it may, or ``N/A``."""
+    """When the job started; for a job that waits, when it may start, or ``N/A``."""
     used: str
     limit: str
     reason: str

@@ -9,7 +9,7 @@ from drawbar.launch.slurm.queue import check_configured
 
 
 def sbatch(script: str, folder: Path) -> str:
-    """Give the script to sbatch; the number of the job.
+    """Give the script to sbatch. Returns the number of the job.
 
     Args:
         folder: where the log is going to be. It is made, unless sbatch refuses.

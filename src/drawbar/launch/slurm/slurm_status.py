@@ -64,7 +64,7 @@ def _where(entry: QueueEntry) -> str:
 
 
 def _exit_code(entry: QueueEntry, end: JobEnd | None) -> int:
-    """The run's exit code, or Slurm's if the script was killed: that is never 0 for a job that did not complete."""
+    """The run's exit code. If the script was killed, Slurm's, or 1 if Slurm says 0 though the job did not complete."""
     if end is not None:
         return end.code
     return entry.exit_code or (ExitCode.DONE if entry.state == COMPLETED else ExitCode.FAILED)

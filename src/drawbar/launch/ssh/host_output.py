@@ -31,6 +31,6 @@ class HostOutput:
         stream.write(text)  # a buffered stream has a lock: lines stay whole
         stream.flush()
         if self._log is not None:
-            with suppress(OSError):  # a full disk here ends no run there
+            with suppress(OSError):  # a full disk on this machine must not end the run on the hosts
                 self._log.write(text)
                 self._log.flush()

@@ -105,7 +105,7 @@ def describe(name: str, starts: Sequence[RemoteStart]) -> str:
     first = starts[0]
     hidden = dict.fromkeys(first.job.environment, _HIDDEN)
     shown = asdict(replace(first.job, environment=hidden, config="", job="drawbar-…"))
-    counts = "; ".join(f"{start.host.name} is node {start.job.node}" for start in starts)
+    numbers = "; ".join(f"{start.host.name} is node {start.job.node}" for start in starts)
     parts = [
         f"# Run {name} on {len(starts)} host{'s' * (len(starts) > 1)}; made by drawbar submit.",
         "# These start at the same time, and each ends with its connection:",
@@ -114,7 +114,7 @@ def describe(name: str, starts: Sequence[RemoteStart]) -> str:
         "# The bash of each host reads, over the connection:",
         first.script.decode(errors="surrogateescape").rstrip(),
         "",
-        f"# What it becomes reads one line more, in which config is the text below, and node its own number: {counts}.",
+        f"# drawbar there reads one more line: in it config is the text below, and node the host's number: {numbers}.",
         f"# {host_message(job=shown).decode().rstrip()}",
         "#",
         *(f"# {line}".rstrip() for line in first.job.config.splitlines()),

@@ -123,7 +123,7 @@ class SshLauncher(Launcher):
                 raise
             finally:
                 if is_known:
-                    with suppress(OSError):  # the disk was there when the run began
+                    with suppress(OSError):  # the disk may fail now; the run has ended all the same
                         JobEnd(code, round(time.time(), 3)).write(end_file(job.run_dir, number))
         return code
 

@@ -33,7 +33,7 @@ _MORE_BAD_HOSTS_SECONDS = 12
 def supervise(
     starts: Sequence[RemoteStart], timeout: float, on_start: Callable[[HostOutput], None] = lambda output: None
 ) -> int:
-    """Run the job on all hosts; the exit code of the run.
+    """Run the job on all hosts. Returns the exit code of the run.
 
     Args:
         timeout: seconds that a host has to answer.
@@ -121,7 +121,7 @@ class _Supervisor:
             if not done:
                 raise no_answer([first.name], self._timeout)
             if not first.endpoint.done():
-                return  # one of them has said why
+                return  # a host has ended, and has printed why
             endpoint = first.endpoint.result()
         self._running = True
         self._on_start(self._output)
@@ -129,7 +129,7 @@ class _Supervisor:
             host.send(start=endpoint)
 
     async def _await_ends(self) -> int:
-        """Wait until all have ended, or one has failed; the exit code of the run."""
+        """Wait until all have ended, or one has failed. Returns the exit code of the run."""
         running, codes = list(self._hosts), list[int]()
         while running:
             done, _ = await asyncio.wait(
@@ -156,7 +156,7 @@ class _Supervisor:
         return code
 
     async def _end(self, grace: float) -> None:
-        """End what still runs: what has not answered yet has started nothing."""
+        """End what still runs. A host that has not answered has started nothing: its ssh is killed."""
         ends = []
         for host in self._hosts:
             if host.greeting.done():

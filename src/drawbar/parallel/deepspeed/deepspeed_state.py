@@ -66,10 +66,10 @@ def _broken(error: Exception) -> UserError:
 def initialize_deepspeed(
     model: nn.Module, optimizer: Optimizer, values: Mapping[str, Any], device: torch.device, is_zero3: bool
 ) -> Any:
-    """DeepSpeed's engine around a model on the CPU, which it moves, cuts and casts.
+    """DeepSpeed's engine around a model on the CPU. The engine moves, partitions and casts the model.
 
     Args:
-        values: its JSON.
+        values: DeepSpeed's own configuration.
         is_zero3: whether this is ZeRO-3, with parameters that have neither values nor memory yet.
 
     Raises:
@@ -107,7 +107,7 @@ def _partition(deepspeed: ModuleType, model: nn.Module, values: Mapping[str, Any
 
 
 class MasterState(ABC):
-    """The fp32 weights, gradients and optimizer state of a DeepSpeed engine, whole over its data-parallel ranks.
+    """The fp32 weights, gradients and optimizer state of a DeepSpeed engine, gathered from its data-parallel ranks.
 
     Every rank calls every method. Tensors have the shape that the parameter has on one tensor-parallel rank.
     """
@@ -141,7 +141,7 @@ class MasterState(ABC):
 
     @abstractmethod
     def prepare(self, keys: set[str], step: Tensor) -> None:
-        """Make room for an optimizer state that was saved after so many steps, before ``set_state``."""
+        """Make room for an optimizer state that was saved after ``step`` steps, before ``set_state``."""
 
     @abstractmethod
     def set_state(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:

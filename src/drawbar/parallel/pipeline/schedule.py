@@ -171,7 +171,7 @@ class Pipeline:
         options: dict[str, Any] = {"n_microbatches": count, "loss_fn": self._compute_loss, "scale_grads": False}
         if self.name == "interleaved":
             self._schedule = ScheduleInterleaved1F1B(list(self._stages), **options)
-        elif self.name == "gpipe" or count < ranks:  # with so few, 1F1B would be the same, and torch's refuses them
+        elif self.name == "gpipe" or count < ranks:  # torch's 1F1B refuses so few micro-batches
             self._schedule = ScheduleGPipe(self._stages[0], **options)
         else:
             self._schedule = Schedule1F1B(self._stages[0], **options)

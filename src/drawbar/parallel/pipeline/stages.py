@@ -96,7 +96,7 @@ def is_tied(model: nn.Module, plan: PipelinePlan) -> bool:
 
 
 def cut_stage(model: nn.Module, plan: PipelinePlan, layers: Sequence[int], stage: int) -> nn.Module:
-    """A copy of the model with the blocks of one stage alone, and what belongs to it.
+    """A copy of the model with one stage's blocks alone. The first stage has the embedding, the last the head.
 
     It is called like the full model, with ``input_ids`` as a keyword; later stages also take the hidden states
     (B, L, H), as the only positional argument. It returns hidden states; the last stage, the logits (B, L, V).
@@ -169,7 +169,7 @@ class LocalStages(nn.Module):
         self._renamed = {f"{plan.head}.weight": f"{plan.embedding}.weight"} if is_tied(model, plan) else {}
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """The head, where there is one: Muon finds it by this method, as in a model of transformers."""
+        """The head, or its placeholder. Muon finds the head by this method, as in a model of transformers."""
         last: Any = self.stage_modules[-1]
         return last.get_output_embeddings()
 

@@ -1,4 +1,4 @@
-"""Runs at the end of a failed Slurm job: puts it back into the queue where it has named bad nodes.
+"""Runs at the end of a failed Slurm job: puts the job back into the queue if it has named bad nodes.
 
     python -m drawbar.launch.node.entry.requeue RUN_DIRECTORY JOB exclude|requeue
 

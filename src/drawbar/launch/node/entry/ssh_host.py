@@ -202,7 +202,7 @@ def _run(job: HostJob, endpoint: str, channel: LauncherChannel) -> int:
 
 
 def _watch(child: "subprocess.Popen[bytes]", channel: LauncherChannel, patience: float) -> int:
-    """Wait for the command, and pass signals on; its exit code."""
+    """Wait for the command, and pass signals on. Returns its exit code."""
     passed_on: set[int] = set()
     while (code := child.poll()) is None:
         for message in channel.messages(0.1):

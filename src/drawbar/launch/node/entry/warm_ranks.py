@@ -4,7 +4,7 @@
 
 DESCRIPTOR is a connection to the launcher. It sends the names of modules; then, for each rank, the arguments of
 ``drawbar``, the environment of the rank, and the variables that the launcher has changed since it started this process.
-The answer is the process id of the rank. Where there is none, as this process has ended, the rank is not forked.
+The answer is the process id of the rank. If no answer comes, because this process has ended, no rank is forked.
 See :mod:`drawbar.launch.node.warm_process`.
 """
 
@@ -26,7 +26,7 @@ def main(descriptor: int) -> None:
         with quick_imports():
             for name in channel.recv():
                 import_module(name)
-    except Exception:  # noqa: BLE001 - a rank will find the same, and tell it
+    except Exception:  # noqa: BLE001 - a rank will meet the same error, and report it
         return
     if not _is_as_new(descriptor):
         return
@@ -44,7 +44,7 @@ def _is_as_new(descriptor: int) -> bool:
     """
     if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
         return False  # nobody can wait for a child
-    rehearsal = os.fork()
+    rehearsal = os.fork()  # ends the threads that end at any fork
     if not rehearsal:
         os._exit(0)
     os.waitpid(rehearsal, 0)
@@ -54,7 +54,7 @@ def _is_as_new(descriptor: int) -> bool:
 
 
 def _fork_ranks(channel: Connection) -> list[str] | None:
-    """Fork a rank for each request. Returns the rank's arguments in the rank; else None: at the end, or to refuse."""
+    """Fork a rank for each request. Returns its arguments in the new rank; None in this process, which then ends."""
     launcher = os.getppid()
     while True:
         try:
@@ -70,7 +70,7 @@ def _fork_ranks(channel: Connection) -> list[str] | None:
 
 
 def _fork(channel: Connection, launcher: int) -> bool:
-    """Fork a child of the launcher, which adopts the orphans below it, and send its process id. True in that child."""
+    """Fork a rank and send its process id. The launcher becomes its parent, as it adopts orphans. True in the rank."""
     reader, writer = os.pipe()
     between = os.fork()
     if not between:
