@@ -118,7 +118,7 @@ class Loader(ABC, Generic[Batch]):
     position: Any
     """Where the data stands after the newest step."""
     tokens: int = 0
-    """Tokens of this rank's share of the newest step, without padding; samples, where they have no tokens."""
+    """Tokens of this rank in the newest step, unpadded (encoder–decoder: the longer side); without any, samples."""
     waited: float = 0.0
     """Seconds for which training waited for the batches of the newest step, on this rank."""
 

@@ -32,10 +32,11 @@ from drawbar.util.dtypes import DTYPES
 def shard(model: nn.Module, mesh: DeviceMesh, parallel: ParallelSection, precision: str) -> None:
     """Shard the model over ``dp_shard`` and ``cp``, block by block; replicate it over ``dp_replicate``. In place.
 
-    Trained weights stay fp32; gradients are reduced in ``parallel.reduce_dtype``. Autocast decides what is computed in
-    ``precision``, as without shards. So only what autocast casts anyway is gathered in ``precision``: linear layers of
-    the blocks and of the head. The rest is gathered in fp32, in the root's group: the norms of the blocks, and what is
-    outside of the blocks. Groups for the norms would need hooks inside each block. (Exceptions: ``_own_group``.)
+    Trained weights stay fp32. Gradients are summed over shards in ``parallel.reduce_dtype``, and over replicas in
+    fp32. Autocast decides what is computed in ``precision``, as without shards. So only what autocast casts anyway is
+    gathered in ``precision``: linear layers of the blocks and of the head. The rest is gathered in fp32, in the root's
+    group: the norms of the blocks, and what is outside of the blocks. Groups for the norms would need hooks inside each
+    block. (Exceptions: ``_own_group``.)
 
     Args:
         mesh: two-dimensional (replicas, shards), or that of the shards alone.

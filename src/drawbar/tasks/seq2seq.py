@@ -70,7 +70,7 @@ class Seq2Seq(TokenTask):
         fields = super().generation_fields(model) | {"decoder_start_token_id": self._decoder_start}
         if self.config.target_language is not None:
             before, _ = self._around_target
-            fields["forced_bos_token_id"] = before[0] if before else None  # else the decoder starts with the language
+            fields["forced_bos_token_id"] = before[0] if before else None  # None: the decoder's start is the language
         return fields
 
     def required_positions(self) -> dict[str, int]:

@@ -135,7 +135,8 @@ class Saver:
             raise
 
     def wait(self) -> None:
-        """Wait until the newest save is on every disk. Every rank must call it, and raises the error of any save."""
+        """Wait until the newest save is on every disk. Every rank must call it; the UserError of any save is raised on
+        all ranks, another error on its own rank."""
         with self._world.barrier_after(self._writing):  # ranks that write nothing wait here as long as it takes
             self._writer.wait()
             error = self._with_resume_hint(self._writer.take_error())

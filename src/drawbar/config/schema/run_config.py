@@ -151,7 +151,7 @@ class ParallelSection(Section):
     a pipeline."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """ddp, zero1, fsdp: number format in which data-parallel ranks send and sum gradients. `bf16` is half the traffic,
-    and rounds every sum to three digits."""
+    and rounds every sum to three digits. With fsdp, sums over `parallel.replicate` stay in fp32."""
     replicate: Count = 1
     """fsdp: number of replicas of the sharded model (hybrid sharding)."""
     offload: bool = False

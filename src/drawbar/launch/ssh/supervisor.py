@@ -25,7 +25,7 @@ _PASSED_ON = {
     signal.SIGHUP: signal.SIGTERM,  # a terminal that was closed: save
 }
 _TOGETHER_SECONDS = 60
-"""How long the other hosts have to exit after the first has exited without an error."""
+"""How long the other hosts have to exit after one has exited without an error; the next one that does renews it."""
 _MORE_BAD_HOSTS_SECONDS = 12
 """How long to look for further hosts that cannot start, after the first: all are named in one error."""
 
