@@ -50,7 +50,7 @@ class Mixed(Sampler):
     """Rows of several sources in given proportions.
 
     An epoch has as many places as there are rows. A source whose part is larger than its share of the rows is visited
-    more than once an epoch, any other only in part; each goes on in the next epoch where it stopped, so that over time
+    more than once an epoch, any other at most once; each goes on in the next epoch where it stopped, so that over time
     all rows of a source are visited equally often.
 
     Args:

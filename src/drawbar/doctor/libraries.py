@@ -33,7 +33,7 @@ class Library:
 
 
 def collect_libraries() -> list[Library]:
-    """drawbar and the packages that its metadata require, except those that only its developers need."""
+    """drawbar and the packages that its metadata require: those of every run and those of the extras in ``EXTRAS``."""
     found = [_look(Library("drawbar", None, "", "", True), None)]
     for text in requires("drawbar") or []:
         requirement = Requirement(text)

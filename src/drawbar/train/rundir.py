@@ -215,5 +215,5 @@ def write_config(config: RunConfig) -> None:
 
 
 def without_rebuild(config: RunConfig) -> RunConfig:
-    """The configuration with ``data.rebuild`` off: it applies only to the start of a new run."""
+    """The configuration with ``data.rebuild`` off: a run encodes its data anew when it begins, not when it goes on."""
     return config.model_copy(update={"data": config.data.model_copy(update={"rebuild": False})})
