@@ -28,6 +28,7 @@ PARTS = {
     "W5": "w5_two_ranks",
     "W6": "w6_checkpoints",
     "W7": "w7_data",
+    "W7b": "w7b_stall",
     "W8": "w8_start",
     "W9": "w9_evaluation",
     "W10": "w10_control_plane",
@@ -68,7 +69,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[Options, argparse.Namespace]
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; by default all")
     parser.add_argument("--rounds", type=int, default=5, help="of every contender, in turn (at least 5 to publish)")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, one round, no JSON: does everything run?")
-    parser.add_argument("--large", action="store_true", help="10⁹ tokens in W7, too: 15 GB of disk, an hour")
+    parser.add_argument("--large", action="store_true", help="10⁹ tokens in W7, too: 15 GB of disk, 15 minutes more")
     parser.add_argument("--data", type=Path, help="folder with sst2/ and multi30k_en_de/; else they are downloaded")
     parser.add_argument(
         "--folder", type=Path, help="for files while measuring (default: the system's temporary folder)"

@@ -1,11 +1,9 @@
-"""W7: data: encoding, loading, memory and time to the first batch as the data grow, the stall while training."""
+"""W7: data: encoding, loading, memory and time to the first batch as the data grow."""
 
 import os
 import statistics
 import time
-from dataclasses import replace
-from functools import partial
-from itertools import islice, pairwise
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +11,8 @@ from benchmarks.common.command import DRAWBAR, watch
 from benchmarks.common.fresh_process import Call
 from benchmarks.common.options import Options
 from benchmarks.common.report import Check, Curve, Report, Table
-from benchmarks.common.statistic import Statistic, interleave
-from benchmarks.peers.made_up_words import WAIT, WORK, write_documents
+from benchmarks.common.statistic import Statistic
+from benchmarks.peers.made_up_words import write_documents
 
 SIZES = (10**6, 10**7, 10**8)
 LARGE = 10**9
@@ -22,14 +20,12 @@ ROWS, LENGTH = 8, 320
 LOADED_STEPS = 200
 RANKS = 2
 TASK = "benchmarks.peers.made_up_words:MadeUpWords"
-TASKS = "benchmarks.peers.made_up_words"
 
 
 def measure(options: Options) -> Report:
-    report = Report("W7", "data: encoding, loading, memory, and the stall while training")
+    report = Report("W7", "data: encoding, loading and memory as they grow")
     sizes = (10**5, 10**6) if options.quick else (*SIZES, *([LARGE] if options.large else []))
     _measure_sizes(sizes, options, report)
-    _measure_stall(options, report)
     return report
 
 
@@ -111,55 +107,3 @@ def load(settings: list[str]) -> dict[str, float]:
         "tokens_per_second": rate,
         "resident_bytes": pages * os.sysconf("SC_PAGE_SIZE"),
     }
-
-
-def _measure_stall(options: Options, report: Report) -> None:
-    folder = options.new_folder("stall")
-    write_documents(folder / "train.jsonl", 10**5)
-    hidden, steps = (16, 6) if options.quick else (256, 20)
-
-    def call(task: str, workers: str) -> Call:
-        settings = [*run_settings(folder, hidden, f"{TASKS}:{task}"), f"data.workers={workers}"]
-        settings += ["data.batching=padded", f"train={{global_batch: {ROWS}, steps: {steps}}}"]
-        return Call("benchmarks.parts.w7_data:stall", {"settings": settings, "cache": str(folder / "cache")})
-
-    none, beside, within = call("Watched", "auto"), call("SlowAugment", "1"), call("SlowAugment", "auto")
-    step = options.run(none)["step_s"]  # encodes, too
-    half = str(step / 2 / ROWS)
-    cases = {
-        "no augment": none,
-        "augment sleeps for half a step, data.workers=1": replace(beside, environment={WAIT: half}),
-        "augment computes for half a step, data.workers=1": replace(beside, environment={WORK: half}),
-        "augment computes for half a step, data.workers=auto": replace(within, environment={WORK: half}),
-    }
-    found = interleave({name: partial(options.run, one) for name, one in cases.items()}, options.rounds)
-    rows = []
-    for name, results in found.items():
-        shares = Statistic.of(one["stall_s"] / one["step_s"] for one in results)
-        steps_s = Statistic.of(one["step_s"] for one in results)
-        rows.append({"data": name, "step s": steps_s, "stall ÷ step": shares})
-        if not name.endswith("=auto"):  # which makes batches of a user's code at their step
-            report.checks.append(Check(f"stall, {name}", shares.median, 0.01, False))
-    report.tables.append(Table("How long the step waits for its batch", rows))
-
-
-def stall(settings: list[str], cache: str) -> dict[str, float]:
-    """Train; medians of a step, and of the time between the end of one and the first forward of the next."""
-    import tempfile
-
-    import drawbar
-    from benchmarks.peers.made_up_words import Watched
-
-    ends: list[float] = []
-
-    class Ends(drawbar.Callback):
-        def on_step(self, run: drawbar.RunHandle, info: drawbar.StepInfo) -> None:
-            ends.append(time.perf_counter())
-
-    Watched.forwards.clear()
-    with tempfile.TemporaryDirectory() as runs:
-        config = drawbar.load_config(None, [*settings, f"data.cache={cache}", f"run.dir={runs}"]).config
-        drawbar.Trainer(config, callbacks=[Ends()]).fit()
-    waits = [next(at for at in Watched.forwards if at > end) - end for end in ends[:-1]]
-    steps = [end - begin for begin, end in pairwise(ends)]
-    return {"stall_s": statistics.median(waits), "step_s": statistics.median(steps)}
