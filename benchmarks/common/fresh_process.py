@@ -37,6 +37,56 @@ class Call:
     timeout: float = 1800
 
 
+@dataclass(frozen=True)
+class Started:
+    """The processes of a call."""
+
+    call: Call
+    folder: Path
+    processes: list[subprocess.Popen[bytes]]
+    spawned: float
+    """``time.time()``."""
+
+    @property
+    def deadline(self) -> float:
+        return self.spawned + self.call.timeout
+
+    def result(self) -> dict[str, Any]:
+        """Wait for the end: what the function returned on rank 0, and ``spawned``.
+
+        Raises:
+            MeasurementFailed: see there.
+        """
+        failed = _wait(self.processes, self.deadline)
+        if failed is not None:
+            written = (self.folder / f"{failed}.log").read_text(errors="replace")[-3000:]
+            code = self.processes[failed].poll()
+            ended = "took too long" if code is None else f"ended with {code}"
+            raise MeasurementFailed(f"{self.call.function} on rank {failed} {ended}:\n{written}")
+        return {**json.loads((self.folder / "0.json").read_text()), "spawned": self.spawned}
+
+
+def start(call: Call, stack: ExitStack, inherited: Sequence[int] = ()) -> Started:
+    """Start the processes of a call; the end of ``stack`` kills them.
+
+    Args:
+        inherited: descriptors that stay open in them.
+    """
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    spec = json.dumps({"function": call.function, "arguments": dict(call.arguments)})
+    spawned, port, processes = time.time(), _free_port(), []
+    for rank in range(call.ranks):
+        log = stack.enter_context((folder / f"{rank}.log").open("w+"))
+        command = [sys.executable, str(Path(__file__).with_name("child.py")), spec, str(folder / f"{rank}.json")]
+        environment = plain_environment() | _rank_variables(rank, call.ranks, port) | dict(call.environment)
+        process = subprocess.Popen(
+            command, env=environment, cwd=folder, stdout=log, stderr=log, pass_fds=tuple(inherited)
+        )
+        stack.callback(_end, process)
+        processes.append(process)
+    return Started(call, folder, processes, spawned)
+
+
 def in_fresh_process(call: Call) -> dict[str, Any]:
     """What the function returns on rank 0; and ``spawned``, when the process was started (``time.time()``).
 
@@ -44,23 +94,7 @@ def in_fresh_process(call: Call) -> dict[str, Any]:
         MeasurementFailed: see there.
     """
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        spec = json.dumps({"function": call.function, "arguments": dict(call.arguments)})
-        spawned, port, processes = time.time(), _free_port(), []
-        for rank in range(call.ranks):
-            log = stack.enter_context((folder / f"{rank}.log").open("w+"))
-            command = [sys.executable, str(Path(__file__).with_name("child.py")), spec, str(folder / f"{rank}.json")]
-            environment = plain_environment() | _rank_variables(rank, call.ranks, port) | dict(call.environment)
-            process = subprocess.Popen(command, env=environment, cwd=folder, stdout=log, stderr=log)
-            stack.callback(_end, process)
-            processes.append(process)
-        failed = _wait(processes, spawned + call.timeout)
-        if failed is not None:
-            written = (folder / f"{failed}.log").read_text(errors="replace")[-3000:]
-            code = processes[failed].poll()
-            ended = "took too long" if code is None else f"ended with {code}"
-            raise MeasurementFailed(f"{call.function} on rank {failed} {ended}:\n{written}")
-        return {**json.loads((folder / "0.json").read_text()), "spawned": spawned}
+        return start(call, stack).result()
 
 
 def in_this_process(call: Call) -> dict[str, Any]:

@@ -1,21 +1,21 @@
 """W1: language modelling with rows of one length."""
 
-from dataclasses import asdict
-from functools import partial
+from dataclasses import asdict, replace
 
 from benchmarks.common.fresh_process import Call
 from benchmarks.common.options import Options
 from benchmarks.common.report import Check, Report, Table
-from benchmarks.common.statistic import Statistic, interleave, ratio
+from benchmarks.common.statistic import Statistic, ratio
 from benchmarks.peers.byte_rows import write_rows
 from benchmarks.peers.comparison import (
+    FLOOR,
     ONLY_ON_A_GPU,
     PEERS,
     Contender,
     Measured,
     best_of,
     compare,
-    compiled_where_faster,
+    compiled_unless_slower,
 )
 from benchmarks.peers.workload import Settings, Workload
 
@@ -55,25 +55,23 @@ def measure(options: Options) -> Report:
     contenders = [Contender(peer, Settings(precision)) for precision in PRECISIONS for peer in PEERS]
     contenders += [Contender(peer, Settings("fp32", micro_batches=4), "4 × 2 rows") for peer in PEERS]
     if not options.quick:
-        contenders += compiled_where_faster(workload, list(PEERS), "fp32", options, report.notes)
+        contenders += compiled_unless_slower(workload, list(PEERS), "fp32", options, report.notes)
+    contenders += [_floor(Settings(precision)) for precision in PRECISIONS]
+    contenders += [_floor(Settings(compiled=True))] * any(one.settings.compiled for one in contenders)
     measured = compare(workload, contenders, "loop by hand fp32", options, report.notes)
-    floors = interleave(
-        {precision: partial(options.run, _floor_call(workload, precision)) for precision in PRECISIONS}, options.rounds
-    )
+    floors = {name: measured.pop(name) for name in list(measured) if name.startswith(FLOOR)}
     report.tables.append(Table("Training", [one.row(_by_hand(measured, one)) for one in measured.values()]))
-    rates = {precision: [one["targets_per_second"] for one in found] for precision, found in floors.items()}
-    report.tables.append(
-        Table(
-            "The model's own matrix products",
-            [{"number format": name, "targets/s at most": Statistic.of(found)} for name, found in rates.items()],
-        )
-    )
-    _add_checks(report, measured, rates)
+    rates = [
+        {"beside": name.removeprefix(FLOOR), "targets/s": Statistic.of(one.speeds)} for name, one in floors.items()
+    ]
+    report.tables.append(Table("Steps of the model's own matrix products alone", rates))
+    _add_checks(report, measured, floors)
     return report
 
 
-def _floor_call(workload: Workload, precision: str) -> Call:
-    return Call("benchmarks.peers.matrix_products:floor", {"workload": asdict(workload), "precision": precision})
+def _floor(settings: Settings) -> Contender:
+    """The model's matrix products, which take turns with the contenders of these settings."""
+    return Contender(FLOOR, replace(settings, micro_batches=1), own_batches=True)
 
 
 def _by_hand(measured: dict[str, Measured], one: Measured) -> Measured | None:
@@ -83,7 +81,7 @@ def _by_hand(measured: dict[str, Measured], one: Measured) -> Measured | None:
     return measured.get(twin.name)
 
 
-def _add_checks(report: Report, measured: dict[str, Measured], floors: dict[str, list[float]]) -> None:
+def _add_checks(report: Report, measured: dict[str, Measured], floors: dict[str, Measured]) -> None:
     for one in measured.values():
         twin = _by_hand(measured, one)
         if one.contender.peer == "drawbar" and one.counts and twin is not None:
@@ -94,7 +92,5 @@ def _add_checks(report: Report, measured: dict[str, Measured], floors: dict[str,
         theirs = best_of(measured, "Hugging Face Trainer")
         name = f"{ours.contender.name} ÷ {theirs.contender.name}, the best of both"
         report.checks.append(Check(name, ratio(ours.speeds, theirs.speeds).median, 1.05))
-    floor = floors[ours.contender.settings.precision]
-    report.checks.append(
-        Check(f"{ours.contender.name} ÷ its matrix products alone", ratio(ours.speeds, floor).median, 0.75)
-    )
+    share = ratio(ours.speeds, floors[_floor(ours.contender.settings).name].speeds).median
+    report.checks.append(Check(f"{ours.contender.name} ÷ its matrix products alone", share, 0.75))

@@ -4,12 +4,12 @@ import shutil
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
 
 from benchmarks.common.fresh_process import Call, MeasurementFailed, missing
 from benchmarks.common.options import Options
-from benchmarks.common.statistic import Statistic, interleave, ratio
+from benchmarks.common.statistic import Statistic, ratio
+from benchmarks.common.turns import Results
 from benchmarks.peers.workload import Settings, Workload
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3}
@@ -24,6 +24,11 @@ PEERS = {
     "DeepSpeed": ("with_deepspeed", ("deepspeed",)),
 }
 """By name: its module, and the packages without which it is absent."""
+FLOOR = "matrix products alone"
+"""What no peer can be faster than: a contender that trains nothing."""
+MODULES = PEERS | {FLOOR: ("matrix_products", ())}
+CLEARLY_SLOWER = 0.9
+"""How fast a contender may be in one trial, relative to another, and still be the faster one."""
 ONLY_ON_A_GPU = ("torchtitan", "litgpt")
 
 
@@ -91,14 +96,17 @@ def compare(
     """
     there = []
     for contender in contenders:
-        absent = missing(PEERS[contender.peer][1])
+        absent = missing(MODULES[contender.peer][1])
         note = f"{contender.peer} is absent: {', '.join(absent)} is not installed."
         if not absent:
             there.append(contender)
         elif note not in notes:
             notes.append(note)
-    calls = {contender.name: partial(_train, workload, contender, options, notes) for contender in there}
-    found = interleave(calls, options.rounds)
+    found: dict[str, list[dict[str, Any] | None]] = {contender.name: [] for contender in there}
+    for _ in range(options.rounds):
+        for group in _groups(there):
+            for name, result in _train(workload, group, options, notes).items():
+                found[name].append(result)
     measured = {
         contender.name: Measured(contender, [result for result in found[contender.name] if result])
         for contender in there
@@ -110,19 +118,48 @@ def compare(
     return measured
 
 
-def _train(workload: Workload, contender: Contender, options: Options, notes: list[str]) -> dict[str, Any] | None:
-    folder = options.new_folder("run")
-    arguments = {"workload": asdict(workload), "settings": asdict(contender.settings), "folder": str(folder)}
-    module = PEERS[contender.peer][0]
+def _groups(contenders: Sequence[Contender]) -> list[list[Contender]]:
+    """Contenders that take turns: those of one rank with the same settings. One of several ranks is alone."""
+    groups: dict[tuple[Any, ...], list[Contender]] = {}
+    for number, one in enumerate(contenders):
+        how = one.settings
+        key = (how.precision, how.compiled, how.micro_batches) if one.ranks == 1 else (number,)
+        groups.setdefault(key, []).append(one)
+    return list(groups.values())
+
+
+def _train(
+    workload: Workload, group: Sequence[Contender], options: Options, notes: list[str]
+) -> dict[str, dict[str, Any] | None]:
+    """What each contender of a group returned; None for those that failed."""
+    calls, folders = {}, []
+    for one in group:
+        folders.append(options.new_folder("run"))
+        arguments = {"workload": asdict(workload), "settings": asdict(one.settings), "folder": str(folders[-1])}
+        calls[one.name] = Call(f"benchmarks.peers.{MODULES[one.peer][0]}:train", arguments, ranks=one.ranks)
     try:
-        return options.run(Call(f"benchmarks.peers.{module}:train", arguments, ranks=contender.ranks))
-    except MeasurementFailed as error:
-        note = f"{contender.name} failed: {str(error).strip().splitlines()[-1]}"
-        if note not in notes:
-            notes.append(note)
-        return None
+        found = options.take_turns(calls) if group[0].ranks == 1 else _run_all(calls, options)
     finally:
-        shutil.rmtree(folder)
+        for folder in folders:
+            shutil.rmtree(folder)
+    results: dict[str, dict[str, Any] | None] = {}
+    for name, result in found.items():
+        results[name] = None if isinstance(result, MeasurementFailed) else result
+        if isinstance(result, MeasurementFailed):
+            note = f"{name} failed: {str(result).strip().splitlines()[-1]}"
+            if note not in notes:
+                notes.append(note)
+    return results
+
+
+def _run_all(calls: dict[str, Call], options: Options) -> Results[str]:
+    found: Results[str] = {}
+    for name, call in calls.items():
+        try:
+            found[name] = options.run(call)
+        except MeasurementFailed as error:
+            found[name] = error
+    return found
 
 
 def _compare_losses(measured: dict[str, Measured], reference: str) -> None:
@@ -143,17 +180,17 @@ def best_of(measured: dict[str, Measured], peer: str) -> Measured:
     return max(of_peer, key=lambda one: statistics.median(one.speeds))
 
 
-def compiled_where_faster(
+def compiled_unless_slower(
     workload: Workload, peers: Sequence[str], precision: str, options: Options, notes: list[str]
 ) -> list[Contender]:
-    """The contenders that one round finds faster when compiled: what is slower is not measured further."""
+    """The contenders that one round does not find clearly slower when compiled: those are not measured further."""
     candidates = [Contender(peer, Settings(precision, compiled)) for peer in peers for compiled in (False, True)]
     plain = Contender(peers[0], Settings(precision)).name
     found = compare(workload, candidates, plain, replace(options, rounds=1), notes)
-    faster = []
+    kept = []
     for without, compiled in zip(candidates[::2], candidates[1::2], strict=True):
         if without.name in found and compiled.name in found:
             speeds = found[without.name].speeds[0], found[compiled.name].speeds[0]
-            faster += [compiled] * (speeds[1] > speeds[0])
+            kept += [compiled] * (speeds[1] > CLEARLY_SLOWER * speeds[0])
             notes.append(f"{compiled.name}: {speeds[1] / speeds[0]:.2f} times the speed without, in one trial.")
-    return faster
+    return kept

@@ -1,30 +1,41 @@
 """The floor of a training step: the time of the model's own matrix products alone, one after another."""
 
-import time
 from typing import Any
 
 import torch
 from torch import nn
 
-from benchmarks.peers.recorder import default_device
-from benchmarks.peers.workload import Workload
+from benchmarks.peers.recorder import Recorder
+from benchmarks.peers.workload import Settings, Workload
+
+Product = tuple[int, int, int]
+"""Of matrices (m, k) and (k, n)."""
 
 
-def floor(workload: dict[str, Any], precision: str, repeats: int = 5) -> dict[str, Any]:
-    """Targets a second of a step that did nothing but its products, each at its fastest: of every linear layer forward,
-    for its input and for its weight; of attention two forward and four backward."""
-    work = Workload.of(workload)
-    device = default_device()
+def train(workload: Any, settings: Any, folder: str) -> dict[str, Any]:
+    """Steps that do nothing but their products: of every linear layer forward, for its input and for its weight; of
+    attention two forward and four backward."""
+    work, how = Workload.of(workload), Settings(**settings)
+    recorder = Recorder(work)
     batch = work.collate(work.samples()[: work.rows])
-    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
-    shapes = _linear_shapes(work.model(), batch)
-    seconds = sum(_product(m, k, n, dtype, device, repeats) for m, k, n in _all_three(shapes))
-    return {"targets_per_second": work.targets()[0] / seconds, "step_seconds": seconds}
+    products = _all_three(_linear_shapes(work.model(), batch))
+    operands = _operands(products, torch.float32 if how.precision == "fp32" else torch.bfloat16, recorder.device)
+    recorder.begin()
+    for _ in range(work.steps):
+        for m, k, n in products:
+            operands[m, k] @ operands[k, n]
+        recorder.step(0.0)
+    return recorder.result()
 
 
-def _linear_shapes(model: nn.Module, batch: dict[str, torch.Tensor]) -> list[tuple[int, int, int]]:
+def _operands(products: list[Product], dtype: torch.dtype, device: torch.device) -> dict[tuple[int, int], torch.Tensor]:
+    shapes = {shape for m, k, n in products for shape in ((m, k), (k, n))}
+    return {shape: torch.randn(shape, device=device).to(dtype) for shape in shapes}
+
+
+def _linear_shapes(model: nn.Module, batch: dict[str, torch.Tensor]) -> list[Product]:
     """(rows, inputs, outputs) of each linear layer's product, and of attention's two, head by head summed up."""
-    found: list[tuple[int, int, int]] = []
+    found: list[Product] = []
 
     def look(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
         rows = inputs[0].numel() // inputs[0].shape[-1]
@@ -45,23 +56,5 @@ def _linear_shapes(model: nn.Module, batch: dict[str, torch.Tensor]) -> list[tup
     return found
 
 
-def _all_three(shapes: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+def _all_three(shapes: list[Product]) -> list[Product]:
     return [product for m, k, n in shapes for product in ((m, k, n), (m, n, k), (k, m, n))]
-
-
-def _product(m: int, k: int, n: int, dtype: torch.dtype, device: torch.device, repeats: int) -> float:
-    key = (m, k, n, dtype)
-    if key not in _known:
-        one, other = (torch.randn(shape, device=device).to(dtype) for shape in ((m, k), (k, n)))
-        times = []
-        for _ in range(repeats + 1):
-            start = time.perf_counter()
-            one @ other
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            times.append(time.perf_counter() - start)
-        _known[key] = min(times[1:])
-    return _known[key]
-
-
-_known: dict[tuple[int, int, int, torch.dtype], float] = {}

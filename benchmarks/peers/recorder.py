@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from benchmarks.common.process_memory import status_bytes
+from benchmarks.common.turns import Turn
 from benchmarks.peers.workload import Workload
 
 
@@ -17,20 +18,25 @@ class Recorder:
         self.workload = workload
         self.device = device or default_device()
         self._losses: list[Any] = []
-        self._stamps: list[float] = []
+        self._seconds: list[float] = []
+        self._last = 0.0
         self._first_step_at = 0.0
+        self._turn = Turn()
 
     def begin(self) -> None:
         """Right before the first step."""
-        self._stamps = [self._now()]
+        self._turn.begin()
+        self._last = self._now()
 
     def step(self, loss: Any) -> None:
         """After each step, with its mean loss over the global batch, or this rank's if ranks have equally many
         targets."""
         self._losses.append(loss)
-        self._stamps.append(self._now())
+        self._seconds.append(self._now() - self._last)
         if len(self._losses) == 1:
-            self._first_step_at = time.time()
+            self._first_step_at = time.time() - self._turn.waited
+        self._turn.step()
+        self._last = self._now()
 
     @property
     def steps(self) -> int:
@@ -43,7 +49,7 @@ class Recorder:
             losses = losses.to(self.device)
             torch.distributed.all_reduce(losses)
             losses /= torch.distributed.get_world_size()
-        steps = [end - begin for begin, end in zip(self._stamps, self._stamps[1:], strict=False)]
+        steps = self._seconds
         warm_up = self.workload.warm_up
         return {
             "losses": losses.tolist(),

@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks import busy_neighbour, moments_accuracy, performance_page
 from benchmarks.__main__ import measure
 from benchmarks.common.command import watch
-from benchmarks.common.fresh_process import MeasurementFailed, in_this_process
+from benchmarks.common.fresh_process import Call, MeasurementFailed, in_this_process
 from benchmarks.common.limits import processor
 from benchmarks.common.options import Options
+from benchmarks.common.turns import in_turns, one_after_another
 from benchmarks.parts import w7_data
 from benchmarks.peers.comparison import Contender, compare
 from benchmarks.peers.made_up_words import write_documents
@@ -45,7 +47,7 @@ def test_losses_are_those_of_transformers_trainer_and_of_a_loop_by_hand(tmp_path
     ours = Settings(options={"overrides": [linear]})
     theirs = Settings(options={"arguments": {"lr_scheduler_type": "linear", "warmup_steps": 5}})
     contenders = [Contender("drawbar", ours, "linear"), Contender("Hugging Face Trainer", theirs, "linear")]
-    options = Options(tmp_path / "scratch", rounds=1, run=in_this_process)
+    options = Options(tmp_path / "scratch", rounds=1, run=in_this_process, take_turns=one_after_another)
     found = compare(workload, contenders, "drawbar fp32, linear", options, [])
     drawbar_run, trainer = (found[contender.name] for contender in contenders)
     assert trainer.disagreement == pytest.approx(0, abs=1e-5)
@@ -56,6 +58,23 @@ def test_losses_are_those_of_transformers_trainer_and_of_a_loop_by_hand(tmp_path
     assert by_hand.disagreement == pytest.approx(0, abs=1e-5)
     assert by_hand.row(by_hand)["÷ by hand"].median == 1
     assert all(speed > 0 for speed in by_hand.speeds)
+
+
+def test_contenders_take_turns(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    calls = {
+        name: Call("tests.turn_takers:work", {"log": str(log), "name": name, "steps": steps})
+        for name, steps in (("one", 6), ("fails", 6), ("other", 5))
+    }
+    found = in_turns(calls)
+    assert isinstance(found["fails"], MeasurementFailed)
+    assert "no more" in str(found["fails"])
+    for name in ("one", "other"):
+        result = found[name]
+        assert isinstance(result, dict), result
+        assert result["waited"] > 0
+    turns = [name for name, _ in groupby(line.split()[0] for line in log.read_text().splitlines())]
+    assert turns == ["one", "fails", "other", "one", "fails", "other", "one", "other"]
 
 
 def test_accuracies_are_compared(tmp_path: Path) -> None:
