@@ -6,12 +6,12 @@ All are started one after another, each up to its first step. Then one makes its
 import os
 import select
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from benchmarks.common.fresh_process import Call, MeasurementFailed, Started, in_this_process, start
+from benchmarks.common.fresh_process import Call, MeasurementFailed, Started, start
 
 Key = TypeVar("Key")
 Results = dict[Key, dict[str, Any] | MeasurementFailed]
@@ -67,9 +67,15 @@ def in_turns(calls: Mapping[Key, Call]) -> Results[Key]:
         return {name: _result(player.started) for name, player in players.items()}
 
 
-def one_after_another(calls: Mapping[Key, Call]) -> Results[Key]:
-    """The same in this process, for tests."""
-    return {name: in_this_process(call) for name, call in calls.items()}
+def one_after_another(calls: Mapping[Key, Call], run: Callable[[Call], dict[str, Any]]) -> Results[Key]:
+    """The same, each as ``run`` runs it."""
+    found: Results[Key] = {}
+    for name, call in calls.items():
+        try:
+            found[name] = run(call)
+        except MeasurementFailed as error:
+            found[name] = error
+    return found
 
 
 @dataclass

@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.common.fresh_process import Call, MeasurementFailed, missing
 from benchmarks.common.options import Options
 from benchmarks.common.statistic import Statistic, ratio
-from benchmarks.common.turns import Results
+from benchmarks.common.turns import one_after_another
 from benchmarks.peers.workload import Settings, Workload
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3}
@@ -138,7 +138,7 @@ def _train(
         arguments = {"workload": asdict(workload), "settings": asdict(one.settings), "folder": str(folders[-1])}
         calls[one.name] = Call(f"benchmarks.peers.{MODULES[one.peer][0]}:train", arguments, ranks=one.ranks)
     try:
-        found = options.take_turns(calls) if group[0].ranks == 1 else _run_all(calls, options)
+        found = options.take_turns(calls) if group[0].ranks == 1 else one_after_another(calls, options.run)
     finally:
         for folder in folders:
             shutil.rmtree(folder)
@@ -150,16 +150,6 @@ def _train(
             if note not in notes:
                 notes.append(note)
     return results
-
-
-def _run_all(calls: dict[str, Call], options: Options) -> Results[str]:
-    found: Results[str] = {}
-    for name, call in calls.items():
-        try:
-            found[name] = options.run(call)
-        except MeasurementFailed as error:
-            found[name] = error
-    return found
 
 
 def _compare_losses(measured: dict[str, Measured], reference: str) -> None:

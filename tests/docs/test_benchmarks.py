@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import asdict
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -47,7 +48,8 @@ def test_losses_are_those_of_transformers_trainer_and_of_a_loop_by_hand(tmp_path
     ours = Settings(options={"overrides": [linear]})
     theirs = Settings(options={"arguments": {"lr_scheduler_type": "linear", "warmup_steps": 5}})
     contenders = [Contender("drawbar", ours, "linear"), Contender("Hugging Face Trainer", theirs, "linear")]
-    options = Options(tmp_path / "scratch", rounds=1, run=in_this_process, take_turns=one_after_another)
+    take_turns = partial(one_after_another, run=in_this_process)
+    options = Options(tmp_path / "scratch", rounds=1, run=in_this_process, take_turns=take_turns)
     found = compare(workload, contenders, "drawbar fp32, linear", options, [])
     drawbar_run, trainer = (found[contender.name] for contender in contenders)
     assert trainer.disagreement == pytest.approx(0, abs=1e-5)

@@ -40,7 +40,7 @@ def generate_text(engine: Engine, tokenizer: Any, prompts: Sequence[Prompt], sam
     more positions.
 
     Raises:
-        UserError: the model does not go on with a text, or has no positions for one of the prompts.
+        UserError: the model does not go on with a text, or a prompt has no tokens or more than the model has positions.
     """
     if tokenizer is None:
         raise UserError(
@@ -57,6 +57,12 @@ def generate_text(engine: Engine, tokenizer: Any, prompts: Sequence[Prompt], sam
     encoded = [
         _tokens(tokenizer, prompt) if isinstance(prompt, str) else chat_prompt(tokenizer, prompt) for prompt in prompts
     ]
+    if [] in encoded:
+        raise UserError(
+            f"prompt {encoded.index([]) + 1} has no tokens, and the tokenizer has none that begins a text",
+            where="--prompt, --input",
+            remedy="write the first word of the text into the prompt",
+        )
     if encoded and engine.max_positions is not None:
         _check_room(encoded, engine.max_positions, sampling)
     batches = [encoded[at : at + PROMPTS_TOGETHER] for at in range(0, len(encoded), PROMPTS_TOGETHER)]

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from benchmarks.common.fresh_process import Call, MeasurementFailed, in_fresh_pr
 from benchmarks.common.options import Options
 from benchmarks.common.report import Check, Report, Table
 from benchmarks.common.statistic import Statistic, cell, growth, interleave, markdown_table, ratio
+from benchmarks.common.turns import one_after_another
 from benchmarks.peers.comparison import Contender, Measured, best_of, compare
 from benchmarks.peers.workload import Settings, Workload
 
@@ -115,7 +117,7 @@ def test_only_those_whose_losses_agree_are_timed(tmp_path: Path) -> None:
     speeds = {"of_drawbar": [10.0, 20.0], "hand_written": [10.0, 10.0], "hf_trainer": [99.0, 99.0]}
     names = ("drawbar", "loop by hand", "Hugging Face Trainer")
     contenders = [Contender(peer, Settings()) for peer in names]
-    options = Options(tmp_path, rounds=2, run=stand_in(losses, speeds))
+    options = Options(tmp_path, rounds=2, take_turns=partial(one_after_another, run=stand_in(losses, speeds)))
     workload = Workload(str(tmp_path), "causal_lm", rows=1, steps=3, warm_up=1, overrides=[])
     found = compare(workload, contenders, "loop by hand fp32", options, [])
     ours, by_hand, wrong = found.values()
@@ -136,7 +138,8 @@ def test_one_that_fails_or_is_absent_is_said_so(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("benchmarks.peers.comparison.missing", lambda packages: list(packages))
     contenders = [Contender(peer, Settings()) for peer in ("drawbar", "loop by hand", "Lightning")]
     workload, notes = Workload(str(tmp_path), "causal_lm", 1, 3, 1, []), list[str]()
-    found = compare(workload, contenders, "loop by hand fp32", Options(tmp_path, 1, run=run), notes)
+    options = Options(tmp_path, 1, take_turns=partial(one_after_another, run=run))
+    found = compare(workload, contenders, "loop by hand fp32", options, notes)
     assert list(found) == ["loop by hand fp32"]
     assert notes == [
         "Lightning is absent: lightning is not installed.",

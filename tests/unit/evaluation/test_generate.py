@@ -1,5 +1,6 @@
 """Text from a model: in a batch as alone, and from the command line."""
 
+import copy
 import json
 from pathlib import Path
 
@@ -73,6 +74,14 @@ def test_a_model_without_generate() -> None:
     engine.executor.module = torch.nn.Linear(2, 2)
     with pytest.raises(UserError, match="Linear writes no text"):
         texts(engine, PROMPTS)
+
+
+def test_an_empty_prompt_where_no_token_begins_a_text(engine: Engine) -> None:
+    tokenizer = copy.deepcopy(engine.task.tokenizer)
+    tokenizer.bos_token = tokenizer.eos_token = None
+    for prompts in ([""], ["the hill", ""]):
+        with pytest.raises(UserError, match=f"prompt {len(prompts)} has no tokens, and the tokenizer has none"):
+            generate_text(engine, tokenizer, prompts, GREEDY)
 
 
 def test_a_prompt_that_the_model_has_no_positions_for(engine: Engine) -> None:

@@ -17,6 +17,7 @@ from tensorboard.summary.writer import event_file_writer
 
 from drawbar.config.schema.run_config import TrackingSection
 from drawbar.errors import ExitCode, UserError
+from drawbar.tracking.background import BackgroundTracker
 from drawbar.tracking.jsonl import JsonlTracker
 from drawbar.tracking.tensorboard import TensorBoardTracker
 from drawbar.tracking.tracker import TrackedRun
@@ -122,6 +123,21 @@ def test_a_tracker_that_fails_is_named_once_and_tried_again(tmp_path: Path, capl
     assert [line["step"] for line in untimed(tmp_path / "frail" / "metrics.jsonl")] == [0, 3, 5]
     assert [line["step"] for line in untimed(tmp_path / "whole" / "metrics.jsonl")] == [0, 1, 2, 3, 4, 5]
     assert [record.getMessage().split(":")[0] for record in caplog.records] == ["Frail"] * 3  # twice, and its end
+
+
+class Leaves(JsonlTracker):
+    """Its library ends the process where it may not log in."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        raise SystemExit(5)
+
+
+def test_a_tracker_that_exits_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    background = BackgroundTracker(Leaves(), "Leaves")
+    background.start(TrackedRun(tmp_path, {}))
+    background.log(1, {"train/loss": 1.0})
+    background.finish()
+    assert [record.getMessage().split(" (")[0] for record in caplog.records] == ["Leaves: SystemExit: 5"]
 
 
 def test_starting_over_begins_the_file_anew(tmp_path: Path) -> None:

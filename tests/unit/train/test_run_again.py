@@ -227,7 +227,7 @@ def test_more_steps_go_on_with_a_complete_run(fit: Fit, run: Path, capfd: pytest
     assert fit(*settings, "train.steps=9").progress.step == 9
     said = capfd.readouterr().err
     assert "train.steps was 6 and is now 9: the run goes on from step 6 to step 9" in said
-    assert "that of a run of 9: it goes on with 0.0033" in said
+    assert "that of a run of 9 steps: it goes on with 0.0033" in said
     rates = {line["step"]: line["train/lr"] for line in metrics(run) if "train/lr" in line}
     lr = 1e-2
     assert rates == pytest.approx(
