@@ -34,7 +34,7 @@ class TrackerGuard:
         """Whether the call succeeded. ``after``: what the run does after a failure, as the warning says it."""
         try:
             call(self._tracker)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - nor may a tracker's library that exits end training
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - neither may stop training
             if not self._failing:
                 what = str(error) if isinstance(error, UserError) else f"{type(self._tracker).__name__}: {cause(error)}"
                 logger.warning("%s\n  the run goes on, and %s", what, after)
