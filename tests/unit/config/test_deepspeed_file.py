@@ -213,7 +213,7 @@ CONTRADICTIONS = [
     ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, [], "weight decay is decoupled here"),
     ({"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 5}}}, [], "contradicts train.gradient_clip=1.0"),
     ({"scheduler": {"type": "WarmupCosineLR"}}, [], "contradicts optim.schedule=linear (default): WarmupCosineLR is"),
-    ({"scheduler": {"type": "OneCycle"}}, [], 'scheduler.type = "OneCycle": of DeepSpeed'),
+    ({"scheduler": {"type": "OneCycle"}}, [], 'scheduler.type = "OneCycle": of DeepSpeed\'s schedules, drawbar has'),
     (
         {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 5, "warmup_num_steps": "auto"}}},
         [],
