@@ -7,7 +7,7 @@ UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --no-build-isolation 
 # uv is several times faster, and does not read pip's configuration: where packages come from a mirror, pip finds it
 install = $(UV) $(1) || $(PIP) --no-build-isolation $(1)
 
-.PHONY: demo test lint bench docs clean
+.PHONY: demo test quick lint bench docs clean
 
 demo: .venv/installed
 	$(BIN)/python examples/python_stdlib/demo.py
@@ -16,6 +16,10 @@ demo: .venv/installed
 test: lint
 	$(BIN)/python -m compileall -q src
 	$(BIN)/pytest -q --numprocesses 3 --dist loadfile --no-loadscope-reorder
+
+# less than two minutes: what needs no ranks, and finds most mistakes in settings, names and layers
+quick: lint
+	$(BIN)/pytest -q --numprocesses 2 tests/unit/config tests/unit/metrics tests/unit/optim tests/unit/test_house_rules.py
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .
@@ -26,8 +30,11 @@ lint: .venv/installed-dev
 bench: .venv/installed-bench
 	$(BIN)/python -m benchmarks $(BENCH)
 
+# the generated pages, then the site: build/site/index.html
 docs: .venv/installed-dev
 	$(BIN)/python docs/generate.py
+	rm -rf build/site
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -c docs . build/site
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache build
@@ -40,7 +47,7 @@ clean:
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) setuptools setuptools-scm torch
 	-$(PIP) uv
-	$(call install,-e .)
+	$(call install,-e '.[report]')
 	touch $@
 
 # DeepSpeed's setup looks at torch, so nothing is built in isolation; what it has to compile, it compiles when a run

@@ -23,6 +23,7 @@ from benchmarks.common.report import PLOTS, RESULTS, Report, draw
 PARTS = {
     "W1": "w1_fixed_length",
     "W2": "w2_variable_length",
+    "W2b": "w2b_translation",
     "W3": "w3_loss_head",
     "W4": "w4_optimizer",
     "W5": "w5_two_ranks",

@@ -1,26 +1,38 @@
-"""`make docs`: write the pages that are generated, from the code and from the results of the benchmarks."""
+"""`make docs`: write the pages that are generated, from the code, the benchmarks and what the tutorial has measured."""
 
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1]))
+sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("", "docs", "docs/tutorial"))
 
-from benchmarks import performance_page
+import cli_reference
+from benchmarks import comparison_table, performance_page, plan_accuracy_page
+from write_pages import write_pages
 
-from drawbar.config.io.explain import markdown_reference
+from drawbar.config.io.explain import markdown_reference, schema_json, schema_text
 from drawbar.config.rules import compatibility
 
+HERE = Path(__file__).parent
 PAGES = {
     "configuration.md": markdown_reference,
     "compatibility.md": compatibility.markdown,
     "performance.md": performance_page.render,
+    "config.schema.json": lambda: schema_text(schema_json()),
+    "plan_accuracy.md": plan_accuracy_page.render,
+    "reference/cli.md": cli_reference.render,
 }
 
 
+README = Path(__file__).parents[1] / "README.md"
+
+
 def main() -> None:
+    README.write_text(comparison_table.replace_in(README.read_text("utf-8")), encoding="utf-8")
     for name, render in PAGES.items():
-        path = Path(__file__).parent / name
+        path = HERE / name
         path.write_text(render(), encoding="utf-8")
+        print(path)
+    for path in write_pages():
         print(path)
 
 

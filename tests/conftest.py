@@ -1,6 +1,7 @@
 """Fixtures that every test may use."""
 
 import gc
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from hypothesis import HealthCheck, settings
 import drawbar  # noqa: F401 - before torch: it says how torch's threads wait, to all processes of the tests
 
 if TYPE_CHECKING:
+    from faulty_disk import FaultyDisk
     from runs import Fit
     from slurm_cluster import SlurmCluster
     from sshd import Sshd
@@ -57,6 +59,12 @@ def _state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield
+
+
+@pytest.fixture(autouse=True)
+def _logger_propagates() -> None:
+    """``caplog`` hears drawbar, once, though an earlier test of this process has started a run's logging."""
+    logging.getLogger("drawbar").propagate = True
 
 
 @pytest.fixture
@@ -113,6 +121,15 @@ def frail_slurm(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[SlurmClus
     cluster = start_cluster(tmp_path_factory.mktemp("frail"), nodes=("n1", "n2", "n3"), patience=15)
     yield cluster
     stop_cluster(cluster)
+
+
+@pytest.fixture(scope="session")
+def disk(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[FaultyDisk]":
+    """A disk that fails: see :mod:`faulty_disk`."""
+    from faulty_disk import FaultyDisk
+
+    with FaultyDisk(tmp_path_factory.mktemp("disk")) as disk:
+        yield disk
 
 
 def make_project(folder: Path) -> Path:

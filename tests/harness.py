@@ -50,9 +50,11 @@ def run_cli(*arguments: str, cwd: Path, env: dict[str, str] | None = None, timeo
     return _run([*DRAWBAR, *arguments], cwd, env, timeout)
 
 
-def run_script(script: Path, *arguments: str, cwd: Path, timeout: float = 240) -> Finished:
+def run_script(
+    script: Path, *arguments: str, cwd: Path, env: dict[str, str] | None = None, timeout: float = 240
+) -> Finished:
     """``python SCRIPT ARGUMENTS`` in ``cwd``."""
-    return _run([str(script), *arguments], cwd, None, timeout)
+    return _run([str(script), *arguments], cwd, env, timeout)
 
 
 def run_torchrun(*arguments: str, cwd: Path, env: dict[str, str] | None = None, timeout: float = 240) -> Finished:

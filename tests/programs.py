@@ -26,6 +26,10 @@ PACKAGES = {
     "ssh": "openssh-client",
     "ssh-keygen": "openssh-client",
     "shellcheck": "shellcheck",
+    "chromium": "chromium",
+    "gcc": "build-essential",  # with the headers of C
+    "zsh": "zsh",
+    "fish": "fish",
 }
 
 

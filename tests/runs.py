@@ -22,13 +22,16 @@ def fit_in(
     task: type[Task] | None = None,
     resume: str = "auto",
     fork: str | None = None,
+    weights_only: bool = False,
     callbacks: Sequence[drawbar.Callback] = (),
 ) -> Outcome:
     """What ``drawbar train config.yaml SETTINGS`` does in ``project``, in this process: less than a second."""
     torch.set_num_threads(1)  # tiny tensors: threads would only wait for one another
     with chdir(project):
         loaded = drawbar.load_config("config.yaml", settings, task.Config if task else None)
-        return drawbar.Trainer(loaded.config, task, resume=resume, fork=fork, callbacks=callbacks).fit()
+        return drawbar.Trainer(
+            loaded.config, task, resume=resume, fork=fork, weights_only=weights_only, callbacks=callbacks
+        ).fit()
 
 
 def metrics(run: Path) -> list[dict[str, float]]:

@@ -14,7 +14,7 @@ from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
 from drawbar.engines.build import assemble_engine
 from drawbar.engines.engine import Engine
-from drawbar.parallel.precision import choose_formats
+from drawbar.parallel.precision import choose_dtypes
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.causal_lm import CausalLM
 from drawbar.tasks.task import Task
@@ -92,7 +92,7 @@ def unchecked_engine(task: Task, config: RunConfig, world: Distributed, total_st
     """An engine, whether or not the rules would let a user have it; ``auto`` is ``ddp``."""
     strategy = "ddp" if config.parallel.strategy == "auto" else config.parallel.strategy
     config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"strategy": strategy})})
-    return assemble_engine(task, choose_formats(config, world.device), world, total_steps)
+    return assemble_engine(task, choose_dtypes(config, world.device), world, total_steps)
 
 
 def random_batch(task: CausalLM, rows: int, seed: int) -> Batch:

@@ -55,7 +55,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def measure_limits(folder: Path, repeats: int = 5, megabytes: int = 256) -> dict[str, Any]:
-    """Fastest matrix product of each number format, memory and disk bandwidth, and the seconds of ``import torch``.
+    """Fastest matrix product of each dtype, memory and disk bandwidth, and the seconds of ``import torch``.
 
     Args:
         folder: whose disk is measured.

@@ -164,7 +164,7 @@ def _order_of_a_step(ranks: int) -> Share:
         global_batch=ROWS_PER_RANK * ranks,
         micro_batch=MicroBatchSize(tokens=8192),
         ranks=Ranks(),  # type: ignore[arg-type]
-        prefetcher=Prefetcher(BatchMaker(list, unchanged), ahead=False),
+        prefetcher=Prefetcher(BatchMaker(list, unchanged), prefetch=False),
     )
     steps = loader.steps(0, 10**9)
     return Share("every rank", lambda: next(steps))
@@ -221,21 +221,21 @@ def _signs_of_life(ranks: int) -> dict[str, Share]:
     """All ranks but one wait for that one: rank 0 reads what each says that it does, and publishes the digest."""
     import torch.distributed as dist
 
-    from drawbar.distributed.rank_activity import ActivityCensus, LivenessDigest, RankActivity
+    from drawbar.distributed.rank_activity import ActivityReader, LivenessDigest, RankActivity
 
     store = dist.HashStore()
-    census = ActivityCensus(store, ranks, patience=20)
+    reader = ActivityReader(store, ranks, silent_after=20)
     beats = itertools.count()
 
     def beat() -> None:
-        signs = next(beats)
+        heartbeats = next(beats)
         for rank in range(1, ranks):
-            RankActivity(7, signs, is_waiting=True, activity="the end of the run").publish(store, rank)
-        RankActivity(6, signs, activity="writing the checkpoint of step 3").publish(store, 0)
+            RankActivity(7, heartbeats, is_waiting=True, activity="the end of the run").publish(store, rank)
+        RankActivity(6, heartbeats, activity="writing the checkpoint of step 3").publish(store, 0)
 
     def run() -> LivenessDigest:
-        census.take()
-        return census.publish()
+        reader.read_all()
+        return reader.publish()
 
     def size(digest: LivenessDigest) -> int:
         entries = store.multi_get([f"liveness/{rank}" for rank in range(ranks)])

@@ -16,6 +16,7 @@ from benchmarks.peers.comparison import (
     best_of,
     compare,
     compiled_unless_slower,
+    where_time_goes,
 )
 from benchmarks.peers.workload import Settings, Workload
 
@@ -66,6 +67,8 @@ def measure(options: Options) -> Report:
     ]
     report.tables.append(Table("Steps of the model's own matrix products alone", rates))
     _add_checks(report, measured, floors)
+    best = best_of(measured, "drawbar").contender.settings
+    report.tables.append(where_time_goes(workload, best, [_floor(best)], options, report.notes))
     return report
 
 

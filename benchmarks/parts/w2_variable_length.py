@@ -1,14 +1,15 @@
-"""W2: fine-tuning with samples of very different lengths, in random batches."""
+"""W2: fine-tuning with samples of very different lengths, in random batches: SST-2 with MiniLM."""
 
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 from benchmarks.common.fresh_process import Call
 from benchmarks.common.options import Options
-from benchmarks.common.real_data import NoData, minilm, multi30k, sst2
+from benchmarks.common.real_data import NoData, minilm, sst2
 from benchmarks.common.report import Check, Report, Table
 from benchmarks.common.statistic import ratio
-from benchmarks.peers.comparison import PEERS, Contender, Measured, best_of, compare
+from benchmarks.peers.comparison import PEERS, Contender, Measured, best_of, compare, where_time_goes
 from benchmarks.peers.workload import Settings, Workload
 
 GROUPED = {"arguments": {"train_sampling_strategy": "group_by_length"}}
@@ -16,15 +17,24 @@ ROWS = 32
 
 
 def measure(options: Options) -> Report:
-    report = Report("W2", "fine-tuning with samples of very different lengths, 32 a step")
-    steps = 2 if options.quick else 12
-    for name, make in (("SST-2 with MiniLM", classification), ("Multi30k with a small T5", translation)):
-        try:
-            workload, builder = make(options, steps)
-        except NoData as error:
-            report.notes.append(f"{name} is not measured: {error}.")
-            continue
-        _measure_one(name, workload, builder, options, report)
+    return fine_tuning("W2", "SST-2 with MiniLM", classification, options)
+
+
+def fine_tuning(
+    part: str, name: str, make: Callable[[Options, int], tuple[Workload, list[str]]], options: Options
+) -> Report:
+    """The report of a part.
+
+    Args:
+        make: (options, steps of an epoch) → the workload, and the settings that build its model.
+    """
+    report = Report(part, f"fine-tuning with samples of very different lengths, {ROWS} a step: {name}")
+    try:
+        workload, builder = make(options, 2 if options.quick else 12)
+    except NoData as error:
+        report.notes.append(f"It is not measured: {error}.")
+        return report
+    _measure(name, workload, builder, options, report)
     report.notes.append(
         "Two passes over the same samples, of which the second is timed: whoever groups samples by length trains on "
         "the same ones. No dropout; AdamW, clipping at 1."
@@ -37,27 +47,15 @@ def classification(options: Options, steps: int) -> tuple[Workload, list[str]]:
         *("task.text_column=sentence", "task.labels=[0, 1]", f"data.train={sst2(options)}"),
         *("data.columns=[sentence, label]", "data.sequence_length=128", f"data.limit.train={steps * ROWS}"),
     ]
-    return _two_epochs(options, "sequence_classification", overrides, steps), [f"task.model={minilm()}"]
+    return two_epochs(options, "sequence_classification", overrides, steps), [f"task.model={minilm()}"]
 
 
-def translation(options: Options, steps: int) -> tuple[Workload, list[str]]:
-    english, german = multi30k(options)
-    overrides = [
-        f"data.train={{parallel: {{source: {english}, target: {german}}}}}",
-        *("data.sequence_length=128", f"data.limit.train={steps * ROWS}", "task.generation=null"),
-    ]
-    size, layers = (32, 1) if options.quick else (256, 3)
-    model = f"{{d_model: {size}, d_kv: 32, d_ff: {4 * size}, num_layers: {layers}, num_heads: 4}}"
-    builder = ["task.model=t5", f"task.from_scratch={model}", "task.tokenizer={train: byte_bpe, vocab_size: 4096}"]
-    return _two_epochs(options, "seq2seq", overrides, steps), builder
-
-
-def _two_epochs(options: Options, task: str, overrides: list[str], steps: int) -> Workload:
+def two_epochs(options: Options, task: str, overrides: list[str], steps: int) -> Workload:
     folder = str(options.new_folder("workload"))
     return Workload(folder, task, rows=ROWS, steps=2 * steps, warm_up=steps, overrides=overrides, lr=1e-4)
 
 
-def _measure_one(name: str, workload: Workload, builder: list[str], options: Options, report: Report) -> None:
+def _measure(name: str, workload: Workload, builder: list[str], options: Options, report: Report) -> None:
     arguments = {"workload": asdict(workload), "builder": builder}
     options.run(Call("benchmarks.peers.workload:prepare", arguments))
     trainer = "Hugging Face Trainer"
@@ -77,6 +75,8 @@ def _measure_one(name: str, workload: Workload, builder: list[str], options: Opt
         Table(f"{name}: computed tokens that carry something", [{"batches": k, "share": v} for k, v in shares.items()])
     )
     _add_checks(name, report, measured, shares["drawbar"])
+    best = best_of(measured, "drawbar").contender.settings
+    report.tables.append(where_time_goes(workload, best, [], options, report.notes))
 
 
 def _add_checks(name: str, report: Report, measured: dict[str, Measured], share: float) -> None:
@@ -104,15 +104,16 @@ def useful_tokens(workload: dict[str, Any]) -> dict[str, float]:
     loader = make_loader(run.task, run.config, run.world, run.console)
     ours = [micro.batch for _, micros in loader.steps(0, work.warm_up) for micro in micros]
     theirs = [batch for batches in work.step_batches(1, 0, 1) for batch in batches][: work.warm_up]
-    return {"drawbar": _useful(ours), "rows as they come": _useful(theirs)}
+    useful = sum(map(_useful, theirs))  # the samples are the same
+    return {"drawbar": useful / sum(map(_given, ours)), "rows as they come": useful / sum(map(_given, theirs))}
 
 
-def _useful(batches: list[Any]) -> float:
-    useful = given = 0
-    for batch in batches:
-        given += batch["input_ids"].numel()
-        useful += int(batch["attention_mask"].sum())
-        if "decoder_input_ids" in batch:
-            given += batch["decoder_input_ids"].numel()
-            useful += int((batch["labels"] != -100).sum())
-    return useful / given
+def _given(batch: Any) -> int:
+    """The tokens that the model computes with."""
+    return sum(batch[name].numel() for name in ("input_ids", "decoder_input_ids") if name in batch)
+
+
+def _useful(batch: Any) -> int:
+    """The tokens of padded rows that are no padding."""
+    targets = int((batch["labels"] != -100).sum()) if "decoder_input_ids" in batch else 0
+    return int(batch["attention_mask"].sum()) + targets

@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks.common.fresh_process import Call, MeasurementFailed, missing
 from benchmarks.common.options import Options
+from benchmarks.common.report import Table
 from benchmarks.common.statistic import Statistic, ratio
 from benchmarks.common.turns import one_after_another
 from benchmarks.peers.workload import Settings, Workload
@@ -184,3 +185,20 @@ def compiled_unless_slower(
             kept += [compiled] * (speeds[1] > CLEARLY_SLOWER * speeds[0])
             notes.append(f"{compiled.name}: {speeds[1] / speeds[0]:.2f} times the speed without, in one trial.")
     return kept
+
+
+def where_time_goes(
+    workload: Workload, settings: Settings, more: Sequence[Contender], options: Options, notes: list[str]
+) -> Table:
+    """Milliseconds of a step by kind of operation, of drawbar, a loop by hand and Trainer, and of ``more``: in runs of
+    their own under torch.profiler."""
+    contenders = [Contender(peer, settings) for peer in ("drawbar", "loop by hand", "Hugging Face Trainer")]
+    profiled = replace(workload, profiled=True)
+    found = compare(profiled, [*contenders, *more], contenders[1].name, replace(options, rounds=1), notes)
+    spent = {name: one.results[0]["seconds_by_kind"] for name, one in found.items()}
+    steps = workload.steps - workload.warm_up
+    kinds = sorted(spent[contenders[0].name], key=lambda kind: -spent[contenders[0].name][kind])
+    rows = [
+        {"operations": kind} | {name: 1e3 * own.get(kind, 0.0) / steps for name, own in spent.items()} for kind in kinds
+    ]
+    return Table("Milliseconds of a step by kind of operation, under torch.profiler", rows)

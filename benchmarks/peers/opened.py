@@ -1,16 +1,19 @@
 """The parts of a drawbar run without the run, for what is measured below the training loop."""
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import drawbar
 from benchmarks.peers.recorder import default_device
+from drawbar.config.parallel_dims import ParallelDims
 from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
 from drawbar.engines.build import build_engine
 from drawbar.engines.engine import Engine
-from drawbar.parallel.precision import choose_formats
+from drawbar.parallel.precision import choose_dtypes
 from drawbar.runtime.seed import seed_everything
+from drawbar.tasks.padding import choose_padding_free
 from drawbar.tasks.task_registry import task_class
 from drawbar.tracking.console import make_console
 from drawbar.train.setup import build_task
@@ -29,9 +32,19 @@ class Opened:
         return build_engine(self.task, self.config, self.world, total_steps)
 
 
-def open_task(overrides: list[str]) -> Opened:
-    """Build the task, seeded as a run is."""
-    world, console = Distributed(RankInfo(), default_device(), timeout=600), make_console(False)
-    config = choose_formats(drawbar.load_config(None, overrides).config, world.device)
+def open_task(overrides: list[str], stack: ExitStack | None = None) -> Opened:
+    """Build the task, seeded as a run is.
+
+    Args:
+        stack: ends the process group, where this process is one of several ranks; without it, it is alone.
+    """
+    config = drawbar.load_config(None, overrides).config
+    rank = RankInfo() if stack is None else RankInfo.from_environment()
+    dims = ParallelDims.of(config.parallel, rank.world_size)
+    world, console = Distributed(rank, default_device(), timeout=600, dims=dims), make_console(False)
+    if stack is not None:
+        stack.enter_context(world)
+    config = choose_dtypes(config, world.device)
     seed_everything(config.run.seed)
-    return Opened(config, world, build_task(task_class(config.task.type), config, world, config.run_dir), console)
+    task = build_task(task_class(config.task.type), config, world, config.run_dir)
+    return Opened(choose_padding_free(task, config, world.device), world, task, console)

@@ -8,6 +8,7 @@ import torch
 
 from benchmarks.common.process_memory import status_bytes
 from benchmarks.common.turns import Turn
+from benchmarks.peers.step_profile import StepProfile
 from benchmarks.peers.workload import Workload
 
 
@@ -22,6 +23,8 @@ class Recorder:
         self._last = 0.0
         self._first_step_at = 0.0
         self._turn = Turn()
+        self._profile = StepProfile(self.device) if workload.profiled else None
+        self._seconds_by_kind: dict[str, float] = {}
 
     def begin(self) -> None:
         """Right before the first step."""
@@ -36,6 +39,10 @@ class Recorder:
         if len(self._losses) == 1:
             self._first_step_at = time.time() - self._turn.waited
         self._turn.step()
+        if self._profile is not None and self.steps == self.workload.warm_up:
+            self._profile.start()
+        if self._profile is not None and self.steps == self.workload.steps:
+            self._seconds_by_kind = self._profile.stop()
         self._last = self._now()
 
     @property
@@ -57,6 +64,7 @@ class Recorder:
             "targets_per_second": sum(self.workload.targets()[warm_up:]) / sum(steps[warm_up:]),
             "first_step_at": self._first_step_at,
             "peak_bytes": peak_bytes(self.device),
+            "seconds_by_kind": self._seconds_by_kind,
             "held_out_loss": None if model is None else self.workload.held_out_loss(model),
         }
 

@@ -57,6 +57,8 @@ class Workload:
     weight_decay: float = 0.01
     task_type: str = ""
     """drawbar's name of the task, where it is another."""
+    profiled: bool = False
+    """Whether the steps after the warm-up run under torch.profiler, which slows them down."""
 
     @classmethod
     def of(cls, values: "dict[str, Any] | Workload") -> "Workload":

@@ -1,4 +1,4 @@
-"""`make demo`: train a small Llama on the Python standard library, then show what it learned."""
+"""`make demo`: train a small Llama on the Python standard library, show what it learned, and write a report of it."""
 
 import sys
 from pathlib import Path
@@ -8,6 +8,7 @@ from ngrams import bits_per_byte
 import drawbar
 from drawbar.commands.score_run import generate_from_run
 from drawbar.evaluation.text_generation import Sampling
+from drawbar.report.report_page import write_report
 from drawbar.tracking.table import print_table
 
 HERE = Path(__file__).parent
@@ -37,8 +38,11 @@ def main(overrides: list[str]) -> int:
             [f"this Llama, after {outcome.progress.step} steps", f"{outcome.progress.best_score:.3f}"],
         ],
     )
+    report = config.run_dir / "report.html"
+    write_report([config.run_dir], report)
     print(f"\nThe run is in {config.run_dir}: metrics.jsonl, logs/, checkpoints/, tensorboard/, eval/.")
     print(f"More of its Python:  .venv/bin/drawbar generate {config.run_dir} --prompt 'class '")
+    print(f"Its curves, scores and events, for a browser:  {report}")
     return 0
 
 

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from drawbar.threads import let_threads_sleep
+from drawbar.util.torch_imports import silence_torchao
 
 if TYPE_CHECKING:
     from drawbar.cli import main
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 let_threads_sleep()  # first: OpenMP reads these settings when torch is loaded
+silence_torchao()  # before transformers is imported, in whatever process
 
 _HOMES = {
     "BadRecord": "drawbar.data.readers",

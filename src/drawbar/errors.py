@@ -54,7 +54,11 @@ class UserError(Exception):
         return "\n".join(lines)
 
 
-def nearest(word: str, options: Iterable[str]) -> str | None:
-    """The option spelled most like ``word``, or None where nothing comes close."""
-    matches = difflib.get_close_matches(word, list(options), n=1, cutoff=0.6)
+def nearest(word: str, options: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The option spelled most like ``word``, or None where nothing comes close.
+
+    Args:
+        cutoff: the least similarity that counts, from 0 to 1, as ``difflib`` measures it.
+    """
+    matches = difflib.get_close_matches(word, list(options), n=1, cutoff=cutoff)
     return matches[0] if matches else None

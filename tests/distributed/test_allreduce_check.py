@@ -13,7 +13,7 @@ from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
 from drawbar.distributed.watchdog import NODE
 from drawbar.errors import UserError
-from drawbar.launch.node.allreduce_check import _judge, check_links
+from drawbar.launch.node.allreduce_check import _judge, check_allreduce
 from drawbar.runtime.log import logger
 from harness import run_ranks
 
@@ -46,7 +46,7 @@ def look(fault: str, folder: str) -> dict[str, Any]:
             world._watchdog.stop()  # the others will leave first
             time.sleep(6)
         else:
-            check_links(world, Path(folder), 2.0 if fault == "absent" else 60.0)
+            check_allreduce(world, Path(folder), 2.0 if fault == "absent" else 60.0)
     except UserError as error:
         return {"error": str(error), "code": int(error.exit_code), "seconds": time.monotonic() - begin}
     return {"said": said, "nodes": world.nodes}

@@ -89,7 +89,7 @@ def _train(case: str, node: int, watch: node_check.NodeWatch) -> None:
             assert ended.wait(60)
             return
         if case.endswith(("lost", "left")):
-            watch._name_lost()
+            watch._report_silent_nodes()
 
 
 def test_the_nodes_look_at_one_another(tmp_path: Path) -> None:
@@ -128,9 +128,9 @@ def test_the_nodes_look_at_one_another(tmp_path: Path) -> None:
     assert warning.endswith(" s ahead of that of n1\n")
 
     for case, node, lost in (("n3 lost", 0, "n3"), ("n1 lost", 1, "n1"), ("n1 lost", 2, "n1")):
-        assert f"error: node {lost} is lost: it has given no sign of life for" in found[node][case]["err"]
+        assert f"error: node {lost} is lost: it has sent no heartbeat for" in found[node][case]["err"]
         assert list(found[node][case]["bad"]) == [lost]
-    assert "error: node n3 is lost: it has given no sign of life for" in found[1]["n3 lost"]["err"]
+    assert "error: node n3 is lost: it has sent no heartbeat for" in found[1]["n3 lost"]["err"]
     for node in (0, 1):
         assert (found[node]["n3 left"]["err"], found[node]["n3 left"]["bad"]) == ("", {})
 

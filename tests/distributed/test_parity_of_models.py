@@ -143,14 +143,16 @@ def compare_all(folder: str) -> dict[str, list[Result]]:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Result]]:
-    from drawbar.commands.export_run import export_run
+    from drawbar.commands.export_run import ExportFormat, export_run
 
     folder = tmp_path_factory.mktemp("parity")
     write_project(folder)
     torch.manual_seed(0)
     fit_in(folder, "run.name=base")
     with chdir(folder):
-        export_run(drawbar.load_config("config.yaml", ["run.name=base"]).config, None, Path("folder"), "latest", False)
+        export_run(
+            drawbar.load_config("config.yaml", ["run.name=base"]).config, None, Path("folder"), "latest", ExportFormat()
+        )
     return run_ranks(compare_all, 2, str(folder), timeout=500)[0]
 
 

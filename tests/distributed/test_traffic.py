@@ -25,6 +25,7 @@ REPLICAS = [
     (ParallelSection(strategy="ddp", reduce_dtype="bf16"), "fp32"),
     (ParallelSection(strategy="zero1"), "fp32"),
 ]
+TENSOR = (ParallelSection(tensor=2), "fp32")
 Sent = dict[str, list[int]]
 """The bytes of each collective, by its name; only those of more than 64 bytes."""
 
@@ -51,7 +52,7 @@ class CountedCollectives(TorchDispatchMode):
         self.sent: Sent = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
+        if func.namespace in ("c10d", "_c10d_functional") and func._opname != "wait_tensor":
             size = max(leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
             if size > 64:
                 self.sent.setdefault(func._opname, []).append(size)
@@ -76,7 +77,7 @@ def count(parallel: ParallelSection, precision: str) -> Counted:
 
 
 def count_all() -> list[Counted]:
-    return [count(*case) for case in FSDP + REPLICAS]
+    return [count(*case) for case in [*FSDP, *REPLICAS, TENSOR]]
 
 
 @pytest.fixture(scope="module")
@@ -124,3 +125,9 @@ def test_replicas_send_nothing_until_the_last_micro_batch(case: int, counted: di
         parts = sent.get("broadcast_", [])
         assert (len(parts), sum(parts)) == ((2, 4 * n) if parallel.strategy == "zero1" else (0, 0))
     assert found.evaluation == {}
+
+
+def test_tensor_parallelism_sums_activations_four_times_a_layer(counted: dict[int, Counted]) -> None:
+    """And once after the embedding, once before the head: queries, keys and values share the sum of their gradients."""
+    sizes = counted[len(FSDP) + len(REPLICAS)].steps[1]["all_reduce"]
+    assert sizes.count(max(sizes)) == 4 * 3 + 2

@@ -60,14 +60,33 @@ def run_commands(page: Path, folder: Path) -> int:
     return count
 
 
-def run_command(words: list[str], folder: Path) -> Finished:
+def run_command(words: list[str], folder: Path, env: dict[str, str] | None = None) -> Finished:
     match words[0]:
         case "drawbar":
-            return run_cli(*words[1:], cwd=folder)
+            return run_cli(*words[1:], cwd=folder, env=env)
         case "python":
-            return run_script(folder / words[1], *words[2:], cwd=folder)
+            return run_script(folder / words[1], *words[2:], cwd=folder, env=env)
         case "torchrun":
-            return run_torchrun(*words[1:], cwd=folder)
+            return run_torchrun(*words[1:], cwd=folder, env=env)
         case "deepspeed":
-            return run_deepspeed(*words[1:], cwd=folder)
+            return run_deepspeed(*words[1:], cwd=folder, env=env)
     raise AssertionError(f"a page runs drawbar, python, torchrun or deepspeed, not {words[0]}")
+
+
+def column(text: str, heading: str, number: int = 0) -> list[str]:
+    """The cells of a column of the table whose first heading is ``heading``."""
+    table = text.split(f"\n| {heading} |", maxsplit=1)[1].split("\n\n", maxsplit=1)[0]
+    return [line.strip("| ").split(" | ")[number] for line in table.splitlines()[2:]]
+
+
+def unknown_settings(page: Path) -> list[str]:
+    """What a page names in backticks as ``section.key``, and is no setting. Not looked at: files, what is called as in
+    ``run.log(…)``, and the first cells of tables, which are about other programs."""
+    reference = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
+    settings = set(re.findall(r"^\| `(\w+(?:\.\w+)*)` \|", reference, re.MULTILINE))
+    sections = {setting.partition(".")[0] for setting in settings if "." in setting}
+    text = re.sub(r"^\| .*? \| ", "", BLOCK.sub("", page.read_text(encoding="utf-8")), flags=re.MULTILINE)
+    named = re.findall(r"(?<![\w./@])([a-z_]+(?:\.[a-z_]+)+)(?=[=:`, ])", " ".join(re.findall(r"`[^`\n]+`", text)))
+    files = (".py", ".json", ".jsonl", ".yaml", ".txt", ".tsv")
+    found = {name for name in named if name.partition(".")[0] in sections and not name.endswith(files)}
+    return sorted(found - settings)

@@ -16,7 +16,7 @@ from conftest import write_text
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks import busy_neighbour, moments_accuracy, performance_page
+from benchmarks import busy_neighbour, comparison_table, moments_accuracy, performance_page
 from benchmarks.__main__ import measure
 from benchmarks.common.command import watch
 from benchmarks.common.fresh_process import Call, MeasurementFailed, in_this_process
@@ -141,3 +141,9 @@ def test_a_part_ends_on_the_page(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "W10.json").read_text())
     assert report["machine"]["processor"] == processor()
     assert report["curves"][0]["lines"]["mesh"][1][0] == 64
+
+
+def test_the_table_of_the_readme_is_up_to_date() -> None:
+    page = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    assert comparison_table.BEGIN in page
+    assert page == comparison_table.replace_in(page), "run `make docs`"

@@ -1,4 +1,4 @@
-"""Programs that pip cannot bring: CI installs all of them, and the README names all of them."""
+"""Programs that pip cannot bring: CI installs all of them, and CONTRIBUTING.md names all of them."""
 
 import re
 import subprocess
@@ -21,8 +21,9 @@ def test_ci_installs_what_the_tests_need_and_lets_none_be_skipped() -> None:
     subprocess.run(["shellcheck", str(CI)], check=True)
 
 
-def test_the_readme_says_what_to_install() -> None:
-    (line,) = re.findall(r"^apt-get install --no-install-recommends (.*)$", (ROOT / "README.md").read_text(), re.M)
+def test_a_page_says_what_to_install() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    (line,) = re.findall(r"^apt-get install --no-install-recommends (.*)$", page, re.M)
     assert set(line.split()) == needed
 
 

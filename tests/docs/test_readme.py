@@ -8,26 +8,27 @@ import pytest
 from pages import blocks, run_commands, write_files
 
 import drawbar
-from conftest import write_text
-from drawbar.config.io.explain import markdown_reference
+from drawbar.config.io.explain import markdown_reference, schema_json, schema_text
 from drawbar.config.rules.rule_table import RULES, check_rules
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
+PAGES = (README, ROOT / "CONTRIBUTING.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").rglob("*.md")))
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The README's files, as it shows them; the data is ours."""
+    """The README's files, as it shows them, and the CSV files of somebody who reads it."""
     write_files(README, tmp_path)
-    write_text(tmp_path / "train.txt", 120, seed=1)
-    write_text(tmp_path / "valid.txt", 20, seed=2)
+    for name, count in (("stars", 60), ("more-stars", 12)):
+        rows = [f'"A {"warm" if number % 2 else "cold"} room, number {number}",{number % 2}' for number in range(count)]
+        (tmp_path / f"{name}.csv").write_text("\n".join(["review,stars", *rows, ""]))
     return tmp_path
 
 
 def test_every_command_of_the_readme_runs(folder: Path) -> None:
     assert run_commands(README, folder) >= 10
-    assert (folder / "runs" / "nouns" / "eval" / "validation" / "predictions.jsonl").exists()
+    assert (folder / "runs" / "praise" / "eval" / "validation" / "predictions.jsonl").exists()
     assert (folder / "reviews" / "reviews-model" / "model.safetensors").exists()
 
 
@@ -42,17 +43,16 @@ def test_settings_that_need_the_hub_are_those_of_the_program(tmp_path: Path) -> 
 
 def test_make_has_the_targets_that_pages_name() -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     named = {
         target
-        for page in pages
+        for page in PAGES
         for target in re.findall(r"(?:^|`)make ([a-z]+)", page.read_text(encoding="utf-8"), re.MULTILINE)
     }
-    assert {"demo", "test"} <= named <= targets
+    assert {"demo", "test", "quick"} <= named <= targets
 
 
 def test_links_lead_somewhere() -> None:
-    for page in (README, *sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("examples/*/README.md"))):
+    for page in (*PAGES, ROOT / "configs" / "README.md", *sorted(ROOT.glob("examples/*/README.md"))):
         for target in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
             if "://" in target:
                 continue
@@ -71,6 +71,8 @@ def anchors(page: Path) -> set[str]:
 def test_generated_pages_are_up_to_date() -> None:
     page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     assert page == markdown_reference(), "run `make docs`"
+    schema = (ROOT / "docs" / "config.schema.json").read_text(encoding="utf-8")
+    assert schema == schema_text(schema_json()), "run `make docs`"
 
 
 def test_the_loop_can_be_read_at_one_sitting() -> None:

@@ -17,7 +17,7 @@ PARTS = [block for block in blocks(PAGE) if block.mark == "part"]
 def test_every_command_runs(tmp_path: Path) -> None:
     write_data(tmp_path)
     write_files(PAGE, tmp_path)
-    assert run_commands(PAGE, tmp_path) == 2
+    assert run_commands(PAGE, tmp_path) == 3
 
 
 @pytest.mark.parametrize("block", PARTS, ids=range(len(PARTS)))

@@ -247,6 +247,10 @@ def test_a_callback_that_cannot_be_made_is_refused(callbacks: str, what: str, re
     Path("misspelt.py").write_text("import drawbar\n\nclass Late(drawbar.Callback):\n    on_steps = print\n")
     with pytest.raises(UserError, match=r"Late\.on_steps would never be called"):
         train("callbacks=['misspelt:Late']")
+    with pytest.raises(
+        UserError, match=r"Curt\.on_step cannot be called with \(run, info\)[\s\S]*def on_step\(self, run"
+    ):
+        train(callbacks=[type("Curt", (drawbar.Callback,), {"on_step": lambda self, run: None})()])
     assert what in caught.value.what
     assert remedy in str(caught.value.remedy)
     assert not Path("runs").exists()

@@ -25,7 +25,9 @@ def test_the_demo_runs_and_runs_again(tmp_path: Path) -> None:
         assert done.code == 0, done.out + done.err
         assert "this Llama, after 3 steps" in done.out
         assert "A sample:" in done.out
+        assert "runs/demo/report.html" in done.out
     assert (tmp_path / "runs" / "demo" / "checkpoints" / "best.json").exists()
+    assert "3/3" in (tmp_path / "runs" / "demo" / "report.html").read_text(encoding="utf-8")
 
 
 def test_a_context_that_was_seen_is_worth_something() -> None:

@@ -97,7 +97,12 @@ class Mine(drawbar.CausalLM):
 COMMAND_LINE = [
     Case("unknown command", ("trian", "config.yaml"), ("No such command 'trian'", "Did you mean 'train'?")),
     Case("unknown option", (*TRAIN, "--resum", "never"), ("No such option '--resum'", "'--resume'", "--help")),
-    Case("no configuration", ("train",), ("data.train", "nothing to train on", "train.steps", "set data.train")),
+    Case(
+        "no configuration",
+        ("train",),
+        ("data.train", "nothing to train on", "train.steps", "`drawbar train config.yaml`", "set data.train"),
+    ),
+    Case("no configuration to plan", ("plan",), ("nothing to train on", "`drawbar plan config.yaml`")),
     Case("override without =", (*TRAIN, "optim.lr"), ("command line: optim.lr", "KEY=VALUE")),
     Case("eval of no run", ("eval", "runs/nope"), ("runs/nope is no run directory", "config.yaml")),
     Case("generate of no run", ("generate", "data"), ("data is no run directory", "config.yaml")),
@@ -169,6 +174,11 @@ DATA = [
     Case("pattern without files", (*TRAIN, "data.train=t*.text"), ("t*.text", "no file matches", "data.train")),
     Case("a folder", (*TRAIN, "data.train=texts"), ("texts is a folder", "texts/*.txt"), folder("texts", a_txt="a")),
     Case("empty validation", TRAIN, ("valid.txt", "it is empty", "put data"), file("valid.txt", "")),
+    Case("prompts that fill all",
+         (*TRAIN, "data.train=a.jsonl", "task.prompt_column=a", "task.completion_column=b", "data.sequence_length=4",
+          "data.validation=null", "eval.every=null"),
+         ("no samples", "leave no room for an answer", "a.jsonl:1", "set data.sequence_length to "),
+         file("a.jsonl", '{"a": "a prompt that is long", "b": "an answer"}\n')),
     Case("validation without samples", (*TRAIN, "task.type=picky:Picky"), ("no samples", "17 records", "valid.txt:1"),
          file("picky.py", PICKY)),
     Case("prompts", ("generate", ".", "--input", "nope.txt"), ("nope.txt", "does not exist")),
@@ -397,6 +407,7 @@ def check_refused(case: Case, project: Path) -> None:
     done = run_cli(*case.arguments, cwd=project, env={**NO_NETWORK, **case.env}, timeout=60)
     check_message(done, case.code, case.says)
     assert snapshot(project, left_out) == before
+    assert all((lock.parent / "config.yaml").exists() for lock in project.rglob(".lock"))
 
 
 def check_message(done: Finished, code: int, says: tuple[str, ...]) -> None:

@@ -178,7 +178,7 @@ def test_waiting_for_a_stopped_process_ends(tmp_path: Path) -> None:
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
     try:
-        with pytest.raises(UserError, match=rf"process {pid} on host .* gave no sign of life for 1 s") as caught:
+        with pytest.raises(UserError, match=rf"process {pid} on host .* sent no heartbeat for 1 s") as caught:
             cached(tmp_path, encoder, timeout=1)
         assert f"kill -9 {pid}" in str(caught.value.remedy)
         assert caught.value.exit_code == ExitCode.FAILED

@@ -144,7 +144,7 @@ def start(project: Path, output: Path) -> BaseProcess:
 @pytest.mark.parametrize(
     ("fate", "error"),
     [
-        ("raises beside a deaf rank", "error: rank 1 failed first: ValueError: planted"),
+        ("raises beside a deaf rank", "error: rank 1: Doomed.forward fails: ValueError: planted"),
         ("raises in evaluation", "error: rank [01]: the evaluation failed on rank 0: ValueError: planted"),
         ("killed", "error: rank 1 was killed by SIGKILL"),
         ("exits", "error: rank 1 ended with exit code 7 and no message"),
@@ -161,7 +161,7 @@ def test_a_rank_that_dies_ends_the_run(doomed: Path, fate: str, error: str) -> N
 
 def test_a_save_that_has_begun_is_finished_where_another_rank_dies(doomed: Path) -> None:
     done = run_cli(*COMMAND, "checkpoint.every=2", cwd=doomed, env={"FATE": "raises beside a rank that writes"})
-    assert errors(done.err) == ["error: rank 1 failed first: ValueError: planted"]
+    assert errors(done.err) == ["error: rank 1: Doomed.forward fails: ValueError: planted"]
     assert (doomed / "runs/tiny/checkpoints/step-00000002/manifest.json").exists(), done.err
     check_gone(ranks(doomed))
 

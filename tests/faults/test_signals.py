@@ -17,7 +17,7 @@ import drawbar
 from conftest import make_project
 from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.distributed.rank_info import RankInfo
-from harness import run_cli, run_ranks, start_cli
+from harness import run_cli, run_ranks, start_cli, wait_until
 from runs import losses, metrics, scores, weights
 
 CONFIG = """\
@@ -206,6 +206,22 @@ def test_before_the_first_step_a_run_leaves_at_once(slow: Path, everybody: bool)
     (slow / "slow").unlink()
     done = run_cli("train", "config.yaml", "task.type=slow_start:Slow", cwd=slow)
     assert done.code == 0, done.err
+
+
+def test_a_comparison_that_is_ended_speaks_of_no_checkpoint(slow: Path) -> None:
+    output = slow / "output"
+    output.mkdir()
+    arguments = ("config.yaml", "task.type=slow_start:Slow", "--strategies", "ddp", "--ranks", "2")
+    process = start_cli("parity", *arguments, cwd=slow, output=output)
+    wait_until((slow / "started-0").exists, lambda: (output / "0.err").read_text())
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(60)
+    err = (output / "0.err").read_text()
+    assert "SIGTERM came before the command was done, and nothing of it is kept; give it again" in err
+    assert "checkpoint" not in err
+    assert "Traceback" not in err
+    assert not (slow / "runs").exists() or not list((slow / "runs").glob("*/config.yaml"))
 
 
 def descendants(pid: int) -> list[int]:

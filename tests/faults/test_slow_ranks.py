@@ -205,4 +205,4 @@ def be_stopped_at_work(folder: str, which: int) -> str:
 def test_a_rank_that_is_stopped_is_named(which: int, tmp_path: Path) -> None:
     message = run_ranks(be_stopped_at_work, 2, str(tmp_path), which)[1 - which]
     assert f"rank {1 - which} waited 3s for the others at the end of the run: " in message
-    assert f"rank {which} (writing the checkpoint of step 3); no sign of life since then" in message
+    assert f"rank {which} (writing the checkpoint of step 3); no heartbeat since then" in message

@@ -1,4 +1,4 @@
-"""Training on one CUDA device: the numbers of the CPU, the number formats, and an exact resume."""
+"""Training on one CUDA device: the numbers of the CPU, the dtypes, and an exact resume."""
 
 import copy
 from functools import partial

@@ -43,7 +43,7 @@ def test_batches_prepared_ahead_are_pinned(workers: str | int) -> None:
         global_batch=2,
         micro_batch=MicroBatchSize(rows=2),
         ranks=Distributed(RankInfo(), torch.device("cpu"), timeout=60).dp_group,
-        prefetcher=make_prefetcher(Task(config), config, CUDA, ahead=True),
+        prefetcher=make_prefetcher(Task(config), config, CUDA, prefetch=True),
     )
     batches = [micro.batch for _, micro_batches in loader.steps(0, 6) for micro in micro_batches]
     loader.close()

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from drawbar.models.liger import liger_cross_entropy
-from drawbar.models.logit_steps import LogitSteps
+from drawbar.models.logit_ops import LogitOps
 from drawbar.parallel.chunked_loss import chunked_cross_entropy
 from drawbar.parallel.precision import autocast
 
@@ -32,7 +32,7 @@ def chunked(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 def liger(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     pytest.importorskip("liger_kernel")
-    return liger_cross_entropy(LogitSteps([]))(hidden, weight, None, labels)
+    return liger_cross_entropy(LogitOps([]))(hidden, weight, None, labels)
 
 
 @pytest.mark.parametrize("way", [chunked, liger])

@@ -26,6 +26,7 @@ from drawbar.launch.slurm.cpus import few_cpus
 from drawbar.launch.slurm.queue import COLUMNS, QueueEntry, expand, parse
 from drawbar.launch.slurm.slurm_status import judge_job
 from drawbar.util.best_score import BestScore
+from drawbar.util.run_dir import LOCK_FILE
 from harness import Finished, run_cli
 from messages import check_one_message
 
@@ -206,6 +207,9 @@ def test_how_far_a_run_is(tmp_path: Path) -> None:
     assert not found.is_stale(1031.0 + 299)  # a line took 30 seconds
     assert found.is_stale(1031.0 + 301)
 
+    write_run_status(tmp_path, "training", 2, 20, started=1030.5)  # it stood still for 30 seconds, and was resumed
+    assert read_progress(tmp_path).patience < 300
+
     write_run_status(tmp_path, "stopped", 2, 20)  # a run of today says it itself
     found = read_progress(tmp_path)
     assert (found.run_state, found.step_of_total) == ("stopped", "2/20")
@@ -354,6 +358,7 @@ def test_what_the_files_know_needs_no_slurm(tmp_path: Path) -> None:
 def test_a_run_that_was_never_submitted_has_a_status(project: Path) -> None:
     (project / "runs" / "here").mkdir(parents=True)
     (project / "runs" / "here" / "config.yaml").write_text("train:\n  steps: 5\n")
+    (project / "runs" / "here" / LOCK_FILE).touch()
     told = call("status", "runs/here", cwd=project)
     assert (told.code, told.out.splitlines()[1]) == (0, "step        none yet"), told.err
     assert json.loads(call("status", "runs/here", "--json", cwd=project).out)["job"] is None

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from drawbar.config.io.user_modules import SNAPSHOT
+from drawbar.config.io.user_code import SNAPSHOT
 from drawbar.launch.job_files import CONFIG
 from drawbar.launch.jobs.restart_count import MOST_RESTARTS, count_restart, newest_step
 from drawbar.launch.node.endpoint import PORTS, choose_address, choose_port
@@ -69,10 +69,10 @@ def test_the_way_of_the_libraries() -> None:
 def test_a_rendezvous_is_taken_once() -> None:
     rendezvous = Rendezvous("job-7", "10.0.0.1:20000", nodes=2, node=1, address="10.0.0.2")
     environ: dict[str, str] = {}
-    rendezvous.announce(environ)
+    rendezvous.to_environment(environ)
     assert list(environ) == [VARIABLE]
-    assert Rendezvous.take(environ) == rendezvous
-    assert Rendezvous.take(environ) is None
+    assert Rendezvous.from_environment(environ) == rendezvous
+    assert Rendezvous.from_environment(environ) is None
 
 
 def run_node(endpoint: str, config: Path, **environ: str) -> "subprocess.CompletedProcess[str]":
@@ -97,7 +97,7 @@ def test_a_node_becomes_its_command(tmp_path: Path) -> None:
     assert list(config.parent.iterdir()) == [config]
     said, announced = done.stdout.splitlines()
     assert said.startswith("drawbar: node 2 of 2, n2: meets the others at 127.0.0.1:20000 over lo (127.0.0.1)")
-    assert Rendezvous.take({VARIABLE: announced}) == Rendezvous(
+    assert Rendezvous.from_environment({VARIABLE: announced}) == Rendezvous(
         "drawbar-7", "127.0.0.1:20000", 2, 1, "127.0.0.1", ("n1", "n2")
     )
 

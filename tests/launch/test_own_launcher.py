@@ -99,6 +99,8 @@ def test_what_it_cannot_do_is_refused(at_home: Path) -> None:
         (["--hosts", "gpu1"], "exclude one another"),
     ):
         assert says in str(submit(at_home, "--to", "at_home", *option).exception)
+    several = submit(at_home, "--to", "at_home", "--nodes", "2").exception
+    assert "at_home runs a job on one machine, and not on 2\n  where: cluster.nodes" in str(several)
 
 
 def test_one_that_is_no_launcher_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

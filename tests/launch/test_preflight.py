@@ -12,7 +12,7 @@ from conftest import make_project
 from drawbar.config.schema.cluster_section import ClusterSection
 from drawbar.config.schema.slurm_time import parse_time, write_time
 from drawbar.errors import UserError
-from drawbar.launch.folder_facts import check_room
+from drawbar.launch.folder_facts import check_run_folder
 from drawbar.launch.job import Job
 from drawbar.launch.node.bad_nodes import record_bad_nodes
 from drawbar.launch.slurm.bad_node_requeue import GAVE_UP, NO_BAD_NODES, requeue
@@ -106,15 +106,15 @@ def test_a_partition_that_is_down() -> None:
 
 
 def test_room_for_a_run(tmp_path: Path) -> None:
-    check_room(tmp_path / "runs" / "tiny")
+    check_run_folder(tmp_path / "runs" / "tiny")
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot be written"):
-        check_room(tmp_path / "file" / "tiny")
+        check_run_folder(tmp_path / "file" / "tiny")
     checkpoint = tmp_path / "tiny" / "checkpoints" / "step-00000005"
     checkpoint.mkdir(parents=True)
     os.truncate(os.open(checkpoint / "model.safetensors", os.O_WRONLY | os.O_CREAT), 2**42)  # a hole: takes no room
     with pytest.raises(UserError, match=r"4,194,304 MiB needed"):
-        check_room(tmp_path / "tiny")
+        check_run_folder(tmp_path / "tiny")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "tiny"]
 
 

@@ -183,7 +183,7 @@ def test_a_node_that_is_lost_is_named(jobs: dict[str, Submitted]) -> None:
     wait_until(lambda: job.steps > 6, "the job to train", SECONDS)
     kill_node(job.slurm, "n3")
     wait_until(lambda: job.facts["Restarts"] == "1", "the job to be requeued", SECONDS)
-    assert "error: node n3 is lost: it has given no sign of life" in job.log
+    assert "error: node n3 is lost: it has sent no heartbeat" in job.log
     assert {name for nodes in job.bad_nodes for name in nodes} == {"n3"}
     wait_until(lambda: not processes(job.slurm, job=job.number), "the surviving node to be left", SECONDS)
     start_node(job.slurm, "n3")

@@ -143,7 +143,8 @@ def test_cancelled_and_resumed(slurm: SlurmCluster, project: Path) -> None:
 
 
 def test_a_sweep(slurm: SlurmCluster, tmp_path: Path) -> None:
-    """Its last element is interrupted: it goes back into the queue alone, though Slurm gives it the array's number."""
+    """Its last element is interrupted: it goes back into the queue alone, though Slurm gives it the array's
+    number."""
     project = make_project(tmp_path)
     user = User(slurm, project)
     sweep = ("--sweep", "optim.lr=1e-2,1e-3", "--sweep", "train.steps=80", "eval.every=null", "checkpoint.every=1000")

@@ -16,7 +16,7 @@ import drawbar
 from drawbar.cli.resume import resumable_jobs
 from drawbar.errors import UserError
 from drawbar.launch.job_files import FOLDER
-from drawbar.launch.jobs.job_process import find_process, hold_job, is_running
+from drawbar.launch.jobs.job_process import find_process, is_running, lock_job_file
 from drawbar.launch.jobs.job_status import LOST, RUNNING
 from drawbar.launch.jobs.records import JobEnd, JobRecord, append_records
 from drawbar.launch.ssh.ssh_launcher import UNKNOWN, SshLauncher
@@ -139,7 +139,7 @@ def record(run_dir: Path) -> JobRecord:
 def test_the_end_of_a_process_frees_its_job(tmp_path: Path) -> None:
     job = record(tmp_path)
     assert not is_running(job)
-    with hold_job(tmp_path, job.number, ("gpu1", "gpu2")):
+    with lock_job_file(tmp_path, job.number, ("gpu1", "gpu2")):
         assert is_running(job)
         (status,) = SshLauncher().status([job])
         assert (status.state, status.detail) == (RUNNING, "on gpu1, gpu2")
@@ -155,7 +155,7 @@ def test_the_end_of_a_process_frees_its_job(tmp_path: Path) -> None:
 def test_a_process_of_another_machine_is_asked_about_there(tmp_path: Path) -> None:
     job = record(tmp_path)
     append_records([job])
-    with hold_job(tmp_path, job.number):
+    with lock_job_file(tmp_path, job.number):
         file = tmp_path / FOLDER / "process-ssh-1.json"
         file.write_text(file.read_text().replace(os.uname().nodename, "login7"))
         (running,) = SshLauncher().status([job])

@@ -1,6 +1,6 @@
 """Checkpoints that are complete or absent, whatever happens to the process that writes them.
 
-Nothing here knows of strategies: a rank that writes has gathered a full ``Snapshot``; every rank may read.
+Independent of the strategy: a rank writes a full ``Snapshot``, or its own shards (a part); every rank may read.
 """
 
 from drawbar.checkpoint.directory import CheckpointDirectory

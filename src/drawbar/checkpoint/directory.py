@@ -2,7 +2,6 @@
 
 import logging
 import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,32 +9,27 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
-from drawbar.checkpoint.format import OtherFormat, Snapshot, Unusable, step_name
+from drawbar.checkpoint.checked_files import check_local_files, check_sizes
+from drawbar.checkpoint.folder_moves import TMP, delete, move_aside, remove, with_suffix
+from drawbar.checkpoint.format import REPLACED, Damaged, OtherFormat, Snapshot, Unusable, step_name
 from drawbar.checkpoint.load import (
-    REPLACED,
-    check_sizes,
     complete_checkpoints,
     explain_read_errors,
     explain_unusable,
     folders_in,
-    refusal,
+    run_given_error,
     step_folders,
-    verify,
+    unusable_error,
+    verify_except_parts,
 )
-from drawbar.checkpoint.save import write_amended, write_files
-from drawbar.checkpoint.space import REMEDIES, free_bytes, readable
+from drawbar.checkpoint.save import write_files, write_with_changed_state
+from drawbar.checkpoint.space import REMEDIES, DiskFault, free_text
 from drawbar.errors import ExitCode, UserError
 from drawbar.util.atomic_files import retried, sync, write_durably
 from drawbar.util.best_score import BEST_FILE, BestScore
 
 logger = logging.getLogger("drawbar")
 
-TMP = ".tmp"
-"""Suffix of what is still being written."""
-DELETING = ".deleting"
-"""Suffix of what is being deleted, so that half of a checkpoint never carries the name of a whole one."""
 UNUSABLE = ".unusable"
 """Suffix of what was set aside: it stays for people to look at, and is never counted, used or deleted."""
 
@@ -43,15 +37,15 @@ _LEFTOVER = re.compile(r"(step-\d{8,}(\.replaced)?|best\.json)\.(tmp|deleting)")
 
 
 @dataclass(frozen=True)
-class Survey:
-    """A run's checkpoints, as far as the newest usable one."""
+class NewestUsable:
+    """Result of the search for a run's newest usable checkpoint."""
 
     newest: Path | None
     """The newest checkpoint that matches its checksums."""
     unusable: dict[Path, Unusable]
-    """What is wrong with those that are newer."""
+    """The newer checkpoints, none of which can be used, with the reason."""
     set_aside: list[Path]
-    """Those that an earlier start found unusable."""
+    """Checkpoints that an earlier start found unusable and renamed."""
 
 
 class CheckpointDirectory:
@@ -61,15 +55,18 @@ class CheckpointDirectory:
         self.path = path
 
     def steps(self) -> list[int]:
-        """Steps of the complete checkpoints, ascending. A cheap check: files and sizes, no checksums."""
-        return list(self._complete())
+        """Steps of the checkpoints of which this disk has all that belongs on it, ascending. A cheap check: files and
+        sizes, no checksums."""
+        with explain_read_errors(self.path):
+            return list(complete_checkpoints(self.path, on_several_disks=True))
 
     def _complete(self) -> dict[int, Path]:
         with explain_read_errors(self.path):
             return complete_checkpoints(self.path)
 
-    def survey(self) -> Survey:
-        """Verify the checkpoints, newest first, up to the first that matches its checksums.
+    def find_newest_usable(self) -> NewestUsable:
+        """Verify the checkpoints, newest first, up to the first that matches its checksums. Of part files only the size
+        is checked: their blocks are verified when they are read.
 
         Raises:
             UserError: the disk cannot be read.
@@ -79,11 +76,11 @@ class CheckpointDirectory:
             set_aside = [self.path / name for name in sorted(folders_in(self.path)) if UNUSABLE in name]
             for _, folder in step_folders(self.path):
                 try:
-                    verify(folder)
-                    return Survey(folder, unusable, set_aside)
+                    verify_except_parts(folder)
+                    return NewestUsable(folder, unusable, set_aside)
                 except Unusable as reason:
                     unusable[folder] = reason
-        return Survey(None, unusable, set_aside)
+        return NewestUsable(None, unusable, set_aside)
 
     def latest(self) -> Path | None:
         """The newest checkpoint that matches its checksums; damaged ones are named in a warning and skipped.
@@ -91,26 +88,28 @@ class CheckpointDirectory:
         Raises:
             UserError: the disk cannot be read, or a newer checkpoint is of another format.
         """
-        found = self.survey()
+        found = self.find_newest_usable()
         for folder, reason in found.unusable.items():
             if isinstance(reason, OtherFormat):
-                raise refusal(folder, reason)
-            logger.warning("the checkpoint %s is damaged and is skipped: %s", folder, reason)
+                raise unusable_error(folder, reason)
+            how = "is damaged" if isinstance(reason, Damaged) else "cannot be used here"
+            logger.warning("the checkpoint %s %s and is skipped: %s", folder, how, reason)
         return found.newest
 
-    def intact(self, step: int) -> Path | None:
-        """The checkpoint of a step; None if no complete one is found, or, with a warning, if its check fails."""
+    def verified_folder(self, step: int) -> Path | None:
+        """The verified checkpoint of a step; None if there is no complete one, or, with a warning, if verification
+        fails."""
         folder = self._complete().get(step)
         try:
             if folder is not None:
-                verify(folder)
+                verify_except_parts(folder)
         except (Unusable, OSError) as reason:
             logger.warning("the checkpoint %s is left out: %s", folder, reason)
             return None
         return folder
 
     def best_record(self) -> BestScore | None:
-        """What ``best.json`` says; None where no evaluation has chosen a checkpoint.
+        """The content of ``best.json``; None where no evaluation has chosen a checkpoint.
 
         Raises:
             UserError: it cannot be read, or is damaged.
@@ -122,13 +121,14 @@ class CheckpointDirectory:
             except FileNotFoundError:
                 return None
         try:
-            return BestScore.model_validate_json(text)
-        except ValidationError as error:
+            return BestScore.from_json(text)
+        except ValueError as error:
             steps = ", ".join(map(str, self.steps()))
             raise UserError(
                 f"{BEST_FILE} is damaged: it does not say which checkpoint is the best one",
                 where=str(file),
-                remedy=f"name a checkpoint: latest, or one of these steps: {steps}. A run that goes on writes it anew",
+                remedy=f"name a checkpoint: latest, or one of these steps: {steps}; or delete that file. "
+                "The next save of the run writes it anew",
             ) from error
 
     def best(self) -> Path | None:
@@ -145,16 +145,16 @@ class CheckpointDirectory:
             logger.warning("%s names step %d, whose checkpoint is gone", self.path / BEST_FILE, record.step)
             return None
         with explain_unusable(folder):
-            verify(folder)
+            verify_except_parts(folder)
         return folder
 
     def set_best(self, step: int, metric: str, score: float) -> None:
         """Record the best checkpoint. Write it first: raises ValueError for a step that is not complete."""
         if step not in self.steps():
             raise ValueError(f"step {step} has no complete checkpoint in {self.path}")
-        with self._explained(BEST_FILE):
+        with self.explain_write_errors(BEST_FILE):
             best = BestScore(step=step, metric=metric, score=score)
-            write_durably(self.path / BEST_FILE, best.model_dump_json(indent=2))
+            write_durably(self.path / BEST_FILE, best.to_json())
 
     def resolve(self, which: str) -> Path:
         """The checkpoint that ``latest``, ``best``, a step number, a path or a folder name here stands for.
@@ -169,20 +169,30 @@ class CheckpointDirectory:
             found = self.best()
         elif which.isdecimal():
             found = complete.get(int(which))
+            if found is None:
+                self._refuse_damaged(int(which))
         else:
             found = next((path for path in (Path(which), self.path / which) if path.is_dir()), None)
             if found is not None and (found / "checkpoints").is_dir():
-                raise _is_a_run(found)
+                raise run_given_error(found)
         if found is not None:
             return found
         steps = ", ".join(map(str, complete))
+        words = "latest" if which == "best" else "latest, best"
         raise UserError(
             f"there is no checkpoint '{which}'",
             where=str(self.path),
-            remedy=f"give latest, best, the path of a checkpoint, or one of these steps: {steps}"
+            remedy=f"give {words}, the path of a checkpoint, or one of these steps: {steps}"
             if steps
             else "give the path of a checkpoint; this folder has no complete one",
         )
+
+    def _refuse_damaged(self, step: int) -> None:
+        """Raise the UserError of a step whose checkpoint is there and cannot be used."""
+        folder = self.path / step_name(step)
+        if folder.is_dir():
+            with explain_unusable(folder):
+                check_sizes(folder)
 
     def write(self, snapshot: Snapshot) -> None:
         """Write a checkpoint; it appears under its name when every byte of it is on the disk.
@@ -194,77 +204,129 @@ class CheckpointDirectory:
             UserError: the disk is full, a quota or limit is reached, or the folder is not writable. The
                 checkpoints written before are untouched.
         """
-        self.publish(step_name(snapshot.step), partial(write_files, snapshot=snapshot))
+        self.write_folder(step_name(snapshot.step), partial(write_files, snapshot=snapshot))
 
-    def amend(self, step: int, changes: dict[str, Any]) -> None:
-        """Change entries of the state of a checkpoint that is complete. It is as safe as writing one, and quick.
+    def update_state(self, step: int, changes: dict[str, Any]) -> None:
+        """Change entries in the state of a complete checkpoint, atomically; tensors are not written again.
 
         Raises:
             UserError: as ``write`` does.
         """
         old = self.path / step_name(step)
-        self.publish(old.name, lambda folder: write_amended(folder, old, changes))
+        self.write_folder(old.name, lambda folder: write_with_changed_state(folder, old, changes))
 
-    def publish(self, name: str, fill: Callable[[Path], None]) -> None:
-        """Make the checkpoint ``name`` of what ``fill`` writes into a new folder. It appears when ``fill`` is done.
+    def write_folder(self, name: str, write_content: Callable[[Path], None]) -> None:
+        """Write a checkpoint atomically: ``write_content`` makes and fills a temporary folder, which is then renamed to
+        ``name``.
+
+        Raises:
+            UserError: as ``write`` does.
+        """
+        tmp = with_suffix(self.path / name, TMP)
+        with self.explain_write_errors(name, tmp):
+            self.path.mkdir(parents=True, exist_ok=True)
+            remove(tmp)
+        self.finish_write(name, write_content)
+
+    def begin_write(self, name: str) -> Path:
+        """A new, empty folder in which several processes write the checkpoint ``name``: see ``part_commit``.
+
+        Raises:
+            UserError: as ``write`` does.
+        """
+        tmp = with_suffix(self.path / name, TMP)
+        with self.explain_write_errors(name, tmp):
+            self.path.mkdir(parents=True, exist_ok=True)
+            remove(tmp)
+            tmp.mkdir()
+        return tmp
+
+    def folder_of_parts(self, step: int) -> Path:
+        """Where the parts of a step are written, between ``begin_write`` and ``finish_write``."""
+        return with_suffix(self.path / step_name(step), TMP)
+
+    def older_than(self, checkpoint: Path | None) -> list[Path]:
+        """The checkpoints before one of this folder, newest first; none for None. Checkpoints that cannot be read at
+        the moment are included: opening one raises that error, so that a run does not silently resume from a still
+        older one."""
+        if checkpoint is None:
+            return []
+        with explain_read_errors(self.path):
+            folders = list(step_folders(self.path))
+        number = next((step for step, folder in folders if folder.name == checkpoint.name), 0)
+        older: dict[int, Path] = {}
+        for step, folder in folders:
+            if step < number and step not in older and _has_own_files(folder, unknown=True):
+                older[step] = folder
+        return list(older.values())
+
+    def finish_write(self, name: str, write_content: Callable[[Path], None]) -> None:
+        """Let ``write_content`` add the last files to the folder of ``begin_write``, then rename it to ``name``.
 
         Raises:
             UserError: as ``write`` does.
         """
         final = self.path / name
-        tmp = _beside(final, TMP)
-        with self._explained(name, tmp):
-            self.path.mkdir(parents=True, exist_ok=True)
-            _remove(tmp)
-            fill(tmp)
-            replaced = _make_way(final)
+        tmp = with_suffix(final, TMP)
+        with self.explain_write_errors(name, tmp):
+            write_content(tmp)
+            replaced = move_aside(final)
             tmp.rename(final)
             sync(self.path)
         if replaced is not None:
-            _delete(replaced)
+            delete(replaced)
+
+    def discard(self, name: str) -> None:
+        """Remove what was written of the checkpoint ``name`` since ``begin_write``; only warn where that cannot be
+        done."""
+        delete(with_suffix(self.path / name, TMP))
 
     def rotate(self, keep: int, protect: set[int]) -> None:
-        """Delete all complete checkpoints but the ``keep`` (at least 1) newest and the protected steps."""
+        """Delete all complete checkpoints (``steps``) but the ``keep`` (at least 1) newest and the protected steps."""
         try:
-            complete = complete_checkpoints(self.path)
+            complete = complete_checkpoints(self.path, on_several_disks=True)
         except OSError as error:
             logger.warning("old checkpoints stay, as %s cannot be read: %s", self.path, error.strerror)
             return
         for step in list(complete)[:-keep]:
             if step not in protect:
-                _delete(complete[step])
+                delete(complete[step])
 
     def set_aside(self, unusable: Mapping[Path, Unusable]) -> None:
-        """Rename checkpoints that cannot be used, so that nothing counts or replaces them."""
+        """Rename unusable checkpoints, so that they are neither counted nor replaced. Raises as ``write`` does."""
         for folder, reason in unusable.items():
-            aside = _beside(folder, UNUSABLE)
-            while aside.exists():  # a step may be damaged, made again, and damaged again
-                aside = _beside(aside, UNUSABLE)
-            folder.rename(aside)
+            aside = with_suffix(folder, UNUSABLE)
+            with self.explain_write_errors(folder.name, done="set aside"):
+                while aside.exists():  # a step may be damaged, made again, and damaged again
+                    aside = with_suffix(aside, UNUSABLE)
+                folder.rename(aside)
+                sync(self.path)
             logger.warning("the checkpoint %s cannot be used and is set aside as %s: %s", folder, aside.name, reason)
-        if unusable:
-            sync(self.path)
 
-    def clean(self) -> None:
-        """Remove what a killed process left behind. Only the process that writes may call it."""
+    def remove_leftovers(self) -> None:
+        """Remove what a killed process left behind. Only the process that writes may call it. Raises as ``write``."""
         for entry in list(self.path.iterdir()) if self.path.is_dir() else []:
             if _LEFTOVER.fullmatch(entry.name):
-                logger.info("removing %s, left behind by a process that was killed", entry)
-                _delete(entry)
+                logger.info("removing %s, left behind by a process that was killed, or by a failed save", entry)
+                delete(entry)
         for step, folder in list(step_folders(self.path)):
             if folder.name.endswith(REPLACED):
-                self._settle(folder, self.path / step_name(step))
+                self._finish_replacement(folder, self.path / step_name(step))
 
-    def _settle(self, replaced: Path, final: Path) -> None:
-        """End a replacement that was cut short: the old checkpoint is deleted, or, without a new one, renamed back."""
+    def _finish_replacement(self, replaced: Path, final: Path) -> None:
+        """Finish an interrupted replacement: delete the old checkpoint, or rename it back if there is no new one."""
         if not final.exists():
-            replaced.rename(final)
-        elif _has_all_files(final):
-            _delete(replaced)
+            with self.explain_write_errors(replaced.name, done="renamed back"):
+                replaced.rename(final)
+        elif _has_own_files(final, unknown=False):
+            delete(replaced)
 
     def describe_newest(self) -> str:
         """A sentence on the checkpoint that the run can resume from, for the error of a failed save."""
         try:
+            steps, complete = self.steps(), self._complete()
+            if steps and steps[-1] not in complete:
+                return f"What this disk has of {step_name(steps[-1])} is there: the same command resumes from it."
             newest = self.latest()
         except UserError as error:
             return f"What was saved before is untouched, but {error.what}."
@@ -273,72 +335,28 @@ class CheckpointDirectory:
         return f"The newest complete checkpoint, {newest.name}, is intact: the same command resumes from it."
 
     @contextmanager
-    def _explained(self, name: str, tmp: Path | None = None) -> Iterator[None]:
-        """Turn a failed write of ``name`` into a UserError, and remove what it had left in ``tmp``."""
+    def explain_write_errors(self, name: str, tmp: Path | None = None, done: str = "written") -> Iterator[None]:
+        """Turn an OSError while writing ``name`` into a DiskFault, and remove the incomplete ``tmp``."""
         try:
             yield
         except OSError as error:
-            free = readable(free_bytes(self.path))
+            free = free_text(self.path)  # before it grows
             if tmp is not None:
-                _delete(tmp)
-            raise UserError(
-                f"{name} could not be written: {error.strerror} ({free} free)",
+                delete(tmp)
+            raise DiskFault(
+                f"{name} could not be {done}: {error.strerror}{free}",
                 where=str(self.path),
                 remedy=REMEDIES.get(error.errno or 0, "check the disk, or use another one (run.dir)"),
                 exit_code=ExitCode.FAILED,
             ) from error
 
 
-def _is_a_run(folder: Path) -> UserError:
-    """The error for a run where one of its checkpoints is asked for."""
-    checkpoints = folder / "checkpoints"
-    steps = CheckpointDirectory(checkpoints).steps()
-    return UserError(
-        f"{folder} is a run, and not one of its checkpoints",
-        where=str(folder),
-        remedy=f"give its newest: {checkpoints / step_name(steps[-1])}" if steps else "it has no complete one yet",
-    )
-
-
-def _has_all_files(folder: Path) -> bool:
+def _has_own_files(folder: Path, unknown: bool) -> bool:
+    """Whether this disk has all that belongs on it; returns ``unknown`` where it cannot be read at the moment."""
     try:
-        check_sizes(folder)
+        check_local_files(folder)
     except Unusable:
         return False
+    except OSError:
+        return unknown
     return True
-
-
-def _make_way(final: Path) -> Path | None:
-    """Move an older checkpoint of the same step aside, under a name that readers still find."""
-    if not final.exists():
-        return None
-    replaced = _beside(final, REPLACED)
-    if replaced.exists():
-        _delete(replaced)
-    final.rename(replaced)
-    return replaced
-
-
-def _delete(path: Path) -> None:
-    """Delete a folder or file. Only warns where it cannot: that is no reason to end a run."""
-    try:
-        if path.name.endswith((TMP, DELETING)):
-            _remove(path)
-            return
-        doomed = _beside(path, DELETING)
-        _remove(doomed)
-        path.rename(doomed)
-        _remove(doomed)
-    except OSError as error:
-        logger.warning("%s could not be deleted: %s", path, error.strerror)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    elif path.exists():
-        path.unlink()
-
-
-def _beside(path: Path, suffix: str) -> Path:
-    return path.with_name(path.name + suffix)

@@ -1,14 +1,27 @@
-"""What a checkpoint on disk is: its files, its manifest, and how the state that is not tensors is written.
+"""The checkpoint format on disk: files, manifest, and the encoding of the state that is not tensors.
 
-A checkpoint is a folder ``step-00001000`` with five files:
+A checkpoint is a folder ``step-00001000``. In format 1 it holds whole tensors, in five files:
 
 =========================  =====================================================================================
 ``model.safetensors``      parameters and buffers under their fully qualified names; tied ones are stored once
 ``optimizer.safetensors``  the optimizer's tensors by ``<parameter>/<key>``: ``lm_head.weight/exp_avg``
-``rng.safetensors``        generators' states, one for each set of ranks that draw alike: ``seed-0003/torch``
-``state.json``             everything else: step, best score, loss scaler, position in the data, number formats
+``rng.safetensors``        RNG states, one for each set of ranks that draw the same numbers: ``seed-0003/torch``
+``state.json``             everything else: step, best score, loss scaler, position in the data, dtypes
 ``manifest.json``          format, version, step, and the size and SHA-256 of the other four; written last
 =========================  =====================================================================================
+
+In format 2 each rank has written its own part of the tensors. In place of the first two files there are
+
+===============================  ===============================================================================
+``model-00003.safetensors``      what rank 3 has written of the model: tensors, and boxes of them, which are called
+                                 ``lm_head.weight@512,0`` by the place where they begin
+``optimizer-00003.safetensors``  the same of the optimizer
+``….safetensors.sums``           a checksum for each block of such a file: ``block_checksums``
+``tensors.json``                 which box of which tensor is in which file: ``tensor_index``
+===============================  ===============================================================================
+
+Where nodes share no disk, each disk has some of the part files, and all of the other files; the manifest, the same on
+all disks, says which disk has which (``Manifest.disks``). The folders of a step on several disks fit together.
 
 Nothing here needs an unpickler: safetensors and JSON hold numbers, text and lists, never code.
 """
@@ -22,10 +35,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
-FORMAT = 1
+from drawbar.util.strict_json import read_json
+
+WHOLE, PARTS = 1, 2
 """Number of the format, one higher each time that an older drawbar could no longer read what is written."""
 
 MODEL_FILE = "model.safetensors"
@@ -33,8 +48,17 @@ OPTIMIZER_FILE = "optimizer.safetensors"
 RNG_FILE = "rng.safetensors"
 STATE_FILE = "state.json"
 MANIFEST_FILE = "manifest.json"
+INDEX_FILE = "tensors.json"
+CHECKSUMS_SUFFIX = ".sums"
+"""Suffix of the file with the checksums of a part file's blocks."""
+PART_NAME = re.compile(r"(model|optimizer)-\d{5,9}\.safetensors")
 
 STEP_NAME = re.compile(r"step-(\d{8,})")
+REPLACED = ".replaced"
+"""Suffix of an older checkpoint of a step while a new one of the same step replaces it."""
+
+
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def step_name(step: int) -> str:
@@ -56,21 +80,30 @@ class Snapshot:
     state: dict[str, Any]
     """JSON values only: None, bool, int, float (NaN and infinities too), str, lists, and dicts with text keys."""
 
+    def nbytes(self) -> int:
+        """Bytes of the tensors, tied ones counted once: a little less than the files will take."""
+        tensors = (*self.model.values(), *self.optimizer.values(), *self.rng.values())
+        return sum({id(tensor): tensor.nbytes for tensor in tensors}.values())
+
 
 class Unusable(Exception):
-    """A checkpoint cannot be used; the message names the file and what is wrong with it."""
+    """A checkpoint cannot be used; the message names the file and the reason."""
 
 
 class Damaged(Unusable):
-    """It is not as it was written."""
+    """A file does not match its checksum, is missing, or cannot be parsed."""
+
+
+class PartsElsewhere(Unusable):
+    """Some part files are on other nodes' disks, where they belong; those that belong here are intact."""
 
 
 class OtherFormat(Unusable):
-    """Another version of drawbar wrote it, and can read it."""
+    """Written by another version of drawbar, in a format that this one does not read."""
 
 
 class FileEntry(BaseModel):
-    """What the manifest knows of a file."""
+    """Size and checksum of one file, as listed in the manifest."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -80,7 +113,7 @@ class FileEntry(BaseModel):
 
 
 class Manifest(BaseModel):
-    """The list of a checkpoint's files. Its own text ends with a checksum of all the rest."""
+    """The list of a checkpoint's files, with a checksum of the list itself."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -89,32 +122,66 @@ class Manifest(BaseModel):
     """Version of drawbar that wrote the checkpoint."""
     step: int
     files: dict[str, FileEntry]
+    parts: dict[str, int] | None = None
+    """Format 2: the size of each part file in bytes. Its content is verified block by block, when it is read."""
+    disks: list[list[str]] | None = None
+    """Format 2, where nodes shared no disk: the part files on each of the disks. None: all files are in one folder."""
 
     @classmethod
-    def of(cls, step: int, files: dict[str, FileEntry]) -> "Manifest":
-        return cls(format=FORMAT, drawbar=version("drawbar"), step=step, files=files)
+    def of(
+        cls,
+        step: int,
+        files: dict[str, FileEntry],
+        parts: dict[str, int] | None = None,
+        disks: list[list[str]] | None = None,
+    ) -> "Manifest":
+        number = WHOLE if parts is None else PARTS
+        return cls(format=number, drawbar=version("drawbar"), step=step, files=files, parts=parts, disks=disks)
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of every file of the checkpoint but the manifest."""
+        return {name: entry.size for name, entry in self.files.items()} | (self.parts or {})
 
     def to_json(self) -> bytes:
-        fields = self.model_dump()
+        fields = self.model_dump(exclude_none=True)
         return json.dumps(fields | {"sha256": _checksum(fields)}, indent=2).encode()
 
     @classmethod
     def from_json(cls, text: bytes) -> "Manifest":
         """Raises Damaged for text that is not a whole, unchanged manifest, or OtherFormat for one of another format."""
         try:
-            fields = json.loads(text)
+            fields = read_json(text)
             unchanged = fields.pop("sha256") == _checksum(fields)
-            known = fields["format"] == FORMAT
-        except (ValueError, KeyError, TypeError, AttributeError):
+            known = fields["format"] in (WHOLE, PARTS)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise Damaged(f"{MANIFEST_FILE} is not a manifest") from None
         if not known:  # first: another format may have another checksum
             raise OtherFormat(
                 f"{MANIFEST_FILE} has format {fields['format']}, from drawbar {fields.get('drawbar')}; "
-                f"this is drawbar {version('drawbar')}, which reads format {FORMAT}"
+                f"this is drawbar {version('drawbar')}, which reads formats {WHOLE} and {PARTS}"
             )
         if not unchanged:
             raise Damaged(f"{MANIFEST_FILE} does not match its own checksum")
-        return cls.model_validate(fields)
+        try:
+            manifest = cls.model_validate(fields)
+        except ValidationError:
+            raise Damaged(f"{MANIFEST_FILE} is not a manifest") from None
+        manifest._check_names()
+        return manifest
+
+    def _check_names(self) -> None:
+        """Input validation: file names must lie in the checkpoint's own folder, and part files must have checksums."""
+        if (self.format == PARTS) != (self.parts is not None) or min(self.sizes().values(), default=0) < 0:
+            raise Damaged(f"{MANIFEST_FILE} is not a manifest")
+        parts = self.parts or {}
+        for name in self.files:
+            if not _PLAIN_NAME.fullmatch(name) or name == MANIFEST_FILE or name in parts:
+                raise Damaged(f"{MANIFEST_FILE} names {name!r}, which cannot be a file of a checkpoint")
+        for name in parts:
+            if not PART_NAME.fullmatch(name) or name + CHECKSUMS_SUFFIX not in self.files:
+                raise Damaged(f"{MANIFEST_FILE} names {name!r}, which cannot be a part of a checkpoint")
+        if self.disks is not None and set().union(*self.disks) != parts.keys():
+            raise Damaged(f"{MANIFEST_FILE} does not say of every part on which disk it is")
 
 
 def _checksum(fields: dict[str, Any]) -> str:
@@ -130,7 +197,14 @@ def encode_state(state: dict[str, Any]) -> bytes:
 
 
 def decode_state(text: bytes) -> dict[str, Any]:
-    return json.loads(text)
+    """Inverse of ``encode_state``. Raises Damaged for text that is not such a state."""
+    try:
+        state = read_json(text)
+    except ValueError:
+        state = None
+    if not isinstance(state, dict):
+        raise Damaged(f"{STATE_FILE} is not a checkpoint's state")
+    return state
 
 
 def _plain(value: Any, where: str) -> Any:
@@ -148,6 +222,6 @@ def _plain(value: Any, where: str) -> Any:
 
 
 def describe(path: Path) -> FileEntry:
-    """Size and checksum of a file, as it reads back."""
+    """Read a file to find its size and checksum."""
     with path.open("rb") as file:
         return FileEntry(size=path.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest())

@@ -1,6 +1,5 @@
 """Find checkpoints, check them against their manifests, and read them."""
 
-import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,90 +7,159 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torch import Tensor
+
+from drawbar.checkpoint.checked_files import (
+    check_content,
+    check_local_files,
+    check_sizes,
+    damaged_if_missing,
+    read_checked,
+)
 from drawbar.checkpoint.format import (
-    MANIFEST_FILE,
     MODEL_FILE,
     OPTIMIZER_FILE,
+    REPLACED,
     RNG_FILE,
     STATE_FILE,
     STEP_NAME,
     Damaged,
     Manifest,
+    PartsElsewhere,
     Snapshot,
     Unusable,
     decode_state,
-    describe,
     step_name,
 )
+from drawbar.checkpoint.part_files import PartFiles
 from drawbar.distributed.process_group import Distributed
 from drawbar.errors import ExitCode, UserError
 from drawbar.runtime.safetensors_reader import TensorFiles
 from drawbar.util.atomic_files import identity, retried
+from drawbar.util.strict_json import read_json
 
 T = TypeVar("T")
 
-REPLACED = ".replaced"
-"""Suffix of a checkpoint that stands aside while a new one of the same step takes its name."""
-
 
 def read(path: Path) -> Snapshot:
-    """Verify a checkpoint and open it: see ``open_snapshot``."""
+    """Verify a checkpoint (of part files only the sizes), and open it: see ``open_snapshot``."""
     with explain_unusable(path):
-        verify(path)
+        verify_except_parts(path)
     return open_snapshot(path)
 
 
-def read_together(path: Path, world: Distributed) -> Snapshot:
-    """Like ``read``, on every rank; one of the ranks that see the same files verifies them."""
-    with explain_unusable(path):
-        leader = world.lowest_rank_with_same(
-            [_look(name, partial(identity, path / name)) for name in check_sizes(path).files]
-        )
-    with world.barrier_after(f"reading {path}"), explain_unusable(path):
-        if leader == world.rank:
-            verify(path)
-    return open_snapshot(path)
+def read_on_all_ranks(path: Path, world: Distributed) -> Snapshot:
+    """Like ``read``, on every rank; one of the ranks that see the same files verifies them.
+
+    Raises:
+        Unusable: a rank finds it damaged, or of another format; on every rank.
+        UserError: the disk cannot be read on some rank; on every rank.
+    """
+    activity = f"reading {path}"
+    files = run_on_all_ranks(path, world, activity, lambda: _identities(path))
+    is_leader = world.lowest_rank_with_same(files) == world.rank
+
+    def check_and_open() -> Snapshot:
+        if is_leader:
+            verify_except_parts(path)
+        return open_snapshot_folder(path)
+
+    return run_on_all_ranks(path, world, activity, check_and_open)
+
+
+def _identities(path: Path) -> list[tuple[int, int, int, int]]:
+    return [damaged_if_missing(name, partial(identity, path / name)) for name in check_sizes(path).files]
+
+
+def run_on_all_ranks(path: Path, world: Distributed, activity: str, read: Callable[[], T]) -> T:
+    """Call ``read`` on every rank, and raise on all of them if it fails on any. Collective; but ``read`` itself must
+    not call a collective.
+
+    Args:
+        path: of the checkpoint that it reads.
+
+    Raises:
+        Unusable, UserError: on every rank, where ``read`` has raised one on any. An OSError becomes a UserError.
+    """
+    failure: Unusable | UserError | None = None
+    with world.working(activity):
+        try:
+            with explain_read_errors(path):
+                result = read()
+        except (Unusable, UserError) as error:
+            failure = error
+    failures = [found for found in world.all_gather(failure) if found is not None]
+    if failures:  # that a disk cannot be read counts first: it says nothing about the checkpoint
+        raise next((found for found in failures if isinstance(found, UserError)), failures[0])
+    return result
 
 
 def open_snapshot(path: Path) -> Snapshot:
-    """A checkpoint that was verified. Model and optimizer are read tensor by tensor, or part by part, when asked for:
-    a rank may need little of them. Tied names stand for one stored tensor.
+    """Open a checkpoint that was verified. Its tensors are read lazily, whole or by region, as a rank may need few of
+    them. Tied names refer to one stored tensor.
 
-    The files stay open while the snapshot is used, so that the checkpoint may be deleted meanwhile.
+    The files stay open while the snapshot is used, so that the checkpoint may be deleted meanwhile (see ``PartFiles``).
+    Of a checkpoint in parts, each block is verified when it is read: that may raise ``Damaged`` (``explain_unusable``).
 
     Raises:
         UserError: it is missing, damaged or of another format, or the disk cannot be read. The message names the file.
     """
     with explain_unusable(path):
-        return Snapshot(
-            step=check_sizes(path).step,
-            model=_open_tensors(path / MODEL_FILE),
-            optimizer=_open_tensors(path / OPTIMIZER_FILE),
-            rng=dict(_open_tensors(path / RNG_FILE)),
-            state=decode_state((path / STATE_FILE).read_bytes()),
-        )
+        return open_snapshot_folder(path)
+
+
+def open_snapshot_folder(folder: Path) -> Snapshot:
+    """As ``open_snapshot``, but raises Unusable and OSError."""
+    manifest = check_sizes(folder)
+    parts = PartFiles(folder) if manifest.parts is not None else None
+    return Snapshot(
+        step=manifest.step,
+        model=_open_tensors(folder / MODEL_FILE) if parts is None else parts.model,
+        optimizer=_open_tensors(folder / OPTIMIZER_FILE) if parts is None else parts.optimizer,
+        rng=_read_tensors(folder / RNG_FILE),
+        state=decode_state(read_checked(folder, STATE_FILE, manifest)),
+    )
 
 
 def read_state(path: Path) -> dict[str, Any]:
     """Verify and load ``state.json`` alone. Raises UserError as ``read`` does."""
     with explain_unusable(path):
-        _check_content(path, STATE_FILE, check_sizes(path))
-        return decode_state((path / STATE_FILE).read_bytes())
+        return decode_state(read_checked(path, STATE_FILE, check_sizes(path)))
 
 
 def _open_tensors(path: Path) -> TensorFiles:
-    files = TensorFiles([path])
-    return files.renamed({name: name for name in files} | json.loads(files.metadata["aliases"]))
+    """The tensors of a file under all their names, read lazily. Raises Damaged for a file that cannot be parsed."""
+    with _damaged_if_unparsable(path):
+        files = TensorFiles([path])
+        return files.renamed({name: name for name in files} | read_json(files.metadata["aliases"]))
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    """The same, read into memory; tied tensors are read once."""
+    with _damaged_if_unparsable(path):
+        files = TensorFiles([path])
+        stored = dict(files)
+        return stored | {name: stored[first] for name, first in read_json(files.metadata["aliases"]).items()}
+
+
+@contextmanager
+def _damaged_if_unparsable(path: Path) -> Iterator[None]:
+    """Raise Damaged for a parse error."""
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = f": {error}" if isinstance(error, ValueError) else ""
+        raise Damaged(f"{path.name} is not a file of a checkpoint{reason}") from None
 
 
 @contextmanager
 def explain_unusable(path: Path) -> Iterator[None]:
-    """Turn what is wrong with the checkpoint ``path``, or with its disk, into a UserError."""
+    """Turn Unusable and OSError from reading the checkpoint ``path`` into a UserError."""
     with explain_read_errors(path):
         try:
             yield
         except Unusable as reason:
-            raise refusal(path, reason) from None
+            raise unusable_error(path, reason) from None
 
 
 @contextmanager
@@ -113,12 +181,17 @@ def explain_read_errors(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def refusal(path: Path, reason: Unusable) -> UserError:
-    """The refusal to use a checkpoint; it names the others that there are."""
+def unusable_error(path: Path, reason: Unusable) -> UserError:
+    """The error for a checkpoint that cannot be used; it lists the others."""
     if not path.is_dir():
         what = f"there is no checkpoint {path}"
     else:
         what = f"the checkpoint {path.absolute().name} cannot be used: {reason}"
+    if isinstance(reason, PartsElsewhere):
+        remedy = (
+            "copy the files of that folder from the other nodes into it, or give the command that trains the run again"
+        )
+        return UserError(what, where=str(path), remedy=f"{remedy}: that puts the newest one together on every disk")
     others = [folder.name for folder in complete_checkpoints(path.parent).values() if folder != path]
     if others:
         remedy = f"use another checkpoint of {path.parent}: {', '.join(others)}"
@@ -127,8 +200,18 @@ def refusal(path: Path, reason: Unusable) -> UserError:
     return UserError(what, where=str(path), remedy=remedy)
 
 
+def run_given_error(folder: Path) -> UserError:
+    """The error for a run directory where one of its checkpoints is asked for."""
+    newest = list(complete_checkpoints(folder / "checkpoints").values())[-1:]
+    return UserError(
+        f"{folder} is a run, and not one of its checkpoints",
+        where=str(folder),
+        remedy=f"give its newest: {newest[0]}" if newest else "it has no complete one yet",
+    )
+
+
 def step_folders(directory: Path) -> Iterator[tuple[int, Path]]:
-    """``(step, folder)``, newest first, of what is named as a checkpoint, complete or not.
+    """``(step, folder)`` of all folders with a checkpoint's name, complete or not, newest first.
 
     Raises:
         OSError: nobody can tell what is there.
@@ -154,10 +237,13 @@ def folders_in(directory: Path) -> set[str]:
         return set()
 
 
-def complete_checkpoints(directory: Path) -> dict[int, Path]:
+def complete_checkpoints(directory: Path, on_several_disks: bool = False) -> dict[int, Path]:
     """Step → folder, ascending, of the checkpoints that have all their files in the right size.
 
     Only their manifests are read. A checkpoint that cannot be read at the moment is left out.
+
+    Args:
+        on_several_disks: include those of which some parts are on other nodes' disks.
 
     Raises:
         OSError: nobody can tell what is there.
@@ -165,47 +251,19 @@ def complete_checkpoints(directory: Path) -> dict[int, Path]:
     found: dict[int, Path] = {}
     for step, folder in step_folders(directory):
         try:
-            check_sizes(folder)
+            _, elsewhere = check_local_files(folder)
         except (Unusable, OSError):
+            continue
+        if elsewhere and not on_several_disks:
             continue
         found.setdefault(step, folder)
     return dict(reversed(found.items()))
 
 
-def check_sizes(folder: Path) -> Manifest:
-    """The manifest, once every file that it lists is there in the right size.
-
-    Raises:
-        Unusable: it is damaged, or of another format.
-        OSError: the disk cannot be read.
-    """
-    manifest = Manifest.from_json(_look(MANIFEST_FILE, (folder / MANIFEST_FILE).read_bytes))
-    for name, entry in manifest.files.items():
-        size = _look(name, (folder / name).stat).st_size
-        if size != entry.size:
-            raise Damaged(f"{name} has {size} bytes instead of {entry.size}")
-    return manifest
-
-
-def verify(folder: Path) -> Manifest:
-    """The manifest, once every file is as it was written, by size and SHA-256. Raises as ``check_sizes`` does."""
+def verify_except_parts(folder: Path) -> Manifest:
+    """Check every file by size and SHA-256, and return the manifest. Of part files only the size is checked: their
+    blocks are verified when they are read. Raises as ``check_sizes`` does."""
     manifest = check_sizes(folder)
     for name in manifest.files:
-        _check_content(folder, name, manifest)
+        check_content(folder, name, manifest)
     return manifest
-
-
-def _check_content(folder: Path, name: str, manifest: Manifest) -> None:
-    found = _look(name, lambda: describe(folder / name))
-    if found != manifest.files[name]:
-        raise Damaged(f"{name} has the checksum {found.sha256[:16]}… instead of {manifest.files[name].sha256[:16]}…")
-
-
-def _look(name: str, read: Callable[[], T]) -> T:
-    """What ``read`` finds out about a file of a checkpoint. Raises Damaged where it is missing."""
-    try:
-        return retried(read)
-    except (FileNotFoundError, NotADirectoryError):
-        raise Damaged(f"{name} is missing") from None
-    except IsADirectoryError:
-        raise Damaged(f"{name} is a folder") from None

@@ -1,10 +1,10 @@
-"""Copy a run's state to host memory, and write it to a folder that survives a power cut."""
+"""Copies a run's state to host memory, and writes it durably (fsynced) to a folder."""
 
 import json
-import os
 import shutil
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,62 +12,75 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from drawbar.checkpoint.checked_files import files_elsewhere
 from drawbar.checkpoint.format import (
     MANIFEST_FILE,
     MODEL_FILE,
     OPTIMIZER_FILE,
     RNG_FILE,
     STATE_FILE,
+    FileEntry,
     Manifest,
     Snapshot,
     decode_state,
     describe,
     encode_state,
 )
-from drawbar.checkpoint.space import rust_errors
-from drawbar.runtime.safetensors_reader import read_header
-from drawbar.util.atomic_files import sync
+from drawbar.checkpoint.part_writer import write_tensors
+from drawbar.checkpoint.space import rust_errors_as_oserror
+from drawbar.runtime.safetensors_reader import StoredTensors, read_header
+from drawbar.util.atomic_files import link_or_copy, sync
 
 
 def host_copies(
     tensors: Mapping[str, Tensor],
-    keep: bool = True,
+    stores: bool = True,
     convert: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor.detach(),
 ) -> dict[str, Tensor]:
-    """Copies in host memory that share nothing with the live tensors: training goes on while they are written.
+    """Copies in host memory that share no memory with the live tensors, so that training can go on while they are
+    written.
 
     Names that share a tensor share its copy. Views that merely overlap become tensors of their own.
 
     Args:
-        keep: False on a rank that only takes part in ``convert``; it gets nothing.
+        stores: False on a rank that only takes part in the collectives of ``convert``; it gets an empty dict.
         convert: returns the full tensor (collective if sharded); called once per tensor, in one order on all ranks.
     """
     first = _first_names(tensors)
     copies: dict[str, Tensor] = {}
-    for name in dict.fromkeys(first.values()):
+    for name in unique_names(tensors):
         converted = convert(name, tensors[name])
-        if keep:
+        if stores:
             copies[name] = converted.to("cpu", copy=True, memory_format=torch.contiguous_format)
-    return {name: copies[first[name]] for name in tensors} if keep else {}
+    return {name: copies[first[name]] for name in tensors} if stores else {}
+
+
+def unique_names(tensors: Mapping[str, Tensor]) -> list[str]:
+    """The names of the tensors, of tied ones the first."""
+    return list(dict.fromkeys(_first_names(tensors).values()))
+
+
+def tied_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Maps each further name of a tied tensor to its first name."""
+    return {name: first for name, first in _first_names(tensors).items() if name != first}
 
 
 def _first_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """For every name, the first name of the very same tensor: itself, unless the tensor is tied."""
+    """Maps each name to the first name of the same tensor (itself, unless the tensor is tied)."""
     seen: dict[Hashable, str] = {}
-    return {name: seen.setdefault(_identity(name, tensor), name) for name, tensor in tensors.items()}
+    return {name: seen.setdefault(_identity(tensor), name) for name, tensor in tensors.items()}
 
 
-def _identity(name: str, tensor: Tensor) -> Hashable:
-    if isinstance(tensor, DTensor):
-        return id(tensor)  # a rank's part of it may be empty, and every rank must give the same answer
-    # Empty tensors all live at address 0, which does not tie them.
-    if tensor.numel() == 0:
-        return name
+def _identity(tensor: Tensor) -> Hashable:
+    # Of a DTensor a rank's part may be empty, and every rank must give the same answer. Empty tensors all live at
+    # address 0, which does not tie them; they may be parameters that ZeRO-3 has freed.
+    if isinstance(tensor, DTensor) or tensor.numel() == 0:
+        return id(tensor)
     return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
 
 
 def write_files(folder: Path, snapshot: Snapshot) -> None:
-    """Write a whole checkpoint into a new folder, each file forced to the disk, the manifest last.
+    """Write a checkpoint of format 1 into a new folder; each file is fsynced, the manifest last.
 
     Args:
         folder: must not exist yet.
@@ -83,21 +96,42 @@ def write_files(folder: Path, snapshot: Snapshot) -> None:
         (OPTIMIZER_FILE, snapshot.optimizer),
         (RNG_FILE, snapshot.rng),
     ):
-        _save_tensors(folder / name, tensors)
-        # safetensors makes files that nobody else may read; let the user's umask decide
-        shutil.copymode(folder / STATE_FILE, folder / name)
+        save_tensors(folder / name, tensors)
+    write_manifest(folder, snapshot.step, [MODEL_FILE, OPTIMIZER_FILE, RNG_FILE, STATE_FILE])
 
-    files = {}
-    for name in (MODEL_FILE, OPTIMIZER_FILE, RNG_FILE, STATE_FILE):
+
+def write_manifest(
+    folder: Path,
+    step: int,
+    names: Iterable[str],
+    known: Mapping[str, FileEntry] = MappingProxyType({}),
+    parts: Mapping[str, int] | None = None,
+    disks: list[list[str]] | None = None,
+) -> None:
+    """Fsync the files of a checkpoint, then write its manifest, which makes it complete.
+
+    Args:
+        names: files that were just written.
+        known: files that are on the disk already.
+        parts: size of each part file, for a checkpoint of format 2.
+        disks: the part files on each disk, where nodes share none.
+
+    Raises:
+        OSError: as ``write_files`` does.
+    """
+    files = dict(known)
+    for name in names:
         sync(folder / name)
         files[name] = describe(folder / name)
-    (folder / MANIFEST_FILE).write_bytes(Manifest.of(snapshot.step, files).to_json())
+    manifest = Manifest.of(step, files, None if parts is None else dict(parts), disks)
+    (folder / MANIFEST_FILE).write_bytes(manifest.to_json())
     sync(folder / MANIFEST_FILE)
     sync(folder)
 
 
-def write_amended(folder: Path, old: Path, changes: dict[str, Any]) -> None:
-    """Write a checkpoint that is ``old`` with some entries of its state changed. Tensors are linked, not written again.
+def write_with_changed_state(folder: Path, old: Path, changes: dict[str, Any]) -> None:
+    """Write a copy of the checkpoint ``old`` with some entries of its state changed. Tensor files are hard links; those
+    on other nodes' disks stay there.
 
     Raises:
         OSError: as ``write_files`` does.
@@ -105,37 +139,32 @@ def write_amended(folder: Path, old: Path, changes: dict[str, Any]) -> None:
     manifest = Manifest.from_json((old / MANIFEST_FILE).read_bytes())
     state = decode_state((old / STATE_FILE).read_bytes()) | changes
     folder.mkdir()
-    for name in manifest.files.keys() - {STATE_FILE}:
-        _link(old / name, folder / name)
+    for name in manifest.sizes().keys() - {STATE_FILE, *files_elsewhere(old, manifest)}:
+        link_or_copy(old / name, folder / name)
     (folder / STATE_FILE).write_bytes(encode_state(state))
-    sync(folder / STATE_FILE)
-    files = manifest.files | {STATE_FILE: describe(folder / STATE_FILE)}
-    (folder / MANIFEST_FILE).write_bytes(Manifest.of(manifest.step, files).to_json())
-    sync(folder / MANIFEST_FILE)
-    sync(folder)
+    linked = {name: entry for name, entry in manifest.files.items() if name != STATE_FILE}
+    write_manifest(folder, manifest.step, [STATE_FILE], linked, manifest.parts, manifest.disks)
 
 
-def _link(source: Path, target: Path) -> None:
-    """Give a file a second name; where the file system has no such links, copy it."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy(source, target)
-        sync(target)
-
-
-def _save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write full tensors to a safetensors file. Tied ones are stored once, their further names in the metadata. Tensors
+    that lie in other files are read one by one."""
+    if isinstance(tensors, StoredTensors):
+        write_tensors(path, tensors)
+        return
     first = _first_names(tensors)
     stored = {name: tensor for name, tensor in tensors.items() if first[name] == name}
-    aliases = {name: first[name] for name in tensors if first[name] != name}
-    with rust_errors(path):
+    aliases = tied_names(tensors)
+    with rust_errors_as_oserror(path):
         # "format" is what transformers looks for; it lets from_pretrained read the file as it is
         save_file(stored, path, metadata={"format": "pt", "aliases": json.dumps(aliases)})
     _sort_metadata(path)
+    # safetensors makes files that nobody else may read; let the user's umask decide
+    shutil.copymode(path.with_name(STATE_FILE), path)
 
 
 def _sort_metadata(path: Path) -> None:
-    """Give equal tensors equal files: safetensors writes the metadata in an order that every process chooses anew."""
+    """Sort the metadata so that equal tensors give equal files: safetensors writes it in random order."""
     with path.open("r+b") as file:
         header, begin = read_header(file.fileno(), path)
         header["__metadata__"] = dict(sorted(header["__metadata__"].items()))

@@ -28,8 +28,9 @@ class AsyncWriter:
         self.wait()
         self._pending = self._thread.submit(write)
 
-    def follow(self, write: Callable[[], None]) -> None:
-        """Start a write when the one before it has succeeded, without waiting here: ``write`` must hold no snapshot."""
+    def submit_after_success(self, write: Callable[[], None]) -> None:
+        """Queue a write to run if the one before it succeeds, without waiting for that; ``write`` must not hold a
+        snapshot."""
         before = self._pending
 
         def in_turn() -> None:
@@ -45,7 +46,7 @@ class AsyncWriter:
         return pending is not None and not pending.done()
 
     def wait(self) -> None:
-        """Return when nothing is being written, whether or not that worked: ``take_error`` tells."""
+        """Wait until nothing is being written. A failed write does not raise here: see ``pop_error``."""
         if self._pending is None:
             return
         # Forget the write only when it has ended: Ctrl-C may break the waiting, and its error must not be lost.
@@ -56,8 +57,10 @@ class AsyncWriter:
             _drop_snapshot(error)
             self._error = self._error or error
 
-    def take_error(self) -> BaseException | None:
-        """The error of the first failed write, or None. A second call does not return it again."""
+    def pop_error(self, kind: type[BaseException] = BaseException) -> BaseException | None:
+        """Return and clear the error of the first failed write, if it is of that kind, else None."""
+        if not isinstance(self._error, kind):
+            return None
         error, self._error = self._error, None
         return error
 
@@ -68,9 +71,8 @@ class AsyncWriter:
 
 
 def _drop_snapshot(error: BaseException | None) -> None:
-    """The frames of a failed write hold what it should have written, and the next one needs that room.
-
-    A closure would keep the snapshot nevertheless: so ``submit`` is given a ``partial``.
+    """Clear the frames of a failed write: they hold its snapshot, and the next one needs that memory. A closure would
+    keep the snapshot nevertheless: so ``submit`` is given a ``partial``.
     """
     while error is not None:
         clear_frames(error.__traceback__)

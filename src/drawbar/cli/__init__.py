@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from drawbar.cli.cancel import cancel
+from drawbar.cli.checkpoint import checkpoint
+from drawbar.cli.completion import completion
 from drawbar.cli.config import config
+from drawbar.cli.convert import convert
 from drawbar.cli.doctor import doctor
 from drawbar.cli.evaluate import evaluate
 from drawbar.cli.export import export
@@ -20,19 +23,23 @@ from drawbar.cli.init import init
 from drawbar.cli.jobs import jobs
 from drawbar.cli.logs import logs
 from drawbar.cli.parity import parity
+from drawbar.cli.plan_run import plan
 from drawbar.cli.predict import predict
 from drawbar.cli.prepare import prepare
+from drawbar.cli.report import report
 from drawbar.cli.resume import resume
+from drawbar.cli.runs import runs
 from drawbar.cli.status import status
 from drawbar.cli.submit import submit
 from drawbar.cli.train import train
 from drawbar.cli.usage import explain_option
+from drawbar.cli.watch import watch
 from drawbar.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
     from drawbar.tasks.task import Task
 
-_SECONDS_TO_SPEAK_FIRST = 4.0
+_FIRST_RANK_SECONDS = 4.0
 """Seconds that other ranks wait before they print an error; DeepSpeed's launcher ends them earlier if rank 0 failed."""
 
 
@@ -44,17 +51,24 @@ Examples:
   drawbar prepare config.yaml                        encode the data, and see how long the samples are
   drawbar train config.yaml                          train, or go on with a run that was cut short
   drawbar train config.yaml launch.nproc=2           the same run on two processes
+  drawbar plan config.yaml --gpus 8 --gpu h100       will it fit, and how long will it take?
   drawbar submit config.yaml --to slurm --nodes 2    the same run on two nodes of a cluster
   drawbar submit config.yaml --hosts gpu1:8,gpu2:8   the same run on two machines, over ssh
   drawbar jobs                                       your jobs, and how far their runs are
   drawbar logs runs/demo -f                          the log of a job, until it ends
+  drawbar watch runs/demo                            a run that trains elsewhere, until it ends
+  drawbar runs                                       your runs: states, steps and best scores
+  drawbar report runs/demo                           a page with curves, scores and events
   drawbar eval runs/demo --checkpoint best           scores of the best checkpoint
   drawbar predict runs/demo --input new.tsv --output out.jsonl
   drawbar generate runs/demo --prompt "def main("    text from the model
   drawbar export runs/demo --to demo-model           a folder for transformers' from_pretrained
+  drawbar convert runs/demo --to dcp --output dcp     checkpoints of other programs, and back
+  drawbar checkpoint list runs/demo                  steps, sizes, and which is the best one
   drawbar parity config.yaml                         every strategy against one process
   drawbar doctor config.yaml                         what this machine is, and what is wrong with it
   drawbar config explain optim.lr config.yaml        a setting: its value, its origin, its meaning
+  drawbar completion                                 let your shell complete all of these
 """,
 )
 @click.version_option(package_name="drawbar", message="%(prog)s %(version)s")
@@ -69,9 +83,9 @@ def group(local_rank: str | None) -> None:
         )
 
 
-for command in (init, prepare, train, submit, jobs, status, logs, cancel, resume):
+for command in (init, prepare, plan, train, watch, runs, submit, jobs, status, logs, cancel, resume):
     group.add_command(command)
-for command in (evaluate, predict, generate, export, parity, doctor, config):
+for command in (evaluate, predict, generate, export, convert, report, checkpoint, parity, doctor, config, completion):
     group.add_command(command)
 
 
@@ -84,6 +98,7 @@ def run(task: "type[Task] | None" = None) -> None:
     """Run the command line and end the process with its exit code."""
     try:
         code = _invoke(task)
+        _end_quietly_on_interrupt()
         if _is_one_of_several():
             _leave_rank(code)
         _flush()
@@ -92,6 +107,13 @@ def run(task: "type[Task] | None" = None) -> None:
         os.dup2(null, sys.stdout.fileno())  # for what is still to be flushed
         code = ExitCode.FAILED
     sys.exit(code)
+
+
+def _end_quietly_on_interrupt() -> None:
+    """From here on Ctrl-C ends the process at once: nothing is left to save, and in the functions that the interpreter
+    and libraries call at the end, KeyboardInterrupt would only print tracebacks."""
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # nohup's
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _is_one_of_several() -> bool:
@@ -118,24 +140,32 @@ def _flush() -> None:
 
 def _invoke(task: "type[Task] | None") -> int:
     try:
+        return _run_command(task)
+    except (KeyboardInterrupt, click.Abort):  # also while an error is reported
+        click.echo("interrupted", err=True)
+        return ExitCode.INTERRUPTED
+
+
+def _run_command(task: "type[Task] | None") -> int:
+    """Run the command, and report its error; the exit code."""
+    try:
         return int(group.main(prog_name="drawbar", standalone_mode=False, obj=task) or ExitCode.DONE)
     except click.ClickException as error:
-        _let_the_first_rank_speak()
+        _wait_for_first_local_rank()
         explain_option(error, sys.argv[1:], task).show()
         return ExitCode.WRONG_REQUEST
     except UserError as error:
-        _tell(error, f"error: {error}")
+        _report_error(error, f"error: {error}")
         return error.exit_code
-    except (KeyboardInterrupt, click.Abort):
-        click.echo("interrupted", err=True)
-        return ExitCode.INTERRUPTED
+    except click.Abort:
+        raise
     except Exception as error:  # noqa: BLE001 - the last stop: the launcher must learn of it
-        _tell(error, traceback.format_exc())
+        _report_error(error, traceback.format_exc())
         return ExitCode.FAILED
 
 
-def _tell(error: Exception, text: str) -> None:
-    """Say what went wrong: to the launcher, which tells it once for all ranks, or here."""
+def _report_error(error: Exception, text: str) -> None:
+    """Report an error: to the launcher, which prints it once for all ranks, or here."""
     if _is_one_of_several():
         from drawbar.launch.node.agent import report_failure
         from drawbar.launch.node.rank_environment import STATUS_FILE
@@ -143,13 +173,13 @@ def _tell(error: Exception, text: str) -> None:
         if report_failure(error) and STATUS_FILE in os.environ:
             return
     if isinstance(error, UserError) and error.exit_code == ExitCode.WRONG_REQUEST:
-        _let_the_first_rank_speak()
+        _wait_for_first_local_rank()
     click.echo(text, err=True)
 
 
-def _let_the_first_rank_speak() -> None:
+def _wait_for_first_local_rank() -> None:
     """Every local rank but 0 waits, so that an error that all ranks have is printed once: torchrun, for one, shows each
     rank's output, and ends all ranks when one exits. A rank that outlives the wait has an error that rank 0 has not."""
     if _is_one_of_several() and os.environ.get("LOCAL_RANK", "0") != "0":
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(_SECONDS_TO_SPEAK_FIRST)
+        time.sleep(_FIRST_RANK_SECONDS)

@@ -1,36 +1,78 @@
-"""What the commands share: configuration arguments, and the folder of a run."""
+"""Shared arguments of the commands: configuration, run folder and checkpoint. Light to import, for every ``--help``."""
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from drawbar.config.io.load_config import LoadedConfig, check_settings, load_run_config, read_settings
-from drawbar.config.io.source import Settings
+import click
+
+from drawbar.cli.complete_words import complete_checkpoint
 from drawbar.util.torch_imports import quick_imports
 
 if TYPE_CHECKING:
+    from drawbar.config.io.load_config import LoadedConfig
+    from drawbar.config.io.source import Settings
+    from drawbar.config.rules.rule import Rule
     from drawbar.tasks.task import Task
 
+USUAL_CONFIG = "config.yaml"
+"""What `drawbar init` calls a project's configuration."""
 
-def load(arguments: tuple[str, ...], task: "type[Task] | None", cluster: str | None = None) -> LoadedConfig:
+checkpoint_option = click.option(
+    "--checkpoint",
+    metavar="best|latest|STEP|PATH",
+    shell_complete=complete_checkpoint,
+    help="Which checkpoint to use. Default: the best, or the latest where no evaluation chose one.",
+)
+
+
+def load(arguments: tuple[str, ...], task: "type[Task] | None", cluster: str | None = None) -> "LoadedConfig":
     """``[CONFIG] [KEY=VALUE]...``: a file (if the first argument is no override) and overrides; both outrank a cluster
     profile, if one is given."""
     return check(read(arguments, cluster), task)
 
 
-def read(arguments: tuple[str, ...], cluster: str | None = None) -> Settings:
+def read(arguments: tuple[str, ...], cluster: str | None = None) -> "Settings":
     """The first part of ``load``: the settings, not yet checked."""
+    from drawbar.config.io.load_config import read_settings
+
     path, overrides = None, list(arguments)
     if overrides and "=" not in overrides[0]:
         path = overrides.pop(0)
     return read_settings(path, overrides, cluster)
 
 
-def check(settings: Settings, task: "type[Task] | None") -> LoadedConfig:
+def check(settings: "Settings", task: "type[Task] | None") -> "LoadedConfig":
     """The other part of ``load``; the task's module may import torch."""
+    from drawbar.config.io.load_config import check_settings
+
     with quick_imports():
         return check_settings(settings, task.Config if task else None)
 
 
-def load_run(run: str, overrides: tuple[str, ...], task: "type[Task] | None") -> LoadedConfig:
+def check_training(loaded: "LoadedConfig", more: "Sequence[Rule]" = ()) -> None:
+    """Check the rules of training, and ``more``. Where no configuration was named, though one lies in this folder, the
+    error says so.
+
+    Raises:
+        UserError: as ``check_rules``.
+    """
+    from drawbar.config.rules.rule_table import RULES, TRAIN_RULES, check_rules
+    from drawbar.errors import UserError
+
+    try:
+        check_rules(loaded, [*RULES, *TRAIN_RULES, *more])
+    except UserError as error:
+        if loaded.path is None and Path(USUAL_CONFIG).is_file():
+            context = click.get_current_context(silent=True)
+            command = f"drawbar {context.info_name if context else 'train'} {USUAL_CONFIG}"
+            error.remedy = f"name the configuration that lies in this folder: `{command}`; or\n         {error.remedy}"
+        raise
+
+
+def load_run(run: str, overrides: tuple[str, ...], task: "type[Task] | None") -> "LoadedConfig":
     """See ``load_run_config``."""
+    from drawbar.config.io.load_config import load_run_config
+
     with quick_imports():
         return load_run_config(run, overrides, task.Config if task else None)

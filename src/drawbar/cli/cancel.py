@@ -4,6 +4,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from drawbar.cli.complete_words import complete_run
+
 if TYPE_CHECKING:
     from drawbar.launch.jobs.job_status import JobStatus
 
@@ -20,7 +22,7 @@ Examples:
 RUN|JOB is a run's folder, the name of a run or sweep that was submitted, or the number of a job.
 """,
 )
-@click.argument("what", metavar="RUN|JOB")
+@click.argument("what", metavar="RUN|JOB", shell_complete=complete_run)
 @click.option(
     "--grace", type=click.IntRange(min=0), default=120, show_default=True, help="Seconds to save in before it is ended."
 )
@@ -41,10 +43,10 @@ def cancel(what: str, grace: int) -> None:
         )
     launcher_of(active[0].record).cancel(active, grace)
     for status in ask_status(status.record for status in active):
-        click.echo(_tell(status))
+        click.echo(_print_status(status))
 
 
-def _tell(status: "JobStatus") -> str:
+def _print_status(status: "JobStatus") -> str:
     from pathlib import Path
 
     from drawbar.errors import ExitCode

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from drawbar.cli.complete_words import complete_config, complete_config_and_settings, complete_keys, complete_settings
+
 if TYPE_CHECKING:
     from drawbar.config.io.load_config import LoadedConfig
 
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
 Examples:
   drawbar config show config.yaml                    the whole, with every default
   drawbar config explain optim.lr config.yaml        one setting: value, origin, meaning
-  drawbar config schema > schema.json                for an editor's completion
+  drawbar config schema > config.schema.json                for an editor's completion
 """,
 )
 def config() -> None:
@@ -30,8 +32,8 @@ Examples:
   drawbar config show config.yaml deepspeed.preset=zero2 --deepspeed
 """
 )
-@click.argument("path", metavar="CONFIG")
-@click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1)
+@click.argument("path", metavar="CONFIG", shell_complete=complete_config)
+@click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1, shell_complete=complete_settings)
 @click.option("--origins", is_flag=True, help="Write the origin of each given setting in a comment behind it.")
 @click.option("--deepspeed", is_flag=True, help="Print, instead, the JSON that DeepSpeed gets.")
 @click.pass_obj
@@ -56,7 +58,7 @@ def show(task: Any, path: str, overrides: tuple[str, ...], origins: bool, deepsp
 def _show_deepspeed(loaded: "LoadedConfig") -> None:
     from drawbar.cli.train import count_processes
     from drawbar.config.deepspeed.deepspeed_json import check_deepspeed, deepspeed_json
-    from drawbar.config.deepspeed.meaning import is_deepspeed
+    from drawbar.config.deepspeed.zero_settings import is_deepspeed
     from drawbar.config.rules.rule_table import check_rules
     from drawbar.errors import UserError
 
@@ -84,28 +86,28 @@ def _show_deepspeed(loaded: "LoadedConfig") -> None:
 @config.command(
     epilog="""\b
 Examples:
-  drawbar config schema > schema.json
-  drawbar config schema config.yaml > schema.json
+  drawbar config schema > config.schema.json
+  drawbar config schema config.yaml > config.schema.json    with the options of your own task
 
 \b
-With this as the first line of a YAML file, many editors check and complete it:
-  # yaml-language-server: $schema=schema.json
+With this as the first line of a YAML file, many editors check and complete it, without a network:
+  # yaml-language-server: $schema=config.schema.json
 """
 )
-@click.argument("path", metavar="[CONFIG]", required=False)
+@click.argument("path", metavar="[CONFIG]", required=False, shell_complete=complete_config)
 @click.pass_obj
 def schema(task: Any, path: str | None) -> None:
     """Print the JSON schema of a configuration file.
 
-    With CONFIG, `task` is described as the task that this file names.
+    With CONFIG, `task` is described as the task that this file names; otherwise as every built-in task.
     """
-    from drawbar.config.io.explain import schema_json
+    from drawbar.config.io.explain import schema_json, schema_text
     from drawbar.config.io.load_config import load_config
 
     task_config = task.Config if task else None
     if path is not None:
         task_config = type(load_config(path, task=task_config).config.task)
-    click.echo(json.dumps(schema_json(task_config), indent=2))
+    click.echo(schema_text(schema_json(task_config)), nl=False)
 
 
 @config.command(
@@ -116,8 +118,8 @@ Examples:
   drawbar config explain optim.lr config.yaml optim.lr=1e-4
 """
 )
-@click.argument("key")
-@click.argument("settings", metavar="[CONFIG] [KEY=VALUE]...", nargs=-1)
+@click.argument("key", shell_complete=complete_keys)
+@click.argument("settings", metavar="[CONFIG] [KEY=VALUE]...", nargs=-1, shell_complete=complete_config_and_settings)
 @click.pass_obj
 def explain(task: Any, key: str, settings: tuple[str, ...]) -> None:
     """Show a setting's value, its meaning, and where the value came from.

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from drawbar.cli.complete_words import complete_config_and_settings
+
 if TYPE_CHECKING:
     from drawbar.tasks.task import Task
 
@@ -23,7 +25,7 @@ Levels: ok; note: good to know; warning: slow, or it may fail later; problem: a 
 Exit codes: 0 no problem, 1 a problem, 2 the request is wrong.
 """,
 )
-@click.argument("arguments", nargs=-1, metavar="[CONFIG] [KEY=VALUE]...")
+@click.argument("arguments", nargs=-1, metavar="[CONFIG] [KEY=VALUE]...", shell_complete=complete_config_and_settings)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_obj
 def doctor(task: "type[Task] | None", arguments: tuple[str, ...], as_json: bool) -> int:
@@ -32,7 +34,7 @@ def doctor(task: "type[Task] | None", arguments: tuple[str, ...], as_json: bool)
     Multiplies two matrices on the device and lets two processes meet; writes nothing that stays. Takes a few seconds.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_RANK") != "0":
-        return 0  # the first process of each machine speaks
+        return 0  # the first process of each machine examines it for all
     from drawbar.cli.arguments import load
     from drawbar.cli.train import processes_to_start
     from drawbar.doctor.examine import examine

@@ -4,6 +4,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from drawbar.cli.arguments import checkpoint_option
+from drawbar.cli.complete_words import complete_run, complete_settings
+
 if TYPE_CHECKING:
     from drawbar.tasks.task import Task
 
@@ -22,8 +25,8 @@ Scores are printed and written to RUN/eval/<split>/scores.json; those of other r
 than the run's, as with data.limit.test=100, to RUN/eval/<split>-other.
 """,
 )
-@click.argument("run")
-@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.argument("run", shell_complete=complete_run)
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=complete_settings)
 @click.option(
     "--split",
     type=click.Choice(["train", "validation", "test"]),
@@ -31,18 +34,14 @@ than the run's, as with data.limit.test=100, to RUN/eval/<split>-other.
     show_default=True,
     help="Which part of the data.",
 )
-@click.option(
-    "--checkpoint",
-    metavar="best|latest|STEP",
-    help="Which checkpoint to evaluate. Default: the best, or the latest where no evaluation chose one.",
-)
+@checkpoint_option
 @click.pass_obj
 def evaluate(
     task: "type[Task] | None", run: str, overrides: tuple[str, ...], split: str, checkpoint: str | None
 ) -> int:
     """Evaluate a checkpoint of RUN (a run directory), every sample exactly once."""
     from drawbar.cli.arguments import load_run
-    from drawbar.cli.train import count_processes, own_command
+    from drawbar.cli.train import count_processes, rerun_command
     from drawbar.config.rules.rule_table import RULES, check_rules
     from drawbar.util.torch_imports import quick_imports
 
@@ -52,7 +51,7 @@ def evaluate(
     if processes > 1:
         from drawbar.launch.node.agent import run_processes
 
-        return run_processes(own_command(task), processes)
+        return run_processes(rerun_command(task), processes, trains=False)
 
     with quick_imports():
         from drawbar.commands.score_run import evaluate_run

@@ -5,6 +5,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from drawbar.cli.arguments import checkpoint_option
+from drawbar.cli.complete_words import complete_run
+
 if TYPE_CHECKING:
     from drawbar.evaluation.text_generation import Prompt
     from drawbar.tasks.task import Task
@@ -23,7 +26,7 @@ Examples:
   drawbar generate runs/chat --prompt '[{"role": "system", "content": "Be brief."}, {"role": "user", …}]'
 """,
 )
-@click.argument("run")
+@click.argument("run", shell_complete=complete_run)
 @click.option(
     "--prompt",
     "prompts",
@@ -43,11 +46,7 @@ Examples:
     help="A .jsonl file to write prompts and texts to, instead of printing them.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace the output, if it is there.")
-@click.option(
-    "--checkpoint",
-    metavar="best|latest|STEP",
-    help="Which checkpoint to use. Default: the best, or the latest where no evaluation chose one.",
-)
+@checkpoint_option
 @click.option(
     "--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Most tokens to add."
 )

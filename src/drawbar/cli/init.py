@@ -25,6 +25,9 @@ TEMPLATES = {
 SUFFIX = "-tpl"
 """The end of a template's file name where tools would take the file for a part of drawbar: ``task.py-tpl``."""
 
+SCHEMA = "config.schema.json"
+"""The JSON schema of ``config.yaml``, which its first line names: editors check and complete it, without a network."""
+
 GITIGNORE = "runs/\n__pycache__/\n.pytest_cache/\n"
 
 _LISTED = "\n".join(f"  {name:<20}{meaning}" for name, meaning in TEMPLATES.items())
@@ -113,10 +116,13 @@ def _check_free(target: Path) -> None:
 
 
 def _fill(folder: Path, template: Traversable, name: str) -> None:
+    from drawbar.config.io.explain import schema_json, schema_text
+
     folder.mkdir()
     for source, path in _files(template, folder):
         path.parent.mkdir(exist_ok=True)
         path.write_text(source.read_text("utf-8").replace("{{name}}", name), encoding="utf-8")
+    (folder / SCHEMA).write_text(schema_text(schema_json()), encoding="utf-8")
     (folder / ".gitignore").write_text(GITIGNORE, encoding="utf-8")
 
 

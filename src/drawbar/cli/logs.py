@@ -6,21 +6,16 @@ from typing import TYPE_CHECKING
 
 import click
 
+from drawbar.cli.complete_words import complete_run
+
 if TYPE_CHECKING:
     from drawbar.launch.jobs.follow import Output
     from drawbar.launch.jobs.job_status import JobStatus
     from drawbar.launch.jobs.records import JobRecord
 
-LOOK_SECONDS = 0.5
-"""Between two looks at the files."""
-ASK_SECONDS = 5.0
-"""Between two questions to a scheduler, whose controller serves all users."""
-PATIENCE = 300.0
-"""Seconds that a scheduler may be out of reach while somebody follows a job."""
-
 
 @click.command(
-    short_help="Show the log of a job.",
+    short_help="Show the log of a job, or of a run.",
     epilog="""\b
 Examples:
   drawbar logs runs/demo
@@ -29,20 +24,24 @@ Examples:
 
 \b
 RUN|JOB is a run's folder, the name of a run or sweep that was submitted, or the number of a job.
+Of a run that was not submitted, this is the log of its first process.
 With -f the exit code is that of the job; Ctrl-C ends the looking, and not the job.
 """,
 )
-@click.argument("what", metavar="RUN|JOB")
-@click.option("-f", "--follow", is_flag=True, help="Show what is added, until the job has ended.")
+@click.argument("what", metavar="RUN|JOB", shell_complete=complete_run)
+@click.option("-f", "--follow", is_flag=True, help="Show what is added, until the job or run has ended.")
 @click.option("--rank", type=click.IntRange(min=0), help="The log of this process, instead of the job's.")
 def logs(what: str, follow: bool, rank: int | None) -> int:
-    """Show the log of a job."""
+    """Show the log of a job, or of a run that was trained without one."""
     from drawbar.errors import UserError
     from drawbar.launch.jobs.follow import Follower, Output
-    from drawbar.launch.jobs.records import find
+    from drawbar.launch.jobs.records import NotSubmitted, find
     from drawbar.launch.launchers import ask_status
 
-    records = find(what)
+    try:
+        records = find(what)
+    except NotSubmitted as run:
+        return _show_run(run.run_dir, follow, rank or 0)
     files = {record.number: _file(record, rank) for record in records}
     output = Output({number: Follower(file) for number, file in files.items()})
     if follow:
@@ -57,14 +56,45 @@ def logs(what: str, follow: bool, rank: int | None) -> int:
     return 0
 
 
+def _show_run(run_dir: Path, follow: bool, rank: int) -> int:
+    """The log that a process of the run writes itself; with ``follow`` until nobody trains the run."""
+    from drawbar.errors import ExitCode, UserError
+    from drawbar.launch.jobs.follow import POLL_SECONDS, Follower, Output
+    from drawbar.launch.jobs.progress import read_progress
+    from drawbar.launch.jobs.run_status import is_locked
+
+    file = _rank_file(run_dir, rank)
+    if not follow and not file.is_file():
+        raise UserError(
+            f"the run {run_dir.name} has no log of process {rank}",
+            where=str(file),
+            remedy="see the folder logs/ of the run for those it has; a run writes its log when it begins to train",
+        )
+    output = Output({run_dir.name: Follower(file)})
+    output.show(run_dir.name)
+    while follow:
+        state = read_progress(run_dir).state(run_dir, time.time())
+        is_over = state != "training" and not is_locked(run_dir)
+        output.show(run_dir.name)  # after the look at its state: all that an ended run has written
+        if is_over:
+            return ExitCode.DONE if state == "complete" else ExitCode.FAILED
+        time.sleep(POLL_SECONDS)
+    return ExitCode.DONE
+
+
+def _rank_file(run_dir: Path, rank: int) -> Path:
+    return run_dir / "logs" / f"rank-{rank:04d}.log"
+
+
 def _file(record: "JobRecord", rank: int | None) -> Path:
     from drawbar.launch.launchers import launcher_of
 
-    return launcher_of(record).logs(record) if rank is None else Path(record.run_dir) / "logs" / f"rank-{rank:04d}.log"
+    return launcher_of(record).logs(record) if rank is None else _rank_file(Path(record.run_dir), rank)
 
 
 def _follow(records: "list[JobRecord]", output: "Output") -> int:
     """Until all jobs have ended; the exit code of the first that failed."""
+    from drawbar.launch.jobs.follow import ASK_SECONDS, POLL_SECONDS
     from drawbar.launch.jobs.job_status import PENDING
     from drawbar.launch.jobs.records import JobEnd
 
@@ -90,13 +120,14 @@ def _follow(records: "list[JobRecord]", output: "Output") -> int:
         for record in waiting:
             output.show(record.number)
         if waiting:
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
     return next((code for code in codes.values() if code), 0)
 
 
 def _ask(records: "list[JobRecord]") -> "list[JobStatus]":
     """The jobs' status. Asks again, for up to five minutes, while a scheduler does not answer."""
     from drawbar.errors import UserError
+    from drawbar.launch.jobs.follow import ASK_SECONDS, PATIENCE
     from drawbar.launch.launchers import ask_status
 
     end = time.monotonic() + PATIENCE

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from drawbar.cli.complete_words import complete_config_and_settings
+
 if TYPE_CHECKING:
     from drawbar.config.schema.run_config import RunConfig
     from drawbar.parity.results_dir import ResultsDir
@@ -26,13 +28,14 @@ Examples:
   drawbar parity config.yaml --ranks 4 --strategies "ddp, fsdp reshard=false, fsdp tensor=2"
   drawbar parity config.yaml --layers 2 --steps 5 train.global_batch=8
   drawbar parity config.yaml --precision bf16 --json
+  drawbar parity config.yaml --html parity.html     the same as a page, with curves
 
 \b
 The data, batches, optimizer and schedule are those of CONFIG; dropout is off. No run directory is touched.
 Exit codes: 0 all that could run are equal, 1 a strategy diverges or crashes, 2 the request is wrong.
 """,
 )
-@click.argument("arguments", nargs=-1, metavar="[CONFIG] [KEY=VALUE]...")
+@click.argument("arguments", nargs=-1, metavar="[CONFIG] [KEY=VALUE]...", shell_complete=complete_config_and_settings)
 @click.option(
     "--strategies",
     metavar="A,B,...",
@@ -49,6 +52,13 @@ Exit codes: 0 all that could run are equal, 1 a strategy diverges or crashes, 2 
     help="Of the strategies; the one process they are compared with is fp32.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option(
+    "--html",
+    "target",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Also write a page: verdicts, differences beside their bounds, curves, modules.",
+)
 @click.pass_obj
 def parity(
     task: "type[Task] | None",
@@ -59,26 +69,33 @@ def parity(
     layers: int | None,
     precision: str,
     as_json: bool,
+    target: Path | None,
 ) -> int:
     """Train a few steps of CONFIG under each strategy, and compare each with one process.
 
     Compares losses, gradient norms, each parameter's gradient and the weights after the last step; and where a strategy
     differs, names the first module that does.
     """
-    from drawbar.cli.arguments import load
-    from drawbar.config.rules.rule_table import RULES, TRAIN_RULES, check_rules
+    from drawbar.cli.arguments import check_training, load
+    from drawbar.report.page_file import check_plotly, check_target, write_page
+    from drawbar.report.parity_page import render_parity
     from drawbar.util.torch_imports import quick_imports
 
     loaded = load(arguments, task)
-    check_rules(loaded, RULES + TRAIN_RULES)
+    check_training(loaded)
+    if target is not None:
+        check_plotly("drawbar parity --html")
+        check_target(target, "--html")
     started = "RANK" in os.environ or "WORLD_SIZE" in os.environ
     count = int(os.environ.get("WORLD_SIZE", "1")) if started else ranks or _usual_ranks(loaded.config)
 
     with quick_imports():
+        from drawbar.models.folder import INITIAL_MODEL
         from drawbar.parity.cases import default_cases, parse_cases
         from drawbar.parity.result import ParityReport
         from drawbar.parity.results_dir import ResultsDir
         from drawbar.parity.run import ParityRequest
+        from drawbar.train.initial_model import write_initial_model
 
     if strategies is None:
         request = ParityRequest(default_cases(loaded.config, count, precision), precision, asked_for=False)
@@ -86,17 +103,23 @@ def parity(
         request = ParityRequest(parse_cases(strategies, loaded.config), precision)
     with tempfile.TemporaryDirectory(prefix="drawbar-") as own:
         folder = ResultsDir(Path(os.environ.get(FOLDER, own)))
+        if not started:
+            write_initial_model(loaded.config, folder.path / INITIAL_MODEL)
         if started or count == 1:
             _compare(loaded.config, task, request, folder, steps, layers, as_json)
             if FOLDER in os.environ or os.environ.get("RANK", "0") != "0":
                 return 0  # the command that started this process, or rank 0, reports
         elif code := _start(task, request, folder, count):
             return code
-        report = ParityReport(folder.results(), steps, count, precision, layers)
+        names = (loaded.config.run.name, str(getattr(loaded.config.task, "model", "") or ""))
+        report = ParityReport(folder.results(), steps, count, precision, layers, *names)
         if as_json:
             click.echo(report.as_json())
         else:
             report.print()
+        if target is not None:
+            write_page(render_parity(report.values()), target, "--html")
+            click.echo(f"page: {target}", err=as_json)
         return report.exit_code
 
 
@@ -114,13 +137,16 @@ def _compare(
     as_json: bool,
 ) -> None:
     """The part of one process."""
+    from drawbar.models.folder import INITIAL_MODEL
     from drawbar.parity.run import run_process
     from drawbar.parity.workload import Workload
     from drawbar.tasks.task_registry import task_class
     from drawbar.tracking.console import SilentConsole, make_console
 
     console = SilentConsole() if as_json else make_console(os.environ.get("RANK", "0") == "0")
-    workload = Workload(config, task or task_class(config.task.type), steps, layers)
+    copied = folder.path / INITIAL_MODEL
+    initial_model = copied if copied.is_dir() else None
+    workload = Workload(config, task or task_class(config.task.type), steps, layers, initial_model=initial_model)
     try:
         run_process(workload, request, folder, lambda line: print(line, file=sys.stderr, flush=True), console)
     finally:
@@ -129,7 +155,7 @@ def _compare(
 
 def _start(task: "type[Task] | None", request: "ParityRequest", folder: "ResultsDir", ranks: int) -> int:
     """Start the processes, and anew after a case that crashed them. 0 where there are results, else an exit code."""
-    from drawbar.cli.train import own_command
+    from drawbar.cli.train import rerun_command
     from drawbar.errors import ExitCode
     from drawbar.launch.node.agent import run_processes
     from drawbar.parity.result import Result
@@ -137,11 +163,11 @@ def _start(task: "type[Task] | None", request: "ParityRequest", folder: "Results
     os.environ[FOLDER] = str(folder.path)
     rest = list(request.cases)
     while rest:
-        code = run_processes(own_command(task), ranks)
+        code = run_processes(rerun_command(task), ranks, trains=False)
         done = folder.names()
         rest = [case for case in rest if case.name not in done]
         if code != ExitCode.DONE and (code > ExitCode.WRONG_REQUEST or not folder.has_reference):
             return code  # a signal, or nothing to compare with
         if rest and code != ExitCode.DONE:
-            folder.add(Result(rest.pop(0).name, "crashed", request.asked_for, [folder.take_crash()]))
+            folder.add(Result(rest.pop(0).name, "crashed", request.asked_for, [folder.pop_crash()]))
     return 0

@@ -5,6 +5,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from drawbar.cli.arguments import checkpoint_option
+from drawbar.cli.complete_words import complete_run, complete_settings
+
 if TYPE_CHECKING:
     from drawbar.tasks.task import Task
 
@@ -25,17 +28,13 @@ Each line of the output is a record of the input, in order, with its "prediction
 With --probabilities it has "probabilities", too: that of each label, by its name; for words, a list of these.
 """,
 )
-@click.argument("run")
-@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.argument("run", shell_complete=complete_run)
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=complete_settings)
 @click.option("--input", "source", metavar="FILE", help="A file of records, or a glob. Default: what data.test says.")
 @click.option("--output", required=True, metavar="FILE", help="A .jsonl file to write.")
 @click.option("--probabilities", is_flag=True, help="Of classifiers: write the probability of each label as well.")
 @click.option("--overwrite", is_flag=True, help="Replace the output, if it is there.")
-@click.option(
-    "--checkpoint",
-    metavar="best|latest|STEP",
-    help="Which checkpoint to use. Default: the best, or the latest where no evaluation chose one.",
-)
+@checkpoint_option
 @click.pass_obj
 def predict(
     task: "type[Task] | None",
@@ -49,7 +48,7 @@ def predict(
 ) -> int:
     """Predict for records without labels, by the model of RUN (a run directory)."""
     from drawbar.cli.arguments import load_run
-    from drawbar.cli.train import count_processes, own_command
+    from drawbar.cli.train import count_processes, rerun_command
     from drawbar.commands.output_files import check_output
     from drawbar.config.rules.rule_table import RULES, check_rules
     from drawbar.util.torch_imports import quick_imports
@@ -62,7 +61,7 @@ def predict(
     if processes > 1:
         from drawbar.launch.node.agent import run_processes
 
-        return run_processes(own_command(task), processes)
+        return run_processes(rerun_command(task), processes, trains=False)
 
     with quick_imports():
         from drawbar.commands.score_run import predict_from_run

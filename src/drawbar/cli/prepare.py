@@ -4,6 +4,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from drawbar.cli.complete_words import complete_config_and_settings
+
 if TYPE_CHECKING:
     from drawbar.tasks.task import Task
 
@@ -20,19 +22,18 @@ Examples:
 A later `drawbar train` with the same settings of data and task finds the encoded data, and begins at once.
 """,
 )
-@click.argument("arguments", nargs=-1, metavar="[CONFIG] [KEY=VALUE]...")
+@click.argument("arguments", nargs=-1, metavar="[CONFIG] [KEY=VALUE]...", shell_complete=complete_config_and_settings)
 @click.pass_obj
 def prepare(task: "type[Task] | None", arguments: tuple[str, ...]) -> int:
     """Encode the data of CONFIG before the job.
 
     Prints counts, lengths, and how much padding each way of batching would take.
     """
-    from drawbar.cli.arguments import load
-    from drawbar.config.rules.rule_table import RULES, TRAIN_RULES, check_rules
+    from drawbar.cli.arguments import check_training, load
     from drawbar.util.torch_imports import quick_imports
 
     loaded = load(arguments, task)
-    check_rules(loaded, RULES + TRAIN_RULES)
+    check_training(loaded)
 
     with quick_imports():
         from drawbar.commands.prepare_data import prepare_run

@@ -1,4 +1,4 @@
-"""What ``drawbar generate`` is asked to go on from: texts, and the messages of chats."""
+"""Prompts of ``drawbar generate``: texts, and the messages of chats."""
 
 import json
 from collections.abc import Mapping

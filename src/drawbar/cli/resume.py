@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from drawbar.cli.complete_words import complete_run, complete_settings
+
 if TYPE_CHECKING:
     from drawbar.launch.jobs.job_status import JobStatus
     from drawbar.launch.jobs.records import JobRecord
@@ -27,14 +29,14 @@ RUN|JOB is a run's folder, the name of a run or sweep that was submitted, or the
 Of a sweep, the runs that are not complete are submitted as a new one.
 """,
 )
-@click.argument("what", metavar="RUN|JOB")
-@click.argument("settings", nargs=-1, metavar="[KEY=VALUE]...")
+@click.argument("what", metavar="RUN|JOB", shell_complete=complete_run)
+@click.argument("settings", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=complete_settings)
 @click.option("--dry-run", is_flag=True, help="Print what would be submitted, and submit nothing.")
 @click.pass_obj
 def resume(task: "type[Task] | None", what: str, settings: tuple[str, ...], dry_run: bool) -> int:
     """Submit a job again, as it was: its run goes on from the newest checkpoint."""
     from drawbar.cli.submission import SubmitRequest, plan, plan_sweep
-    from drawbar.cli.submit import own_program, send
+    from drawbar.cli.submit import send, user_program
     from drawbar.errors import UserError
     from drawbar.launch.code_snapshot import code_version
     from drawbar.launch.jobs.records import find
@@ -42,7 +44,7 @@ def resume(task: "type[Task] | None", what: str, settings: tuple[str, ...], dry_
 
     wanted = resumable_jobs(what, ask_status(find(what)), settings)
     first = wanted[0].record
-    program = own_program(task)
+    program = user_program(task)
     caller = ["python", first.program] if first.program else ["drawbar"]
     if first.program != program:
         raise UserError(

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from drawbar.cli.complete_words import complete_run
+
 if TYPE_CHECKING:
     from drawbar.launch.jobs.job_status import JobStatus
     from drawbar.launch.jobs.progress import LoggedProgress
@@ -24,7 +26,7 @@ Examples:
 RUN|JOB is a run's folder, the name of a run or sweep that was submitted, or the number of a job.
 """,
 )
-@click.argument("what", metavar="RUN|JOB")
+@click.argument("what", metavar="RUN|JOB", shell_complete=complete_run)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line for each run.")
 def status(what: str, as_json: bool) -> None:
     """Show the state of a job, and how far its run is.
@@ -48,16 +50,13 @@ def status(what: str, as_json: bool) -> None:
 
 def find_runs(what: str) -> "list[tuple[Path, JobStatus | None]]":
     """The folders of the runs that a user means, each with its newest job. Raises UserError where there is none."""
-    from drawbar.errors import UserError
-    from drawbar.launch.jobs.records import find
+    from drawbar.launch.jobs.records import NotSubmitted, find
     from drawbar.launch.launchers import ask_status
 
     try:
         records = find(what)
-    except UserError:
-        if not (Path(what) / "config.yaml").is_file():
-            raise
-        return [(Path(what).absolute(), None)]
+    except NotSubmitted as run:
+        return [(run.run_dir, None)]
     return [(Path(job.record.run_dir), job) for job in ask_status(records)]
 
 
@@ -107,8 +106,18 @@ def _values(folder: Path, job: "JobStatus | None", progress: "LoggedProgress") -
         "run": folder.name,
         "folder": str(folder),
         "job": None if job is None else _job_values(job),
-        "progress": {**asdict(progress), "best": None if progress.best is None else progress.best.model_dump()},
+        "progress": progress_values(progress),
     }
+
+
+def progress_values(progress: "LoggedProgress") -> dict[str, Any]:
+    """The progress of a run for JSON; numbers that are not finite are texts, as in ``metrics.jsonl``."""
+    from drawbar.util.strict_json import json_number
+
+    def finite(values: dict[str, Any]) -> dict[str, Any]:
+        return {name: json_number(value) if isinstance(value, float) else value for name, value in values.items()}
+
+    return finite({**asdict(progress), "best": None if progress.best is None else finite(progress.best.model_dump())})
 
 
 def _job_values(job: "JobStatus") -> dict[str, Any]:

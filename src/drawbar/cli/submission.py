@@ -1,24 +1,26 @@
 """From the arguments of ``drawbar submit`` to a job that is checked and submitted; ``drawbar resume`` goes this way,
 too."""
 
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from drawbar.cli.arguments import load
-from drawbar.cli.preflight import check_before_queue
+from drawbar.cli.arguments import check_training, load
+from drawbar.cli.preflight import check_before_queue, check_memory
 from drawbar.config.deepspeed.deepspeed_json import check_deepspeed
 from drawbar.config.io.compare import check_same
 from drawbar.config.io.load_config import LoadedConfig
 from drawbar.config.rules.cluster_rules import SUBMIT_RULES
-from drawbar.config.rules.rule_table import RULES, TRAIN_RULES, check_rules, check_world
+from drawbar.config.rules.rule_table import check_world
 from drawbar.errors import ExitCode, UserError
 from drawbar.launch.code_snapshot import copy_code, is_tracked
 from drawbar.launch.job import Job
+from drawbar.launch.job_files import plan_file
 from drawbar.launch.jobs.records import JobRecord, append_records
 from drawbar.launch.launcher import Launcher
 from drawbar.launch.launchers import get_launcher
@@ -48,6 +50,9 @@ class SubmitRequest:
     resubmitted: tuple[str, ...] | None = None
     """Of a job that is submitted again: its stored configuration, and changes; read instead of ``arguments``."""
 
+    force: bool = False
+    """Submit it even if it does not fit into the memory of the GPUs."""
+
     def load(self, *settings: str) -> LoadedConfig:
         """The configuration, with some settings over the user's."""
         if self.resubmitted is not None:
@@ -72,6 +77,8 @@ class PlannedJob:
     """Of a sweep: the ``key=value`` settings of each element, in the order of ``job.elements``."""
     notes: tuple[str, ...] = ()
     """What is good to know before it is submitted."""
+    plan: Mapping[str, Any] | None = None
+    """What the run is planned to take (``drawbar plan --json``); None where nobody asked."""
 
     def script(self) -> str:
         return self.launcher.render(self.job)
@@ -86,17 +93,17 @@ class PlannedJob:
         submitted = self.launcher.submit(self.job, script)
         if submitted.run is None:
             records = self._keep(submitted.number, script)
-            _tell_submitted(records)
+            _print_submitted(records)
             return ExitCode.DONE
         job = self.job
         size = f"on {job.nodes} × {job.processes} processes"
         if job.allocation is None:
-            return submitted.run(lambda: self._tell_begun(submitted.number, script, size))
+            return submitted.run(lambda: self._print_begun(submitted.number, script, size))
         where = f"in the allocation {job.allocation}, {size}"
         click.echo(f"run {job.name} starts {where}; for a job of its own, unset SLURM_JOB_ID", err=True)
         return submitted.run(lambda: None)
 
-    def _tell_begun(self, number: str, script: str, size: str) -> None:
+    def _print_begun(self, number: str, script: str, size: str) -> None:
         record = self._keep(number, script)[0]
         click.echo(f"job {number}: run {self.job.name} {size}; log: {record.log}", err=True)
 
@@ -109,6 +116,8 @@ class PlannedJob:
             for record, job in zip(records, self.job.elements or [self.job], strict=True):
                 record.config_file.parent.mkdir(parents=True, exist_ok=True)
                 record.config_file.write_text(job.config, encoding="utf-8")
+            if self.plan is not None:
+                plan_file(self.job.run_dir).write_text(json.dumps(dict(self.plan), indent=2) + "\n", encoding="utf-8")
             append_records(records)
         except OSError as error:
             click.echo(f"warning: job {number} is submitted, but cannot be recorded: {error}", err=True)
@@ -172,7 +181,7 @@ def _plan_run(request: SubmitRequest, launcher: Launcher) -> PlannedJob:
     if added := launcher.settings(loaded.config, request.program):
         loaded = request.load(*added)
     config = loaded.config
-    check_rules(loaded, RULES + TRAIN_RULES + SUBMIT_RULES)
+    check_training(loaded, SUBMIT_RULES)
     completed = launcher.resolve_cluster(
         config, lambda key: request.sets(key, loaded), again=request.resubmitted is not None
     )
@@ -183,9 +192,18 @@ def _plan_run(request: SubmitRequest, launcher: Launcher) -> PlannedJob:
         version=request.version,
         allocation=launcher.allocation(),
     )
+    if launcher.one_machine and job.nodes > 1:
+        raise UserError(
+            f"the launcher {request.launcher} runs a job on one machine, and not on {job.nodes}",
+            where="cluster.nodes",
+            remedy="set cluster.nodes=1, or leave out --nodes",
+        )
     check_world(config, job.nodes * job.processes)
     check_deepspeed(loaded, job.nodes * job.processes)
     notes = (*completed.notes, *check_before_queue(config, job, launcher, request.task))
+    if request.resubmitted is None:  # the memory of a job that ran before need not be checked
+        checked = check_memory(job, request.program, request.force)
+        return PlannedJob(request, launcher, job, notes=(*notes, *checked.notes), plan=checked.plan)
     return PlannedJob(request, launcher, job, notes=notes)
 
 
@@ -278,23 +296,23 @@ def _with_code(job: Job, request: SubmitRequest) -> Job:
     return replace(job, argv=argv, snapshot=copy)
 
 
-def _tell_submitted(records: Sequence[JobRecord]) -> None:
+def _print_submitted(records: Sequence[JobRecord]) -> None:
     """What the job is called, where its log is, and how to see more."""
     first = records[0]
     size = f"{first.nodes} × {first.processes} processes"
     if first.sweep is None:
         click.echo(f"job {first.number}: run {first.run} on {size}")
-        _tell_code(first)
+        _print_code_version(first)
         click.echo(f"log: {first.log}")
         return
-    click.echo(f"job {first.array}: sweep {first.sweep}, {len(records)} runs on {size} each")
+    click.echo(f"job {first.array_id}: sweep {first.sweep}, {len(records)} runs on {size} each")
     for record in records:
         click.echo(f"  {record.number}: {record.run}")
-    _tell_code(first)
-    click.echo(f"logs: {first.log.replace(first.number, f'{first.array}_*')}")
+    _print_code_version(first)
+    click.echo(f"logs: {first.log.replace(first.number, f'{first.array_id}_*')}")
 
 
-def _tell_code(record: JobRecord) -> None:
+def _print_code_version(record: JobRecord) -> None:
     if record.snapshot is not None:
         click.echo(f"code: a copy in {record.snapshot}")
     elif record.code is not None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from drawbar.cli.complete_words import complete_config_and_settings
 from drawbar.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -14,8 +15,8 @@ if TYPE_CHECKING:
     from drawbar.launch.launcher import Launcher
     from drawbar.tasks.task import Task
 
-DEFAULT_OF_HOSTS = "ssh"
-"""What runs on hosts that are named one by one, unless --to says another launcher."""
+DEFAULT_HOSTS_LAUNCHER = "ssh"
+"""The launcher for --hosts and --hostfile where --to names none."""
 
 
 @click.command(
@@ -38,7 +39,7 @@ Inside an allocation (salloc) the run starts in it at once, and this command end
 A sweep is one job, in which each combination of values is a run of its own name.
 """,
 )
-@click.argument("arguments", nargs=-1, metavar="[CONFIG] [KEY=VALUE]...")
+@click.argument("arguments", nargs=-1, metavar="[CONFIG] [KEY=VALUE]...", shell_complete=complete_config_and_settings)
 @click.option("--to", "name", metavar="slurm|ssh|NAME", help="What runs the job: a scheduler, ssh, or a package's own.")
 @click.option("--hosts", metavar="A:4,B:4", help="Machines to run on over ssh, each with its processes.")
 @click.option("--hostfile", metavar="FILE", help="The same from a file with lines such as `gpu1 slots=4`.")
@@ -50,6 +51,7 @@ A sweep is one job, in which each combination of values is a run of its own name
 )
 @click.option("--at-once", type=click.IntRange(min=1), help="Of a sweep: so many runs at the same time, at most.")
 @click.option("--snapshot", is_flag=True, help="Run with a copy of your code as it is now, as far as git knows it.")
+@click.option("--force", is_flag=True, help="Submit a run that does not fit into cluster.gpu_memory, too.")
 @click.option("--dry-run", is_flag=True, help="Print what would be submitted, and submit nothing.")
 @click.pass_obj
 def submit(
@@ -64,6 +66,7 @@ def submit(
     sweep: tuple[str, ...],
     at_once: int | None,
     snapshot: bool,
+    force: bool,
     dry_run: bool,
 ) -> int:
     """Run `drawbar train` on the nodes of a cluster.
@@ -79,14 +82,14 @@ def submit(
 
     if name is None and hosts is None and hostfile is None:
         raise click.UsageError("say where to run it: --to slurm, --to ssh, --hosts or --hostfile")
-    name = name or DEFAULT_OF_HOSTS
+    name = name or DEFAULT_HOSTS_LAUNCHER
     _check_options(get_launcher(name, "--to"), name, hosts, hostfile, nodes, bool(sweep), at_once, snapshot)
     settings = (*arguments, *host_settings(hosts, hostfile))
     settings = settings if image is None else (*settings, f"cluster.image={json.dumps(image)}")
     settings = settings if nodes is None else (*settings, f"cluster.nodes={nodes}")
     here = Path.cwd()
     copy = snapshot_name(here) if snapshot else None
-    request = SubmitRequest(settings, name, task, cluster, own_program(task), code_version(here), copy)
+    request = SubmitRequest(settings, name, task, cluster, user_program(task), code_version(here), copy, force=force)
     if sweep:
         return send(plan_sweep(request, *name_elements(request, combine(sweep)), at_once), dry_run)
     return send(plan(request), dry_run)
@@ -136,6 +139,6 @@ def send(planned: "PlannedJob", dry_run: bool) -> int:
     return planned.submit()
 
 
-def own_program(task: "type[Task] | None") -> str | None:
+def user_program(task: "type[Task] | None") -> str | None:
     """The user's own script, if the user called that and not ``drawbar``."""
     return None if task is None else str(Path(sys.argv[0]).absolute())

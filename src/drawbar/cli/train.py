@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from drawbar.cli.complete_words import complete_config_and_settings
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
@@ -34,6 +36,8 @@ Examples:
   drawbar train config.yaml launch.nproc=2
   torchrun --standalone --nproc_per_node=2 -m drawbar train config.yaml
   drawbar train config.yaml optim.lr=1e-5 --fork low-lr     a new run from this run's weights
+  drawbar train config.yaml --fork anew --weights-only      and with an optimizer that begins anew
+  drawbar train tune.yaml task.model=runs/demo@best         a run of its own, with that run's best model
 
 \b
 The same command again goes on where the run stopped.
@@ -41,52 +45,62 @@ Exit codes: 0 done, 1 failed, 2 the request is wrong, 75 saved after SIGTERM, 13
 (or left before there was anything to save).
 """,
 )
-@click.argument("arguments", nargs=-1, metavar="[CONFIG] [KEY=VALUE]...")
+@click.argument("arguments", nargs=-1, metavar="[CONFIG] [KEY=VALUE]...", shell_complete=complete_config_and_settings)
 @click.option(
     "--resume",
     default="auto",
-    metavar="never|auto|PATH",
+    metavar="never|auto|latest|best|STEP|PATH",
     help="auto: go on with the run if it exists (default). never: refuse a run that exists, unless its "
-    "checkpoints are all unusable: then begin it anew, and set them aside. PATH: begin from this checkpoint.",
+    "checkpoints are all unusable: then begin it anew, and set them aside. latest, best, STEP: with --fork, the "
+    "checkpoint of this run to begin from. PATH: begin from this checkpoint, of any run.",
 )
 @click.option("--fork", metavar="NEWNAME", help="Begin a new run from this run's checkpoint; settings may differ.")
+@click.option(
+    "--weights-only",
+    is_flag=True,
+    help="With --fork or --resume PATH: take the weights alone; the optimizer begins anew.",
+)
 @click.pass_obj
-def train(task: "type[Task] | None", arguments: tuple[str, ...], resume: str, fork: str | None) -> int:
+def train(
+    task: "type[Task] | None", arguments: tuple[str, ...], resume: str, fork: str | None, weights_only: bool
+) -> int:
     """Train the run that CONFIG (a YAML file) describes, with some settings changed."""
     from drawbar.distributed.interrupt import exit_on_signal
     from drawbar.runtime.streams import ignore_output_errors
 
     ignore_output_errors()
     with exit_on_signal():
-        return start(task, arguments, resume, fork)
+        return start(task, arguments, resume, fork, weights_only)
 
 
-def start(task: "type[Task] | None", arguments: tuple[str, ...], resume: str, fork: str | None) -> int:
+def start(
+    task: "type[Task] | None", arguments: tuple[str, ...], resume: str, fork: str | None, weights_only: bool = False
+) -> int:
     """Train here, or start the processes that do, and wait for them; the exit code of the run."""
-    from drawbar.cli.arguments import check, read
+    from drawbar.cli.arguments import check, check_training, read
     from drawbar.config.deepspeed.deepspeed_json import check_deepspeed
-    from drawbar.config.rules.rule_table import RULES, TRAIN_RULES, check_rules
-    from drawbar.distributed.foreign_launcher import check_alone
+    from drawbar.distributed.foreign_launcher import check_single_process
     from drawbar.launch.node.rendezvous import Rendezvous
     from drawbar.util.torch_imports import quick_imports
 
-    rendezvous = Rendezvous.take()
+    rendezvous = Rendezvous.from_environment()
     if rendezvous is None:
-        check_alone()
+        check_single_process()
     settings = read(arguments)
     with start_early(task, settings) as warm_process:
         loaded = check(settings, task)
-        check_rules(loaded, RULES + TRAIN_RULES)
+        check_training(loaded)
         processes = count_processes(loaded.config)
         if processes > 1 or (rendezvous and rendezvous.nodes > 1):
-            return launch_ranks(loaded, own_command(task), processes, rendezvous, warm_process)
+            return launch_ranks(loaded, rerun_command(task), processes, rendezvous, warm_process)
 
     with quick_imports():
         from drawbar.distributed.rank_info import RankInfo
         from drawbar.train.trainer import Trainer
 
     check_deepspeed(loaded, RankInfo.from_environment().world_size)
-    return Trainer(loaded.config, task, resume=resume, fork=fork).fit().exit_code
+    trainer = Trainer(loaded.config, task, resume=resume, fork=fork, weights_only=weights_only)
+    return trainer.fit().exit_code
 
 
 def launch_ranks(
@@ -106,8 +120,8 @@ def launch_ranks(
     total = processes * (rendezvous.nodes if rendezvous else 1)
     check_world(config, total)
     check_deepspeed(loaded, total)
-    patience = config.launch.roll_call_seconds
-    node_check = NodeCheck(config.model_dump_json(), config.device, processes, config.run_dir, patience)
+    timeout = config.launch.roll_call_seconds
+    node_check = NodeCheck(config.model_dump_json(), config.device, processes, config.run_dir, timeout)
     return run_processes(command, processes, rendezvous, config.launch.timeout, node_check, warm_process)
 
 
@@ -155,6 +169,6 @@ def processes_to_start(config: "RunConfig", count_gpus: "Callable[[], int]") -> 
     return max(1, count_gpus()) if config.takes_all_gpus else 1
 
 
-def own_command(task: "type[Task] | None") -> list[str]:
+def rerun_command(task: "type[Task] | None") -> list[str]:
     """What follows ``python`` to run this same command again."""
     return [*(["-m", "drawbar"] if task is None else [sys.argv[0]]), *sys.argv[1:]]

@@ -1,1 +1,3 @@
-"""What commands do with a run or its data besides training it: score, predict, generate, export, prepare."""
+"""Implementations of the commands that use a run or its data: score, predict, generate, export, convert,
+prepare, watch, and those on checkpoints.
+"""

@@ -1,6 +1,5 @@
-"""What a command writes to a place that the user names: whole or not at all. A file is replaced only on request."""
+"""Atomic output files and folders at a path that the user names. A file is replaced only on request."""
 
-import json
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -9,20 +8,21 @@ from typing import Any
 
 from drawbar.errors import ExitCode, UserError
 from drawbar.util.atomic_files import replacing
+from drawbar.util.strict_json import json_line
 
 
-def check_output(text: str, overwrite: bool) -> Path:
-    """The file that ``--output`` names; refused, before any work, if it is there already or cannot be written.
+def check_output(text: str, overwrite: bool, option: str = "--output") -> Path:
+    """The file that an option names; refused, before any work, if it is there already or cannot be written.
 
     Raises:
         UserError: see above.
     """
     path = Path(text)
     if path.is_dir() or text.endswith("/"):
-        raise UserError(f"{text} is a folder", where="--output", remedy="name a file, such as out.jsonl")
+        raise UserError(f"{text} is a folder", where=option, remedy="name a file in it")
     if path.exists() and not overwrite:
-        raise UserError(f"{path} is there already", where="--output", remedy="name another file, or add --overwrite")
-    with writing(path, "--output"):
+        raise UserError(f"{path} is there already", where=option, remedy="name another file, or add --overwrite")
+    with writing(path, option):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):
             pass
@@ -34,7 +34,7 @@ def write_lines(path: Path, records: Iterable[dict[str, Any]]) -> int:
     count = 0
     with writing(path, "--output"), replacing(path) as file:
         for record in records:
-            file.write(f"{json.dumps(record, ensure_ascii=False, default=_plain)}\n".encode())
+            file.write(json_line(record))
             count += 1
     return count
 
@@ -48,11 +48,14 @@ def writing(path: Path, option: str) -> Iterator[None]:
         raise UserError(
             f"cannot write {path}: {error.strerror or error}",
             where=option,
-            remedy="make room there, or name a place on another disk that you may write to",
+            remedy="free some space there, or name a place on another disk that you may write to",
             exit_code=ExitCode.FAILED,
         ) from error
 
 
-def _plain(value: Any) -> Any:
-    """What JSON does not know: arrays and numpy's numbers as lists and numbers, all else (dates, say) as text."""
-    return value.tolist() if hasattr(value, "tolist") else str(value)
+def check_new_folder(folder: Path, option: str) -> None:
+    """Refuse a folder to write that is there already, unless it is empty. Raises UserError."""
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file", where=option, remedy="name a new folder")
+    if folder.exists() and any(folder.iterdir()):
+        raise UserError(f"{folder} is not empty", where=option, remedy="name a new folder")

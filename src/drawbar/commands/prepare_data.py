@@ -7,7 +7,6 @@ from typing import get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from drawbar.checkpoint.space import readable
 from drawbar.config.schema.data_section import DataSection
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.data.loader import MicroBatchSize
@@ -17,15 +16,17 @@ from drawbar.distributed.rank_info import RankInfo, choose_device
 from drawbar.errors import UserError
 from drawbar.evaluation.scoring import Split
 from drawbar.runtime.log import logger, start_logging
-from drawbar.tasks.overrides import check_signatures
 from drawbar.tasks.task import Task
 from drawbar.tasks.task_registry import task_class
+from drawbar.tasks.user_methods import check_signatures
 from drawbar.tracking.console import Console, make_console
 from drawbar.tracking.histogram import print_histogram
 from drawbar.tracking.table import print_table
 from drawbar.train.batches import load_split, rows_and_order, train_micro_batch
+from drawbar.train.initial_model import temporary_initial_model
 from drawbar.train.setup import build_task
-from drawbar.train.shares import warn_of_share
+from drawbar.train.validation_share import warn_of_share
+from drawbar.util.byte_sizes import readable
 
 ROWS_TOGETHER = 2**16
 """Rows of which the order is in memory at a time."""
@@ -42,10 +43,13 @@ def prepare_run(config: RunConfig, task_type: type[Task] | None) -> None:
     start_logging(rank_info.rank, console.logging_handler())
     found = task_type or task_class(config.task.type)
     check_signatures(found)
-    with Distributed(rank_info, choose_device(config.device, rank_info), config.launch.timeout) as world:
+    with (
+        Distributed(rank_info, choose_device(config.device, rank_info), config.launch.timeout) as world,
+        temporary_initial_model(config) as initial_model,
+    ):
         try:
             names = _splits(config, console)
-            task = build_task(found, config, world, config.run_dir)
+            task = build_task(found, config, world, config.run_dir, initial_model=initial_model)
             splits = [_load(task, name, config, world, console) for name in names]
             if names[:2] == ["train", "validation"]:
                 warn_of_share(config.data, *splits[:2])

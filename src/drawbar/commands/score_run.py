@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from drawbar.checkpoint.space import explain_full_disk
+from drawbar.checkpoint.space import explain_disk_errors
 from drawbar.commands.output_files import write_lines
 from drawbar.commands.trained_run import TrainedRun
 from drawbar.config.io.compare import changed_records
@@ -23,6 +23,7 @@ from drawbar.evaluation.scoring import evaluate, predict, write_results
 from drawbar.evaluation.text_generation import Prompt, Sampling
 from drawbar.runtime.log import errors_in_log, open_log_file, start_logging
 from drawbar.runtime.seed import seed_everything
+from drawbar.tasks.method_errors import is_user_defined
 from drawbar.tasks.task import Task
 from drawbar.tracking.console import Console, make_console
 from drawbar.train.batch_making import make_augment
@@ -55,7 +56,7 @@ def evaluate_run(
     Raises:
         UserError: there is no such checkpoint or data.
     """
-    with explain_full_disk(config.run_dir), _joined(config) as (world, console):
+    with explain_disk_errors(config.run_dir), _joined(config) as (world, console):
         task = task_of_run(task_type, config, world)
         opened = open_split(task, split_name, config, world)
         engine, step = open_checkpoint(task, config, checkpoint, world)  # before anything is encoded
@@ -153,7 +154,7 @@ def _hints(task: Task, config: RunConfig) -> Iterator[None]:
             hint = "rename only what it has: data.rename=null, then data.rename.NEW=OLD for each column"
         if hint:
             error.remedy = f"{error.remedy}; where the input has no labels, {hint}"
-        if not type(task).encode.__module__.startswith("drawbar."):
+        if is_user_defined(task, "encode"):
             error.remedy = f"{error.remedy}; encode() has to do without targets where self.has_labels is False"
         raise
 

@@ -1,4 +1,5 @@
-"""Where each rank stands on the device mesh: pipeline × replicate × shard × context × tensor.
+"""``ParallelDims``: sizes of the device mesh's axes (pipeline × replicate × shard × context × tensor), and the
+coordinates of each rank.
 
 Ranks that talk most are neighbours: tensor-parallel ranks are numbered next to one another, pipeline stages furthest
 apart. The replicate and shard axes are data parallel: ranks that differ along one of these read different rows.

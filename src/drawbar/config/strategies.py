@@ -1,4 +1,4 @@
-"""``Strategy``: what the program must know of a value of ``parallel.strategy``, without torch.
+"""``Strategy``: name, features and builder of a value of ``parallel.strategy``. Without torch.
 
 Code asks for a feature (``strategy.shards_parameters``), rarely for a name. To add a strategy is to write a function
 that builds the parts of its engine (see ``drawbar.engines.parts``), and a ``Strategy`` that names it: registered here,

@@ -23,7 +23,7 @@ class Group(NamedTuple):
     """Record batches or tables."""
 
 
-class _Cursor:
+class _RowFinder:
     """Finds rows of a group by number. Numbers must not decrease: batches are read once and not cached."""
 
     def __init__(self, batches: Iterator[Any]) -> None:
@@ -51,7 +51,7 @@ class ColumnarReader(Reader):
     @property
     @abstractmethod
     def name(self) -> Path:
-        """The path that messages name as the rows' origin."""
+        """The path, for messages."""
 
     @property
     @abstractmethod
@@ -71,7 +71,7 @@ class ColumnarReader(Reader):
         line = 0
         try:
             for group in self.groups():
-                cursor = _Cursor(group.batches)
+                cursor = _RowFinder(group.batches)
                 for number in range(group.rows):
                     line += 1
                     yield RawRecord((cursor, number), self.name, line)

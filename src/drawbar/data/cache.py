@@ -1,4 +1,5 @@
-"""A folder of encoded data, keyed by content: encoded once, by one process, however many want it at the same time."""
+"""A content-addressed cache of encoded data: each entry is encoded once, by one process, however many need it at the
+same time."""
 
 import errno
 import fcntl
@@ -54,7 +55,7 @@ def content_key(*parts: object) -> str:
     """
     digest = hashlib.blake2b(digest_size=20)
     for part in parts:
-        _feed(digest.update, part)
+        _hash_value(digest.update, part)
     return digest.hexdigest()
 
 
@@ -63,14 +64,14 @@ def records_digest(records: Iterable[Record]) -> str | None:
     digest = hashlib.blake2b(digest_size=20)
     try:
         for record in records:
-            _feed(digest.update, record)
+            _hash_value(digest.update, record)
     except TypeError:
         return None
     return digest.hexdigest()
 
 
-def _feed(update: Callable[[bytes], None], part: Any) -> None:
-    """Every value goes in with its type and length before it, so that no two lists of values look the same."""
+def _hash_value(update: Callable[[bytes], None], part: Any) -> None:
+    """Hash a value with its type and length before it, so that different values never hash alike."""
     if isinstance(part, np.generic):
         part = np.asarray(part)
     if part is None or isinstance(part, bool):
@@ -87,12 +88,12 @@ def _feed(update: Callable[[bytes], None], part: Any) -> None:
     elif isinstance(part, list | tuple):
         update(b"list %d:" % len(part))
         for item in part:
-            _feed(update, item)
+            _hash_value(update, item)
     elif isinstance(part, dict):
         update(b"dict %d:" % len(part))
         for key in sorted(part, key=lambda key: (type(key).__name__, repr(key))):
-            _feed(update, key)
-            _feed(update, part[key])
+            _hash_value(update, key)
+            _hash_value(update, part[key])
     else:
         raise TypeError(f"no digest of the content of {type(part).__name__}")
 
@@ -113,7 +114,7 @@ def encode_cached(
     """The encoded records from the cache, encoded first where they are not there yet.
 
     Args:
-        read: begins to read the records; not called where the cache has the samples.
+        read: starts to read the records; not called on a cache hit.
         encoder: see ``Encode``; workers need it to be picklable.
         workers: processes to encode in; see ``encode_chunks``.
         on_bad_record: ``error`` or ``skip``.
@@ -157,11 +158,11 @@ def load_or_create(
             argument is a function to report progress to.
         read: opens the written content; raises ValueError if the content is damaged.
         progress: see ``OnProgress``; told of the work of the process that writes, whichever it is.
-        timeout: longest wait for a sign of life from a process that writes, in seconds.
+        timeout: longest time without a heartbeat of the writing process, in seconds.
         eager: try to write at once; a process that is not eager first waits a moment for another to begin.
 
     Raises:
-        UserError: as ``write``; or the folder cannot be written, or whoever writes gave no sign of life.
+        UserError: as ``write``; or the folder cannot be written, or whoever writes sent no heartbeat.
     """
     entry = _Entry(cache.absolute(), name, inputs, read)
 
@@ -195,14 +196,14 @@ def remove_cached(cache: Path, name: str, inputs: Mapping[str, str]) -> None:
         UserError: the folder cannot be written.
     """
     entry = _Entry(cache.absolute(), name, inputs, read_samples)
-    removed = entry.beside(_draft_ending())
+    removed = entry.beside(_draft_suffix())
     with _explain_errors(entry), suppress(FileNotFoundError):
         shutil.rmtree(removed, ignore_errors=True)
         entry.folder.rename(removed)
         shutil.rmtree(removed)
 
 
-def _draft_ending() -> str:
+def _draft_suffix() -> str:
     return f".tmp-{socket.gethostname()}-{os.getpid()}"
 
 
@@ -243,7 +244,7 @@ class _Entry(Generic[T]):
     def make(self, write: Callable[[FolderStorage], dict[str, Any]]) -> None:
         """Write a draft, bring it to the disk, and rename it."""
         _remove_dead_drafts(self.folder)
-        draft = self.beside(_draft_ending())
+        draft = self.beside(_draft_suffix())
         shutil.rmtree(draft, ignore_errors=True)  # left by a dead process that had the id of this one
         draft.mkdir()
         storage = FolderStorage(draft)
@@ -357,7 +358,7 @@ def _read_or_make(entry: _Entry[T], make: Callable[[Heartbeat], None], failure: 
 
 @contextmanager
 def _explain_errors(entry: _Entry[Any], heartbeat: Heartbeat | None = None) -> Iterator[None]:
-    """Turn errors about the disk of the cache into ones that say what to do; others pass."""
+    """Turn disk errors of the cache into UserErrors with a remedy; others pass."""
     cache = entry.folder.parent
     try:
         yield
@@ -366,11 +367,11 @@ def _explain_errors(entry: _Entry[Any], heartbeat: Heartbeat | None = None) -> I
         if error.errno not in REMEDIES or not ours:
             raise
         free = shutil.disk_usage(next(path for path in (cache, *cache.parents) if path.exists())).free
-        room = f"{free / 2**20:.1f} MiB free"
+        space = f"{free / 2**20:.1f} MiB free"
         if heartbeat and heartbeat.done and entry.written:
-            room = f"about {entry.written / heartbeat.done * heartbeat.total / 2**20:.1f} MiB needed, {room}"
+            space = f"about {entry.written / heartbeat.done * heartbeat.total / 2**20:.1f} MiB needed, {space}"
         raise UserError(
-            f"cannot write the encoded data: {error.strerror} ({room})",
+            f"cannot write the encoded data: {error.strerror} ({space})",
             where=str(cache),
             remedy=REMEDIES[error.errno],
             exit_code=ExitCode.FAILED,

@@ -1,4 +1,4 @@
-"""Samples as columns: all values of one field laid end to end, in memory or in files."""
+"""Samples in columnar storage: all values of one field concatenated, in memory or in files."""
 
 import bisect
 import hashlib
@@ -34,10 +34,17 @@ class Values(Protocol):
 class Storage(Protocol):
     """Named sequences of bytes that grow at the end."""
 
-    def append(self, name: str, data: bytes) -> None: ...
-    def array(self, name: str, dtype: np.dtype[Any]) -> NDArray[Any]: ...
-    def values(self, name: str, dtype: np.dtype[Any], *row: int) -> Values: ...
-    def replace(self, name: str, by: str) -> None: ...
+    def append(self, name: str, data: bytes) -> None:
+        """Add bytes to the end of one, which begins empty."""
+
+    def array(self, name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
+        """The content as one array of this dtype, in memory or memory-mapped."""
+
+    def values(self, name: str, dtype: np.dtype[Any], *row: int) -> Values:
+        """The content as values of shape (-1, *row), each read when it is asked for."""
+
+    def replace(self, name: str, by: str) -> None:
+        """Give ``name`` the content of ``by``, which is gone then."""
 
 
 class MemoryStorage:
@@ -86,9 +93,9 @@ class FileValues:
     def _read(self, starts: list[int], count: int) -> NDArray[Any]:
         """So many items from each start on, end to end."""
         values = np.empty((len(starts) * count, *self.shape[1:]), self._dtype)
-        room, size = values.reshape(-1).view(np.uint8).data, count * self._item_bytes
+        buffer, size = values.reshape(-1).view(np.uint8).data, count * self._item_bytes
         for index, start in enumerate(starts):
-            part, begin = room[index * size : (index + 1) * size], start * self._item_bytes
+            part, begin = buffer[index * size : (index + 1) * size], start * self._item_bytes
             while part:
                 done = os.preadv(self._file, [part], begin)
                 if not done:
@@ -167,7 +174,9 @@ class Piece:
     """The dtypes that the samples had; ``values`` has one dtype, into which they all fit."""
 
 
-def layout_of(sample: Sample) -> FieldKinds:
+def field_kinds(sample: Sample) -> FieldKinds:
+    """The kind of each field of a sample."""
+
     def kind(value: Any) -> tuple[Kind, int]:
         if isinstance(value, np.ndarray):
             return "array", value.ndim
@@ -176,8 +185,8 @@ def layout_of(sample: Sample) -> FieldKinds:
     return {name: kind(value) for name, value in sample.items()}
 
 
-def describe_layout_mismatch(expected: FieldKinds, found: FieldKinds) -> str:
-    """What is wrong with a sample that is laid out otherwise than those before it."""
+def describe_kind_mismatch(expected: FieldKinds, found: FieldKinds) -> str:
+    """Describe how a sample's fields differ from those of the samples before it."""
 
     def words(kind: Kind, dims: int) -> str:
         return f"an array of {dims} dims" if kind == "array" else f"a {kind}"
@@ -194,9 +203,9 @@ def describe_layout_mismatch(expected: FieldKinds, found: FieldKinds) -> str:
 
 
 def stack(samples: Sequence[Sample]) -> dict[str, Piece]:
-    """Samples of one layout as columns. Raises OverflowError for a whole number of more than 64 bits."""
-    layout = layout_of(samples[0]) if samples else {}
-    return {name: _stack_field(kind, [sample[name] for sample in samples]) for name, (kind, _) in layout.items()}
+    """Samples with fields of the same kinds, as columns. Raises OverflowError for an integer of more than 64 bits."""
+    kinds = field_kinds(samples[0]) if samples else {}
+    return {name: _stack_field(kind, [sample[name] for sample in samples]) for name, (kind, _) in kinds.items()}
 
 
 def _stack_field(kind: Kind, values: list[Any]) -> Piece:
@@ -307,7 +316,7 @@ class ColumnWriter:
         return common_stored_dtype([before, smallest], values.dtype)
 
     def finish(self) -> dict[str, Any]:
-        """What ``read_column`` needs to know, as plain values."""
+        """Finish the column; return the metadata that ``read_column`` needs, as plain values."""
         dtype = common_dtype(self._dtypes)
         stored = common_stored_dtype([found for found, _ in self._runs], dtype)
         if any(found != stored for found, _ in self._runs):
@@ -315,7 +324,7 @@ class ColumnWriter:
         return {"name": self.name, "kind": self.kind, "dims": self.dims, "dtype": dtype.str, "stored": stored.str}
 
     def _rewrite(self, dtype: np.dtype[Any]) -> None:
-        """Bring the values to one dtype."""
+        """Rewrite all values in one dtype."""
         written = self.storage.values(f"{self.name}.values.bin", np.dtype(np.uint8))
         start = 0
         for found, count in self._runs:

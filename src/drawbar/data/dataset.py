@@ -17,12 +17,12 @@ from drawbar.data.columns import (
     Sample,
     Storage,
     Values,
-    describe_layout_mismatch,
+    describe_kind_mismatch,
     fingerprint,
     read_column,
 )
 from drawbar.data.differences import DifferenceWriter, base_of, read_differences
-from drawbar.data.encode import RESERVED_FIELDS, Chunk, Encode, OnProgress, encode_chunks, layout_error
+from drawbar.data.encode import RESERVED_FIELDS, Chunk, Encode, OnProgress, encode_chunks, field_kinds_error
 from drawbar.data.readers import Record
 from drawbar.data.reading import KEPT_MESSAGES, Reading, read_list
 from drawbar.errors import UserError
@@ -63,8 +63,8 @@ class EncodedDataset:
     dropped: int
     """Records for which encode gave no sample."""
     skipped: list[str]
-    """What was wrong with the bad records that were left out: of those that could not be read, the first 1000
-    messages, and of those that encode failed on, the first 1000."""
+    """Error messages of the bad records that were left out: at most 1000 of unreadable ones, and 1000 of failed
+    encodings."""
     skipped_count: int
     """How many bad records were left out."""
     truncated: int
@@ -171,7 +171,7 @@ def write_samples(
 
 
 class _SamplesWriter:
-    """Takes chunks in the order of the records."""
+    """Writes chunks, in the order of the records."""
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
@@ -193,12 +193,12 @@ class _SamplesWriter:
         self.skipped_count += len(chunk.skipped)
 
     def _add_samples(self, chunk: Chunk) -> None:
-        layout: FieldKinds = {name: (piece.kind, piece.shapes.shape[1]) for name, piece in chunk.pieces.items()}
+        kinds: FieldKinds = {name: (piece.kind, piece.shapes.shape[1]) for name, piece in chunk.pieces.items()}
         if not self.samples:
-            self.columns = {name: self._column(number, name, layout) for number, name in enumerate(layout)}
+            self.columns = {name: self._column(number, name, kinds) for number, name in enumerate(kinds)}
         expected: FieldKinds = {name: (column.kind, column.dims) for name, column in self.columns.items()}
-        if layout != expected:
-            raise layout_error(describe_layout_mismatch(expected, layout), chunk.where)
+        if kinds != expected:
+            raise field_kinds_error(describe_kind_mismatch(expected, kinds), chunk.where)
         for name, piece in chunk.pieces.items():
             column = self.columns[name]
             if isinstance(column, DifferenceWriter):
@@ -209,11 +209,11 @@ class _SamplesWriter:
         self.tokens += len(chunk.record_of) if tokens is None else len(tokens.values)
         self.storage.append(RECORD_OF, chunk.record_of.tobytes())
 
-    def _column(self, number: int, name: str, layout: FieldKinds) -> ColumnWriter | DifferenceWriter:
-        base = base_of(name, layout)
+    def _column(self, number: int, name: str, kinds: FieldKinds) -> ColumnWriter | DifferenceWriter:
+        base = base_of(name, kinds)
         if base is not None:
             return DifferenceWriter(self.storage, f"{number:02d}", base)
-        return ColumnWriter(self.storage, f"{number:02d}", *layout[name])
+        return ColumnWriter(self.storage, f"{number:02d}", *kinds[name])
 
     def finish(self, reading: Reading) -> dict[str, Any]:
         if not self.samples:
@@ -240,7 +240,8 @@ class _SamplesWriter:
 
 
 def read_samples(storage: Storage, about: dict[str, Any]) -> EncodedDataset:
-    """The samples of a storage, by what ``write_samples`` said of them. Raises ValueError if the counts differ."""
+    """The samples of a storage, from the metadata that ``write_samples`` returned. Raises ValueError if the counts
+    differ."""
     return EncodedDataset(
         columns=_read_columns(storage, about["fields"], about["samples"]),
         record_of=storage.array(RECORD_OF, np.dtype(np.int64)).reshape(about["samples"]),

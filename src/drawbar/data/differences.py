@@ -27,10 +27,10 @@ BASES = {"labels": "input_ids"}
 RUNS = "runs"
 
 
-def base_of(name: str, layout: FieldKinds) -> str | None:
+def base_of(name: str, kinds: FieldKinds) -> str | None:
     """The field that the field ``name`` is compared with; None if ``name`` is stored whole."""
     base = BASES.get(name)
-    return base if layout[name] == ("array", 1) and base is not None and layout.get(base) == ("array", 1) else None
+    return base if kinds[name] == ("array", 1) and base is not None and kinds.get(base) == ("array", 1) else None
 
 
 class DifferenceWriter:

@@ -44,7 +44,7 @@ class DigestCache:
         return digest
 
     def save(self) -> None:
-        """Keep what was found out, where the folder can be written."""
+        """Save the digests, if the folder is writable."""
         if self._new:
             others = _read(self._path)  # that other processes have kept in the meantime
             latest = list({**others, **self._new}.items())[-MAX_ENTRIES:]

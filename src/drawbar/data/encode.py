@@ -1,4 +1,4 @@
-"""From records to columns of samples, in this process or in several."""
+"""Encodes records to columns of samples, in this process or in worker processes."""
 
 import os
 import time
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from drawbar.config.io.user_modules import cause
-from drawbar.data.columns import FieldKinds, Piece, Sample, describe_layout_mismatch, layout_of, number_dtype, stack
+from drawbar.data.columns import FieldKinds, Piece, Sample, describe_kind_mismatch, field_kinds, number_dtype, stack
 from drawbar.data.readers import Record
 from drawbar.data.reading import NumberedRecord, Reading
 from drawbar.data.worker_pool import WorkerFailed, WorkerPool, pickled
@@ -28,7 +28,7 @@ RESERVED_FIELDS = ("id", "ids", "segment_ids", "decoder_segment_ids")
 CHUNK_RECORDS = 256
 CHUNK_SECONDS = 0.5
 TRIAL_SECONDS = 2.0
-WORTH_SECONDS = 15.0  # less remaining work is not worth workers: they import what the task imports
+MIN_WORK_SECONDS = 15.0  # less remaining work is not worth workers: they import what the task imports
 MOST_WORKERS = 16
 ACTIVITY = "encoding records"
 
@@ -57,7 +57,7 @@ def encode_chunk(encode: Encode, numbered: Iterator[NumberedRecord], skip: bool,
     started = time.monotonic()
     samples: list[Sample] = []
     record_of: list[int] = []
-    layout: FieldKinds | None = None
+    kinds: FieldKinds | None = None
     for index, where, record in numbered:
         chunk.records += 1
         try:
@@ -71,11 +71,11 @@ def encode_chunk(encode: Encode, numbered: Iterator[NumberedRecord], skip: bool,
             continue
         chunk.dropped += not encoded
         chunk.truncated += sum(bool(sample.pop("truncated", False)) for sample in encoded)
-        layouts = [layout_of(sample) for sample in encoded]
-        layout = layout or next(iter(layouts), None)
-        faults = [describe_layout_mismatch(layout, found) for found in layouts if layout and found != layout]
+        found_kinds = [field_kinds(sample) for sample in encoded]
+        kinds = kinds or next(iter(found_kinds), None)
+        faults = [describe_kind_mismatch(kinds, found) for found in found_kinds if kinds and found != kinds]
         if faults:
-            chunk.fatal = layout_error(faults[0], where)
+            chunk.fatal = field_kinds_error(faults[0], where)
             break
         chunk.where = chunk.where or (where if encoded else "")
         samples += encoded
@@ -88,7 +88,7 @@ def encode_chunk(encode: Encode, numbered: Iterator[NumberedRecord], skip: bool,
     return chunk
 
 
-def layout_error(fault: str, where: str) -> UserError:
+def field_kinds_error(fault: str, where: str) -> UserError:
     return UserError(
         fault,
         where=where,
@@ -101,16 +101,16 @@ def _encode_one(record: Record, encode: Encode) -> list[Sample]:
     """The samples of one record. Every failure is a UserError; it may not name the record's place yet."""
     try:
         encoded = encode(record)
-        if encoded is None:
-            return []
-        return [_compact(sample) for sample in (encoded if isinstance(encoded, list) else [encoded])]
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(
             f"the task's encode failed on a record: {cause(error)}",
             remedy="mend the record, or let encode return None to leave it out",
         ) from error
+    if encoded is None:
+        return []
+    return [_compact(sample) for sample in (encoded if isinstance(encoded, list) else [encoded])]
 
 
 def _compact(sample: Any) -> Sample:
@@ -126,7 +126,7 @@ def _compact(sample: Any) -> Sample:
             f"a sample has a field {taken[0]!r}, a name that drawbar fills in itself",
             remedy="give the field another name in the task's encode",
         )
-    compact = {str(name): _field(name, value) for name, value in sample.items()}
+    compact = {str(name): _field_or_fault(name, value) for name, value in sample.items()}
     tokens = compact.get("input_ids")
     if tokens is not None and (not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or not len(tokens)):
         raise UserError(
@@ -139,6 +139,18 @@ def _compact(sample: Any) -> Sample:
             remedy="let it say whether encode cut the sample, or give the field another name",
         )
     return compact
+
+
+def _field_or_fault(name: str, value: Any) -> Any:
+    try:
+        return _field(name, value)
+    except UserError:
+        raise
+    except Exception as error:  # a user's object may raise anything when it is made an array
+        raise UserError(
+            f"the field {name!r} of a sample cannot be stored: {cause(error)}",
+            remedy="return numbers of at most 64 bits, texts, or arrays of numbers whose rows are equally long",
+        ) from error
 
 
 def _field(name: str, value: Any) -> Any:
@@ -176,19 +188,19 @@ def encode_chunks(
     """Chunks of samples, in the order of the records. Close the generator, or workers may be left behind.
 
     Args:
-        reading: it is gone through in this process alone, and only so far ahead that no worker waits for records.
+        reading: iterated in this process alone, only so far ahead that no worker waits for records.
         skip: collect bad records and go on.
         workers: processes to encode in. ``auto``: none if this process is quick enough, else one a core, at most 16.
         timeout: longest wait for a worker, in seconds.
 
     Raises:
-        UserError: a worker died, or gave no sign of life.
+        UserError: a worker died, or did not answer within ``timeout``.
     """
     numbered = iter(reading)
     if workers == "auto":
         done, seconds = yield from _encode_here(encode, numbered, skip, TRIAL_SECONDS)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        worth = cores > 1 and done and seconds / done * (reading.total - done) > WORTH_SECONDS
+        worth = cores > 1 and done and seconds / done * (reading.total - done) > MIN_WORK_SECONDS
         count = min(cores, MOST_WORKERS) if worth else 0
     else:
         count = min(workers, reading.total) if workers else 0
@@ -249,7 +261,7 @@ def _encode_in_workers(
 
 @dataclass(frozen=True)
 class _ChunkEncoder:
-    """What a worker does with some records."""
+    """Encodes a chunk of records in a worker."""
 
     encode: Encode
     skip: bool

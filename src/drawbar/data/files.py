@@ -89,6 +89,7 @@ def find_files(item: str, key: str) -> list[Path]:
     if path.exists():
         return [path]
     if not glob.has_magic(item):
+        _check_folder(path, key)
         raise _missing(path, key)
     matches = [Path(match) for match in sorted(glob.glob(item, recursive=True))]
     files = [match for match in matches if not match.is_dir()]
@@ -101,21 +102,39 @@ def find_files(item: str, key: str) -> list[Path]:
     return files
 
 
-def find_file(item: str, key: str) -> Path:
-    """The one file that a setting names. Raises ``UserError`` where there is none."""
-    if glob.has_magic(item) and not Path(item).exists():
-        raise UserError(f"{item} is a pattern", where=key, remedy="name one file: line n belongs to line n of another")
-    return find_files(item, key)[0]
+def find_text_file(item: str, key: str) -> Path:
+    """The one text file that a setting names, one of several parallel ones; its name may end in anything, as
+    ``train.de``.
+
+    Raises:
+        UserError: there is none.
+    """
+    path = Path(item)
+    if path.exists() and not path.is_dir():
+        return path
+    form = "a text file (also .gz), of which line n belongs to line n of the others"
+    what = "a folder" if path.is_dir() else "a pattern" if glob.has_magic(item) else None
+    if what is not None:
+        raise UserError(f"{item} is {what}", where=key, remedy=f"name one file: {form}")
+    _check_folder(path, key)
+    files = [name for name in os.listdir(path.parent) if (path.parent / name).is_file()]
+    guess = nearest(path.name, files)
+    meant = f"did you mean {path.parent / guess}? Else " if guess else ""
+    raise UserError(f"there is no file {path}", where=key, remedy=f"{meant}name {form}")
+
+
+def _check_folder(path: Path, key: str) -> None:
+    """Raises UserError where the folder that a file should be in does not exist."""
+    if not path.parent.is_dir():
+        raise UserError(
+            f"there is no file {path}: the folder {path.parent} does not exist",
+            where=key,
+            remedy=f"check the path; a relative one starts at the folder {Path.cwd()}",
+        )
 
 
 def _missing(path: Path, key: str) -> UserError:
     folder = path.parent
-    if not folder.is_dir():
-        return UserError(
-            f"there is no file {path}: the folder {folder} does not exist",
-            where=key,
-            remedy=f"check the path; a relative one starts at the folder {Path.cwd()}",
-        )
     endings = READERS.names()
     names = {name: str(folder / name) for name in os.listdir(folder) if _ending(name) in endings}
     if folder == Path():

@@ -1,4 +1,4 @@
-"""How processes that wait for another one learn that it lives, how far it is, and why it failed: small files."""
+"""Heartbeat, progress and error of the process that encodes, in small files for the processes that wait for it."""
 
 import json
 import os
@@ -52,7 +52,7 @@ class Heartbeat:
 
 
 class Watch:
-    """What a waiting process sees of the heartbeat."""
+    """Reads the heartbeat in a waiting process."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -82,7 +82,7 @@ class Watch:
             return
         about = {"pid": "?", "host": "?", "done": 0, "total": 0, **self._about}
         raise UserError(
-            f"process {about['pid']} on host {about['host']} encodes the data, and gave no sign of life for "
+            f"process {about['pid']} on host {about['host']} encodes the data, and sent no heartbeat for "
             f"{timeout:.0f} s (it had done {about['done']} of {about['total']} records)",
             where=str(self.path.with_suffix(".lock")),
             remedy=f"look at that process, end it (on {about['host']}: `kill -9 {about['pid']}`), and start again",

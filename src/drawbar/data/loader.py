@@ -1,4 +1,4 @@
-"""Micro-batches for one data-parallel rank, from a sample order that no world size changes."""
+"""Loaders: micro-batches for one data-parallel rank, in a sample order that does not depend on the world size."""
 
 import time
 from abc import ABC, abstractmethod
@@ -76,7 +76,7 @@ def raw_batch(rows: Rows, chosen: NDArray[np.int64], epoch: int) -> RawBatch:
 
 @dataclass(frozen=True)
 class MicroBatchSize:
-    """How much one forward takes: at most so many rows, and so many tokens, padding included (one row always fits)."""
+    """Limits of a micro-batch: so many rows, and so many tokens, padding included (one row is always allowed)."""
 
     rows: int | None = None
     tokens: int | None = None
@@ -101,8 +101,8 @@ class MicroBatchSize:
 
 
 @dataclass(frozen=True)
-class DataState:
-    """Where the data stands: valid at any world size and micro-batch size."""
+class DataPosition:
+    """The position in the data, for any world size and micro-batch size."""
 
     epoch: int
     consumed: int
@@ -116,11 +116,11 @@ class Loader(ABC, Generic[Batch]):
     steps_per_epoch: int | None
     """Steps in an epoch; None where that is not known before it ends."""
     position: Any
-    """Where the data stands after the newest step."""
+    """Position in the data after the newest step."""
     tokens: int = 0
     """Tokens of this rank in the newest step, unpadded (encoder–decoder: the longer side); without any, samples."""
     waited: float = 0.0
-    """Seconds for which training waited for the batches of the newest step, on this rank."""
+    """Seconds that this rank waited for the batches of the newest step."""
 
     def __init__(self, ranks: DataParallelGroup, micro_batch: MicroBatchSize, prefetcher: Prefetcher[Batch]) -> None:
         self.ranks = ranks
@@ -144,15 +144,15 @@ class Loader(ABC, Generic[Batch]):
             yield step, prepared.micro_batches
             self._before_newest = self.position
 
-    def give_back(self) -> None:
-        """The run stops before the newest step: take back its rows and, even if making its batches failed, what a
-        user's augment or collate drew from the host's random generators."""
+    def undo_step(self) -> None:
+        """Undo the newest step, which was not trained (or whose batches failed): restore the position before it, and
+        the host's random generators, from which a user's augment or collate may have drawn."""
         self.position = self._before_newest
-        self.prefetcher.undraw()
+        self.prefetcher.restore_generators()
 
-    def _most_of_ranks(self, micro_batches: int) -> int:
-        """The micro-batches of the rank that has most; every rank calls this method. Waiting here for a rank that
-        still trains does not count as waiting for batches."""
+    def _max_over_ranks(self, micro_batches: int) -> int:
+        """Collective: the number of micro-batches of the rank that has most; the others add fillers up to it.
+        Waiting here for a rank that still trains does not count as waiting for batches."""
         began = time.perf_counter()
         most = self.ranks.max(micro_batches)
         self._waited_for_ranks += time.perf_counter() - began
@@ -160,11 +160,15 @@ class Loader(ABC, Generic[Batch]):
 
     @abstractmethod
     def _plan_from(self, position: Any) -> None:
-        """The next call of ``_plan`` is for the step after this position."""
+        """Let the next ``_plan`` be for the step after this position."""
 
     @abstractmethod
-    def _plan(self, ahead: bool) -> StepPlan | None:
-        """See ``Prefetcher.steps``."""
+    def _plan(self, may_defer: bool) -> StepPlan | None:
+        """See ``Prefetcher.steps``.
+
+        Raises:
+            OtherRankFailed: another rank cannot plan the step.
+        """
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
@@ -180,8 +184,12 @@ class Loader(ABC, Generic[Batch]):
         """
 
     def close(self) -> None:
-        """End what prepares batches ahead of training."""
+        """Stop prefetching."""
         self.prefetcher.close()
+
+
+class OtherRankFailed(Exception):
+    """Another rank cannot make its batches; that rank raises the actual error."""
 
 
 class OtherData(UserError):
@@ -189,7 +197,7 @@ class OtherData(UserError):
 
 
 def check_fingerprint(saved: str, now: str) -> None:
-    """Refuse to go on with other data.
+    """Refuse to resume with other data.
 
     Raises:
         OtherData: the two differ.
@@ -217,7 +225,7 @@ class TrainLoader(Loader[Batch]):
         prefetcher: makes the batches.
     """
 
-    position: DataState
+    position: DataPosition
 
     def __init__(
         self,
@@ -234,7 +242,7 @@ class TrainLoader(Loader[Batch]):
         self.sampler = sampler
         self.global_batch = global_batch
         self.steps_per_epoch = -(-sampler.size // global_batch)
-        self.position = DataState(epoch=0, consumed=0, fingerprint=rows.fingerprint)
+        self.position = DataPosition(epoch=0, consumed=0, fingerprint=rows.fingerprint)
         self._planned = self.position
 
     @property
@@ -245,18 +253,25 @@ class TrainLoader(Loader[Batch]):
         return asdict(self.position)
 
     def load(self, state: dict[str, Any]) -> None:
-        check_fingerprint(state["fingerprint"], self.rows.fingerprint)  # first: a stream's state does not fit DataState
-        self.position = DataState(**state)
+        check_fingerprint(
+            state["fingerprint"], self.rows.fingerprint
+        )  # first: a stream's state does not fit DataPosition
+        self.position = DataPosition(**state)
 
-    def _plan_from(self, position: DataState) -> None:
+    def position_after(self, step: int) -> DataPosition:
+        """Position in the data after so many steps of this loader from the first sample."""
+        epoch, steps = divmod(step, -(-self.sampler.size // self.global_batch))
+        return DataPosition(epoch, steps * self.global_batch, self.rows.fingerprint)
+
+    def _plan_from(self, position: DataPosition) -> None:
         self._planned = position
 
-    def _plan(self, ahead: bool) -> StepPlan:
+    def _plan(self, may_defer: bool) -> StepPlan:
         """This rank's share of the next global batch: it looks up no other rows, as a step may have thousands."""
         epoch, start = self._planned.epoch, self._planned.consumed
         stop = min(start + self.global_batch, self.sampler.size)
         at_end = stop == self.sampler.size
-        self._planned = DataState(
+        self._planned = DataPosition(
             epoch=epoch + 1 if at_end else epoch,
             consumed=0 if at_end else stop,
             fingerprint=self.rows.fingerprint,
@@ -282,7 +297,7 @@ class TrainLoader(Loader[Batch]):
             size: rows of the step.
         """
         if self.micro_batch.tokens is not None:
-            return self._most_of_ranks(own)
+            return self._max_over_ranks(own)
         largest_share = -(-size // self.ranks.size)
         return -(-largest_share // (self.micro_batch.rows or largest_share))
 

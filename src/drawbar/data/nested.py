@@ -1,9 +1,13 @@
 """The columns of a record, and those inside others: ``translation.en``."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 from drawbar.data.readers import Record
+
+SEPARATORS = ";,|\t"
+"""What may stand between the fields of a table."""
 
 
 def value_at(record: Record, column: str) -> Any:
@@ -48,10 +52,15 @@ def misread_header(column: str, record: Record) -> str | None:
     for name in record:
         if name.strip() == column:
             return f"write {column!r} without spaces around it; in a table, the names are in the header"
-        for separator in ";,|\t":
+        for separator in SEPARATORS:
             if column in (part.strip() for part in name.split(separator)):
-                return (
-                    f"the fields of the file seem to be separated by {separator!r}: write it with commas as .csv, "
-                    "or with tabs as .tsv"
-                )
+                return name_separator(separator)
     return None
+
+
+def name_separator(separator: str) -> str:
+    """The remedy for a table whose fields are not separated as they were read."""
+    return (
+        f"the fields of the file seem to be separated by {separator!r}: read it as .csv, with "
+        f"'data.separator={json.dumps(separator)}'"
+    )

@@ -1,4 +1,4 @@
-"""Which samples share a row: planned from their lengths, in arrays, and kept where that takes long."""
+"""Packing plans: which samples share a row, computed from their lengths, and cached where that takes long."""
 
 import bisect
 import hashlib
@@ -90,7 +90,7 @@ def plan_sources(lengths: NDArray[np.int64], sizes: Sequence[int], capacity: int
     return Plan(samples, np.concatenate(ends)), rows
 
 
-def keep_plan(
+def cached_plan_of_sources(
     lengths: Callable[[], NDArray[np.int64]],
     sizes: Sequence[int],
     capacity: int,
@@ -184,41 +184,42 @@ def _longest_first(lengths: NDArray[np.int64], counts: NDArray[np.int64], seed: 
 
 
 def _best_fit(counts: NDArray[np.int64], capacity: int) -> tuple[int, NDArray[Any]]:
-    """How many rows there are, and the row of each sample, longest first. All samples of a length are placed together:
-    a row that gets one of them is then the fullest with room, and gets more until it is full.
+    """How many packs there are, and the pack of each sample, longest first. A pack is a row before the rows have their
+    order; they are numbered as they were begun. All samples of a length are placed together: a pack that gets one of
+    them is then the fullest with room, and gets more until it is full.
 
     Args:
         counts: samples of each length.
     """
-    row_of = np.empty(int(counts.sum()), _number_type(int(counts.sum())))
-    with_room: dict[int, list[NDArray[Any]]] = {}  # free tokens → rows with exactly that many, the newest last
-    rooms: list[int] = []  # the keys of with_room, ascending
-    rows = placed = 0
+    pack_of = np.empty(int(counts.sum()), _number_type(int(counts.sum())))
+    packs_by_free: dict[int, list[NDArray[Any]]] = {}  # free tokens → packs with exactly that many, the newest last
+    free_sizes: list[int] = []  # the keys of packs_by_free, ascending
+    packs = placed = 0
     for length in np.flatnonzero(counts)[::-1].tolist():
         end = placed + int(counts[length])
         while placed < end:
-            fit = bisect.bisect_left(rooms, length)
-            room = rooms[fit] if fit < len(rooms) else capacity
-            each = room // length if length else end - placed  # empty samples all go into one row
+            fit = bisect.bisect_left(free_sizes, length)
+            free = free_sizes[fit] if fit < len(free_sizes) else capacity
+            each = free // length if length else end - placed  # empty samples all go into one pack
             wanted = -(-(end - placed) // each)
-            if fit < len(rooms):
-                chosen = _pop(with_room[room], wanted)
-                if not with_room[room]:
-                    del with_room[room], rooms[fit]
+            if fit < len(free_sizes):
+                chosen = _pop(packs_by_free[free], wanted)
+                if not packs_by_free[free]:
+                    del packs_by_free[free], free_sizes[fit]
             else:
-                chosen = np.arange(rows, rows + wanted, dtype=row_of.dtype)
-                rows += wanted
+                chosen = np.arange(packs, packs + wanted, dtype=pack_of.dtype)
+                packs += wanted
             got = min(end - placed, each * len(chosen))
-            row_of[placed : placed + got] = np.repeat(chosen, each)[:got]
+            pack_of[placed : placed + got] = np.repeat(chosen, each)[:got]
             placed += got
             for part, samples in ((chosen[: got // each], each), (chosen[got // each :], got % each)):
-                left = room - samples * length
-                if len(part) and left not in with_room:
-                    with_room[left] = []
-                    bisect.insort(rooms, left)
+                left = free - samples * length
+                if len(part) and left not in packs_by_free:
+                    packs_by_free[left] = []
+                    bisect.insort(free_sizes, left)
                 if len(part):
-                    with_room[left].append(part)
-    return rows, row_of
+                    packs_by_free[left].append(part)
+    return packs, pack_of
 
 
 def _pop(stack: list[NDArray[Any]], count: int) -> NDArray[Any]:
@@ -235,7 +236,7 @@ def _pop(stack: list[NDArray[Any]], count: int) -> NDArray[Any]:
 
 
 def _rows(pack_of: NDArray[Any], packs: int) -> Plan:
-    """The plan, from the pack (row of ``_best_fit``) of each sample: packs are sorted by their first samples."""
+    """The plan, from the pack of each sample: its rows are the packs, sorted by their first samples."""
     size = len(pack_of)
     first_of = np.empty(packs, pack_of.dtype)
     for end in range(size, 0, -BLOCK_VALUES):

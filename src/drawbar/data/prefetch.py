@@ -1,4 +1,4 @@
-"""Batches prepared ahead of training: in a thread of this process, and in processes that it feeds."""
+"""``Prefetcher``: makes batches ahead of training, in a thread of this process or in worker processes."""
 
 import io
 import pickle
@@ -30,7 +30,7 @@ Join = Callable[[list[Sample]], Sample]
 """The augmented samples of a row → the row."""
 
 ACTIVITY = "preparing batches"
-TELL_SECONDS = 60.0
+LOG_SECONDS = 60.0
 """How often the log says that training waits for its batches."""
 CLOSE_SECONDS = 60.0
 """The longest wait for the micro-batch that is being made when training ends."""
@@ -59,7 +59,8 @@ def unchanged(sample: Sample, epoch: int) -> Sample:
 
 @dataclass(frozen=True)
 class BatchMaker(Generic[Batch]):
-    """The work that may be done in another process: augment, join and collate. It pickles if its parts do."""
+    """Makes a batch from raw rows: augment, join and collate. It can run in another process, and pickles if its members
+    do."""
 
     collate: Collate[Batch]
     augment: Augment = unchanged
@@ -108,21 +109,21 @@ class PreparedStep(Generic[Batch]):
 
 
 class Prefetcher(Generic[Batch]):
-    """Prepares the batches of the next steps while a step is trained.
+    """Makes the batches of the next steps while a step is trained. A thread reads the samples of a micro-batch, and
+    makes the batch itself or, with ``workers``, sends them to a worker process. The batch is the same either way. Whole
+    steps are prefetched until they have two micro-batches or more for each worker (without workers, two or more), which
+    bounds the memory.
 
-    A thread reads the samples of a micro-batch. The thread makes the batch itself or, with ``processes``, has a process
-    make it. The batch is the same either way. Ahead of the step that is trained, whole steps are begun until they
-    have two micro-batches or more for each process (without processes, two or more), which bounds the memory.
-
-    With ``processes``, augment and collate may be a user's, and may draw from the generators of Python, NumPy or
-    torch, which checkpoints hold and dropout uses. So in this process augment and collate run in the training thread
-    alone, each batch when its step is due, until a process has started. A process's first batch is also made here.
-    If the two differ, or a process fails later or draws from such a generator, nothing is made ahead from then on.
+    A user's augment and collate may draw from the generators of Python, NumPy or torch, which checkpoints hold and
+    dropout uses. In another thread of this process they would do so at any moment: so without ``workers``, callers give
+    ``prefetch=False`` where augment or collate is a user's. With ``workers`` each batch is made in the training thread,
+    when its step is due, until a worker has started. The first batch of a worker is also made in this process: if the
+    two differ, or a worker fails later or draws from such a generator, nothing is made ahead from then on.
 
     Args:
         maker: what makes a batch.
-        ahead: False to make each batch only when its step is due.
-        processes: how many make batches; 0 for none besides this one.
+        prefetch: False to make each batch only when its step is due.
+        workers: how many make batches; 0 for none besides this one.
         finish: called in this process with each batch that was made ahead, such as to pin its memory.
         timeout: longest wait for a process, in seconds.
     """
@@ -131,22 +132,22 @@ class Prefetcher(Generic[Batch]):
         self,
         maker: BatchMaker[Batch],
         *,
-        ahead: bool = True,
-        processes: int = 0,
+        prefetch: bool = True,
+        workers: int = 0,
         finish: Callable[[Batch], Batch] | None = None,
         timeout: float = threading.TIMEOUT_MAX,
     ) -> None:
         self._maker = maker
-        self._processes = processes
-        self._finish = finish or _given
+        self._workers = workers
+        self._finish = finish or _ready_result
         self._timeout = timeout
-        self._ahead = 2 * max(1, processes) if ahead else 0
-        self._is_deferred = not ahead
+        self._prefetch_count = 2 * max(1, workers) if prefetch else 0
+        self._is_deferred = not prefetch
         """Whether batches are made at their step."""
         self._is_compared = False
         """Whether the first batch of a process has been compared with the same batch made in this process."""
         self._preparer: _Preparer[Batch] | None = None
-        self._put_back_generators: Callable[[], None] | None = None
+        self._restore_generators: Callable[[], None] | None = None
         """Undoes the newest step's random draws; None if none of its batches was made in the training thread."""
 
     def steps(
@@ -163,13 +164,15 @@ class Prefetcher(Generic[Batch]):
         try:
             for step in range(first + 1, last + 1):
                 began = time.perf_counter()
-                while step + len(planned) <= last and (not planned or self._count_ahead(planned) < self._ahead):
+                self._restore_generators = None  # first: where planning fails, the step before stays as it was made
+                while step + len(planned) <= last and (
+                    not planned or self._count_prefetched(planned) < self._prefetch_count
+                ):
                     found = plan(bool(planned))
                     if found is None:
                         break
-                    planned.append((found, self._begin(found)))
+                    planned.append((found, self._start_step(found)))
                 now, results = planned.popleft()
-                self._put_back_generators = None
                 each = zip(results, now.micro_batches, strict=True)
                 micro_batches = [MicroBatch(result(), micro.is_filler) for result, micro in each]
                 yield step, PreparedStep(now, micro_batches, time.perf_counter() - began)
@@ -177,40 +180,40 @@ class Prefetcher(Generic[Batch]):
             self.close()
 
     @staticmethod
-    def _count_ahead(planned: deque[tuple[StepPlan, list[Callable[[], Batch]]]]) -> int:
-        """Micro-batches of the steps after the next one."""
+    def _count_prefetched(planned: deque[tuple[StepPlan, list[Callable[[], Batch]]]]) -> int:
+        """Number of micro-batches prefetched beyond the next step."""
         return sum(len(results) for _, results in planned) - len(planned[0][1])
 
-    def _begin(self, plan: StepPlan) -> list[Callable[[], Batch]]:
-        """Begin to make the batches of a step; each returned function waits for one batch, or makes it."""
+    def _start_step(self, plan: StepPlan) -> list[Callable[[], Batch]]:
+        """Start making the batches of a step; each returned function waits for one batch, or makes it."""
         reads = [micro.read for micro in plan.micro_batches]
         preparer = self._started_preparer()
         if preparer is None:
             return [partial(self._make, read) for read in reads]
-        return [partial(self._result, read, preparer.submit(read)) for read in reads]
+        return [partial(self._result_or_made_here, read, preparer.submit(read)) for read in reads]
 
     def _make(self, read: Callable[[], RawBatch]) -> Batch:
-        self._put_back_generators = self._put_back_generators or note_host_generators()
+        self._restore_generators = self._restore_generators or note_host_generators()
         return self._maker(read())
 
-    def undraw(self) -> None:
-        """Put the generators of the host back to where they were before the newest step's batches were made."""
-        if self._put_back_generators is not None:
-            self._put_back_generators()
+    def restore_generators(self) -> None:
+        """Restore the host's random generators to their state before the newest step's batches were made."""
+        if self._restore_generators is not None:
+            self._restore_generators()
 
     def _started_preparer(self) -> "_Preparer[Batch] | None":
         """The preparer of batches; None as long as no batch is made ahead."""
         if self._preparer is None and not self._is_deferred:
-            function = pickled(_WorkerMaker(self._maker), ACTIVITY) if self._processes else None
-            if self._processes and function is None:
+            function = pickled(_WorkerMaker(self._maker), ACTIVITY) if self._workers else None
+            if self._workers and function is None:
                 self._is_deferred = True
                 return None
-            pool = function and WorkerPool(function, self._processes, timeout=self._timeout, activity=ACTIVITY)
+            pool = function and WorkerPool(function, self._workers, timeout=self._timeout, activity=ACTIVITY)
             self._preparer = _Preparer(self._maker, self._finish, pool or None)
         return self._preparer if self._preparer is not None and self._preparer.has_started else None
 
-    def _result(self, read: Callable[[], RawBatch], future: Future[Batch]) -> Batch:
-        """The batch that was begun; made here if a process failed."""
+    def _result_or_made_here(self, read: Callable[[], RawBatch], future: Future[Batch]) -> Batch:
+        """Wait for a batch; make it in this process if a worker failed."""
         if self._preparer is None:
             return self._make(read)
         failure: str | None = None
@@ -218,7 +221,7 @@ class Prefetcher(Generic[Batch]):
             batch = self._preparer.result(future)
         except Exception as error:  # noqa: BLE001 - if it comes up in this process, too, _make raises it
             batch, failure = self._make(read), str(error)
-        if failure is None and self._processes and not self._is_compared:
+        if failure is None and self._workers and not self._is_compared:
             given, batch, self._is_compared = batch, self._make(read), True
             if _values(given) != _values(batch):
                 failure = (
@@ -232,19 +235,19 @@ class Prefetcher(Generic[Batch]):
         return batch
 
     def close(self) -> None:
-        """End the thread and the processes. The end of ``steps`` does so, too, but late where an exception's traceback
+        """End the thread and the workers. The end of ``steps`` does so, too, but late where an exception's traceback
         keeps the generator alive. Batches that were made ahead are lost; positions do not count them."""
         if self._preparer is not None:
             self._preparer.close()
             self._preparer = None
 
 
-def _given(batch: Batch) -> Batch:
+def _ready_result(batch: Batch) -> Batch:
     return batch
 
 
 class _Preparer(Generic[Batch]):
-    """A thread that makes batches in the order in which they were asked for, or has them made in the processes of a
+    """A thread that makes batches in the order in which they were asked for, or has them made in the workers of a
     pool."""
 
     def __init__(
@@ -256,12 +259,12 @@ class _Preparer(Generic[Batch]):
         self._started = pool.start() if pool else []
         self._queue = SimpleQueue[tuple[Callable[[], RawBatch], Future[Batch]] | None]()
         self._is_closed = False
-        self._has_one_core = threading.Event()
+        self._is_single_threaded = threading.Event()
         self._thread = threading.Thread(target=self._run, name="drawbar-batches", daemon=True)
         threads = torch.get_num_threads()
         self._thread.start()
-        self._has_one_core.wait()
-        torch.set_num_threads(threads)  # without this, threads that start later would get the 1 of _run
+        self._is_single_threaded.wait()
+        torch.set_num_threads(threads)  # later threads would inherit the 1 that _run sets
 
     @property
     def has_started(self) -> bool:
@@ -283,7 +286,7 @@ class _Preparer(Generic[Batch]):
         if self._pool is not None:
             return cast(Batch, self._pool.result(future))
         began = time.monotonic()
-        while not wait_for([future], TELL_SECONDS).done:
+        while not wait_for([future], LOG_SECONDS).done:
             logger.info("training waits for its next batch: %s (%.0f s)", ACTIVITY, time.monotonic() - began)
         return future.result()
 
@@ -299,7 +302,7 @@ class _Preparer(Generic[Batch]):
     def _run(self) -> None:
         torch.set_num_threads(1)  # for this thread alone: the other cores are for the step
         torch.get_num_threads()  # without this, the first operation would take the number that any thread set last
-        self._has_one_core.set()
+        self._is_single_threaded.set()
         while (asked := self._queue.get()) is not None:
             read, future = asked
             if self._is_closed:
@@ -325,7 +328,7 @@ class _Preparer(Generic[Batch]):
 
 @dataclass(frozen=True)
 class _WorkerMaker(Generic[Batch]):
-    """Makes batches in a worker process, and gives them as bytes.
+    """Makes batches in a worker process, and returns them pickled.
 
     Raises:
         WorkerFailed: making the batch failed, or drew random numbers that would differ from process to process.
@@ -352,7 +355,7 @@ class _WorkerMaker(Generic[Batch]):
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles a tensor's values as plain bytes. Torch sends tensors between processes in shared memory, of
+    """Pickles a tensor's values as plain bytes. Torch sends tensors between workers in shared memory, of
     which containers have little, and which a killed process leaves behind."""
 
     def reducer_override(self, found: Any) -> Any:
@@ -377,14 +380,14 @@ class _ValuesPickler(pickle.Pickler):
 
 
 def _values(batch: Any) -> bytes:
-    room = io.BytesIO()
-    pickler = _ValuesPickler(room, protocol=5)
+    buffer = io.BytesIO()
+    pickler = _ValuesPickler(buffer, protocol=5)
     pickler.fast = True  # objects that are used twice are written twice
     pickler.dump(batch)
-    return room.getvalue()
+    return buffer.getvalue()
 
 
 def _pickle(batch: Any) -> bytes:
-    room = io.BytesIO()
-    _Pickler(room, protocol=5).dump(batch)
-    return room.getvalue()
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=5).dump(batch)
+    return buffer.getvalue()

@@ -1,4 +1,4 @@
-"""What every reader of records is, and the reader for each ending of a file's name.
+"""The interfaces of readers of records, and the registry of readers by file extension.
 
 A reader yields undecoded records (``RawRecord``), so a process that needs every eighth record decodes only every
 eighth.
@@ -26,7 +26,7 @@ class RawRecord(NamedTuple):
     """A record that has not been decoded."""
 
     raw: Any
-    """What the reader's ``decode`` takes: such as the bytes of a line, a list of fields, or a place in a table."""
+    """Input of the reader's ``decode``, such as the bytes of a line, a list of fields, or a position in a table."""
     path: Path
     line: int | None
     """The record's first line, or in Arrow and .json files its number, from 1. None if it is the whole file."""
@@ -97,6 +97,8 @@ class ReadOptions:
     """``data.sample_by``: what one record of a text file is."""
     columns: tuple[str, ...] | None = None
     """``columns``: names of the columns of a table without a header."""
+    separator: str = ","
+    """``separator``: what stands between the fields of a ``.csv`` file."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,7 @@ class FileReader(Reader):
 
     @property
     def files(self) -> list[Path]:
+        """The one file that is read."""
         return [self.path]
 
 

@@ -1,4 +1,4 @@
-"""One pass over records on their way to be encoded: in order, numbered, and none of them kept."""
+"""``Reading``: one pass over the records of a split for encoding, in order and numbered, without keeping them."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
@@ -10,7 +10,7 @@ KEPT_MESSAGES = 1000
 
 
 class ReadResult(NamedTuple):
-    """A record of a split, or what is wrong with it."""
+    """A record of a split, or the error of one that cannot be read."""
 
     source: int
     """The index of the source that it comes from."""

@@ -15,10 +15,10 @@ BATCHES_SORTED_TOGETHER = 50
 
 
 class Sampler(ABC):
-    """Rows of a dataset by their place in an epoch."""
+    """Maps an index within an epoch to a row of the dataset."""
 
     size: int
-    """Places in an epoch."""
+    """Rows of an epoch."""
 
     @abstractmethod
     def rows(self, epoch: int, places: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -118,10 +119,13 @@ class SourceStream:
         for number, reader, unit in self._units_of_lane(lane, lanes, first):
             where = reader.where(unit)
             try:
-                yield number // lanes, where, self._renamed(_decoded(reader, unit, where), where)
+                with self._naming(reader):
+                    record = _decoded(reader, unit, where)
+                yield number // lanes, where, self._renamed(record, where)
             except BadRecord as error:
+                error.where = error.where or where  # a reader of the user's may give neither place nor remedy
                 if not self._skip_bad:
-                    remedy = f"{error.remedy}; or leave bad records out: data.on_bad_record=skip"
+                    remedy = f"{error.remedy or 'mend the record'}; or leave bad records out: data.on_bad_record=skip"
                     raise UserError(error.what, where=error.where, remedy=remedy) from error
                 yield number // lanes, where, error
 
@@ -132,16 +136,17 @@ class SourceStream:
 
     def class_names(self, column: str) -> list[str] | None:
         """The names of a column's classes, in the order of their numbers, where all files with such names agree."""
-        old = old_name(column, self._rename)
-        try:
-            return agreed_names(reader.class_names(old) for reader in self._readers)
-        except OSError as error:
-            raise self._unreadable(error) from error
+        old, found = old_name(column, self._rename), []
+        for reader in self._readers:
+            with self._naming(reader):
+                found.append(reader.class_names(old))
+        return agreed_names(found)
 
     @cached_property
-    def fingerprint(self) -> str:
-        """Hex digest of the settings, and of each file's size, both ends and some excerpts: quick at any length."""
-        return self._digest(_size_and_excerpts)
+    def fingerprints(self) -> dict[str, str]:
+        """Hex digest of the settings, and of each file's size, both ends and some excerpts: quick at any length. One
+        for each value of ``data.on_bad_record``: ``{"error": …, "skip": …}``."""
+        return self._digests(_size_and_excerpts)
 
     def digest(self, of_file: Callable[[Path], str]) -> str:
         """Hex digest of the files and of the settings that decide what records come out.
@@ -149,34 +154,47 @@ class SourceStream:
         Args:
             of_file: the digest of every byte of a file.
         """
-        return self._digest(lambda path: of_file(path).encode())
+        return self._digests(lambda path: of_file(path).encode())["skip" if self._skip_bad else "error"]
+
+    @property
+    def files(self) -> list[Path]:
+        """Every file that is read; none of a Hub dataset."""
+        return [path for reader in self._readers for path in reader.files]
 
     def identity(self) -> list[Any]:
         """``identity`` of each file; for a Hub dataset the node's name, as each node has its own copy."""
         from drawbar.distributed.rank_info import node_name  # loads torch, which submitting does not need
 
-        try:
-            return [[*map(identity, reader.files)] or node_name() for reader in self._readers]
-        except OSError as error:
-            raise self._unreadable(error) from error
+        found: list[Any] = []
+        for reader in self._readers:
+            with self._naming(reader):
+                found.append([*map(identity, reader.files)] or node_name())
+        return found
 
-    def _digest(self, of_file: Callable[[Path], bytes]) -> str:
-        """
+    def _digests(self, of_file: Callable[[Path], bytes]) -> dict[str, str]:
+        """A hex digest for each value of ``data.on_bad_record``.
+
         Args:
             of_file: a self-delimiting byte string that identifies a file.
         """
-        settings = [self._rename, self._split_filter, self._limit, self._skip_bad]
-        digest = hashlib.blake2b(repr(settings).encode(), digest_size=16)
-        try:
-            for reader in self._readers:
-                digest.update(repr(reader.settings()).encode())
+        digests = {}
+        for on_bad_record in ("error", "skip"):
+            settings = [self._rename, self._split_filter, self._limit, on_bad_record == "skip"]
+            digests[on_bad_record] = hashlib.blake2b(repr(settings).encode(), digest_size=16)
+        for content in self._digested(of_file):
+            for digest in digests.values():
+                digest.update(content)
+        return {on_bad_record: digest.hexdigest() for on_bad_record, digest in digests.items()}
+
+    def _digested(self, of_file: Callable[[Path], bytes]) -> Iterator[bytes]:
+        for reader in self._readers:
+            with self._naming(reader):
+                yield repr(reader.settings()).encode()
                 if isinstance(reader, HubDataset):
-                    digest.update(reader.fingerprint.encode())
-                for path in reader.files:
-                    digest.update(of_file(path))
-        except OSError as error:
-            raise self._unreadable(error) from error
-        return digest.hexdigest()
+                    yield reader.fingerprint.encode()
+            for path in reader.files:
+                with self._naming(reader, path):
+                    yield of_file(path)
 
     def _units_of_lane(self, lane: int, lanes: int, first: int) -> Iterator[tuple[int, Reader, RawRecord]]:
         """(number in the source, reader, unit) of the lane's units of the split, from the lane's unit ``first`` on."""
@@ -194,8 +212,11 @@ class SourceStream:
             wanted = number % lanes == lane and number // lanes >= first
             if not wanted and quota is None:
                 continue
-            if self._split_filter and not self._split_filter.has(reader.content(unit)):
-                continue
+            if self._split_filter:
+                with self._naming(reader):
+                    content = reader.content(unit)
+                if not self._split_filter.has(content):
+                    continue
             if wanted:
                 yield number, reader, unit
             taken += 1
@@ -211,22 +232,30 @@ class SourceStream:
         return self._before._quota - self._before.count
 
     def _units(self) -> Iterator[tuple[Reader, RawRecord]]:
-        try:
-            for reader in self._readers:
-                unit = None
-                for unit in _found_by(reader):
+        for reader in self._readers:
+            unit = None
+            with self._naming(reader):
+                for unit in _units_of_reader(reader):
                     yield reader, unit
                 if unit is None:
                     raise reader.empty()
-        except OSError as error:
-            raise self._unreadable(error) from error
 
-    def _unreadable(self, error: OSError) -> UserError:
-        return UserError(
-            f"cannot read {error.filename or self._readers[0].files[0]}: {error.strerror or error}",
-            where=self._key,
-            remedy="check the path and its permissions",
-        )
+    @contextmanager
+    def _naming(self, reader: Reader, *paths: Path) -> Iterator[None]:
+        """Context for reading. An error of the system becomes one that names the file: those of a failed read do not.
+
+        Args:
+            paths: what is read; by default all files of the reader.
+        """
+        try:
+            yield
+        except OSError as error:
+            names = error.filename or ", ".join(map(str, paths or reader.files)) or type(reader).__name__
+            raise UserError(
+                f"cannot read {names}: {error.strerror or error}",
+                where=self._key,
+                remedy="check the path, its permissions, and the disk or network that it is on",
+            ) from error
 
     def _renamed(self, record: Record, where: str) -> Record:
         if not self._rename:
@@ -271,7 +300,7 @@ def _size_and_excerpts(path: Path) -> bytes:
         return b"".join([*found, file.read(END_BYTES)])
 
 
-def _found_by(reader: Reader) -> Iterator[RawRecord]:
+def _units_of_reader(reader: Reader) -> Iterator[RawRecord]:
     """The units of a reader. The error of a user's reader names the reader, and not the task."""
     try:
         for unit in reader.units():
@@ -287,7 +316,7 @@ def _found_by(reader: Reader) -> Iterator[RawRecord]:
 
 
 def _decoded(reader: Reader, unit: RawRecord, where: str) -> Record:
-    """The decoded record. Errors as in :func:`_found_by`."""
+    """The decoded record. Errors as in :func:`_units_of_reader`."""
     name = type(reader).__name__
     try:
         record = reader.decode(unit)

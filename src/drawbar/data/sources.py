@@ -1,4 +1,4 @@
-"""From the settings of ``data`` to the records of a split. A record is a plain dict."""
+"""Opens the records of a split, as the settings ``data`` say. A record is a plain dict."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
@@ -9,13 +9,13 @@ from typing import Any, Literal, cast, overload
 
 from drawbar.config.schema.data_section import DataSection, SourceSection
 from drawbar.data.class_labels import agreed_names
-from drawbar.data.files import BUILT_IN_SOURCES, find_file, find_files, is_empty, reader_of
+from drawbar.data.files import BUILT_IN_SOURCES, find_files, find_text_file, is_empty, reader_of
 from drawbar.data.hub_dataset import HubDataset
 from drawbar.data.python_stdlib import PYTHON_STDLIB, PythonStdlib
 from drawbar.data.readers import BadRecord, FileReader, Reader, ReadOptions, Record
 from drawbar.data.reading import NumberedRecord, Reading, ReadResult
 from drawbar.data.source_stream import LocatedRecord, SourceStream, SplitFilter
-from drawbar.data.tables import check_names
+from drawbar.data.tables import CsvTable, check_names
 from drawbar.data.text_readers import ParallelLines
 from drawbar.errors import UserError
 
@@ -171,7 +171,7 @@ def _readers(source: SourceSection, data: DataSection, *, split: str, key: str) 
     """The readers of one source; ``key`` is the setting that names it."""
     _check(source, key)
     if source.parallel is not None:
-        paths = [find_file(path, f"{key}.parallel.{column}") for column, path in source.parallel.items()]
+        paths = [find_text_file(path, f"{key}.parallel.{column}") for column, path in source.parallel.items()]
         return [ParallelLines(tuple(source.parallel), tuple(paths))]
     if source.dataset is not None:
         streaming = data.streaming and split == "train"
@@ -181,7 +181,8 @@ def _readers(source: SourceSection, data: DataSection, *, split: str, key: str) 
         columns, columns_key = source.columns, f"{key}.columns"
     check_names(columns or [], columns_key, "give every column a name of its own")
     readers: list[Reader] = []
-    options = ReadOptions(data.sample_by, None if columns is None else tuple(columns))
+    separator = data.separator if source.separator is None else source.separator
+    options = ReadOptions(data.sample_by, None if columns is None else tuple(columns), separator)
     for item in [source.files] if isinstance(source.files, str) else source.files or []:
         if item == PYTHON_STDLIB:
             readers.append(PythonStdlib(split))
@@ -195,6 +196,12 @@ def _readers(source: SourceSection, data: DataSection, *, split: str, key: str) 
     if source.columns is not None and not has_tables:
         raise UserError(
             "only .tsv and .csv files have columns to be named", where=columns_key, remedy="use `rename` instead"
+        )
+    if source.separator is not None and not any(isinstance(reader, CsvTable) for reader in readers):
+        raise UserError(
+            "only .csv files have a separator",
+            where=f"{key}.separator",
+            remedy="leave it out, or read the files as such: reader: .csv",
         )
     return readers
 

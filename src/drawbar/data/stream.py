@@ -6,7 +6,7 @@ block's rows come in turn from all lanes. So the rows of a block are a pure func
 position is where the block begins and how many of its rows were used: to go on, that block is read again.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from drawbar.data.loader import Loader, MicroBatchSize, Rows, check_fingerprint
+from drawbar.data.loader import Loader, MicroBatchSize, OtherRankFailed, Rows, check_fingerprint
 from drawbar.data.order import order
 from drawbar.data.prefetch import Batch, PlannedMicroBatch, Prefetcher, RawBatch, RawRow, StepPlan
 from drawbar.data.sources import LocatedRecord
@@ -30,7 +30,7 @@ LARGEST_BLOCK = 2**32
 
 @dataclass(frozen=True)
 class StreamSettings:
-    """How a stream becomes batches; none of it but ``code`` may change while a run lasts."""
+    """Settings of a stream that decide its batches; only ``code`` may change during a run."""
 
     seed: int
     shuffle: bool
@@ -40,13 +40,16 @@ class StreamSettings:
     global_batch: int
     fingerprint: str
     """Of the data, and of the settings that encode it."""
+    resumable: Set[str] = frozenset()
+    """The fingerprints under both values of ``data.on_bad_record``, which give the same samples: a position saved with
+    either is resumed."""
     code: Mapping[str, str] = field(default_factory=dict)
     """What else decides the samples, and may change: digests of the user's code, by file."""
 
 
 @dataclass(frozen=True)
 class Cursor:
-    """Where a block begins."""
+    """The position at the start of a block."""
 
     positions: list[int]
     """For each source, the records already read per lane; a weighted source repeats, and all its passes count."""
@@ -58,8 +61,8 @@ class Cursor:
 
 
 @dataclass(frozen=True)
-class Position:
-    """Where the next step begins; a checkpoint holds it."""
+class StreamPosition:
+    """The position before the next step; stored in checkpoints."""
 
     cursor: Cursor
     used: int = 0
@@ -67,7 +70,7 @@ class Position:
 
 
 @dataclass(frozen=True)
-class Part:
+class BlockShare:
     """One rank's share of a block."""
 
     lanes: dict[int, Rows]
@@ -132,11 +135,11 @@ class StreamLoader(Loader[Batch]):
         readers = [RankReader if stream.weight is None else EndlessRankReader for stream in streams]
         self._readers = [make(stream, ranks) for make, stream in zip(readers, streams, strict=True)]
         self._encode = encode
-        self.position = Position(Cursor([0] * len(streams)))
+        self.position = StreamPosition(Cursor([0] * len(streams)))
         self._planned = self.position
         self._block: Block | None = None
         """The block of ``_planned``, once it is read."""
-        self._ahead: tuple[Cursor, Future[Part]] | None = None
+        self._ahead: tuple[Cursor, Future[BlockShare]] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="drawbar-stream")
         self._filler: Rows | None = None
 
@@ -153,19 +156,21 @@ class StreamLoader(Loader[Batch]):
         self._check(state)
         self.position = self._position_from(state)
 
-    def _position_from(self, state: dict[str, Any]) -> Position:
+    def _position_from(self, state: dict[str, Any]) -> StreamPosition:
         """The position; for a fork with other lanes or blocks, the nearest one before the block that was in use."""
         cursor, used, settings = Cursor(**state["cursor"]), state["used"], self.settings
         lanes, records = state.get("lanes", settings.lanes), state.get("records", settings.records_per_lane)
         if (lanes, records) == (settings.lanes, settings.records_per_lane):
-            return Position(cursor, used)
+            return StreamPosition(cursor, used)
         logger.warning(
             "the stream is dealt into other lanes or blocks than before: it goes on where a block of %d records began, "
             "and trains on %d rows of that block a second time",
             lanes * records,
             used,
         )
-        return Position(replace(cursor, positions=[place * lanes // settings.lanes for place in cursor.positions]))
+        return StreamPosition(
+            replace(cursor, positions=[place * lanes // settings.lanes for place in cursor.positions])
+        )
 
     def _check(self, state: dict[str, Any]) -> None:
         """Check that a saved position belongs to this data; warn where that cannot be decided.
@@ -177,7 +182,8 @@ class StreamLoader(Loader[Batch]):
         if is_older and len(state["cursor"]["positions"]) == len(self._readers):
             logger.warning("an older drawbar wrote the position in the stream: see that its data have not changed")
             return
-        check_fingerprint(state["fingerprint"], self.settings.fingerprint)
+        if state["fingerprint"] not in self.settings.resumable:
+            check_fingerprint(state["fingerprint"], self.settings.fingerprint)
         before, now = state.get("code", {}), self.settings.code
         changed = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
         if changed:
@@ -187,17 +193,17 @@ class StreamLoader(Loader[Batch]):
                 ", ".join(changed),
             )
 
-    def _plan_from(self, position: Position) -> None:
-        """Plan from there on."""
+    def _plan_from(self, position: StreamPosition) -> None:
+        """Let the next plan start at this position."""
         if position.cursor != self._planned.cursor:
             self._block = None
         self._planned = position
 
-    def _plan(self, ahead: bool) -> StepPlan | None:
-        """The next global batch, as this rank computes it; with ``ahead``, None where a rank cannot read: the error
-        is raised when this batch is planned again, once its step is due."""
+    def _plan(self, may_defer: bool) -> StepPlan | None:
+        """This rank's share of the next global batch; with ``may_defer``, None where a rank cannot read: the error is
+        raised when this batch is planned again, once its step is due."""
         before = self._planned
-        rows = self._take(ahead)
+        rows = self._next_rows(may_defer)
         if rows is None:
             self._plan_from(before)
             return None
@@ -206,18 +212,18 @@ class StreamLoader(Loader[Batch]):
             PlannedMicroBatch(partial(_raw_batch, [rows[place] for place in chosen.tolist()]))
             for chosen in self.micro_batch.split(np.arange(len(rows)), lengths)
         ]
-        fillers = self._most_of_ranks(len(micro_batches)) - len(micro_batches)
+        fillers = self._max_over_ranks(len(micro_batches)) - len(micro_batches)
         if fillers:
-            read = partial(_raw_batch, rows[:1]) if rows else self._any_row
+            read = partial(_raw_batch, rows[:1]) if rows else self._filler_batch
             micro_batches += [PlannedMicroBatch(read, is_filler=True)] * fillers
         return StepPlan(micro_batches, int(lengths.sum()), after=self._planned)
 
-    def _take(self, ahead: bool) -> list[PlannedRow] | None:
+    def _next_rows(self, may_defer: bool) -> list[PlannedRow] | None:
         """This rank's rows of the next global batch; None as for ``_plan``."""
         mine: list[PlannedRow] = []
         taken, epoch = 0, self._planned.cursor.epoch
         while taken < self.settings.global_batch:
-            block = self._open(ahead)
+            block = self._current_block(may_defer)
             if block is None:
                 return None
             if taken and block.start.epoch != epoch:  # rows never carry over into the next epoch
@@ -228,9 +234,9 @@ class StreamLoader(Loader[Batch]):
             mine += [self._row(block, lane, row) for lane, row in chosen.tolist() if lane in block.lanes]
             taken += len(chosen)
             if used + len(chosen) == len(block.sequence):
-                self._plan_from(Position(block.after))
+                self._plan_from(StreamPosition(block.after))
             else:
-                self._planned = Position(block.start, used + len(chosen))
+                self._planned = StreamPosition(block.start, used + len(chosen))
         return mine
 
     def _row(self, block: Block, lane: int, row: int) -> PlannedRow:
@@ -238,13 +244,13 @@ class StreamLoader(Loader[Batch]):
         rows = block.lanes[lane]
         return PlannedRow(rows, row, int(rows.lengths[row : row + 1][0]), first_id, block.start.epoch)
 
-    def _any_row(self) -> RawBatch:
+    def _filler_batch(self) -> RawBatch:
         """A row for a rank that has none in a step: always the data's first, so a resumed run has the same dropout."""
         if self._filler is None:
-            self._filler = self._any_rows()
+            self._filler = self._filler_rows()
         return RawBatch([RawRow(self._filler.read(0), self._filler.join)], epoch=0)
 
-    def _any_rows(self) -> Rows:
+    def _filler_rows(self) -> Rows:
         """The rows of the first record that gives any; encoded in the thread, as tokenizers serve one thread alone."""
         return self._thread.submit(self._first_rows).result()
 
@@ -256,8 +262,8 @@ class StreamLoader(Loader[Batch]):
                     return rows
         raise _no_samples()
 
-    def _open(self, ahead: bool) -> Block | None:
-        """The block that is planned from; it has at least one row left. None as for ``_plan``.
+    def _current_block(self, may_defer: bool) -> Block | None:
+        """The current block, which has at least one unused row. None as for ``_plan``.
 
         Raises:
             UserError: all sources were read, and gave no row.
@@ -266,52 +272,52 @@ class StreamLoader(Loader[Batch]):
         while self._block is None:
             cursor = self._planned.cursor
             with self.ranks.working("reading the stream"):
-                part = self._part(cursor, ahead)
-            block = self._agree(cursor, part)
-            if block is None:
+                part = self._block_share(cursor)
+            block = self._merge_shares(cursor, part)
+            if block is None and may_defer:
                 return None
+            if block is None:
+                raise part if isinstance(part, Exception) else OtherRankFailed
             self._ahead = block.after, self._thread.submit(self._read, block.after)
             if len(block.sequence):
                 self._block = block
             else:
-                self._planned = Position(block.after)
+                self._planned = StreamPosition(block.after)
             ends += block.ends
             if ends.min() > 2 * self.ranks.size and self._block is None:  # together, the ranks saw all of each source
-                if ahead:
+                if may_defer:
                     return None
                 raise _no_samples()
         return self._block
 
-    def _part(self, cursor: Cursor, ahead: bool) -> Part | None:
-        """This rank's share of the block at ``cursor``; None as for ``_plan``."""
+    def _block_share(self, cursor: Cursor) -> BlockShare | Exception:
+        """This rank's share of the block at ``cursor``, or why it could not be read."""
         if self._ahead is None or self._ahead[0] != cursor:
             self._ahead = cursor, self._thread.submit(self._read, cursor)
         try:
             return self._ahead[1].result()
-        except Exception:
-            if ahead:
-                return None
-            raise
+        except Exception as error:  # noqa: BLE001 - raised once all ranks know
+            return error
 
-    def _read(self, cursor: Cursor) -> Part:
+    def _read(self, cursor: Cursor) -> BlockShare:
         """Read and encode this rank's records of the block at ``cursor``. Runs in the thread, one block at a time."""
         mine = self.settings.lanes // self.ranks.size
         records: list[list[LocatedRecord]] = [[] for _ in range(mine)]
         ends = []
-        for reader, first, count in zip(self._readers, cursor.positions, self._counts(cursor), strict=True):
+        for reader, first, count in zip(self._readers, cursor.positions, self._records_per_source(cursor), strict=True):
             found, ended = reader.take(first * mine, (first + count) * mine) if count else ([], 0)
             ends.append(ended)
-            for visit, located in found:
-                records[visit % mine].append(located)
+            for number, located in found:
+                records[number % mine].append(located)
         lanes = {}
         for index, of_lane in enumerate(records):
             rows = self._encode(of_lane) if of_lane else None
             if rows is not None:
                 lanes[self.ranks.rank + index * self.ranks.size] = rows
-        return Part(lanes, ends)
+        return BlockShare(lanes, ends)
 
-    def _counts(self, cursor: Cursor) -> list[int]:
-        """Records of a lane that each source gives to a block."""
+    def _records_per_source(self, cursor: Cursor) -> list[int]:
+        """For each source, the number of records of a lane in a block."""
         size = self.settings.records_per_lane
         if None in self._weights:
             return [size if source == cursor.source else 0 for source in range(len(self._weights))]
@@ -319,21 +325,20 @@ class StreamLoader(Loader[Batch]):
         before, after = (np.floor(shares * size * block + 0.5) for block in (cursor.block, cursor.block + 1))
         return (after - before).astype(int).tolist()
 
-    def _agree(self, start: Cursor, part: Part | None) -> Block | None:
-        """What all ranks read together: every rank learns how many rows each lane has, and where sources ended. None
-        where a rank has no part."""
-        has_failed, part = part is None, part or Part({}, [0] * len(self._readers))
+    def _merge_shares(self, start: Cursor, part: BlockShare | Exception) -> Block | None:
+        """Merge the shares of all ranks: every rank learns how many rows each lane has, and where sources ended. None
+        if a rank could not read its share."""
+        if self.ranks.max(int(isinstance(part, Exception))) or isinstance(part, Exception):
+            return None
         rows = np.zeros(self.settings.lanes, dtype=np.int64)
         for lane, found in part.lanes.items():
             rows[lane] = len(found)
-        *together, failed = self.ranks.sum_counts([*rows.tolist(), *part.ends, int(has_failed)])
-        if failed:
-            return None
+        together = self.ranks.sum_counts([*rows.tolist(), *part.ends])
         counts, ends = together[: len(rows)], together[len(rows) :]
         return Block(start, self._after(start, ends), part.lanes, ends, self._sequence(start, counts))
 
     def _sequence(self, start: Cursor, counts: list[int]) -> NDArray[np.int64]:
-        """A row of each lane in turn, as long as it has any."""
+        """The order of a block's rows: round-robin over the lanes that still have rows."""
         lanes = np.repeat(np.arange(len(counts)), counts)
         turns = np.concatenate([np.arange(count) for count in counts])
         places = np.lexsort((lanes, turns))
@@ -347,7 +352,9 @@ class StreamLoader(Loader[Batch]):
 
     def _after(self, start: Cursor, ends: list[int]) -> Cursor:
         """Where the next block begins."""
-        positions = [position + count for position, count in zip(start.positions, self._counts(start), strict=True)]
+        positions = [
+            position + count for position, count in zip(start.positions, self._records_per_source(start), strict=True)
+        ]
         following = replace(start, positions=positions, block=start.block + 1)
         if None not in self._weights or ends[start.source] < self.ranks.size:
             return following
@@ -372,5 +379,6 @@ def _no_samples() -> UserError:
     return UserError(
         "no samples: the task's encode left out all records of the stream",
         where="data.train",
-        remedy="check that the records hold what the task expects, and that they are long enough",
+        remedy="check that the records hold what the task expects, that they are long enough, and that "
+        "data.sequence_length has room for a prompt and the first token of its answer",
     )

@@ -35,7 +35,8 @@ class RankReader:
         An exhausted source reports its end again in every call.
         """
         ends = self.ends
-        if first != self._stop:
+        goes_on, self._stop = first == self._stop, -1  # after an error, the next call seeks
+        if not goes_on:
             self._records = self.read_from(first)
             self._pending = next(self._records, None)
         found = []
@@ -55,14 +56,14 @@ class EndlessRankReader(RankReader):
     """Repeats a source endlessly. Visit u, counted over all ranks, gives record ``u % size`` to rank ``u % ranks``."""
 
     def read_from(self, first: int) -> Iterator[tuple[int, LocatedRecord]]:
-        visit, turns_without = self.rank + self.ranks * first, 0
-        while turns_without < self.ranks:  # in so many passes, a rank gets at least one record
+        visit, empty_passes = self.rank + self.ranks * first, 0
+        while empty_passes < self.ranks:  # in so many passes, a rank gets at least one record
             size = self.stream.size
             turn, place = divmod(visit, size) if size else (0, visit)
             start, lane = visit - place, place % self.ranks
-            turns_without += size is not None  # a turn that began without the size may only have found it out
+            empty_passes += size is not None  # a pass that began before the size was known proves nothing
             for located in self.stream.read(lane, self.ranks, place // self.ranks):
-                turns_without = 0
+                empty_passes = 0
                 yield (start + lane + self.ranks * located.position) // self.ranks, located
             assert self.stream.size is not None
             self.ends += 1

@@ -8,8 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
+from drawbar.data.nested import SEPARATORS, name_separator
 from drawbar.data.readers import BadRecord, FileReader, RawRecord, ReadOptions, Record
-from drawbar.data.text_readers import binary_lines, expect_no_utf16, holds_nul, not_utf8, text_of, whole_lines
+from drawbar.data.text_readers import binary_lines, expect_no_utf16, holds_nul, not_utf8, stored_lines, text_of
 from drawbar.errors import UserError
 
 LONGEST_FIELD = 2**31 - 1
@@ -40,13 +41,17 @@ class _Table(FileReader):
 
     @cached_property
     def header(self) -> tuple[str, ...]:
-        """Names of the columns. Raises ``UserError`` where the first line gives none."""
+        """Names of the columns; one without a name, as pandas writes its index, is ``column 1`` by its place.
+
+        Raises:
+            UserError: the file has no first line, or it names two columns alike.
+        """
         if self.columns is not None:
             return self.columns
         first = next(self.rows(), None)
         if first is None:
             raise self.empty()
-        names = tuple(self.fields(first))
+        names = tuple(name if name.strip() else f"column {at}" for at, name in enumerate(self.fields(first), start=1))
         remedy = "mend the header; for a file without one, name the columns: data.columns=[...]"
         check_names(names, f"{self.path}:{first.line}", remedy)
         return names
@@ -72,9 +77,18 @@ class _Table(FileReader):
             raise BadRecord(
                 f"the line has {len(values)} fields, but {source} names {len(header)}: {', '.join(header)}",
                 where=self.where(unit),
-                remedy="mend the line; look for a separator that is missing, or that is part of the text",
+                remedy=self._other_separator(values)
+                or "mend the line; look for a separator that is missing, or that is part of the text",
             )
         return dict(zip(header, values, strict=True))
+
+    def _other_separator(self, values: list[str]) -> str | None:
+        """A remedy if the header, or a row of a file without one, has more fields with another separator."""
+        for separator in SEPARATORS:
+            fields = sum(text.count(separator) for text in (self.header if self.columns is None else values)) + 1
+            if fields > len(self.header) if self.columns is None else fields == len(self.columns):
+                return name_separator(separator)
+        return None
 
 
 class TsvTable(_Table):
@@ -88,14 +102,27 @@ class TsvTable(_Table):
         return text_of(row.raw, row.path, row.line or 1).split("\t")
 
 
+@dataclass(frozen=True)
 class CsvTable(_Table):
-    """Fields between commas. One in quotes may hold commas, newlines and doubled quotes (RFC 4180)."""
+    """Fields between commas, or another ``separator``. One in quotes may hold separators, newlines and doubled quotes
+    (RFC 4180)."""
+
+    separator: str = ","
+
+    @classmethod
+    def open(cls, path: Path, options: ReadOptions) -> FileReader:
+        return cls(path, options.columns, options.separator)
+
+    def settings(self) -> list[str]:
+        """A comma is not named: runs that began when there was no other separator go on."""
+        return [text for text in super().settings() if text != "separator=','"]
 
     def rows(self) -> Iterator[RawRecord]:
         csv.field_size_limit(LONGEST_FIELD)
         # Bytes that are not UTF-8 must not stop the reader in the middle of a row: `fields` refuses them.
-        lines = (line.decode("utf-8", "surrogateescape") for line in whole_lines(self.path))
-        reader = csv.reader(lines, strict=True)
+        # Line breaks as they are stored: those inside of quotes belong to the field.
+        lines = (line.decode("utf-8", "surrogateescape") for line in stored_lines(self.path))
+        reader = csv.reader(lines, delimiter=self.separator, strict=True)
         while True:
             line = reader.line_num + 1
             try:

@@ -22,7 +22,13 @@ LONG_LINE = 2**20
 
 
 def whole_lines(path: Path) -> Iterator[bytes]:
-    """The lines of a file, each with its newline; CRLF becomes a newline, and a byte order mark is left out.
+    """The lines of a file, each with its newline; CRLF becomes a newline, and a byte order mark is left out. Raises as
+    ``stored_lines``."""
+    return (line[:-2] + b"\n" if line.endswith(b"\r\n") else line for line in stored_lines(path))
+
+
+def stored_lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file, each with its newline or CRLF; a byte order mark is left out.
 
     Raises:
         UserError: a ``.gz`` file that is damaged or cut off.
@@ -31,8 +37,7 @@ def whole_lines(path: Path) -> Iterator[bytes]:
     with open_binary(path) as stream:
         try:
             for number, line in enumerate(stream, start=1):  # cuts at newlines alone, not at form feeds
-                text = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
-                yield text[:-2] + b"\n" if text.endswith(b"\r\n") else text
+                yield line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise UserError(
                 f"{path} is not a complete gzip file: {str(error).rstrip('.')}",

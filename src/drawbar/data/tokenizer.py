@@ -11,12 +11,17 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import AutoTokenizer, BatchEncoding, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from drawbar.errors import UserError, nearest
-from drawbar.runtime.hub import hub_answers
+from drawbar.runtime.hub import hub_answers, meant_folder
 from drawbar.runtime.log import logger
 
 END_OF_TEXT = "<|endoftext|>"
 Wrapping = Literal["begin", "end", "begin_end", "none"]
 """Which special tokens a tokenizer puts around a text."""
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json"),
+    *("special_tokens_map.json", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model"),
+)
+"""The usual files of a tokenizer's folder; those that a folder lacks, its tokenizer may not need."""
 MODEL_INPUTS = ["input_ids", "attention_mask"]
 """What a tokenizer gives a model that knows no token types."""
 
@@ -64,30 +69,40 @@ def train_byte_bpe(
     return tokenizer
 
 
-def load_tokenizer(name_or_folder: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(name_or_folder: str, kind: Literal["tokenizer", "model"] = "tokenizer") -> PreTrainedTokenizerBase:
     """Load a tokenizer from a local folder or, by name, from the Hugging Face Hub or its local cache.
 
     Without a network it answers within seconds, from the cache or with an error. Code that comes with a tokenizer is
     never run.
 
+    Args:
+        kind: what the name stands for in the user's settings, for the message.
+
     Raises:
         UserError: no such folder or name, the Hub cannot be reached and the name is not cached, or no usable tokenizer.
     """
-    is_folder = Path(name_or_folder).is_dir()
+    path = Path(name_or_folder)
+    is_folder = path.is_dir()
+    if path.is_file():
+        remedy = f"give its folder, {path.parent}; tokenizer.save_pretrained(folder) writes one"
+        raise UserError(f"{path} is a file, and a tokenizer is a folder", remedy=remedy)
     online = not is_folder and hub_answers(name_or_folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name_or_folder, local_files_only=not online, trust_remote_code=False)
     except Exception as error:
         if is_folder or online:
             raise _unusable(name_or_folder, is_folder, str(error)) from error
+        missing = f"{kind} {name_or_folder!r}"
         raise UserError(
-            f"there is no tokenizer {name_or_folder!r} on this machine, and the Hugging Face Hub cannot be reached",
-            remedy="give the folder of a tokenizer, or fetch it where there is a network: "
+            f"there is no {missing} on this machine, and the Hugging Face Hub cannot be reached",
+            remedy=f"{meant_folder(name_or_folder)}give the folder of a {kind}, or fetch it where there is a network: "
             f"`hf download {name_or_folder}`, then bring the cache (HF_HOME) here",
         ) from error
     # transformers builds an empty tokenizer from a model's config.json alone, without a word
     if len(tokenizer) - len(set(tokenizer.all_special_ids)) < 2:
-        raise _unusable(name_or_folder, is_folder, "it has no vocabulary")
+        files = " or ".join(getattr(tokenizer, "vocab_files_names", {}).values())
+        reason = f"it has no vocabulary, which a {type(tokenizer).__name__} reads from {files or 'its files'}"
+        raise _unusable(name_or_folder, is_folder, reason)
     return tokenizer
 
 
@@ -112,7 +127,7 @@ def wrap_texts(tokenizer: PreTrainedTokenizerBase, wrapping: Wrapping) -> PreTra
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise _own_special_tokens(tokenizer)
+        raise _inherent_special_tokens(tokenizer)
     before = [begin_token(tokenizer)] if wrapping in ("begin", "begin_end") else []
     after = [tokenizer.eos_token_id] if wrapping in ("end", "begin_end") else []
     special = {token: tokenizer.convert_ids_to_tokens(token) for token in (*before, *after) if token is not None}
@@ -136,7 +151,7 @@ def check_wrapping_is_saved(tokenizer: PreTrainedTokenizerBase) -> None:
         tokenizer.save_pretrained(folder)
         loaded = load_tokenizer(folder)
     if special_tokens_around(loaded) != special_tokens_around(tokenizer):
-        raise _own_special_tokens(tokenizer)
+        raise _inherent_special_tokens(tokenizer)
 
 
 def set_option(tokenizer: PreTrainedTokenizerBase, name: str, value: Any) -> None:
@@ -159,9 +174,10 @@ def special_tokens_around(
 def encode_to_limit(
     tokenizer: PreTrainedTokenizerBase, limit: int, setting: str, *texts: Any, **options: Any
 ) -> tuple[BatchEncoding, bool]:
-    """A text, or two, with the special tokens that the tokenizer itself puts around them; and whether they were cut.
+    """Encode a text, or two, with the special tokens that the tokenizer itself puts around them; also return whether
+    they were truncated.
 
-    Special tokens stay, and of two texts the longer one is cut first.
+    Special tokens stay, and of two texts the longer one is truncated first.
 
     Args:
         limit: most tokens.
@@ -229,7 +245,7 @@ def set_languages(tokenizer: PreTrainedTokenizerBase, source: str | None, target
     set_option(tokenizer, "tgt_lang", target)
 
 
-def _own_special_tokens(tokenizer: PreTrainedTokenizerBase) -> UserError:
+def _inherent_special_tokens(tokenizer: PreTrainedTokenizerBase) -> UserError:
     return UserError(
         f"a {type(tokenizer).__name__} has its own special tokens around a text, and takes no others",
         where="task.add_special_tokens",
@@ -238,6 +254,15 @@ def _own_special_tokens(tokenizer: PreTrainedTokenizerBase) -> UserError:
 
 
 def _unusable(name: str, is_folder: bool, reason: str) -> UserError:
+    broken = _broken_file(Path(name)) if is_folder else None
+    if broken is not None:
+        file, fault = broken
+        return UserError(
+            f"the folder {name} holds no tokenizer that can be loaded: {file.name} {fault}",
+            where=str(file),
+            remedy="copy the file again from where the tokenizer comes from, or save the tokenizer anew: "
+            "tokenizer.save_pretrained(folder) writes tokenizer.json and tokenizer_config.json",
+        )
     place = f"the folder {name}" if is_folder else f"{name!r} on the Hugging Face Hub"
     why = (reason.strip().splitlines() or [""])[0].strip()
     if why.endswith(":") or not why:  # a list of the files that would do
@@ -246,3 +271,34 @@ def _unusable(name: str, is_folder: bool, reason: str) -> UserError:
         f"{place} holds no tokenizer that can be loaded: {why}",
         remedy="tokenizer.json and tokenizer_config.json are what tokenizer.save_pretrained(folder) writes",
     )
+
+
+def _broken_file(folder: Path) -> tuple[Path, str] | None:
+    """A file of the folder that no tokenizer can be loaded from, and why; None where the files look whole."""
+    present = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    for file in present:
+        fault = _fault_of_file(file)
+        if fault is not None:
+            return file, fault
+    if {file.name for file in present} & {"vocab.json", "merges.txt", "tokenizer.json"} == {"vocab.json"}:
+        return folder / "merges.txt", "is missing, which belongs to vocab.json"
+    return None
+
+
+def _fault_of_file(file: Path) -> str | None:
+    try:
+        content = file.read_bytes()
+        if not content.strip():
+            return "is empty"
+        if file.suffix not in (".json", ".txt"):
+            return None
+        values = json.loads(content) if file.suffix == ".json" else content.decode("utf-8")
+    except UnicodeDecodeError:
+        return "is not UTF-8 text"
+    except ValueError as error:
+        return f"is not valid JSON: {error}"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    if file.suffix == ".json" and not isinstance(values, dict):
+        return "holds no JSON object"
+    return "describes no model" if file.name == "tokenizer.json" and "model" not in values else None

@@ -1,4 +1,4 @@
-"""Worker processes that apply one function, which is sent to them once, to many arguments."""
+"""``WorkerPool``: worker processes that apply one function, which is sent to them once, to many arguments."""
 
 import multiprocessing
 import os
@@ -19,7 +19,7 @@ from drawbar.runtime.log import logger
 
 
 class WorkerFailed(Exception):
-    """A call failed in a worker process, which can work on."""
+    """A call failed in a worker process, which can take further calls."""
 
 
 class WorkerPool:
@@ -126,7 +126,7 @@ def _start_tracker() -> None:
 
 
 _function: Callable[..., Any]
-"""In a worker: what it applies."""
+"""In a worker: the function that it applies."""
 
 
 def _start_worker(function: bytes) -> None:
@@ -156,7 +156,7 @@ def _apply(*arguments: Any) -> Any:
 
 
 def _refuse(reason: str, *arguments: Any) -> None:
-    """What a worker applies if it cannot load its function."""
+    """Replaces the function in a worker that could not load it: raises the reason."""
     raise WorkerFailed(f"a process cannot build the task as this one did: {reason}")
 
 

@@ -1,4 +1,4 @@
-"""Whether a process without RANK and WORLD_SIZE really is the only one of its run."""
+"""Checks that a process without RANK and WORLD_SIZE really is the only one of its run."""
 
 import os
 import shlex
@@ -13,7 +13,7 @@ _TASKS = "SLURM_STEP_NUM_TASKS"
 """What srun sets in its tasks; batch scripts do not have it. Not SLURM_NTASKS, which counts the tasks of the job."""
 
 
-def check_alone(environ: Mapping[str, str] = os.environ) -> None:
+def check_single_process(environ: Mapping[str, str] = os.environ) -> None:
     """Check that this is the only process of its run, unless torchrun or drawbar set RANK.
 
     Raises:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from drawbar.config.parallel_dims import ParallelDims
 from drawbar.distributed.liveness import Liveness
 from drawbar.distributed.rank_info import RankInfo, has_launcher, node_name
-from drawbar.distributed.stores import own_store
+from drawbar.distributed.stores import prefixed_store
 from drawbar.distributed.watchdog import Address, Watchdog
 from drawbar.errors import ExitCode, UserError
 
@@ -32,18 +32,17 @@ _Item = tuple[str, torch.Size, torch.dtype]
 
 _FILE_CHUNK = 2**26
 """Bytes of a file that are sent at once."""
-
 _FOREVER = timedelta(days=3650)
-"""What gloo is told where :class:`Liveness` decides how long a rank waits."""
+"""Timeout for gloo where :class:`Liveness` decides how long a rank waits."""
 
 
 class Distributed:
-    """The process group of a run; a context manager, so that it is left in good order.
+    """The process group of a run, as a context manager that destroys it at the end.
 
     Args:
         rank_info: global and local rank of this process, and the numbers of ranks.
         device: what the data-parallel collectives run on (nccl on CUDA, else gloo).
-        timeout: seconds that a process waits for a sign of life of its peers.
+        timeout: seconds without a heartbeat of a peer after which waiting for it fails.
         dims: the degree of each mesh axis; by default, all ranks are data-parallel.
     """
 
@@ -63,16 +62,18 @@ class Distributed:
         self._liveness = Liveness(self._store, self.rank, self.size, timeout)
 
     def set_dims(self, dims: ParallelDims) -> None:
-        """Set the degrees once the strategy is known. Only replicate/shard may change: each rank keeps its dp_rank."""
+        """Set the degrees once the strategy is known. Only dp_replicate and dp_shard may change, and no dp_rank."""
         assert (dims.dp_size, dims.dp_rank(self.rank)) == (self.dp_group.size, self.dp_group.rank)
         self.dims = dims
 
     @property
     def rank(self) -> int:
+        """The number of this process among all of the run, from 0."""
         return self.rank_info.rank
 
     @property
     def size(self) -> int:
+        """How many processes the run has."""
         return self.rank_info.world_size
 
     @property
@@ -95,7 +96,7 @@ class Distributed:
         deadline.daemon = True
         deadline.start()
         try:
-            self._store = own_store(self.timeout)
+            self._store = prefixed_store(self.timeout)
             self._store.set(f"came/{self.rank}", node_name())
             self._liveness = Liveness(self._store, self.rank, self.size, self.timeout.total_seconds())
             self._liveness.join()
@@ -111,7 +112,7 @@ class Distributed:
             self._liveness.start()
             ranks: list[tuple[Address, str]] = self.all_gather((self._watchdog.address, node_name()))
         except (dist.DistError, RuntimeError, ValueError) as error:
-            raise self._not_met(f"{self._absent()}{error}") from error
+            raise self._rendezvous_error(f"{self._describe_absent()}{error}") from error
         finally:
             deadline.cancel()
         self._watchdog.watch_ranks(address for address, _ in ranks)
@@ -125,16 +126,17 @@ class Distributed:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=self.timeout)
 
     def set_group_timeouts(self) -> None:
-        """Give every process group of this rank the timeout of the run. Torch gives its own default, of 10 or 30
-        minutes, to those that a mesh, a strategy or a library has made."""
+        """Give the run's timeout to all process groups, those of meshes and libraries too: torch's is 10 or 30 min."""
+        set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)  # new in torch 2.14
         for group in dist.distributed_c10d._world.pg_map:
-            dist.distributed_c10d._set_pg_timeout(self.timeout, group)
+            set_timeout(self.timeout, group)
 
     def _give_up(self) -> None:
-        print(f"error: {self._not_met('nobody answers at MASTER_ADDR and MASTER_PORT')}", file=sys.stderr, flush=True)
+        error = self._rendezvous_error("nobody answers at MASTER_ADDR and MASTER_PORT")
+        print(f"error: {error}", file=sys.stderr, flush=True)
         os._exit(ExitCode.FAILED)
 
-    def _absent(self) -> str:
+    def _describe_absent(self) -> str:
         """``ranks 2, 3 did not come: ``; empty where all came, or nobody can tell."""
         try:
             absent = [rank for rank in range(self.size) if not self._store.check([f"came/{rank}"])]
@@ -144,7 +146,7 @@ class Distributed:
             return ""
         return f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))} did not come: "
 
-    def _not_met(self, reason: str) -> UserError:
+    def _rendezvous_error(self, reason: str) -> UserError:
         return UserError(
             f"rank {self.rank} could not meet the other {self.size - 1} processes: {reason}",
             where=f"MASTER_ADDR={os.environ.get('MASTER_ADDR')}, MASTER_PORT={os.environ.get('MASTER_PORT')}",
@@ -167,7 +169,7 @@ class Distributed:
         return self._watchdog.lost_a_rank()
 
     def is_busy(self) -> bool:
-        """Whether this rank has something to finish before it ends because another rank is gone."""
+        """Whether this rank must finish some work before it ends because another rank is gone."""
         return self._watchdog.is_busy()
 
     def end_only_after(self, is_busy: Callable[[], bool]) -> None:
@@ -175,12 +177,12 @@ class Distributed:
         self._watchdog.is_busy = is_busy
 
     def note(self, activity: str) -> None:
-        """Say what this rank does from here on, for the message of those that might wait for it in vain."""
+        """Set this rank's activity, for the error messages of ranks that wait for it."""
         self._liveness.note(activity)
 
     def working(self, activity: str) -> AbstractContextManager[None]:
-        """Around what may take this rank longer than ``launch.timeout``: the others wait for it as long as it takes,
-        in the next barrier, host sum, gather or ``from_rank0`` of this class. None of these may run inside."""
+        """Context for work that may take this rank longer than ``launch.timeout``: the others wait for it as long as it
+        takes, in their next barrier, host sum, gather or ``from_rank0`` of this class. None of these may run inside."""
         return self._liveness.working(activity)
 
     @contextmanager
@@ -191,15 +193,15 @@ class Distributed:
         self.barrier(activity)
 
     def barrier(self, what: str) -> None:
-        """Wait for every process: for one that is at work, as long as it takes.
+        """Wait for every process; for one that is ``working``, as long as it takes.
 
         Raises:
-            UserError: some gave no sign of life within the timeout; it names them.
+            UserError: some sent no heartbeat within the timeout; it names them.
         """
         if self.size > 1:
-            self._meet(what)
+            self._wait_for_all(what)
 
-    def _meet(self, what: str | None = None) -> None:
+    def _wait_for_all(self, what: str | None = None) -> None:
         assert self._control is not None
         options = dist.BarrierOptions()
         options.timeout = _FOREVER
@@ -246,7 +248,7 @@ class Distributed:
         """Every process's value, in rank order, on rank 0; None elsewhere."""
         if self.size == 1:
             return [value]
-        self._meet()
+        self._wait_for_all()
         values: list[Any] | None = [None] * self.size if self.is_rank0 else None
         dist.gather_object(value, values, dst=0, group=self._control)
         return values
@@ -255,12 +257,12 @@ class Distributed:
         """Every process's value, in rank order, on every process."""
         values = [value] * self.size
         if self.size > 1:
-            self._meet()
+            self._wait_for_all()
             dist.all_gather_object(values, value, group=self._control)
         return values
 
     def lowest_rank_with_same(self, view: object) -> int:
-        """The lowest rank with the same ``view`` as this one. If ``view`` identifies the files that a rank sees, only
+        """The lowest rank whose ``view`` equals this rank's. If ``view`` identifies the files that a rank sees, only
         that rank needs to check them."""
         return self.all_gather(view).index(view)
 
@@ -338,10 +340,10 @@ class Distributed:
                     file.write(memoryview(chunk.numpy()))
 
     def from_rank0(self, make: Callable[[], T], what: str) -> T:
-        """What ``make`` returns on rank 0, sent to every process. It runs on rank 0 alone, for as long as it takes.
+        """Call ``make`` on rank 0 alone, for as long as it takes, and broadcast the result to every process.
 
         Args:
-            what: what it does, for those that wait: ``building the tokenizer``.
+            what: the activity of rank 0, for messages on the waiting ranks: ``building the tokenizer``.
         """
         if self.size == 1:
             return make()

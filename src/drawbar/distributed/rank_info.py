@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from drawbar.distributed.foreign_launcher import check_alone
+from drawbar.distributed.foreign_launcher import check_single_process
 from drawbar.distributed.watchdog import NODE
 from drawbar.errors import UserError
 
@@ -43,7 +43,7 @@ class RankInfo:
                 started several processes, and each would train alone.
         """
         if not has_rank(environ):
-            check_alone(environ)
+            check_single_process(environ)
             return RankInfo()
         missing = [name for name in _RANK_VARIABLES if name not in environ]
         if missing:

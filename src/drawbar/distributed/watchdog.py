@@ -11,7 +11,7 @@ LAUNCHER = "DRAWBAR_LAUNCHER"
 """Environment variable: the process id of drawbar's own launcher."""
 
 Address = tuple[str, int, int]
-"""A rank as the others know it: its machine, its launcher's process id, its own."""
+"""Identifies a rank: its machine, its launcher's process id, its own process id."""
 
 
 class Watchdog:
@@ -45,9 +45,9 @@ class Watchdog:
         def watch() -> None:
             while not self._stopped.wait(period):
                 if os.getppid() != self._launcher:
-                    _end("the launcher is gone")
+                    _end_process("the launcher is gone")
                 if self.lost_a_rank() and not self._stopped.wait(patience) and not self.is_busy():
-                    _end("another rank is gone")
+                    _end_process("another rank is gone")
 
         threading.Thread(target=watch, name="watchdog", daemon=True).start()
 
@@ -56,7 +56,7 @@ class Watchdog:
         return not all(_exists(pid) for pid in self._beside)
 
     def stop(self) -> None:
-        """The run has ended well: each rank leaves when it likes."""
+        """Stop watching: the run has ended well, and ranks may exit in any order."""
         self._stopped.set()
 
 
@@ -68,6 +68,6 @@ def _exists(pid: int) -> bool:
     return True
 
 
-def _end(reason: str) -> None:
+def _end_process(reason: str) -> None:
     print(f"drawbar: {reason}; this rank ends", file=sys.stderr, flush=True)
     os._exit(1)

@@ -1,4 +1,4 @@
-"""What launchers, schedulers and the user have left in the environment."""
+"""Checks environment variables of launchers, schedulers and the user."""
 
 import os
 import re
@@ -9,7 +9,7 @@ from drawbar.doctor.finding import Finding, Fix, Level
 
 LAUNCH, HUB = "Launch", "Hugging Face Hub"
 WHERE = "where there is a network, with the same HF_HOME"
-_PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy")
 _SCHEMES = ("http", "https", "socks4", "socks5", "socks5h")
 _TRUE = {"1", "on", "yes", "true"}
@@ -47,7 +47,7 @@ def check_launcher(environ: Mapping[str, str], processes: int, why: str) -> Iter
 def _torchrun(environ: Mapping[str, str]) -> Iterator[Finding]:
     world, local = _number(environ, "WORLD_SIZE"), _number(environ, "LOCAL_WORLD_SIZE")
     local_rank, nodes = _number(environ, "LOCAL_RANK"), _number(environ, "SLURM_JOB_NUM_NODES")
-    fix = Fix(f"unset {' '.join(_PLACE)}", "or start every node by torchrun --nnodes N --nproc-per-node M")
+    fix = Fix(f"unset {' '.join(_RANK_VARIABLES)}", "or start every node by torchrun --nnodes N --nproc-per-node M")
     if world and local and world % local:
         what = f"WORLD_SIZE={world} is no multiple of LOCAL_WORLD_SIZE={local}"
         yield Finding(LAUNCH, "WORLD_SIZE", Level.PROBLEM, what, "each machine must have equally many processes", fix)

@@ -9,7 +9,7 @@ from typing import Any
 from huggingface_hub import constants, try_to_load_from_cache
 
 from drawbar.config.deepspeed.deepspeed_json import check_deepspeed
-from drawbar.config.deepspeed.meaning import is_deepspeed, zero_stage
+from drawbar.config.deepspeed.zero_settings import is_deepspeed, zero_stage
 from drawbar.config.io.load_config import LoadedConfig
 from drawbar.config.rules.rule_table import RULES, TRAIN_RULES, check_rules, check_world
 from drawbar.config.schema.run_config import RunConfig
@@ -23,6 +23,7 @@ from drawbar.doctor.probe_process import ProbeProcess, check_device, check_rende
 from drawbar.doctor.storage import check_folder
 from drawbar.errors import UserError
 from drawbar.launch.folder_facts import GIB, collect_folder
+from drawbar.models.folder import run_reference
 from drawbar.runtime.hub import hub_answers
 
 CONFIG = "Configuration"
@@ -37,16 +38,16 @@ def examine(loaded: LoadedConfig, given: bool, count: Callable[[int], int]) -> F
         count: from the number of GPUs to the number of processes that `drawbar train` would start.
     """
     config = loaded.config
-    meeting = start_probe("meet")  # runs beside the other probe: each imports torch
+    rendezvous = start_probe("rendezvous")  # runs beside the other probe: each imports torch
     expected = 1 if config.launch.nproc == "auto" else config.launch.nproc
     facts = start_probe("device", config.device, config.precision, str(expected)).result()
     gpus = len(facts.get("gpus", []))
     processes = _processes_here(count(gpus))
-    return Findings(list(_findings(loaded, given, facts, meeting, processes)))
+    return Findings(list(_findings(loaded, given, facts, rendezvous, processes)))
 
 
 def _findings(
-    loaded: LoadedConfig, given: bool, facts: Mapping[str, Any], meeting: ProbeProcess, processes: int
+    loaded: LoadedConfig, given: bool, facts: Mapping[str, Any], rendezvous: ProbeProcess, processes: int
 ) -> Iterator[Finding]:
     config, environ = loaded.config, os.environ
     device = facts.get("device", "cpu")
@@ -59,7 +60,7 @@ def _findings(
     listens = environ.get("RANK") == "0" and "TORCHELASTIC_USE_AGENT_STORE" not in environ
     own = is_this_host(network.peer_address, network.interfaces)
     yield from check_network(network, has_other_hosts(), listens and own and "MASTER_PORT" in environ)
-    yield check_rendezvous(meeting.result())
+    yield check_rendezvous(rendezvous.result())
     wanted = {name: _is_cached(name) for name in hub_names(config)} if given else {}
     yield from _folders(config, downloads=not all(wanted.values()))
     yield from _hub(wanted)
@@ -89,6 +90,8 @@ def _needed(config: RunConfig) -> dict[str, str]:
     needed = {"deepspeed": "parallel.strategy=deepspeed"} if is_deepspeed(config) else {}
     if config.parallel.fp8 is not None:
         needed["fp8"] = "parallel.fp8"
+    if (config.checkpoint.remote or "").startswith(("s3://", "s3a://")):
+        needed["object-store"] = "checkpoint.remote"
     return needed | ({"lora": "the section lora"} if config.lora is not None else {})
 
 
@@ -111,7 +114,7 @@ def hub_names(config: RunConfig) -> list[str]:
     """The model and the tokenizer that the configuration loads from the hub: names that are no folders here."""
     task = config.task
     model, tokenizer = getattr(task, "model", None), getattr(task, "tokenizer", None)
-    names = [model] if getattr(task, "from_scratch", None) is None else []
+    names = [model] if getattr(task, "from_scratch", None) is None and run_reference(task) is None else []
     names.append(tokenizer)
     return [name for name in dict.fromkeys(names) if isinstance(name, str) and not Path(name).expanduser().is_dir()]
 

@@ -1,4 +1,4 @@
-"""What the doctor has to say: findings, and how they are shown."""
+"""The doctor's findings, and how they are printed."""
 
 import json
 import sys

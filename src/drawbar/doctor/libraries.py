@@ -14,7 +14,7 @@ from drawbar.doctor.finding import Finding, Fix, Level
 SECTION = "Libraries"
 SHOWN = ("torch", "transformers", "deepspeed", "peft")
 """The others are named where something is wrong with them."""
-EXTRAS = ("deepspeed", "fp8", "lora")
+EXTRAS = ("deepspeed", "fp8", "lora", "object-store")
 INSTALL = {"deepspeed": "DS_BUILD_OPS=0 pip install --no-build-isolation 'deepspeed{range}'"}
 
 

@@ -1,4 +1,4 @@
-"""What only torch knows, asked in a process of its own: ``python -m drawbar.doctor.probe device|meet``.
+"""Facts that only torch knows, collected in a separate process: ``python -m drawbar.doctor.probe device|rendezvous``.
 
 Prints one JSON object. A torch that cannot be imported, and a driver that hangs or crashes, end this process alone.
 """
@@ -20,12 +20,12 @@ from drawbar.util.dtypes import DTYPES
 
 SIDE = 256
 """Of the matrices that are multiplied."""
-MEETING_SECONDS = 10
+RENDEZVOUS_SECONDS = 10
 MESSAGE = 2**18
 """Numbers that are summed over two processes: 1 MiB."""
 
 
-def look_at_device(wanted: str, precision: str, processes: int) -> dict[str, Any]:
+def inspect_device(wanted: str, precision: str, processes: int) -> dict[str, Any]:
     """Facts of torch and its devices, and one product on the chosen one.
 
     Args: processes: that the run would have, where none were started yet.
@@ -74,10 +74,10 @@ def _multiply(device: torch.device, precision: str) -> dict[str, Any]:
     return {"right": total == SIDE**3, "seconds": time.perf_counter() - begin}
 
 
-def meet() -> dict[str, Any]:
+def try_rendezvous() -> dict[str, Any]:
     """Two processes on this machine sum over gloo, as the ranks of a run do."""
     reader, writer = os.pipe()
-    timeout = timedelta(seconds=MEETING_SECONDS)
+    timeout = timedelta(seconds=RENDEZVOUS_SECONDS)
     child = os.fork()  # before any thread is there; torch need not be imported again
     if child == 0:
         port = int(os.read(reader, 16) or b"0")
@@ -103,7 +103,7 @@ def _sum(store: dist.Store, rank: int, timeout: timedelta) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "meet":
-        print(json.dumps(meet()))
+    if sys.argv[1] == "rendezvous":
+        print(json.dumps(try_rendezvous()))
     else:
-        print(json.dumps(look_at_device(sys.argv[2], sys.argv[3], int(sys.argv[4]))))
+        print(json.dumps(inspect_device(sys.argv[2], sys.argv[3], int(sys.argv[4]))))

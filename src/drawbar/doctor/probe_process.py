@@ -142,12 +142,12 @@ def _format(precision: str, device: str, wanted: str) -> tuple[str, str]:
     what = "fp32" if precision == "fp32" else f"{precision} products, fp32 weights and sums"
     if wanted != "auto":
         return what, f"precision={wanted}"
-    fast = f"precision=auto: bf16 is {'not ' * (precision == 'fp32')}faster on this {device.upper()}"
-    return what, fast
+    why = f"this {device.upper()} has no bf16" if device == "cuda" else "bf16 is for GPUs that have it"
+    return what, f"precision=auto: {why if precision == 'fp32' else f'this {device.upper()} has bf16'}"
 
 
 def check_rendezvous(facts: Mapping[str, Any]) -> Finding:
-    """Args: facts: an answer of ``probe meet``."""
+    """Args: facts: an answer of ``probe rendezvous``."""
     if "error" in facts or not facts["right"]:
         # gloo's own words come after the place in its source code
         reason = _PLACE_IN_GLOO.sub("", facts.get("error", "they came to a wrong sum"))

@@ -21,7 +21,7 @@ def check_folder(folder: FolderFacts, enough: int, trouble: Level = Level.PROBLE
     what = f"{folder.path}{new}: {size(folder.free)} free, {folder.kind or 'unknown file system'}{network}"
     quoted = shlex.quote(folder.place)
     if folder.is_full or (not folder.error and folder.free < 64 * MIB):
-        fix = Fix(f"df -h {quoted}", f"make room there, or {folder.change}")
+        fix = Fix(f"df -h {quoted}", f"free some space there, or {folder.change}")
         yield Finding(SECTION, folder.purpose, trouble, f"{folder.path}: the disk is full", folder.error, fix)
     elif folder.error:
         fix = Fix(f"ls -ld {quoted}", f"make it yours (sudo chown $USER …), or {folder.change}")
@@ -34,7 +34,7 @@ def check_folder(folder: FolderFacts, enough: int, trouble: Level = Level.PROBLE
         fix = Fix("", f"mount it with locks (NFS: without nolock; Lustre: -o flock), or {folder.change}")
         yield Finding(SECTION, folder.purpose, trouble, f"{what}; flock does not work", why, fix)
     elif folder.free < enough:
-        fix = Fix(f"df -h {quoted}", f"make room there, or {folder.change}")
+        fix = Fix(f"df -h {quoted}", f"free some space there, or {folder.change}")
         yield Finding(SECTION, folder.purpose, Level.WARNING, what, f"{size(enough)} are soon used", fix)
     else:
         yield Finding(SECTION, folder.purpose, Level.OK, what, "writable, flock works")

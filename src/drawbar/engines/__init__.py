@@ -1,1 +1,1 @@
-"""One optimizer step under any strategy: an engine, and the parts that it is put together from."""
+"""The engine, which makes one optimizer step under any strategy, and its parts."""

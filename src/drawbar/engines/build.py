@@ -17,7 +17,7 @@ from drawbar.engines.parts import EngineParts
 from drawbar.errors import UserError
 from drawbar.parallel.compile import check_compiler
 from drawbar.parallel.fp8 import check_fp8
-from drawbar.parallel.precision import choose_formats
+from drawbar.parallel.precision import choose_dtypes
 from drawbar.runtime.log import logger
 from drawbar.tasks.pretrained import PretrainedTask
 from drawbar.tasks.task import Task
@@ -38,24 +38,39 @@ def build_engine(task: Task, config: RunConfig, world: Distributed, total_steps:
         UserError: the strategy cannot run on these processes.
     """
     strategy: str = config.parallel.strategy
+    reason = "as set; one process" if world.size == 1 else f"as set; {world.size} processes"
     if strategy == AUTO:
-        strategy, reason = _choose_strategy(task, config, world)
-        logger.info("strategy: %s (%s)", strategy, reason)
+        strategy, reason = choose_strategy(task, config, world, _memory_of_a_rank(world))
         config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"strategy": strategy})})
+    if task.task_context.trains:
+        logger.info("strategy: %s (%s)", strategy, reason)
     if config.parallel.features.one_process and world.size > 1:
         raise UserError(
             f"parallel.strategy is {strategy}, but {world.size} processes were started",
             where="parallel.strategy",
             remedy="set parallel.strategy=ddp, which has a process for each device, or start one process",
         )
-    config = choose_formats(config, world.device)
-    trains = task.task_context.trains
+    config = check_machine(config, world, task.task_context.trains)
+    return assemble_engine(task, config, world, total_steps)
+
+
+def check_machine(config: RunConfig, world: Distributed, trains: bool = True) -> RunConfig:
+    """Refuse settings that these devices and processes cannot compute. Nothing is read or built for it, so it can come
+    first; ``build_engine`` calls it again, when it knows the strategy that ``auto`` stands for.
+
+    Returns:
+        The configuration with a dtype wherever it says ``auto``.
+
+    Raises:
+        UserError: settings that do not combine here, or a compiler or a library is missing.
+    """
+    config = choose_dtypes(config, world.device)
     check_rules(_resolved_for_rules(config, world), RULES + FP8_TRAINING if trains else RULES)
     if config.parallel.compile:
         check_compiler(world.device)
     if config.parallel.fp8 is not None and trains:
         check_fp8(config.parallel.fp8, world.device)
-    return assemble_engine(task, config, world, total_steps)
+    return config
 
 
 def assemble_engine(task: Task, config: RunConfig, world: Distributed, total_steps: int = 0) -> Engine:
@@ -95,8 +110,12 @@ def _resolved_for_rules(config: RunConfig, world: Distributed) -> RunConfig:
     return config.model_copy(update={"device": world.device.type, "launch": launch})
 
 
-def _choose_strategy(task: Task, config: RunConfig, world: Distributed) -> tuple[str, str]:
-    """The strategy that ``auto`` stands for, and why."""
+def choose_strategy(task: Task, config: RunConfig, world: Distributed, room: float) -> tuple[str, str]:
+    """The strategy that ``auto`` stands for, and why.
+
+    Args:
+        room: bytes of memory that this rank has.
+    """
     if config.deepspeed is not None:
         return "deepspeed", "the configuration has a section for it"
     if world.size == 1:
@@ -109,7 +128,6 @@ def _choose_strategy(task: Task, config: RunConfig, world: Distributed) -> tuple
     with world.working("finding the size of the model"):
         parameters = sum(parameter.numel() for parameter in build_meta_model(task).parameters())
     needed = parameters * BYTES_PER_PARAMETER[config.optim.state_dtype] / model_ranks
-    room = _memory_of_a_rank(world)
     fits = world.dp_group.sum_of_leaders(needed <= SHARE_FOR_STATE * room) == world.dp_group.size
     amounts = f"the model's state takes {needed / 2**30:.1f} GiB, and a rank has {room / 2**30:.1f} GiB"
     return ("ddp", f"{world.size} processes; {amounts}") if fits else ("fsdp", amounts)

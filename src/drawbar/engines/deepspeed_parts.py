@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import nn
 
-from drawbar.checkpoint.save import host_copies
+from drawbar.checkpoint.save import host_copies, tied_names, unique_names
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.distributed.process_group import Distributed
 from drawbar.engines.local_model import LocalModel
@@ -14,7 +15,16 @@ from drawbar.engines.parts import Update
 from drawbar.engines.state_access import ShouldStore
 from drawbar.models.lora import saved_tensors
 from drawbar.optim.schedules import set_learning_rate
-from drawbar.parallel.deepspeed.deepspeed_state import STEP, MasterState, is_tp_shard, tp_gather, tp_shard
+from drawbar.parallel.deepspeed.deepspeed_state import (
+    STEP,
+    MasterState,
+    full_shape,
+    is_tp_shard,
+    read_flat,
+    tp_gather,
+    tp_shard,
+)
+from drawbar.parallel.local_boxes import LocalBox, flat_boxes, whole_box
 
 
 class DeepSpeedUpdater:
@@ -79,6 +89,7 @@ class DeepSpeedState:
     def __init__(
         self, local: LocalModel, masters: MasterState, config: RunConfig, world: Distributed, should_store: ShouldStore
     ) -> None:
+        self.local = local
         self.module = local.module
         self.masters = masters
         self.config = config
@@ -117,22 +128,78 @@ class DeepSpeedState:
             steps = (name for name in tensors if name.endswith(f"/{STEP}"))
             step = tensors[name] if (name := next(steps, None)) else torch.zeros(())
             self.masters.prepare(keys, step)
-        for parameter, name in self._trained():
-            for key in keys:
+        for parameter, name in sorted(self._trained(), key=lambda trained: trained[1]):
+            for key in sorted(keys):
                 if f"{name}/{key}" in tensors:
-                    tensor = tensors[f"{name}/{key}"]
-                    self.masters.set_state(parameter, key, tensor if key == STEP else tp_shard(parameter, tensor))
+                    self._load_state(parameter, key, tensors, f"{name}/{key}")
+
+    def _load_state(self, parameter: nn.Parameter, key: str, tensors: Mapping[str, torch.Tensor], name: str) -> None:
+        if key == STEP:
+            self.masters.set_state(parameter, key, tensors[name])
+        elif is_tp_shard(parameter):
+            self.masters.set_state(parameter, key, tp_shard(parameter, tensors[name]))
+        else:
+            self.masters.set_piece(parameter, key, read_flat(tensors, name, *self.masters.range(parameter)))
 
     @torch.no_grad()
     def set_weights(self, live: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
         """Set each tensor of ``live`` to the one of that name in ``tensors``; ``live`` has one order on all ranks."""
         seen: set[int] = set()
-        for name, tensor in live.items():
+        # a checkpoint in parts stores tensors of one dtype in the order of their names
+        for name, tensor in sorted(live.items()):
             if not isinstance(tensor, nn.Parameter):
                 tensor.copy_(tensors[name])
             elif id(tensor) not in seen:
                 seen.add(id(tensor))
-                self.masters.set_weight(tensor, tp_shard(tensor, tensors[name]))
+                if is_tp_shard(tensor):
+                    self.masters.set_weight(tensor, tp_shard(tensor, tensors[name]))
+                else:
+                    self.masters.load_weight(tensor, tensors, name)
+
+    def tied(self) -> dict[str, str]:
+        return tied_names(saved_tensors(self.module, self.config))
+
+    def local_weight_boxes(self) -> list[LocalBox]:
+        tensors = saved_tensors(self.module, self.config)
+        return [box for name in unique_names(tensors) for box in self._weight_boxes(name, tensors[name])]
+
+    def local_optimizer_boxes(self) -> list[LocalBox]:
+        return [
+            box
+            for parameter, name in self._trained()
+            for key in self.masters.keys
+            for box in self._state_boxes(name, parameter, key)
+        ]
+
+    def _weight_boxes(self, name: str, tensor: torch.Tensor) -> Iterator[LocalBox]:
+        if not isinstance(tensor, nn.Parameter):
+            yield whole_box(name, tensor)
+        elif is_tp_shard(tensor):  # only AutoTP itself knows how it has cut it
+            dtype = torch.float32 if tensor.requires_grad else tensor.dtype
+            yield self._gathered_box(name, name, dtype, partial(self._full, name, tensor))
+        else:
+            yield from flat_boxes(
+                name, full_shape(tensor), self.masters.range(tensor)[0], self.masters.piece(tensor, None)
+            )
+
+    def _state_boxes(self, name: str, parameter: nn.Parameter, key: str) -> Iterator[LocalBox]:
+        if key == STEP:
+            yield whole_box(f"{name}/{key}", self.masters.state(parameter, key))
+        elif is_tp_shard(parameter):
+
+            def gather() -> torch.Tensor:
+                return tp_gather(parameter, self.masters.state(parameter, key))
+
+            yield self._gathered_box(f"{name}/{key}", name, torch.float32, gather)
+        else:
+            start, piece = self.masters.range(parameter)[0], self.masters.piece(parameter, key)
+            yield from flat_boxes(f"{name}/{key}", full_shape(parameter), start, piece)
+
+    def _gathered_box(
+        self, name: str, parameter: str, dtype: torch.dtype, gather: Callable[[], torch.Tensor]
+    ) -> LocalBox:
+        shape = tuple(saved_tensors(self.local.meta_model, self.config)[parameter].shape)
+        return LocalBox(name, shape, (0,) * len(shape), shape, dtype, gather, is_collective=True)
 
     def replicated(self) -> dict[str, nn.Parameter]:
         # left out: tensor-parallel shards differ between ranks, and ZeRO-3 parameters (with ``ds_id``) are partitioned
@@ -145,8 +212,9 @@ class DeepSpeedState:
     def replicated_gradients(self) -> dict[str, torch.Tensor]:
         return {}  # ``.grad`` may hold the gradient of this rank's rows alone
 
-    def _full(self, _: str, tensor: torch.Tensor) -> torch.Tensor:
+    def _full(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """A parameter's fp32 weight, or a buffer, as one process has it."""
+        self.world.note(f"copying {name}")  # shown by ranks that wait for this one
         if not isinstance(tensor, nn.Parameter):
             return tensor.detach()
         return tp_gather(tensor, self.masters.weight(tensor))

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from drawbar.config.deepspeed.deepspeed_json import deepspeed_json
-from drawbar.config.deepspeed.meaning import zero_stage
+from drawbar.config.deepspeed.zero_settings import zero_stage
 from drawbar.config.parallel_dims import ParallelDims
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.distributed.process_group import Distributed
@@ -33,7 +33,7 @@ from drawbar.engines.local_model import (
 from drawbar.engines.loss_choice import choose_cross_entropy
 from drawbar.engines.parts import EngineParts
 from drawbar.engines.stage_building import EmptyStages, build_stages
-from drawbar.engines.state_access import StagesState, is_stage_leader, is_writer
+from drawbar.engines.state_access import StagesState, stored_by_stage_leaders, stored_by_writers
 from drawbar.errors import UserError
 from drawbar.models.plans import plan_for
 from drawbar.optim.optimizers import build_optimizers
@@ -60,7 +60,8 @@ from drawbar.util.dtypes import DTYPES
 
 _HOST = torch.device("cpu")
 _FOR_PIPELINES: dict[str, Any] = {
-    # by default, DeepSpeed cuts hidden states over the tensor-parallel ranks, by the shapes of the first step
+    # by default, DeepSpeed shards the hidden states that it sends over the tensor-parallel ranks, and keeps the shapes
+    # of the first step for all later ones, which have others here
     "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
     "steps_per_print": None,  # with any number, DeepSpeed prints the first step's loss
 }
@@ -87,7 +88,7 @@ def _build_one_model(task: Task, config: RunConfig, world: Distributed) -> Engin
     backend = initialize_deepspeed(local.module, optimizer, values, world.device, is_zero3=stage == 3)
     local = replace(local, module=backend.module, meta_model=meta_model, replicas=[torch.distributed.group.WORLD])
     _check_tp_shards(local, config.parallel.tensor)
-    state = DeepSpeedState(local, MasterState.of(backend), config, world, is_writer(world))
+    state = DeepSpeedState(local, MasterState.of(backend), config, world, stored_by_writers(world))
     _set_first_weights(local.module, source, state, world.device)
     if stage == 3:
         synchronize_generate(local.module)
@@ -193,9 +194,9 @@ def _build_pipeline(task: Task, config: RunConfig, world: Distributed) -> Engine
         shards_logits=False,
         loss_in_head=local.loss_in_head,
     )
-    own = DeepSpeedState(local, masters, config, world, is_stage_leader(world))
+    own = DeepSpeedState(local, masters, config, world, stored_by_stage_leaders(world))
     updater = DeepSpeedUpdater(masters, config.precision)
-    return EngineParts(local, executor, updater, StagesState(own, local, config, world))
+    return EngineParts(local, executor, updater, StagesState(own, local, config, world, stages.tied_name))
 
 
 def _fill_stages(

@@ -1,4 +1,4 @@
-"""Copies of batches to the device, beside the computation."""
+"""Copies batches to the device, overlapping with computation."""
 
 from collections.abc import Iterator, Sequence
 

@@ -16,7 +16,7 @@ from drawbar.data.loader import MicroBatch
 from drawbar.distributed.process_group import Distributed
 from drawbar.engines.executors import count_targets
 from drawbar.engines.parts import EngineParts
-from drawbar.engines.results import EngineState, EvalResult, StepResult
+from drawbar.engines.results import EngineState, EvalResult, StepResult, saved_values
 from drawbar.errors import UserError
 from drawbar.models.heads import longest_input
 from drawbar.models.lora import FrozenBaseInfo, saved_tensors
@@ -36,7 +36,7 @@ class Engine:
 
     Args:
         task: what is trained.
-        config: the whole run's, with ``parallel.strategy`` and number formats resolved.
+        config: the whole run's, with ``parallel.strategy`` and dtypes resolved.
         world: the processes of the run, already joined.
         parts: from the strategy's builder.
         total_steps: optimizer steps of the whole run, for the schedule; it must be set before the first step.
@@ -115,13 +115,8 @@ class Engine:
         with self.executor.inference() as model:
             return predict_fn(model, batch.to(self.world.device))
 
-    def generate(self, inputs: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:
-        """Token ids (B, L) from transformers' ``generate``: inputs and new texts (an encoder-decoder: new texts alone).
-
-        Raises:
-            UserError: the model writes no text.
-        """
-        moved = {name: tensor.to(self.world.device) for name, tensor in inputs.items()}
+    def check_writes_text(self) -> None:
+        """Raise UserError where the model has no ``generate``."""
         with self.executor.inference() as model:
             if not hasattr(model, "generate"):
                 raise UserError(
@@ -129,6 +124,12 @@ class Engine:
                     where="RUN",
                     remedy="name the run of a language model; `drawbar eval` works for any",
                 )
+
+    def generate(self, inputs: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:
+        """Token ids (B, L) from transformers' ``generate``: inputs and new texts (an encoder-decoder: new texts alone).
+        For a model that :meth:`check_writes_text` passes."""
+        moved = {name: tensor.to(self.world.device) for name, tensor in inputs.items()}
+        with self.executor.inference() as model:
             tokens_BL: torch.Tensor = model.generate(**moved, **options)
             return tokens_BL
 
@@ -137,12 +138,7 @@ class Engine:
         tensors on other ranks. Every rank calls it."""
         self.share_buffers()
         optimizer = self._state.optimizer(writers)
-        values = {
-            "step": self.step,
-            "optimizer": self.config.optim.name,
-            "precision": self.config.precision,
-            "scaler": self.updater.scaler_state(),
-        }
+        values = saved_values(self.step, self.config, self.updater.scaler_state())
         return EngineState(model=self._state.model(writers), optimizer=optimizer, values=values)
 
     def load(self, state: EngineState) -> None:
@@ -160,7 +156,7 @@ class Engine:
         self._state.load_optimizer(state.optimizer)
         self.step = state.values["step"]
         self.updater.load_scaler_state(state.values["scaler"])
-        if state.values["precision"] != self.config.precision:
+        if state.values["precision"] not in ("auto", self.config.precision):  # auto: `drawbar convert` has made it
             logger.warning("saved with precision %s, resumed with %s", state.values["precision"], self.config.precision)
 
     def load_model(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -175,10 +171,10 @@ class Engine:
     # what parity looks at, between backward and update
 
     @contextmanager
-    def inspecting(self, look: Callable[[], None]) -> Iterator[None]:
-        """Call ``look()`` in each step made inside: gradients are then reduced, but not yet clipped or used.
-        With torch's updater, ``look`` is not called in a step that is skipped."""
-        kept, self._before_update = self._before_update, look
+    def inspecting(self, inspect: Callable[[], None]) -> Iterator[None]:
+        """Call ``inspect()`` in each step made inside: gradients are then reduced, but not yet clipped or used.
+        With torch's updater, ``inspect`` is not called in a step that is skipped."""
+        kept, self._before_update = self._before_update, inspect
         try:
             yield
         finally:

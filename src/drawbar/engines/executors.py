@@ -12,6 +12,9 @@ from drawbar.data.loader import MicroBatch
 from drawbar.distributed.process_group import Distributed
 from drawbar.engines.device_copies import DeviceCopies
 from drawbar.engines.loss_choice import is_for_head, maybe_with_targets
+from drawbar.errors import UserError
+from drawbar.parallel.buffers import kept_buffers
+from drawbar.parallel.compile import uncompiled_blocks
 from drawbar.parallel.context import ContextParallel
 from drawbar.parallel.fsdp import free_gathered
 from drawbar.parallel.low_precision_weights import cast_weights_once
@@ -20,6 +23,7 @@ from drawbar.parallel.pipeline.schedule import Inputs, Loss
 from drawbar.parallel.precision import autocast
 from drawbar.parallel.styles import sharded_logits
 from drawbar.tasks.batch import Batch
+from drawbar.tasks.method_errors import method_error
 from drawbar.tasks.task import Task
 
 
@@ -87,7 +91,7 @@ class ModelExecutor:
             self._for_loss(batch) as shard,
         ):
             with autocast(self.precision, self.device):
-                loss = self.training_module.loss(shard)
+                loss = checked_loss(self.task, self.training_module.loss(shard))
             loss = without_fillers(loss, micro)
             self.training_module.backward(loss * scale)
         return loss.detach()
@@ -100,6 +104,18 @@ class ModelExecutor:
         if self.context is not None:
             loss = self.context.sum(loss)
         return as_float(loss), predictions
+
+    def has_gradient(self, batch: Batch, training: bool) -> bool:
+        self.module.train(training)
+        with (
+            free_gathered(self.module),
+            kept_buffers(self.module),
+            uncompiled_blocks(),
+            autocast(self.precision, self.device),
+            maybe_sharded_logits(self.shards_logits),
+            self._for_loss(batch) as shard,
+        ):
+            return requires_grad(task_loss(self.task, self.context, self.module, shard))
 
     @contextmanager
     def inference(self) -> Iterator[nn.Module]:
@@ -172,7 +188,7 @@ class PipelineExecutor:
         loss_sum = torch.zeros((), device=self.device)
 
         def compute_loss(logits: torch.Tensor, index: int) -> torch.Tensor:
-            loss = scalar(self._loss(forwards[index], logits, batches[index]))
+            loss = checked_loss(self.task, scalar(self._loss(forwards[index], logits, batches[index])))
             loss = without_fillers(loss, micro_batches[index])
             loss_sum.add_(loss.detach())
             return loss * scale
@@ -194,6 +210,18 @@ class PipelineExecutor:
                 with self.pipeline_inference.synced_rng():
                     predictions = self.task.predict(self.pipeline_inference.model, batch)
         return loss, predictions
+
+    def has_gradient(self, batch: Batch, training: bool) -> bool:
+        # checks only whether the loss depends on the logits: the stages run no method of the task's, so these
+        # depend on the weights
+        given = maybe_with_targets(self.task, batch, self.loss_in_head)
+        forward = self._forward(given)
+        with self._evaluating():
+            logits = self.pipeline_inference.last_stage_logits(self.pipeline_inference.record_inputs(forward))
+            if logits is None or is_for_head(given):
+                return True
+            with torch.enable_grad():
+                return requires_grad(self._loss(forward, logits.detach().requires_grad_(), given))
 
     @contextmanager
     def inference(self) -> Iterator[nn.Module]:
@@ -240,16 +268,48 @@ def scalar(loss: torch.Tensor) -> torch.Tensor:
     return loss.reshape(()) if isinstance(loss, torch.Tensor) and loss.numel() == 1 else loss
 
 
-class NoNumber(TypeError):
-    """A task's loss is no tensor with one element."""
+class NotOneNumber(TypeError):
+    """A task's loss is not a tensor with one element."""
 
 
 def as_float(loss: torch.Tensor) -> float:
-    """The loss as a plain number. Raises NoNumber."""
+    """The loss as a plain number. Raises NotOneNumber."""
     try:
         return float(loss)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise NoNumber(str(error)) from error
+        raise NotOneNumber(str(error)) from error
+
+
+def requires_grad(loss: Any) -> bool:
+    """Whether a loss requires grad, so that backward is possible."""
+    return isinstance(loss, torch.Tensor) and loss.requires_grad
+
+
+def checked_loss(task: Task, loss: Any) -> torch.Tensor:
+    """The loss of a training forward. Raises ``UserError`` where backward cannot begin with it."""
+    if isinstance(loss, torch.Tensor) and loss.ndim:
+        raise not_one_number(task, f"a tensor of the shape {tuple(loss.shape)}")
+    if not requires_grad(loss):
+        raise no_gradient(task)
+    checked: torch.Tensor = loss
+    return checked
+
+
+def not_one_number(task: Task, found: object) -> UserError:
+    """The error for a loss that is not a single number."""
+    remedy = 'return a tensor with one element: the sum over the batch (reduction="sum")'
+    return method_error(task, "loss", f"returns what is no number: {found}", remedy)
+
+
+def no_gradient(task: Task) -> UserError:
+    """The error for a loss without a gradient."""
+    return method_error(
+        task,
+        "loss",
+        "returns a loss without a gradient, so nothing could be learned from it",
+        "let loss return a tensor that torch computes from the model's outputs: in loss and forward, use no .item(), "
+        "float(), .detach(), .data, .numpy(), argmax or torch.no_grad() on the way to it",
+    )
 
 
 def without_fillers(loss: torch.Tensor, micro: MicroBatch[Batch]) -> torch.Tensor:

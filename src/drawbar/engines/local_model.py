@@ -21,14 +21,25 @@ from drawbar.models.packed import allow_packing
 from drawbar.models.plans import plan_for
 from drawbar.parallel.apply import parallelize
 from drawbar.parallel.fp8 import compute_in_fp8
-from drawbar.parallel.low_precision_weights import store_frozen_weights_low
+from drawbar.parallel.low_precision_weights import keep_trained_weights_in_fp32, store_frozen_weights_low
 from drawbar.parallel.tensor import FusedLayout, fused_layouts
 from drawbar.parallel.weights import broadcast_shards, load_shard, materialize, named_tensors
 from drawbar.runtime.log import logger
+from drawbar.tasks.method_errors import is_user_defined, method_error
 from drawbar.tasks.task import Task
 
-WeightSource: TypeAlias = Mapping[str, torch.Tensor] | nn.Module | None
+
+class Unset:
+    """In place of the source of weights, where their values do not matter (``TaskContext.weightless``)."""
+
+
+WeightSource: TypeAlias = Mapping[str, torch.Tensor] | nn.Module | Unset | None
 """Where the initial weights come from: tensors by name, or the full model (on rank 0; None on the others)."""
+
+_NO_BASE = FrozenBaseInfo(frozenset(), "")
+
+
+HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -42,7 +53,7 @@ class LocalModel:
     base: FrozenBaseInfo | None
     """Digest and newly initialized parameters of the base model under LoRA; None without LoRA."""
     fused: dict[str, FusedLayout] = field(default_factory=dict)
-    """Parameters that are stored in another order than in the whole model."""
+    """Layouts of fused parameters, which are stored in another order than in the full model."""
     replicas: list[dist.ProcessGroup] = field(default_factory=list)
     """Process groups over which ``share_buffers`` makes the model's buffers equal; none for pipeline stages."""
     cross_entropy: str = "plain"
@@ -54,36 +65,88 @@ class LocalModel:
         return self.cross_entropy != "plain"
 
 
-def with_adapters(structure: nn.Module, config: RunConfig, base: FrozenBaseInfo | None) -> nn.Module:
-    """The model ``structure`` (without its weights), with LoRA adapters if the run has them.
+def with_adapters(meta_model: nn.Module, config: RunConfig, base: FrozenBaseInfo | None) -> nn.Module:
+    """The meta model, with LoRA adapters if the run has them.
 
     Args:
         base: digest and newly initialized parameters of the base model; None without LoRA.
     """
-    return structure if config.lora is None or base is None else add_adapters(structure, config.lora, base.new)
+    model = meta_model if config.lora is None or base is None else add_adapters(meta_model, config.lora, base.new)
+    keep_trained_weights_in_fp32(model)
+    return model
 
 
 def build_model(task: Task) -> nn.Module:
-    """The task's model, after ``task_context.change_model``."""
-    return _changed(task, task.build_model())
+    """The task's model, after ``task_context.change_model``.
+
+    Raises:
+        UserError: ``task.build_model`` returns no module, or one without values.
+    """
+    model = _checked_module(task, "build_model", task.build_model())
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    without = next((name for name, tensor in tensors.items() if tensor.is_meta), None)
+    if without is not None:
+        raise method_error(
+            task,
+            "build_model",
+            f"returns a model without values: {without} is on the meta device",
+            "build it on the CPU; drawbar itself uses the meta device where a model is sharded",
+        )
+    return _apply_change_model(task, model)
 
 
 def build_meta_model(task: Task) -> nn.Module:
     """The task's model without its weights, after ``task_context.change_model``."""
-    return _changed(task, task.build_meta_model())
+    method = "build_meta_model" if is_user_defined(task, "build_meta_model") else "build_model"
+    return _apply_change_model(task, _checked_module(task, method, task.build_meta_model()))
 
 
-def _changed(task: Task, model: nn.Module) -> nn.Module:
+def _checked_module(task: Task, method: str, model: object) -> nn.Module:
+    """What a method returned, if it is a module. Raises ``UserError``."""
+    if not isinstance(model, nn.Module):
+        raise method_error(
+            task,
+            method,
+            f"returns {type(model).__name__}, and no torch.nn.Module",
+            "let it return the model that it makes",
+        )
+    return model
+
+
+def _apply_change_model(task: Task, model: nn.Module) -> nn.Module:
     task.task_context.change_model(model)
+    for parameter in model.parameters():
+        # a fused optimizer, ZeRO-1 and a checkpoint take a parameter's elements in their order in memory
+        if not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
     return model
 
 
 def _build_adapted(task: Task, config: RunConfig) -> tuple[nn.Module, FrozenBaseInfo | None]:
     """The full model, with the run's LoRA adapters if any, and what identifies their base model (None without)."""
-    model = build_model(task)
-    if config.lora is None:
-        return model, None
-    return model, add_adapters_to_base(model, config.lora, weights_without_file(model))
+    if task.task_context.weightless:
+        meta_model, base = _build_weightless(task, config)
+        materialize(meta_model, HOST, HOST)
+        return meta_model, base
+    model, base = build_model(task), None
+    if config.lora is not None:
+        base = add_adapters_to_base(model, config.lora, weights_without_file(model))
+    low = keep_trained_weights_in_fp32(model)
+    if low:
+        dtypes = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in low))
+        logger.warning(
+            "%s.build_model returns trained weights in %s: they are kept in fp32; the setting precision chooses what "
+            "they are multiplied in",
+            type(task).__name__,
+            dtypes,
+        )
+    return model, base
+
+
+def _build_weightless(task: Task, config: RunConfig) -> tuple[nn.Module, FrozenBaseInfo | None]:
+    """The model on the meta device, with adapters if the run has them, on a base that nothing is known of."""
+    base = None if config.lora is None else _NO_BASE
+    return with_adapters(build_meta_model(task), config, base), base
 
 
 def allow_packed_rows(model: nn.Module, task: Task, config: RunConfig) -> None:
@@ -93,9 +156,9 @@ def allow_packed_rows(model: nn.Module, task: Task, config: RunConfig) -> None:
         allow_packing(model, per_sample=task.label_placement == "sample", under_mask=not padding_free)
 
 
-def apply_formats(model: nn.Module, task: Task, config: RunConfig) -> None:
-    """Give a model that is trained the run's number formats: those that frozen weights are stored in, and that linear
-    layers multiply in (autocast does the rest). Call this before the model is parallelized."""
+def apply_dtypes(model: nn.Module, task: Task, config: RunConfig) -> None:
+    """Apply the run's dtypes to a model for training: of stored frozen weights, and of the matrix products of linear
+    layers (autocast does the rest). Call this before the model is parallelized."""
     if not task.task_context.trains:
         return
     store_frozen_weights_low(model, config.precision)
@@ -110,9 +173,10 @@ def build_whole(task: Task, config: RunConfig, world: Distributed, device: torch
         model, base = _build_adapted(task, config)
         allow_packed_rows(model, task, config)
         cross_entropy = choose_cross_entropy(task, config, model, [model])
-        apply_formats(model, task, config)
+        apply_dtypes(model, task, config)
         parallelize(model, plan_for(model), config.parallel, ParallelDims(), None, config.precision)
-        model = model.to(device)
+        if device != HOST:
+            model = model.to(device)
     base = world.from_rank0(lambda: base, "building the model")  # all ranks will hold rank 0's weights
     return LocalModel(model, model, base, {}, [dist.group.WORLD] if world.size > 1 else [], cross_entropy)
 
@@ -126,7 +190,7 @@ def build_shards(task: Task, config: RunConfig, world: Distributed, mesh: Device
     model, source, base = build_meta(task, config, world)
     allow_packed_rows(model, task, config)
     cross_entropy = choose_cross_entropy(task, config, model, [model])
-    apply_formats(model, task, config)
+    apply_dtypes(model, task, config)
     parallelize(model, plan_for(model), config.parallel, world.dims, mesh, config.precision)
     fused = fused_layouts(model)
     materialize(model, torch.device("cpu") if config.parallel.offload else world.device, world.device)
@@ -141,6 +205,8 @@ def load_first_weights(
     world: Distributed,
 ) -> None:
     """Load the initial weights of this rank's part of the model from the source that ``build_meta`` returned."""
+    if isinstance(source, Unset):
+        return
     if isinstance(source, Mapping):
         with world.barrier_after("reading the weights"):
             for name, parameter in module.named_parameters():
@@ -154,18 +220,21 @@ def build_meta(
 ) -> tuple[nn.Module, WeightSource, FrozenBaseInfo | None]:
     """The model on the meta device; the source of its weights (files, or the full model on rank 0); and what
     identifies the base model under its LoRA adapters (None without LoRA)."""
+    if task.task_context.weightless:
+        meta_model, base = _build_weightless(task, config)
+        return meta_model, Unset(), base
     files = None
     if config.lora is None:
         with world.working("finding the weights"):
-            structure = build_meta_model(task)
-            files = task.stored_weights(structure)
+            meta_model = with_adapters(build_meta_model(task), config, None)
+            files = task.stored_weights(meta_model)
         if world.sum(files is not None) == world.size:
-            return structure, files, None
+            return meta_model, files, None
     # build the full model first: it must draw the same random numbers as in a single-process run
     with world.barrier_after("building the model"):
         source, base = _build_adapted(task, config) if world.is_rank0 else (None, None)
     base = world.from_rank0(lambda: base, "building the model")
     with world.barrier_after("building the model"):
-        structure = with_adapters(build_meta_model(task), config, base)
+        meta_model = with_adapters(build_meta_model(task), config, base)
     logger.info("weights: rank 0 builds the model, and sends each process its part")
-    return structure, source, base
+    return meta_model, source, base

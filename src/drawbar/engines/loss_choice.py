@@ -8,7 +8,7 @@ from drawbar.config.schema.run_config import RunConfig
 from drawbar.data.packing import IGNORED_LABEL
 from drawbar.errors import UserError
 from drawbar.models.liger import liger_cross_entropy
-from drawbar.models.logit_steps import LogitSteps, UnknownHead, steps_after_head
+from drawbar.models.logit_ops import LogitOps, UnknownHead, ops_after_head
 from drawbar.models.loss_head import LABELS, POSITIONS, CrossEntropy, give_loss_head
 from drawbar.parallel.chunked_loss import LossTargets, chunked_cross_entropy
 from drawbar.runtime.log import logger
@@ -34,7 +34,7 @@ def choose_cross_entropy(task: Task, config: RunConfig, model: nn.Module, module
     if wanted == "plain":
         return wanted
     try:
-        steps = _steps(task, config, model)
+        ops = _find_logit_ops(task, config, model)
     except UnknownHead as reason:
         if wanted == "auto":
             logger.info("the loss is computed from all logits: %s", reason)
@@ -44,14 +44,15 @@ def choose_cross_entropy(task: Task, config: RunConfig, model: nn.Module, module
             where="task.cross_entropy",
             remedy="set task.cross_entropy=auto or plain",
         ) from reason
-    chosen: CrossEntropy = liger_cross_entropy(steps) if wanted == "liger" else chunked_cross_entropy
+    chosen: CrossEntropy = liger_cross_entropy(ops) if wanted == "liger" else chunked_cross_entropy
     for module in modules:
-        give_loss_head(module, chosen, steps)
+        give_loss_head(module, chosen, ops)
     return "liger" if wanted == "liger" else "chunked"
 
 
-def _steps(task: Task, config: RunConfig, model: nn.Module) -> LogitSteps:
-    """What the model does to its logits. Raises UnknownHead, with the reason, if its head cannot give the loss."""
+def _find_logit_ops(task: Task, config: RunConfig, model: nn.Module) -> LogitOps:
+    """The operators that the model applies to its logits. Raises UnknownHead, with the reason, if its head cannot
+    compute the loss."""
     parallel = config.parallel
     # a user's own forward or loss may look at the logits
     if not isinstance(task, PretrainedTask) or not task.vocabulary_parallel:
@@ -60,10 +61,10 @@ def _steps(task: Task, config: RunConfig, model: nn.Module) -> LogitSteps:
         raise UnknownHead("the strategy splits batches by rows over its devices, and cannot split a head's targets")
     if parallel.features.is_deepspeed and parallel.tensor > 1:
         raise UnknownHead("DeepSpeed's tensor parallelism has heads of its own")
-    steps = steps_after_head(model)
-    if steps.has_buffers and parallel.tensor > 1:
+    ops = ops_after_head(model)
+    if ops.has_buffers and parallel.tensor > 1:
         raise UnknownHead("the model adds a bias for each token to its logits, and ranks share the vocabulary")
-    return steps
+    return ops
 
 
 def maybe_with_targets(task: Task, batch: Batch, loss_in_head: bool) -> Batch:

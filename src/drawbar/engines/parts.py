@@ -13,6 +13,7 @@ from torch import nn
 
 from drawbar.data.loader import MicroBatch
 from drawbar.engines.local_model import LocalModel
+from drawbar.parallel.local_boxes import LocalBox
 from drawbar.tasks.batch import Batch
 
 
@@ -25,6 +26,13 @@ class Executor(Protocol):
 
     def evaluate(self, batch: Batch) -> tuple[float, list[Any] | None]:
         """The loss of a batch on the device, and the task's predictions where it makes any; no gradients."""
+
+    def has_gradient(self, batch: Batch, training: bool) -> bool:
+        """Whether the loss of a batch on the device requires grad; True on ranks without the last stage.
+
+        Args:
+            training: compute in training mode, else in evaluation mode; a pipeline does not tell them apart.
+        """
 
     def inference(self) -> AbstractContextManager[Any]:
         """A model that is called like the full model, for forward passes without gradients inside the context."""
@@ -65,7 +73,8 @@ class Updater(Protocol):
 
 
 class StateAccess(Protocol):
-    """Gathers full tensors, by full-model name, from the shards, and loads them. Collective: every rank calls each."""
+    """Gathers full tensors, by full-model name, from the shards, and loads them; or says which shards this rank holds.
+    Gathering is collective: every rank calls each."""
 
     def model(self, writers: Sequence[int]) -> dict[str, torch.Tensor]:
         """Full weights in host memory on the ranks ``writers``; nothing on others."""
@@ -77,10 +86,21 @@ class StateAccess(Protocol):
         """Full gradients, unscaled, in host memory on rank 0; between backward and update."""
 
     def load_model(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Set this rank's shards; the names and shapes have been checked."""
+        """Set this rank's shards; each rank reads little more than these from stored tensors. Not collective, so that
+        an error on one rank leaves no other waiting (but for ZeRO-3 with NVMe, or with a second copy of its shards,
+        which gathers weights to set them). Names and shapes have been checked."""
 
     def load_optimizer(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """The same of the optimizer's state."""
+
+    def tied(self) -> dict[str, str]:
+        """Maps each further name of a tied weight to the name that it is saved under. The same on every rank."""
+
+    def local_weight_boxes(self) -> list[LocalBox]:
+        """The boxes of weights on this rank, a tied one once. Not collective."""
+
+    def local_optimizer_boxes(self) -> list[LocalBox]:
+        """The same of the optimizer's state: their names are ``<parameter>/<key>``."""
 
     def replicated(self) -> dict[str, nn.Parameter]:
         """This rank's parameters, by name, that must be bitwise equal on all ranks with the same shard."""

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from drawbar.config.schema.run_config import RunConfig
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -42,3 +44,8 @@ class EngineState:
     model: Mapping[str, torch.Tensor]
     optimizer: Mapping[str, torch.Tensor]
     values: dict[str, Any] = field(default_factory=dict)
+
+
+def saved_values(step: int, config: RunConfig, scaler: dict[str, float]) -> dict[str, Any]:
+    """What a checkpoint holds of an engine besides tensors. ``scaler``: from ``Updater.scaler_state``."""
+    return {"step": step, "optimizer": config.optim.name, "precision": config.precision, "scaler": scaler}

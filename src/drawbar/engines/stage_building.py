@@ -1,4 +1,4 @@
-"""From a task to the pipeline stages of this rank, for torch's pipeline and DeepSpeed's alike."""
+"""Builds the pipeline stages of this rank from a task, for torch's pipeline and for DeepSpeed's."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ from drawbar.models.lora import FrozenBaseInfo
 from drawbar.models.plans import plan_for
 from drawbar.parallel.model_plan import ModelParallelPlan, PipelinePlan
 from drawbar.parallel.pipeline.inference import PipelineInference
-from drawbar.parallel.pipeline.stages import LocalStages, cut_stage, is_tied, split_layers
+from drawbar.parallel.pipeline.stages import LocalStages, build_stage, is_tied, split_layers
 from drawbar.parallel.tensor import FusedLayout
 from drawbar.runtime.log import logger
 from drawbar.tasks.task import Task
@@ -29,7 +29,7 @@ class EmptyStages:
     stage_modules: list[nn.Module]
     """In order: stage ``i``, and with interleaving ``i + P`` as well, on rank ``i`` of P."""
     meta_model: PreTrainedModel
-    """The full model, without weights, that the stages were cut from."""
+    """The full model, without weights, that the stages are parts of."""
     plan: ModelParallelPlan
     mesh: DeviceMesh
     source: WeightSource
@@ -44,6 +44,12 @@ class EmptyStages:
     def hidden_size(self) -> int:
         return int(self.meta_model.config.get_text_config().hidden_size)
 
+    @property
+    def tied_name(self) -> str | None:
+        """The name of the weight that first and last stage share, each with a copy; None if they share none."""
+        assert self.plan.pipeline is not None, "the stages were cut by this plan"
+        return f"{self.plan.pipeline.embedding}.weight" if is_tied(self.meta_model, self.plan.pipeline) else None
+
     def pipeline_inference(self, world: Distributed) -> PipelineInference:
         """For evaluation and generation through the stages; build it before FSDP or other hooks wrap them."""
         vocabulary = self.meta_model.config.get_text_config().vocab_size
@@ -56,9 +62,8 @@ class EmptyStages:
         assert self.plan.pipeline is not None, "the stages were cut by this plan"
         module = LocalStages(self.stage_modules, self.meta_model, self.plan.pipeline)
         load_first_weights(module, self.source, fused, world)
-        tied = f"{self.plan.pipeline.embedding}.weight" if is_tied(self.meta_model, self.plan.pipeline) else ""
         local = LocalModel(module, self.meta_model, self.base, fused, cross_entropy=cross_entropy)
-        return local, dict(module.named_parameters()).get(tied)
+        return local, dict(module.named_parameters()).get(self.tied_name or "")
 
 
 def build_stages(task: Task, config: RunConfig, world: Distributed) -> EmptyStages:
@@ -73,18 +78,18 @@ def build_stages(task: Task, config: RunConfig, world: Distributed) -> EmptyStag
         raise UserError(plan.pipeline_refusal, where="parallel.pipeline", remedy="set parallel.pipeline=1")
     assert isinstance(meta_model, PreTrainedModel), "only models of transformers have a pipeline plan"
     mesh = build_mesh(world.dims, world.device)
-    parts = _cut(meta_model, plan.pipeline, config, world, mesh["pp"].get_local_rank())
+    parts = _build_stage_modules(meta_model, plan.pipeline, config, world, mesh["pp"].get_local_rank())
     return EmptyStages(parts, meta_model, plan, mesh, source, base)
 
 
-def _cut(
+def _build_stage_modules(
     meta_model: nn.Module, plan: PipelinePlan, config: RunConfig, world: Distributed, rank: int
 ) -> list[nn.Module]:
     parallel, ranks = config.parallel, world.dims.pp
     stages = ranks * (2 if parallel.schedule == "interleaved" else 1)
     layers = split_layers(meta_model, plan, stages, parallel.cuts)
     logger.info("pipeline: stages of %s blocks", ", ".join(map(str, layers)))
-    parts = [cut_stage(meta_model, plan, layers, stage) for stage in range(rank, stages, ranks)]
+    parts = [build_stage(meta_model, plan, layers, stage) for stage in range(rank, stages, ranks)]
     idle = sum(not any(parameter.requires_grad for parameter in part.parameters()) for part in parts)
     if world.sum(idle):
         raise UserError(

@@ -6,28 +6,29 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from drawbar.checkpoint.save import host_copies
+from drawbar.checkpoint.save import host_copies, tied_names, unique_names
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.distributed.process_group import Distributed
 from drawbar.engines.local_model import LocalModel
 from drawbar.engines.parts import StateAccess
 from drawbar.models.lora import saved_tensors
 from drawbar.optim.state import load_optimizer_state, optimizer_state
+from drawbar.parallel.local_boxes import LocalBox, boxes_of
 from drawbar.parallel.precision import LossScaler
 from drawbar.parallel.weights import full_tensor, load_shard, shard_like
 from drawbar.parallel.zero1 import is_zero1, local_optimizer
-from drawbar.runtime.safetensors_reader import TensorFiles
+from drawbar.runtime.safetensors_reader import StoredTensors
 
 ShouldStore = Callable[[Sequence[int]], bool]
 """(writer ranks) → whether this rank stores the full tensors; every rank joins the gather all the same."""
 
 
-def is_writer(world: Distributed) -> ShouldStore:
+def stored_by_writers(world: Distributed) -> ShouldStore:
     """``ShouldStore`` of a model without stages: the writers themselves."""
     return lambda writers: world.rank in writers
 
 
-def is_stage_leader(world: Distributed) -> ShouldStore:
+def stored_by_stage_leaders(world: Distributed) -> ShouldStore:
     """``ShouldStore`` of a stage: one rank per stage stores its tensors, and sends them to the writers."""
     return lambda writers: world.dims.is_stage_leader(world.rank)
 
@@ -68,8 +69,10 @@ class TorchState:
         )
 
     def load_model(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        for name, tensor in saved_tensors(self.module, self.config).items():
-            load_shard(tensor, tensors, name, self.fused.get(name))
+        live = saved_tensors(self.module, self.config)
+        # a checkpoint in parts stores tensors of one dtype in the order of their names
+        for name in sorted(unique_names(live)):
+            load_shard(live[name], tensors, name, self.fused.get(name))
 
     def load_optimizer(self, tensors: Mapping[str, torch.Tensor]) -> None:
         names = self._names()
@@ -78,6 +81,21 @@ class TorchState:
             return shard_like(parameter, tensors, name, self.fused.get(names[parameter]))
 
         load_optimizer_state(names, [local_optimizer(optimizer) for optimizer in self.optimizers], tensors, shard)
+
+    def tied(self) -> dict[str, str]:
+        return tied_names(saved_tensors(self.module, self.config))
+
+    def local_weight_boxes(self) -> list[LocalBox]:
+        tensors = saved_tensors(self.module, self.config)
+        return [box for name in unique_names(tensors) for box in boxes_of(name, tensors[name], self.fused.get(name))]
+
+    def local_optimizer_boxes(self) -> list[LocalBox]:
+        tensors = optimizer_state(self._names(), [local_optimizer(optimizer) for optimizer in self.optimizers])
+        return [
+            box
+            for name, tensor in tensors.items()
+            for box in boxes_of(name, tensor, self.fused.get(name.rpartition("/")[0]))
+        ]
 
     def replicated(self) -> dict[str, nn.Parameter]:
         return dict(self.module.named_parameters())
@@ -95,48 +113,70 @@ class TorchState:
 
 
 class StagesState:
-    """The state of a pipeline: gathers and merges what the ``StateAccess`` of each stage (``own``) returns.
+    """The state of a pipeline: gathers and merges what the ``StateAccess`` of each stage (``stage_state``) returns.
 
     Args:
-        own: of this rank's stages; its ``should_store`` is ``is_stage_leader``.
+        stage_state: of this rank's stages; its ``should_store`` is ``stored_by_stage_leaders``.
         local: the stages (``module``), and the full model without values (``meta_model``).
+        tied: the name of the weight that first and last stage share; None if they share none.
     """
 
-    def __init__(self, own: StateAccess, local: LocalModel, config: RunConfig, world: Distributed) -> None:
-        self.own = own
+    def __init__(
+        self, stage_state: StateAccess, local: LocalModel, config: RunConfig, world: Distributed, tied: str | None
+    ) -> None:
+        self.stage_state = stage_state
         self.local = local
         self.config = config
         self.world = world
+        self.tied_weight = tied
 
     def model(self, writers: Sequence[int]) -> dict[str, torch.Tensor]:
-        found = self.world.gather_dict(self.own.model(writers), writers)
+        found = self.world.gather_dict(self.stage_state.model(writers), writers)
         if self.world.rank not in writers:
             return {}
-        first: dict[int, str] = {}  # a tied weight has two names, and was gathered under the first
-        return {
-            name: found[first.setdefault(id(tensor), name)]
-            for name, tensor in saved_tensors(self.local.meta_model, self.config).items()
-        }
+        tied = self.tied()  # was gathered under the first of its names
+        return {name: found[tied.get(name, name)] for name in saved_tensors(self.local.meta_model, self.config)}
 
     def optimizer(self, writers: Sequence[int]) -> dict[str, torch.Tensor]:
-        return self.world.gather_dict(self.own.optimizer(writers), writers)
+        return self.world.gather_dict(self.stage_state.optimizer(writers), writers)
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        return self.world.gather_dict(self.own.gradients())
+        return self.world.gather_dict(self.stage_state.gradients())
 
     def load_model(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.own.load_model(tensors)
+        self.stage_state.load_model(tensors)
 
     def load_optimizer(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        own = {name for name, _ in self.local.module.named_parameters()}
-        names = [name for name in tensors if name.rpartition("/")[0] in own]
-        if isinstance(tensors, TensorFiles):  # TensorFiles read a tensor only when it is asked for
-            self.own.load_optimizer(tensors.renamed({name: name for name in names}))
+        names_here = {name for name, _ in self.local.module.named_parameters()}
+        names = [name for name in tensors if name.rpartition("/")[0] in names_here]
+        if isinstance(tensors, StoredTensors):  # they read a tensor only when it is asked for
+            self.stage_state.load_optimizer(tensors.renamed({name: name for name in names}))
         else:
-            self.own.load_optimizer({name: tensors[name] for name in names})
+            self.stage_state.load_optimizer({name: tensors[name] for name in names})
+
+    def tied(self) -> dict[str, str]:
+        first: dict[int, str] = {}
+        names = {
+            name: first.setdefault(id(tensor), name)
+            for name, tensor in saved_tensors(self.local.meta_model, self.config).items()
+        }
+        return {name: saved for name, saved in names.items() if name != saved}
+
+    def local_weight_boxes(self) -> list[LocalBox]:
+        return self._without_second_copy(self.stage_state.local_weight_boxes())
+
+    def local_optimizer_boxes(self) -> list[LocalBox]:
+        return self._without_second_copy(self.stage_state.local_optimizer_boxes())
+
+    def _without_second_copy(self, boxes: list[LocalBox]) -> list[LocalBox]:
+        """The boxes, but for those of the last stage's copy of a tied weight: the ranks of the first and of the last
+        stage may shard it differently, and only the first writes it."""
+        if self.world.dims.coordinates(self.world.rank)["pp"] == 0:
+            return boxes
+        return [box for box in boxes if self.tied_weight not in (box.name, box.name.rpartition("/")[0])]
 
     def replicated(self) -> dict[str, nn.Parameter]:
-        return self.own.replicated()
+        return self.stage_state.replicated()
 
     def replicated_gradients(self) -> dict[str, torch.Tensor]:
-        return self.own.replicated_gradients()
+        return self.stage_state.replicated_gradients()

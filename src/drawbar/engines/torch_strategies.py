@@ -14,11 +14,17 @@ from drawbar.data.packing import IGNORED_LABEL
 from drawbar.distributed.device_mesh import build_mesh
 from drawbar.distributed.process_group import Distributed
 from drawbar.engines.executors import ModelExecutor, PipelineExecutor, TrainingModule, task_loss
-from drawbar.engines.local_model import LocalModel, allow_packed_rows, apply_formats, build_shards, build_whole
+from drawbar.engines.local_model import LocalModel, allow_packed_rows, apply_dtypes, build_shards, build_whole
 from drawbar.engines.loss_choice import choose_cross_entropy
 from drawbar.engines.parts import EngineParts, Executor
 from drawbar.engines.stage_building import build_stages
-from drawbar.engines.state_access import ShouldStore, StagesState, TorchState, is_stage_leader, is_writer
+from drawbar.engines.state_access import (
+    ShouldStore,
+    StagesState,
+    TorchState,
+    stored_by_stage_leaders,
+    stored_by_writers,
+)
 from drawbar.engines.updaters import SquaredNorm, StagesSquaredNorm, TorchUpdater, model_squared_norm
 from drawbar.errors import ExitCode, UserError
 from drawbar.optim.optimizers import build_optimizers
@@ -26,7 +32,7 @@ from drawbar.parallel.apply import parallelize
 from drawbar.parallel.context import ContextParallel, check_context
 from drawbar.parallel.ddp import gradient_sync, replicate
 from drawbar.parallel.dp import DataParallel
-from drawbar.parallel.fsdp import digest_of_used_units, generate_together, prepare_unused_units
+from drawbar.parallel.fsdp import digest_of_used_units, prepare_sharded_generate, prepare_unused_units
 from drawbar.parallel.pipeline.schedule import Pipeline
 from drawbar.parallel.precision import LossScaler
 from drawbar.parallel.synced_generate import synchronize_generate
@@ -71,9 +77,11 @@ def build_ddp(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
 
 
 def build_zero1(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
-    """Replicas, with the optimizer's state dealt out to the ranks."""
-    deal_out: Callable[[Optimizer], Optimizer] = zero1_optimizer if world.size > 1 else lambda optimizer: optimizer
-    return build_replicas(task, config, world, deal_out)
+    """Replicas, with the optimizer's state partitioned over the ranks."""
+    wrap_optimizer: Callable[[Optimizer], Optimizer] = (
+        zero1_optimizer if world.size > 1 else lambda optimizer: optimizer
+    )
+    return build_replicas(task, config, world, wrap_optimizer)
 
 
 def build_fsdp(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
@@ -111,7 +119,7 @@ def _build_on_mesh(task: Task, config: RunConfig, world: Distributed) -> EngineP
     context = ContextParallel(module, mesh["cp"], IGNORED_LABEL) if world.dims.cp > 1 else None
     synchronizing: Callable[[bool], AbstractContextManager[None]] = partial(gradient_sync, module)
     if config.parallel.features.shards_parameters:
-        generate_together(module)
+        prepare_sharded_generate(module)
         gathers_once = config.parallel.reshard is False
         if gathers_once:
             prepare_unused_units(module)
@@ -143,7 +151,7 @@ def assemble(
         loss_in_head=local.loss_in_head,
     )
     optimizers = [wrap_optimizer(optimizer) for optimizer in build_optimizers(local.module, config.optim)]
-    return _with_optimizers(config, world, local, executor, optimizers, model_squared_norm, is_writer(world))
+    return _with_optimizers(config, world, local, executor, optimizers, model_squared_norm, stored_by_writers(world))
 
 
 def _with_optimizers(
@@ -184,7 +192,7 @@ def _build_pipeline(task: Task, config: RunConfig, world: Distributed) -> Engine
     cross_entropy = choose_cross_entropy(task, config, stages.meta_model, stages.stage_modules)
     for part in stages.stage_modules:
         allow_packed_rows(part, task, config)
-        apply_formats(part, task, config)
+        apply_dtypes(part, task, config)
         parallelize(part, stages.plan, parallel, world.dims, stages.mesh, precision)
         fused |= fused_layouts(part)
         materialize(part, torch.device("cpu") if parallel.offload else world.device, world.device)
@@ -202,8 +210,8 @@ def _build_pipeline(task: Task, config: RunConfig, world: Distributed) -> Engine
     )
     optimizers = build_optimizers(local.module, config.optim)
     norm = StagesSquaredNorm(stages.group, tied)
-    parts = _with_optimizers(config, world, local, executor, optimizers, norm, is_stage_leader(world))
-    return EngineParts(local, executor, parts.updater, StagesState(parts.state, local, config, world))
+    parts = _with_optimizers(config, world, local, executor, optimizers, norm, stored_by_stage_leaders(world))
+    return EngineParts(local, executor, parts.updater, StagesState(parts.state, local, config, world, stages.tied_name))
 
 
 class _UsageCheck:

@@ -1,16 +1,16 @@
-"""Training steps without their update, to measure their memory and time. They leave no trace."""
+"""Training steps without the optimizer update, to measure memory and time. They do not change the engine's state."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 
-import torch
 from torch.distributed.tensor import DTensor
 
 from drawbar.data.loader import MicroBatch
 from drawbar.engines.engine import Engine
 from drawbar.engines.updaters import TorchUpdater
 from drawbar.optim.bf16_moments import AdamWBf16Moments
+from drawbar.parallel.buffers import kept_buffers
 from drawbar.parallel.zero1 import local_optimizer
 from drawbar.runtime.seed import rng_state, set_rng_state
 from drawbar.tasks.batch import Batch
@@ -26,21 +26,18 @@ def trial_step(engine: Engine, updater: TorchUpdater, micro_batches: Sequence[Mi
     """
     device = engine.world.device
     generators = rng_state(device)
-    buffers = [(buffer, buffer.clone()) for buffer in engine.module.buffers()]
     try:
-        engine.executor.forward_backward(list(micro_batches), scale=1.0)
-        yield
+        with kept_buffers(engine.module):
+            engine.executor.forward_backward(list(micro_batches), scale=1.0)
+            yield
     finally:
         updater.zero_grad()
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
         set_rng_state(generators, device)
 
 
-def state_to_come(updater: TorchUpdater) -> int:
-    """The most bytes that the first update adds to this rank's device: an optimizer that has no state yet creates up to
-    two numbers for each weight."""
+def future_optimizer_bytes(updater: TorchUpdater) -> int:
+    """Upper limit on the bytes that the first update will add to this rank's device: an optimizer without state creates
+    up to two numbers for each weight."""
     total = 0
     for optimizer in map(local_optimizer, updater.optimizers):
         if not optimizer.state:

@@ -1,4 +1,5 @@
-"""Updates by torch's optimizers: of plain or sharded parameters, or with the state dealt out to ranks (ZeRO-1)."""
+"""``TorchUpdater``: updates by torch's optimizers, of plain or sharded parameters, or with partitioned state
+(ZeRO-1)."""
 
 from collections.abc import Callable
 

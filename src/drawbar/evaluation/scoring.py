@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from drawbar.config.io.user_modules import raised_at
 from drawbar.data.dataset import EncodedDataset
 from drawbar.data.loader import Augment, EvalLoader, MicroBatchSize, SampleRows
 from drawbar.data.sources import Record
@@ -19,8 +20,8 @@ from drawbar.engines.results import EvalResult
 from drawbar.errors import ExitCode, UserError, nearest
 from drawbar.tasks.batch import Batch, PredictFunction
 from drawbar.tasks.task import Task
-from drawbar.tracking.jsonl import json_number
 from drawbar.util.atomic_files import replacing, write_durably
+from drawbar.util.strict_json import json_line, json_number
 
 
 @dataclass(frozen=True)
@@ -49,15 +50,15 @@ class EvaluationFailed(UserError):
     """The traceback on that rank."""
 
     @classmethod
-    def of(cls, error: Exception, world: Distributed) -> Self:
-        """What ``error`` says; unless it is a UserError, also where it was raised."""
+    def of(cls, error: BaseException, world: Distributed) -> Self:
+        """The message of ``error``; unless it is a UserError, also where it was raised."""
         on_rank = f" on rank {world.rank}" if world.size > 1 else ""
         known = error
         if not isinstance(known, UserError):
-            *_, last = traceback.extract_tb(error.__traceback__)
+            found = raised_at(error)
             known = UserError(
                 f"{type(error).__name__}: {error}",
-                where=f"{last.filename}, line {last.lineno}",
+                where=f"{found[0]}, line {found[1]}" if found else None,
                 remedy="mend what the message names; the log of the run has the whole traceback",
                 exit_code=ExitCode.FAILED,
             )
@@ -106,7 +107,7 @@ def evaluate(
                 result = engine.eval_step(micro.batch)
                 if not micro.is_filler:
                     results.add(result, _with_ids(task, micro.batch.ids, result.predictions))
-            except Exception as error:  # noqa: BLE001 - every rank raises it, below
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - every rank raises it, below
                 failure = error
             if not _agree_to_go_on(failure, stop_wanted(), world):
                 return None
@@ -117,7 +118,7 @@ def evaluate(
 
 @dataclass
 class _RankResults:
-    """What one rank has found out."""
+    """Sums and predictions of one rank."""
 
     loss: float = 0.0
     num_targets: float = 0.0
@@ -130,15 +131,15 @@ class _RankResults:
 
 
 class _Vote(IntEnum):
-    """What a rank wants after a batch; the largest counts."""
+    """A rank's vote after each batch; the largest of all ranks counts."""
 
     GO_ON = 0
     STOP = 1
     FAIL = 2
 
 
-def _agree_to_go_on(failure: Exception | None, stop: bool, world: Distributed) -> bool:
-    """Whether every rank goes on with the next batch. What failed on one of them is raised on all."""
+def _agree_to_go_on(failure: BaseException | None, stop: bool, world: Distributed) -> bool:
+    """Agree on whether to go on with the next batch. A failure on one rank is raised on all."""
     own = _Vote.FAIL if failure is not None else _Vote.STOP if stop else _Vote.GO_ON
     try:
         agreed = world.max(own)
@@ -153,7 +154,7 @@ def _agree_to_go_on(failure: Exception | None, stop: bool, world: Distributed) -
 
 
 def _score(task: Task, split: Split, results: _RankResults, world: Distributed) -> Evaluation:
-    """The scores of what all ranks have found out."""
+    """The scores from the results of all ranks."""
     loss, num_targets = world.dp_group.sum_of_leaders(results.loss), world.dp_group.sum_of_leaders(results.num_targets)
     gathered = world.dp_group.gather_from_leaders(results.predictions)
     records: list[dict[str, Any]] = []
@@ -163,7 +164,7 @@ def _score(task: Task, split: Split, results: _RankResults, world: Distributed) 
             records.extend(_merge(task, split, [pair for part in gathered or [] for pair in part]))
             scores = _scores(task, split, loss, num_targets, records)
             return {name: float(value) for name, value in scores.items()}
-        except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the other ranks wait for an answer
             return EvaluationFailed.of(error, world)
 
     scores = world.from_rank0(score, "scoring")
@@ -199,11 +200,11 @@ def _scores(
             where=f"data.{split.name}",
             remedy="check that its samples have labels",
         )
-    return joined(task, task.loss_scores(loss, num_targets, records), task.score(records))
+    return merge_scores(task, task.loss_scores(loss, num_targets, records), task.score(records))
 
 
-def joined(task: Task, of_loss: dict[str, float], own: dict[str, float]) -> dict[str, float]:
-    """What ``loss_scores`` and ``score`` return, in one dict.
+def merge_scores(task: Task, of_loss: dict[str, float], own: dict[str, float]) -> dict[str, float]:
+    """Merge the results of ``loss_scores`` and ``score`` into one dict.
 
     Raises:
         UserError: both give a score of one name.
@@ -298,4 +299,4 @@ def write_results(folder: Path, evaluation: Evaluation, step: int) -> None:
     if any("prediction" in record for record in evaluation.records):
         with replacing(folder / "predictions.jsonl") as file:
             for record in evaluation.records:
-                file.write(f"{json.dumps(record, ensure_ascii=False, default=str)}\n".encode())
+                file.write(json_line(record))

@@ -25,7 +25,7 @@ class Sampling:
 
     def options(self) -> dict[str, Any]:
         """As arguments of transformers' ``generate``."""
-        return generation_options(GenerationSection.model_construct(**asdict(self)), room=None)
+        return generation_options(GenerationSection.model_construct(**asdict(self)), max_tokens=None)
 
 
 PROMPTS_TOGETHER = 32
@@ -54,6 +54,7 @@ def generate_text(engine: Engine, tokenizer: Any, prompts: Sequence[Prompt], sam
             where="RUN",
             remedy="`drawbar predict` writes its text for each record of a file, in Python `predict` does",
         )
+    engine.check_writes_text()
     encoded = [
         _tokens(tokenizer, prompt) if isinstance(prompt, str) else chat_prompt(tokenizer, prompt) for prompt in prompts
     ]
@@ -64,12 +65,12 @@ def generate_text(engine: Engine, tokenizer: Any, prompts: Sequence[Prompt], sam
             remedy="write the first word of the text into the prompt",
         )
     if encoded and engine.max_positions is not None:
-        _check_room(encoded, engine.max_positions, sampling)
+        _check_prompt_lengths(encoded, engine.max_positions, sampling)
     batches = [encoded[at : at + PROMPTS_TOGETHER] for at in range(0, len(encoded), PROMPTS_TOGETHER)]
     return [text for batch in batches for text in _continue(engine, tokenizer, batch, sampling)]
 
 
-def _check_room(prompts: list[list[int]], positions: int, sampling: Sampling) -> None:
+def _check_prompt_lengths(prompts: list[list[int]], positions: int, sampling: Sampling) -> None:
     """Before any text is written: refuse a prompt longer than the positions, and warn if texts may be cut short."""
     lengths = list(map(len, prompts))
     longest = max(lengths)
@@ -80,29 +81,29 @@ def _check_room(prompts: list[list[int]], positions: int, sampling: Sampling) ->
             where="--prompt, --input",
             remedy=f"shorten it: the prompt and what follows (--max-new-tokens {sampling.max_new_tokens}) share them",
         )
-    room = _room(longest, positions)
-    if room < sampling.max_new_tokens:
+    max_tokens = _tokens_left(longest, positions)
+    if max_tokens < sampling.max_new_tokens:
         logger.warning(
             "the model has %d positions, and a text ends there: the longest prompt leaves room for %d of "
             "--max-new-tokens %d",
-            *(positions, room, sampling.max_new_tokens),
+            *(positions, max_tokens, sampling.max_new_tokens),
         )
 
 
-def _room(length: int, positions: int) -> int:
+def _tokens_left(length: int, positions: int) -> int:
     """How many tokens can follow a prompt: the last of them needs no position, as the model does not read it."""
     return positions - length + 1
 
 
 def _continue(engine: Engine, tokenizer: Any, prompts: list[list[int]], sampling: Sampling) -> list[str]:
-    room = sampling.max_new_tokens
+    max_tokens = sampling.max_new_tokens
     if engine.max_positions is not None:
-        room = min(room, _room(max(map(len, prompts)), engine.max_positions))
-    if room < sampling.max_new_tokens and len(prompts) > 1:  # the longest one must not end the texts of the others
+        max_tokens = min(max_tokens, _tokens_left(max(map(len, prompts)), engine.max_positions))
+    if max_tokens < sampling.max_new_tokens and len(prompts) > 1:  # the longest must not end the texts of the others
         return [text for prompt in prompts for text in _continue(engine, tokenizer, [prompt], sampling)]
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
     inputs = left_padded(prompts, pad)
-    out_BL = engine.generate(inputs, pad_token_id=pad, **{**sampling.options(), "max_new_tokens": room})
+    out_BL = engine.generate(inputs, pad_token_id=pad, **{**sampling.options(), "max_new_tokens": max_tokens})
     return tokenizer.batch_decode(out_BL[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 

@@ -50,7 +50,7 @@ def copy_code(folder: Path, target: Path) -> None:
         draft.rename(target)
     except OSError as error:
         if not target.exists():  # else another process has made the same copy meanwhile
-            remedy = "make room there, or submit without --snapshot"
+            remedy = "free some space there, or submit without --snapshot"
             raise UserError(f"cannot copy the code: {error}", where=str(target), remedy=remedy) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)

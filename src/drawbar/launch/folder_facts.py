@@ -1,4 +1,4 @@
-"""The folders that a run writes to: what they are, and whether they can be written."""
+"""Facts about the folders that a run writes to: file system, free space, write permission."""
 
 import errno
 import fcntl
@@ -11,7 +11,7 @@ from pathlib import Path
 from drawbar.errors import UserError
 
 MIB, GIB = 2**20, 2**30
-ROOM = 64 * MIB
+MIN_FREE_BYTES = 64 * MIB
 """Bytes that even the smallest run needs."""
 NETWORK = {
     "9p", "afs", "beegfs", "ceph", "cifs", "fuse.ceph", "fuse.glusterfs", "fuse.juicefs", "fuse.s3fs", "fuse.sshfs",
@@ -70,8 +70,9 @@ def collect_folder(purpose: str, path: str | Path, change: str) -> FolderFacts:
     return FolderFacts(purpose, str(wanted), change, str(place), _kind(place), free, error, is_full, locks)
 
 
-def check_room(run_dir: Path) -> None:
-    """See whether the run's folder can be written, and has room for a copy of its newest checkpoint (if any).
+def check_run_folder(run_dir: Path) -> None:
+    """Check that the run's folder can be written, and has space for another checkpoint of the size of its newest (if
+    any).
 
     Raises:
         UserError: the folder cannot be written, or the disk is nearly full.
@@ -81,14 +82,14 @@ def check_room(run_dir: Path) -> None:
         raise UserError(
             f"the folder of the run cannot be written: {folder.error}",
             where=folder.place,
-            remedy=f"make room there or make it yours, or {folder.change}",
+            remedy=f"free some space there or make it yours, or {folder.change}",
         )
-    needed = max(ROOM, _newest_checkpoint(run_dir))
+    needed = max(MIN_FREE_BYTES, _newest_checkpoint(run_dir))
     if folder.free < needed:
         raise UserError(
             f"the disk is nearly full: {folder.free // MIB:,} MiB free, and at least {needed // MIB:,} MiB needed",
             where=folder.place,
-            remedy=f"make room there, or {folder.change}",
+            remedy=f"free some space there, or {folder.change}",
         )
 
 

@@ -1,4 +1,4 @@
-"""``Job``: what is to run, on how many machines, before any launcher puts it into its own words."""
+"""``Job``: a command and the machines it needs, independent of the launcher."""
 
 import sys
 from collections.abc import Mapping

@@ -20,8 +20,8 @@ PYTHON = "python3"
 VARIABLES = {"PYTHONNOUSERSITE": "1"}
 """Set in every container: packages in ~/.local are for another Python, and would come before those of the image."""
 _HUB_FOLDERS = ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE")
-_REMEDY = "rename the folder: commas, colons, backslashes, ^ and spaces at the ends mean something else in a bind"
-_NAMES = "give the path of a file; an image of a registry is docker://NAME, or for pyxis REGISTRY#NAME"
+_BIND_REMEDY = "rename the folder: commas, colons, backslashes, ^ and spaces at the ends mean something else in a bind"
+_IMAGE_REMEDY = "give the path of a file; an image of a registry is docker://NAME, or for pyxis REGISTRY#NAME"
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Container:
         """Lines of bash that set the array ``container``: what stands between srun's options and the command."""
         lines = [f"mkdir -p -- {shlex.join(self.made)} || exit"] if self.made else []
         if self.runtime != "pyxis":
-            lines += self._find()
+            lines += self._find_runtime()
         lines += ["# shellcheck disable=SC2054  # commas are pyxis's"] if self.runtime == "pyxis" else []
         return [*lines, "container=(", *(f"  {word}" for word in self._words()), ")"]
 
@@ -70,20 +70,21 @@ class Container:
         program = [] if self.runtime == "pyxis" else ['"$runtime" exec']
         return program + [shlex.quote(option) for option in self.options()]
 
-    def _find(self) -> list[str]:
+    def _find_runtime(self) -> list[str]:
+        """Lines of bash that find the runtime on the node, or end the job."""
         lines = [f"runtime={self.runtime}"]
         if self.any_runtime:
             lines.append('command -v "$runtime" > /dev/null || runtime=singularity  # it has the same options')
         return [
             *lines,
             'if ! command -v "$runtime" > /dev/null; then',
-            f"  echo 'error: there is no {' or '.join(self._names())} on the node' >&2",
+            f"  echo 'error: there is no {' or '.join(self._runtime_names())} on the node' >&2",
             "  echo '  fix:   load it by cluster.modules or cluster.setup, or name another in cluster.container' >&2",
             "  exit 1",
             "fi",
         ]
 
-    def _names(self) -> list[str]:
+    def _runtime_names(self) -> list[str]:
         return [self.runtime, "singularity"] if self.any_runtime else [self.runtime]
 
 
@@ -102,10 +103,10 @@ def make_container(
     known = {**environ, **variables}
     caches = [str(config.cache_dir), *(known[name] for name in _HUB_FOLDERS if known.get(name))]
     needed = [str(workdir), config.run.dir, *caches]
-    folders = _own_folders([os.path.abspath(workdir / path) for path in needed])
+    folders = _folders_to_bind([os.path.abspath(workdir / path) for path in needed])
     image = os.path.abspath(workdir / cluster.image) if is_file(cluster.image, runtime) else cluster.image
     home = cluster.home and os.path.abspath(workdir / cluster.home)
-    _check_words(folders, image, home)
+    _check_paths(folders, image, home)
     binds = sorted([*(f"{folder}:{folder}" for folder in folders), *cluster.binds], key=_inside)
     _check_files(config, workdir, [*map(_inside, binds), home or str(Path.home())])
     return Container(
@@ -129,12 +130,14 @@ def _wants_gpus(config: RunConfig, cluster: ClusterSection) -> bool:
     )
 
 
-def _check_words(folders: list[str], image: str, home: str | None) -> None:
+def _check_paths(folders: list[str], image: str, home: str | None) -> None:
     for path in [*folders, *([] if home is None else [home])]:
         if INVALID_IN_BIND.search(path):
-            raise UserError(f"no container can be given this path: {path!r}", where="cluster.image", remedy=_REMEDY)
+            raise UserError(
+                f"no container can be given this path: {path!r}", where="cluster.image", remedy=_BIND_REMEDY
+            )
     if image.startswith("/") and INVALID_IN_BIND.search(image):
-        raise UserError(f"an image cannot have this path: {image!r}", where="cluster.image", remedy=_NAMES)
+        raise UserError(f"an image cannot have this path: {image!r}", where="cluster.image", remedy=_IMAGE_REMEDY)
 
 
 def _inside(bind: str) -> str:
@@ -152,22 +155,22 @@ def check_image(container: Container) -> None:
         raise UserError(
             f"there is no image {image}, or you may not read it",
             where="cluster.image",
-            remedy=_NAMES,
+            remedy=_IMAGE_REMEDY,
         )
 
 
-def _own_folders(paths: list[str]) -> list[str]:
+def _folders_to_bind(paths: list[str]) -> list[str]:
     """The folders to bind so that all paths and the targets of their symlinks are visible, without duplicates."""
     folders: list[str] = []
     for path in paths:
         if not any(_is_in(path, folder) for folder in folders):
             folders.append(path)
-        elif not _is_seen(path, folders):  # a link in a folder that is bound leads out of it
+        elif not _is_visible(path, folders):  # a link in a folder that is bound leads out of it
             folders.append(os.path.realpath(path))
     return folders
 
 
-def _is_seen(path: str, folders: list[str]) -> bool:
+def _is_visible(path: str, folders: list[str]) -> bool:
     real = os.path.realpath(path)
     return any(_is_in(path, folder) for folder in folders) and any(
         _is_in(real, known) for folder in folders for known in (folder, os.path.realpath(folder))
@@ -182,7 +185,7 @@ def _check_files(config: RunConfig, workdir: Path, folders: list[str]) -> None:
     """Refuse a configuration that names files which exist here, but which the container would not see."""
     for key, text in _texts("", config.model_dump(exclude={"cluster", "run"})):
         path = os.path.abspath(workdir / text)
-        if os.path.exists(path) and not _is_seen(path, folders):
+        if os.path.exists(path) and not _is_visible(path, folders):
             folder = path if os.path.isdir(path) else os.path.dirname(os.path.realpath(path))
             raise UserError(
                 f"{key}={text} lies outside of the folders that the container sees",

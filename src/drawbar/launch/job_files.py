@@ -9,6 +9,14 @@ CONFIG = "DRAWBAR_CONFIG"
 NODES = "DRAWBAR_NODES"
 """Environment variable: all nodes by name, in Slurm's order. The batch script sets it: not all nodes can ask Slurm."""
 
+SIGNAL_SECONDS = "DRAWBAR_SIGNAL_SECONDS"
+"""Environment variable: how many seconds before the job's time limit its ranks get the signal to save."""
+
+
+def plan_file(run_dir: Path) -> Path:
+    """What the run was planned to take, as JSON, where ``drawbar submit`` planned it."""
+    return run_dir / FOLDER / "plan.json"
+
 
 def config_file(run_dir: Path, number: str) -> Path:
     """The configuration of a job, or of an element, as it was submitted."""

@@ -1,4 +1,4 @@
-"""``Launcher``: what runs jobs elsewhere, such as a scheduler; the interface that the commands about jobs use.
+"""``Launcher``: the interface to whatever runs jobs elsewhere, such as a scheduler, for the commands about jobs.
 
 A launcher is one class in one file, registered in :mod:`drawbar.launch.launchers`, or by another package as an entry
 point of the group ``drawbar.launchers``.
@@ -30,7 +30,7 @@ class Submitted:
     """A job that has been handed over, or is about to run from this process."""
 
     number: str
-    """What the launcher calls the job; commands such as ``drawbar cancel`` take this number."""
+    """The launcher's job id, which commands such as ``drawbar cancel`` take."""
     run: Callable[[Callable[[], None]], int] | None = None
     """Given only if this process must stay while the job runs: runs the job, calls its argument once the job has begun,
     and returns the job's exit code."""
@@ -45,6 +45,8 @@ class Launcher(ABC):
     """Whether its jobs can use a copy of the user's code."""
     takes_hosts = False
     """Whether the machines are named one by one (``--hosts``), and not only counted (``--nodes``)."""
+    one_machine = False
+    """Whether all processes of a job run on one machine: a job on several nodes is then refused."""
     shares_disk = True
     """Whether the nodes see the files that are here, so that data and run directory can be checked."""
 

@@ -1,11 +1,68 @@
-"""Folders that are to hold a model."""
+"""Folders that are to hold a model, and runs that are named in place of one: ``task.model: runs/other@best``."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from drawbar.errors import UserError
+from drawbar.util.run_dir import is_run_dir
 
 CONFIG = "config.json"
+INITIAL_MODEL = "initial_model"
+"""In a run directory: the model that the run began with, where that is the checkpoint of another run."""
+SOURCE_FILE = "source.json"
+"""In that folder: the value of ``task.model``, and the checkpoint that it referred to."""
+
+
+@dataclass(frozen=True)
+class RunReference:
+    """A checkpoint of a run, in place of a model."""
+
+    run: Path
+    which: str
+    """``best``, ``latest`` or a step; it need not be there."""
+
+
+def run_reference(options: Any) -> RunReference | None:
+    """The run that the option ``model`` of a task refers to, if any: ``RUN``, ``RUN@best``, ``RUN@last``, ``RUN@STEP``.
+
+    None for a folder of a model, even if an @ is in its name, and for all else that is no run.
+    """
+    name = getattr(options, "model", None)
+    if not isinstance(name, str) or getattr(options, "from_scratch", None) is not None:
+        return None
+    folder = Path(name)
+    if folder.is_dir():
+        is_run = is_run_dir(folder) and not (folder / CONFIG).exists()
+        return RunReference(folder, "latest") if is_run else None
+    run, at, which = name.rpartition("@")
+    return RunReference(Path(run), "latest" if which == "last" else which) if at else None
+
+
+def initial_model_of(run_dir: Path, options: Any) -> Path | None:
+    """The folder of a run with a copy of the model that ``task.model`` names; None where the run has no such copy."""
+    folder = run_dir / INITIAL_MODEL
+    try:
+        said = json.loads((folder / SOURCE_FILE).read_text("utf-8"))["task.model"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    is_it = said == getattr(options, "model", None) and getattr(options, "from_scratch", None) is None
+    return folder if is_it else None
+
+
+def check_not_from_scratch(options: Any) -> None:
+    """Raise UserError where the option ``model`` of a task names a checkpoint of a run, and ``from_scratch`` is set."""
+    name = getattr(options, "model", None)
+    if getattr(options, "from_scratch", None) is None or not isinstance(name, str) or Path(name).is_dir():
+        return
+    run, at, _ = name.rpartition("@")
+    if at and _run_of(Path(run)) is not None:
+        raise UserError(
+            f"task.model names a checkpoint of a run, {name}, whose weights task.from_scratch would leave out",
+            where="task.model, task.from_scratch",
+            remedy="leave out task.from_scratch (task.from_scratch=null) to begin with the model of that run",
+        )
 
 
 def check_model_folder(name: str) -> None:
@@ -22,6 +79,14 @@ def check_model_folder(name: str) -> None:
         return
     path = folder / CONFIG
     if not path.is_file():
+        run = _run_of(folder)
+        if run is not None:
+            raise UserError(
+                f"{name} is {'a run' if run == folder else 'a checkpoint of a run'}, and not a folder of a model",
+                where="task.model",
+                remedy=f"name its best, its newest or another checkpoint: {run}@best, {run}@last, {run}@STEP; or write "
+                f"the run's model as a folder, and name that: `drawbar export {run} --to FOLDER`",
+            )
         what = f"has no {CONFIG}" if any(folder.iterdir()) else "is empty"
         raise UserError(
             f"the folder {name} {what}",
@@ -36,6 +101,15 @@ def check_model_folder(name: str) -> None:
         raise _broken(f"{path} {kind}{at}") from error
     if not isinstance(found, dict):
         raise _broken(f"{path} is not a JSON object, but a {type(found).__name__}")
+
+
+def _run_of(folder: Path) -> Path | None:
+    """The run directory that the folder is, or that it is a checkpoint of; None where it is neither."""
+    for run in (folder, folder.absolute().parent.parent):
+        if is_run_dir(run):
+            of_checkpoint = folder.absolute().parent == run / "checkpoints"
+            return run if run == folder or of_checkpoint else None
+    return None
 
 
 def _broken(what: str) -> UserError:

@@ -81,13 +81,16 @@ def check_head(config: PreTrainedConfig, head: Head) -> None:
         UserError: it names families that have it.
     """
     kind = HEADS[head]
-    # transformers would build BERT for next-token prediction without a causal mask
-    sees_ahead = (
-        head == "causal_lm"
-        and config.model_type in HEADS["masked_lm"].families
-        and not (config.is_encoder_decoder or getattr(config, "is_decoder", False))
+    # transformers would build BERT for next-token prediction without a causal mask; XLNet has one only in perm_mask
+    is_bidirectional = head == "causal_lm" and (
+        (
+            config.model_type in HEADS["masked_lm"].families
+            and not (config.is_encoder_decoder or getattr(config, "is_decoder", False))
+        )
+        or config.model_type == "xlnet"
+        or bool(getattr(config, "use_bidirectional_attention", False))
     )
-    if config.model_type not in kind.families or sees_ahead:
+    if config.model_type not in kind.families or is_bidirectional:
         raise UserError(
             f"{config.model_type} is no {kind.noun}",
             where="task.model",
@@ -112,9 +115,11 @@ def predict_in_fp32(model: nn.Module, outputs: int) -> None:
 
 
 def longest_input(model: nn.Module) -> int | None:
-    """Most tokens in a sample that the model has positions for; None where there is no such limit (T5)."""
+    """Most tokens in a sample that the model has positions for; None where there is no such limit (T5, XLNet)."""
     config: Any = getattr(model, "config", None)
     limit = getattr(config, "max_position_embeddings", None)
+    if limit is not None and limit < 1:  # -1 in XLNet
+        return None
     if limit is not None and config.model_type in COUNTS_FROM_PAD:
         return limit - config.pad_token_id - 1
     return limit

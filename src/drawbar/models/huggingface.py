@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 from drawbar.errors import UserError, nearest
 from drawbar.models.folder import check_model_folder
 from drawbar.models.heads import HEADS, Head, check_head
-from drawbar.runtime.hub import hub_answers
+from drawbar.runtime.hub import hub_answers, meant_folder
 from drawbar.runtime.log import logger
 from drawbar.runtime.safetensors_reader import parameters_on_meta
 
@@ -224,7 +224,7 @@ def _check_counts(config: PreTrainedConfig) -> None:
         raise ValueError(f"num_attention_heads ({heads}) is not a multiple of num_key_value_heads ({groups})")
 
 
-def load_pretrained(name: str, head: Head = "causal_lm", *, tell_new: bool = True, **fields: Any) -> nn.Module:
+def load_pretrained(name: str, head: Head = "causal_lm", *, log_new: bool = True, **fields: Any) -> nn.Module:
     """A pretrained model. transformers builds it on the meta device and maps the safetensors files straight into
     place, so there is never a second copy in memory; files that need unpickling are refused.
 
@@ -233,7 +233,7 @@ def load_pretrained(name: str, head: Head = "causal_lm", *, tell_new: bool = Tru
 
     Args:
         head: what the model is for.
-        tell_new: log which weights start from random values; False if a checkpoint overwrites them anyway.
+        log_new: log which weights start from random values; False if a checkpoint overwrites them anyway.
         fields: what the task sets in the config, such as ``num_labels`` or ``id2label``.
 
     Raises:
@@ -252,14 +252,14 @@ def load_pretrained(name: str, head: Head = "causal_lm", *, tell_new: bool = Tru
                 dtype=torch.float32,
                 use_safetensors=True,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # _refuse_unfit refuses those of the body, _tell_new names the others
+                ignore_mismatched_sizes=True,  # _refuse_unfit refuses those of the body, _log_new_weights logs the rest
             )
 
     model, info = from_hub(load, name)
     is_new = partial(_is_of_new_head, model) if HEADS[head].is_new else lambda key: False
     _refuse_unfit(name, info["mismatched_keys"], is_new)
-    if tell_new:
-        _tell_new(name, info, is_new)
+    if log_new:
+        _log_new_weights(name, info, is_new)
     warn_of_unused(name, model, info["unexpected_keys"])
     absent = {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}
     model.weights_without_file = absent & {name for name, _ in model.named_parameters()}
@@ -301,7 +301,7 @@ def _refuse_unfit(name: str, mismatched: Iterable[tuple[str, Any, Any]], is_new:
         )
 
 
-def _tell_new(name: str, info: dict[str, Any], is_new: Callable[[str], bool]) -> None:
+def _log_new_weights(name: str, info: dict[str, Any], is_new: Callable[[str], bool]) -> None:
     for key, stored, wanted in sorted(info["mismatched_keys"]):
         logger.info("new head: %s is %s in %s, and is replaced by %s", key, list(stored), name, list(wanted))
     replaced = {key for key, *_ in info["mismatched_keys"]}
@@ -350,7 +350,10 @@ def from_hub(load: Callable[..., T], name: str) -> T:
         if is_folder:
             remedy = "the folder must hold config.json and safetensors files of a model that transformers knows"
         else:
-            remedy = f"give a folder, a hub name that this machine can reach, or a model type for from_scratch{hint}"
+            remedy = (
+                f"{meant_folder(name)}give a folder, a hub name that this machine can reach, or a model type for "
+                f"from_scratch{hint}"
+            )
         raise UserError(f"cannot load the model {name!r}: {first_line}", where="task.model", remedy=remedy) from error
 
 
@@ -360,7 +363,9 @@ def fit_embeddings(model: nn.Module, tokenizer: Any, resize: bool) -> None:
     Raises:
         UserError: the tokenizer has more tokens than the model has embeddings, and ``resize`` is off.
     """
-    rows = model.get_input_embeddings().num_embeddings
+    embeddings = model.get_input_embeddings()
+    # I-BERT has an embedding of its own, which does not say how many rows it has
+    rows = embeddings.num_embeddings if hasattr(embeddings, "num_embeddings") else len(embeddings.weight)
     if len(tokenizer) == rows:
         return
     if resize:

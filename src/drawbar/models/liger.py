@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from drawbar.errors import UserError
-from drawbar.models.logit_steps import LogitSteps
+from drawbar.models.logit_ops import LogitOps
 from drawbar.models.loss_head import CrossEntropy
 
 
-def liger_cross_entropy(steps: LogitSteps) -> CrossEntropy:
+def liger_cross_entropy(ops: LogitOps) -> CrossEntropy:
     """A function to use in place of ``chunked_cross_entropy``, computed by liger-kernel.
 
     Raises:
@@ -24,7 +24,7 @@ def liger_cross_entropy(steps: LogitSteps) -> CrossEntropy:
             where="task.cross_entropy",
             remedy="install it (pip install 'drawbar[liger]'), or set task.cross_entropy=auto",
         ) from error
-    if steps.steps:
+    if ops.ops:
         raise UserError(
             "liger-kernel cannot compute this loss: the model changes its logits after the head",
             where="task.cross_entropy",

@@ -9,8 +9,8 @@ simply not frozen, without peft's ``ModulesToSaveWrapper``: they keep their name
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable
-from copy import copy
+from collections.abc import Callable, Collection, Iterable, Mapping
+from copy import copy, deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -104,7 +104,21 @@ def add_adapters_to_base(model: nn.Module, lora: LoraSection, new: Collection[st
     return FrozenBaseInfo(frozenset(trained & set(new)), _digest(frozen))
 
 
-def _digest(parameters: Iterable[nn.Parameter]) -> str:
+def add_adapters_to_meta_model(
+    model: nn.Module, lora: LoraSection, weights: Mapping[str, torch.Tensor]
+) -> FrozenBaseInfo:
+    """As :func:`add_adapters_to_base`, on a model without values.
+
+    Args:
+        weights: the pretrained weights of all its parameters, by name; each is read once, and none is kept.
+    """
+    before = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    add_adapters(model, lora)
+    frozen = [name for name, parameter in before.items() if not parameter.requires_grad]
+    return FrozenBaseInfo(frozenset(), _digest(weights[name].float() for name in frozen))
+
+
+def _digest(parameters: Iterable[torch.Tensor]) -> str:
     """A digest of types, shapes and all bits of the values: hashing them takes less time than reading them did."""
     digest = xxhash.xxh3_128()
     for parameter in parameters:
@@ -136,38 +150,59 @@ def merged(model: nn.Module) -> nn.Module:
         The same ``model``, with the modules and parameter names that it had before :func:`add_adapters`. What was
         frozen is still frozen: the model is meant for use and export, not for training.
     """
-    for name, layer in _adapted_layers(model).items():
+    for name, layer in adapted_layers(model).items():
         layer.merge()
         model.set_submodule(name, layer.get_base_layer())
     del model.peft_config
     return model
 
 
-def save_adapter(model: nn.Module, folder: Path, base_name: str) -> None:
+@torch.no_grad()
+def merged_weight(
+    layer: nn.Module, name: str, trained: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    """The weight of one adapted layer with its adapter added, in fp32.
+
+    Args:
+        layer: of :func:`adapted_layers`, without values; it stays so.
+        name: of the layer.
+        trained: what a checkpoint holds of the adapted model: see :func:`trained_state`.
+        weights: of the model that was adapted.
+    """
+    layer = deepcopy(layer)
+    values = {}
+    for own in layer.state_dict():
+        full = f"{name}.{own}"
+        found = trained[full] if full in trained else weights[f"{name}.{own.removeprefix('base_layer.')}"]
+        values[own] = found.float()
+    layer.load_state_dict(values, assign=True)
+    layer.merge()
+    return layer.get_base_layer().weight.detach()
+
+
+def save_adapter(model: nn.Module, folder: Path, base_name: str, read: Callable[[str], torch.Tensor]) -> None:
     """Write the adapters and the modules trained whole as a folder that ``PeftModel.from_pretrained`` loads.
 
     Args:
-        model: with its adapters, not merged.
+        model: with its adapters, not merged; its parameters are not read, and may be on the meta device.
         folder: is made; gets ``adapter_config.json`` and ``adapter_model.safetensors``.
         base_name: the pretrained model that the adapters belong to, a hub name or a folder.
+        read: from a name of the model's ``state_dict`` to the tensor that is to be written.
     """
-    layers = tuple(f"{name}." for name in _adapted_layers(model))
+    layers = tuple(f"{name}." for name in adapted_layers(model))
     trained = trained_state(model)
     # a saved adapter's tensor names leave out the name of the adapter (``default``)
-    tensors = {
-        re.sub(rf"\.{_ADAPTER}(\.weight|\.bias)?$", r"\1", name): tensor
-        for name, tensor in trained.items()
-        if name.startswith(layers)
+    names = {
+        re.sub(rf"\.{_ADAPTER}(\.weight|\.bias)?$", r"\1", name): name for name in trained if name.startswith(layers)
     }
     whole = _modules_to_save(model, [name for name in trained if not name.startswith(layers)])
-    for name in whole:
-        tensors |= model.get_submodule(name).state_dict(prefix=f"{name}.")
+    for module in whole:
+        names |= {name: name for name in model.get_submodule(module).state_dict(prefix=f"{module}.")}
     folder.mkdir(parents=True, exist_ok=True)
     # cloned, as a safetensors file must not hold a tied tensor under two names
-    copies = {
-        f"base_model.model.{name}": tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()
-    }
-    save_file(copies, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    copies = {f"base_model.model.{stored}": read(name).detach().cpu().clone() for stored, name in names.items()}
+    contiguous = {name: tensor.contiguous() for name, tensor in copies.items()}
+    save_file(contiguous, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config = copy(model.peft_config[_ADAPTER])  # inject_adapter_in_model leaves it there
     config.base_model_name_or_path = base_name
     config.modules_to_save = whole or None
@@ -199,7 +234,8 @@ def _import_peft() -> ModuleType:
     return peft
 
 
-def _adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
+def adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers of a model that have adapters, by name."""
     from peft.tuners.lora import LoraLayer
 
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Shard
 
-from drawbar.models.logit_steps import LogitSteps
+from drawbar.models.logit_ops import LogitOps
 from drawbar.parallel.chunked_loss import LossTargets, Transform, VocabularyShard
 
 POSITIONS, LABELS = "target_positions", "target_labels"
@@ -71,19 +71,19 @@ class _WithNoLogits(torch.autograd.Function):
         return outer[0], None
 
 
-def give_loss_head(module: nn.Module, cross_entropy: CrossEntropy, steps: LogitSteps) -> None:
+def give_loss_head(module: nn.Module, cross_entropy: CrossEntropy, ops: LogitOps) -> None:
     """Let a model, or a pipeline stage of one, compute its loss in the head, in place.
 
     Called with ``target_positions`` and ``target_labels``, the model returns outputs with the sum of the ``loss`` and
     with no logits. A last stage returns the loss; other stages drop both arguments. Called without, nothing changes.
 
     Args:
-        steps: what the whole model does to its logits after the head.
+        ops: the operators that the full model applies to its logits after the head.
     """
     head = module.get_output_embeddings()
     if type(head) is nn.Linear:  # of the stages, only the last has a head
         head.__class__ = LossHead
-        head.cross_entropy, head.transform = cross_entropy, steps.of(module)
+        head.cross_entropy, head.transform = cross_entropy, ops.of(module)
         head.targets = head.loss = None
     module.register_forward_pre_hook(_take_targets, with_kwargs=True)
     module.register_forward_hook(_return_loss, always_call=True)
@@ -110,7 +110,7 @@ def _return_loss(module: nn.Module, args: Any, outputs: Any) -> Any:
     loss, head.targets, head.loss = head.loss, None, None
     if outputs is None:
         return None  # the forward pass has failed
-    assert loss is not None, "the model did not call its head, as it did when its logit steps were recorded"
+    assert loss is not None, "the model did not call its head, as it did when its logit ops were recorded"
     if isinstance(outputs, Tensor):
         return loss + outputs.sum()
     outputs["loss"] = loss + outputs.logits.sum()

@@ -28,8 +28,8 @@ WITHOUT_SDPA = {"gptj"}
 ENCODERS = {"bert", "distilbert", "electra"} | COUNTS_FROM_PAD
 """They take positions and a mask of four dims, and classify a text by its first token."""
 ENCODER_DECODERS = {"t5", "mt5", "bart", "mbart"}
-"""Only families whose packed rows the tests compare with padded ones are here: others may compute wrongly in silence,
-as OPT, Falcon and BLOOM do."""
+"""All three sets: only families whose packed rows the tests compare with padded ones. Others may compute wrongly in
+silence, as OPT, Falcon and BLOOM do."""
 
 
 def allow_packing(model: nn.Module, per_sample: bool, under_mask: bool = False) -> None:
@@ -66,7 +66,7 @@ def allow_packing(model: nn.Module, per_sample: bool, under_mask: bool = False) 
 
 
 def packs_without_mask(config: PreTrainedConfig, head: Head) -> bool:
-    """Whether a model of this family, with this head, takes packed rows without a mask for each."""
+    """Whether a model of this family, with this head, keeps a row's samples apart without a mask for the row."""
     family = config.model_type
     if family in ENCODERS:
         return not getattr(config, "is_decoder", False)
@@ -118,7 +118,7 @@ def _last_tokens(segments_RL: Tensor, firsts_N: Tensor, is_pad_RL: Tensor) -> Te
     return firsts_N.scatter_reduce(0, samples, torch.where(is_end, tokens, 0), "amax")
 
 
-def _within(segments: Segments, segments_RL: Tensor) -> Arguments:
+def _keyword_arguments(segments: Segments, segments_RL: Tensor) -> Arguments:
     """What ``segments.attend`` needs to keep to samples. ``attention_mask`` is a placeholder of four dims: transformers
     passes on a mask of four dims unchanged; for None it would make one, and wait for the device to do so."""
     return {"attention_mask": segments_RL[:, None, None], "segments": segments}
@@ -142,7 +142,7 @@ def _same_segment(queries_RT: Tensor, keys_RL: Tensor) -> Tensor:
 
 
 class _Packing:
-    """What the hooks know of the batch during a forward; ``segments_RL`` is None where rows are not packed."""
+    """State of the hooks during a forward; ``segments_RL`` is None where rows are not packed."""
 
     segments_RL: Tensor | None = None
     segments: tuple[Segments, ...] = ()
@@ -197,7 +197,7 @@ class _Decoder(_Packing):
                 "train.micro_batch=1",
             )
         # transformers detects samples by restarting positions, but only without attention mask and cache
-        within = {"attention_mask": None} if self.under_mask else _within(self.segments[0], segments_RL)
+        within = {"attention_mask": None} if self.under_mask else _keyword_arguments(self.segments[0], segments_RL)
         return {"position_ids": count_positions(segments_RL), "use_cache": False, **within}
 
     def choose(self, module: nn.Module, args: tuple[Any, ...], logits_RLC: Tensor) -> None:
@@ -229,7 +229,7 @@ class _Encoder(_Packing):
         if config.model_type in COUNTS_FROM_PAD:
             positions_RL = self.count_from_pad(segments_RL, kwargs["input_ids"])
         if not self.under_mask:
-            return {"position_ids": positions_RL, **_within(self.segments[0], segments_RL)}
+            return {"position_ids": positions_RL, **_keyword_arguments(self.segments[0], segments_RL)}
         return {
             "position_ids": positions_RL,
             "attention_mask": _mask(self.model, _same_segment(segments_RL, segments_RL)),
@@ -284,7 +284,7 @@ class _EncoderDecoder(_Packing):
         if self.segments_RL is None:
             return args, kwargs
         if not self.under_mask:
-            return args, {**kwargs, **_within(self.segments[0], self.segments_RL)}
+            return args, {**kwargs, **_keyword_arguments(self.segments[0], self.segments_RL)}
         mask = _mask(self.model, _same_segment(self.segments_RL, self.segments_RL))
         return args, {**kwargs, "attention_mask": mask}
 
@@ -293,7 +293,7 @@ class _EncoderDecoder(_Packing):
             return args, kwargs
         if not self.under_mask:
             source, target = self.segments
-            attention = {**_within(target, self.decoder_segments_RT), "source_segments": source}
+            attention = {**_keyword_arguments(target, self.decoder_segments_RT), "source_segments": source}
             return args, {**kwargs, **attention, "encoder_attention_mask": attention["attention_mask"]}
         causal_RTT = _same_segment(self.decoder_segments_RT, self.decoder_segments_RT).tril()
         allowed_RTL = _same_segment(self.decoder_segments_RT, self.segments_RL)

@@ -19,11 +19,11 @@ _HUGGINGFACE: dict[str, Style] = {
 }
 """transformers' names for the styles. Its other styles are left out: they shard experts, or need transformers' code."""
 
-_NUMBERS = (
+_DIVISIBLE_FIELDS = (
     *("num_attention_heads", "num_key_value_heads", "intermediate_size"),
     *("encoder_attention_heads", "decoder_attention_heads", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff"),
 )
-"""Config fields whose value the number of tensor-parallel ranks must divide."""
+"""Config fields that the tensor-parallel degree must divide."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def _tensor_plan(model: PreTrainedModel) -> ModelParallelPlan:
         tensor={**{prefix + name: style for name, style in family.tensor.items()}, **_vocabulary(model)},
         fused={prefix + name: parts for name, parts in family.fused.items()},
         divided_attributes={prefix + name: attributes for name, attributes in family.divided_attributes.items()},
-        divisible_sizes=_numbers(config),
+        divisible_sizes=_divisible_sizes(config),
     )
 
 
@@ -159,8 +159,8 @@ def _norms_of_heads(styles: Mapping[str, Style]) -> dict[str, Style]:
     return {f"{name}.{norm}": "replicated" for name in attentions for norm in ("q_layernorm", "k_layernorm")}
 
 
-def _numbers(config: Any) -> dict[str, int]:
-    found = {name: getattr(config, name, None) for name in _NUMBERS}
+def _divisible_sizes(config: Any) -> dict[str, int]:
+    found = {name: getattr(config, name, None) for name in _DIVISIBLE_FIELDS}
     return {name: number for name, number in found.items() if isinstance(number, int)}
 
 

@@ -244,12 +244,13 @@ def _attend_in_groups(
             module, query_nHlD, key_nHlD, value_nHlD, mask, position_bias=cut, **others
         )
         attended.append(attended_nlHD.flatten(0, 1))
-    return torch.cat(attended).index_select(0, segments.slots)
+    rows: Tensor = _UniqueGather.apply(torch.cat(attended), segments.slots)
+    return rows
 
 
 def _to_slots(x_THD: Tensor, segments: Segments) -> list[Tensor]:
     """A batch (n, H, l, D) for each group."""
-    x_SHD: Tensor = _Rearranged.apply(x_THD, segments.tokens, segments.slots)
+    x_SHD: Tensor = _GatherToSlots.apply(x_THD, segments.tokens, segments.slots)
     parts = x_SHD.split([group.count * group.length for group in segments.groups])
     return [
         part.unflatten(0, (group.count, group.length)).transpose(1, 2)
@@ -257,8 +258,8 @@ def _to_slots(x_THD: Tensor, segments: Segments) -> list[Tensor]:
     ]
 
 
-class _Rearranged(torch.autograd.Function):
-    """``x[tokens]``, where gradients of padding are zero: its backward pass is then ``gradient[slots]``, not a sum."""
+class _GatherToSlots(torch.autograd.Function):
+    """``x[tokens]`` where padding gets no gradient: the backward pass is ``gradient[slots]``, a copy and no sum."""
 
     @staticmethod
     def forward(ctx: Any, x_THD: Tensor, tokens_S: Tensor, slots_T: Tensor) -> Tensor:
@@ -269,6 +270,23 @@ class _Rearranged(torch.autograd.Function):
     def backward(ctx: Any, gradient_SHD: Tensor) -> tuple[Tensor, None, None]:
         (slots_T,) = ctx.saved_tensors
         return gradient_SHD.index_select(0, slots_T), None, None
+
+
+class _UniqueGather(torch.autograd.Function):
+    """``x[slots]`` for slots that are all different: the backward pass copies; a sum would be slow on CPUs."""
+
+    @staticmethod
+    def forward(ctx: Any, x_SHD: Tensor, slots_T: Tensor) -> Tensor:
+        ctx.save_for_backward(slots_T)
+        ctx.num_slots = len(x_SHD)
+        return x_SHD.index_select(0, slots_T)
+
+    @staticmethod
+    def backward(ctx: Any, gradient_THD: Tensor) -> tuple[Tensor, None]:
+        (slots_T,) = ctx.saved_tensors
+        gradient_SHD = gradient_THD.new_zeros(ctx.num_slots, *gradient_THD.shape[1:])
+        gradient_SHD[slots_T] = gradient_THD
+        return gradient_SHD, None
 
 
 def _mask(

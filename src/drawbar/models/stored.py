@@ -1,7 +1,7 @@
-"""Pretrained models for ranks that hold only a part of them: first the model without weights, then its files.
+"""Sharded loading of pretrained models: the model without weights, and lazy access to its weight files.
 
-Together these give what ``load_pretrained`` gives. What must be computed from the files, and not only read, is left
-to that function.
+Together these are equivalent to ``load_pretrained``, which is still needed where weights must be computed from the
+stored tensors, and not only read.
 """
 
 from collections import defaultdict
@@ -26,16 +26,19 @@ _SPECIAL = ("quantization_config", "transformers_weights")
 """Config fields which mean that weights are in other files, or must be computed from the stored tensors."""
 
 
-def build_meta_model(name: str, head: Head = "causal_lm", **fields: Any) -> nn.Module:
+def build_meta_model(name: str, head: Head = "causal_lm", find_weights: bool = True, **fields: Any) -> nn.Module:
     """The model of ``load_pretrained`` without its weights: parameters are on the meta device, buffers are real.
 
     Args:
         name: a folder or a hub name.
         head: what the model is for.
+        find_weights: look for the weight files, which downloads them: they tell which tied weights differ, and have
+            buffers. Without, the config says all.
         fields: what the task sets in the config, such as ``num_labels`` or ``id2label``.
 
     Raises:
-        UserError: the model does not exist, is a folder without safetensors, or does not have such a head.
+        UserError: the model does not exist, is a folder without the safetensors that were to be found, or does not
+            have such a head.
     """
 
     def build(name: str, local_files_only: bool) -> nn.Module:
@@ -47,7 +50,7 @@ def build_meta_model(name: str, head: Head = "causal_lm", **fields: Any) -> nn.M
         model.config.name_or_path = name
         if model.can_generate():
             model.generation_config = _generation_config(name, local_files_only)
-        files = _open_files(name, model, local_files_only)
+        files = _open_files(name, model, local_files_only) if find_weights else None
         if files is not None:
             _untie_what_differs(model, files)
             _load_buffers(model, files)
@@ -56,7 +59,7 @@ def build_meta_model(name: str, head: Head = "causal_lm", **fields: Any) -> nn.M
     return from_hub(build, name)
 
 
-def stored_tensors(name: str, model: nn.Module) -> TensorFiles | None:
+def stored_tensors(name: str, model: nn.Module, buffers: bool = False) -> TensorFiles | None:
     """The pretrained weights of all parameters of ``model``, under its names and in the types of the files.
 
     None where the files do not hold all of them as they are: there are new heads or more tokens, or transformers
@@ -65,6 +68,7 @@ def stored_tensors(name: str, model: nn.Module) -> TensorFiles | None:
     Args:
         name: a folder or a hub name.
         model: as ``build_meta_model`` returns it.
+        buffers: give those that the files have, too.
 
     Raises:
         UserError: the model does not exist, is a folder without safetensors, or has one that is cut short.
@@ -82,6 +86,8 @@ def stored_tensors(name: str, model: nn.Module) -> TensorFiles | None:
         if stored is None or files.shape(stored) != parameter.shape:
             return None
         found |= dict.fromkeys(names, stored)
+    if buffers:
+        found |= {own: own for own in model.state_dict() if own in files and own not in found}
     warn_of_unused(name, model, files.keys() - model.state_dict().keys())
     return files.renamed(found)
 

@@ -1,4 +1,4 @@
-"""Muon, with the number format of its iteration as an argument: torch's always computes it in bf16, which a processor
+"""Muon, with the dtype of its iteration as an argument: torch's always computes it in bf16, which a processor
 without bf16 instructions does at a fortieth of its speed in fp32."""
 
 import math

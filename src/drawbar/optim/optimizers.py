@@ -1,4 +1,4 @@
-"""Optimizers from the configuration: torch's own, AdamW with moments in bf16, and Muon in a chosen number format."""
+"""Optimizers from the configuration: torch's own, AdamW with moments in bf16, and Muon in a chosen dtype."""
 
 from typing import Any
 

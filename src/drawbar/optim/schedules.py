@@ -18,7 +18,8 @@ def learning_rate_scale(step: int, total_steps: int, config: OptimSection) -> fl
 
     Args:
         step: 0-based index of the update about to be made.
-        total_steps: number of updates in the whole run, T below.
+        total_steps: number of updates in the whole run, T below; if ``config.schedule_steps`` is given, that is T, and
+            each later update has the learning rate of update T − 1.
         config: names the curve. W is the number of warm-up steps, m is ``min_lr_ratio``, and
             p = (step − W) / (T − W) is the progress after the warm-up, at most 1.
 
@@ -36,6 +37,9 @@ def learning_rate_scale(step: int, total_steps: int, config: OptimSection) -> fl
       progress of the decay; transformers' ``warmup_stable_decay`` with its default shape. Where warm-up and decay
       overlap, the decay is shorter and starts after the warm-up.
     """
+    if config.schedule_steps is not None:
+        total_steps = config.schedule_steps
+        step = min(step, total_steps - 1)
     warmup = warmup_steps(total_steps, config)
     if step < warmup:
         return _from_floor(step / warmup, config) if config.schedule == "wsd" else step / warmup

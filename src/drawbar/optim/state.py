@@ -1,6 +1,6 @@
 """Optimizer state under parameter names, so that it fits any number of optimizers, groups and processes."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ from drawbar.errors import UserError
 
 Names = Mapping[nn.Parameter, str]
 """The name of each parameter in the whole model."""
+ADAM_KEYS = ("exp_avg", "exp_avg_sq", "step")
+"""What AdamW keeps of a parameter: torch, transformers and DeepSpeed call it the same."""
 ShardTensor = Callable[[nn.Parameter, Mapping[str, torch.Tensor], str], torch.Tensor]
 """(parameter, tensors, name) → the tensor of that name, as the optimizer of this rank holds it."""
 
@@ -35,8 +37,9 @@ def load_optimizer_state(
     tensors: Mapping[str, torch.Tensor],
     shard: ShardTensor = lambda parameter, tensors, name: tensors[name],
 ) -> None:
-    """Put back what :func:`optimizer_state` returned. Each tensor goes to the device of its parameter before the next
-    is read from its file: the host never holds the state of a model that lies elsewhere.
+    """Put back what :func:`optimizer_state` returned, in the order of names, in which a checkpoint in parts stores
+    them. Each tensor goes to the device of its parameter before the next is read from its file: the host never holds
+    the state of a model that lies elsewhere.
 
     Tensors of parameters that these optimizers do not hold are left alone: see :func:`check_optimizer_state`.
     """
@@ -50,9 +53,9 @@ def load_optimizer_state(
         state: dict[int, Any] = {
             index: {
                 key: _beside(parameter, shard(parameter, tensors, f"{names[parameter]}/{key}"))
-                for key in keys[names[parameter]]
+                for key in sorted(keys[names[parameter]])
             }
-            for index, parameter in enumerate(parameters)
+            for index, parameter in sorted(enumerate(parameters), key=lambda numbered: names[numbered[1]])
             if names[parameter] in keys
         }
         optimizer.load_state_dict({"state": state, "param_groups": current["param_groups"]})
@@ -64,7 +67,7 @@ def _beside(parameter: nn.Parameter, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_optimizer_state(trained: set[str], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Refuse the state of other parameters than those that are trained here, on any rank.
+    """Refuse the state of other parameters than those that are trained here, on any rank; and AdamW's with gaps.
 
     Raises:
         UserError: it names one of them.
@@ -76,3 +79,21 @@ def check_optimizer_state(trained: set[str], tensors: Mapping[str, torch.Tensor]
             f"the optimizer state is that of other parameters: nothing trains {min(saved - trained)} here",
             remedy="resume with the model that wrote it, or start from its weights with --fork NEWNAME",
         )
+    missing = missing_moment(tensors)
+    if missing is not None:
+        raise UserError(
+            f"the optimizer state is not complete: it has no {missing}",
+            remedy="restore the checkpoint from a copy, resume from another one, or start from its weights with --fork "
+            "NEWNAME",
+        )
+
+
+def missing_moment(names: Iterable[str]) -> str | None:
+    """The first ``<parameter>/<key>`` that AdamW's state lacks; None if it has all keys of each parameter in it (one
+    that never got a gradient is not in it). States of other optimizers lack nothing."""
+    found: dict[str, set[str]] = {}
+    for name in names:
+        parameter, _, key = name.rpartition("/")
+        found.setdefault(parameter, set()).add(key)
+    incomplete = min((parameter for parameter, keys in found.items() if keys < set(ADAM_KEYS)), default=None)
+    return None if incomplete is None else f"{incomplete}/{min(set(ADAM_KEYS) - found[incomplete])}"

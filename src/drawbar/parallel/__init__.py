@@ -1,1 +1,1 @@
-"""How a model is trained on many processes: data, sharded, tensor, context and pipeline parallelism; number formats."""
+"""How a model is trained on many processes: data, sharded, tensor, context and pipeline parallelism; dtypes."""

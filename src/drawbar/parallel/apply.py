@@ -1,4 +1,5 @@
-"""All of a model's parallelism, in the one order in which the parts fit together."""
+"""Applies tensor parallelism, activation checkpointing, compilation, and FSDP or replication to a model, in this
+order."""
 
 import logging
 import warnings
@@ -30,8 +31,8 @@ def parallelize(
     mesh: DeviceMesh | None,
     precision: str,
 ) -> None:
-    """Spread a model (or one stage of a pipeline) over the ranks, in place: tensor → activation checkpointing →
-    compile → shard or replicate.
+    """Parallelize a model (or one pipeline stage) in place: tensor → activation checkpointing → compile → shard or
+    replicate.
 
     Tensor parallelism comes first, so that everything else sees one rank's shards. Activation checkpointing wraps the
     tensor-parallel block, compilation wraps the checkpointed block, and FSDP all-gathers outside of both.
@@ -49,7 +50,8 @@ def parallelize(
         compile_blocks(model)
     if mesh is None:
         return
-    # context-parallel ranks see different tokens: parameters spread over them as over data-parallel ranks
+    # context-parallel ranks see different tokens, so parameters are sharded or replicated over them as over
+    # data-parallel ranks
     if parallel.features.shards_parameters:
         shards = mesh["dp_shard", "cp"]._flatten("dp_shard_cp") if dims.cp > 1 else mesh["dp_shard"]
         axes = mesh["dp_replicate", shards.mesh_dim_names[0]] if dims.dp_replicate > 1 else shards

@@ -50,7 +50,7 @@ def _in_lists(model: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
     return found
 
 
-def replace_forward(block: nn.Module, replace: Callable[[Forward], Forward], made: dict[type, type]) -> None:
+def replace_forward(block: nn.Module, replace: Callable[[Forward], Forward], classes: dict[type, type]) -> None:
     """Give a block another ``forward``, in place: modules and parameters keep their names, and hooks stay outside.
 
     The block gets a class of its own, as ``fully_shard`` does it. A ``forward`` that is set on the block itself would
@@ -59,11 +59,11 @@ def replace_forward(block: nn.Module, replace: Callable[[Forward], Forward], mad
 
     Args:
         replace: from the ``forward`` of the class (``self`` comes first) to the new one.
-        made: classes that were made by the same ``replace``, so that equal blocks have one class.
+        classes: classes that were made by the same ``replace``, so that equal blocks have one class.
     """
     kind = type(block)
-    if kind not in made:
+    if kind not in classes:
         # transformers looks at the signature
         namespace = {"forward": wraps(kind.forward)(replace(kind.forward)), "__qualname__": kind.__qualname__}
-        made[kind] = type(kind.__name__, (kind,), {**namespace, "__module__": kind.__module__})
-    block.__class__ = made[kind]
+        classes[kind] = type(kind.__name__, (kind,), {**namespace, "__module__": kind.__module__})
+    block.__class__ = classes[kind]

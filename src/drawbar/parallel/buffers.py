@@ -1,6 +1,7 @@
-"""Buffers that training changes, such as the running statistics of batch norm: each rank computes its own."""
+"""Synchronizes buffers that training changes, such as the running statistics of batch norm, which differ by rank."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -23,3 +24,17 @@ def share_buffers(model: nn.Module, groups: Iterable[dist.ProcessGroup]) -> None
             dist.broadcast(sent, group=group, group_src=0)
             if sent is not buffer:
                 buffer.copy_(sent)
+
+
+@contextmanager
+def kept_buffers(model: nn.Module) -> Iterator[None]:
+    """Context that restores the buffers at its end."""
+    found = (buffer.to_local() if isinstance(buffer, DTensor) else buffer for buffer in model.buffers())
+    buffers = [(buffer, buffer.clone()) for buffer in found]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, before in buffers:
+                if not torch.equal(buffer, before):  # an expanded tensor cannot be changed in place, or written to
+                    buffer.copy_(before)

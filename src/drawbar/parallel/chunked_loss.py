@@ -63,7 +63,7 @@ def chunked_cross_entropy(
     """The sum of the cross entropies of ``hidden_NH @ weight_VH.T + bias_V`` in fp32, 0-d. It can be differentiated
     once.
 
-    Under autocast the matrix products have its format. Every rank of a ``shard``'s group calls it with the same hidden
+    Under autocast the matrix products have its dtype. Every rank of a ``shard``'s group calls it with the same hidden
     states, and gets the whole loss; the gradient of the hidden states is then to be summed over the group.
 
     Args:
@@ -144,7 +144,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             for gradient in found:
                 if gradient is not None:
                     gradient *= outer[0]
-        # rounded as autocast rounds them, so that they are the same where FSDP has gathered the weight in this format
+        # rounded as autocast rounds them, so that they are the same where FSDP has gathered the weight in this dtype
         rounded = (None if one is None else one.to(ctx.how.dtype) for one in found)
         given = (None if one is None else one.to(dtype) for one, dtype in zip(rounded, ctx.dtypes, strict=True))
         return (*given, None, None)
@@ -211,7 +211,9 @@ def _transformed(logits_CV: Tensor, transform: Transform | None) -> tuple[Tensor
 def _log_softmax(logits_CV: Tensor, out: Tensor, shard: VocabularyShard | None) -> Tensor:
     """The logarithms of the probabilities. ``out`` may be the memory of the logits: each is read, then written."""
     first_C = logits_CV[:, 0].clone()
-    log_p_CV = torch.log_softmax(logits_CV, 1, dtype=out.dtype, out=out)
+    # torch would make another copy in the format of ``out``
+    exact_CV = logits_CV if logits_CV.dtype == out.dtype else out.copy_(logits_CV)
+    log_p_CV = torch.log_softmax(exact_CV, 1, out=out)
     if shard is None:
         return log_p_CV
     own_C = first_C - log_p_CV[:, 0]  # the logarithm of the sum of the exponentials

@@ -38,7 +38,7 @@ one process: others may compute wrongly in silence, as a layer that carries a st
 
 
 def check_context(device: torch.device, label_placement: str | None) -> None:
-    """Refuse, before the model is built, a device or a task for which sequences cannot be cut.
+    """Refuse, before the model is built, a device or a task that context parallelism does not support.
 
     Args:
         label_placement: ``task.label_placement``; only ``next_token`` is accepted.
@@ -66,7 +66,7 @@ class ContextParallel:
         ignored: the label of tokens that are no targets.
 
     Raises:
-        UserError: this model cannot be cut so.
+        UserError: context parallelism does not support this model.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, ignored: int) -> None:
@@ -89,7 +89,7 @@ class ContextParallel:
         Yields:
             ``input_ids`` and ``position_ids`` (B, P), and ``labels`` (B, P + 1).
         """
-        pieces = self._whole(batch)
+        pieces = self._full_batch(batch)
         tensors = list(pieces.values())
         before, self.config._attn_implementation = self.config._attn_implementation, RING
         try:
@@ -100,7 +100,7 @@ class ContextParallel:
         finally:
             self.config._attn_implementation = before
 
-    def _whole(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _full_batch(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The padded full batch that will be split into two chunks per rank, with the labels shifted by one."""
         unknown = sorted(batch.keys() - FIELDS)
         if unknown:

@@ -42,7 +42,7 @@ def check_fp8(recipe: str, device: torch.device) -> None:
 
 def compute_in_fp8(model: nn.Module, recipe: str) -> None:
     """Let the trained linear layers of the repeated blocks multiply in fp8, in place; call this before the model is
-    parallelized. Parameters, their names and their formats stay as they are, and so does evaluation.
+    parallelized. Parameters, their names and their dtypes stay as they are, and so does evaluation.
 
     Raises:
         UserError: the model has no such layers.

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from drawbar.config.schema.run_config import ParallelSection
+from drawbar.errors import UserError
 from drawbar.parallel.blocks import repeated_blocks
 from drawbar.parallel.low_precision_weights import parameters_cast_by_autocast
 from drawbar.parallel.synced_generate import synchronize_generate
@@ -36,11 +37,21 @@ def shard(model: nn.Module, mesh: DeviceMesh, parallel: ParallelSection, precisi
     fp32. Autocast decides what is computed in ``precision``, as without shards. So only what autocast casts anyway is
     gathered in ``precision``: linear layers of the blocks and of the head. The rest is gathered in fp32, in the root's
     group: the norms of the blocks, and what is outside of the blocks. Groups for the norms would need hooks inside each
-    block. (Exceptions: ``_own_group``.)
+    block. (Exceptions: ``_gathered_parameters``.)
 
     Args:
         mesh: two-dimensional (replicas, shards), or that of the shards alone.
+
+    Raises:
+        UserError: a parameter has no dimension to be sharded along.
     """
+    scalars = [name for name, parameter in model.named_parameters() if parameter.dim() == 0]
+    if scalars:
+        raise UserError(
+            f"FSDP shards parameters along their first dimension, and {', '.join(scalars)} has none",
+            where="parallel.strategy",
+            remedy="make it a tensor with one element, torch.zeros(1); or train with ddp or zero1",
+        )
     offload: OffloadPolicy = OffloadPolicy()
     if parallel.offload:
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
@@ -53,7 +64,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, parallel: ParallelSection, precisi
 
     units = _units(model)
     cast = set() if dtype is None else parameters_cast_by_autocast(model)
-    groups = [_own_group(own, cast) for own in _own_parameters(model, units)]
+    groups = [_gathered_parameters(own, cast) for own in _exclusive_parameters(model, units)]
     _used_units[model] = _UsedUnits(units)
     # the root first: FSDP collects no parameters from submodules that it already wraps
     wrap(model, mp_policy=exact, ignored_params=set().union(*groups), reshard_after_forward=False)
@@ -126,8 +137,8 @@ def _units(model: nn.Module) -> list[nn.Module]:
     return units if head is None or head in units else [*units, head]
 
 
-def _own_parameters(model: nn.Module, units: Iterable[nn.Module]) -> list[set[nn.Parameter]]:
-    """For each unit, the parameters that no module outside of the unit uses."""
+def _exclusive_parameters(model: nn.Module, units: Iterable[nn.Module]) -> list[set[nn.Parameter]]:
+    """For each FSDP unit, the parameters that no module outside of it uses."""
 
     def uses(module: nn.Module) -> Counter[nn.Parameter]:
         return Counter(parameter for part in module.modules() for parameter in part.parameters(recurse=False))
@@ -136,7 +147,7 @@ def _own_parameters(model: nn.Module, units: Iterable[nn.Module]) -> list[set[nn
     return [{p for p, count in uses(unit).items() if count == everywhere[p]} for unit in units]
 
 
-def _own_group(own: set[nn.Parameter], cast: set[nn.Parameter]) -> set[nn.Parameter]:
+def _gathered_parameters(own: set[nn.Parameter], cast: set[nn.Parameter]) -> set[nn.Parameter]:
     """The parameters gathered for a unit: what autocast casts; or all, in fp32, if autocast casts none, or if the unit
     has other matrices (stacked experts, an embedding), which are too large to be kept for the whole step."""
     if not cast or any(parameter.ndim > 1 for parameter in own - cast):
@@ -144,8 +155,8 @@ def _own_group(own: set[nn.Parameter], cast: set[nn.Parameter]) -> set[nn.Parame
     return own & cast
 
 
-def generate_together(model: nn.Module) -> None:
-    """Let all ranks call ``generate`` of a sharded model, in place."""
+def prepare_sharded_generate(model: nn.Module) -> None:
+    """Prepare ``generate`` of a sharded model, in place: all ranks call it, and go on until all texts have ended."""
     if hasattr(model, "generate"):
         # generate calls the encoder directly, which needs the root's parameters all-gathered
         register_fsdp_forward_method(model, "generate")

@@ -1,4 +1,4 @@
-"""The global gradient norm and clipping, whatever the gradients are: plain, sharded, or cut in several ways at once."""
+"""Global gradient norm and clipping for plain gradients and DTensors with any sharding."""
 
 from collections.abc import Iterable
 
@@ -21,7 +21,7 @@ def squared_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
     """The sum of the squares of all gradients, shards on other ranks included: 0-d, in ``sum_dtype``, equal on all
     ranks that hold these shards.
 
-    Tensors cut along the same mesh axes are summed together, with one small all-reduce for each of these axes.
+    Tensors sharded along the same mesh axes are summed together, with one small all-reduce for each of these axes.
     """
     kinds: dict[tuple[object, ...], list[Tensor]] = {}
     groups: dict[tuple[object, ...], list[dist.ProcessGroup]] = {}
@@ -47,7 +47,7 @@ def squared_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
-    """What many numbers are summed up in, so that their order hardly matters; MPS has no float64."""
+    """The dtype for sums of many numbers, so that their order hardly matters; MPS has no float64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
@@ -62,5 +62,5 @@ def scale_(gradients: Iterable[Tensor], factor: Tensor | float) -> None:
 
 
 def clip_factor(norm: Tensor, limit: float) -> Tensor:
-    """What gradients of this norm are multiplied by, as in ``torch.nn.utils.clip_grad_norm_``."""
+    """The factor by which clipping scales gradients of this norm, as in ``torch.nn.utils.clip_grad_norm_``."""
     return torch.clamp(limit / (norm + 1e-6), max=1.0)

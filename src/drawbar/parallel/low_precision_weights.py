@@ -10,6 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from drawbar.util.dtypes import DTYPES
 
+_LOW = (torch.bfloat16, torch.float16)
 _CAST_BY_AUTOCAST = {kind.forward for kind in (nn.Linear, Conv1D, nn.Conv1d, nn.Conv2d, nn.Conv3d)}
 """Forwards that use their parameters only in operators whose inputs autocast casts to the low precision."""
 
@@ -34,6 +35,24 @@ def parameters_cast_by_autocast(model: nn.Module) -> set[nn.Parameter]:
         is_cast = unwrap(type(module).forward) in _CAST_BY_AUTOCAST
         (cast if is_cast else others).update(module.parameters(recurse=False))
     return cast - others
+
+
+def keep_trained_weights_in_fp32(model: nn.Module) -> set[torch.dtype]:
+    """Convert the trained parameters that are in bf16 or fp16 to fp32, in place, and the buffers of their modules
+    (batch norm's statistics) with them; frozen ones stay as they are.
+
+    Returns:
+        The dtypes that were found; none for a model whose trained parameters are in fp32 already.
+    """
+    found: set[torch.dtype] = set()
+    for module in model.modules():
+        low = [p for p in module.parameters(recurse=False) if p.requires_grad and p.dtype in _LOW]
+        if low:
+            low_buffers = [buffer for buffer in module.buffers(recurse=False) if buffer.dtype in _LOW]
+            found.update(parameter.dtype for parameter in low)
+            for tensor in (*low, *low_buffers):
+                tensor.data = tensor.data.float()
+    return found
 
 
 def store_frozen_weights_low(model: nn.Module, precision: str) -> None:

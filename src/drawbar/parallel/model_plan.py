@@ -1,4 +1,5 @@
-"""``ModelParallelPlan``: how a model describes itself to the strategies, which know no model."""
+"""``ModelParallelPlan``: how a model's modules are sharded or split, so that strategies need not know the
+architecture."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,13 +16,13 @@ Style = Literal[
     "vocabulary",
     "replicated",
 ]
-"""How a module is cut over the tensor-parallel ranks.
+"""How a module is sharded over the tensor-parallel ranks.
 
 =========================  ========================================================================================
-``colwise``                a linear layer's outputs; the next one takes them as they are cut
+``colwise``                a linear layer's outputs; the next layer takes them sharded
 ``rowwise``                a linear layer's inputs; its outputs are summed over the ranks
 ``colwise_gather_output``  a linear layer's outputs, which are then gathered
-``rowwise_split_input``    a linear layer's inputs, which are whole on every rank and are cut before the layer
+``rowwise_split_input``    a linear layer's inputs, which are replicated and are sharded before the layer
 ``fused_colwise``          the outputs of several layers that are stored as one (queries, keys and values)
 ``embedding``              the rows of an embedding: its vocabulary
 ``head_bias``              the columns of an embedding that holds one number for each attention head (T5)
@@ -33,7 +34,7 @@ Style = Literal[
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """Where a model can be cut into stages. Names are those of modules."""
+    """Where a model can be split into stages. Names are those of modules."""
 
     blocks: str
     """The ``ModuleList`` of repeated blocks."""
@@ -52,7 +53,8 @@ class ModelParallelPlan:
     """How a model's modules map to mesh axes."""
 
     tensor: Mapping[str, Style] | None = None
-    """Module names, with ``*`` for the number of a block, and their styles; None where the model cannot be cut so."""
+    """Module names, with ``*`` for the number of a block, and their styles; None where tensor parallelism is not
+    supported."""
     tensor_refusal: str = ""
     """Why it cannot, for the error."""
     fused: Mapping[str, int] = field(default_factory=dict)
@@ -62,10 +64,10 @@ class ModelParallelPlan:
     divided_attributes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Module names, with ``*``, and attributes of theirs to divide by the degree (GPT-2's ``split_size``)."""
     sequence: str | None = None
-    """The ``ModuleList`` of repeated blocks, between which activations may be cut along the sequence, or None."""
+    """The ``ModuleList`` of repeated blocks, between which activations may be sharded along the sequence, or None."""
     sequence_refusal: str = ""
     """Why they may not, for the error."""
     pipeline: PipelinePlan | None = None
-    """None where the model cannot be cut into stages."""
+    """None where the model cannot be split into stages."""
     pipeline_refusal: str = ""
     """Why it cannot, for the error."""

@@ -1,9 +1,9 @@
-"""Sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198): between the layers that tensor parallelism cuts,
-each rank has a part of the sequence, so norms and residuals are neither stored nor computed twice.
+"""Sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198): between tensor-parallel layers, each rank has a
+shard of the sequence, so norms and residuals are neither stored nor computed twice.
 
 Attention and the feed-forward network each gather the sequence before they start, and then scatter the sum of the
 ranks' outputs along it. The embedding, the last norm and the head see it whole: masks are made for its full length.
-Without gradients (evaluation, generation) nothing is cut.
+Without gradients (evaluation, generation) nothing is sharded.
 
 Tensor-parallel ranks share one RNG state, but in the blocks each uses its own: shards may differ in length, so
 dropout would advance a shared generator by different amounts, and the ranks' RNG states would diverge.
@@ -29,12 +29,12 @@ class _SequenceSharding:
     length: int = 0
 
     def scatter(self, x_BLH: Tensor) -> Tensor:
-        """The part of this rank; there may be none where the sequence is very short."""
+        """This rank's shard, which may be empty where the sequence is very short."""
         self.length = x_BLH.shape[1]
         return DTensor.from_local(x_BLH, self.mesh, [Replicate()]).redistribute(placements=[SEQUENCE]).to_local()
 
     def gather(self, x_BlH: Tensor, gradient: Placement) -> Tensor:
-        """All parts. ``gradient``: what the gradient of the result is on each rank."""
+        """The full sequence, of each rank's l tokens. ``gradient``: the placement of the result's gradient."""
         batch, _, width = x_BlH.shape
         shape, stride = torch.Size((batch, self.length, width)), (self.length * width, width, 1)
         cut = DTensor.from_local(x_BlH.contiguous(), self.mesh, [SEQUENCE], shape=shape, stride=stride)
@@ -61,11 +61,11 @@ class _PerRankRng:
 
 
 def shard_sequence_between_blocks(blocks: Sequence[nn.Module], layers: Sequence[nn.Module], mesh: DeviceMesh) -> None:
-    """Cut activations along the sequence from the first of these blocks to the last, in place.
+    """Shard activations along the sequence from the first of these blocks to the last, in place.
 
     Args:
         blocks: repeated blocks, one after another; the hidden states (B, L, H) come first in their arguments.
-        layers: the parts of the blocks that need the whole sequence; their rowwise layers scatter it again.
+        layers: the submodules of the blocks that need the full sequence; their rowwise layers scatter it again.
     """
     cut = _SequenceSharding(mesh)
     randomness = _PerRankRng(torch.device(mesh.device_type), mesh.get_local_rank())
@@ -92,6 +92,24 @@ def shard_sequence_between_blocks(blocks: Sequence[nn.Module], layers: Sequence[
     for layer in layers:
         layer.register_forward_pre_hook(gather, with_kwargs=True)
     blocks[-1].register_forward_hook(finish)
+
+
+def sum_input_gradients_once(layers: Sequence[nn.Module], mesh: DeviceMesh) -> None:
+    """Without sequence shards: sum the partial gradients of each layer's input in one all-reduce, instead of one for
+    each linear layer that takes it (queries, keys, values), in place.
+
+    Args:
+        layers: as in ``shard_sequence_between_blocks``; their colwise layers must not sum.
+    """
+
+    def enter(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        return _on_states(whole, args, kwargs) if torch.is_grad_enabled() else None
+
+    def whole(x_BLH: Tensor) -> Tensor:
+        return DTensor.from_local(x_BLH, mesh, [Replicate()]).to_local(grad_placements=[Partial()])
+
+    for layer in layers:
+        layer.register_forward_pre_hook(enter, with_kwargs=True)
 
 
 def _on_states(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

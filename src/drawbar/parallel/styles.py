@@ -1,4 +1,4 @@
-"""How a module computes with a part of its weights. Between modules, activations are plain tensors.
+"""ParallelStyles of modules with sharded weights. Between modules, activations are plain tensors.
 
 torch's own styles also shard the weights; here ``parallel.tensor`` has already done that, since tied weights must
 stay one tensor. So these styles only convert inputs and outputs.
@@ -118,12 +118,13 @@ class Embedding(ParallelStyle):
         if module.padding_idx is not None:  # the row that gets no gradient
             inside = start <= module.padding_idx < start + size
             module.padding_idx = module.padding_idx - start if inside else None
-        whole = module.forward
+        original_forward = module.forward
 
         def forward(input_ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             here = input_ids - start
             absent = (here < 0) | (here >= size)
-            found = whole(here.masked_fill(absent, 0), *args, **kwargs).masked_fill(absent.unsqueeze(-1), 0)
+            found = original_forward(here.masked_fill(absent, 0), *args, **kwargs)
+            found = found.masked_fill(absent.unsqueeze(-1), 0)
             return DTensor.from_local(found, device_mesh, [Partial()]).redistribute(placements=[Replicate()]).to_local()
 
         module.forward = forward

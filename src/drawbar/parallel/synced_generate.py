@@ -1,4 +1,4 @@
-"""Generation where every forward needs all ranks."""
+"""Text generation with models whose forward is collective."""
 
 from functools import partial
 from typing import Any

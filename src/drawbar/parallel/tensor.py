@@ -1,7 +1,7 @@
 """Tensor parallelism (Shoeybi et al. 2019, arXiv:1909.08053) by DTensor, as a ``ModelParallelPlan`` says."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from drawbar.errors import UserError
 from drawbar.parallel.model_plan import ModelParallelPlan, Style
-from drawbar.parallel.sequence import shard_sequence_between_blocks
+from drawbar.parallel.sequence import shard_sequence_between_blocks, sum_input_gradients_once
 from drawbar.parallel.styles import Colwise, Embedding, Rowwise, Vocabulary, use_local
 from drawbar.util.module_patterns import matching
 
@@ -33,7 +33,7 @@ class FusedLayout:
     parts: int
     """How many layers."""
     degree: int
-    """Over how many ranks they are cut."""
+    """Over how many ranks they are sharded."""
 
     def to_storage(self, logical: Tensor) -> Tensor:
         """From the layout of one process, (layer, rank, …), to (rank, layer, …). The shape does not change."""
@@ -42,6 +42,21 @@ class FusedLayout:
     def to_logical(self, stored: Tensor) -> Tensor:
         """The inverse of ``to_storage``, for a parameter, its gradient or its optimizer state."""
         return self._swapped(stored, self.degree, self.parts)
+
+    def pieces(self, start: int, stop: int, size: int) -> Iterator[tuple[int, int, int]]:
+        """Divide rows ``start`` to ``stop`` of the stored tensor (rows along ``dim``) into ranges that are contiguous
+        in the logical tensor, too: (first stored row, first logical row, rows) of each.
+
+        Args:
+            size: of the whole tensor along ``dim``.
+        """
+        width = size // (self.parts * self.degree)  # rows of one layer on one rank
+        while start < stop:
+            number, within = divmod(start, width)
+            rank, layer = divmod(number, self.parts)
+            length = min(width - within, stop - start)
+            yield start, (layer * self.degree + rank) * width + within, length
+            start += length
 
     def _swapped(self, tensor: Tensor, outer: int, inner: int) -> Tensor:
         pieces = tensor.unflatten(self.dim, (outer, inner, -1)).transpose(self.dim, self.dim + 1)
@@ -58,15 +73,15 @@ def fused_layouts(model: nn.Module) -> dict[str, FusedLayout]:
 
 
 def tensor_parallel(model: nn.Module, plan: ModelParallelPlan, mesh: DeviceMesh, sequence: bool = False) -> None:
-    """Cut a model over the ranks of ``mesh``, in place. Parameters keep their names, and tied ones stay one.
+    """Shard a model over the ranks of ``mesh``, in place. Parameters keep their names, and tied ones stay tied.
 
-    Every parameter becomes a ``DTensor``: cut as the plan says, or the same on every rank. Inputs and outputs of the
-    model are plain tensors, the same on every rank (but for ``sharded_logits``).
+    Every parameter becomes a ``DTensor``: sharded by the plan, or replicated. Inputs and outputs of the model are plain
+    tensors, the same on every rank (but for ``sharded_logits``).
 
     Args:
         model: whole, on the meta device or with the same weights on every rank; or one stage of a pipeline.
         mesh: one-dimensional.
-        sequence: cut the activations between the layers along the sequence.
+        sequence: shard the activations between the layers along the sequence.
 
     Raises:
         UserError: the model has no tensor plan, or the degree does not divide its heads or sizes.
@@ -82,48 +97,63 @@ def tensor_parallel(model: nn.Module, plan: ModelParallelPlan, mesh: DeviceMesh,
     }
     fused = {name: parts for name, _, parts in matching(model.named_modules(), plan.fused)}
     check_degree({**plan.divisible_sizes, **_sizes(styles, fused)}, mesh.size())
-    _cut(model, styles, fused, mesh)
-    blocks = (
-        [block for _, block, _ in matching(model.named_modules(), {f"{plan.sequence}.*": None})] if sequence else []
-    )
-    _convert(model, styles, blocks, mesh)
+    _shard_parameters(model, styles, fused, mesh)
+    repeated = {} if plan.sequence is None else {f"{plan.sequence}.*": None}
+    blocks = [block for _, block, _ in matching(model.named_modules(), repeated)]
+    _convert(model, styles, blocks, mesh, sequence)
     for _, module, attributes in matching(model.named_modules(), plan.divided_attributes):
         for attribute in attributes:
             setattr(module, attribute, getattr(module, attribute) // mesh.size())
 
 
-def _convert(model: nn.Module, styles: Styled, blocks: Sequence[nn.Module], mesh: DeviceMesh) -> None:
-    """Let every module compute with its local shards; ``blocks``: those that get sequence shards."""
-    inside = {id(module) for block in blocks for module in block.modules()}
+def _convert(model: nn.Module, styles: Styled, blocks: Sequence[nn.Module], mesh: DeviceMesh, sequence: bool) -> None:
+    """Let every module compute with its local shards; ``blocks``: between which activations may be sharded."""
+    styled = {id(module) for module, _ in styles.values()}
+    layers = [child for block in blocks for child in block.children() if styled & set(map(id, child.modules()))]
+    sums_once = layers if sequence or _hold_only(styled, layers) else []
+    inside = {id(module) for block in (blocks if sequence else ()) for module in block.modules()}
     for name, module in model.named_modules():
         _, style = styles.get(name, (module, None))
         alike = [own for own, parameter in module.named_parameters(recurse=False) if _is_replicated(parameter)]
         if alike and style in (None, "replicated"):
             differ = style == "replicated" or id(module) in inside  # the inputs differ by rank
             use_local(module, alike, Partial() if differ else Replicate())
-    made = {name: _make(style, id(module) in inside) for name, (module, style) in styles.items()}
+    in_layers = {id(module) for layer in sums_once for module in layer.modules()}
+    made = {name: _make(style, id(module) in in_layers, sequence) for name, (module, style) in styles.items()}
     parallelize_module(model, mesh, {name: maker for name, maker in made.items() if maker is not None})
-    if blocks:
-        cut = {id(module) for module, _ in styles.values()}
-        layers = [child for block in blocks for child in block.children() if cut & set(map(id, child.modules()))]
+    if sequence and blocks:
         shard_sequence_between_blocks(blocks, layers, mesh)
+    elif not sequence:
+        sum_input_gradients_once(sums_once, mesh)
+
+
+def _hold_only(styled: Collection[int], layers: Sequence[nn.Module]) -> bool:
+    """Whether no parameter in these layers belongs to another module: that one (an adapter's A) would get a part of its
+    gradient only, where the gradients of a layer's inputs are summed once."""
+    owners = (module for layer in layers for module in layer.modules() if list(module.parameters(recurse=False)))
+    return all(id(module) in styled for module in owners)
 
 
 def _is_replicated(parameter: nn.Parameter) -> bool:
     return isinstance(parameter, DTensor) and parameter.placements == (Replicate(),)
 
 
-def _make(style: Style, sequence: bool) -> ParallelStyle | None:
-    """The torch style for ``style``; ``sequence``: whether activations around the module are cut along the sequence."""
+def _make(style: Style, in_layer: bool, sequence: bool) -> ParallelStyle | None:
+    """The torch style for ``style``.
+
+    Args:
+        in_layer: whether the module is in a layer that sums the gradients of its inputs once, for all its modules.
+        sequence: whether the outputs of such a layer are sharded along the sequence.
+    """
     match style:
         case "colwise" | "fused_colwise" | "head_bias":
-            return Colwise(sums=not sequence)
+            return Colwise(sums=not in_layer)
         case "colwise_gather_output":
-            return Colwise(Replicate(), sums=not sequence)
+            return Colwise(Replicate(), sums=not in_layer)
         case "rowwise":
-            return Rowwise(scatters=sequence)
+            return Rowwise(scatters=in_layer and sequence)
         case "rowwise_split_input":
-            return Rowwise(Replicate(), scatters=sequence)
+            return Rowwise(Replicate(), scatters=in_layer and sequence)
         case "embedding":
             return Embedding()
         case "vocabulary":
@@ -135,8 +165,8 @@ def _make(style: Style, sequence: bool) -> ParallelStyle | None:
 _ROWWISE = ("rowwise", "rowwise_split_input")
 
 
-def _cut_dim(module: nn.Module, style: Style) -> int | None:
-    """Along which dim a module's weight is cut; None for not at all."""
+def _shard_dim(module: nn.Module, style: Style) -> int | None:
+    """The dim along which a module's weight is sharded; None if it is replicated."""
     if style == "replicated":
         return None
     if style in ("embedding", "vocabulary"):
@@ -148,10 +178,10 @@ def _cut_dim(module: nn.Module, style: Style) -> int | None:
 
 
 def _sizes(styles: Styled, fused: Mapping[str, int]) -> dict[str, int]:
-    """What must be divided evenly: all but the vocabulary, which may be cut into parts of different sizes."""
+    """The sizes that the degree must divide: all but the vocabulary, whose shards may differ in size."""
     found = {}
     for name, (module, style) in styles.items():
-        dim = _cut_dim(module, style)
+        dim = _shard_dim(module, style)
         if dim is not None and style not in ("embedding", "vocabulary"):
             weight = module._parameters["weight"]
             assert weight is not None
@@ -159,13 +189,13 @@ def _sizes(styles: Styled, fused: Mapping[str, int]) -> dict[str, int]:
     return found
 
 
-def _cut(model: nn.Module, styles: Styled, fused: Mapping[str, int], mesh: DeviceMesh) -> None:
-    """Make every parameter a ``DTensor``."""
+def _shard_parameters(model: nn.Module, styles: Styled, fused: Mapping[str, int], mesh: DeviceMesh) -> None:
+    """Turn every parameter into a ``DTensor``."""
     placements: dict[nn.Parameter, Shard] = {}
     orders: dict[nn.Parameter, FusedLayout] = {}
     for name, (module, style) in styles.items():
         for own, parameter in module.named_parameters(recurse=False):
-            dim = _cut_dim(module, style)
+            dim = _shard_dim(module, style)
             if own == "bias":
                 dim = None if style in _ROWWISE or dim is None else 0
             if dim is not None:

@@ -1,4 +1,4 @@
-"""Weights into a model that is spread over ranks, and out of it again, under the names of the whole model.
+"""Loads weights into a sharded model, and gathers them from it, under the names of the full model.
 
 Files and callers have full tensors in the single-process layout; a rank holds shards. Such a model is
 built with its parameters on the meta device, sharded there, and only then filled, shard by shard: no rank needs memory
@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from drawbar.distributed.device_mesh import local_shape_and_offset
 from drawbar.errors import UserError
+from drawbar.parallel.local_boxes import boxes_of_shard
 from drawbar.parallel.tensor import FusedLayout
-from drawbar.runtime.safetensors_reader import dtype_of, read_part, shape_of
+from drawbar.runtime.safetensors_reader import dtype_of, read_slice, shape_of
 
 
 def materialize(
@@ -44,7 +45,7 @@ def materialize(
 
 
 def expanded_empty(parameter: Tensor, device: torch.device) -> Tensor:
-    """For ``materialize``: something of the parameter's shape that takes no memory, and must not be written to."""
+    """For ``materialize``: a read-only placeholder of the parameter's shape that takes no memory."""
     return torch.empty((), dtype=parameter.dtype, device=device).expand(parameter.shape)
 
 
@@ -58,18 +59,16 @@ def full_tensor(tensor: Tensor, fused: FusedLayout | None = None) -> Tensor:
 
 @torch.no_grad()
 def load_shard(tensor: Tensor, tensors: Mapping[str, Tensor], name: str, fused: FusedLayout | None = None) -> None:
-    """Set a parameter, a buffer or an optimizer's tensor to its part of ``tensors[name]``, read whole if ``fused``."""
+    """Set a parameter, a buffer or an optimizer's tensor to its shard of ``tensors[name]``; only that shard is read."""
     if not isinstance(tensor, DTensor):
         tensor.copy_(tensors[name])
         return
     local = tensor.to_local()
-    if fused is not None:
-        source: Mapping[str, Tensor] = {name: fused.to_storage(tensors[name])}
-    else:
-        source = tensors
-    shape, offset = local_shape_and_offset(tensor)
-    index = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
-    local.copy_(read_part(source, name, index))
+    sizes, offset = local_shape_and_offset(tensor)
+    for part, at in boxes_of_shard(sizes, offset, tensor.shape, fused):
+        piece = local[part]
+        index = tuple(slice(start, start + size) for start, size in zip(at, piece.shape, strict=True))
+        piece.copy_(read_slice(tensors, name, index))
 
 
 def shard_like(
@@ -137,7 +136,7 @@ def tensors_from_rank0(source: nn.Module | None, device: torch.device) -> Iterat
 def broadcast_shards(
     targets: Mapping[str, Tensor], source: nn.Module | None, fused: Mapping[str, FusedLayout], device: torch.device
 ) -> None:
-    """Fill the parts of a spread model from a whole one on rank 0. Every rank calls it.
+    """Fill the shards of a model from the full model on rank 0. Collective.
 
     Args:
         targets: this rank's parameters and buffers, by their names in the whole model.

@@ -15,7 +15,7 @@ _HOME = "torch.distributed.optim"
 
 
 def zero1_optimizer(optimizer: Optimizer) -> "ZeroRedundancyOptimizer":
-    """The same optimizer, with its parameters dealt out to the ranks. It must not have made a step.
+    """The same optimizer, with its parameters partitioned over the ranks. It must not have made a step.
 
     If all have one dtype, the parameters become views of one tensor for each rank, which is sent in one broadcast.
     Otherwise torch sends them one by one.
@@ -34,10 +34,10 @@ def zero1_optimizer(optimizer: Optimizer) -> "ZeroRedundancyOptimizer":
 
 
 def local_optimizer(optimizer: Optimizer) -> Optimizer:
-    """The optimizer that holds this rank's part of the state."""
+    """The optimizer with this rank's partition of the state."""
     return optimizer.optim if is_zero1(optimizer) else optimizer
 
 
 def is_zero1(optimizer: Optimizer) -> "TypeGuard[ZeroRedundancyOptimizer]":
-    """Whether its state is dealt out to the ranks."""
+    """Whether its state is partitioned over the ranks."""
     return _HOME in sys.modules and isinstance(optimizer, sys.modules[_HOME].ZeroRedundancyOptimizer)

@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from drawbar.config.deepspeed.meaning import is_deepspeed, laid_out
-from drawbar.config.io.problems import report_errors
+from drawbar.config.deepspeed.zero_settings import is_deepspeed, with_layout
+from drawbar.config.io.problems import report_errors, report_missing_values
 from drawbar.config.io.source import Settings, apply_override
 from drawbar.config.rules.compatibility import deepspeed_cases, parallel_cases
 from drawbar.config.rules.rule_table import RULES, check_rules, check_world
@@ -33,11 +33,11 @@ class Case:
     @property
     def alone(self) -> bool:
         """Whether it runs in one process, however many there are."""
-        return _is_alone(self.parallel)
+        return _is_one_process(self.parallel)
 
     def apply_to(self, config: RunConfig, precision: str) -> RunConfig:
         """The configuration, run in this way."""
-        return laid_out(config, self.parallel).model_copy(update={"precision": precision})
+        return with_layout(config, self.parallel).model_copy(update={"precision": precision})
 
 
 def parse_cases(text: str, config: RunConfig) -> list[Case]:
@@ -75,6 +75,7 @@ def parse_case(text: str, config: RunConfig) -> Case:
         parallel = RunConfig.model_validate_json(json.dumps(settings.values)).parallel
     except ValidationError as error:
         report_errors(error, RunConfig, settings)
+    report_missing_values(RunConfig, settings)
     if settings.problems:
         raise UserError(
             "\n".join(settings.problems), where="--strategies", remedy="`drawbar config explain parallel` lists them"
@@ -95,17 +96,17 @@ def default_cases(config: RunConfig, ranks: int, precision: str) -> list[Case]:
     if is_deepspeed(config):
         own = own.model_copy(update={"strategy": "deepspeed"})
         cases += [parse_case(written(settings), config) for settings in deepspeed_cases(config, ranks)]
-    elif (_is_alone(own) or own.strategy == AUTO) and own.model_ranks == 1:
+    elif (_is_one_process(own) or own.strategy == AUTO) and own.model_ranks == 1:
         own = own.model_copy(update={"strategy": "single" if ranks == 1 else "ddp"})
     if precision != "fp32" or (ranks == 1 and own != ONE_PROCESS):
         # ``single`` shows what rounding does in a lower precision, or, with one rank, what the settings in ``_KEPT`` do
         cases.insert(0, parse_case("single", config))
-    if own not in [case.parallel for case in cases] and not _is_alone(own):
+    if own not in [case.parallel for case in cases] and not _is_one_process(own):
         cases.append(Case("as configured", own))
     return cases
 
 
-def _is_alone(parallel: ParallelSection) -> bool:
+def _is_one_process(parallel: ParallelSection) -> bool:
     return parallel.features.one_process and not parallel.features.many_devices
 
 

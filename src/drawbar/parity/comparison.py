@@ -59,12 +59,12 @@ class Tolerances:
     grad_norm: Limits
     gradients: Limits
     weights: Limits
-    gradient_precision: float
+    max_gradient_error: float
     """A weight entry is compared only if the relative rounding error of its gradient is at most this."""
 
 
-EXACT = Tolerances(Limits(1e-5), Limits(1e-4), Limits(1e-4), Limits(1e-4), gradient_precision=1e-4)
-"""Of fp32, compared with fp32."""
+FP32_TOLERANCES = Tolerances(Limits(1e-5), Limits(1e-4), Limits(1e-4), Limits(1e-4), max_gradient_error=1e-4)
+"""For fp32 against fp32."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Note:
 
 @dataclass(frozen=True)
 class StepStart:
-    """Where a training goes on from."""
+    """The state from which a training continues."""
 
     step: int
     engine: EngineState
@@ -88,7 +88,7 @@ class StepStart:
 
 @dataclass
 class Trace:
-    """What a training did. On rank 0; elsewhere the tensors are missing."""
+    """The record of a training. Complete on rank 0; elsewhere without tensors."""
 
     losses: dict[int, float] = field(default_factory=dict)
     """By step."""
@@ -111,7 +111,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class Reference:
-    """What trainings are compared with."""
+    """The training that others are compared with, and the tolerances."""
 
     trace: Trace
     """Of one process, in fp32."""
@@ -130,7 +130,15 @@ class Worst:
     @staticmethod
     def of(differences: Differences, limits: Limits) -> "Worst":
         found = [Worst(value, limits.of(where), where) for where, value in differences.items()]
-        return max(found, key=lambda one: one.value / one.limit, default=Worst(0.0, limits.least))
+        return max(found, key=lambda one: one.ratio, default=Worst(0.0, limits.least))
+
+    @property
+    def ratio(self) -> float:
+        return self.value / self.limit
+
+    def or_worse(self, other: "Worst | None") -> "Worst":
+        """The one of the two with the larger ratio."""
+        return other if other is not None and other.ratio > self.ratio else self
 
     @property
     def exceeds(self) -> bool:
@@ -175,13 +183,12 @@ class Comparison:
         return not self.exceeded() and not self.notes
 
 
-def compare(trace: Trace, reference: Trace, tolerances: Tolerances) -> Comparison:
-    """Compare two traces of the same steps, from the same weights, on the same data."""
-    return Comparison.of(distances(trace, reference, tolerances.gradient_precision), tolerances)
+def distances(trace: Trace, reference: Trace, max_gradient_error: float) -> Distances:
+    """All differences of two traces of the same steps, from the same weights, on the same data, without limits.
 
-
-def distances(trace: Trace, reference: Trace, gradient_precision: float) -> Distances:
-    """All differences that ``compare`` judges, without limits. ``gradient_precision``: see :class:`Tolerances`."""
+    Args:
+        max_gradient_error: see :class:`Tolerances`.
+    """
     notes = [*trace.unequal]
     if skipped := sorted(set(trace.skipped) ^ set(reference.skipped)):
         notes.append(Note("", f"fp16 overflowed: no update in step {', '.join(map(str, skipped))}"))
@@ -192,7 +199,7 @@ def distances(trace: Trace, reference: Trace, gradient_precision: float) -> Dist
         notes += [note for note in missing if note not in notes]
         apart = gradient_differences(found, by_every_name(expected, reference.ties))
         gradients |= {at_step(name, step): value for name, value in apart.items()}
-    weights, left_out, missing = weight_differences(trace, reference, gradient_precision)
+    weights, left_out, missing = weight_differences(trace, reference, max_gradient_error)
     return Distances(
         loss=number_differences(trace.losses, reference.losses),
         grad_norm=number_differences(trace.grad_norms, reference.grad_norms),
@@ -204,7 +211,7 @@ def distances(trace: Trace, reference: Trace, gradient_precision: float) -> Dist
 
 
 def at_step(name: str, step: int) -> str:
-    """Where a gradient is."""
+    """Name of a parameter's gradient at a step, for messages."""
     return f"{name}, step {step}"
 
 
@@ -234,7 +241,7 @@ def usual_size(gradients: Tensors) -> float:
 
 
 def norm(tensor: Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
+    return float(torch.linalg.vector_norm(tensor.double()))  # a buffer may be of whole numbers
 
 
 def difference(found: Tensor, expected: Tensor, floor: float = 0.0) -> float:
@@ -252,7 +259,7 @@ def _ratio(distance: float, size: float) -> float:
 
 
 def weight_differences(
-    trace: Trace, reference: Trace, gradient_precision: float
+    trace: Trace, reference: Trace, max_gradient_error: float
 ) -> tuple[Differences, float, list[Note]]:
     """Relative differences by parameter, the share of all entries that are not compared, and notes on missing ones."""
     found, notes = match(trace.weights, reference.weights, reference.ties)
@@ -267,7 +274,7 @@ def weight_differences(
             continue
         one, other = found[name], expected
         if name in gradients and name in others and one.shape == other.shape == others[name].shape:
-            compared = known_entries(others[name], gradients[name], gradient_precision)
+            compared = known_entries(others[name], gradients[name], max_gradient_error)
             left_out += expected.numel() - int(compared.sum())
             one, other = one[compared], other[compared]
         differences[name] = difference(one, other)

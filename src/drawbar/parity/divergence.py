@@ -26,8 +26,16 @@ from drawbar.distributed.rank_info import RankInfo
 from drawbar.engines.engine import Engine
 from drawbar.engines.parts import Executor
 from drawbar.parallel.pipeline.stages import StageInput, Zero
-from drawbar.parity.comparison import EXACT, Differences, Limits, difference, gradient_differences, norm
-from drawbar.parity.recorder import clean_name, modules_of, tied_names
+from drawbar.parity.comparison import (
+    FP32_TOLERANCES,
+    Differences,
+    Limits,
+    Worst,
+    difference,
+    gradient_differences,
+    norm,
+)
+from drawbar.parity.recorder import clean_name, groups_of_tied_names, modules_of
 from drawbar.parity.rounding import limits, noises
 from drawbar.parity.workload import Workload
 from drawbar.tasks.batch import Batch
@@ -51,7 +59,8 @@ class ModuleDifference:
 
 @dataclass
 class ModuleRecord:
-    """What modules give in one micro-batch, in order of execution, by ``module#call#output`` (numbers from 0)."""
+    """Outputs of all modules in one micro-batch and their gradients, in order of execution, by ``module#call#output``
+    (numbers from 0)."""
 
     outputs: Tensors = field(default_factory=dict)
     gradients: Tensors = field(default_factory=dict)
@@ -69,9 +78,11 @@ class ModuleRecord:
 
 @dataclass
 class Probe:
-    """What the step of few rows has shown of all ranks."""
+    """Measurements of all ranks in the step of few rows."""
 
-    events: list[ModuleDifference]
+    mismatches: list[ModuleDifference]
+    worst: dict[tuple[str, str], Worst]
+    """By (kind, module): the worst difference on any rank."""
     agreed: set[tuple[str, str]]
     """(kind, module) of full tensors that match the reference on some rank."""
     parts: set[tuple[str, str]]
@@ -79,10 +90,11 @@ class Probe:
     order: dict[str, list[str]]
     """By kind: the modules in the order in which the reference computes them."""
     found: Tensors
+    """The gradients of the parameters under the strategy."""
     expected: Tensors
-    """The gradients of the parameters."""
+    """The same in one process."""
     limits: Limits
-    """The largest differences of these that are no fault."""
+    """The largest differences of these gradients that are no fault."""
     ties: list[list[str]]
 
 
@@ -97,7 +109,7 @@ class ReferenceStep:
 
 
 def find_divergence(workload: Workload, config: RunConfig, reference: RunConfig, world: Distributed) -> Probe | None:
-    """Make the step of few rows; every rank calls it. What came of it, on rank 0.
+    """Make the step of few rows, and return its measurements on rank 0. Collective.
 
     Args:
         config: the workload's, run in the way that failed.
@@ -110,25 +122,30 @@ def find_divergence(workload: Workload, config: RunConfig, reference: RunConfig,
     _, micro_batches = next(iter(loader.steps(0, 1)))
     micro_batches_by_rank = world.dp_group.gather_from_leaders(micro_batches)
     records = [ModuleRecord() for _ in range(world.dp_group.size)]
-    reference_step, gradient_limits = ReferenceStep(records, {}, []), EXACT.gradients
+    reference_step, gradient_limits = ReferenceStep(records, {}, []), FP32_TOLERANCES.gradients
     if micro_batches_by_rank is not None:
         with world.working("making a step in one process"):
             reference_step = record_step(workload, reference, world, micro_batches_by_rank)
             gradient_limits = _measure(
                 workload, reference, config.precision, world, micro_batches_by_rank, reference_step
             )
-    own = _own_record(reference_step.records, world)
-    engine = workload.engine(config, world, loader.steps_per_epoch)
+    own = _reference_of_this_rank(reference_step.records, world)
+    engine = workload.engine(config, world, workload.total_steps(config, loader.steps_per_epoch))
     comparer = _Comparer(own, world)
     comparer.watch(engine, staged=config.parallel.pipeline > 1)
     found = _step(engine, micro_batches)
-    reports = world.gather((comparer.events, comparer.agreed, comparer.parts))
+    reports = world.gather((comparer.mismatches, comparer.agreed, comparer.parts, comparer.worst))
     if reports is None:
         return None
     order = {"output": _modules(own.outputs), "gradient": _modules(own.gradients)}
-    events = [event for events, *_ in reports for event in events]
+    mismatches = [mismatch for mismatches, *_ in reports for mismatch in mismatches]
     agreed, parts = (set().union(*(report[place] for report in reports)) for place in (1, 2))
-    return Probe(events, agreed, parts, order, found, reference_step.gradients, gradient_limits, reference_step.ties)
+    worst: dict[tuple[str, str], Worst] = {}
+    for *_, of_rank in reports:
+        for key, one in of_rank.items():
+            worst[key] = one.or_worse(worst.get(key))
+    gradients = (found, reference_step.gradients, gradient_limits)
+    return Probe(mismatches, worst, agreed, parts, order, *gradients, reference_step.ties)
 
 
 def record_step(
@@ -136,7 +153,7 @@ def record_step(
 ) -> ReferenceStep:
     """One process's step over the micro-batches of all ranks."""
     alone = Distributed(RankInfo(), world.device, world.timeout.total_seconds())
-    built = workload.engine(config, alone, None if config.train.steps else 1)
+    built = workload.engine(config, alone, workload.total_steps(config, None if config.train.steps else 1))
     starts, total = [], 0
     for micro_batches in micro_batches_by_rank:
         starts.append(total)
@@ -146,7 +163,7 @@ def record_step(
     parts = replace(built.parts, executor=_OneByOne(built.executor, recorder.begin_micro_batch))
     engine = Engine(built.task, built.config, alone, parts, built.total_steps)
     gradients = _step(engine, [micro for micro_batches in micro_batches_by_rank for micro in micro_batches])
-    ties = tied_names(recorder.parameters_by_all_names(engine))
+    ties = groups_of_tied_names(recorder.parameters_by_all_names(engine))
     return ReferenceStep(list(recorder.records.values()), gradients, ties)
 
 
@@ -168,8 +185,10 @@ def _measure(
         for found, record, rounded in zip(of_records, reference_step.records, other.records, strict=True):
             found.append(record.differences(rounded))
     for found, record in zip(of_records, reference_step.records, strict=True):
-        record.limits = {kind: limits(EXACT.gradients, [one[kind] for one in found]) for kind in ("output", "gradient")}
-    return limits(EXACT.gradients, apart)
+        record.limits = {
+            kind: limits(FP32_TOLERANCES.gradients, [one[kind] for one in found]) for kind in ("output", "gradient")
+        }
+    return limits(FP32_TOLERANCES.gradients, apart)
 
 
 def _step(engine: Engine, micro_batches: MicroBatches) -> Tensors:
@@ -180,7 +199,7 @@ def _step(engine: Engine, micro_batches: MicroBatches) -> Tensors:
     return kept[0] if kept else {}
 
 
-def _own_record(records: Sequence[ModuleRecord], world: Distributed) -> ModuleRecord:
+def _reference_of_this_rank(records: Sequence[ModuleRecord], world: Distributed) -> ModuleRecord:
     """The reference's record of this rank's first micro-batch, sent from rank 0."""
     own = ModuleRecord()
     for number in range(world.dp_group.size):
@@ -206,7 +225,7 @@ def _modules(keys: Any) -> list[str]:
 
 
 class _Hooks:
-    """Sees every output of every module, by ``module#call#number``, and its gradient."""
+    """Hooks on every output of every module, by ``module#call#number``, and on its gradient."""
 
     def watch(self, engine: Engine, staged: bool = False) -> None:
         """Args: staged: whether the modules are stages. Then placeholders of pruned modules, and their parents, are
@@ -230,16 +249,16 @@ class _Hooks:
                 leaf for leaf in _pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()
             ]
             for number, tensor in enumerate(leaves):
-                self._see(f"{name}#{call}#{number}", tensor)
+                self._on_output(f"{name}#{call}#{number}", tensor)
 
         return after
 
-    def _see(self, key: str, tensor: Tensor) -> None:
+    def _on_output(self, key: str, tensor: Tensor) -> None:
         raise NotImplementedError
 
 
 class _Recorder(_Hooks):
-    """Keeps what flows in some of the micro-batches."""
+    """Records outputs and gradients in some of the micro-batches."""
 
     def __init__(self, records: dict[int, ModuleRecord]) -> None:
         self.records = records
@@ -249,7 +268,7 @@ class _Recorder(_Hooks):
         self._micro += 1
         self.calls.clear()
 
-    def _see(self, key: str, tensor: Tensor) -> None:
+    def _on_output(self, key: str, tensor: Tensor) -> None:
         record = self.records.get(self._micro)
         if record is None:
             return
@@ -278,30 +297,34 @@ class _OneByOne:
     def evaluate(self, batch: Batch) -> tuple[float, list[Any] | None]:
         return self._executor.evaluate(batch)
 
+    def has_gradient(self, batch: Batch, training: bool) -> bool:
+        return self._executor.has_gradient(batch, training)
+
     def inference(self) -> AbstractContextManager[Any]:
         return self._executor.inference()
 
 
 class _Comparer(_Hooks):
-    """Compares what flows in the first micro-batch with the reference's."""
+    """Compares outputs and gradients of the first micro-batch with the reference's."""
 
     def __init__(self, record: ModuleRecord, world: Distributed) -> None:
-        self.events: list[ModuleDifference] = []
+        self.mismatches: list[ModuleDifference] = []
+        self.worst: dict[tuple[str, str], Worst] = {}
         self.agreed: set[tuple[str, str]] = set()
         self.parts: set[tuple[str, str]] = set()
         self._record = record
         self._world = world
         self._scale: float | None = None
 
-    def _see(self, key: str, tensor: Tensor) -> None:
+    def _on_output(self, key: str, tensor: Tensor) -> None:
         expected = self._record.outputs.get(key)
         if expected is None:  # a later micro-batch, or computed again for the backward pass
             return
         self._compare("output", key, _copy(tensor), expected)
         if tensor.requires_grad and key in self._record.gradients:
-            tensor.register_hook(lambda gradient: self._see_gradient(key, _copy(gradient)))
+            tensor.register_hook(lambda gradient: self._on_gradient(key, _copy(gradient)))
 
-    def _see_gradient(self, key: str, gradient: Tensor) -> None:
+    def _on_gradient(self, key: str, gradient: Tensor) -> None:
         expected = self._record.gradients[key]
         if self._scale is None:  # not yet known: the factor by which the strategy scales the loss, and so all gradients
             self._scale = float(self._world.dp_group.size)
@@ -313,8 +336,11 @@ class _Comparer(_Hooks):
         module = key.partition("#")[0]
         whole = found.shape == expected.shape
         value = min((difference(found, piece) for piece in pieces(expected, found.shape)), default=math.inf)
-        if value > self._record.limits[kind].of(key):
-            self.events.append(ModuleDifference(kind, module, value, self._world.rank, whole))
+        limit = self._record.limits[kind].of(key)
+        worst = Worst(value, limit, f"rank {self._world.rank}")
+        self.worst[kind, module] = worst.or_worse(self.worst.get((kind, module)))
+        if value > limit:
+            self.mismatches.append(ModuleDifference(kind, module, value, self._world.rank, whole))
         else:
             (self.agreed if whole else self.parts).add((kind, module))
 
@@ -330,8 +356,8 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def pieces(whole: Tensor, shape: torch.Size) -> Iterator[Tensor]:
-    """The parts of this shape that a rank may have of a tensor, cut along each shorter dim: contiguous; a part of each
-    of several fused layers; or two, from the head and the tail of a sequence (context parallelism)."""
+    """The shards of this shape that a rank may have of a tensor, along each shorter dim: contiguous; a slice of each of
+    several fused layers; or two, from the head and the tail of a sequence (context parallelism)."""
     if whole.shape == shape:
         yield whole
         return

@@ -1,4 +1,4 @@
-"""A short training, and all that can be seen of it."""
+"""Makes a short training, and records losses, gradient norms, gradients and weights."""
 
 import hashlib
 import math
@@ -18,11 +18,11 @@ from drawbar.engines.results import EngineState
 from drawbar.errors import ExitCode, UserError
 from drawbar.parallel.pipeline.stages import LocalStages
 from drawbar.parity.comparison import Note, StepStart, Trace
-from drawbar.parity.workload import Workload, drops
+from drawbar.parity.workload import Workload, has_dropout
 from drawbar.runtime.seed import seed_everything
 from drawbar.tracking.console import Console
 
-Part = tuple[str, tuple[tuple[int, int], ...]]
+ShardKey = tuple[str, tuple[tuple[int, int], ...]]
 """A parameter's name, and its shard's (mesh axis, coordinate) pairs."""
 
 
@@ -44,20 +44,21 @@ def train(
     Raises:
         UserError: the data cannot be read, or the configuration cannot be run so.
     """
-    loader = workload.loader(config, world, console)
-    engine = workload.engine(config, world, loader.steps_per_epoch)
-    first, last = 1, until or workload.steps
-    if start is not None:
-        values = {**start.engine.values, "precision": config.precision}
-        # copies: an optimizer keeps what it is given, and changes it
-        moments = {name: tensor.clone() for name, tensor in start.engine.optimizer.items()}
-        engine.load(EngineState(start.engine.model, moments, values))
-        loader.load(start.data)
-        first = start.step + 1
-    trace = Trace(first_trained_step=first)
+    engine = workload.engine(config, world)  # first: what cannot be run here is refused before the data are encoded
     with closing(engine):
+        loader = workload.loader(config, world, console)
+        engine.total_steps = workload.total_steps(config, loader.steps_per_epoch)
+        first, last = 1, until or workload.steps
+        if start is not None:
+            values = {**start.engine.values, "precision": config.precision}
+            # copies: an optimizer keeps what it is given, and changes it
+            moments = {name: tensor.clone() for name, tensor in start.engine.optimizer.items()}
+            engine.load(EngineState(start.engine.model, moments, values))
+            loader.load(start.data)
+            first = start.step + 1
+        trace = Trace(first_trained_step=first)
         for step, micro_batches in loader.steps(first - 1, last):
-            with engine.inspecting(partial(_look, trace, step, (first, last), engine, world)):
+            with engine.inspecting(partial(_record_gradients, trace, step, (first, last), engine, world)):
                 result = engine.train_step(micro_batches)
             trace.losses[step] = float(result.loss)
             trace.grad_norms[step] = float(result.grad_norm)
@@ -65,7 +66,7 @@ def train(
             if step == last - 1 and config.precision != "fp32":
                 trace.before_last = StepStart(step, engine.state(), loader.state())
         trace.weights = dict(engine.state().model)
-        trace.ties = tied_names(trace.weights)
+        trace.ties = groups_of_tied_names(trace.weights)
         trace.unequal += unequal_weights(engine, world, trace.ties, "after the last step")
     reports = world.gather(repr((trace.losses, trace.grad_norms)))
     for rank, report in enumerate(reports or []):
@@ -75,15 +76,15 @@ def train(
 
 
 def train_with_dropout(workload: Workload, config: RunConfig, world: Distributed) -> list[Note]:
-    """What ranks hold differently after two steps with the model's own dropout, seeded as in a run; on rank 0.
+    """Replicas that differ after two steps with the model's own dropout, seeded as in a run; on rank 0.
 
     Tensor-parallel ranks must draw the same numbers: where one draws more than another, replicas drift apart.
     """
-    workload = replace(workload, drops=True)
+    workload = replace(workload, keeps_dropout=True)
     loader = workload.loader(config, world)
-    engine = workload.engine(config, world, loader.steps_per_epoch)
+    engine = workload.engine(config, world, workload.total_steps(config, loader.steps_per_epoch))
     with closing(engine):
-        if not any(drops(module) for module in modules_of(engine)):
+        if not any(has_dropout(module) for module in modules_of(engine)):
             return []
         seed_everything(config.run.seed, world.dims.seed_rank(world.rank))
         for _, micro_batches in loader.steps(0, 2):
@@ -91,12 +92,12 @@ def train_with_dropout(workload: Workload, config: RunConfig, world: Distributed
         return unequal_weights(engine, world, [], "after two steps with dropout")
 
 
-def _look(trace: Trace, step: int, ends: tuple[int, int], engine: Engine, world: Distributed) -> None:
-    """Keep the gradients of the first and of the last step; each step's would be too many."""
+def _record_gradients(trace: Trace, step: int, ends: tuple[int, int], engine: Engine, world: Distributed) -> None:
+    """Record the gradients of the first and of the last step; those of all steps would be too many."""
     if step not in ends:
         return
     trace.gradients[step] = engine.gradients()
-    trace.unequal += unequal_parts(engine.replicated_gradients(), world, "gradients", f"in step {step}")
+    trace.unequal += unequal_shards(engine.replicated_gradients(), world, "gradients", f"in step {step}")
 
 
 def check_finite(trace: Trace) -> None:
@@ -126,8 +127,8 @@ def clean_name(name: str) -> str:
     return ".".join(parts)
 
 
-def tied_names(tensors: dict[str, Tensor]) -> list[list[str]]:
-    """Names of one and the same tensor."""
+def groups_of_tied_names(tensors: dict[str, Tensor]) -> list[list[str]]:
+    """The names of each tensor that has several."""
     names: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         names.setdefault(id(tensor), []).append(name)
@@ -135,20 +136,20 @@ def tied_names(tensors: dict[str, Tensor]) -> list[list[str]]:
 
 
 def unequal_weights(engine: Engine, world: Distributed, ties: Sequence[Sequence[str]], when: str) -> list[Note]:
-    """:func:`unequal_parts` of the weights."""
-    return unequal_parts(engine.replicated(), world, "weights", when, ties)
+    """:func:`unequal_shards` of the weights."""
+    return unequal_shards(engine.replicated(), world, "weights", when, ties)
 
 
-def unequal_parts(
+def unequal_shards(
     tensors: Mapping[str, Tensor], world: Distributed, what: str, when: str, ties: Sequence[Sequence[str]] = ()
 ) -> list[Note]:
-    """Which tensors differ, in any bit, between ranks that hold the same part of them; on rank 0.
+    """The tensors that differ, in any bit, between ranks that hold the same shard; on rank 0.
 
     Replicas are never synchronized again, so a difference of one bit grows.
     """
-    digests = {_part(clean_name(name), tensor): _digest(tensor) for name, tensor in tensors.items()}
+    digests = {_shard_key(clean_name(name), tensor): _digest(tensor) for name, tensor in tensors.items()}
     first_names = {name: names[0] for names in ties for name in names}  # a pipeline's copies of a tied weight
-    seen: dict[Part, tuple[int, bytes]] = {}
+    seen: dict[ShardKey, tuple[int, bytes]] = {}
     unequal: dict[str, tuple[int, int]] = {}
     for rank, report in enumerate(world.gather(digests) or []):
         for (name, place), digest in report.items():
@@ -165,7 +166,7 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def _part(name: str, tensor: Tensor) -> Part:
+def _shard_key(name: str, tensor: Tensor) -> ShardKey:
     if not isinstance(tensor, DTensor):
         return name, ()
     at = tensor.device_mesh.get_coordinate() or []

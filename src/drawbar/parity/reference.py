@@ -1,20 +1,20 @@
-"""What trainings are compared with: what one process computes, in fp32.
+"""The reference of a comparison: the same training in one process, in fp32.
 
 In fp32 a strategy must give nearly equal numbers at each step. In a lower precision two right trainings drift apart,
 however little they differ at first, as the optimizer makes full-size steps even where a gradient is nothing but
-rounding. So in that case one process makes the first and the last step again, each from the state that the strategy had
-before: in fp32, and several times in the lower precision, with noise, to see what rounding does to this very step.
+rounding. So in that case one process makes the first step, and later the last one from the strategy's state before it:
+in fp32, and several times in the lower precision, with noise, to see what rounding does to this very step.
 """
 
 from dataclasses import replace
 
 import torch
 
-from drawbar.config.deepspeed.meaning import laid_out
+from drawbar.config.deepspeed.zero_settings import with_layout
 from drawbar.config.schema.run_config import ParallelSection, RunConfig
 from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
-from drawbar.parity.comparison import EXACT, Limits, Reference, Tolerances, Trace, distances
+from drawbar.parity.comparison import FP32_TOLERANCES, Limits, Reference, Tolerances, Trace, distances
 from drawbar.parity.recorder import StepStart, check_finite, train
 from drawbar.parity.rounding import gradient_precision, noises, tolerances
 from drawbar.parity.workload import Workload
@@ -23,7 +23,7 @@ from drawbar.tracking.console import Console
 
 def reference_config(config: RunConfig, precision: str = "fp32") -> RunConfig:
     """The configuration of the reference: one process, and the defaults of ``parallel``."""
-    return laid_out(config, ParallelSection(strategy="single")).model_copy(update={"precision": precision})
+    return with_layout(config, ParallelSection(strategy="single")).model_copy(update={"precision": precision})
 
 
 def make_reference(
@@ -37,8 +37,8 @@ def make_reference(
     if precision != "fp32":
         reference = repeat_step(workload, device, precision, None, console)
     else:
-        trace = train(workload, reference_config(workload.config), _alone(workload, device), console)
-        reference = Reference(trace, EXACT)
+        trace = train(workload, reference_config(workload.config), _single_process(workload, device), console)
+        reference = Reference(trace, FP32_TOLERANCES)
     check_finite(reference.trace)
     return reference
 
@@ -67,20 +67,20 @@ def _merged(first: Tolerances, last: Tolerances) -> Tolerances:
         grad_norm=Limits(max(first.grad_norm.least, last.grad_norm.least)),
         gradients=Limits(last.gradients.least, {**first.gradients.at, **last.gradients.at}),
         weights=last.weights,
-        gradient_precision=last.gradient_precision,
+        max_gradient_error=last.max_gradient_error,
     )
 
 
 def repeat_step(
     workload: Workload, device: torch.device, precision: str, start: StepStart | None, console: Console | None = None
 ) -> Reference:
-    """One step of one process: in fp32, and in another precision as often as it takes to see what rounding does.
+    """One step of one process in fp32, with tolerances from ``DRAWS`` noisy runs of it in ``precision``.
 
     Args:
         start: where it begins; by default, where the training does.
     """
     until = 1 if start is None else start.step + 1
-    alone = _alone(workload, device)
+    alone = _single_process(workload, device)
     trace = train(workload, reference_config(workload.config), alone, console, start, until)
     low = reference_config(workload.config, precision)
     rounded = (train(replace(workload, noise=noise), low, alone, None, start, until) for noise in noises(precision))
@@ -89,5 +89,5 @@ def repeat_step(
     )
 
 
-def _alone(workload: Workload, device: torch.device) -> Distributed:
+def _single_process(workload: Workload, device: torch.device) -> Distributed:
     return Distributed(RankInfo(), device, workload.config.launch.timeout)

@@ -1,16 +1,28 @@
-"""What came of a case: for a person, and for a program."""
+"""The result of each case, as a table and as JSON."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from drawbar.errors import ExitCode
-from drawbar.parity.comparison import Comparison
-from drawbar.parity.verdict import Divergence
+from drawbar.parity.compared_modules import ComparedModule
+from drawbar.parity.comparison import Comparison, Distances, Reference, Trace
+from drawbar.parity.diagnosis import Diagnosis
+from drawbar.tracking.jsonl import json_number
 from drawbar.tracking.table import print_table
 
-Verdict = Literal["equal", "diverges", "refused", "crashed"]
+CaseVerdict = Literal["equal", "diverges", "refused", "crashed"]
+LABELS = {"loss": "loss", "grad_norm": "gradient norm", "gradients": "gradients", "weights": "weights"}
+SHOWN_NOTES = 3
+STYLES = {"equal": "green", "diverges": "bold red", "refused": "yellow", "crashed": "bold red"}
+COLUMNS = ("output", "gradient", "parameters", "weights")
+"""What is compared of a module: see :class:`ComparedModule`."""
+EQUAL_MODULES = 3
+"""Rows of equal modules that are printed before the first one that differs."""
+MODULES = 8
+"""Rows that are printed from that one on."""
 
 
 @dataclass(frozen=True)
@@ -18,32 +30,54 @@ class Result:
     """One case."""
 
     name: str
-    verdict: Verdict
+    verdict: CaseVerdict
     asked_for: bool = True
     """Whether the user named it: then a refusal is an error."""
     reasons: list[str] = field(default_factory=list)
     module: str = ""
     """The first module that diverges."""
     comparison: dict[str, Any] | None = None
+    curves: dict[str, dict[str, Any]] | None = None
+    """See ``curves_of``."""
+    modules: list[dict[str, Any]] = field(default_factory=list)
+    """Of a case that diverges: each :class:`ComparedModule`, in the order in which one process computes them."""
 
-    @staticmethod
-    def of(name: str, asked_for: bool, comparison: Comparison, divergence: Divergence | None) -> "Result":
-        """Args: divergence: None for a case that passes."""
-        if divergence is None:
-            return Result(name, "equal", asked_for, comparison=asdict(comparison))
-        reasons = [divergence.text]
+    def diverging(self, comparison: Comparison, diagnosis: Diagnosis, modules: Sequence[ComparedModule]) -> "Result":
+        """The same case, which has proved to diverge."""
+        reasons = [diagnosis.text]
         for kind, worst in comparison.exceeded().items():
             reasons.append(f"{LABELS[kind]}: {worst.value:.1e}, more than {worst.limit:.0e}, at {worst.where}")
         reasons += [note.text for note in comparison.notes if note.text not in reasons][:SHOWN_NOTES]
-        return Result(name, "diverges", asked_for, reasons, divergence.module, asdict(comparison))
+        rows = [asdict(module) for module in modules]
+        return replace(self, verdict="diverges", reasons=reasons, module=diagnosis.module, modules=rows)
+
+    def values(self) -> dict[str, Any]:
+        """What the JSON says of it; of each module also its ``standing``."""
+        modules = [{**module, "standing": standing(self, module)} for module in self.modules]
+        return {**asdict(self), "modules": modules}
 
     def line(self) -> str:
         """One line, as soon as it is known."""
         return f"{self.name}: {self.verdict}" + (f": {self.reasons[0].splitlines()[0]}" if self.reasons else "")
 
 
-LABELS = {"loss": "loss", "grad_norm": "gradient norm", "gradients": "gradients", "weights": "weights"}
-SHOWN_NOTES = 3
+def curves_of(trace: Trace, reference: Reference, found: Distances) -> dict[str, dict[str, Any]]:
+    """Loss and gradient norm by step: of the strategy, of one process, and how far they are apart."""
+    one = reference.trace
+    values = {
+        "loss": (trace.losses, one.losses, found.loss, reference.tolerances.loss),
+        "grad_norm": (trace.grad_norms, one.grad_norms, found.grad_norm, reference.tolerances.grad_norm),
+    }
+    return {
+        kind: {
+            "steps": sorted(expected),
+            "found": [own[step] for step in sorted(expected)],
+            "reference": [expected[step] for step in sorted(expected)],
+            "difference": [apart[f"step {step}"] for step in sorted(expected)],
+            "limit": limits.least,
+        }
+        for kind, (own, expected, apart, limits) in values.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -55,6 +89,9 @@ class ParityReport:
     ranks: int
     precision: str
     layers: int | None = None
+    run: str = ""
+    """The name of the run that the configuration is for."""
+    model: str = ""
 
     @property
     def exit_code(self) -> ExitCode:
@@ -66,17 +103,23 @@ class ParityReport:
         return ExitCode.FAILED if failed else ExitCode.DONE
 
     def as_json(self) -> str:
-        return json.dumps(
+        return json.dumps(self.values(), ensure_ascii=False, allow_nan=False)
+
+    def values(self) -> dict[str, Any]:
+        """What the JSON says. Numbers that are not finite are texts, as in ``metrics.jsonl``."""
+        return _finite(
             {
                 "equal": self.exit_code is ExitCode.DONE,
+                "run": self.run,
+                "model": self.model,
                 "steps": self.steps,
                 "ranks": self.ranks,
                 "precision": self.precision,
                 "layers": self.layers,
                 "reference": "fp32, one process, dropout off",
-                "cases": [asdict(result) for result in self.results],
-            },
-            ensure_ascii=False,
+                "labels": LABELS,
+                "cases": [result.values() for result in self.results],
+            }
         )
 
     def print(self) -> None:
@@ -87,11 +130,13 @@ class ParityReport:
             f"{self.steps} steps{which} on {self.ranks} process{'es' * (self.ranks > 1)} in {self.precision}, "
             f"against one process in fp32 (dropout off{shrunk}): largest relative differences/tolerances"
         )
-        rows = [self._row(result) for result in self.results]
-        print_table(title, ["strategy", *LABELS.values(), "worst parameter", "verdict"], rows)
+        rows = [_row(result) for result in self.results]
+        print_table(title, ["strategy", "verdict", *LABELS.values(), "worst parameter"], rows, left=2, styles=STYLES)
         for result in self.results:
             for number, reason in enumerate(result.reasons):
                 print(f"\n{result.name}: {reason}" if number == 0 else f"  {reason}", flush=True)
+            if result.modules:
+                _print_modules(result)
         shares = [result.comparison["left_out"] for result in self.results if result.comparison]
         if shares and max(shares) > 0:
             print(
@@ -100,10 +145,65 @@ class ParityReport:
                 flush=True,
             )
 
-    def _row(self, result: Result) -> list[str]:
-        found = result.comparison
-        if found is None:
-            return [result.name, *[""] * (len(LABELS) + 1), result.verdict]
-        worst = max(("gradients", "weights"), key=lambda name: found[name]["value"] / found[name]["limit"])
-        numbers = [f"{found[name]['value']:.1e}/{found[name]['limit']:.0e}" for name in LABELS]
-        return [result.name, *numbers, found[worst]["where"] if found[worst]["value"] else "", result.verdict]
+
+def _row(result: Result) -> list[str]:
+    found = result.comparison
+    if found is None:
+        return [result.name, result.verdict, *[""] * (len(LABELS) + 1)]
+    worst = max(("gradients", "weights"), key=lambda name: found[name]["value"] / found[name]["limit"])
+    numbers = [f"{found[name]['value']:.1e}/{found[name]['limit']:.0e}" for name in LABELS]
+    return [result.name, result.verdict, *numbers, found[worst]["where"] if found[worst]["value"] else ""]
+
+
+def _print_modules(result: Result) -> None:
+    """The modules around the first one that differs."""
+    names = [module["name"] for module in result.modules]
+    first = names.index(result.module) if result.module in names else 0
+    start = max(0, first - EQUAL_MODULES)
+    shown = result.modules[start : first + MODULES]
+    rows = [
+        [
+            module["name"] or "(the model)",
+            standing(result, module),
+            *(_difference(module[kind]) for kind in COLUMNS),
+        ]
+        for module in shown
+    ]
+    print(flush=True)
+    print_table(
+        f"{result.name}: {len(shown)} of {len(names)} modules, in the order in which one process computes them "
+        "(differences: of the output, of its gradient, of the parameters' gradients, of the last weights)",
+        ["module", "", *COLUMNS],
+        rows,
+        left=2,
+        styles={"first to differ": "bold red", "differs": "red"},
+    )
+
+
+def standing(result: Result, module: Mapping[str, Any]) -> str:
+    """``first to differ``: the one to look at; ``differs``: in the step of few rows; ``follows``: only its last weights
+    differ, as they do wherever anything did in the steps before; ``equal``."""
+    of_step = any(_exceeds(module[kind]) for kind in COLUMNS[:-1])
+    of_end = _exceeds(module[COLUMNS[-1]])
+    if module["name"] == result.module and (result.module != "" or of_step or of_end):
+        return "first to differ"
+    return "differs" if of_step else "follows" if of_end else "equal"
+
+
+def _exceeds(worst: Mapping[str, Any] | None) -> bool:
+    return worst is not None and worst["value"] > worst["limit"]
+
+
+def _difference(worst: Mapping[str, Any] | None) -> str:
+    if worst is None:
+        return ""
+    return f"{worst['value']:.1e}" + (f" > {worst['limit']:.0e}" if _exceeds(worst) else "")
+
+
+def _finite(value: Any) -> Any:
+    """The same with texts for numbers that are not finite, for which JSON has none."""
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return json_number(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -27,7 +27,7 @@ class ResultsDir:
     def has_reference(self) -> bool:
         return (self.path / _REFERENCE).exists()
 
-    def keep_reference(self, reference: Reference) -> None:
+    def save_reference(self, reference: Reference) -> None:
         trace = reference.trace
         save_file(_untied(trace.weights, trace.ties), self.path / "weights.safetensors")
         for step, gradients in trace.gradients.items():
@@ -51,7 +51,7 @@ class ResultsDir:
         values |= {name: dict(values[name]) for name in ("losses", "grad_norms")}
         values["unequal"] = [Note(**note) for note in values["unequal"]]
         limits = {kind: Limits(**tolerances[kind]) for kind in KINDS}
-        return Reference(Trace(**values), Tolerances(**limits, gradient_precision=tolerances["gradient_precision"]))
+        return Reference(Trace(**values), Tolerances(**limits, max_gradient_error=tolerances["max_gradient_error"]))
 
     def add(self, result: Result) -> None:
         with (self.path / _RESULTS).open("a", encoding="utf-8") as file:
@@ -66,12 +66,12 @@ class ResultsDir:
         """The cases that have a result."""
         return {result.name for result in self.results()}
 
-    def keep_crash(self, text: str) -> None:
+    def save_crash(self, text: str) -> None:
         """Keep the text of the first rank that crashes: the others fail because of it."""
         with suppress(FileExistsError), (self.path / _CRASH).open("x", encoding="utf-8") as file:
             file.write(text)
 
-    def take_crash(self) -> str:
+    def pop_crash(self) -> str:
         path = self.path / _CRASH
         if not path.exists():
             return "a process was killed"

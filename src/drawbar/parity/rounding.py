@@ -1,5 +1,5 @@
-"""What rounding alone does to a step in low precision: measured on the machine at hand, since it depends on the model,
-on its weights and on the processor's kernels.
+"""Measures the effect of rounding on a step in low precision, on the machine at hand, as it depends on the model, its
+weights and the processor's kernels.
 
 One process makes the step several times in that precision, and every module rounds its outputs once more, each time by
 other random numbers (Monte Carlo arithmetic: Parker 1997; for training: TTrace, Jiang et al. 2025, arXiv:2506.09280).
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from drawbar.parity.comparison import EXACT, Differences, Distances, Limits, Tolerances
+from drawbar.parity.comparison import FP32_TOLERANCES, Differences, Distances, Limits, Tolerances
 from drawbar.util.dtypes import DTYPES
 
 DRAWS = 8
@@ -61,24 +61,27 @@ def noises(precision: str) -> Sequence[Noise]:
 
 
 def gradient_precision(precision: str) -> float:
-    """``Tolerances.gradient_precision``: a gradient counts as known if all but its last three bits are right."""
-    return 8 * torch.finfo(DTYPES[precision]).eps if precision != "fp32" else EXACT.gradient_precision
+    """``Tolerances.max_gradient_error``: a gradient counts as known if all but its last three bits are right."""
+    return 8 * torch.finfo(DTYPES[precision]).eps if precision != "fp32" else FP32_TOLERANCES.max_gradient_error
 
 
 def tolerances(precision: str, tried: Sequence[Distances]) -> Tolerances:
     """The tolerances for a precision, from the distances of a step that was made with each of its ``noises``."""
     anywhere = {
         kind: max(
-            [getattr(EXACT, kind).least, *(limit_for(value) for one in tried for value in getattr(one, kind).values())]
+            [
+                getattr(FP32_TOLERANCES, kind).least,
+                *(limit_for(value) for one in tried for value in getattr(one, kind).values()),
+            ]
         )
         for kind in ("loss", "grad_norm")
     }
     return Tolerances(
         loss=Limits(anywhere["loss"]),
         grad_norm=Limits(anywhere["grad_norm"]),
-        gradients=limits(EXACT.gradients, [one.gradients for one in tried]),
-        weights=limits(EXACT.weights, [one.weights for one in tried]),
-        gradient_precision=gradient_precision(precision),
+        gradients=limits(FP32_TOLERANCES.gradients, [one.gradients for one in tried]),
+        weights=limits(FP32_TOLERANCES.weights, [one.weights for one in tried]),
+        max_gradient_error=gradient_precision(precision),
     )
 
 

@@ -8,7 +8,7 @@ import gc
 import logging
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import TypeVar
 
@@ -21,25 +21,26 @@ from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo, choose_device
 from drawbar.errors import ExitCode, UserError
 from drawbar.parity.cases import Case, check_case
-from drawbar.parity.comparison import Reference, compare
+from drawbar.parity.compared_modules import compare_modules
+from drawbar.parity.comparison import Comparison, Distances, Reference, distances
+from drawbar.parity.diagnosis import diagnose
 from drawbar.parity.divergence import find_divergence
 from drawbar.parity.recorder import clean_name, train, train_with_dropout
 from drawbar.parity.reference import make_reference, reference_config, with_last_step
-from drawbar.parity.result import Result
+from drawbar.parity.result import Result, curves_of
 from drawbar.parity.results_dir import ResultsDir
-from drawbar.parity.verdict import explain
 from drawbar.parity.workload import Workload
 from drawbar.runtime.log import logger
 from drawbar.runtime.seed import use_deterministic_kernels
 from drawbar.tracking.console import Console
 
 T = TypeVar("T")
-Tell = Callable[[str], None]
-"""Tells a person how far the comparison has come."""
+LogProgress = Callable[[str], None]
+"""Prints how far the comparison is."""
 
-PATIENCE = 24 * 3600
-"""Seconds that ranks wait for rank 0 while it trains alone: a day at most."""
-AGREEMENT = timedelta(seconds=60)
+RANK0_TIMEOUT = 24 * 3600
+"""Timeout in seconds while rank 0 trains alone: a day."""
+REFUSAL_TIMEOUT = timedelta(seconds=60)
 """How long a rank that refused a case waits for the other ranks to refuse it, too."""
 
 
@@ -59,7 +60,7 @@ def run_case(
     """Train under a strategy, and compare; every rank of ``world`` calls it.
 
     Args:
-        world: with the layout of the case.
+        world: with the ``dims`` of the case.
         expected: the reference; on rank 0.
 
     Returns:
@@ -74,23 +75,31 @@ def run_case(
     if case.parallel.tensor > 1:
         trace.unequal += train_with_dropout(workload, config, world)
         gc.collect()
-    comparison = None
+    comparison: Comparison | None = None
+    found: Distances | None = None
     if expected is not None:
         with world.working("making the last step in one process"):
             expected = with_last_step(expected, workload, world.device, request.precision, trace)
-        comparison = compare(trace, expected.trace, expected.tolerances)
+        found = distances(trace, expected.trace, expected.tolerances.max_gradient_error)
+        comparison = Comparison.of(found, expected.tolerances)
     passes = world.from_rank0(lambda: comparison is not None and comparison.passes, "comparing")
     probe = None
     if not passes:
         probe = find_divergence(workload, config, reference_config(workload.config), world)
     gc.collect()
-    if comparison is None or expected is None:
+    if comparison is None or found is None or expected is None:
         return None
-    divergence = None if probe is None else explain(probe, comparison, trace, expected)
-    return Result.of(case.name, request.asked_for, comparison, divergence)
+    result = Result(case.name, "equal", request.asked_for, comparison=asdict(comparison))
+    result = replace(result, curves=curves_of(trace, expected, found))
+    if probe is None:
+        return result
+    modules = compare_modules(probe, found, expected)
+    return result.diverging(comparison, diagnose(probe, comparison, trace, expected), modules)
 
 
-def run_process(workload: Workload, request: ParityRequest, folder: ResultsDir, tell: Tell, console: Console) -> None:
+def run_process(
+    workload: Workload, request: ParityRequest, folder: ResultsDir, tell: LogProgress, console: Console
+) -> None:
     """What each process does: the reference, and then every case that ``folder`` has no result of.
 
     Args:
@@ -110,9 +119,9 @@ def run_process(workload: Workload, request: ParityRequest, folder: ResultsDir, 
         workload = workload.with_task()
         if not folder.has_reference:
             tell(f"one process, fp32: {workload.steps if request.precision == 'fp32' else 1} steps")
-            folder.keep_reference(make_reference(workload, device, request.precision, console))
+            folder.save_reference(make_reference(workload, device, request.precision, console))
         expected = folder.reference()
-    tokenizer, metadata, done = _meet(
+    tokenizer, metadata, done = _rank0_result(
         rank_info, device, lambda: (workload.tokenizer, workload.dataset_metadata, folder.names())
     )
     workload = replace(workload, tokenizer=tokenizer, dataset_metadata=metadata)
@@ -125,10 +134,10 @@ def run_process(workload: Workload, request: ParityRequest, folder: ResultsDir, 
             tell(result.line())
 
 
-def _meet(rank_info: RankInfo, device: torch.device, make: Callable[[], T]) -> T:
-    """What ``make`` returns on rank 0, for all ranks, which wait ``PATIENCE`` seconds at most."""
+def _rank0_result(rank_info: RankInfo, device: torch.device, make: Callable[[], T]) -> T:
+    """Call ``make`` on rank 0, and broadcast the result; the other ranks wait ``RANK0_TIMEOUT`` seconds at most."""
     made = make() if rank_info.is_rank0 else None
-    with Distributed(rank_info, device, PATIENCE) as world:
+    with Distributed(rank_info, device, RANK0_TIMEOUT) as world:
         return world.from_rank0(lambda: made, "the next case")  # type: ignore[return-value]
 
 
@@ -149,7 +158,7 @@ def _try_case(
     except UserError as error:
         return _refused(case, request, error)
     if alone:
-        return _meet(rank_info, device, lambda: _run_alone(workload, case, device, expected, request))
+        return _rank0_result(rank_info, device, lambda: _run_alone(workload, case, device, expected, request))
     with Distributed(
         rank_info, device, config.launch.timeout, ParallelDims.of(case.parallel, rank_info.world_size)
     ) as world:
@@ -160,10 +169,10 @@ def _try_case(
             if error.exit_code is not ExitCode.WRONG_REQUEST:
                 raise
             # unless all ranks refuse, this fails and ends the process: ranks that go on would wait for it in vain
-            dist.monitored_barrier(group, timeout=AGREEMENT)
+            dist.monitored_barrier(group, timeout=REFUSAL_TIMEOUT)
             return _refused(case, request, error)
         except Exception as error:
-            folder.keep_crash(describe(error))
+            folder.save_crash(describe(error))
             raise
 
 
@@ -185,7 +194,7 @@ def _refused(case: Case, request: ParityRequest, error: UserError) -> Result:
 
 
 def describe(error: Exception) -> str:
-    """What went wrong, and in which module, where it came out of a module's forward."""
+    """Describe an error, with the module whose forward raised it, if any."""
     owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
     modules = [owner for owner in owners if isinstance(owner, nn.Module)]
     text = f"{type(error).__name__}: {error}"

@@ -1,12 +1,13 @@
-"""What is trained again and again: a user's configuration, such that every strategy must do exactly the same.
+"""The workload of a comparison: a user's configuration, made deterministic over strategies.
 
 The steps are the first ones of the configuration: its task, data, batches, optimizer and schedule. Two things change.
 Dropout is switched off, since ranks draw other random numbers than one process does. And the model is made smaller
-where that is asked for. (Two side checks change more: ``noise`` adds rounding, ``drops`` keeps dropout on.)
+where that is asked for. (Two side checks change more: ``noise`` adds rounding, ``keeps_dropout`` keeps it on.)
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,11 +24,11 @@ from drawbar.models.huggingface import load_model_config
 from drawbar.parity.rounding import Noise
 from drawbar.runtime.seed import seed_everything
 from drawbar.tasks.batch import Batch
-from drawbar.tasks.overrides import name_failing_method
 from drawbar.tasks.padding import choose_padding_free
 from drawbar.tasks.pretrained import PretrainedTask
 from drawbar.tasks.task import Task
 from drawbar.tasks.task_context import TaskContext
+from drawbar.tasks.user_methods import make_task, name_failing_method
 from drawbar.tracking.console import Console, SilentConsole
 from drawbar.train.batches import make_loader
 from drawbar.train.setup import build_task, count_steps
@@ -48,47 +49,74 @@ class Workload:
     """Blocks to keep of the model; None for all."""
     noise: Noise | None = None
     """Rounding to add to the outputs of the model's modules; None for none."""
-    drops: bool = False
+    keeps_dropout: bool = False
     """Whether dropout stays on."""
+    initial_model: Path | None = None
+    """See ``TaskContext``."""
     tokenizer: Any = None
     dataset_metadata: dict[str, Any] = field(default_factory=dict)
 
     def with_task(self) -> "Workload":
         """With the tokenizer and the dataset's metadata, made in this process alone."""
         alone = Distributed(RankInfo(), _HOST, self.config.launch.timeout)
-        task = build_task(self.task_type, self.config, alone, self.config.run_dir)
+        task = build_task(self.task_type, self.config, alone, self.config.run_dir, initial_model=self.initial_model)
         return replace(self, tokenizer=task.tokenizer, dataset_metadata=task.dataset_metadata)
 
     def loader(self, config: RunConfig, world: Distributed, console: Console | None = None) -> Loader[Batch]:
-        task = self.task_type(self._context(config))
+        task = make_task(self.task_type, self._context(config))
         config = choose_padding_free(task, config, world.device)
         return make_loader(task, config, world, console or SilentConsole())
 
-    def engine(self, config: RunConfig, world: Distributed, steps_per_epoch: int | None) -> Engine:
-        """An engine whose model starts from the same weights in every world."""
-        if config.lora is not None and not self.drops:
+    def total_steps(self, config: RunConfig, steps_per_epoch: int | None) -> int:
+        """See ``Engine``."""
+        return max(self.steps, count_steps(config.train, steps_per_epoch))
+
+    def engine(self, config: RunConfig, world: Distributed, total_steps: int = 0) -> Engine:
+        """An engine whose model starts from the same weights in every world.
+
+        Args:
+            total_steps: see ``Engine``.
+
+        Raises:
+            UserError: the configuration cannot be run so, or the strategy does not let its model be changed.
+        """
+        if config.lora is not None and not self.keeps_dropout:
             config = config.model_copy(update={"lora": config.lora.model_copy(update={"dropout": 0.0})})
-        task = self.task_type(self._context_of_changed_model(config))
+        context = self._context_of_changed_model(config)
+        changed: list[nn.Module] = []
+
+        def change(model: nn.Module) -> None:
+            context.change_model(model)
+            changed.append(model)
+
+        task = make_task(self.task_type, replace(context, change_model=change))
         config = choose_padding_free(task, config, world.device)
-        total = max(self.steps, count_steps(config.train, steps_per_epoch))
         seed_everything(config.run.seed)
         with name_failing_method(task):
-            return build_engine(task, config, world, total)
+            engine = build_engine(task, config, world, total_steps)
+        if not changed:
+            engine.close()
+            raise UserError(
+                "the strategy builds its model by task.build_model(), so parity could not switch off its dropout",
+                where=f"parallel.strategy={config.parallel.strategy}",
+                remedy="build it by drawbar.engines.local_model.build_model(task), or by build_whole there",
+            )
+        return engine
 
     def _context(self, config: RunConfig) -> TaskContext:
-        return TaskContext(config, self.tokenizer, self.dataset_metadata)
+        return TaskContext(config, self.tokenizer, self.dataset_metadata, initial_model=self.initial_model)
 
     def _context_of_changed_model(self, config: RunConfig) -> TaskContext:
         """The context of a task whose model is changed as this workload says."""
         layers, fields = self.layers, {}
         if layers is not None and self.task_type.build_model is PretrainedTask.build_model:
             # the blocks to leave out are never built, or read
-            fields, layers = _fewer_layers(config.task, self.tokenizer, layers), None
+            fields, layers = _fewer_layers(config.task, self.initial_model, self.tokenizer, layers), None
 
         def change(model: nn.Module) -> None:
             if layers is not None:
                 keep_blocks(model, layers)
-            if not self.drops:
+            if not self.keeps_dropout:
                 switch_off_dropout(model)
             if self.noise is not None:
                 self.noise.add_to(model)
@@ -96,9 +124,9 @@ class Workload:
         return replace(self._context(config), model_fields=fields, change_model=change)
 
 
-def _fewer_layers(options: Any, tokenizer: Any, layers: int) -> dict[str, Any]:
+def _fewer_layers(options: Any, initial_model: Path | None, tokenizer: Any, layers: int) -> dict[str, Any]:
     """Fields of the model's own config that leave it ``layers`` blocks."""
-    config = load_model_config(options.model, options.from_scratch, tokenizer)
+    config = load_model_config(str(initial_model or options.model), options.from_scratch, tokenizer)
     counts = {name: getattr(config, name, None) for name in LAYER_COUNTS}
     fields: dict[str, Any] = {name: min(value, layers) for name, value in counts.items() if isinstance(value, int)}
     if not fields:
@@ -142,8 +170,8 @@ def switch_off_dropout(model: nn.Module) -> None:
         setattr(holder, name, 0.0)
 
 
-def drops(model: nn.Module) -> bool:
-    """Whether the model drops anything when it is trained."""
+def has_dropout(model: nn.Module) -> bool:
+    """Whether the model has dropout in training."""
     return any(getattr(holder, name) > 0 for holder, name in _probabilities(model))
 
 

@@ -6,7 +6,7 @@ from typing import Literal
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 
-from drawbar.errors import UserError
+from drawbar.errors import UserError, nearest
 from drawbar.runtime.log import logger
 
 TIMEOUT_SECONDS = 5.0
@@ -23,12 +23,12 @@ def hub_answers(name: str, kind: Literal["model", "dataset"] = "model") -> bool:
     except HFValidationError as error:
         raise UserError(
             f"{name} is not a folder on this machine, and cannot be a name on the Hugging Face Hub",
-            remedy=f"check the path; it is taken from the folder {Path.cwd()}",
+            remedy=f"{meant_folder(name)}check the path; it is taken from the folder {Path.cwd()}",
         ) from error
     except RepositoryNotFoundError as error:
         raise UserError(
             f"{name} is neither a folder on this machine nor a repository on the Hugging Face Hub that you may read",
-            remedy="check the spelling; for a private or gated one, log in with `hf auth login`",
+            remedy=f"{meant_folder(name)}check the spelling; for a private or gated one, log in with `hf auth login`",
         ) from error
     except HfHubHTTPError:
         return True  # it answered, if with an error: the loader may retry
@@ -36,3 +36,17 @@ def hub_answers(name: str, kind: Literal["model", "dataset"] = "model") -> bool:
         logger.info("the Hugging Face Hub cannot be reached (%s): using the local cache", error)
         return False
     return True
+
+
+def meant_folder(name: str) -> str:
+    """``did you mean ./tiny-llama? Else ``, to begin a remedy with; nothing where no folder there is spelled alike."""
+    path = Path(name)
+    try:
+        folders = [entry.name for entry in path.parent.iterdir() if entry.is_dir()]
+    except OSError:  # `team` of team/model, mostly
+        return ""
+    guess = nearest(path.name, folders, cutoff=0.8)
+    if guess is None:
+        return ""
+    folder = path.parent / guess
+    return f"did you mean {folder if path.is_absolute() else f'./{folder}'}? Else "

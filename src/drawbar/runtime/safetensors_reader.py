@@ -3,20 +3,22 @@
 With both, a model too large for one rank is built, sharded and loaded without ever being in memory in full.
 """
 
-import json
 import math
 import os
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from abc import abstractmethod
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from drawbar.util.strict_json import read_json
 
 Index = tuple[slice, ...]
 """One slice for each dim, in steps of 1."""
@@ -45,21 +47,77 @@ _PIECE = 16 * 2**20
 """Most bytes that are read at once where only some columns of the rows are wanted."""
 
 
+class ByteSource(Protocol):
+    """An open file that tensors are read from."""
+
+    def read_into(self, buffer: memoryview, begin: int) -> None:
+        """Fill ``buffer`` with the bytes from ``begin`` on. Raises OSError where they cannot be read."""
+
+
+@dataclass(frozen=True)
+class _OpenFile:
+    """A file that is read as it is."""
+
+    descriptor: int
+    path: Path
+
+    def read_into(self, buffer: memoryview, begin: int) -> None:
+        while len(buffer) > 0:
+            count = os.preadv(self.descriptor, [buffer], begin)
+            if count == 0:
+                raise OSError(f"{self.path} ends too early")
+            buffer, begin = buffer[count:], begin + count
+
+
 @dataclass(frozen=True)
 class _Stored:
     """Where a tensor is."""
 
-    file: int
-    """An open descriptor."""
-    path: Path
+    source: ByteSource
     begin: int
     """Bytes from the beginning of the file."""
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
-class TensorFiles(Mapping[str, Tensor]):
-    """The tensors of safetensors files by name; each is read when, and as often as, it is asked for.
+class StoredTensors(Mapping[str, Tensor]):
+    """Tensors in files by name; each is read when, and as often as, it is asked for."""
+
+    @abstractmethod
+    def shape(self, name: str) -> torch.Size: ...
+
+    @abstractmethod
+    def dtype(self, name: str) -> torch.dtype: ...
+
+    @abstractmethod
+    def read(self, name: str, index: Index) -> Tensor:
+        """A slice of a tensor, in new memory and in the stored dtype. Little more than the slice is ever in memory.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+
+    @abstractmethod
+    def renamed(self, names: Mapping[str, str]) -> Self:
+        """The same files under other names.
+
+        Args:
+            names: new name → present name. Several may stand for one tensor; present names left out are gone.
+        """
+
+    @abstractmethod
+    def tied(self) -> dict[str, str]:
+        """Further name → first name, for each tensor that has several names."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.read(name, tuple(slice(0, size) for size in self.shape(name)))
+
+    @abstractmethod
+    def __contains__(self, name: object) -> bool: ...  # Mapping's own method would read the tensor
+
+
+class TensorFiles(StoredTensors):
+    """The tensors of safetensors files.
 
     Files are read, never mapped: mapped pages count as memory of the process, and network file systems cannot delete a
     mapped file. They stay open while this object or a renamed one lives, so that a file may be deleted meanwhile.
@@ -82,22 +140,17 @@ class TensorFiles(Mapping[str, Tensor]):
             weakref.finalize(self, os.close, file)
             header, begin = read_header(file, path)
             self.metadata |= header.pop("__metadata__", {})
-            self._stored |= {name: _located(entry, file, path, begin) for name, entry in header.items()}
+            self._stored |= {name: _located(entry, _OpenFile(file, path), begin) for name, entry in header.items()}
 
     def renamed(self, names: Mapping[str, str]) -> "TensorFiles":
-        """The same files under other names.
-
-        Args:
-            names: new name → present name. Several may stand for one tensor; present names left out are gone.
-        """
         view = TensorFiles([])
         view.metadata = self.metadata
         view._stored = {new: self._stored[present] for new, present in names.items()}
         view._origin = self  # kept alive: the files are closed when it is collected
         return view
 
-    def __getitem__(self, name: str) -> Tensor:
-        return self.read(name, tuple(slice(0, size) for size in self.shape(name)))
+    def tied(self) -> dict[str, str]:
+        return further_names({name: id(stored) for name, stored in self._stored.items()})
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._stored)
@@ -106,7 +159,7 @@ class TensorFiles(Mapping[str, Tensor]):
         return len(self._stored)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._stored  # Mapping's own method would read the tensor
+        return name in self._stored
 
     def shape(self, name: str) -> torch.Size:
         return torch.Size(self._stored[name].shape)
@@ -115,32 +168,31 @@ class TensorFiles(Mapping[str, Tensor]):
         return self._stored[name].dtype
 
     def read(self, name: str, index: Index) -> Tensor:
-        """A part of a tensor, in new memory and in the stored dtype. Little more than the part is ever in memory.
-
-        Raises:
-            OSError: the file cannot be read.
-        """
         stored = self._stored[name]
         bounds = [part.indices(size)[:2] for part, size in zip(index, stored.shape, strict=True)]
-        part = torch.empty([max(0, end - start) for start, end in bounds], dtype=stored.dtype)
-        if part.numel() > 0:
-            _read_part(stored, part, stored.begin, stored.shape, bounds)
-        return part
+        return read_box(stored.source, stored.begin, stored.shape, stored.dtype, bounds)
 
 
-def read_part(tensors: Mapping[str, Tensor], name: str, index: Index) -> Tensor:
-    """``tensors[name][index]``; of tensors in files, only that part is read."""
-    return tensors.read(name, index) if isinstance(tensors, TensorFiles) else tensors[name][index]
+def further_names(identities: Mapping[str, Hashable]) -> dict[str, str]:
+    """Name → the first name with the same identity, for each name that is not itself the first."""
+    seen: dict[Hashable, str] = {}
+    firsts = {name: seen.setdefault(identity, name) for name, identity in identities.items()}
+    return {name: first for name, first in firsts.items() if name != first}
+
+
+def read_slice(tensors: Mapping[str, Tensor], name: str, index: Index) -> Tensor:
+    """``tensors[name][index]``; of tensors in files, only that slice is read."""
+    return tensors.read(name, index) if isinstance(tensors, StoredTensors) else tensors[name][index]
 
 
 def shape_of(tensors: Mapping[str, Tensor], name: str) -> torch.Size:
     """``tensors[name].shape``, without reading the tensor where it is in a file."""
-    return tensors.shape(name) if isinstance(tensors, TensorFiles) else tensors[name].shape
+    return tensors.shape(name) if isinstance(tensors, StoredTensors) else tensors[name].shape
 
 
 def dtype_of(tensors: Mapping[str, Tensor], name: str) -> torch.dtype:
     """``tensors[name].dtype``, without reading the tensor where it is in a file."""
-    return tensors.dtype(name) if isinstance(tensors, TensorFiles) else tensors[name].dtype
+    return tensors.dtype(name) if isinstance(tensors, StoredTensors) else tensors[name].dtype
 
 
 def read_header(file: int, path: Path) -> tuple[dict[str, Any], int]:
@@ -150,8 +202,11 @@ def read_header(file: int, path: Path) -> tuple[dict[str, Any], int]:
     try:
         if size < 8 + length:
             raise ValueError
-        header = json.loads(os.pread(file, length, 8))
-        end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+        header = read_json(os.pread(file, length, 8))
+        entries = [entry for name, entry in header.items() if name != "__metadata__"]
+        if not all(map(_is_plain, entries)) or not _is_text(header.get("__metadata__", {})):
+            raise ValueError
+        end = _end_of(entry["data_offsets"] for entry in entries)
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(f"{path} is no safetensors file") from None
     if size != 8 + length + end:
@@ -159,42 +214,83 @@ def read_header(file: int, path: Path) -> tuple[dict[str, Any], int]:
     return header, 8 + length
 
 
-def _located(entry: dict[str, Any], file: int, path: Path, begin: int) -> _Stored:
+def _is_plain(entry: Any) -> bool:
+    """Whether what a header says of a tensor has the types and signs that it must have: it may be anybody's file."""
+    start, end = entry["data_offsets"]
+    numbers = [start, end, *entry["shape"]]
+    if not isinstance(entry["dtype"], str) or any(type(number) is not int for number in numbers):
+        return False
+    return min(numbers) >= 0 and start <= end
+
+
+def _end_of(places: Iterable[list[int]]) -> int:
+    """Where the tensors end. Raises ValueError unless each begins where another ends, as the format demands: of tensors
+    that overlap, a small file could hold any number of large ones."""
+    end = 0
+    for first, last in sorted(places):
+        if first != end:
+            raise ValueError
+        end = last
+    return end
+
+
+def _is_text(metadata: Any) -> bool:
+    return all(isinstance(value, str) for value in metadata.values())
+
+
+def _located(entry: dict[str, Any], file: _OpenFile, begin: int) -> _Stored:
     dtype = STORED_DTYPES.get(entry["dtype"])
     if dtype is None:
-        raise ValueError(f"{path} has a tensor of the unknown type {entry['dtype']}")
-    return _Stored(file, path, begin + entry["data_offsets"][0], tuple(entry["shape"]), dtype)
+        raise ValueError(f"{file.path} has a tensor of the unknown type {entry['dtype']}")
+    start, end = entry["data_offsets"]
+    shape = tuple(entry["shape"])
+    if end - start != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{file.path} has a tensor of {end - start} bytes whose shape is {list(shape)}")
+    return _Stored(file, begin + start, shape, dtype)
 
 
-def _read_part(
-    stored: _Stored, part: Tensor, begin: int, shape: tuple[int, ...], bounds: list[tuple[int, int]]
+def read_box(
+    source: ByteSource, begin: int, shape: tuple[int, ...], dtype: torch.dtype, bounds: Sequence[tuple[int, int]]
+) -> Tensor:
+    """The rows and columns within ``bounds`` (start and end of each dim) of the tensor of ``shape`` that is stored at
+    ``begin``, in new memory. Little more than the box is ever in memory."""
+    box = torch.empty([max(0, end - start) for start, end in bounds], dtype=dtype)
+    fill_box(source, box, begin, shape, bounds)
+    return box
+
+
+def fill_box(
+    source: ByteSource, box: Tensor, begin: int, shape: tuple[int, ...], bounds: Sequence[tuple[int, int]]
+) -> None:
+    """Like ``read_box``, into ``box``: contiguous, on the host, and of the stored dtype."""
+    if box.numel() > 0:
+        _read_bounds(source, box, begin, shape, bounds)
+
+
+def _read_bounds(
+    source: ByteSource, part: Tensor, begin: int, shape: tuple[int, ...], bounds: Sequence[tuple[int, int]]
 ) -> None:
     """Read the rows and columns within ``bounds`` of a block of ``shape`` at ``begin`` into ``part``."""
     row = math.prod(shape[1:]) * part.element_size()
     begin += bounds[0][0] * row if bounds else 0
     if all(bound == (0, size) for bound, size in zip(bounds[1:], shape[1:], strict=True)):
-        _read_bytes(stored, part, begin)
+        source.read_into(bytes_of(part), begin)
     elif row > _PIECE:
         for number, target in enumerate(part):
-            _read_part(stored, target, begin + number * row, shape[1:], bounds[1:])
+            _read_bounds(source, target, begin + number * row, shape[1:], bounds[1:])
     else:
         many = _PIECE // row
         columns = tuple(slice(*bound) for bound in bounds[1:])
-        room = torch.empty((min(many, len(part)), *shape[1:]), dtype=part.dtype)
+        buffer = torch.empty((min(many, len(part)), *shape[1:]), dtype=part.dtype)
         for first in range(0, len(part), many):
-            rows = room[: len(part) - first]
-            _read_bytes(stored, rows, begin + first * row)
+            rows = buffer[: len(part) - first]
+            source.read_into(bytes_of(rows), begin + first * row)
             part[first : first + many] = rows[:, *columns]
 
 
-def _read_bytes(stored: _Stored, target: Tensor, begin: int) -> None:
-    """Fill ``target``, which is contiguous, from the file."""
-    room = memoryview(target.reshape(-1).view(torch.uint8).numpy())
-    while len(room) > 0:
-        count = os.preadv(stored.file, [room], begin)
-        if count == 0:
-            raise OSError(f"{stored.path} ends too early")
-        room, begin = room[count:], begin + count
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the host: what is written to the view is in the tensor."""
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
 
 
 @contextmanager

@@ -12,10 +12,7 @@ from drawbar.errors import UserError
 
 
 class Batch(dict[str, torch.Tensor]):
-    """Tensors by name, and the ids of the samples that they hold.
-
-    ``batch.inputs`` is what a model's forward takes: everything but ``labels``.
-    """
+    """Tensors by name, and the ids of the samples that they hold."""
 
     def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]] | dict[str, torch.Tensor], ids: list[int]) -> None:
         super().__init__(tensors)
@@ -23,6 +20,7 @@ class Batch(dict[str, torch.Tensor]):
 
     @property
     def inputs(self) -> dict[str, torch.Tensor]:
+        """What a model's forward takes: everything but ``labels``."""
         return {name: tensor for name, tensor in self.items() if name != "labels"}
 
     @property

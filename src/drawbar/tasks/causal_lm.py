@@ -81,12 +81,21 @@ class CausalLM(PretrainedTask):
             tokenizer.split_special_tokens = False  # the chat template writes special tokens into the text
         return tokenizer
 
+    @property
+    def learns_to_stop(self) -> bool:
+        if self.config.messages_column is not None:
+            return bool(self.chat_format.stop_tokens)
+        return self.tokenizer.eos_token_id is not None or not self.instructs
+
     def _prepare_model(self, model: nn.Module) -> nn.Module:
         model = super()._prepare_model(model)
         if self.config.messages_column is not None:
             try:
                 stop_with(model, self.chat_format.stop_tokens)
-            except UserError as error:  # training fails in encode with this error; an older model can still generate
+            except UserError as error:
+                if self.task_context.begins_training:
+                    raise
+                # an older model can still generate
                 logger.warning("what the model writes ends with the tokenizer's end token alone: %s", error.what)
         return model
 
@@ -127,6 +136,8 @@ class CausalLM(PretrainedTask):
         # drop it if the prompt alone fills the window, or (without labels) if the prompt would be truncated
         lost = all(label == IGNORED_LABEL for label in labels[1:limit]) if self.has_labels else len(tokens) > limit
         if lost:
+            needed = _shortest_window(labels) if self.has_labels else len(tokens)
+            self.needed_length = min(needed or math.inf, self.needed_length)
             return None
         truncated = {"truncated": True} if len(tokens) > limit else {}
         return [{"input_ids": tokens[:limit], "labels": labels[:limit], **truncated}]
@@ -179,7 +190,7 @@ class CausalLM(PretrainedTask):
         ]
 
     def collate(self, samples: list[Sample]) -> Batch:
-        if self.predicts:  # the attention mask says where a prompt ends
+        if self.predicts:  # the attention mask gives each sample's length without padding
             return super().collate(samples)
         # otherwise there is none: padding is on the right, where a causal model never looks
         return pad_and_stack(samples, {"input_ids": self.pad_token})
@@ -224,6 +235,11 @@ class CausalLM(PretrainedTask):
             size = sum(len(self._text(record).encode()) for record in records)
             scores["bits_per_byte"] = loss / math.log(2) / max(size, 1)
         return scores
+
+
+def _shortest_window(labels: list[int]) -> int | None:
+    """The fewest tokens of a sample that hold a target; None where there is none."""
+    return next((place + 1 for place, label in enumerate(labels) if place and label != IGNORED_LABEL), None)
 
 
 def _prompt_length(labels: list[int]) -> int:

@@ -21,6 +21,8 @@ Span = tuple[int, int]
 
 QUESTION: Message = {"role": "user", "content": "1 + 1?"}
 ANSWER: Message = {"role": "assistant", "content": "2"}
+SPEAKERS = ("system", "developer", "user", "assistant")
+"""Roles of which the content is text. What others say, such as a tool, may be any value."""
 _GENERATION = re.compile(r"{%[-+]?\s*generation\s*[-+]?%}")
 
 
@@ -49,6 +51,7 @@ class ChatFormat:
         self.special = {number for number, token in added.items() if token.special} | set(tokenizer.all_special_ids)
         self.annotated = _GENERATION.search(tokenizer.get_chat_template()) is not None
         try:
+            self._check_writes_texts()
             self.header = [] if self.annotated else self._header()
             self.stop_tokens = self._stop_tokens()
         except UserError as error:
@@ -162,6 +165,14 @@ class ChatFormat:
             )
         return turns
 
+    def _check_writes_texts(self) -> None:
+        """Refuse a template that writes only contents in parts, as those of some models for images do."""
+        if QUESTION["content"] not in apply_template(self.tokenizer, [QUESTION, ANSWER], tokenize=False):
+            raise UserError(
+                "it leaves out a message whose content is a text",
+                remedy="set task.chat_template to one that writes message.content",
+            )
+
     def _header(self) -> list[int]:
         """The tokens that ask for an answer, such as ``<|im_start|>assistant\\n``."""
         chat = [QUESTION, ANSWER]
@@ -204,22 +215,38 @@ def chat_prompt(tokenizer: Any, messages: list[Any]) -> list[int]:
 
 
 def check_message(message: Any) -> Message:
-    """The message, where it is one.
+    """The message, where it is one; a content in parts (``[{"type": "text", "text": …}]``) becomes one text.
 
     Raises:
-        UserError: it does not say who speaks, or what.
+        UserError: it does not say who speaks, or what; or a part of its content is no text.
     """
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise UserError(f"{str(message)[:60]!r} is no message", remedy='write {"role": …, "content": …}')
-    if message.get("content") is None and not message.get("tool_calls"):
+    content = message.get("content")
+    if content is None and not message.get("tool_calls"):
         raise UserError(f"a message of the {message['role']} has no content", remedy="mend the record")
-    return message
+    if not isinstance(content, list):
+        return message
+    other = next((part for part in content if not _is_text_part(part)), None)
+    if other is None:
+        return {**message, "content": "".join(part["text"] for part in content)}
+    if message["role"] not in SPEAKERS:  # such as what a tool returns: a list of any values, which the template writes
+        return message
+    kind = other.get("type") if isinstance(other, dict) else None
+    raise UserError(
+        f"a message of the {message['role']} has a part that is no text: {kind or str(other)[:60]!r}",
+        remedy='give the content as one text, or in parts such as {"type": "text", "text": …}; images are not read',
+    )
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str)
 
 
 def message_text(message: Message) -> str:
-    """What a message says; a content in parts is one text, and a call of a tool says nothing."""
-    content = message.get("content") or ""
-    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+    """What a checked message says; a call of a tool says nothing."""
+    content = message.get("content")
+    return content if isinstance(content, str) else ""
 
 
 def check_template(tokenizer: Any) -> None:

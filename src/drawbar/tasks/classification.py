@@ -29,12 +29,14 @@ from drawbar.tasks.labels import (
     check_label,
     check_listed,
     count_labels,
+    describe_counts,
     ordered_for_model,
-    show_counts,
     warn_of_alike,
+    warn_of_rare,
 )
+from drawbar.tasks.method_errors import is_user_defined
 from drawbar.tasks.pretrained import PretrainedTask, TokenTask
-from drawbar.tasks.task import map_each, require
+from drawbar.tasks.task import map_each, records_of, require
 from drawbar.tasks.task_context import TaskContext
 
 
@@ -49,7 +51,7 @@ def _find_labels(
         listed: the setting ``task.labels``.
         labels_of: the labels of one record.
     """
-    records = task.records("train") if listed is None or task.data.train else []
+    records = records_of(task, "train") if listed is None or task.data.train else []
     classes = records.class_names(column) if isinstance(records, Records) else None
     if listed is not None:
         labels = check_listed(listed)
@@ -95,8 +97,10 @@ def _labels_of_data(every: Iterable[Any], column: str, classes: list[str] | None
         check_found(counts, column)
     else:
         counts = {name: counts.get(name, 0) for name in classes}
-    logger.info("labels in %r of the training data: %s", column, show_counts(counts))
+    logger.info("labels in %r of the training data: %s", column, describe_counts(counts))
     warn_of_alike(counts, column)
+    if classes is None:
+        warn_of_rare(counts, column)
     return list(counts)
 
 
@@ -135,7 +139,8 @@ class SequenceClassification(PretrainedTask):
 
     @cached_property
     def labels(self) -> Labels:
-        return Labels(self.dataset_metadata["labels"] or [], self.dataset_metadata.get("classes"))
+        or_numbers = self.config.problem == "single_label"
+        return Labels(self.dataset_metadata["labels"] or [], self.dataset_metadata.get("classes"), or_numbers)
 
     def texts(self, record: dict[str, Any]) -> list[str]:
         text = require(record, self.config.text_column, "task.text_column")
@@ -265,7 +270,15 @@ class TokenClassification(TokenTask):
         return Labels(self.dataset_metadata["labels"], self.dataset_metadata.get("classes"))
 
     def _words(self, record: dict[str, Any]) -> list[str]:
-        return require(record, self.config.tokens_column, "task.tokens_column", list)
+        column = self.config.tokens_column
+        words = require(record, column, "task.tokens_column", list)
+        for position, word in enumerate(words, start=1):
+            if not isinstance(word, str):
+                raise UserError(
+                    f"word {position} in {column!r} is {type(word).__name__}, not text: {str(word)[:60]!r}",
+                    remedy='mend the record: write every word as text, a number as "12"',
+                )
+        return words
 
     def _tags(self, record: dict[str, Any]) -> list[Any]:
         tags = require(record, self.config.labels_column, "task.labels_column", list)
@@ -332,7 +345,7 @@ class TokenClassification(TokenTask):
     def postprocess(self, record: dict[str, Any], prediction: list[Any]) -> list[Any]:
         """Insert ``O`` (among probabilities: None) for each word without tokens, such as a zero-width space; no model
         sees it, here or exported."""
-        if any(not getattr(type(self), name).__module__.startswith("drawbar.") for name in ("encode", "predict")):
+        if is_user_defined(self, "encode", "predict"):
             return prediction  # a user's own encode or predict may count other words
         words = self._words(record)
         if len(prediction) == len(words):

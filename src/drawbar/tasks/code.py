@@ -1,4 +1,4 @@
-"""The code that a task's ``encode`` may run: the files of the user's project, as they are now."""
+"""Digests of the user's code that a task's ``encode`` may run."""
 
 import ast
 import os
@@ -8,7 +8,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from types import ModuleType
 
-from drawbar.config.io.user_modules import INSTALLED, is_own
+from drawbar.config.io.user_code import INSTALLED, is_user_code
 from drawbar.data.cache import content_key
 
 _PROGRAM = ("__main__", "__mp_main__")
@@ -36,8 +36,8 @@ def code_digests(modules: Iterable[str]) -> dict[str, str] | None:
         roots.append(file.parents[_depth(name, file)])
     if not files:
         return {}
-    roots = [root for root in dict.fromkeys([*roots, Path.cwd()]) if is_own(root)]
-    search = list(dict.fromkeys([*roots, *_own_search_path()]))
+    roots = [root for root in dict.fromkeys([*roots, Path.cwd()]) if is_user_code(root)]
+    search = list(dict.fromkeys([*roots, *_user_search_path()]))
     found = _with_imports([*files, *_loaded(roots)], search)
     found |= {path for file in files for path in file.parent.glob("*.py")}
     digests: dict[str, str] = {}
@@ -60,7 +60,7 @@ def _loaded(roots: list[Path]) -> list[Path]:
     """The files of all loaded modules below these folders, without the program itself: every command has another."""
     own = (module for name, module in list(sys.modules.items()) if name not in _PROGRAM and not _is_installed(module))
     files = [file for file in map(_file_of, own) if file is not None]
-    return [file for file in files if is_own(file) and any(file.is_relative_to(root) for root in roots)]
+    return [file for file in files if is_user_code(file) and any(file.is_relative_to(root) for root in roots)]
 
 
 def _is_installed(module: ModuleType) -> bool:
@@ -74,10 +74,10 @@ def _depth(module: str, file: Path) -> int:
     return module.count(".") + (file.name == "__init__.py")
 
 
-def _own_search_path() -> Iterator[Path]:
+def _user_search_path() -> Iterator[Path]:
     """Where Python looks for modules, without the folders of libraries."""
     for folder in map(Path, sys.path):
-        if folder.is_dir() and is_own(folder.resolve()) and not any(folder.glob("*.dist-info")):
+        if folder.is_dir() and is_user_code(folder.resolve()) and not any(folder.glob("*.dist-info")):
             yield folder.resolve()
 
 
@@ -95,7 +95,7 @@ def _with_imports(files: Iterable[Path], search: list[Path]) -> set[Path]:
         if path.suffix == ".py":
             for level, names in _imports(path.read_bytes()):
                 folders = (path.parents[level - 1],) if level else tuple(search)
-                waiting += [imported for imported in find(names, folders) if is_own(imported)]
+                waiting += [imported for imported in find(names, folders) if is_user_code(imported)]
     return found
 
 

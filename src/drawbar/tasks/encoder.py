@@ -35,8 +35,7 @@ class TaskEncoder:
 
 
 def cache_inputs(task: Task, train: bool) -> dict[str, str] | None:
-    """What the samples that ``encode`` makes of a record depend on besides the record, by name: equal values, equal
-    samples.
+    """The inputs of the cache key: everything but the record that ``encode``'s samples depend on, by name.
 
     The result of ``settings_of``, the user's code, drawbar's, and library versions. None if one of them cannot
     be hashed.
@@ -47,14 +46,14 @@ def cache_inputs(task: Task, train: bool) -> dict[str, str] | None:
     return {
         **settings,
         **code,
-        "the code of drawbar": _own_digest(filter(_is_ours, _modules(task))),
+        "the code of drawbar": _drawbar_digest(filter(_is_of_drawbar, _modules(task))),
         **{name: version(name) for name in LIBRARIES},
     }
 
 
 def settings_of(task: Task, train: bool) -> dict[str, str] | None:
-    """What decides, besides records and code, which samples there are: tokenizer, options and dataset metadata of the
-    task, and the files that it declares. None if the tokenizer cannot be hashed."""
+    """The inputs of the cache key besides records and code: tokenizer, options and dataset metadata of the task, and
+    the files that it declares. None if the tokenizer cannot be hashed."""
     tokenizer = _tokenizer_digest(task.tokenizer)
     if tokenizer is None:
         return None
@@ -76,7 +75,7 @@ def settings_of(task: Task, train: bool) -> dict[str, str] | None:
 
 def code_of(task: Task) -> dict[str, str] | None:
     """The task's class, and digests of the user's code (see ``code_digests``) by file; None if a module has no file."""
-    own = [name for name in _modules(task) if not _is_ours(name) and name not in sys.stdlib_module_names]
+    own = [name for name in _modules(task) if not _is_of_drawbar(name) and name not in sys.stdlib_module_names]
     code = code_digests(own)
     return None if code is None else {"the task's class": type(task).__qualname__, **code}
 
@@ -86,11 +85,11 @@ def _modules(task: Task) -> list[str]:
     return list(dict.fromkeys(base.__module__ for base in type(task).__mro__))
 
 
-def _is_ours(module: str) -> bool:
+def _is_of_drawbar(module: str) -> bool:
     return module.partition(".")[0] == "drawbar"
 
 
-def _own_digest(modules: Iterable[str]) -> str:
+def _drawbar_digest(modules: Iterable[str]) -> str:
     """Digest of the Python files of ``drawbar.data`` and of the folders of these modules."""
     files = {Path(str(sys.modules[module].__file__)) for module in ("drawbar.data.packing", *modules)}
     paths = sorted(path for folder in {file.parent for file in files} for path in folder.glob("*.py"))

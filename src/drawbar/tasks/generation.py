@@ -9,13 +9,13 @@ from drawbar.config.schema.task_sections import GenerationSection
 from drawbar.models.heads import longest_input
 
 
-def generation_options(section: GenerationSection, room: int | None) -> dict[str, Any]:
+def generation_options(section: GenerationSection, max_tokens: int | None) -> dict[str, Any]:
     """A generation section as arguments of transformers' ``generate``. ``temperature`` 0 is greedy.
 
     Args:
-        room: most tokens that may be written, as the model has positions for no more; None for no limit.
+        max_tokens: most tokens that may be written, as the model has positions for no more; None for no limit.
     """
-    most = section.max_new_tokens if room is None else min(section.max_new_tokens, room)
+    most = section.max_new_tokens if max_tokens is None else min(section.max_new_tokens, max_tokens)
     common: dict[str, Any] = {"max_new_tokens": most, "num_beams": section.beams}
     if section.temperature == 0:
         return {**common, "do_sample": False}
@@ -27,10 +27,10 @@ ONLY_FOR_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical
 ONLY_FOR_BEAMS = ("length_penalty", "early_stopping")
 
 
-def generation_defaults(section: GenerationSection, room: int | None) -> dict[str, Any]:
+def generation_defaults(section: GenerationSection, max_tokens: int | None) -> dict[str, Any]:
     """``generation_options`` for a generation config. Fields that have no effect are unset: transformers refuses to
     save them."""
-    options = generation_options(section, room)
+    options = generation_options(section, max_tokens)
     of_chance = () if options["do_sample"] else ONLY_FOR_SAMPLING
     of_beams = ONLY_FOR_BEAMS if section.beams == 1 else ()
     return dict.fromkeys(("max_length", *of_chance, *of_beams)) | options
@@ -52,8 +52,8 @@ def continuations(
     device = next(model.parameters()).device
     inputs = {name: tensor.to(device) for name, tensor in left_padded(prompts, pad).items()}
     length, limit = inputs["input_ids"].shape[1], longest_input(model)
-    room = None if limit is None else limit - length + 1  # the last token that is written is not read again
-    out_BL = model.generate(**inputs, pad_token_id=pad, **generation_options(section, room))
+    max_tokens = None if limit is None else limit - length + 1  # the last token that is written is not read again
+    out_BL = model.generate(**inputs, pad_token_id=pad, **generation_options(section, max_tokens))
     return tokenizer.batch_decode(out_BL[:, length:], skip_special_tokens=True)
 
 

@@ -1,4 +1,4 @@
-"""The labels of a classifier: what can be one, which are the same one, and in which order its model has them."""
+"""The labels of a classifier: validation, equality of spellings, and their order in the model's outputs."""
 
 import math
 import re
@@ -13,6 +13,7 @@ from drawbar.runtime.log import logger
 
 MOST_LABELS = 1000
 SHOWN_LABELS = 20
+_LEAVE_OUT = "or leave bad records out: data.on_bad_record=skip"
 
 
 def check_label(label: Any, column: str) -> Any:
@@ -24,15 +25,15 @@ def check_label(label: Any, column: str) -> Any:
     if not isinstance(label, str | int | float):
         raise UserError(
             f"{column!r} holds {str(label)[:60]!r} ({type(label).__name__}), which is no label",
-            remedy="mend the record: a label is a text, a number, true or false",
+            remedy=f"mend the record: a label is a text, a number, true or false; {_LEAVE_OUT}",
         )
     if isinstance(label, str) and not label.strip():
-        raise UserError(f"{column!r} holds an empty label", remedy="add the label to the record, or drop the record")
+        raise UserError(f"{column!r} holds an empty label", remedy=f"add the label to the record; {_LEAVE_OUT}")
     # a text "nan" may be a class: it is the code of a language
     if isinstance(label, float) and not math.isfinite(label):
         raise UserError(
             f"{column!r} holds {label}, which is no label",
-            remedy="write the label into the record, or drop the record: NaN often stands for a label that is missing",
+            remedy=f"write the label into the record, as NaN often stands for one that is missing; {_LEAVE_OUT}",
         )
     return label
 
@@ -62,15 +63,18 @@ class Labels:
     Args:
         names: the labels.
         classes: the names of the training data's classes, in the order of their numbers; None where no file says them.
+        or_numbers: whether the task could learn numbers instead (``task.problem=regression``).
     """
 
-    def __init__(self, names: list[Any], classes: list[str] | None = None) -> None:
+    def __init__(self, names: list[Any], classes: list[str] | None = None, or_numbers: bool = False) -> None:
         self.names = names
+        self._or_numbers = or_numbers
         self._outputs = {label_key(name): output for output, name in enumerate(names)}
         self._own = frozenset(self._outputs)
         keys = [label_key(name) for name in classes or []]
-        self._either_way = bool(keys) and not set(keys) & _numbers(keys)
-        for number, key in enumerate(keys if self._either_way else []):
+        self._by_name_or_number = bool(keys) and not set(keys) & _numbers(keys)
+        """Whether a record may give a class by its number, too: no name of a class could be taken for a number."""
+        for number, key in enumerate(keys if self._by_name_or_number else []):
             output = self._outputs.get(key, self._outputs.get(str(number)))
             if output is not None:
                 self._outputs[key] = self._outputs[str(number)] = output
@@ -86,13 +90,21 @@ class Labels:
             return self._outputs[str(int(label)) if by_number else label_key(label)]
         except KeyError as error:
             raise UserError(
-                f"the label {display_label(label)!r} is none of the task's: {show_labels(self.names)}",
-                remedy="mend the record, or list all labels in task.labels",
+                f"the label {display_label(label)!r} is none of the task's: {describe_labels(self.names)}",
+                remedy="mend the record, or list all labels in task.labels"
+                + ("; where the labels are numbers to learn, use task.problem=regression" if self._numeric else ""),
             ) from error
+
+    @property
+    def _numeric(self) -> bool:
+        """Whether the labels look like numbers to learn: more than the two of yes and no, and all of them numbers."""
+        return (
+            self._or_numbers and len(self.names) > 2 and all(_by_size_or_letters(name)[0] == 0 for name in self.names)
+        )
 
     def _are_numbers(self, classes: list[str]) -> bool:
         """Whether the task's labels are the numbers of these classes, and not their names: ``labels: [0, 1]``."""
-        if self._either_way or not self._own <= _numbers(classes):
+        if self._by_name_or_number or not self._own <= _numbers(classes):
             return False
         return not self._own <= {label_key(name) for name in classes}
 
@@ -150,7 +162,7 @@ def count_labels(labels: Iterable[Any]) -> dict[Any, int]:
 
 
 def _of_one_kind(labels: Collection[Any]) -> Callable[[Any], Any]:
-    """What makes one kind of number of ints and floats: 1 and 2.5 become 1.0 and 2.5, and 1 and 2.0 become 1 and 2."""
+    """The common type of a list of ints and floats: 1 and 2.5 become 1.0 and 2.5, and 1 and 2.0 become 1 and 2."""
     if {type(label) for label in labels} != {int, float}:
         return lambda label: label
     return int if all(float(label).is_integer() for label in labels) else float
@@ -172,6 +184,21 @@ def check_found(labels: Collection[Any], column: str) -> None:
         )
 
 
+def warn_of_rare(counts: dict[Any, int], column: str) -> None:
+    """Warn where nearly every record has a class of its own, as with ids or measured numbers: nothing can be learned.
+
+    Args:
+        counts: how often each label occurs.
+    """
+    total = sum(counts.values())
+    if len(counts) > SHOWN_LABELS and 2 * len(counts) > total:
+        logger.warning(
+            "%r has %s different labels in %s: nearly every one is a class of its own, from which little can be "
+            "learned; name the column that holds the labels, or use task.problem=regression for numbers",
+            *(column, f"{len(counts):,}", f"{total:,}"),
+        )
+
+
 def _by_size_or_letters(label: Any) -> tuple[int, float, str]:
     try:
         number = float(label)
@@ -180,12 +207,12 @@ def _by_size_or_letters(label: Any) -> tuple[int, float, str]:
     return (0, number, str(label)) if math.isfinite(number) else (1, 0.0, str(label))
 
 
-def show_counts(counts: dict[Any, int]) -> str:
+def describe_counts(counts: dict[Any, int]) -> str:
     """``bad 1,203, good 977``, of the first labels."""
     return _first([f"{_visible(label)} {count:,}" for label, count in counts.items()])
 
 
-def show_labels(labels: Iterable[Any]) -> str:
+def describe_labels(labels: Iterable[Any]) -> str:
     """``bad, fair, good``: the first labels, and how many more there are."""
     return _first(list(map(_visible, labels)))
 
@@ -202,7 +229,7 @@ def _visible(label: Any) -> str:
 
 
 def alike(labels: Iterable[Any]) -> list[list[str]]:
-    """The labels that differ in spaces, case or the Unicode form of their letters alone, group by group."""
+    """Groups of labels that differ only in spaces, case or Unicode form."""
     groups: dict[str, list[str]] = {}
     for label in labels:
         if isinstance(label, str):
@@ -268,7 +295,7 @@ def ordered_for_model(labels: list[Any], listed: bool, config: Any, model: str) 
             "%s was trained for the labels %s, and its outputs now stand for %s: list the labels in that order in "
             "task.labels, where they mean the same",
             model,
-            show_labels(trained),
-            show_labels(labels),
+            describe_labels(trained),
+            describe_labels(labels),
         )
     return labels

@@ -43,8 +43,8 @@ class MaskedLM(TokenTask):
         (text,) = self.texts(record)
         before, after = self.special_around
         inside = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        room = max(1, self.data.sequence_length - len(before) - len(after))
-        windows = [np.array([*before, *inside[i : i + room], *after], np.int32) for i in range(0, len(inside), room)]
+        size = max(1, self.data.sequence_length - len(before) - len(after))
+        windows = [np.array([*before, *inside[i : i + size], *after], np.int32) for i in range(0, len(inside), size)]
         return [{"input_ids": window, "labels": window} for window in windows] or None
 
     def augment(self, sample: Sample, train: bool, rng: np.random.Generator) -> Sample:

@@ -60,8 +60,8 @@ ATTRIBUTES = {"facts": "dataset_metadata", "labelled": "has_labels"}
 
 
 def keep_run_attributes(task_type: type[Any], base: type[Any]) -> None:
-    """Replace class attributes such as ``facts = {}`` or ``tokenizer = None``, which would hide what a task has of its
-    run: they did no harm while ``Task.__init__`` set these attributes."""
+    """Replace class attributes such as ``facts = {}`` or ``tokenizer = None``: they would shadow the properties of
+    these names, which give what the run has stored. They did no harm while ``Task.__init__`` set attributes."""
     for name in ("tokenizer", "dataset_metadata", *ATTRIBUTES):
         if not hasattr(inspect.getattr_static(task_type, name), "__get__"):
             new = ATTRIBUTES.get(name, name)

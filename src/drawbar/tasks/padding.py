@@ -1,4 +1,4 @@
-"""Whether a run computes its micro-batches without padding (``data.padding_free``), and how samples are collated so."""
+"""``data.padding_free``: decides whether micro-batches are computed without padding, and collates them so."""
 
 from dataclasses import dataclass
 
@@ -13,6 +13,7 @@ from drawbar.errors import UserError
 from drawbar.models.huggingface import load_model_config
 from drawbar.models.packed import packs_without_mask
 from drawbar.tasks.batch import Batch
+from drawbar.tasks.method_errors import is_user_defined
 from drawbar.tasks.pretrained import PretrainedTask
 from drawbar.tasks.task import Task
 
@@ -50,10 +51,10 @@ def _obstacle(task: Task, device: torch.device) -> str | None:
     if not isinstance(task, PretrainedTask):
         return f"{type(task).__name__} is not built on a task of drawbar's own"
     for name in MODEL if task.data.batching == "packed" else (*MODEL, *ROWS):
-        if not getattr(type(task), name).__module__.startswith("drawbar."):
+        if is_user_defined(task, name):
             return f"{type(task).__name__} has a {name} of its own, which may expect a row for each sample"
     try:
-        config = load_model_config(task.config.model, task.config.from_scratch, task.tokenizer)
+        config = load_model_config(task.model_name, task.config.from_scratch, task.tokenizer)
     except UserError as error:
         return error.what  # the task says it better, when it builds its model
     if not packs_without_mask(config, task.head):

@@ -41,7 +41,8 @@ from drawbar.parallel.styles import cross_entropy_sum
 from drawbar.runtime.log import logger
 from drawbar.tasks.batch import Batch, pad_and_stack
 from drawbar.tasks.generation import generation_defaults
-from drawbar.tasks.task import Task, map_each
+from drawbar.tasks.method_errors import is_user_defined
+from drawbar.tasks.task import Task, map_each, records_of
 from drawbar.tasks.task_context import TaskContext
 
 
@@ -63,6 +64,27 @@ class PretrainedTask(Task):
         super().__init__(context)
         names = self.usual_metrics if self.config.metrics is None else self.config.metrics
         self.metrics = load_metrics([name for name in names if name not in self.loss_metrics])
+        if self.config.metrics is not None and self.task_context.begins_training:
+            self._check_metrics_are_computed()
+
+    @property
+    def model_name(self) -> str:
+        """A folder or a hub name: ``task.model``, or, where that names another run, the copy of that run's model."""
+        copied = self.task_context.initial_model
+        return self.config.model if copied is None else str(copied)
+
+    def _check_metrics_are_computed(self) -> None:
+        """Raises UserError for metrics of predictions, where this task makes none."""
+        if not self.metrics or self.predicts:
+            return
+        remedy = f"leave out {', '.join(self.metrics)}; the scores of the loss are computed in any case"
+        if "generation" in type(self.config).model_fields:
+            remedy = f"let an evaluation write predictions: task.generation={{max_new_tokens: 128}}; or {remedy}"
+        raise UserError(
+            f"{', '.join(self.metrics)} would never be computed: an evaluation of this task makes no predictions",
+            where="task.metrics",
+            remedy=remedy,
+        )
 
     def build_tokenizer(self) -> Any:
         tokenizer = self._train_or_load_tokenizer()
@@ -87,7 +109,7 @@ class PretrainedTask(Task):
     def _train_or_load_tokenizer(self) -> Any:
         wanted = self.config.tokenizer
         if isinstance(wanted, TokenizerTraining):
-            texts = map_each(self.records("train"), self.texts, self.skips_bad_records)
+            texts = map_each(records_of(self, "train"), self.texts, self.skips_bad_records)
             return train_byte_bpe(chain.from_iterable(texts), wanted.vocab_size, self.special_tokens)
         if wanted is None and self.config.from_scratch is not None:
             raise UserError(
@@ -96,10 +118,10 @@ class PretrainedTask(Task):
                 remedy="name one (task.tokenizer=gpt2), or train one (task.tokenizer={train: byte_bpe})",
             )
         try:
-            return load_tokenizer(wanted or self.config.model)
+            return load_tokenizer(wanted) if wanted else load_tokenizer(self.model_name, "model")
         except UserError:
             if wanted is None:  # perhaps the model folder itself is missing or broken: report that instead
-                check_model_folder(self.config.model)
+                check_model_folder(self.model_name)
             raise
 
     def texts(self, record: dict[str, Any]) -> list[str]:
@@ -115,30 +137,31 @@ class PretrainedTask(Task):
         if self.config.from_scratch is not None:
             return None
         try:
-            return load_model_config(self.config.model, None, self.tokenizer)
+            return load_model_config(self.model_name, None, self.tokenizer)
         except UserError:
             return None  # build_model says why, unless it is a user's own and needs none
 
     def build_model(self) -> nn.Module:
-        name, scratch = self.config.model, self.config.from_scratch
+        name, scratch = self.model_name, self.config.from_scratch
         with self._explain_attention_errors():
             if scratch is not None:
                 return self._prepare_model(
                     build_from_scratch(name, scratch, self.tokenizer, self.head, **self._all_fields())
                 )
-            tell_new = not self.has_checkpoint
-            return self._prepare_model(load_pretrained(name, self.head, tell_new=tell_new, **self._all_fields()))
+            log_new = not self.has_checkpoint
+            return self._prepare_model(load_pretrained(name, self.head, log_new=log_new, **self._all_fields()))
 
     def build_meta_model(self) -> nn.Module:
         if self.config.from_scratch is not None or self.config.resize_embeddings:
             return super().build_meta_model()
         with self._explain_attention_errors():
-            return self._prepare_model(build_meta_model(self.config.model, self.head, **self._all_fields()))
+            find_weights = not self.task_context.weightless
+            return self._prepare_model(build_meta_model(self.model_name, self.head, find_weights, **self._all_fields()))
 
     def stored_weights(self, meta_model: nn.Module) -> Mapping[str, torch.Tensor] | None:
         if self.config.from_scratch is not None or self.config.resize_embeddings:
             return None
-        return stored_tensors(self.config.model, meta_model)
+        return stored_tensors(self.model_name, meta_model)
 
     def _all_fields(self) -> dict[str, Any]:
         wanted = self.config.attention
@@ -147,8 +170,8 @@ class PretrainedTask(Task):
         return {**self.model_fields(), **attention, **self.task_context.model_fields}
 
     def _explain_attention_errors(self) -> AbstractContextManager[None]:
-        config = self.config
-        return explain_attention_errors(config.attention, config.model, config.from_scratch, self.tokenizer, self.head)
+        wanted, scratch = self.config.attention, self.config.from_scratch
+        return explain_attention_errors(wanted, self.model_name, scratch, self.tokenizer, self.head)
 
     def _prepare_model(self, model: nn.Module) -> nn.Module:
         """Check the vocabulary size and the number of positions, and set the generation config."""
@@ -169,8 +192,7 @@ class PretrainedTask(Task):
 
     def _check_router(self, model: nn.Module) -> None:
         """A mixture of experts may return an auxiliary loss of its router, which no loss of drawbar's own adds."""
-        is_users = not type(self).loss.__module__.startswith("drawbar.")
-        if is_users or not getattr(model.config, "output_router_logits", False):
+        if is_user_defined(self, "loss") or not getattr(model.config, "output_router_logits", False):
             return
         what = "the auxiliary loss of the model's router (output_router_logits) is not part of the loss here"
         remedy = (
@@ -202,7 +224,7 @@ class PretrainedTask(Task):
     @property
     def vocabulary_parallel(self) -> bool:
         # a user's own forward or loss gets whole logits
-        return all(getattr(type(self), name).__module__.startswith("drawbar.") for name in ("forward", "loss"))
+        return not is_user_defined(self, "forward", "loss")
 
     def position_labels(self, batch: Batch) -> torch.Tensor:
         """The label of what the model predicts at each position, (B, L), if the loss is the labels' cross-entropy."""
@@ -218,6 +240,11 @@ class PretrainedTask(Task):
         """The special tokens around a text, for the log: ``<s> … </s>``."""
         before, after = (self.tokenizer.convert_ids_to_tokens(tokens) for tokens in self.special_around)
         return " ".join([*before, "…", *after])
+
+    @property
+    def learns_to_stop(self) -> bool:
+        """False where the model learns to write answers that have no end token: it would not stop."""
+        return True
 
     @cached_property
     def special_around(self) -> tuple[list[int], list[int]]:

@@ -44,6 +44,10 @@ class Seq2Seq(TokenTask):
             return wanted
         return "begin_end" if before else "end"
 
+    @property
+    def learns_to_stop(self) -> bool:
+        return bool(self._around_target[1])
+
     @cached_property
     def _around_target(self) -> tuple[list[int], list[int]]:
         """The tokens that the tokenizer puts before and after a target."""
@@ -52,7 +56,7 @@ class Seq2Seq(TokenTask):
     @cached_property
     def _decoder_start(self) -> int:
         """The token that the decoder begins with: as the model's config says, or for mBART the target language's."""
-        config = load_model_config(self.config.model, self.config.from_scratch, self.tokenizer)
+        config = load_model_config(self.model_name, self.config.from_scratch, self.tokenizer)
         if self.config.target_language is not None and config.model_type in BEGINS_WITH_THE_LAST:
             return self._around_target[1][-1]
         if config.decoder_start_token_id is None:

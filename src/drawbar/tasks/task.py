@@ -5,6 +5,7 @@ divide a loss, move a tensor to a device or ask how many processes there are: th
 """
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +24,7 @@ from drawbar.data.sources import Records, open_records
 from drawbar.errors import UserError
 from drawbar.runtime.safetensors_reader import parameters_on_meta
 from drawbar.tasks.batch import Batch, pad_and_stack
-from drawbar.tasks.method_fault import fault, made_by
+from drawbar.tasks.method_errors import called_once, method_error, undefined_method_error
 from drawbar.tasks.old_names import keep_old_class_attributes, keep_old_names, keep_run_attributes, renamed_attribute
 from drawbar.tasks.task_context import TaskContext
 
@@ -39,6 +40,10 @@ class Task:
     label_placement: LabelPlacement | None = None
     """Where the ``labels`` of a sample sit: ``next_token``, ``token``, ``sample`` or ``decoder``. A task that says so
     can be packed (``data.batching: packed``): its batches then have ``segment_ids``, which go to the model."""
+
+    needed_length: float = math.inf
+    """The smallest ``data.sequence_length`` with which one of the records that ``encode`` dropped would give a sample,
+    for the error message where no record gives one; infinite where that is not known."""
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
@@ -59,7 +64,7 @@ class Task:
     def tokenizer(self) -> Any:
         """The run's tokenizer: what ``build_tokenizer`` returned when the run began."""
         given = self.task_context.tokenizer
-        return made_by(self, "build_tokenizer", "tokenizer") if given is None else given
+        return called_once(self, "build_tokenizer", "tokenizer") if given is None else given
 
     @cached_property
     def dataset_metadata(self) -> dict[str, Any]:
@@ -67,17 +72,20 @@ class Task:
         given = self.task_context.dataset_metadata
         if given is not None:
             return given
-        found = made_by(self, "find_dataset_metadata", "dataset_metadata")
+        found = called_once(self, "find_dataset_metadata", "dataset_metadata")
         try:
             return json.loads(json.dumps(found))  # as a resumed run will read them
         except (TypeError, ValueError) as error:
             remedy = "return a dict of plain numbers, strings and lists: a set becomes sorted(...)"
-            raise fault(self, "find_dataset_metadata", f"returns what JSON cannot hold: {error}", remedy) from error
+            raise method_error(
+                self, "find_dataset_metadata", f"returns what JSON cannot hold: {error}", remedy
+            ) from error
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle what the task was built from, and no attribute that was set later: a worker process builds its own."""
         sections = {name: getattr(self.run_config, name) for name in type(self.run_config).model_fields}
-        return _rebuild, (type(self), sections, self.tokenizer, self.dataset_metadata, self.has_labels)
+        known = (self.tokenizer, self.dataset_metadata, self.has_labels, self.task_context.initial_model)
+        return _rebuild, (type(self), sections, *known)
 
     def __copy__(self) -> Self:
         """A copy with the same attributes: without this method, Python would copy by ``__reduce__``."""
@@ -102,7 +110,9 @@ class Task:
 
     def build_model(self) -> nn.Module:
         """The model, in fp32, on the CPU."""
-        raise NotImplementedError(f"{type(self).__name__} does not define build_model()")
+        raise undefined_method_error(
+            self, "build_model", "define build_model(self) in it: it returns the model, a torch.nn.Module"
+        )
 
     def build_meta_model(self) -> nn.Module:
         """The model of ``build_model`` without its weights (parameters on the meta device, buffers as they are), for
@@ -158,7 +168,9 @@ class Task:
 
     def loss(self, outputs: Any, batch: Batch) -> torch.Tensor:
         """The SUM of the loss over the batch's targets (never a mean), as a 0-d tensor."""
-        raise NotImplementedError(f"{type(self).__name__} does not define loss()")
+        raise undefined_method_error(
+            self, "loss", "define loss(self, outputs, batch) in it: it returns the sum of the batch's loss"
+        )
 
     @property
     def vocabulary_parallel(self) -> bool:
@@ -205,11 +217,29 @@ keep_old_names(Task)
 
 
 def _rebuild(
-    task_type: type[Task], sections: dict[str, Any], tokenizer: Any, metadata: dict[str, Any], has_labels: bool
+    task_type: type[Task],
+    sections: dict[str, Any],
+    tokenizer: Any,
+    metadata: dict[str, Any],
+    has_labels: bool,
+    initial_model: Path | None,
 ) -> Task:
     # the type of a configuration is made at run time for each task, and cannot be pickled itself
     run_config = run_config_type(task_type.Config).model_construct(**sections)
-    return task_type(TaskContext(run_config, tokenizer, metadata, has_labels=has_labels))
+    return task_type(TaskContext(run_config, tokenizer, metadata, has_labels=has_labels, initial_model=initial_model))
+
+
+def records_of(task: Task, split: str) -> Iterable[dict[str, Any]]:
+    """What ``task.records(split)`` returns.
+
+    Raises:
+        UserError: it returns nothing that can be iterated over; and what ``task.records`` raises.
+    """
+    records = task.records(split)
+    if not isinstance(records, Iterable):
+        remedy = "return the records, a list of dicts, say, or yield them"
+        raise method_error(task, "records", f"returns {type(records).__name__} for {split!r}, and no records", remedy)
+    return records
 
 
 def map_each(records: Iterable[dict[str, Any]], function: Callable[[dict[str, Any]], T], skip_bad: bool) -> Iterator[T]:

@@ -41,7 +41,8 @@ def mark_turns(template: str) -> str:
 
 
 def split_turns(marked: str) -> tuple[str, dict[int, tuple[int, int]]]:
-    """What a marked template wrote, as text without marks and the characters ``[start, end)`` of each message.
+    """Split the output of a marked template into the text without marks and the character span ``[start, end)`` of each
+    message.
 
     Templates also have loops that read messages and write nothing: of a message's several spans, the longest is kept.
     """

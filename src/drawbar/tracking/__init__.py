@@ -1,1 +1,1 @@
-"""What a run shows and writes about itself: meters, metric files, the console."""
+"""Meters, metric files, trackers, and the console."""

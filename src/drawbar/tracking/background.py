@@ -21,6 +21,8 @@ LONGEST_QUEUE = 10_000
 """Lines that may wait for a tracker; those that come when so many wait are dropped, and not kept in memory."""
 FINISH_SECONDS = 60.0
 """How long the end of a run waits for a tracker to send what it still has."""
+SECONDS_TO_CHECK = 5.0
+"""After so much of that, the tracker is asked whether its service answers: a run does not wait for one that is gone."""
 
 
 class TrackerGuard:
@@ -88,7 +90,7 @@ class BackgroundTracker(Tracker):
         self._guard = TrackerGuard(tracker)
         self._started = False
         self._ended = Event()
-        self._told_full = False
+        self._warned_full = False
 
     def start(self, run: TrackedRun) -> None:
         self._calls.put(lambda: self._start(run))
@@ -98,13 +100,18 @@ class BackgroundTracker(Tracker):
         if self._calls.qsize() < LONGEST_QUEUE:
             kept = dict(values)
             self._calls.put(lambda: self._deliver(step, kept))
-        elif not self._told_full:
-            self._told_full = True
+        elif not self._warned_full:
+            self._warned_full = True
             logger.warning("the tracker %s is too slow: it does not get all lines", self._name)
 
     def finish(self) -> None:
         self._calls.put(self._finish)
-        if not self._ended.wait(FINISH_SECONDS):
+        if self._ended.wait(SECONDS_TO_CHECK):
+            return
+        problem = self._tracker.service_problem()
+        if problem is not None:
+            logger.warning("the tracker %s has not sent everything, and the run ends: %s", self._name, problem)
+        elif not self._ended.wait(FINISH_SECONDS - SECONDS_TO_CHECK):
             logger.warning("the tracker %s has not sent everything in %.0f s: the run ends", self._name, FINISH_SECONDS)
 
     def _work(self) -> None:

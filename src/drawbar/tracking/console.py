@@ -1,4 +1,4 @@
-"""What a person sees of a run: a live bar on a terminal, plain lines elsewhere, nothing from ranks other than 0.
+"""Console output of a run: a live view on a terminal, plain lines elsewhere, nothing from ranks other than 0.
 
 The long lines go to files (``metrics.jsonl``, ``logs/``); this is for reading along.
 """
@@ -11,16 +11,14 @@ from collections.abc import Mapping
 
 from rich.console import Console as RichConsole
 from rich.highlighter import NullHighlighter
+from rich.live import Live
 from rich.logging import RichHandler
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
-from rich.table import Column
 from rich.text import Text
 
-from drawbar.tracking.lines import evaluation_line, join, log_line, number, phase_line, speed, step_of_total, time_left
+from drawbar.tracking.lines import evaluation_line, join, log_line, phase_line, time_left
+from drawbar.tracking.live_view import LiveValues, LiveView
 from drawbar.tracking.meters import Clock, TimeLeft
-
-BAR_WIDTH = 20
-"""With this the bar's line stays under 80 columns, so that a terminal made narrower does not wrap and tear it."""
+from drawbar.util.best_score import BestScore
 
 QUIET_SECONDS = 10.0
 """Without a terminal, a long phase says how far it is after so many seconds without a line."""
@@ -46,6 +44,10 @@ class Console(ABC):
         """Show scores, by their names ``eval/<split>/<score>``."""
 
     @abstractmethod
+    def best(self, score: BestScore) -> None:
+        """The best score of the run so far."""
+
+    @abstractmethod
     def phase(self, name: str, done: int, total: int) -> None:
         """Long work besides training, such as ``encoding`` or ``evaluating``, is at ``done`` of ``total``.
 
@@ -66,69 +68,40 @@ class Console(ABC):
 
 
 class TerminalConsole(Console):
-    """Lines that scroll by, and below them a bar for the run and one for the current phase."""
+    """Lines that scroll by, and below them a view of the run: its newest numbers, and the current phase."""
 
     def __init__(self) -> None:
         self._rich = RichConsole(highlight=False)
-        self._progress = Progress(
-            BarColumn(BAR_WIDTH),
-            TextColumn(
-                "{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis"), style="none"
-            ),
-            console=self._rich,
-            # rich draws in a thread of this process; ten times a second, its default, is felt by a small model.
-            refresh_per_second=4,
-        )
-        self._run: TaskID | None = None
-        self._phase: TaskID | None = None
-        self._total_steps: int | None = None
-        self._loss: str | None = None
-        self._speed: str | None = None
+        self._values = LiveValues()
+        # rich draws in a thread of this process; more often than this, it is felt by a small model
+        self._live = Live(LiveView(self._values), console=self._rich, refresh_per_second=4)
+        self._time_left: TimeLeft | None = None
 
     def start(self, total_steps: int, first_step: int) -> None:
-        self._total_steps = total_steps
         self._time_left = TimeLeft(total_steps, first_step)
-        self._run = self._progress.add_task(step_of_total(first_step, total_steps), total=total_steps)
-        self._progress.update(self._run, completed=first_step)
-        self._progress.start()
+        self._values.step, self._values.total_steps = first_step, total_steps
+        self._live.start()
 
     def advance(self, step: int) -> None:
-        assert self._run is not None, "start() comes first"
+        assert self._time_left is not None, "start() comes first"
         self._time_left.advance(step)
-        self._show(step)
-
-    def _show(self, step: int) -> None:
-        if self._run is None:
-            return
-        left = time_left(self._time_left.seconds())
-        status = join(step_of_total(step, self._total_steps), self._loss, self._speed, left)
-        self._progress.update(self._run, completed=step, description=status)
+        self._values.step, self._values.seconds_left = step, self._time_left.seconds()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        if "train/loss" in values:
-            self._loss = f"loss {number(values['train/loss'])}"
-        if "train/tokens_per_second" in values:
-            self._speed = speed(values["train/tokens_per_second"])
-        self._show(step)
-        self.message(log_line(step, self._total_steps, values))
+        self._values.take(values)
+        self.message(log_line(step, self._values.total_steps, values))
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
-        self._rich.print(Text(evaluation_line(step, self._total_steps, values), style="bold"))
+        self._values.evaluated_step, self._values.scores = step, values
+        self._rich.print(Text(evaluation_line(step, self._values.total_steps, values), style="bold"))
+
+    def best(self, score: BestScore) -> None:
+        self._values.best = score
 
     def phase(self, name: str, done: int, total: int) -> None:
-        if done >= total:
-            self._end_phase()
-            return
-        description = phase_line(name, done, total)
-        if self._phase is None:
-            self._phase = self._progress.add_task(description)
-            self._progress.start()
-        self._progress.update(self._phase, completed=done, total=total, description=description)
-
-    def _end_phase(self) -> None:
-        if self._phase is not None:
-            self._progress.remove_task(self._phase)
-            self._phase = None
+        self._values.phase = (name, done, total) if done < total else None
+        if done < total:
+            self._live.start()
 
     def message(self, text: str) -> None:
         self._rich.print(Text(text))
@@ -141,8 +114,8 @@ class TerminalConsole(Console):
         )
 
     def stop(self) -> None:
-        self._end_phase()
-        self._progress.stop()
+        self._values.phase = None
+        self._live.stop()
 
 
 class PlainConsole(Console):
@@ -168,6 +141,9 @@ class PlainConsole(Console):
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
         self.message(evaluation_line(step, self._total_steps, values))
+
+    def best(self, score: BestScore) -> None:
+        """It is that of one of the evaluations, which have been shown."""
 
     def phase(self, name: str, done: int, total: int) -> None:
         if self._clock() - self._last_line >= QUIET_SECONDS:
@@ -195,6 +171,8 @@ class SilentConsole(Console):
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None: ...
 
+    def best(self, score: BestScore) -> None: ...
+
     def phase(self, name: str, done: int, total: int) -> None: ...
 
     def message(self, text: str) -> None: ...
@@ -219,7 +197,7 @@ def _with_plain_format(handler: logging.Handler) -> logging.Handler:
 
 
 def make_console(is_rank_zero: bool) -> Console:
-    """The console for this process: a live bar where standard output is a terminal that can move its cursor."""
+    """The console for this process: a live view where standard output is a terminal that can move its cursor."""
     if not is_rank_zero:
         return SilentConsole()
     # isatty, and not rich's own test: FORCE_COLOR, set by many CI systems, would have it draw bars into a log file.

@@ -6,7 +6,6 @@ about steps after s is dropped first: the run is about to make them again.
 
 import json
 import logging
-import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from typing import Any, ClassVar
 from drawbar.errors import ExitCode, UserError
 from drawbar.tracking.tracker import TrackedRun, Tracker
 from drawbar.util.atomic_files import replacing
+from drawbar.util.strict_json import json_number
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +43,6 @@ class JsonlTracker(Tracker):
     def finish(self) -> None:
         with writing(self._path):
             self._file.close()
-
-
-def json_number(value: float) -> float | str:
-    """The value itself, or ``"nan"``, ``"inf"`` or ``"-inf"``, for which JSON has no number."""
-    return value if math.isfinite(value) else str(float(value))
 
 
 def _drop_lines_after(path: Path, last_step: int, evaluated: bool) -> None:

@@ -1,5 +1,6 @@
 """Numbers and lines as people read them."""
 
+import math
 from collections.abc import Mapping
 
 
@@ -18,7 +19,9 @@ def duration(seconds: float) -> str:
 
 
 def number(value: float) -> str:
-    """``18,204``, ``4.321``, ``1.2e-05``: as many digits as can be told apart at a glance."""
+    """``18,204``, ``4.321``, ``1.2e-05``, ``3.1e+17``: as many digits as can be told apart at a glance."""
+    if 1e15 <= abs(value) < math.inf:
+        return f"{value:.1e}"
     if abs(value) >= 1000:
         return f"{value:,.0f}"
     if abs(value) >= 0.01 or value == 0:

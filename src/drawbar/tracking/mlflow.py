@@ -1,13 +1,20 @@
 """MLflow (https://mlflow.org): a tracking server, or a database file."""
 
+import logging
 import os
 import time
 from collections.abc import Mapping
 from typing import ClassVar
+from urllib.parse import urlsplit
 
 from drawbar.tracking.tracker import TrackedRun, Tracker
 
+logger = logging.getLogger(__name__)
+
 RUN_TAG = "drawbar.run_id"
+SECONDS_TO_ANSWER = 10.0
+GATEWAY_ERRORS = (502, 503, 504)
+"""HTTP statuses by which a proxy says that the server behind it does not answer."""
 MOST_PARAMETERS = 100
 """In one request."""
 LONGEST_PARAMETER = 6000
@@ -30,7 +37,27 @@ class MLflowTracker(Tracker):
             raise ValueError("neither uri nor the environment variable MLFLOW_TRACKING_URI says where to log")
         self._experiment, self._uri = experiment, uri
 
+    def service_problem(self) -> str | None:
+        import requests  # mlflow needs it, too
+
+        uri = self._uri or os.environ["MLFLOW_TRACKING_URI"]
+        address = urlsplit(uri)
+        if address.scheme not in ("http", "https"):
+            return None
+        reason: object
+        try:
+            found = requests.head(uri, timeout=SECONDS_TO_ANSWER)
+            reason = f"{found.status_code} {found.reason}" if found.status_code in GATEWAY_ERRORS else None
+        except requests.exceptions.SSLError:
+            reason = None  # it answers, and MLflow has settings of its own for certificates
+        except requests.exceptions.RequestException as error:
+            reason = error
+        server = address.netloc.rpartition("@")[2]  # without a password
+        return None if reason is None else f"the MLflow server {server} does not answer: {reason}"
+
     def start(self, run: TrackedRun) -> None:
+        if problem := self.service_problem():
+            logger.warning("%s\n  the run goes on, and MLflow tries again for some minutes", problem)
         from mlflow.tracking import MlflowClient
 
         self._client = MlflowClient(self._uri)

@@ -1,22 +1,38 @@
 """One table on standard output."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from rich.cells import cell_len
 from rich.console import Console as RichConsole
 from rich.table import Table
 from rich.text import Text
 
 
-def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> None:
+def print_table(
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    left: int = 1,
+    styles: Mapping[str, str] | None = None,
+) -> None:
     """Print a table: drawn by rich on a terminal, aligned plain text elsewhere.
 
-    The first ``left`` columns are set to the left and all others, which hold numbers, to the right.
+    The first ``left`` columns are set to the left and all others, which hold numbers, to the right. On a terminal that
+    is too narrow, each row becomes lines of one cell, so that no number is cut.
+
+    Args:
+        styles: how cells of these texts are drawn on a terminal, as rich names styles.
     """
-    if sys.stdout.isatty():
-        RichConsole().print(_rich_table(title, columns, rows, left), markup=False)
-    else:
+    if not sys.stdout.isatty():
         print(plain_table(title, columns, rows, left), flush=True)
+        return
+    console, styled = RichConsole(highlight=False), styles or {}
+    widths = [max(cell_len(row[i]) for row in [columns, *rows]) for i in range(len(columns))]
+    if sum(widths) + 3 * len(columns) + 1 > console.width:
+        console.print(_stacked(title, columns, rows, styled), markup=False)
+    else:
+        console.print(_rich_table(title, columns, rows, left, styled), markup=False)
 
 
 def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
@@ -34,10 +50,25 @@ def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     return "\n".join([title, "", lines[0], rule, *lines[1:]])
 
 
-def _rich_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> Table:
+def _rich_table(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int, styles: Mapping[str, str]
+) -> Table:
     table = Table(title=title, title_justify="left")
     for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index < left else "right")
+        table.add_column(column, justify="left" if index < left else "right", no_wrap=True)
     for row in rows:
-        table.add_row(*map(Text, row))
+        table.add_row(*(Text(cell, styles.get(cell, "")) for cell in row))
     return table
+
+
+def _stacked(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], styles: Mapping[str, str]) -> Text:
+    """For each row its first cell, and below it the other ones with their columns' names."""
+    width = max(map(cell_len, columns)) + 2
+    text = Text(f"{title}\n")
+    for row in rows:
+        text.append(f"\n{row[0]}\n", styles.get(row[0], "bold"))
+        for column, cell in zip(columns[1:], row[1:], strict=True):
+            if cell:
+                text.append(f"  {column}".ljust(width + 2), "dim").append(f"{cell}\n", styles.get(cell, ""))
+    text.rstrip()
+    return text

@@ -56,6 +56,11 @@ class Tracker(ABC):
     def finish(self) -> None:
         """Write what is still buffered: the run ends, or will go on in another process."""
 
+    def service_problem(self) -> str | None:
+        """For a tracker that logs to a server: why it does not answer, with its name; None where it does. It says so
+        within seconds. In the background, it is called at the end of a run while another call has not come back."""
+        return None
+
 
 TRACKERS: Registry[type[Tracker]] = Registry("tracker", "drawbar.trackers")
 """Names for ``tracking.trackers``. A tracker of your own is also found as ``package.module:Class``."""

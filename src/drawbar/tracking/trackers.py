@@ -39,13 +39,13 @@ class Trackers:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Tell all of them the values of a step."""
-        self._tell_all(lambda tracker: tracker.log(step, values))
+        self._call_all(lambda tracker: tracker.log(step, values))
 
     def finish(self) -> None:
         """End all of them."""
-        self._tell_all(lambda tracker: tracker.finish())
+        self._call_all(lambda tracker: tracker.finish())
 
-    def _tell_all(self, call: Callable[[Tracker], None]) -> None:
+    def _call_all(self, call: Callable[[Tracker], None]) -> None:
         for guard in self._guards:
             guard.attempt(call)
 

@@ -9,10 +9,10 @@ from drawbar.config.schema.run_config import RunConfig
 from drawbar.data.dataset import Sample
 from drawbar.data.prefetch import Augment, BatchMaker, Collate, Prefetcher, unchanged
 from drawbar.tasks.batch import Batch
-from drawbar.tasks.method_fault import fault
-from drawbar.tasks.overrides import name_failing_method
+from drawbar.tasks.method_errors import is_user_defined, method_error
 from drawbar.tasks.padding import train_collate
 from drawbar.tasks.task import Task
+from drawbar.tasks.user_methods import name_failing_method
 
 
 def make_augment(task: Task, config: RunConfig, train: bool) -> Augment:
@@ -34,7 +34,9 @@ class TaskAugment:
         with name_failing_method(self.task):
             augmented = self.task.augment(sample, self.train, rng)
         if not isinstance(augmented, dict):
-            raise fault(self.task, "augment", f"returns {type(augmented).__name__}", "return the sample as a dict")
+            raise method_error(
+                self.task, "augment", f"returns {type(augmented).__name__}", "return the sample as a dict"
+            )
         return {**augmented, "id": sample["id"], "ids": sample["ids"]}
 
 
@@ -50,28 +52,23 @@ class _NamedCollate:
             return self.collate(samples)
 
 
-def _has_own_batches(task: Task) -> bool:
-    methods = (getattr(type(task), name) for name in ("augment", "collate"))
-    return any(not method.__module__.startswith("drawbar.") for method in methods)
-
-
 def batch_maker(task: Task, config: RunConfig) -> BatchMaker[Batch]:
-    """What makes training batches of samples."""
+    """The ``BatchMaker`` of training batches: the task's augment and collate."""
     return BatchMaker(_NamedCollate(task, train_collate(task, config)), make_augment(task, config, train=True))
 
 
-def make_prefetcher(task: Task, config: RunConfig, device: torch.device, ahead: bool) -> Prefetcher[Batch]:
-    """What prepares training batches, as ``data.workers`` says. ``auto`` makes them ahead, in a thread, unless
-    ``augment`` or ``collate`` is a user's: that may draw from the global random generators, as the step does.
+def make_prefetcher(task: Task, config: RunConfig, device: torch.device, prefetch: bool) -> Prefetcher[Batch]:
+    """The ``Prefetcher`` of training batches by ``data.workers``. ``auto`` prefetches in a thread, unless ``augment``
+    or ``collate`` is user-defined: that may draw from the global random generators, as the step does.
 
     Args:
-        ahead: False to make each batch at its step, whatever ``data.workers`` says.
+        prefetch: False to make each batch at its step, whatever ``data.workers`` says.
     """
     workers = config.data.workers
     return Prefetcher(
         batch_maker(task, config),
-        ahead=ahead and (not _has_own_batches(task) if workers == "auto" else workers != 0),
-        processes=0 if workers == "auto" else workers,
+        prefetch=prefetch and (not is_user_defined(task, "augment", "collate") if workers == "auto" else workers != 0),
+        workers=0 if workers == "auto" else workers,
         finish=_Pinned(device) if device.type == "cuda" else None,
         timeout=config.launch.timeout,
     )

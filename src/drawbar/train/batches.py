@@ -1,5 +1,6 @@
 """From a configuration to batches: records, samples, rows, loader; for training, evaluation and prediction."""
 
+import math
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from drawbar.data.dataset import EncodedDataset, NoSamples, encode_in_memory
 from drawbar.data.digests import DigestCache, digest_for_all, file_digest
 from drawbar.data.loader import Loader, MicroBatchSize, Rows, SampleRows, TrainLoader
 from drawbar.data.packing import LabelPlacement, PackedRows, packed_lengths
-from drawbar.data.plan import CACHED_FROM, Plan, keep_plan, plan_sources
+from drawbar.data.plan import CACHED_FROM, Plan, cached_plan_of_sources, plan_sources
 from drawbar.data.reading import NumberedRecord, Reading, read_list
 from drawbar.data.reuse import explain_cache_miss, is_cached
 from drawbar.data.sampler import Grouped, InOrder, Mixed, Sampler, Shuffled
@@ -26,11 +27,11 @@ from drawbar.evaluation.scoring import Split
 from drawbar.runtime.log import logger
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.encoder import TaskEncoder, cache_inputs, code_of, settings_of
-from drawbar.tasks.overrides import name_failing_method
-from drawbar.tasks.task import Task
+from drawbar.tasks.task import Task, records_of
+from drawbar.tasks.user_methods import name_failing_method
 from drawbar.tracking.console import Console
 from drawbar.train.batch_making import make_prefetcher
-from drawbar.train.shares import warn_of_share
+from drawbar.train.validation_share import warn_of_same_files, warn_of_share
 
 SHOWN_BAD_RECORDS = 10
 FIRST_RECORDS = 8
@@ -75,20 +76,22 @@ class OpenedSplit:
 
 def open_data(task: Task, config: RunConfig, world: Distributed) -> tuple[OpenedSplit, OpenedSplit | None]:
     """The training data and any validation data, opened but not encoded, so that a missing file is reported early."""
-    has_validation = config.data.validation is not None or config.data.validation_share is not None
-    return open_split(task, "train", config, world), (
-        open_split(task, "validation", config, world) if has_validation else None
-    )
+    train = open_split(task, "train", config, world)
+    if config.data.validation is None and config.data.validation_share is None:
+        return train, None
+    validation = open_split(task, "validation", config, world)
+    warn_of_same_files(config.data, train.records, validation.records)
+    return train, validation
 
 
 def open_split(task: Task, name: str, config: RunConfig, world: Distributed) -> OpenedSplit:
-    """Find one part of the data. Nothing is encoded.
+    """Open one split of the data. Nothing is encoded.
 
     Raises:
         UserError: it cannot be read.
     """
     with world.working(f"reading {name}"), name_failing_method(task):
-        records = task.records(name)
+        records = records_of(task, name)
         if name == "train" and config.data.streaming:
             return OpenedSplit(name, _streamed(task, records))
         if not isinstance(records, Sequence):
@@ -114,7 +117,15 @@ def first_samples(opened: OpenedSplit, task: Task, config: RunConfig, world: Dis
             with suppress(NoSamples):
                 samples = encode_in_memory(_read_again(piece), encode, on_bad_record=on_bad_record)
                 return Split(opened.name, [one.record for one in piece], samples)
-        samples = encode_in_memory(_reading(opened), encode, on_bad_record=on_bad_record)  # raises NoSamples
+        try:
+            samples = encode_in_memory(_reading(opened), encode, on_bad_record=on_bad_record)
+        except NoSamples as error:
+            needed = task.needed_length
+            if config.data.sequence_length < needed < math.inf:
+                what = f"{error.what}: their prompts leave no room for an answer"
+                remedy = f"set data.sequence_length to {needed} or more, which the shortest one needs"
+                raise NoSamples(what, where=error.where, remedy=remedy) from error
+            raise
         return Split(opened.name, opened.records, samples)
 
 
@@ -123,7 +134,7 @@ def load_data(
 ) -> tuple[Loader[Batch], Split | None]:
     """The training batches of this rank, and the validation data, where there are any."""
     train, validation = opened
-    loader, train_split = _load_train(task, train, config, world, console, ahead=True)
+    loader, train_split = _load_train(task, train, config, world, console, prefetch=True)
     if validation is None:
         return loader, None
     validation_split = encode_split(task, validation, config, world, console)
@@ -133,12 +144,12 @@ def load_data(
 
 
 def load_split(task: Task, name: str, config: RunConfig, world: Distributed, console: Console) -> Split:
-    """``open_split`` and ``encode_split`` of one part of the data. Raises what these raise."""
+    """``open_split``, then ``encode_split``. Raises what these raise."""
     return encode_split(task, open_split(task, name, config, world), config, world, console)
 
 
 def encode_split(task: Task, opened: OpenedSplit, config: RunConfig, world: Distributed, console: Console) -> Split:
-    """Encode a part of the data, or take it from the cache.
+    """Encode a split, or load it from the cache.
 
     Raises:
         UserError: it cannot be read, has no samples, or differs between processes.
@@ -178,7 +189,7 @@ def _cache_inputs(
 
 
 def _encode(task: Task, opened: OpenedSplit, config: RunConfig, world: Distributed, console: Console) -> EncodedDataset:
-    """The samples of one part of the data."""
+    """The samples of one split."""
 
     def progress(done: int, total: int) -> None:
         console.phase(f"encoding {opened.name}", done, total)
@@ -208,7 +219,7 @@ def _reading(opened: OpenedSplit) -> Reading:
 
 
 def _read_again(found: Sequence[NumberedRecord] | Sequence[LocatedRecord]) -> Reading:
-    """A pass over some records that were read already."""
+    """A ``Reading`` over records that were read already."""
     return read_list([one.record for one in found], [one.where for one in found].__getitem__)
 
 
@@ -237,15 +248,15 @@ def describe_samples(samples: EncodedDataset) -> str:
 
 def make_loader(task: Task, config: RunConfig, world: Distributed, console: Console) -> Loader[Batch]:
     """The training batches of this rank, from encoded samples or from a stream; none is made ahead of its step."""
-    return _load_train(task, open_split(task, "train", config, world), config, world, console, ahead=False)[0]
+    return _load_train(task, open_split(task, "train", config, world), config, world, console, prefetch=False)[0]
 
 
 def _load_train(
-    task: Task, opened: OpenedSplit, config: RunConfig, world: Distributed, console: Console, ahead: bool
+    task: Task, opened: OpenedSplit, config: RunConfig, world: Distributed, console: Console, prefetch: bool
 ) -> tuple[Loader[Batch], Split | None]:
     """The training batches, and the samples that they are made of; None for those of a stream."""
     if isinstance(opened.records, Records) and config.data.streaming:
-        return _stream_loader(task, opened.records, config, world, ahead), None
+        return _stream_loader(task, opened.records, config, world, prefetch), None
     split = encode_split(task, opened, config, world, console)
     with world.working("planning the rows"):
         sampler, rows = rows_and_order(task, split, config)
@@ -255,13 +266,13 @@ def _load_train(
         global_batch=config.train.global_batch,
         micro_batch=train_micro_batch(config, world, in_tokens="input_ids" in split.samples.fields),
         ranks=world.dp_group,
-        prefetcher=make_prefetcher(task, config, world.device, ahead),
+        prefetcher=make_prefetcher(task, config, world.device, prefetch),
     )
     return loader, split
 
 
 def rows_and_order(task: Task, split: Split, config: RunConfig) -> tuple[Sampler, Rows]:
-    """What batches are made of, and in which order."""
+    """The rows of a split, and the sampler that orders them."""
     seed, samples = config.run.seed, split.samples
     weights = [source.weight for source in getattr(split.records, "streams", [])]
     mixed = bool(weights) and None not in weights
@@ -290,7 +301,7 @@ def _plan(task: Task, samples: EncodedDataset, sizes: list[int], config: RunConf
     capacity, seed = config.data.sequence_length, config.run.seed
     if len(samples) < CACHED_FROM:
         return plan_sources(lengths(), sizes, capacity, seed)
-    return keep_plan(
+    return cached_plan_of_sources(
         lengths, sizes, capacity, seed,
         of_samples=samples.fingerprint, placement=placement, cache=config.cache_dir, timeout=config.launch.timeout,
     )  # fmt: skip
@@ -317,12 +328,15 @@ def _streamed(task: Task, records: Iterable[Record]) -> Records:
 
 
 def _stream_loader(
-    task: Task, records: Records, config: RunConfig, world: Distributed, ahead: bool
+    task: Task, records: Records, config: RunConfig, world: Distributed, prefetch: bool
 ) -> StreamLoader[Batch]:
     encode = TaskEncoder(task, train=True)
     # a stream's fingerprint has files and settings, not the user's code: a metric changed there must not block a resume
-    of_files = [stream.fingerprint for stream in records.streams]
-    fingerprint = content_key(of_files, settings_of(task, train=True), config.data.batching)
+    settings_by_name, fingerprints = settings_of(task, train=True), {}
+    for mode in ("error", "skip"):
+        of_files = [stream.fingerprints[mode] for stream in records.streams]
+        of_settings = settings_by_name and {**settings_by_name, "data.on_bad_record": mode}
+        fingerprints[mode] = content_key(of_files, of_settings, config.data.batching)
 
     def rows_of(located: list[LocatedRecord]) -> Rows | None:
         try:
@@ -340,7 +354,8 @@ def _stream_loader(
         lanes=config.data.stream_lanes,
         records_per_lane=config.data.records_per_lane,
         global_batch=config.train.global_batch,
-        fingerprint=fingerprint,
+        fingerprint=fingerprints[config.data.on_bad_record],
+        resumable=frozenset(fingerprints.values()),
         code=code_of(task) or {},
     )
     return StreamLoader(
@@ -349,7 +364,7 @@ def _stream_loader(
         rows_of,
         ranks=world.dp_group,
         micro_batch=train_micro_batch(config, world, in_tokens=task.tokenizer is not None),
-        prefetcher=make_prefetcher(task, config, world.device, ahead),
+        prefetcher=make_prefetcher(task, config, world.device, prefetch),
     )
 
 

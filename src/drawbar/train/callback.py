@@ -1,5 +1,6 @@
-"""What a callback is: code of your own, or of drawbar's, that is called at the events of a run."""
+"""The interface of callbacks: code, the user's or drawbar's, that is called at the events of a run."""
 
+import inspect
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,11 +19,11 @@ from drawbar.util.registry import Registry
 
 @dataclass(frozen=True)
 class RunHandle:
-    """What a callback sees of the run, and may ask of it. It is the same object in every call of a process."""
+    """A callback's access to the run. The same object in every call of a process."""
 
     config: RunConfig
     progress: RunProgress
-    """How far the run is; not to be changed."""
+    """Progress of the run; read-only."""
     rank: int
     world_size: int
     total_steps: int
@@ -65,7 +66,7 @@ class Callback:
     """
 
     def on_train_start(self, run: RunHandle) -> None:
-        """Once, before the first step that this process makes, on every rank."""
+        """Once, before the first step that this process makes and any evaluation, on every rank."""
 
     def on_step(self, run: RunHandle, info: StepInfo) -> None:
         """After every optimizer step and whatever was due at it (logging, saving, evaluating), on every rank."""
@@ -75,7 +76,8 @@ class Callback:
 
     def on_save(self, run: RunHandle, checkpoint: Path) -> None:
         """When the state of a step has been copied for its checkpoint, on every rank. Rank 0 writes the folder in the
-        background (on each other node-local disk, another rank does): it appears, complete, in one moment."""
+        background (on each other node-local disk, another rank does): it appears, complete, in one moment; or, if the
+        save fails (``checkpoint.on_error``), not at all."""
 
     def on_exception(self, run: RunHandle, error: Exception) -> None:
         """Training ends with this error: on the ranks that raise it, which need not be all."""
@@ -119,6 +121,22 @@ def check_callbacks(callbacks: Sequence[object]) -> None:
                     where="callbacks",
                     remedy=f"did you mean {nearest(name, EVENTS) or ', '.join(EVENTS)}?",
                 )
+        for name in EVENTS:
+            _check_arguments(callback, name)
+
+
+def _check_arguments(callback: Callback, event: str) -> None:
+    """Raises UserError where the callback's method does not accept its arguments."""
+    given = list(inspect.signature(getattr(Callback, event)).parameters)[1:]  # without self
+    try:
+        inspect.signature(getattr(callback, event)).bind(*given)
+    except TypeError as error:
+        name = f"{type(callback).__name__}.{event}"
+        raise UserError(
+            f"{name} cannot be called with ({', '.join(given)}): {error}",
+            where="callbacks",
+            remedy=f"define it as `def {event}(self, {', '.join(given)})`",
+        ) from error
 
 
 EVENTS = tuple(name for name in vars(Callback) if name.startswith("on_"))
@@ -175,8 +193,7 @@ class GuardedCallback(Callback):
 
 
 def share_failures(callbacks: Sequence[GuardedCallback], world: Distributed) -> None:
-    """A callback that failed on one rank is called on no rank any more: it could wait for what that rank would send.
-    Every rank calls this."""
+    """Disable on all ranks the callbacks that failed on any: their collectives would hang. Collective."""
     for failed in world.all_gather([callback.failed for callback in callbacks]):
         for callback, has_failed in zip(callbacks, failed, strict=False):  # a rank may have callbacks of its own
             callback.failed = callback.failed or has_failed

@@ -4,7 +4,9 @@ The trainer calls them before the user's, in an order of its own. A step is save
 evaluation may fail; the scores are added to the checkpoint afterwards.
 """
 
+import logging
 import math
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -12,24 +14,27 @@ from statistics import fmean
 
 import torch
 
+from drawbar.config.schema.interval import interval_seconds
 from drawbar.config.schema.run_config import EvalSection, ProfileSection
 from drawbar.data.loader import Loader
 from drawbar.distributed.process_group import Distributed
-from drawbar.errors import ExitCode, UserError
 from drawbar.evaluation.scoring import Evaluation, EvaluationFailed, unknown_metric, write_results
+from drawbar.launch.jobs.progress import LoggedProgress
 from drawbar.launch.jobs.run_status import RunState, RunStatus, write_run_status
 from drawbar.runtime.log import log_to_file, logger
 from drawbar.tracking.console import Console
 from drawbar.tracking.meters import Throughput, peak_memory
 from drawbar.tracking.trackers import Trackers
 from drawbar.train.callback import Callback, RunHandle
+from drawbar.train.nan_check import check_finite
 from drawbar.train.saver import Saver
 from drawbar.train.step import RunProgress, StepInfo
 from drawbar.train.stop import Reason, Stop
+from drawbar.util.best_score import BestScore
 
 
 class StatusCallback(Callback):
-    """``status.json`` of the run, for those who look at it from outside. Rank 0 alone has this callback.
+    """Writes the run's ``status.json``, for ``drawbar status`` and the like. Rank 0 alone has this callback.
 
     Args:
         is_complete: whether nothing is left to do.
@@ -38,8 +43,10 @@ class StatusCallback(Callback):
     def __init__(self, every: int, is_complete: Callable[[], bool]) -> None:
         self._every = every
         self._is_complete = is_complete
+        self._started: float | None = None
 
     def on_train_start(self, run: RunHandle) -> None:
+        self._started = round(time.time(), 3)
         self._write(run, "training")
 
     def on_step(self, run: RunHandle, info: StepInfo) -> None:
@@ -47,20 +54,24 @@ class StatusCallback(Callback):
             self._write(run, "training")
 
     def on_train_end(self, run: RunHandle) -> None:
-        self._write(run, "complete" if self._is_complete() else "stopped")
+        state: RunState = "complete" if self._is_complete() else "stopped"
+        self._write(run, state)
+        # a run that goes on writes another status: the log keeps this one
+        log_to_file(LoggedProgress(step=run.step, total=run.total_steps).ended_as(state), logging.INFO)
 
     def on_exception(self, run: RunHandle, error: Exception) -> None:
         self._write(run, "failed")
 
     def on_nothing_left(self, run: RunHandle) -> None:
-        """The run was complete when this process began; the process before it may have died before writing that."""
+        """Write that the run is complete, where it was so when this process began: the process before may have died
+        before writing it."""
         known = RunStatus.read(run.run_dir)
         if known is not None and known.state != "complete":
             self._write(run, "complete")
 
     def _write(self, run: RunHandle, state: RunState) -> None:
         with suppress(OSError):  # such as a full disk: writing the checkpoint or the metrics will report it
-            write_run_status(run.run_dir, state, run.step, run.total_steps)
+            write_run_status(run.run_dir, state, run.step, run.total_steps, self._started)
 
 
 class LogCallback(Callback):
@@ -91,8 +102,10 @@ class LogCallback(Callback):
         self._meter.add(info.num_tokens)
         self._data_waits.append(info.data_wait_seconds)
         self._console.advance(info.step)
-        if info.step % self._every == 0 or info.step == 1 or info.last:
+        is_due = info.step % self._every == 0 or info.step == 1 or info.last
+        if is_due or info.step == self._saver.first_step:
             check_finite(info, self._saver)
+        if is_due:
             values = self._values(info)
             with self._world.working(f"logging step {info.step}"):
                 self._trackers.log(info.step, values)
@@ -102,6 +115,7 @@ class LogCallback(Callback):
     def _values(self, info: StepInfo) -> dict[str, float]:
         speed = self._meter.read()
         mfu = {} if self._mfu is None else {"train/mfu": speed * self._mfu}
+        failed = self._saver.failed_saves
         return {
             "train/loss": float(info.result.loss),
             "train/lr": info.result.lr,
@@ -111,36 +125,19 @@ class LogCallback(Callback):
             "train/skipped": info.progress.skipped,
             "train/tokens_per_second": speed,
             **mfu,
+            **({"train/failed_saves": failed} if failed else {}),
             "train/data_wait_seconds": fmean(self._data_waits),
             "train/peak_memory_gib": peak_memory(self._world.device) / 2**30,
         }
-
-
-def check_finite(info: StepInfo, saver: Saver) -> None:
-    """Stop a run whose loss or gradient norm is not finite, before it overwrites a good checkpoint."""
-    found = {"loss": float(info.result.loss)}
-    if not info.result.skipped:  # a skipped step (fp16 overflowed) has no finite norm, and does no harm
-        found["gradient norm"] = float(info.result.grad_norm)
-    for name, value in found.items():
-        if not math.isfinite(value):
-            raise UserError(
-                f"the run has diverged, and stops: the {name} of step {info.step} is {value}",
-                where="every checkpoint was written before that" if saver.saved else "there is no checkpoint yet",
-                remedy="lower optim.lr, lengthen optim.warmup or set a smaller train.gradient_clip; "
-                + (
-                    "go on from the newest checkpoint with --fork NEWNAME, or begin again under another run.name"
-                    if saver.saved
-                    else "begin again under another run.name, or under this one when its folder is deleted"
-                ),
-                exit_code=ExitCode.FAILED,
-            )
 
 
 class EvaluateCallback(Callback):
     """Evaluation every few steps and at the end, never twice at one step; keeps the best score, and stops early.
 
     Args:
-        evaluate: makes the evaluation; None if a wish to stop interrupted it, and the resumed run makes it anew.
+        evaluate: runs the evaluation; returns None if a stop request interrupted it (the resumed run then evaluates
+            again).
+        confirm_best: ``Saver.confirm_best``.
         announce: calls ``on_evaluate`` of all callbacks.
     """
 
@@ -153,25 +150,29 @@ class EvaluateCallback(Callback):
         trackers: Trackers,
         console: Console,
         stop: Stop,
+        confirm_best: Callable[[RunProgress], None],
         announce: Callable[[Mapping[str, float]], None],
     ) -> None:
         self._config = config
         self._evaluate = evaluate
+        self._confirm_best = confirm_best
         self._announce = announce
         self._folder = run_dir / "eval" / "validation"
         self._world = world
         self._trackers = trackers
         self._console = console
         self._stop = stop
-        self._said_nan = False
+        self._warned_of_nan = False
 
     def on_train_start(self, run: RunHandle) -> None:
+        self._show_best(run.progress)
         last = run.step >= run.total_steps
-        if self._config.at_start if run.step == 0 else owes_evaluation(self._config, run.progress, last):
+        is_due = self._config.at_start if run.step == 0 else evaluation_is_due(self._config, run.progress, last)
+        if is_due:
             self._run(run.progress)
 
     def on_step(self, run: RunHandle, info: StepInfo) -> None:
-        if owes_evaluation(self._config, info.progress, info.last):
+        if evaluation_is_due(self._config, info.progress, info.last):
             self._run(info.progress)
 
     def _run(self, progress: RunProgress) -> None:
@@ -193,8 +194,16 @@ class EvaluateCallback(Callback):
             self._console.evaluation(progress.step, values)
             if self._world.is_rank0:
                 self._write(evaluation, progress.step)
+        self._confirm_best(progress)
         self._compare(progress, score)
+        self._show_best(progress)
         self._announce(values)
+
+    def _show_best(self, progress: RunProgress) -> None:
+        if progress.best_score is not None and progress.best_step is not None:
+            self._console.best(
+                BestScore(step=progress.best_step, metric=self._config.metric, score=progress.best_score)
+            )
 
     def _score(self, scores: dict[str, float]) -> float:
         if self._config.metric not in scores:
@@ -209,8 +218,8 @@ class EvaluateCallback(Callback):
             logger.warning("%s could not be written, and the run goes on: %s", self._folder, error.strerror)
 
     def _compare(self, progress: RunProgress, score: float) -> None:
-        if math.isnan(score) and not self._said_nan:
-            self._said_nan = True
+        if math.isnan(score) and not self._warned_of_nan:
+            self._warned_of_nan = True
             what = "the %s of step %d is nan (as where all predictions are the same), so this step cannot be the best"
             logger.warning(what, self._config.metric, progress.step)
         best = progress.best_score
@@ -220,21 +229,21 @@ class EvaluateCallback(Callback):
             progress.evaluations_since_best = 0
             return
         progress.evaluations_since_best += 1
-        if out_of_patience(self._config, progress):
+        if patience_is_exhausted(self._config, progress):
             logger.info(
                 "early stop: no better %s in %d evaluations", self._config.metric, progress.evaluations_since_best
             )
             self._stop.request(Reason.EARLY)
 
 
-def owes_evaluation(config: EvalSection, progress: RunProgress, last: bool) -> bool:
+def evaluation_is_due(config: EvalSection, progress: RunProgress, last: bool) -> bool:
     """Whether an evaluation is due at the current step and has not been made yet."""
     due = last or (config.every is not None and progress.step % config.every == 0)
     return due and progress.evaluated_step != progress.step
 
 
-def out_of_patience(config: EvalSection, progress: RunProgress) -> bool:
-    """Whether the run is to stop early: its score has not got better for too long."""
+def patience_is_exhausted(config: EvalSection, progress: RunProgress) -> bool:
+    """Whether early stopping is due: no better score in the last ``eval.patience`` evaluations."""
     return config.patience is not None and progress.evaluations_since_best >= config.patience
 
 
@@ -242,13 +251,14 @@ class SaveCallback(Callback):
     """A checkpoint every few steps, where a callback asked for one, and at the end; before the evaluation of that step.
 
     Args:
+        every: ``checkpoint.every``; a length of time is for ``TimedSaveCallback``.
         announce: calls ``on_save`` of all callbacks.
     """
 
     def __init__(
-        self, every: int | None, saver: Saver, meter: Throughput, stop: Stop, announce: Callable[[int], None]
+        self, every: int | str | None, saver: Saver, meter: Throughput, stop: Stop, announce: Callable[[int], None]
     ) -> None:
-        self._every = every
+        self._every = every if isinstance(every, int) else None
         self._saver = saver
         self._meter = meter
         self._stop = stop
@@ -262,18 +272,42 @@ class SaveCallback(Callback):
             self.save(info)
 
     def on_train_end(self, run: RunHandle) -> None:
-        if self._newest is not None and self._saver.saved != run.progress:
+        if self._newest is not None and not self._saver.has_saved(run.progress):
             self.save(self._newest)
         self._saver.wait()
 
     def save(self, info: StepInfo) -> None:
         """Save this step; if its checkpoint exists already, update only the progress in it."""
         check_finite(info, self._saver)
-        is_new = self._saver.saved is None or self._saver.saved.step != info.step
+        is_new = self._saver.last_saved_progress is None or self._saver.last_saved_progress.step != info.step
         with self._meter.paused():
             self._saver.save(info.progress)
         if is_new:
             self._announce(info.step)
+
+
+class TimedSaveCallback(Callback):
+    """Requests a checkpoint when the last one is older than ``interval``. Rank 0 alone has this callback, as clocks
+    differ.
+
+    Args:
+        interval: an ``Interval``.
+    """
+
+    def __init__(self, interval: str) -> None:
+        self._seconds = interval_seconds(interval)
+        self._last = time.monotonic()
+
+    def on_train_start(self, run: RunHandle) -> None:
+        self._last = time.monotonic()
+
+    def on_step(self, run: RunHandle, info: StepInfo) -> None:
+        if time.monotonic() - self._last >= self._seconds:
+            run.request_save()
+            self._last = time.monotonic()
+
+    def on_save(self, run: RunHandle, checkpoint: Path) -> None:
+        self._last = time.monotonic()
 
 
 class SaveScoreCallback(Callback):
@@ -293,7 +327,7 @@ class SaveScoreCallback(Callback):
             self._save(info)
 
     def _is_due(self, progress: RunProgress) -> bool:
-        saved = self._saver.saved
+        saved = self._saver.last_saved_progress
         if saved is not None and saved.step == progress.step:
             return saved != progress
         return self._keep_best and progress.best_step == progress.step

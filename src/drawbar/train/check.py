@@ -1,51 +1,162 @@
-"""A user's overrides, tried on a few samples before any training: what is wrong is named with its method."""
+"""A task's methods, tried on a few samples before training: an error names the method."""
 
 import json
 import math
 from itertools import islice
+from numbers import Real
 from typing import Any
 
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from drawbar.config.schema.run_config import RunConfig
 from drawbar.data.dataset import Sample
+from drawbar.data.packing import IGNORED_LABEL
+from drawbar.distributed.process_group import Distributed
 from drawbar.engines.engine import Engine
-from drawbar.engines.executors import NoNumber
+from drawbar.engines.executors import NotOneNumber, no_gradient, not_one_number
 from drawbar.engines.results import EvalResult
 from drawbar.errors import UserError
-from drawbar.evaluation.scoring import Split, joined, predictions_by_record, unknown_metric, with_prediction
+from drawbar.evaluation.scoring import Split, merge_scores, predictions_by_record, unknown_metric, with_prediction
+from drawbar.models.lora import saved_tensors
+from drawbar.runtime.log import logger
+from drawbar.runtime.safetensors_reader import STORED_DTYPES
 from drawbar.tasks.batch import Batch
-from drawbar.tasks.method_fault import fault
-from drawbar.tasks.overrides import name_failing_method
+from drawbar.tasks.method_errors import is_user_defined, method_error
 from drawbar.tasks.task import Task
+from drawbar.tasks.user_methods import name_failing_method
+from drawbar.tracking.console import Console
 from drawbar.train.batch_making import make_augment
+from drawbar.train.batches import OpenedSplit, first_samples
+from drawbar.train.eval_mode import check_mode
 
 TRIED_SAMPLES = 8
 
 
-def check_task(task: Task, engine: Engine, split: Split) -> None:
-    """Try a task on the first training sample, alone and twice in a batch; every rank calls it.
+def check_on_samples(
+    task: Task,
+    engine: Engine,
+    opened: tuple[OpenedSplit, OpenedSplit | None],
+    config: RunConfig,
+    world: Distributed,
+    console: Console,
+) -> None:
+    """Try the task, the model and the settings on a few samples before anything is encoded or written, as encoding all
+    samples may take hours. Every rank calls it.
 
     Raises:
-        UserError: a method fails, ``loss`` returns a mean, ``num_targets`` does not grow with the samples,
-            or ``predict`` or ``collate`` loses samples. The error names the method.
+        UserError: as ``check_saved_state``, ``check_task`` and ``check_evaluation`` do.
+    """
+    train, validation = opened
+    check_saved_state(task, engine)
+    check_task(task, engine, first_samples(train, task, config, world, console))
+    if validation is not None:
+        first = first_samples(validation, task, config, world, console)
+        check_evaluation(task, engine, first, config.eval.metric)
+        check_mode(config.eval)
+
+
+def check_saved_state(task: Task, engine: Engine) -> None:
+    """Check that a checkpoint can hold all that the model keeps from step to step. Not collective: every rank knows the
+    names and types of the whole model.
+
+    Raises:
+        UserError: a module defines ``get_extra_state``, or a saved tensor is of a type that safetensors does not have.
+    """
+    for name, module in engine.meta_model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            raise method_error(
+                task,
+                "build_model",
+                f"returns a model with state that checkpoints do not restore: {name or 'it'} is a "
+                f"{type(module).__name__}, which defines get_extra_state",
+                "keep that state in buffers (register_buffer), and remove get_extra_state and set_extra_state",
+            )
+    for name, value in saved_tensors(engine.meta_model, engine.config).items():
+        kind = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
+        if kind not in STORED_DTYPES.values():
+            raise method_error(
+                task,
+                "build_model",
+                f"returns a model that checkpoints cannot hold: {name} is {kind}",
+                f"make it one of {', '.join(str(dtype).removeprefix('torch.') for dtype in STORED_DTYPES.values())}; a "
+                "buffer that need not be saved can be of any type, with persistent=False",
+            )
+
+
+def check_task(task: Task, engine: Engine, split: Split) -> None:
+    """Try a task on the first training sample, alone and twice in a batch; every rank calls it. Warns where the loss of
+    a sample depends on the samples beside it.
+
+    Raises:
+        UserError: a method fails, ``loss`` returns a mean or has no gradient, ``num_targets`` is no count or does not
+            grow with the samples, or ``predict`` or ``collate`` loses samples. The error names the method.
     """
     with name_failing_method(task):
         example = make_augment(task, task.run_config, train=True)(split.samples[0], 0)
     one, two = (_evaluate(task, engine, [example] * count) for count in (1, 2))
-    for result in (one, two):
-        if not math.isfinite(result.loss):
-            return  # an untrained model may have such a loss; training will show whether it stays
+    if two.num_targets and is_user_defined(task, "forward", "loss"):
+        _check_gradient(task, engine, example)
+    are_finite = math.isfinite(one.loss) and math.isfinite(two.loss)
+    if not _on_all_ranks(engine, are_finite):
+        return  # an untrained model may have such a loss; training will show whether it stays
     if one.num_targets and math.isclose(two.num_targets, one.num_targets, rel_tol=1e-3):
-        raise fault(
+        raise method_error(
             task,
             "num_targets",
             f"returns {one.num_targets:g} for one sample, and for two of it as well",
             "return the number of targets that the loss sums over: tokens, or samples",
         )
     if one.loss and math.isclose(two.loss, one.loss, rel_tol=1e-2):
-        raise fault(
+        raise method_error(
             task,
             "loss",
             f"returns {one.loss:g} for one sample, and for two of it as well: a mean",
             'return the sum over the batch (reduction="sum"); drawbar divides by num_targets(batch)',
+        )
+    _compare_with_neighbours(task, engine, split)
+    _warn_of_batch_norm(engine)
+
+
+def _compare_with_neighbours(task: Task, engine: Engine, split: Split) -> None:
+    """Warn where a short sample has another loss beside a long one than alone: the model then sees the padding, or
+    treats the batch as a whole (rotary embeddings of the kind longrope or dynamic)."""
+    count = min(len(split.samples), TRIED_SAMPLES)
+    rows = sorted(
+        (split.samples[number] for number in range(count)),
+        key=lambda sample: sum(np.size(value) for value in sample.values()),
+    )
+    with name_failing_method(task):
+        augment = make_augment(task, task.run_config, train=True)
+        ends = [augment(sample, 0) for sample in (rows[0], rows[-1])]
+
+    def both_ways() -> tuple[float, float]:
+        return sum(_evaluate(task, engine, [sample]).loss for sample in ends), _evaluate(task, engine, ends).loss
+
+    alone, together = both_ways()
+    limit = 1e-4 if engine.config.precision == "fp32" else 2e-2
+    differ = math.isfinite(alone) and not math.isclose(alone, together, rel_tol=limit)
+    # once more: collate may draw random numbers
+    if _on_all_ranks(engine, differ) and (alone, together) == both_ways() and engine.world.is_rank0:
+        logger.warning(
+            "the loss of two samples is %.6g if each is alone, and %.6g if they are in one batch: the model sees the "
+            "padding, or treats the batch as a whole. Losses and scores will depend on train.micro_batch, "
+            "eval.micro_batch and the number of processes; with both micro-batches 1 they do not",
+            alone,
+            together,
+        )
+
+
+def _warn_of_batch_norm(engine: Engine) -> None:
+    modules = engine.module.named_modules()
+    found = next((name for name, module in modules if isinstance(module, _BatchNorm)), None)
+    if found is not None and engine.world.is_rank0:
+        logger.warning(
+            "the layer %s normalizes over the samples of a micro-batch: in training, losses depend on "
+            "train.micro_batch and on the number of processes",
+            found,
         )
 
 
@@ -78,15 +189,17 @@ def check_evaluation(task: Task, engine: Engine, split: Split, metric: str) -> N
         raise
     for method, scores in (("loss_scores", of_loss), ("score", own)):
         if not isinstance(scores, dict) or not all(isinstance(value, float | int) for value in scores.values()):
-            raise fault(task, method, f"returns {scores!r:.80}", 'return a dict of plain numbers: {"accuracy": 0.9}')
-    scores = joined(task, of_loss, own)
+            raise method_error(
+                task, method, f"returns {scores!r:.80}", 'return a dict of plain numbers: {"accuracy": 0.9}'
+            )
+    scores = merge_scores(task, of_loss, own)
     if metric not in scores:
         raise unknown_metric(metric, scores, "set eval.metric to one of them")
 
 
 def _whole_records(split: Split) -> int:
-    """How many of the first samples to try: those of whole records, as predictions are put together by record. 0
-    where the first record alone has more than ``TRIED_SAMPLES``."""
+    """How many of the first samples to try: those of complete records, as predictions are joined by record. 0 where the
+    first record alone has more than ``TRIED_SAMPLES`` samples."""
     of_records = split.samples.record_of[: TRIED_SAMPLES + 1].tolist()
     if len(of_records) <= TRIED_SAMPLES:
         return len(of_records)
@@ -98,9 +211,9 @@ def _evaluate(task: Task, engine: Engine, samples: list[Sample]) -> EvalResult:
         batch = task.collate(samples)
     wanted = [number for sample in samples for number in sample["ids"]]
     if not isinstance(batch, Batch):
-        raise fault(task, "collate", f"returns {type(batch).__name__}", "return a drawbar.Batch(tensors, ids)")
+        raise method_error(task, "collate", f"returns {type(batch).__name__}", "return a drawbar.Batch(tensors, ids)")
     if list(batch.ids) != wanted:
-        raise fault(
+        raise method_error(
             task,
             "collate",
             f"gives the ids {batch.ids} for samples {wanted}",
@@ -109,19 +222,57 @@ def _evaluate(task: Task, engine: Engine, samples: list[Sample]) -> EvalResult:
     with name_failing_method(task):
         try:
             result = engine.eval_step(batch)
-        except NoNumber as error:
-            remedy = 'return a tensor with one element: the sum over the batch (reduction="sum")'
-            raise fault(task, "loss", f"returns what is no number: {error}", remedy) from error
+        except NotOneNumber as error:
+            raise not_one_number(task, error) from error
+    _check_num_targets(task, batch, result)
     _check_predictions(task, result.predictions, wanted)
     return result
 
 
+def _check_num_targets(task: Task, batch: Batch, result: EvalResult) -> None:
+    """Refuse a ``num_targets`` that is not a count, or is 0 for a batch that has a loss and labels."""
+    found: object = result.num_targets  # a user's own method may return anything
+    if not isinstance(found, Real) or not math.isfinite(found) or found < 0:
+        raise method_error(
+            task,
+            "num_targets",
+            f"returns {found!r:.80}, which is no count of targets",
+            "return a plain number, 0 or more: of a tensor, tensor.item()",
+        )
+    labels = batch.get("labels")
+    all_ignored = labels is not None and bool((labels == IGNORED_LABEL).all())
+    if not found and result.loss and is_user_defined(task, "num_targets") and not all_ignored:
+        raise method_error(
+            task,
+            "num_targets",
+            f"returns 0 for a batch of {len(batch.ids)} with a loss of {result.loss:g}",
+            "return the number of targets that the loss sums over: tokens, or samples",
+        )
+
+
+def _check_gradient(task: Task, engine: Engine, example: Sample) -> None:
+    """Refuse a loss that has a gradient in neither mode: some have none for a single sample, or in evaluation mode;
+    and batch normalization refuses a single sample in training mode."""
+    for count, training in ((1, False), (2, True)):
+        with name_failing_method(task):
+            batch = task.collate([example] * count).to(engine.world.device)
+            found = engine.executor.has_gradient(batch, training)
+        if _on_all_ranks(engine, found):
+            return
+    raise no_gradient(task)
+
+
+def _on_all_ranks(engine: Engine, answer: bool) -> bool:
+    """Whether ``answer`` is true on every rank: the next check has collectives, so all ranks must make it or none."""
+    return engine.world.sum_counts([int(answer)]) == [engine.world.size]
+
+
 def _check_predictions(task: Task, predictions: Any, ids: list[int]) -> None:
-    if predictions is None:
+    if predictions is None and not task.predicts:
         return
     if not isinstance(predictions, list) or len(predictions) != len(ids):
         what = f"{len(predictions)} values" if isinstance(predictions, list) else type(predictions).__name__
-        raise fault(
+        raise method_error(
             task,
             "predict",
             f"returns {what} for {len(ids)} samples",
@@ -130,7 +281,7 @@ def _check_predictions(task: Task, predictions: Any, ids: list[int]) -> None:
     try:
         json.dumps(predictions)
     except (TypeError, ValueError) as error:
-        raise fault(
+        raise method_error(
             task,
             "predict",
             f"returns what JSON cannot hold: {error}",

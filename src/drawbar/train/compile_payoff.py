@@ -1,4 +1,4 @@
-"""Whether ``parallel.compile`` pays within a run: what it has cost, and what it saves in each step."""
+"""Logs whether ``parallel.compile`` pays off within a run: its cost, and the time saved in each step."""
 
 import math
 import time
@@ -62,18 +62,18 @@ def _compared(steps: Steps, engine: Engine, updater: TorchUpdater | None, meter:
 def _saved_seconds(
     engine: Engine, updater: TorchUpdater, micro_batches: Sequence[MicroBatch[Batch]], compiled_first: bool
 ) -> float:
-    """By how much the forward and backward of a step are faster than uncompiled."""
+    """Seconds by which forward and backward of a step are faster than uncompiled."""
     seconds = {}
     for is_compiled in (compiled_first, not compiled_first):
-        began = _now(engine.world.device)
+        began = _synchronized_time(engine.world.device)
         with nullcontext() if is_compiled else uncompiled_blocks(), trial_step(engine, updater, micro_batches):
             pass
-        seconds[is_compiled] = _now(engine.world.device) - began
+        seconds[is_compiled] = _synchronized_time(engine.world.device) - began
     return seconds[False] - seconds[True]
 
 
-def _now(device: torch.device) -> float:
-    """The time once the device has done all that it was asked for."""
+def _synchronized_time(device: torch.device) -> float:
+    """The time after synchronizing the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -1,4 +1,4 @@
-"""Says so when the threads of a CPU run have to share their cores with other programs."""
+"""Warns when the threads of a CPU run share their cores with other programs."""
 
 import time
 

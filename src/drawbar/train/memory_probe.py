@@ -20,12 +20,13 @@ from drawbar.data.loader import Loader, MicroBatch, MicroBatchSize, Rows, Sample
 from drawbar.data.prefetch import RawBatch
 from drawbar.engines.engine import Engine
 from drawbar.engines.executors import ModelExecutor
-from drawbar.engines.trial_step import state_to_come, trial_step
+from drawbar.engines.trial_step import future_optimizer_bytes, trial_step
 from drawbar.engines.updaters import TorchUpdater
 from drawbar.parallel.compile import uncompiled_blocks
 from drawbar.runtime.log import logger
 from drawbar.runtime.seed import rng_state, set_rng_state
 from drawbar.tasks.batch import Batch
+from drawbar.tasks.user_methods import name_failing_method
 from drawbar.train.batch_making import batch_maker
 from drawbar.util.atomic_files import write_durably
 
@@ -113,8 +114,8 @@ def fit_micro_batch(
 ) -> FoundMicroBatch | None:
     """Set the loader's micro-batches to what fits into the memory. Every rank calls it.
 
-    A run that goes on keeps what it has found, if nothing that ``_found_with`` lists has changed; one that has found
-    nothing, such as that of an older drawbar, has micro-batches of the usual size.
+    A resumed run keeps its stored size, if nothing that ``_found_with`` lists has changed; without a stored size (a run
+    of an older drawbar), it has micro-batches of the usual size.
 
     Args:
         memory: None to leave the loader as it is.
@@ -154,7 +155,7 @@ def _found_with(engine: Engine, memory: DeviceMemory) -> dict[str, Any]:
 
 def _probe(loader: TrainLoader[Batch], engine: Engine, updater: TorchUpdater, memory: DeviceMemory) -> MicroBatchSize:
     rows, world = loader.rows, engine.world
-    make, to_come = batch_maker(engine.task, engine.config), state_to_come(updater)
+    make, to_come = batch_maker(engine.task, engine.config), future_optimizer_bytes(updater)
 
     def measure(count: int) -> Trial:
         world.note(f"trying micro-batches of {count} rows")
@@ -164,7 +165,7 @@ def _probe(loader: TrainLoader[Batch], engine: Engine, updater: TorchUpdater, me
         memory.reset()
         # compiled blocks take no more memory than uncompiled ones, and would be compiled anew for each size; two
         # micro-batches, because the second one runs while the gradients of the first are in memory
-        with uncompiled_blocks(), trial_step(engine, updater, [micro, micro]):
+        with name_failing_method(engine.task), uncompiled_blocks(), trial_step(engine, updater, [micro, micro]):
             resting = memory.allocated()
         return Trial(count, resting + to_come, memory.peak() + to_come)
 
@@ -197,7 +198,7 @@ def _most_rows(loader: TrainLoader[Batch], config: RunConfig, longest: int | Non
 
 @dataclass(frozen=True)
 class Trial:
-    """What a step took."""
+    """The memory use of one trial step."""
 
     rows: int
     """Of a micro-batch."""

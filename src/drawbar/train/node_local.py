@@ -1,11 +1,11 @@
-"""Runs whose nodes share no disk: each node has its own run directory, and writes complete checkpoints to it.
+"""Runs whose nodes share no disk: each node has its own run directory, with complete checkpoints, or with parts of them
+and copies of other nodes' parts.
 
-So the run survives the loss of any node, the first included. On resume, when nodes may be reordered or replaced, the
-newest checkpoint found on any disk is used, and is copied to the disks that lack it.
+So the run survives the loss of nodes, the first included. On resume, when nodes may be reordered or replaced, the
+newest checkpoint that the disks have, alone or together, is used, and is copied to the disks that lack it.
 """
 
-import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,12 +13,14 @@ from pathlib import Path
 from drawbar.checkpoint.directory import BEST_FILE, CheckpointDirectory
 from drawbar.checkpoint.format import MANIFEST_FILE, FileEntry, describe
 from drawbar.checkpoint.load import read_state
-from drawbar.checkpoint.space import check_writable
 from drawbar.config.io.load_config import SCRIPT_FILE
 from drawbar.distributed.process_group import Distributed
+from drawbar.models.folder import INITIAL_MODEL
 from drawbar.runtime.log import logger
 from drawbar.train.memory_probe import MICRO_BATCH_FILE
+from drawbar.train.part_gathering import gather_parts
 from drawbar.train.rundir import RunStart
+from drawbar.train.shared_disks import Disks
 from drawbar.util.atomic_files import sync
 
 _METRICS = "metrics.jsonl"
@@ -29,32 +31,18 @@ _RUN_FILES = (
     MICRO_BATCH_FILE,
     _METRICS,
     "tokenizer/*",
+    f"{INITIAL_MODEL}/*",
     "tracking/*.json",
     f"checkpoints/{BEST_FILE}",
 )
 """Files of the run that are copied between disks together with the checkpoints."""
-_LOOKING = "looking for the newest checkpoint"
+_SEARCHING = "looking for the newest checkpoint"
 _COPYING = "copying the run to the disks that lack it"
 
 
 @dataclass(frozen=True)
-class Disks:
-    """Where the run directory is, as one rank sees it."""
-
-    writers: tuple[int, ...]
-    """The ranks that look for checkpoints and write them, one per file system; rank 0 is the first."""
-    is_writer: bool
-    """This rank is one of them."""
-
-    @property
-    def shared(self) -> bool:
-        """All nodes see the same run directory."""
-        return len(self.writers) == 1
-
-
-@dataclass(frozen=True)
 class _DiskState:
-    """What one file system holds of the run: its newest and best checkpoints, and the other files."""
+    """The files of the run on one file system: newest and best checkpoint, and the other files."""
 
     start: RunStart
     step: int
@@ -70,48 +58,49 @@ class _DiskState:
         return self.step, max((file.size for path, file in self.files.items() if path.name == _METRICS), default=0)
 
 
-def look_at_disks(folder: Path, world: Distributed) -> Disks:
-    """Find which nodes share ``folder``: each creates a file in it, and looks for those of nodes with lower ranks.
-
-    Raises:
-        UserError: a node cannot write there.
-    """
-    if not world.rank_info.spans_nodes:
-        return Disks((0,), world.is_rank0)
-    leads = world.rank_info.local_rank == 0
-    leaders = [rank for rank, found in enumerate(world.all_gather(leads)) if found]
-    tag = world.from_rank0(uuid.uuid4, "looking for a shared disk")
-    own = folder / f".{tag}-{world.rank}"
-    if leads:
-        check_writable(folder)  # first: its error says more than that of touch()
-        folder.mkdir(parents=True, exist_ok=True)
-        own.touch()
-    world.barrier("looking for a shared disk")
-    is_writer = leads and not any((folder / f".{tag}-{rank}").exists() for rank in leaders if rank < world.rank)
-    writers = tuple(rank for rank, keeps in enumerate(world.all_gather(is_writer)) if keeps)
-    if leads:
-        own.unlink()  # everybody has looked
-    return Disks(writers, is_writer)
-
-
-def find_start_on_all_disks(find: Callable[[], RunStart], disks: Disks, world: Distributed) -> RunStart:
-    """Where the run begins. Afterwards every disk has that checkpoint, and the best one.
+def find_start_on_all_disks(
+    find: Callable[[], RunStart],
+    disks: Disks,
+    world: Distributed,
+    runs: Iterable[Path] = (),
+    resume: str = "auto",
+    lock: Callable[[], None] = lambda: None,
+) -> RunStart:
+    """Find where the run begins, and copy that checkpoint and the best one to every disk that lacks them.
 
     Args:
         find: decides for one disk.
+        runs: the run directories that it looks at. Where nodes share no disk, checkpoints there of which each disk has
+            some parts are first put together on all disks.
+        resume: as for ``find_start``.
+        lock: called before a disk is looked at: nobody else may write there.
 
     Raises:
         UserError: there are checkpoints, and none can be used (every rank raises this).
     """
-    start = world.from_rank0(find, _LOOKING) if disks.shared else _compare(find, disks, world)
+
+    def lock_and_find() -> RunStart:
+        lock()
+        return find()
+
+    if disks.shared:
+        start = world.from_rank0(lock_and_find, _SEARCHING)
+    else:
+        with world.working(_SEARCHING):
+            if disks.is_writer:
+                lock()
+        for run in runs:
+            gather_parts(run, resume, disks, world)
+        start = _choose_start(find, disks, world)
     if start.refusal is not None:
         raise start.refusal
     return start
 
 
-def _compare(find: Callable[[], RunStart], disks: Disks, world: Distributed) -> RunStart:
-    """The start of the disk with the newest checkpoint, which is copied to all; ``unusable`` is of this rank's disk."""
-    with world.working(_LOOKING):
+def _choose_start(find: Callable[[], RunStart], disks: Disks, world: Distributed) -> RunStart:
+    """Choose the start of the disk with the newest checkpoint, and copy that to all disks; ``unusable`` is of this
+    rank's disk."""
+    with world.working(_SEARCHING):
         own = _describe_disk(find()) if disks.is_writer else None
     shared = world.all_gather(own)
     disk_states = {rank: disk_state for rank, disk_state in enumerate(shared) if disk_state is not None}
@@ -129,7 +118,7 @@ def _compare(find: Callable[[], RunStart], disks: Disks, world: Distributed) -> 
             _copy_missing_files(disk_state, best, source, target, world)
     damaged = {} if own is None else own.start.unusable
     left = {path: reason for path, reason in damaged.items() if path not in best.checkpoints}
-    return replace(best.start, unusable=left)
+    return replace(best.start, unusable=left, older=())  # the other disks may lack older ones
 
 
 def _describe_disk(start: RunStart) -> _DiskState:
@@ -138,7 +127,8 @@ def _describe_disk(start: RunStart) -> _DiskState:
     directory = CheckpointDirectory(start.checkpoint.parent)
     progress = read_state(start.checkpoint)["progress"]
     step, best_step = progress["step"], progress["best_step"]  # not from best.json, which may be damaged or out of date
-    best = directory.intact(best_step) if best_step not in (None, step) else None  # verified already: the newest
+    # where the newest is the best one, it was verified when it was found
+    best = directory.verified_folder(best_step) if best_step not in (None, step) else None
     checkpoints = {}
     for folder in (start.checkpoint, best):
         if folder is not None:
@@ -157,7 +147,7 @@ def _copy_missing_files(disk_state: _DiskState, best: _DiskState, source: int, t
         send = partial(_send, names, source, target, world)
         with world.barrier_after(_COPYING):
             if world.rank == target:
-                CheckpointDirectory(folder.parent).publish(folder.name, send)
+                CheckpointDirectory(folder.parent).write_folder(folder.name, send)
             elif world.rank == source:
                 send(folder)
     with world.barrier_after(_COPYING):

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import json
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -11,22 +12,29 @@ from typing import IO
 
 from pydantic import ValidationError
 
-from drawbar.checkpoint.directory import CheckpointDirectory, Survey
-from drawbar.checkpoint.format import OtherFormat, Unusable
+from drawbar.checkpoint import load
+from drawbar.checkpoint.directory import CheckpointDirectory, NewestUsable
+from drawbar.checkpoint.format import OtherFormat, Unusable, step_name
 from drawbar.checkpoint.load import explain_read_errors
-from drawbar.config.io.compare import Difference, check_same
+from drawbar.checkpoint.space import check_writable
+from drawbar.config.io.compare import Difference, changed_schedule, check_same
 from drawbar.config.io.load_config import dump_yaml, load_config
 from drawbar.config.schema.run_config import RUN_NAME, RunConfig, RunSection
 from drawbar.errors import UserError
 from drawbar.launch.job_files import FOLDER as LAUNCH_FOLDER
+from drawbar.models.folder import INITIAL_MODEL
 from drawbar.runtime.log import logger
 from drawbar.util.atomic_files import write_durably
+from drawbar.util.run_dir import LOCK_FILE
 
-LOCK_FILE = ".lock"
 _NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
 """Error numbers that flock raises on a file system without locks."""
+ORIGIN_FILE = "origin.json"
+"""Which checkpoint of another run this run began from: it begins there again until it has a checkpoint of its own."""
 CONFIG_DRAFT = "config.yaml.tmp"
-"""What a process that was killed may leave behind: see ``write_durably``."""
+"""Temporary file that a killed process may leave behind: see ``write_durably``."""
+_BEFORE_CONFIG = {LOCK_FILE, CONFIG_DRAFT, ORIGIN_FILE, f"{ORIGIN_FILE}.tmp", LAUNCH_FOLDER}
+"""Files that may exist in the directory of a run that has no ``config.yaml`` yet."""
 
 
 @dataclass(frozen=True)
@@ -37,31 +45,72 @@ class RunStart:
     """The checkpoint to resume or fork from; None to start at step 0."""
     forked: bool = False
     """The checkpoint is another run's, and the configuration may differ from that run's."""
+    weights_only: bool = False
+    """Of the checkpoint, which is another run's, the optimizer's state is left out: the optimizer begins anew."""
     unusable: Mapping[Path, Unusable] = field(default_factory=dict)
     """Unusable checkpoints, to be moved aside before the run resumes, each with the reason."""
     changed_length: Sequence[Difference] = ()
     """Settings of the training length (steps, epochs) that differ from those stored in the run directory."""
     refusal: UserError | None = None
-    """Why the run cannot begin: it has checkpoints, and none can be used. Another node's disk may have a better one."""
+    """The error if this disk has no usable start: the run has checkpoints, or began from one, and none can be used.
+    Another node's disk may have one."""
+    older: Sequence[Path] = ()
+    """Older checkpoints to fall back on, in this order, if damage is found when tensors are read. Empty where the user
+    has named the checkpoint."""
     eval_mode: str | None = None
     """The ``eval.mode`` stored in the run directory; None for a run that does not exist yet."""
 
+    def next_older_start(self, reason: Unusable) -> "RunStart":
+        """The start from the next older checkpoint, after this one proved unusable.
 
-def find_start(config: RunConfig, resume: str, fork: str | None) -> RunStart:
+        Raises:
+            UserError: there is none, or the checkpoint is of another format.
+        """
+        assert self.checkpoint is not None
+        if not self.older or isinstance(reason, OtherFormat):
+            raise load.unusable_error(self.checkpoint, reason)
+        logger.warning("the checkpoint %s is damaged and is skipped: %s", self.checkpoint, reason)
+        # a fork leaves the checkpoints of the other run where they are
+        unusable = self.unusable if self.forked else {**self.unusable, self.checkpoint: reason}
+        return replace(self, checkpoint=self.older[0], older=self.older[1:], unusable=unusable)
+
+
+def find_start(config: RunConfig, resume: str, fork: str | None, weights_only: bool = False) -> RunStart:
     """Decide, before anything is written, where the run begins: on rank 0, or on one rank for each disk.
 
     Args:
         resume: ``auto`` (resume from the run directory's newest complete checkpoint), ``never``, or a checkpoint.
         fork: name of a new run, which begins from a checkpoint of the run ``config`` and may have other settings.
+        weights_only: leave out the optimizer's state of that checkpoint, or of the one that ``resume`` names.
 
     Raises:
         UserError: the run directory holds other files, a run of other settings, with ``never`` a run that can go on, or
-            a newer drawbar's checkpoint; or the disk cannot be read.
+            a newer drawbar's checkpoint; ``weights_only`` is asked for where a run goes on from a checkpoint of its
+            own; or the disk cannot be read.
     """
     target = config if fork is None else renamed(config, fork)
     with explain_read_errors(config.run_dir):
-        start = _find(config, resume) if fork is None else _find_fork(config, resume, target)
-        return replace(start, eval_mode=_eval_mode(target))
+        if weights_only and fork is None and not _names_another(resume, config.run_dir):
+            raise UserError(
+                "the weights alone are taken from a checkpoint of another run, and none is named",
+                where="--weights-only",
+                remedy="add --fork NEWNAME for a new run from this run's weights, or leave out --weights-only",
+            )
+        start = _find(config, resume) if fork is None else _find_fork(config, resume, target, weights_only)
+        begins = start.checkpoint is not None and not _is_of_this_run(start.checkpoint, target.run_dir)
+        only = begins and (weights_only or start.weights_only)
+        return replace(start, eval_mode=_eval_mode(target), weights_only=only)
+
+
+def _names_another(resume: str, run_dir: Path) -> bool:
+    """Whether ``resume`` is a checkpoint of another run."""
+    if resume in ("auto", "never"):
+        return False
+    return not _is_of_this_run(CheckpointDirectory(run_dir / "checkpoints").resolve(resume), run_dir)
+
+
+def _is_of_this_run(checkpoint: Path, run_dir: Path) -> bool:
+    return checkpoint.resolve().parent.parent == run_dir.resolve()
 
 
 def _eval_mode(config: RunConfig) -> str | None:
@@ -70,12 +119,20 @@ def _eval_mode(config: RunConfig) -> str | None:
 
 
 def _find(config: RunConfig, resume: str) -> RunStart:
+    start = _find_in_run(config, resume)
+    if resume != "auto" or start.checkpoint is not None or start.refusal is not None:
+        return start
+    return replace(_read_origin(config.run_dir), changed_length=start.changed_length)
+
+
+def _find_in_run(config: RunConfig, resume: str) -> RunStart:
+    """A start from a checkpoint of the run itself, or from the one that ``resume`` names."""
     folder = config.run_dir
     if not (folder / "config.yaml").exists():
-        _check_no_stranger(folder)
+        _check_no_other_files(folder)
         return RunStart() if resume in ("auto", "never") else RunStart(CheckpointDirectory(folder).resolve(resume))
     checkpoints = CheckpointDirectory(folder / "checkpoints")
-    found = checkpoints.survey()
+    found = checkpoints.find_newest_usable()
     refusal = _refusal(found, checkpoints.path)
     if resume == "never" and (found.newest is not None or refusal is None):
         raise UserError(
@@ -89,7 +146,8 @@ def _find(config: RunConfig, resume: str) -> RunStart:
     if found.newest is not None and refusal is not None:
         raise refusal
     if resume == "auto":
-        return RunStart(found.newest, unusable=found.unusable, changed_length=changed, refusal=refusal)
+        older = checkpoints.older_than(found.newest)
+        return RunStart(found.newest, unusable=found.unusable, changed_length=changed, refusal=refusal, older=older)
     chosen = checkpoints.resolve(resume).resolve()
     if chosen.parent != checkpoints.path.resolve():  # from elsewhere: the same command, given again, resumes this run
         return RunStart(found.newest or chosen, unusable=found.unusable, changed_length=changed)
@@ -104,7 +162,7 @@ def _find(config: RunConfig, resume: str) -> RunStart:
     return RunStart(found.newest, unusable=found.unusable, changed_length=changed)
 
 
-def _refusal(found: Survey, folder: Path) -> UserError | None:
+def _refusal(found: NewestUsable, folder: Path) -> UserError | None:
     """Why a run must not resume automatically: it would lose checkpoints that it cannot read. Damaged ones are no
     reason if an older one is intact."""
     newer = [reason for reason in found.unusable.values() if isinstance(reason, OtherFormat)]
@@ -128,11 +186,17 @@ def _refusal(found: Survey, folder: Path) -> UserError | None:
 
 
 def renamed(config: RunConfig, name: str) -> RunConfig:
-    """The same configuration for a run of another name.
+    """The same configuration for a new run of another name.
 
     Raises:
-        UserError: no run can have this name.
+        UserError: no run can have this name, or it is the run's own.
     """
+    if name == config.run.name:
+        raise UserError(
+            f"the new run would have the name of the run that it begins from: {name}",
+            where="--fork",
+            remedy="give the new run another name; or leave out --fork to go on with the run itself",
+        )
     try:
         run = RunSection.model_validate({**config.run.model_dump(), "name": name})
     except ValidationError as error:
@@ -144,14 +208,17 @@ def renamed(config: RunConfig, name: str) -> RunConfig:
     return config.model_copy(update={"run": run})
 
 
-def _find_fork(config: RunConfig, resume: str, target: RunConfig) -> RunStart:
+def _find_fork(config: RunConfig, resume: str, target: RunConfig, weights_only: bool) -> RunStart:
     source = config.run_dir
     if (target.run_dir / "config.yaml").exists():  # the same command again: go on with the fork
-        start = _find(target, "auto")
+        _check_same_fork(source, resume, weights_only, target)
+        start = _find_in_run(target, "auto")
+        if start.checkpoint is None and start.refusal is None and resume == "auto":
+            start = replace(_read_origin(target.run_dir), refusal=None)  # if it is gone, the fork begins anew
         if start.checkpoint is not None or start.refusal is not None:
             return start
     else:
-        _check_no_stranger(target.run_dir)
+        _check_no_other_files(target.run_dir)
     checkpoints = CheckpointDirectory(source / "checkpoints")
     checkpoint = checkpoints.latest() if resume in ("auto", "never") else checkpoints.resolve(resume)
     if checkpoint is None:
@@ -161,18 +228,60 @@ def _find_fork(config: RunConfig, resume: str, target: RunConfig) -> RunStart:
             remedy="set run.dir and run.name to the run to begin from; or leave out --fork, and delete that folder if "
             "it is a run of other settings",
         )
-    return RunStart(checkpoint, forked=True)
+    older = checkpoints.older_than(checkpoint) if resume in ("auto", "never") else []
+    return RunStart(checkpoint, forked=True, older=older, changed_length=changed_schedule(source, target))
 
 
-def _check_no_stranger(folder: Path) -> None:
+def _check_same_fork(source: Path, resume: str, weights_only: bool, target: RunConfig) -> None:
+    """Refuse to go on with a run of the fork's name that began from another checkpoint than the command names. A
+    command that names no step (``auto``, ``never``, ``latest``) goes on, whatever steps the source has made since."""
+    path = target.run_dir / ORIGIN_FILE
+    try:
+        origin = json.loads(path.read_text("utf-8"))
+        began = (target.run_dir.resolve().parent / origin["checkpoint"]).resolve()
+        is_fork, without_optimizer = bool(origin["forked"]), bool(origin.get("weights_only", False))
+        found = f"which began from {began.name} of {began.parent.parent}{' (weights only)' * without_optimizer}"
+    except FileNotFoundError:
+        began, is_fork, without_optimizer, found = target.run_dir, False, False, "which did not begin as a fork"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        began, is_fork, without_optimizer, found = target.run_dir, False, False, f"and its {ORIGIN_FILE} is damaged"
+    wanted = f"the newest checkpoint of {source}"
+    same = is_fork and began.parent.parent == source.resolve()
+    if resume not in ("auto", "never", "latest"):
+        named = _named_checkpoint(source, resume)
+        wanted = f"{named.name} of {source}"
+        same = is_fork and began == named
+    if same and (without_optimizer or not weights_only):
+        return
+    wanted += " (weights only)" * weights_only
+    raise UserError(
+        f"there is a run {target.run.name} already, {found}; --fork asks for {wanted}",
+        where="--fork",
+        remedy=f"give the new run another name; or go on with that run: run.name={target.run.name} without --fork",
+    )
+
+
+def _named_checkpoint(source: Path, resume: str) -> Path:
+    """The checkpoint that ``resume`` names; of a step only by its name, as the run may keep it no longer."""
+    folder = source / "checkpoints"
+    if resume.isdecimal():
+        return (folder / step_name(int(resume))).resolve()
+    return CheckpointDirectory(folder).resolve(resume).resolve()
+
+
+def _check_no_other_files(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file", where="run.dir, run.name", remedy="choose another run.name")
-    if folder.is_dir() and set(os.listdir(folder)) - {LOCK_FILE, CONFIG_DRAFT, LAUNCH_FOLDER}:
+    if folder.is_dir() and [name for name in os.listdir(folder) if not _is_before_config(name)]:
         raise UserError(
             f"{folder} holds files, but no drawbar run (there is no config.yaml)",
             where="run.dir, run.name",
             remedy="choose another run.name, or move the files away",
         )
+
+
+def _is_before_config(name: str) -> bool:
+    return name in _BEFORE_CONFIG or name.startswith(INITIAL_MODEL)  # or the draft of that, from a killed process
 
 
 def lock_run_dir(folder: Path, patience: float = 5.0) -> IO[str]:
@@ -209,8 +318,69 @@ def lock_run_dir(folder: Path, patience: float = 5.0) -> IO[str]:
     return lock
 
 
-def write_config(config: RunConfig) -> None:
-    """Write ``config.yaml``, whole or not at all: from here on the directory is a run."""
+class RunDirLock:
+    """The lock of a run directory, for this process: taken once, held until it is released."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._file: IO[str] | None = None
+
+    def take(self) -> None:
+        """Make the directory, if need be, and lock it. Raises UserError as ``lock_run_dir`` does."""
+        self._run_dir.mkdir(parents=True, exist_ok=True)
+        self._file = self._file or lock_run_dir(self._run_dir)
+
+    def take_if_run(self) -> None:
+        """Lock the directory of a run that exists. Raises UserError too where its parent is not writable."""
+        check_writable(self._run_dir.parent)
+        if (self._run_dir / "config.yaml").exists():
+            self.take()
+
+    def release(self) -> None:
+        """Another ``take`` locks it anew."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _write_origin(run_dir: Path, start: RunStart) -> None:
+    """Write down the checkpoint of another run that this one begins from. A start at step 0 removes what an earlier
+    start has written; a start from the run's own checkpoint leaves it."""
+    path, checkpoint = run_dir / ORIGIN_FILE, start.checkpoint and start.checkpoint.resolve()
+    if checkpoint is None:
+        path.unlink(missing_ok=True)
+    elif not _is_of_this_run(checkpoint, run_dir):
+        runs = run_dir.resolve().parent  # a path relative to it stays right where the folder of all runs is moved
+        named = os.path.relpath(checkpoint, runs) if checkpoint.is_relative_to(runs) else str(checkpoint)
+        origin = {"checkpoint": named, "forked": start.forked, "weights_only": start.weights_only}
+        write_durably(path, json.dumps(origin, ensure_ascii=False, indent=2) + "\n")
+
+
+def _read_origin(run_dir: Path) -> RunStart:
+    """Where a run without a checkpoint of its own began; a refusal if that checkpoint is gone."""
+    path = run_dir / ORIGIN_FILE
+    if not path.exists():
+        return RunStart()
+    try:
+        origin = json.loads(path.read_text("utf-8"))
+        checkpoint, forked = run_dir.resolve().parent / origin["checkpoint"], bool(origin["forked"])
+        weights_only = bool(origin.get("weights_only", False))
+        CheckpointDirectory(run_dir).resolve(str(checkpoint))
+    except (UserError, ValueError, KeyError, TypeError) as error:
+        what = error.what if isinstance(error, UserError) else repr(error)
+        refusal = UserError(
+            f"the run {run_dir.name} has no checkpoint yet, and the one that it began from cannot be used: {what}",
+            where=str(path),
+            remedy="put it back, give another one (--resume PATH), or delete the run's folder to begin at step 0",
+        )
+        return RunStart(refusal=refusal)
+    return RunStart(checkpoint, forked, weights_only)
+
+
+def write_config(config: RunConfig, start: RunStart) -> None:
+    """Write ``config.yaml``, whole or not at all: from here on the directory is a run. Before it, write down where a
+    new run begins."""
+    _write_origin(config.run_dir, start)
     write_durably(config.run_dir / "config.yaml", dump_yaml(without_rebuild(config)))
 
 

@@ -1,4 +1,4 @@
-"""From a configuration to the parts of a run besides its data: task and engine."""
+"""Builds a run's task and engine from its configuration."""
 
 import json
 import math
@@ -13,14 +13,15 @@ import torch
 
 from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.checkpoint.format import Snapshot
-from drawbar.checkpoint.load import read_together
-from drawbar.checkpoint.space import rust_errors
-from drawbar.config.deepspeed.meaning import laid_out
+from drawbar.checkpoint.load import explain_unusable, read_on_all_ranks, run_on_all_ranks
+from drawbar.checkpoint.space import rust_errors_as_oserror
+from drawbar.config.deepspeed.zero_settings import with_layout
 from drawbar.config.io.compare import Difference
 from drawbar.config.io.fields import show
 from drawbar.config.io.load_config import SCRIPT_FILE
 from drawbar.config.io.source import read_file
 from drawbar.config.schema.run_config import OptimSection, ParallelSection, RunConfig, TaskConfig, TrainSection
+from drawbar.config.schema.task_sections import TokenizerTraining
 from drawbar.data.loader import OtherData
 from drawbar.data.tokenizer import load_tokenizer
 from drawbar.distributed.process_group import Distributed
@@ -28,20 +29,22 @@ from drawbar.distributed.rank_info import has_rank
 from drawbar.engines.build import build_engine
 from drawbar.engines.engine import Engine
 from drawbar.errors import UserError
+from drawbar.models.folder import initial_model_of
+from drawbar.models.lora import FrozenBaseInfo
 from drawbar.optim.schedules import learning_rate_scale
 from drawbar.runtime.log import logger
 from drawbar.runtime.seed import seed_everything
 from drawbar.tasks.chat import read_template
-from drawbar.tasks.overrides import name_failing_method
 from drawbar.tasks.pretrained import PretrainedTask
 from drawbar.tasks.task import Task
 from drawbar.tasks.task_context import TaskContext
 from drawbar.tasks.task_registry import is_named, task_class
+from drawbar.tasks.user_methods import make_task, name_failing_method
 from drawbar.util.atomic_files import sync, write_durably
 
 TASK_FILE = "task.json"
 WRAPS_TEXTS = "wraps_texts"
-"""Marker file of a tokenizer that adds the special tokens itself; where it is missing (older runs), the task did."""
+"""Marker file: the tokenizer adds the special tokens itself; without it (older runs), the task did."""
 
 
 def warn_of_one_process(config: RunConfig, device: torch.device) -> None:
@@ -66,46 +69,83 @@ def build_task(
     has_checkpoint: bool = False,
     has_labels: bool = True,
     trains: bool = True,
+    initial_model: Path | None = None,
 ) -> Task:
     """The task with its tokenizer and dataset metadata: loaded from ``origin``, the run directory that the weights come
     from, if saved there; otherwise made by the task of rank 0. The other ranks then build their tasks with both.
 
     Args:
         has_checkpoint, has_labels, trains: see ``TaskContext``.
+        initial_model: see ``TaskContext``; None for that of the run directory, if there is one.
 
     Raises:
-        UserError: a method of the task fails, or finds metadata that are no plain values.
+        UserError: the task cannot be built, one of its methods fails, or it finds metadata that are no plain values.
     """
-    context = TaskContext(config, has_checkpoint=has_checkpoint, has_labels=has_labels, trains=trains)
+    initial_model = initial_model or initial_model_of(config.run_dir, config.task)
+    context = TaskContext(
+        config, has_checkpoint=has_checkpoint, has_labels=has_labels, trains=trains, initial_model=initial_model
+    )
     if world.is_rank0:
         with world.working("building the task"):
             context = replace(context, **_saved_parts(task_type, config, origin))
-            task = task_type(context)
+            task = make_task(task_type, context)
             with name_failing_method(task):
                 parts = task.tokenizer, task.dataset_metadata
+                if context.tokenizer is None and isinstance(task, PretrainedTask):
+                    _log_tokenizer(task)
     tokenizer, metadata = world.from_rank0(lambda: parts, "building the task")
     if not world.is_rank0:
-        return task_type(replace(context, tokenizer=tokenizer, dataset_metadata=metadata))
-    if context.tokenizer is None and isinstance(task, PretrainedTask):
-        logger.info("a text is read as: %s", task.describe_special_tokens())
+        return make_task(task_type, replace(context, tokenizer=tokenizer, dataset_metadata=metadata))
     return task
+
+
+def _log_tokenizer(task: PretrainedTask) -> None:
+    logger.info("a text is read as: %s", task.describe_special_tokens())
+    if not task.learns_to_stop:
+        logger.warning(
+            "no text that the model learns to write has an end token, so it will not learn to stop: each text that it "
+            "writes is as long as max_new_tokens allows; set eos_token in the tokenizer's tokenizer_config.json, and "
+            "leave task.add_special_tokens at auto"
+        )
 
 
 def task_of_run(task_type: type[Task] | None, config: RunConfig, world: Distributed, has_labels: bool = True) -> Task:
     """The task of a run that was trained, of the class that ``task.type`` names or of ``task_type``."""
     found = task_type or task_class(config.task.type)
-    known = {"has_checkpoint": True, "has_labels": has_labels, "trains": False}
-    return build_task(found, config, world, config.run_dir, **known)
+    return build_task(found, config, world, config.run_dir, has_checkpoint=True, has_labels=has_labels, trains=False)
 
 
 def _saved_parts(task_type: type[Task], config: RunConfig, origin: Path) -> dict[str, Any]:
-    """What a run directory holds of a task's context."""
+    """The saved tokenizer and dataset metadata of a run directory."""
     parts: dict[str, Any] = {}
-    if (origin / "tokenizer").is_dir():
+    if (origin / "tokenizer").is_dir() and not _has_other_tokenizer(config.task, origin):
         parts["tokenizer"] = _saved_tokenizer(task_type, config.task, origin)
     if (origin / TASK_FILE).exists():
         parts["dataset_metadata"] = json.loads((origin / TASK_FILE).read_text("utf-8"))
     return parts
+
+
+def _has_other_tokenizer(options: TaskConfig, origin: Path) -> bool:
+    """Whether ``task.tokenizer`` names another tokenizer than in the run of ``origin``; only a fork may."""
+    named, before = getattr(options, "tokenizer", None), _saved_options(origin)
+    if isinstance(named, TokenizerTraining):
+        _refuse_other_training(named, before.get("tokenizer", named.model_dump()))
+    if not isinstance(named, str) or named in (before.get("tokenizer", named), before.get("model")):
+        return False
+    logger.warning("task.tokenizer: %s, and not the tokenizer of the run that the weights come from", named)
+    return True
+
+
+def _refuse_other_training(wanted: TokenizerTraining, before: Any) -> None:
+    """The weights belong to the tokenizer of the run that they come from: none is trained anew for a fork."""
+    if isinstance(before, dict) and TokenizerTraining.model_validate(before) == wanted:
+        return
+    raise UserError(
+        f"the weights belong to the tokenizer of the run that they come from ({show(before)}): "
+        f"none is trained anew ({show(wanted.model_dump(mode='json'))})",
+        where="task.tokenizer",
+        remedy="leave task.tokenizer as it was in that run; another one, trained elsewhere, is named by its folder",
+    )
 
 
 def _saved_tokenizer(task_type: type[Task], options: TaskConfig, origin: Path) -> Any:
@@ -127,7 +167,7 @@ def _wraps_texts(origin: Path) -> bool:
 
 
 def _saved_options(origin: Path) -> dict[str, Any]:
-    """The options of a run's task, as they were written down; none where they were not."""
+    """The task options stored in a run directory; empty where there are none."""
     path = origin / "config.yaml"
     return read_file(path).values.get("task", {}) if path.exists() else {}
 
@@ -149,11 +189,11 @@ def explain_chat_label_change(task: Task, origin: Path) -> Iterator[None]:
 
 
 def save_task(task: Task, run_dir: Path) -> None:
-    """Keep tokenizer and dataset metadata with the run, so that it can be resumed and used without the place they came
-    from."""
+    """Save tokenizer and dataset metadata in the run directory, so that the run does not depend on their source any
+    more."""
     if hasattr(task.tokenizer, "save_pretrained") and not (run_dir / "tokenizer").exists():
         draft = run_dir / "tokenizer.tmp"
-        with rust_errors(draft):
+        with rust_errors_as_oserror(draft):
             task.tokenizer.save_pretrained(str(draft))
         (draft / WRAPS_TEXTS).touch()
         for path in (*draft.iterdir(), draft):
@@ -170,7 +210,7 @@ def save_task(task: Task, run_dir: Path) -> None:
 
 def on_one_process(config: RunConfig) -> RunConfig:
     """The same run without parallelism, for commands that are one process: a checkpoint fits any strategy."""
-    return laid_out(config, ParallelSection(strategy="single"))
+    return with_layout(config, ParallelSection(strategy="single"))
 
 
 def count_steps(config: TrainSection, steps_per_epoch: int | None) -> int:
@@ -182,15 +222,31 @@ def count_steps(config: TrainSection, steps_per_epoch: int | None) -> int:
 
 
 def log_changed_length(changed: Sequence[Difference], made: int, total_steps: int, optim: OptimSection) -> None:
-    """Log that a resumed run trains to a different last step than it began with, and what follows from that."""
+    """Log that a resumed run trains to a different last step than it began with, or has another schedule, and what
+    follows from that."""
     if not changed or made >= total_steps:
         return
     what = ", ".join(f"{one.key} was {show(one.old)} and is now {show(one.new)}" for one in changed)
     rate = optim.lr * learning_rate_scale(made, total_steps, optim)
     logger.info("%s: the run goes on from step %s to step %s", what, f"{made:,}", f"{total_steps:,}")
+    planned = optim.schedule_steps or total_steps
     logger.info(
-        "the learning rate of these steps is that of a run of %s steps: it goes on with %.2g", f"{total_steps:,}", rate
+        "the learning rate of these steps is that of a run of %s steps: it goes on with %.2g%s",
+        *(f"{planned:,}", rate, _how_to_keep(changed, optim)),
     )
+    last = optim.lr * learning_rate_scale(total_steps - 1, total_steps, optim)
+    if planned < total_steps and last < 0.01 * optim.lr:
+        logger.warning(
+            "after step %s the schedule is over, and the learning rate stays %.2g: these steps change little",
+            *(f"{planned:,}", last),
+        )
+
+
+def _how_to_keep(changed: Sequence[Difference], optim: OptimSection) -> str:
+    """Advice on how to keep the schedule that a longer run began with."""
+    before = next((one.old for one in changed if one.key == "train.steps"), None)
+    keeps = f"; optim.schedule_steps={before} keeps the schedule that it was begun with"
+    return keeps if isinstance(before, int) and optim.schedule_steps is None else ""
 
 
 def with_cross_entropy_of(config: RunConfig, state: Mapping[str, Any]) -> RunConfig:
@@ -222,40 +278,51 @@ def check_predicts(task: Task, probabilities: bool) -> None:
         )
 
 
-def open_checkpoint(task: Task, config: RunConfig, checkpoint: str | None, world: Distributed) -> tuple[Engine, int]:
-    """An engine with the weights of a checkpoint, and its step.
+def checkpoint_of(config: RunConfig, checkpoint: str | None, world: Distributed) -> Path:
+    """The folder of a run's checkpoint; every rank calls it.
 
     Args:
         checkpoint: ``best``, ``latest``, a step or a path; None for the best, or, if there is no best one, the latest.
     """
     checkpoints = CheckpointDirectory(config.run_dir / "checkpoints")
-    path = world.from_rank0(
+    return world.from_rank0(
         lambda: (checkpoints.best() if checkpoint is None else None) or checkpoints.resolve(checkpoint or "latest"),
         "looking for the checkpoint",
     )
-    snapshot = read_together(path, world)
+
+
+def open_checkpoint(task: Task, config: RunConfig, checkpoint: str | None, world: Distributed) -> tuple[Engine, int]:
+    """An engine with the weights of a checkpoint (see ``checkpoint_of``), and its step."""
+    path = checkpoint_of(config, checkpoint, world)
+    with explain_unusable(path):
+        snapshot = read_on_all_ranks(path, world)
     seed_everything(config.run.seed)  # as in training: frozen weights that a task draws are not saved with adapters
     engine = build_engine(task, with_cross_entropy_of(config, snapshot.state), world)
     seed_everything(config.run.seed, world.dims.seed_rank(world.rank))
-    try:
-        check_base(snapshot, engine)
-    except UserError as error:
-        logger.warning("%s: its scores and predictions will differ from those of the run", error.what)
-    with world.barrier_after(f"loading {path}"):
-        engine.load_model(snapshot.model)
+    warn_of_other_base(snapshot, engine.base)
+    with explain_unusable(path):
+        run_on_all_ranks(path, world, f"loading {path}", lambda: engine.load_model(snapshot.model))
     logger.info("checkpoint: %s", path)
     return engine, snapshot.step
 
 
-def check_base(snapshot: Snapshot, engine: Engine) -> None:
+def warn_of_other_base(snapshot: Snapshot, base: FrozenBaseInfo | None) -> None:
+    """As ``check_base``, with a warning in place of the error."""
+    try:
+        check_base(snapshot, base)
+    except UserError as error:
+        logger.warning("%s: its scores and predictions will differ from those of the run", error.what)
+
+
+def check_base(snapshot: Snapshot, base: FrozenBaseInfo | None) -> None:
     """Refuse adapters on a pretrained model that is not the one they were trained on: a checkpoint holds nothing of it.
 
     Raises:
         UserError: the pretrained weights differ, or neither their files nor the checkpoint has some parameter.
     """
-    if engine.base is None:
+    if base is None:
         return
-    lost = sorted(engine.base.new - snapshot.model.keys())
+    lost = sorted(base.new - snapshot.model.keys())
     if lost:
         raise UserError(
             f"neither the pretrained model nor this checkpoint has {lost[0]}: an older drawbar set it at random, and "
@@ -263,7 +330,7 @@ def check_base(snapshot: Snapshot, engine: Engine) -> None:
             where="task.model",
             remedy="train the run anew, under another run.name",
         )
-    if snapshot.state.get("base") not in (None, engine.base.digest):  # older checkpoints do not say it
+    if snapshot.state.get("base") not in (None, base.digest):  # older checkpoints do not say it
         raise UserError(
             "the weights of the pretrained model are not those that the adapters of this run were trained on",
             where="task.model",

@@ -1,4 +1,4 @@
-"""What the loop counts, and what callbacks see of a step."""
+"""``RunProgress``, the counters of the training loop, and ``StepInfo``, which callbacks get for each step."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -9,7 +9,7 @@ from drawbar.engines.results import StepResult
 
 @dataclass
 class RunProgress:
-    """How far a run is; saved in every checkpoint."""
+    """Progress counters of a run; saved in every checkpoint."""
 
     step: int = 0
     """Optimizer steps made, skipped ones included."""
@@ -49,4 +49,4 @@ class StepInfo:
     num_tokens: int = 0
     """Tokens of the global batch, without padding; samples, where they have no tokens."""
     data_wait_seconds: float = 0.0
-    """How long this rank waited for the step's batches: the part of preparing them that training did not hide."""
+    """How long this rank waited for the step's batches: data loading time not overlapped with training."""

@@ -1,4 +1,4 @@
-"""Stopping at a step that every rank agrees on: a signal, an early stop, or a callback's wish."""
+"""Stops all ranks at the same step: for a signal, an early stop, or a callback's request."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ from enum import IntEnum
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from drawbar.distributed.interrupt import ECHO_SECONDS, INTERRUPT, REQUEUE, handle, leave
+from drawbar.distributed.interrupt import ECHO_SECONDS, INTERRUPT, REQUEUE, exit_now, handle
 from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import has_launcher
 from drawbar.errors import ExitCode, UserError
@@ -20,9 +20,9 @@ class Reason(IntEnum):
 
     NONE = 0
     SAVE = 1
-    """It does not stop: a callback asked for a checkpoint."""
+    """Not a stop: a callback asked for a checkpoint."""
     NO_BATCH = 2
-    """A rank could not make its batches. That error ends the run, unless the ranks stop before that step."""
+    """A rank could not make its batches. Any other reason counts first: a signal may also have ended a worker."""
     EARLY = 3
     """The score stopped getting better."""
     CALLBACK = 4
@@ -40,6 +40,7 @@ class Reason(IntEnum):
 _EXIT_CODES = {
     Reason.REQUEUE: ExitCode.REQUEUE,
     Reason.INTERRUPTED: ExitCode.INTERRUPTED,
+    Reason.NO_BATCH: ExitCode.FAILED,
     Reason.FAILED: ExitCode.FAILED,
     Reason.UNSAVED: ExitCode.FAILED,
 }
@@ -71,14 +72,18 @@ class Stop:
         """Whether this rank wants to stop; the others may not know yet."""
         return max(self._wanted) > Reason.SAVE
 
-    def fail(self, error: UserError) -> None:
-        """Stop for an error, once this step is saved. The first one counts."""
-        error.exit_code = ExitCode.FAILED  # whatever code it had: the settings were valid, as training has begun
+    def fail(self, error: UserError, exit_code: ExitCode = ExitCode.FAILED) -> None:
+        """Stop for an error, once this step is saved. The first one counts.
+
+        Args:
+            exit_code: by default not the error's own: the settings were valid if training has begun.
+        """
+        error.exit_code = exit_code
         self._error = self._error or error
         self.request(Reason.FAILED)
 
     def failure(self) -> UserError | None:
-        """What to raise now that the run is saved. Every rank must call it, and gets an error if any rank has one."""
+        """The error to raise once the run is saved; if any rank has one, all ranks get one. Collective."""
         others = self._world.all_gather(self._error)
         return self._error or next((error for error in others if error is not None), None)
 
@@ -86,21 +91,22 @@ class Stop:
         """Any thread or signal handler may call it."""
         self._wanted.append(reason)  # atomic: a signal handler cannot interrupt it and lose a request
 
-    def agreed(self) -> bool:
-        """Whether any rank wants to stop. Every rank must call it at the same step, and gets the same answer."""
+    def agree(self) -> bool:
+        """Agree with all ranks on whether to stop: they do if any wants to. Collective, at the same step."""
         self.agree_and_sum()
         return self.has_agreed
 
     @property
     def has_agreed(self) -> bool:
         """Whether the ranks have agreed to stop."""
-        return self.reason > Reason.NO_BATCH
+        return self.reason > Reason.SAVE
 
     def agree_and_sum(self, *values: float) -> list[float]:
         """Find out whether any rank wants to stop, and sum some numbers over the data-parallel ranks, in one
         collective. Every rank must call it at the same step."""
-        own = max(self._wanted)
-        while Reason.SAVE in self._wanted:
+        wanted = list(self._wanted)  # a copy: another thread may ask for a save meanwhile, for the next step then
+        own = max(wanted)
+        for _ in range(wanted.count(Reason.SAVE)):
             self._wanted.remove(Reason.SAVE)
         counted = values if self._world.dp_group.is_dp_leader else (0.0,) * len(values)
         wishes = [float(reason is own) for reason in Reason]
@@ -110,7 +116,7 @@ class Stop:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # elsewhere Python refuses signal handlers
-            self._before = handle(leave, *_REASONS)
+            self._before = handle(exit_now, *_REASONS)
         return self
 
     def begin(self) -> None:

@@ -1,44 +1,42 @@
-"""The trainer: it puts the parts of a run together, and runs the loop. Nothing in it depends on the strategy."""
+"""The trainer: builds the parts of a run, and runs the training loop, the same for every strategy."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import IO
 
 import torch
 
 from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.checkpoint.format import step_name
-from drawbar.checkpoint.space import check_space, check_writable, explain_full_disk, required_bytes
-from drawbar.config.io.compare import check_length
+from drawbar.checkpoint.space import check_space, explain_disk_errors, required_bytes
+from drawbar.config.io.compare import check_length, check_new_steps
 from drawbar.config.parallel_dims import ParallelDims
 from drawbar.config.rules.rule_table import RULES, TRAIN_RULES, check_rules, check_world
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.data.loader import Loader
 from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo, choose_device
-from drawbar.engines.build import build_engine
+from drawbar.engines.build import build_engine, check_machine
 from drawbar.engines.engine import Engine
 from drawbar.errors import ExitCode
 from drawbar.evaluation.scoring import Evaluation, Split, evaluate
-from drawbar.launch.node.allreduce_check import check_links
-from drawbar.parallel.precision import choose_formats
+from drawbar.launch.node.allreduce_check import check_allreduce
 from drawbar.runtime.log import errors_in_log, logger, open_log_file, start_logging
 from drawbar.runtime.seed import rng_state, seed_everything, set_rng_state, use_deterministic_kernels
 from drawbar.runtime.streams import ignore_output_errors
-from drawbar.tasks.overrides import check_signatures, name_failing_method
 from drawbar.tasks.padding import choose_padding_free
 from drawbar.tasks.task import Task
 from drawbar.tasks.task_registry import task_class
+from drawbar.tasks.user_methods import check_signatures, name_failing_method
 from drawbar.tracking.console import Console, make_console
 from drawbar.tracking.meters import Throughput
 from drawbar.tracking.tracker import TrackedRun
 from drawbar.tracking.trackers import Trackers, make_trackers
-from drawbar.train.agreed_steps import agreed_steps
+from drawbar.train.agreed_steps import agreed_steps, make_step
 from drawbar.train.batch_making import make_augment
-from drawbar.train.batches import OpenedSplit, eval_micro_batch, first_samples, load_data, open_data
-from drawbar.train.best import check_mode, settle_mode
+from drawbar.train.batches import eval_micro_batch, load_data, open_data
 from drawbar.train.callback import (
     Callback,
     GuardedCallback,
@@ -54,16 +52,22 @@ from drawbar.train.callbacks import (
     SaveCallback,
     SaveScoreCallback,
     StatusCallback,
-    out_of_patience,
-    owes_evaluation,
+    TimedSaveCallback,
+    evaluation_is_due,
+    patience_is_exhausted,
 )
-from drawbar.train.check import check_evaluation, check_task
+from drawbar.train.check import check_on_samples
+from drawbar.train.checkpoint_layouts import bytes_on_disk
 from drawbar.train.compile_payoff import logging_compile_payoff
 from drawbar.train.core_wait import CoreWaitCallback
+from drawbar.train.eval_mode import resolve_mode
+from drawbar.train.initial_model import InitialModel
 from drawbar.train.memory_probe import fit_micro_batch, memory_of
-from drawbar.train.node_local import Disks, find_start_on_all_disks, look_at_disks
-from drawbar.train.rundir import RunStart, find_start, lock_run_dir, renamed, without_rebuild, write_config
-from drawbar.train.saver import Saver, as_it_began, checkpoint_bytes, restore_engine, restore_position
+from drawbar.train.node_local import find_start_on_all_disks
+from drawbar.train.remote_start import find_start_on_disk_or_store, finish_copies
+from drawbar.train.restore import restore_engine, restore_position, with_original_choices
+from drawbar.train.rundir import RunDirLock, RunStart, find_start, renamed, without_rebuild, write_config
+from drawbar.train.saver import Saver
 from drawbar.train.setup import (
     build_task,
     count_steps,
@@ -72,6 +76,7 @@ from drawbar.train.setup import (
     save_task,
     warn_of_one_process,
 )
+from drawbar.train.shared_disks import Disks, check_copies, find_shared_disks
 from drawbar.train.step import RunProgress, StepInfo
 from drawbar.train.stop import Reason, Stop
 from drawbar.train.utilization import mfu_of_one_token_per_second
@@ -92,8 +97,10 @@ class Trainer:
     Args:
         config: the whole configuration: ``config`` of what ``drawbar.load_config`` returns.
         task: the task's class; by default the one that ``task.type`` names.
-        resume: ``auto`` (go on with the run if it exists), ``never``, or the path of a checkpoint.
+        resume: ``auto`` (go on with the run if it exists), ``never``, or a checkpoint: its path; with ``fork`` also
+            ``latest``, ``best`` or a step.
         fork: name of a new run, which begins from a checkpoint of the run that ``config`` names.
+        weights_only: take the weights of that checkpoint, or of the one that ``resume`` names, and no optimizer state.
         callbacks: called after those that the setting ``callbacks`` names.
     """
 
@@ -104,6 +111,7 @@ class Trainer:
         *,
         resume: str = "auto",
         fork: str | None = None,
+        weights_only: bool = False,
         callbacks: Sequence[Callback] = (),
     ) -> None:
         check_rules(config, RULES + TRAIN_RULES)
@@ -115,7 +123,8 @@ class Trainer:
         check_signatures(self.task_type)
         self.resume = resume
         self.fork = fork
-        self._lock: IO[str] | None = None
+        self.weights_only = weights_only
+        self._lock = RunDirLock(self.config.run_dir)
 
     def fit(self) -> Outcome:
         """Train until the last step, an early stop or a signal; every rank calls it.
@@ -135,43 +144,45 @@ class Trainer:
         try:
             with (
                 errors_in_log(),
-                explain_full_disk(self.config.run_dir),
+                explain_disk_errors(self.config.run_dir),
                 Distributed(rank_info, device, self.config.launch.timeout, dims) as world,
                 Stop(world) as stop,
+                InitialModel(self.config.run_dir) as self._initial_model,
             ):
-                check_links(world, self.config.run_dir)
+                check_allreduce(world, self.config.run_dir)
                 return self._fit(world, stop, console, Trackers(trackers if world.is_rank0 else ()))
         finally:
             console.stop()
-            if self._lock is not None:
-                self._lock.close()
-                self._lock = None  # another ``fit`` takes it anew
+            self._lock.release()
 
     def _fit(self, world: Distributed, stop: Stop, console: Console, trackers: Trackers) -> Outcome:
         config = self.config
-        disks = look_at_disks(Path(config.run.dir), world)
-        start = find_start_on_all_disks(self._find_start, disks, world)
-        settled = settle_mode(config.eval, start.eval_mode)
-        self.config = config = config.model_copy(update={"eval": settled})
+        disks = find_shared_disks(Path(config.run.dir), world, config.checkpoint)
+        runs = dict.fromkeys((self.source.run_dir, config.run_dir))
+        lock = self._lock.take_if_run  # first: another process may be writing a checkpoint
+        start = find_start_on_all_disks(self._find_start, disks, world, runs, self.resume, lock)
+        check_copies(config.checkpoint, disks, begins=start.checkpoint is None)
+        self.config = config = config.model_copy(update={"eval": resolve_mode(config.eval, start.eval_mode)})
         if config.data.rebuild and world.from_rank0((config.run_dir / "config.yaml").exists, "looking for the run"):
             logger.info("data.rebuild is ignored, as the run exists already; `drawbar prepare` encodes its data anew")
             config = without_rebuild(config)
+        origin = config.run_dir if start.checkpoint is None else start.checkpoint.resolve().parent.parent
+        self._initial_model.provide(config, origin, self._lock.take, disks, world)
         if config.run.deterministic:
             use_deterministic_kernels()
         seed_everything(config.run.seed)
 
         if start.checkpoint is not None and not start.forked:
-            config = as_it_began(config, start.checkpoint, world.device)  # "auto" becomes what the run began with
-        config = choose_formats(config, world.device)
-        origin = config.run_dir if start.checkpoint is None else start.checkpoint.resolve().parent.parent
+            config = with_original_choices(config, start.checkpoint, world.device)
+        config = check_machine(config, world)
         task = build_task(self.task_type, config, world, origin, has_checkpoint=start.checkpoint is not None)
         config = choose_padding_free(task, config, world.device)
         opened = open_data(task, config, world)
         with name_failing_method(task):
             engine = build_engine(task, config, world)
         if start.checkpoint is not None:
-            rest = restore_engine(start.checkpoint, start.forked, engine, world)
-        self._try_out(task, engine, opened, config, world, console)
+            start, rest = restore_engine(start, engine, world)
+        check_on_samples(task, engine, opened, config, world, console)
         loader, validation = load_data(task, opened, config, world, console)
         engine.total_steps = total_steps = count_steps(config.train, loader.steps_per_epoch)
         resumed = start.checkpoint is not None and not start.forked
@@ -180,10 +191,11 @@ class Trainer:
         seed_everything(config.run.seed, world.dims.seed_rank(world.rank))  # ranks' dropout differs from here on
         progress = RunProgress()
         if start.checkpoint is not None:
-            of_run = (start.checkpoint, rest, start.forked, config.run.seed)
             with explain_chat_label_change(task, origin):
-                progress = restore_position(*of_run, loader, validation, world)
+                progress = restore_position(start, rest, config.run.seed, loader, validation, world)
             check_length(progress.step, total_steps, config.train)
+            if origin != config.run_dir.resolve():
+                check_new_steps(progress.step, total_steps, config.train)
             log_changed_length(start.changed_length, progress.step, total_steps, config.optim)
         self._open(task, engine, world, disks, start)
         if found is not None and disks.is_writer:
@@ -193,45 +205,25 @@ class Trainer:
         engine.close()
         return Outcome(stop.exit_code, config.run_dir, progress)
 
-    def _try_out(
-        self,
-        task: Task,
-        engine: Engine,
-        opened: tuple[OpenedSplit, OpenedSplit | None],
-        config: RunConfig,
-        world: Distributed,
-        console: Console,
-    ) -> None:
-        """Find what is wrong with the task, the model or the settings on a few samples: encoding all samples may take
-        hours, and a wrong request must leave no files behind."""
-        train, validation = opened
-        check_task(task, engine, first_samples(train, task, config, world, console))
-        if validation is not None:
-            first = first_samples(validation, task, config, world, console)
-            check_evaluation(task, engine, first, config.eval.metric)
-            check_mode(config.eval)
-
     def _find_start(self) -> RunStart:
-        check_writable(Path(self.config.run.dir))
-        if self.config.run_dir.is_dir():
-            self._lock = lock_run_dir(self.config.run_dir)  # first: another process may be writing a checkpoint
-        return find_start(self.source, self.resume, self.fork)
+        find = partial(find_start, self.source, self.resume, self.fork, self.weights_only)
+        return find_start_on_disk_or_store(find, self.config, self.resume)
 
     def _open(self, task: Task, engine: Engine, world: Distributed, disks: Disks, start: RunStart) -> None:
         """Create or update the run directory; call it only when everything is ready to train."""
         folder = self.config.run_dir
         checkpoints = CheckpointDirectory(folder / "checkpoints")
-        world.barrier("loading the checkpoint")  # all ranks have read it: clean() below may rename it
+        world.barrier("loading the checkpoint")  # all ranks have read it: remove_leftovers() below may rename it
         with world.barrier_after("opening the run directory"):
             if disks.is_writer:
                 checkpoints.set_aside(start.unusable)
                 saved = len(checkpoints.steps())
-                check_space(folder, required_bytes(checkpoint_bytes(engine), self.config.checkpoint.keep, saved))
-                folder.mkdir(parents=True, exist_ok=True)
-                self._lock = self._lock or lock_run_dir(folder)
-                write_config(self.config)  # first: from here on the same command resumes this run
+                each = bytes_on_disk(self.config.checkpoint, engine, disks)
+                check_space(folder, required_bytes(each, self.config.checkpoint.keep, saved))
+                self._lock.take()
+                write_config(self.config, start)  # first: from here on the same command resumes this run
                 save_task(task, folder)
-                checkpoints.clean()
+                checkpoints.remove_leftovers()
         open_log_file(folder, world.rank)
 
 
@@ -267,14 +259,17 @@ class _Run:
         if self._is_complete():
             if self.world.is_rank0:
                 StatusCallback(self.config.tracking.log_every, self._is_complete).on_nothing_left(self.handle)
-            early = "" if self._made_all else ", and stopped early"
+            finish_copies(self.config, self.world, self.stop)
+            early = "" if self._all_steps_done else ", and stopped early"
             self.console.message(f"{self.config.run.name} is complete: it has made {self.progress.step} steps{early}")
             return
         resume_step = self.progress.step or None  # None without a checkpoint: trackers then drop all older values
         settings = self.config.model_dump(mode="json")
-        self.trackers.start(TrackedRun(self.config.run_dir, settings, resume_step, evaluated=not self._owes_evaluation))
+        self.trackers.start(
+            TrackedRun(self.config.run_dir, settings, resume_step, evaluated=not self._evaluation_is_due)
+        )
         try:
-            self._train()
+            has_saved = self._train()
         except Exception as error:
             for callback in self.callbacks:
                 callback.on_exception(self.handle, error)
@@ -282,37 +277,42 @@ class _Run:
         finally:
             with self.world.working("finishing the trackers"):
                 self.trackers.finish()
-        self.console.message(self._farewell())
+        self.console.message(self._final_message(has_saved))
 
     @property
-    def _made_all(self) -> bool:
+    def _all_steps_done(self) -> bool:
         return self.progress.step >= self.total_steps
 
     @property
-    def _owes_evaluation(self) -> bool:
-        return self.validation is not None and owes_evaluation(self.config.eval, self.progress, last=self._made_all)
+    def _evaluation_is_due(self) -> bool:
+        return self.validation is not None and evaluation_is_due(
+            self.config.eval, self.progress, last=self._all_steps_done
+        )
 
     def _is_complete(self) -> bool:
-        """Whether nothing is left to do: all steps are made, and evaluated, or the run stopped early."""
-        return (self._made_all and not self._owes_evaluation) or out_of_patience(self.config.eval, self.progress)
+        """Whether the run is complete: all steps made and evaluated, or stopped early."""
+        return (self._all_steps_done and not self._evaluation_is_due) or patience_is_exhausted(
+            self.config.eval, self.progress
+        )
 
-    def _train(self) -> None:
+    def _train(self) -> bool:
+        """Train, and say whether the run has a checkpoint."""
         saver = Saver(
             self.config, self.engine, self.loader, self.world, self.disks, self.stop, self.progress, self.validation
         )
         with closing(saver), closing(self.loader):  # a save that has begun is finished, even where a step fails
-            self.callbacks += self._own_callbacks(saver)
             guarded = [GuardedCallback(callback, self.stop, self.world) for callback in self.user_callbacks]
-            self.callbacks += guarded
+            self.callbacks += [*self._own_callbacks(saver), *guarded]
             self._loop(guarded)
         failure = self.stop.failure()
         if failure is not None:
             raise failure
+        return saver.last_saved_progress is not None
 
-    def _farewell(self) -> str:
-        """The last line: where the run is, and what it came to."""
+    def _final_message(self, has_saved: bool) -> str:
+        """The last line of output: where the run directory is, and the final scores."""
         step, best = self.progress.step, self.progress.best_step
-        if step == 0:
+        if not has_saved:
             return f"{self.config.run_dir}: stopped before its first step; the same command begins again"
         if not self._is_complete():
             return f"{self.config.run_dir}: saved at step {step}; the same command goes on from there"
@@ -322,14 +322,14 @@ class _Run:
     def _loop(self, guarded: Sequence[GuardedCallback]) -> None:
         """The loop, the same for every strategy."""
         self.console.start(self.total_steps, self.progress.step)
-        for callback in self.callbacks:
+        own = [callback for callback in self.callbacks if callback not in guarded]
+        for callback in (*guarded, *own):  # the user's first: an evaluation may be due at once
             callback.on_train_start(self.handle)
         self.stop.begin()
         steps = self.loader.steps(self.progress.step, self.total_steps)
         steps = logging_compile_payoff(steps, self.engine, self.meter, self.uncompiled_step_fits)
         for agreed in agreed_steps(steps, self.loader, self.engine, self.stop, self.world):
-            # forward, backward, reduce, clip, update
-            result = self.engine.train_step(agreed.micro_batches, agreed.num_targets)
+            result = make_step(self.engine, agreed)  # forward, backward, reduce, clip, update
             self.progress.advance(result)
             last, waited = agreed.step == self.total_steps, self.loader.waited
             info = StepInfo(agreed.step, result, self.progress, last, agreed.num_tokens, data_wait_seconds=waited)
@@ -342,23 +342,25 @@ class _Run:
 
     def _own_callbacks(self, saver: Saver) -> list[Callback]:
         config, world, stop, run_dir = self.config, self.world, self.stop, self.config.run_dir
-        log_every = config.tracking.log_every
-        save = SaveCallback(config.checkpoint.every, saver, self.meter, stop, self._announce_save)
+        log_every, save_every = config.tracking.log_every, config.checkpoint.every
+        save = SaveCallback(save_every, saver, self.meter, stop, self._announce_save)
         mfu = mfu_of_one_token_per_second(self.engine, config, world)
         callbacks: list[Callback] = [
             LogCallback(log_every, self.loader, world, self.meter, self.trackers, self.console, saver, mfu),
             save,
         ]
         if self.validation is not None:
-            shown = (self.trackers, self.console)
+            parts = (self.trackers, self.console, stop, saver.confirm_best)
             callbacks += [
-                EvaluateCallback(config.eval, self._evaluate, run_dir, world, *shown, stop, self._announce_scores),
+                EvaluateCallback(config.eval, self._evaluate, run_dir, world, *parts, self._announce_scores),
                 SaveScoreCallback(config.checkpoint.keep_best, saver, save.save),
             ]
         if world.device.type == "cpu" and torch.get_num_threads() > 1:
             callbacks.append(CoreWaitCallback())
         if world.is_rank0:
             callbacks.append(StatusCallback(log_every, self._is_complete))
+            if isinstance(save_every, str):
+                callbacks.append(TimedSaveCallback(save_every))
         if config.tracking.profile is not None:  # first, so that a trace ends before an evaluation or a save
             callbacks.insert(0, ProfileCallback(config.tracking.profile, run_dir, world))
         return callbacks
@@ -374,7 +376,6 @@ class _Run:
     def _evaluate(self) -> Evaluation | None:
         """Evaluate on the validation data, leaving every random generator as it was; None if a rank wants to stop."""
         assert self.validation is not None
-        samples = self.validation.samples
         state = rng_state(self.world.device)
         try:
             with self.meter.paused():
@@ -383,7 +384,7 @@ class _Run:
                     self.task,
                     self.validation,
                     self.world,
-                    eval_micro_batch(self.config, in_tokens="input_ids" in samples.fields),
+                    eval_micro_batch(self.config, in_tokens="input_ids" in self.validation.samples.fields),
                     make_augment(self.task, self.config, train=False),
                     progress=lambda done, total: self.console.phase("evaluating", done, total),
                     stop_wanted=lambda: self.stop.wanted,

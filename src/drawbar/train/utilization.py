@@ -1,4 +1,4 @@
-"""The MFU: the share of the devices' peak that a run's model makes use of."""
+"""Model FLOPs utilization (MFU): the share of the devices' peak FLOP/s that a run achieves."""
 
 import torch
 
@@ -9,9 +9,9 @@ from drawbar.models.model_flops import peak_flops, training_flops_per_token
 
 
 def mfu_of_one_token_per_second(engine: Engine, config: RunConfig, world: Distributed) -> float | None:
-    """What a speed in tokens per second is multiplied by to get the model FLOPs utilization (Chowdhery et al. 2022,
-    arXiv:2204.02311, appendix B). In packed rows each token counts as attending to ``data.sequence_length`` tokens;
-    in other rows attention is left out: they are short, so it is little.
+    """The factor that turns tokens per second into model FLOPs utilization (Chowdhery et al. 2022, arXiv:2204.02311,
+    appendix B). In packed rows each token counts as attending to ``data.sequence_length`` tokens; in other rows
+    attention is left out: they are short, so it is little.
 
     Returns:
         None where the operations of the model or the peak of the device are not known, and in fp32, for which vendors

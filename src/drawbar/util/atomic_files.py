@@ -4,6 +4,7 @@ errors of network file systems."""
 import errno
 import os
 import secrets
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -12,9 +13,9 @@ from typing import BinaryIO, TypeVar
 
 T = TypeVar("T")
 
-_PASSING = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT)
+_TRANSIENT_ERRORS = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT)
 """Errors of network file systems that are often gone a moment later: a server restarts, a handle is out of date."""
-_PAUSES = (0.5, 2.0)
+_RETRY_DELAYS = (0.5, 2.0)
 """Seconds before the second and the third attempt."""
 
 
@@ -72,6 +73,15 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def link_or_copy(source: str | Path, target: str | Path) -> None:
+    """Give a file a second name; where the file system has no such links, copy it."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy(source, target)
+        sync(Path(target))
+
+
 def identity(path: Path) -> tuple[int, int, int, int]:
     """Metadata that changes when a file's content does: size, mtime and ctime in nanoseconds,
     and inode. A program can set mtime back, but not ctime."""
@@ -81,11 +91,11 @@ def identity(path: Path) -> tuple[int, int, int, int]:
 
 def retried(read: Callable[[], T]) -> T:
     """What ``read`` returns, at the third attempt if need be. Raises OSError where the disk stays unreadable."""
-    for pause in _PAUSES:
+    for pause in _RETRY_DELAYS:
         try:
             return read()
         except OSError as error:
-            if error.errno not in _PASSING:
+            if error.errno not in _TRANSIENT_ERRORS:
                 raise
             time.sleep(pause)
     return read()

@@ -1,4 +1,4 @@
-"""The number formats that settings name, as torch's types."""
+"""``DTYPES``: torch dtypes by the names that settings use."""
 
 import torch
 

@@ -1,6 +1,8 @@
-"""Imports of torch and transformers, as fast as they can be."""
+"""Imports of torch and transformers: as fast as they can be, and without the noise of torchao."""
 
 import gc
+import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -20,3 +22,23 @@ def quick_imports() -> Iterator[None]:
         gc.freeze()
         if was_on:
             gc.enable()
+
+
+def silence_torchao() -> None:
+    """Leave out what torchao logs of itself when transformers imports it, which it does wherever torchao is installed:
+    that libraries for GPUs cannot be loaded, where torch is built for CPUs alone, and that it registers enums in an old
+    way. Whatever else the two loggers say stays."""
+    logging.getLogger("torchao").addFilter(_is_no_missing_library)
+    logging.getLogger("torch.utils._pytree").addFilter(_is_no_enum_of_torchao)
+
+
+def _is_no_missing_library(record: logging.LogRecord) -> bool:
+    torch = sys.modules.get("torch")  # which torchao has imported
+    has_cuda = torch is not None and torch.version.cuda is not None
+    return has_cuda or not record.getMessage().startswith("Failed to load ")
+
+
+def _is_no_enum_of_torchao(record: logging.LogRecord) -> bool:
+    named = record.args if isinstance(record.args, tuple) else ()
+    ours = any(getattr(one, "__module__", "").startswith("torchao.") for one in named)
+    return not (ours and "Enum subclass" in str(record.msg))

@@ -25,7 +25,7 @@ DRAWBAR_CONFIG=$(printf %s "$drawbar_yaml" | base64 --wrap=0)
 export DRAWBAR_CONFIG
 unset DRAWBAR_SNAPSHOT
 
-export DRAWBAR_JOB="$SLURM_JOB_ID"
+export DRAWBAR_JOB="$SLURM_JOB_ID" DRAWBAR_SIGNAL_SECONDS=120
 # A file that says how the job ended, for when Slurm has forgotten the job; never half written.
 drawbar_end="$drawbar_run/launch/ended-$drawbar_job.json"
 # shellcheck disable=SC2317  # the trap calls it

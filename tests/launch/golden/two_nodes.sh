@@ -33,7 +33,7 @@ export DRAWBAR_CONFIG
 echo 'drawbar: submitted with the code of commit 0123456789ab with changes'
 export DRAWBAR_SNAPSHOT=/home/me/project/runs/wikitext-gpt2/launch/code-abc
 
-export DRAWBAR_JOB="$SLURM_JOB_ID"
+export DRAWBAR_JOB="$SLURM_JOB_ID" DRAWBAR_SIGNAL_SECONDS=300
 # A file that says how the job ended, for when Slurm has forgotten the job; never half written.
 drawbar_end="$drawbar_run/launch/ended-$drawbar_job.json"
 # shellcheck disable=SC2317  # the trap calls it

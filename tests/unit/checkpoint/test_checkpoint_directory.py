@@ -47,7 +47,7 @@ def flip(path):
 def test_an_empty_or_missing_folder_has_no_checkpoints(tmp_path):
     missing = CheckpointDirectory(tmp_path / "none")
     assert (missing.steps(), missing.latest(), missing.best()) == ([], None, None)
-    missing.clean()
+    missing.remove_leftovers()
     missing.rotate(1, set())
     with pytest.raises(UserError, match="there is no checkpoint 'latest'"):
         missing.resolve("latest")
@@ -152,7 +152,7 @@ def test_what_a_killed_process_leaves_is_ignored_then_removed(directory, tmp_pat
     (directory.path / "mine.tmp").write_text("a user's file")
     assert directory.steps() == [1, 2, 3]
     assert directory.latest().name == "step-00000003"
-    directory.clean()
+    directory.remove_leftovers()
     assert names(directory) == ["mine.tmp", "step-00000001", "step-00000002", "step-00000003"]
 
 
@@ -161,7 +161,7 @@ def test_a_replacement_cut_short_loses_nothing(directory):
     shutil.copytree(directory.path / "step-00000002", directory.path / "step-00000003.tmp")
     assert directory.steps() == [1, 2, 3]
     assert read(directory.latest()).step == 3
-    directory.clean()
+    directory.remove_leftovers()
     assert names(directory) == ["step-00000001", "step-00000002", "step-00000003"]
     assert read(directory.latest()).step == 3
 
@@ -269,7 +269,7 @@ def test_an_amended_checkpoint_has_its_tensors_and_a_new_state(directory, links,
         monkeypatch.setattr(os, "link", fail)
     folder = directory.path / "step-00000003"
     before = {name: (folder / name).stat().st_ino for name in FILES}
-    directory.amend(3, {"score": 0.5})
+    directory.update_state(3, {"score": 0.5})
     assert directory.latest() == folder  # intact, by its checksums
     assert read_state(folder) == {"value": 3.0, "score": 0.5}
     assert read(folder).model["w"].tolist() == [3.0] * 50

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from test_checkpoint_directory import FILES, flip, names, snapshot
 
-from drawbar.checkpoint import CheckpointDirectory, format, load, read, read_state
-from drawbar.checkpoint.format import Manifest
-from drawbar.checkpoint.load import read_together
+from drawbar.checkpoint import CheckpointDirectory, checked_files, format, read, read_state
+from drawbar.checkpoint.format import Damaged, Manifest
+from drawbar.checkpoint.load import read_on_all_ranks
 from drawbar.errors import ExitCode, UserError
 from drawbar.util import atomic_files
 from ranks import SecondRank
@@ -28,7 +28,7 @@ def directory(tmp_path):
 @pytest.fixture
 def fail(monkeypatch):
     """Let the disk fail, with an error number, whenever the path is opened or listed, or so many times."""
-    monkeypatch.setattr(atomic_files, "_PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(atomic_files, "_RETRY_DELAYS", (0.0, 0.0))
     bad = {}
 
     def failing(real):
@@ -53,7 +53,7 @@ def fail(monkeypatch):
 def make_newer(folder):
     """As a drawbar of the future would have written it."""
     manifest = Manifest.from_json((folder / "manifest.json").read_bytes())
-    newer = manifest.model_copy(update={"format": 2, "drawbar": "9.0"})
+    newer = manifest.model_copy(update={"format": 3, "drawbar": "9.0"})
     (folder / "manifest.json").write_bytes(newer.to_json())
 
 
@@ -61,7 +61,7 @@ def make_newer(folder):
 @pytest.mark.parametrize("name", ["", "step-00000003/manifest.json", "step-00000003/model.safetensors"])
 def test_what_cannot_be_read_is_an_error_and_no_checkpoint_is_skipped(directory, fail, name, number):
     fail(directory.path / name, number)
-    for look in (directory.latest, directory.survey, lambda: directory.resolve("latest")):
+    for look in (directory.latest, directory.find_newest_usable, lambda: directory.resolve("latest")):
         with pytest.raises(UserError, match=os.strerror(number)) as caught:
             look()
         assert caught.value.exit_code == ExitCode.FAILED
@@ -102,7 +102,7 @@ def test_what_cannot_be_read_is_not_rotated(directory, fail):
 
 def test_a_newer_format_is_not_passed_over(directory):
     make_newer(directory.path / "step-00000003")
-    with pytest.raises(UserError, match=r"step-00000003 cannot be used: .*format 2, from drawbar 9\.0") as caught:
+    with pytest.raises(UserError, match=r"step-00000003 cannot be used: .*format 3, from drawbar 9\.0") as caught:
         directory.latest()
     assert "step-00000001, step-00000002" in caught.value.remedy
     directory.write(snapshot(4))
@@ -114,19 +114,19 @@ def test_a_newer_format_is_not_passed_over(directory):
 def test_damaged_ones_are_set_aside_and_not_counted(directory, caplog):
     flip(directory.path / "step-00000003" / "model.safetensors")
     (directory.path / "step-00000002" / "manifest.json").unlink()
-    found = directory.survey()
+    found = directory.find_newest_usable()
     assert found.newest.name == "step-00000001"
     directory.set_aside(found.unusable)
     assert names(directory) == ["step-00000001", "step-00000002.unusable", "step-00000003.unusable"]
     assert "step-00000003.unusable: model.safetensors has the checksum" in caplog.text
-    directory.clean()
+    directory.remove_leftovers()
     directory.write(snapshot(3))
     directory.rotate(1, set())
     assert names(directory) == ["step-00000002.unusable", "step-00000003", "step-00000003.unusable"]
     flip(directory.path / "step-00000003" / "state.json")
-    directory.set_aside(directory.survey().unusable)
+    directory.set_aside(directory.find_newest_usable().unusable)
     assert names(directory) == ["step-00000002.unusable", "step-00000003.unusable", "step-00000003.unusable.unusable"]
-    assert [path.name for path in directory.survey().set_aside] == names(directory)
+    assert [path.name for path in directory.find_newest_usable().set_aside] == names(directory)
 
 
 def test_a_replaced_checkpoint_takes_the_place_of_a_damaged_one(directory):
@@ -134,10 +134,10 @@ def test_a_replaced_checkpoint_takes_the_place_of_a_damaged_one(directory):
     (directory.path / "step-00000003").rename(directory.path / "step-00000003.replaced")
     directory.write(snapshot(3, value=30))
     flip(directory.path / "step-00000003" / "model.safetensors")
-    found = directory.survey()
+    found = directory.find_newest_usable()
     assert found.newest.name == "step-00000003.replaced"
     directory.set_aside(found.unusable)
-    directory.clean()
+    directory.remove_leftovers()
     assert read(directory.latest()).state == {"value": 3.0}
     assert names(directory)[-2:] == ["step-00000003", "step-00000003.unusable"]
 
@@ -184,7 +184,7 @@ def hashed(monkeypatch):
         names.append(path.name)
         return format.describe(path)
 
-    monkeypatch.setattr(load, "describe", note)
+    monkeypatch.setattr(checked_files, "describe", note)
     return names
 
 
@@ -194,8 +194,16 @@ def test_of_the_ranks_that_see_the_same_checkpoint_one_verifies_it(directory, ha
         atomic_files.identity(newest / name)
         for name in Manifest.from_json((newest / "manifest.json").read_bytes()).files
     ]
-    assert read_together(newest, SecondRank(seen)).step == 3
+    assert read_on_all_ranks(newest, SecondRank(None, seen, None)).step == 3
     assert hashed == []
     flip(newest / "model.safetensors")
-    with pytest.raises(UserError, match=r"model.safetensors has the checksum"):
-        read_together(newest, SecondRank(seen))  # which is not what the first one sees now
+    with pytest.raises(Damaged, match=r"model.safetensors has the checksum"):
+        read_on_all_ranks(newest, SecondRank(None, seen, None))  # which is not what the first one sees now
+
+
+def test_what_is_wrong_for_one_rank_is_wrong_for_all(directory):
+    """Here the other rank has found damage, or cannot read the disk."""
+    newest = directory.path / "step-00000003"
+    for failure in (Damaged("optimizer.safetensors is missing"), UserError("cannot read", remedy="mend the disk")):
+        with pytest.raises(type(failure), match=str(failure).splitlines()[0]):
+            read_on_all_ranks(newest, SecondRank(failure))

@@ -54,7 +54,7 @@ def scenario(directory):
     directory.rotate(1, set())
 
 def forever(directory):
-    directory.clean()
+    directory.remove_leftovers()
     step = max(directory.steps(), default=0)
     while True:
         step += 1
@@ -152,7 +152,7 @@ def test_killed_at_every_file_operation(writer, memory_path):
         code = writer.run(directory, "scenario", number)
         newest = check(directory)
         seen.update(re.sub(r"\d+", "", name) for name in leftovers(directory))
-        directory.clean()
+        directory.remove_leftovers()
         assert leftovers(directory) == []
         assert check(directory) == newest
         shutil.rmtree(directory.path.parent)

@@ -129,7 +129,9 @@ def test_a_host_copy_keeps_ties_and_shares_nothing_with_the_run():
 
 def test_a_rank_that_only_takes_part_keeps_nothing():
     asked = []
-    assert host_copies({"a": torch.ones(1), "b": torch.ones(1)}, keep=False, convert=lambda n, t: asked.append(n)) == {}
+    assert (
+        host_copies({"a": torch.ones(1), "b": torch.ones(1)}, stores=False, convert=lambda n, t: asked.append(n)) == {}
+    )
     assert asked == ["a", "b"]
 
 
@@ -219,11 +221,11 @@ def test_the_first_write_that_failed_tells_why():
     writer.submit(failing("still gone"))
     writer.wait()
     assert written == ["the next one"]
-    assert str(writer.take_error()) == "disk gone"
-    assert writer.take_error() is None
+    assert str(writer.pop_error()) == "disk gone"
+    assert writer.pop_error() is None
     writer.submit(failing("gone again"))
     writer.close()
-    assert str(writer.take_error()) == "gone again"
+    assert str(writer.pop_error()) == "gone again"
 
 
 def test_a_write_that_failed_leaves_its_room_to_the_next(tmp_path):
@@ -237,13 +239,13 @@ def test_a_write_that_failed_leaves_its_room_to_the_next(tmp_path):
     writer.wait()
     wait_until(lambda: snapshot() is None, "the snapshot to go", seconds=10)
     writer.close()
-    assert "seen is a set" in str(writer.take_error())
+    assert "seen is a set" in str(writer.pop_error())
 
 
 def test_a_write_that_follows_is_not_waited_for():
     writer, first, order = AsyncWriter(), threading.Event(), []
     writer.submit(lambda: order.append(first.wait(60)))
-    writer.follow(lambda: order.append("second"))
+    writer.submit_after_success(lambda: order.append("second"))
     assert order == []
     first.set()
     writer.wait()
@@ -253,7 +255,7 @@ def test_a_write_that_follows_is_not_waited_for():
 def test_nothing_follows_a_write_that_failed():
     writer, order = AsyncWriter(), []
     writer.submit(failing("disk gone"))
-    writer.follow(lambda: order.append("second"))
+    writer.submit_after_success(lambda: order.append("second"))
     writer.close()
-    assert str(writer.take_error()) == "disk gone"
+    assert str(writer.pop_error()) == "disk gone"
     assert order == []

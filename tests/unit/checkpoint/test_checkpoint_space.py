@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from drawbar.checkpoint import CheckpointDirectory, check_space, check_writable, read, required_bytes
-from drawbar.checkpoint.space import readable
+from drawbar.checkpoint.space import DiskFault, ensure_free_space, free_bytes, free_text
 from drawbar.errors import ExitCode, UserError
+from drawbar.util.byte_sizes import readable
 
 # Writes a small checkpoint, then one that does not fit; prints the error as a command would.
 WRITER = """
@@ -29,7 +30,7 @@ if limit:
 writer = AsyncWriter()
 writer.submit(lambda: directory.write(snapshot(2, 1_000_000)))
 writer.close()
-error = writer.take_error()
+error = writer.pop_error()
 print(error)
 print(directory.describe_newest())
 print(sorted(os.listdir(directory.path)), directory.latest().name)
@@ -82,6 +83,26 @@ def test_space(tmp_path):
     assert readable(free * 2) in str(caught.value)
     assert "checkpoint.keep" in caught.value.remedy
     assert not folder.exists()
+
+
+def test_a_save_that_does_not_fit_is_refused_once_nothing_more_can_be_deleted(tmp_path):
+    made, free = [], shutil.disk_usage(tmp_path).free
+    ensure_free_space(tmp_path, "step-00000001", free // 2, lambda: made.append("room"))
+    assert made == []
+    with pytest.raises(DiskFault, match=r"step-00000001 was not begun.* needed, .* free") as caught:
+        ensure_free_space(tmp_path, "step-00000001", free * 2, lambda: made.append("room"))
+    assert made == ["room"]
+    assert readable(free * 2) in str(caught.value)
+    assert caught.value.exit_code == ExitCode.FAILED
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="no /proc")
+def test_a_file_system_without_such_numbers_refuses_nothing():
+    assert os.statvfs("/proc").f_blocks == 0
+    assert free_bytes(Path("/proc")) is None
+    assert free_text(Path("/proc")) == ""
+    check_space(Path("/proc"), 2**60)
+    ensure_free_space(Path("/proc"), "step-00000001", 2**60, lambda: pytest.fail("nothing need be deleted"))
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,12 @@ import torch
 import drawbar
 from drawbar.cli import group
 from drawbar.cli.arguments import load, load_run
-from drawbar.cli.train import count_processes, own_command
+from drawbar.cli.train import count_processes, rerun_command
 from drawbar.config.io.compare import check_same
 from drawbar.config.schema.run_config import CausalLMConfig
 from drawbar.errors import UserError
 from drawbar.tasks.causal_lm import CausalLM
+from drawbar.util.run_dir import LOCK_FILE
 from harness import run_cli, run_ranks
 from messages import check_one_message
 from runs import losses
@@ -95,6 +96,7 @@ def test_a_run_is_read_where_it_lies_now(project: Path) -> None:
     moved = project / "else: where" / "moved"
     moved.mkdir(parents=True)
     (moved / "config.yaml").write_text((project / "config.yaml").read_text())
+    (moved / LOCK_FILE).touch()
     loaded = load_run(str(moved), ("eval.micro_batch=3",), None)
     assert loaded.config.run_dir == moved
     assert loaded.config.eval.micro_batch == 3
@@ -107,6 +109,7 @@ def test_a_damaged_config_of_a_run_is_no_mistake_of_the_user(left: bytes, projec
     config = load((str(project / "config.yaml"), f"run.dir={project}"), None).config
     config.run_dir.mkdir()
     (config.run_dir / "config.yaml").write_bytes(left)
+    (config.run_dir / LOCK_FILE).touch()
     for read in (lambda: load_run(str(config.run_dir), (), None), lambda: check_same(config.run_dir, config)):
         with pytest.raises(UserError, match=r"own config.yaml is damaged: [\s\S]*restore it from a copy") as damaged:
             read()
@@ -117,6 +120,7 @@ def test_a_run_misspelt(project: Path) -> None:
     run = project / "runs" / "tiny"
     run.mkdir(parents=True)
     (run / "config.yaml").write_text("{}")
+    (run / LOCK_FILE).touch()
     with pytest.raises(UserError, match="no run directory") as wrong:
         load_run(str(project / "runs" / "tniy"), (), None)
     assert str(run) in str(wrong.value.remedy)
@@ -145,8 +149,8 @@ def test_how_many_processes(settings: tuple[str, ...], processes: int, monkeypat
 
 def test_the_command_that_ranks_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["my_task.py", "train", "config.yaml"])
-    assert own_command(None) == ["-m", "drawbar", "train", "config.yaml"]
-    assert own_command(Shouting) == ["my_task.py", "train", "config.yaml"]
+    assert rerun_command(None) == ["-m", "drawbar", "train", "config.yaml"]
+    assert rerun_command(Shouting) == ["my_task.py", "train", "config.yaml"]
 
 
 def run_script(folder: str, arguments: list[str]) -> object:

@@ -1,5 +1,6 @@
 """``drawbar export``: what transformers and peft load is the model of the run."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from pathlib import Path
 import peft
 import pytest
 import torch
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
@@ -24,7 +27,10 @@ from drawbar.commands.export_run import export_run
 from drawbar.data.tokenizer import train_byte_bpe
 from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
+from drawbar.errors import UserError
+from drawbar.models.saving import rounded
 from drawbar.tasks.task_registry import task_class
+from drawbar.train.checkpoint_export import CheckpointExport, ExportFormat
 from drawbar.train.setup import build_task, open_checkpoint
 from harness import Finished, run_cli, run_script
 from messages import check_one_message
@@ -149,9 +155,9 @@ def test_what_libraries_print_is_no_answer(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Whatever a library says on standard output, as DeepSpeed does when it is imported."""
-    monkeypatch.setattr("drawbar.commands.export_run._save_model", lambda *_: print("a library's warning"))
+    monkeypatch.setattr(CheckpointExport, "write", lambda *_: print("a library's warning"))
     with chdir(trained):
-        export_run(load_run("runs/bert", (), None).config, None, tmp_path / "to", None, merge=False)
+        export_run(load_run("runs/bert", (), None).config, None, tmp_path / "to", None, ExportFormat())
     said = capsys.readouterr()
     assert said.out.splitlines() == [f"{tmp_path / 'to'}: model and tokenizer"]
     assert "a library's warning" in said.err
@@ -250,6 +256,58 @@ def test_a_request_that_is_wrong(
     done = export(trained, run, str(tmp_path / "to"), *arguments, code=2)
     check_one_message(done.out + done.err, *says)
     assert {path: path.is_file() and path.read_text() for path in tmp_path.rglob("*")} == before
+
+
+@pytest.mark.parametrize(("run", "arguments"), [("llama", ("--checkpoint", "3")), ("lora", ("--merge",)), ("lora", ())])
+def test_weights_in_bf16(trained: Path, tmp_path: Path, run: str, arguments: tuple[str, ...]) -> None:
+    """Rounded once: what was merged was merged in fp32."""
+    for dtype in ("fp32", "bf16"):
+        export(trained, run, str(tmp_path / dtype), "--dtype", dtype, *arguments)
+    (file,) = (path.name for path in (tmp_path / "bf16").glob("*.safetensors"))
+    exact, rounded = load_file(tmp_path / "fp32" / file), load_file(tmp_path / "bf16" / file)
+    assert {name: tensor.bfloat16() for name, tensor in exact.items()}.keys() == rounded.keys()
+    assert all(torch.equal(tensor.bfloat16(), rounded[name]) for name, tensor in exact.items())
+    if file == "model.safetensors":
+        model = AutoModelForCausalLM.from_pretrained(str(tmp_path / "bf16"))
+        assert model.dtype == torch.bfloat16
+        assert "bf16" in (tmp_path / "bf16" / "README.md").read_text()
+
+
+def test_weights_that_fp16_cannot_hold() -> None:
+    large = torch.tensor([0.0, 1e5])
+    assert rounded("bias", large, torch.bfloat16).dtype == torch.bfloat16
+    assert rounded("bias", torch.tensor([torch.inf]), torch.float16).isinf().all()
+    assert rounded("count", torch.tensor([2**20]), torch.float16).item() == 2**20
+    with pytest.raises(UserError, match="bias has numbers too large for float16"):
+        rounded("bias", large, torch.float16)
+
+
+def test_files_of_a_size(trained: Path, tmp_path: Path) -> None:
+    export(trained, "llama", str(tmp_path / "to"), "--shard-size", "0.001GB")
+    assert len(list((tmp_path / "to").glob("*.safetensors"))) == 1  # a tiny model
+    done = export(trained, "llama", str(tmp_path / "no"), "--shard-size", "many", code=2)
+    check_one_message(done.out + done.err, "many is no size of a file", "--shard-size")
+
+
+@pytest.mark.parametrize(("run", "pipeline"), [("llama", "text-generation"), ("bert", "text-classification")])
+def test_the_card_says_what_the_model_is(trained: Path, tmp_path: Path, run: str, pipeline: str) -> None:
+    export(trained, run, str(tmp_path / "to"))
+    card = ModelCard.load(tmp_path / "to" / "README.md")
+    assert card.data.pipeline_tag == pipeline
+    assert card.data.library_name == "transformers"
+    assert f"# {run}" in card.text
+    assert "step 6" in card.text
+    assert str(trained) not in card.content  # it may be published
+
+
+def test_the_card_has_the_scores_of_its_step(trained: Path, tmp_path: Path) -> None:
+    with (trained / "runs" / "bert" / "metrics.jsonl").open("a") as lines:
+        for step, loss in ((3, 0.5), (6, 0.25)):
+            lines.write(json.dumps({"step": step, "time": 0.0, "eval/valid|<b>/loss": loss}) + "\n")
+    export(trained, "bert", str(tmp_path / "to"))
+    text = (tmp_path / "to" / "README.md").read_text()
+    assert r"| valid\|\<b\>/loss | 0.25 |" in text
+    assert "| 0.5 |" not in text
 
 
 def test_an_empty_folder_is_filled(trained: Path, tmp_path: Path) -> None:

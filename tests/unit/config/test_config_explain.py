@@ -1,12 +1,16 @@
 """Explaining a setting, the JSON schema, and the generated page of the documentation."""
 
+import re
 from pathlib import Path
 
+import jsonschema
 import pytest
 
+from drawbar.cli.init import SCHEMA
 from drawbar.config.io.explain import explain, markdown_reference, schema_json
 from drawbar.config.io.fields import catalogue
 from drawbar.config.io.load_config import load_config
+from drawbar.config.io.source import parse_yaml
 from drawbar.config.rules.rule_table import RULES, TRAIN_RULES
 from drawbar.config.schema.run_config import CausalLMConfig, TaskConfig, run_config_type
 from drawbar.errors import UserError
@@ -105,6 +109,39 @@ def test_json_schema_is_closed_and_documented():
     assert schema["additionalProperties"] is False
     assert schema["$defs"]["OptimSection"]["properties"]["lr"]["description"] == "Peak learning rate."
     assert "CausalLMConfig" in schema["$defs"]
+
+
+ROOT = Path(__file__).parents[3]
+FILES = [*(ROOT / "src/drawbar/templates").glob("*/config.yaml"), *(ROOT / "examples").glob("*/*.yaml")]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.name}")
+def test_the_yaml_files_name_the_schema_and_keep_to_it(file):
+    text = file.read_text(encoding="utf-8").replace("{{name}}", "demo")
+    named = re.match(r"# yaml-language-server: \$schema=(\S+)\n", text)
+    assert named is not None
+    is_template = "templates" in file.parts
+    assert named.group(1) == SCHEMA if is_template else (file.parent / named.group(1)).is_file()
+    jsonschema.validate(parse_yaml(text), schema_json())
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        ("optim: {lrr: 1}", "optim"),
+        ("task: {type: seq2seq, label_column: x}", "task"),
+        ("task: {type: sequence_classification, model: bert, problem: sorting}", "task.problem"),
+        ("train: {steps: many}", "train.steps"),
+    ],
+)
+def test_the_schema_finds_mistakes_in_the_section_of_the_task_too(text, path):
+    found = jsonschema.Draft202012Validator(schema_json()).iter_errors(parse_yaml(text))
+    assert path in [".".join(map(str, error.absolute_path)) for error in found]
+
+
+def test_the_schema_takes_any_option_of_a_users_own_task():
+    for text in ("task: {type: 'task:Dates', width: 128}", "task: {width: 128}"):  # the second one is read by a script
+        jsonschema.validate(parse_yaml(text), schema_json())
 
 
 def test_every_setting_has_a_meaning():

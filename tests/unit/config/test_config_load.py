@@ -266,6 +266,9 @@ def test_unknown_key_on_the_command_line():
 @pytest.mark.parametrize(
     ("yaml", "line"),
     [
+        ("device: gpu\n", "got 'gpu'; did you mean cuda?"),
+        ("tracking: {trackers: [wanb]}\n", "a section of options: tracking.trackers={wanb: {}}"),
+        ("task: {type: seq2seq, model: t5, source_prefix: {translate: null}}\n", "a text with a colon needs quotes"),
         ("precision: bf61\n", "expected auto | fp32 | bf16 | fp16, got 'bf61'; did you mean bf16?"),
         ("optim: {schedule: Cosine}\n", "got 'Cosine'; did you mean cosine?"),
         ("train: {global_batch: '32'}\n", "expected whole number >= 1, got '32'; did you mean 32, without quotes?"),
@@ -368,7 +371,13 @@ def test_variable_that_is_not_set(write, monkeypatch):
             "data.train=*.txt",
             "the value is not YAML (found undefined alias '.txt'); quote text with special",
         ),
-        ("data.train=#a.txt", "there is no value"),
+        ("data.train=#a.txt", "there is no value; write data.train=null for none"),
+        ("task.from_scratch.n_layer=", "there is no value; write task.from_scratch.n_layer=null for none"),
+        ("run.name=", "there is no value; expected text of letters, digits, dots"),
+        ("run.name=null", "expected text of letters, digits, dots"),
+        ("run.dir=", "there is no value; expected text; the default is runs"),
+        ("eval.metric=null", "expected text, got null; the default is loss"),
+        ("nonsense=", "there is no value"),
         ("train.steps=!!int x", "the value is not YAML (a value cannot be read: "),
         ("data.train=[a", "the value is not YAML"),
         ("optim.lr=abc", "expected number >= 0, got 'abc'"),
@@ -520,3 +529,16 @@ def test_no_torch_is_imported(write):
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert result.stdout == "[]\n"
+
+
+def test_a_text_with_a_colon_on_the_command_line_is_to_be_quoted() -> None:
+    text = problems_of(None, "task.type=seq2seq", "task.model=t5", "task.source_prefix=translate: ")
+    assert "needs quotes of its own: 'task.source_prefix=\"translate: \"'" in text
+    quoted = ["task.type=seq2seq", "task.model=t5", 'task.source_prefix="translate: "']
+    assert load_config(None, quoted).config.task.source_prefix == "translate: "
+
+
+def test_the_origin_of_a_section_is_that_of_a_key_in_it() -> None:
+    loaded = load_config(None, ["lora.rank=4"])
+    assert str(loaded.origin("lora")) == "command line"
+    assert str(loaded.origin("task")) == "default"

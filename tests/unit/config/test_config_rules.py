@@ -1,5 +1,7 @@
 """The table of settings that do not combine: every rule is broken once here, and its error says how to mend it."""
 
+import re
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -221,6 +223,14 @@ def test_error_names_values_and_origins(tmp_path):
     text = str(caught.value)
     assert f"train.steps=10 ({path}:3), train.epochs=2.0 (command line): both say how long to train" in text
     assert "eval.every=5 (command line), eval.patience=null (default)" in text
+
+
+def test_error_names_the_origin_of_a_section(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("task: {model: llama, from_scratch: {hidden_size: 8}}\n")
+    with pytest.raises(UserError) as caught:
+        check_rules(load_config(path, ["lora.rank=4"]))
+    assert re.search(r"lora=\{.*\} \(command line\), task.from_scratch=", str(caught.value))
 
 
 def test_a_single_problem_has_its_remedy_apart():

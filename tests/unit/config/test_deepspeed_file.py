@@ -243,7 +243,7 @@ CONTRADICTIONS = [
     ({"gradient_allreduce_op": "sum"}, [], 'gradient_allreduce_op = "sum": the loss is divided'),
     ({"curriculum_learning": {"enabled": True}}, [], "it would cut the samples that data.* describes"),
     ({"elasticity": {"enabled": True, "max_train_batch_size": 2000}}, [], "set train.global_batch"),
-    ({"torch_autocast": {"enabled": True}}, [], "the number format is the run's own"),
+    ({"torch_autocast": {"enabled": True}}, [], "the dtype is the run's own"),
     ({"zero_optimization": {"stage": 2, "mics_shard_size": 8}}, [], "parallel.strategy=fsdp replicate=N"),
     ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, [], "trained weights are fp32 in every run"),
     ({"zero_optimization": {"stage": "3"}}, [], 'zero_optimization.stage = "3": expected a number'),

@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from drawbar.config.deepspeed.deepspeed_json import check_deepspeed, deepspeed_json
-from drawbar.config.deepspeed.meaning import is_deepspeed, laid_out, offload_optimizer, offload_parameters, zero_stage
+from drawbar.config.deepspeed.zero_settings import (
+    is_deepspeed,
+    offload_optimizer,
+    offload_parameters,
+    with_layout,
+    zero_stage,
+)
 from drawbar.config.io.load_config import load_config
 from drawbar.config.schema.run_config import ParallelSection, RunConfig
 from drawbar.errors import UserError
@@ -59,7 +65,7 @@ def test_other_runs(settings: list[str]) -> None:
 def test_another_layout_keeps_the_section_only_where_it_fits() -> None:
     config = config_of("deepspeed.preset=zero3")
     for parallel in (config.parallel, ParallelSection(strategy="deepspeed", compile=True)):
-        assert laid_out(config, parallel).deepspeed == config.deepspeed
+        assert with_layout(config, parallel).deepspeed == config.deepspeed
     others = [
         {"strategy": "single"},
         {"strategy": "ddp"},
@@ -67,7 +73,7 @@ def test_another_layout_keeps_the_section_only_where_it_fits() -> None:
         {"offload": True},
     ]
     for settings in others:
-        changed = laid_out(config, ParallelSection(**settings))
+        changed = with_layout(config, ParallelSection(**settings))
         assert changed.deepspeed is None
         assert changed.model_copy(update={"parallel": config.parallel, "deepspeed": config.deepspeed}) == config
 

@@ -13,7 +13,7 @@ from drawbar.data.columns import FileValues, FolderStorage
 from drawbar.data.dataset import EncodedDataset, encode_records, read_samples, write_samples
 from drawbar.data.loader import SampleRows
 from drawbar.data.packing import PackedRows
-from drawbar.data.plan import keep_plan, plan_rows
+from drawbar.data.plan import cached_plan_of_sources, plan_rows
 from drawbar.data.reading import read_list
 
 INTEGERS = st.integers(-(2**31), 2**31 - 1)
@@ -209,7 +209,7 @@ def test_what_grows_with_the_samples_stays_in_the_files(tmp_path: Path) -> None:
         assert {type(part) for part in (column.values, column.shapes, column.ends)} == {FileValues}
     assert not isinstance(SampleRows(samples).lengths, np.ndarray)
     options = {"of_samples": samples.fingerprint, "placement": "next_token", "cache": tmp_path / "cache", "timeout": 60}
-    plan, _ = keep_plan(lambda: samples.lengths, [50], 8, 0, **options)
+    plan, _ = cached_plan_of_sources(lambda: samples.lengths, [50], 8, 0, **options)
     rows, plain = (PackedRows(samples, one, "next_token") for one in (plan, plan_rows(samples.lengths, 8, 0)))
     assert {type(part) for part in (plan.samples, plan.ends, rows.lengths)} == {FileValues}
     assert rows.lengths[:].tolist() == plain.lengths[:].tolist()

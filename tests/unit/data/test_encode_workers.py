@@ -130,7 +130,7 @@ def test_auto_starts_no_workers_for_a_little_work() -> None:
 def test_auto_starts_workers_for_much_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encode, "TRIAL_SECONDS", 0.05)
     monkeypatch.setattr(encode, "CHUNK_SECONDS", 0.02)
-    monkeypatch.setattr(encode, "WORTH_SECONDS", 0.05)
+    monkeypatch.setattr(encode, "MIN_WORK_SECONDS", 0.05)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     dataset = encoded(about_the_process, "auto")
     assert dataset[0]["pid"] == os.getpid()

@@ -92,7 +92,7 @@ def loaders(
             global_batch=global_batch,
             micro_batch=micro_batch,
             ranks=ranks,
-            prefetcher=Prefetcher(BatchMaker(collate), ahead=False),
+            prefetcher=Prefetcher(BatchMaker(collate), prefetch=False),
         )
         for ranks in simulated(world_size)
     ]
@@ -218,14 +218,14 @@ def test_a_step_that_is_given_back_is_made_again_with_the_same_draws() -> None:
 
     rows = SampleRows(dataset([1] * 10))
     (ranks,) = simulated(1)
-    prefetcher = Prefetcher(BatchMaker(shuffled), ahead=False)
+    prefetcher = Prefetcher(BatchMaker(shuffled), prefetch=False)
     loader = TrainLoader(
         rows, Shuffled(10, seed=5), global_batch=4, ranks=ranks, micro_batch=ROWS, prefetcher=prefetcher
     )
     seen = []
     for step, micro_batches in loader.steps(0, 3):
         if step == 3:
-            loader.give_back()
+            loader.undo_step()
             break
         seen.append(micro_batches)
     assert loader.state()["consumed"] == 8
@@ -248,7 +248,7 @@ def test_the_wait_for_another_rank_is_no_wait_for_data(monkeypatch: pytest.Monke
         return collate(samples)
 
     monkeypatch.setattr(time, "perf_counter", lambda: now)
-    rows, prefetcher = SampleRows(dataset([1] * 10)), Prefetcher(BatchMaker(collate_slowly), ahead=False)
+    rows, prefetcher = SampleRows(dataset([1] * 10)), Prefetcher(BatchMaker(collate_slowly), prefetch=False)
     sizes = {"global_batch": 4, "micro_batch": MicroBatchSize(tokens=4)}
     loader = TrainLoader(rows, InOrder(10), ranks=SlowRank(0, Largest(1)), prefetcher=prefetcher, **sizes)
     assert [loader.waited for _ in loader.steps(0, 3)] == [1, 1, 1]
@@ -329,7 +329,7 @@ def test_packed_rows_give_every_sample_once_an_epoch(lengths: list[int], global_
             global_batch=global_batch,
             micro_batch=ROWS,
             ranks=ranks,
-            prefetcher=Prefetcher(BatchMaker(collate), ahead=False),
+            prefetcher=Prefetcher(BatchMaker(collate), prefetch=False),
         )
         for ranks in simulated(world_size)
     ]

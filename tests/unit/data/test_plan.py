@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from drawbar.data import plan as planning
 from drawbar.data.order import order
-from drawbar.data.plan import Plan, keep_plan, plan_rows, plan_sources
+from drawbar.data.plan import Plan, cached_plan_of_sources, plan_rows, plan_sources
 from drawbar.errors import UserError
 from plans import rows_of
 
@@ -99,7 +99,7 @@ def test_no_row_holds_samples_of_two_sources() -> None:
 
 def kept(lengths: np.ndarray, folder: Path) -> tuple[Plan, list[int]]:
     of_samples = str(lengths.sum())
-    return keep_plan(
+    return cached_plan_of_sources(
         lambda: lengths, [400, 600], 64, 1, of_samples=of_samples, placement="token", cache=folder, timeout=60
     )
 

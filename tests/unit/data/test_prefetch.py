@@ -21,7 +21,15 @@ import torch
 from drawbar.data import prefetch
 from drawbar.data.dataset import Sample, encode_records
 from drawbar.data.loader import MicroBatchSize, SampleRows, TrainLoader
-from drawbar.data.prefetch import BatchMaker, MicroBatch, Prefetcher, unchanged
+from drawbar.data.prefetch import (
+    BatchMaker,
+    MicroBatch,
+    PlannedMicroBatch,
+    Prefetcher,
+    RawBatch,
+    StepPlan,
+    unchanged,
+)
 from drawbar.data.sampler import InOrder, Shuffled
 from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
@@ -202,14 +210,14 @@ def plain(step: tuple[int, list[MicroBatch[Batch]]]) -> Any:
 
 @pytest.fixture(scope="module")
 def expected() -> list[Any]:
-    with loader_of(stacked, noisy, ahead=False) as loader:
+    with loader_of(stacked, noisy, prefetch=False) as loader:
         return list(map(plain, loader.steps(0, STEPS)))
 
 
 @WORKERS
 def test_batches_do_not_depend_on_who_makes_them(expected: list[Any], processes: int) -> None:
     """Nor positions: a run that stops in the middle has seen no batch that was prepared for later."""
-    with loader_of(stacked, noisy, processes=processes) as loader:
+    with loader_of(stacked, noisy, workers=processes) as loader:
         steps = loader.steps(0, STEPS)
         found = [plain(next(steps))]
         if processes:
@@ -251,16 +259,32 @@ def test_a_slow_augment_runs_while_a_step_is_trained() -> None:
             assert step == 1 or loader.waited < 0.05
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_an_error_comes_at_its_step(ahead: bool) -> None:
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_an_error_comes_at_its_step(prefetch: bool) -> None:
     """Sample 20 is of the fourth step, and the one before it is trained."""
-    with loader_of(stacked, At(20, raise_odd), in_order=True, ahead=ahead) as loader:
+    with loader_of(stacked, At(20, raise_odd), in_order=True, prefetch=prefetch) as loader:
         made: list[int] = []
         with pytest.raises(Odd, match="sample 7 is odd") as caught:
             made.extend(step for step, _ in loader.steps(0, STEPS))
     assert made == [1, 2, 3]
     assert [entry.name for entry in caught.traceback][-1] == "raise_odd"
     assert loader.state()["consumed"] == 18
+
+
+def test_a_step_that_cannot_be_planned_takes_back_no_random_draw() -> None:
+    """The step before it was trained, and a checkpoint has the state of the generators after its dropout."""
+
+    def plan(_: bool) -> StepPlan:
+        if len(drawn) == 3:
+            raise OSError("the next block cannot be read")
+        return StepPlan([PlannedMicroBatch(lambda: RawBatch([], 0))], 1, None)
+
+    drawn: list[float] = []
+    prefetcher = Prefetcher(BatchMaker(len), prefetch=False)
+    with pytest.raises(OSError, match="next block"):
+        drawn.extend(float(torch.rand(1)) for _ in prefetcher.steps(plan, 0, 10))
+    prefetcher.restore_generators()
+    assert float(torch.rand(1)) not in drawn
 
 
 @pytest.mark.parametrize(
@@ -277,7 +301,7 @@ def test_what_only_a_process_cannot_make_is_made_at_its_step(
     """Dropout draws from the generators of a run as well: only so do they draw alike in every run, and after a resume.
     Sample 20 is of the fourth step."""
     monkeypatch.setattr(prefetch, "_values", len)  # these batches are other ones wherever they are made
-    with loader_of(where_made, At(20, do), in_order=True, processes=1) as loader:
+    with loader_of(where_made, At(20, do), in_order=True, workers=1) as loader:
         steps = loader.steps(0, 12)
         next(steps)
         wait_for_workers(loader)
@@ -289,7 +313,7 @@ def test_what_only_a_process_cannot_make_is_made_at_its_step(
 
 
 def test_an_error_in_a_process_is_the_error_of_this_one() -> None:
-    with loader_of(stacked, At(20, raise_odd), in_order=True, processes=1) as loader:
+    with loader_of(stacked, At(20, raise_odd), in_order=True, workers=1) as loader:
         steps = loader.steps(0, STEPS)
         next(steps)
         wait_for_workers(loader)
@@ -299,7 +323,7 @@ def test_an_error_in_a_process_is_the_error_of_this_one() -> None:
 
 
 def test_a_process_that_cannot_build_the_task_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
-    with loader_of(OnlyHere(), processes=1) as loader:
+    with loader_of(OnlyHere(), workers=1) as loader:
         steps = loader.steps(0, 12)
         next(steps)
         wait_for_workers(loader)
@@ -309,9 +333,9 @@ def test_a_process_that_cannot_build_the_task_is_not_used(caplog: pytest.LogCapt
 
 def test_a_killed_process_costs_no_step(caplog: pytest.LogCaptureFixture) -> None:
     """As where memory ran out: training is whole, and may have a day of steps that are not saved."""
-    with loader_of(stacked, At(40, kill_worker), in_order=True, ahead=False) as loader:
+    with loader_of(stacked, At(40, kill_worker), in_order=True, prefetch=False) as loader:
         expected = list(map(plain, loader.steps(0, STEPS)))
-    with loader_of(stacked, At(40, kill_worker), in_order=True, processes=1) as loader:
+    with loader_of(stacked, At(40, kill_worker), in_order=True, workers=1) as loader:
         steps = loader.steps(0, STEPS)
         found = [plain(next(steps))]
         wait_for_workers(loader)
@@ -323,12 +347,12 @@ def test_a_killed_process_costs_no_step(caplog: pytest.LogCaptureFixture) -> Non
 @pytest.mark.parametrize("kind", [OwnGenerator, ForkedGenerator, LateAttribute])
 def test_what_a_process_makes_otherwise_is_made_at_its_step(kind: type[Any], caplog: pytest.LogCaptureFixture) -> None:
     found = []
-    for options in ({"ahead": False}, {"processes": 2}):
+    for options in ({"prefetch": False}, {"workers": 2}):
         torch.manual_seed(0)
         with loader_of(stacked, kind(), in_order=True, **options) as loader:
             steps = loader.steps(0, STEPS)
             made = [plain(next(steps))]
-            if "processes" in options:
+            if "workers" in options:
                 wait_for_workers(loader)
             found.append(made + list(map(plain, steps)))
     assert found[0] == found[1]
@@ -336,7 +360,7 @@ def test_what_a_process_makes_otherwise_is_made_at_its_step(kind: type[Any], cap
 
 
 def test_what_cannot_be_sent_is_made_at_its_step() -> None:
-    with loader_of(lambda samples: where_made(samples), processes=1) as loader:
+    with loader_of(lambda samples: where_made(samples), workers=1) as loader:
         makers = {micro.batch for _, micro_batches in loader.steps(1, 4) for micro in micro_batches}
     assert makers == {(os.getpid(), "MainThread")}
 

@@ -2,10 +2,12 @@
 
 import codecs
 import csv
+import errno
 import gzip
 import io
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drawbar.config.schema.data_section import DataSection, SourceSection
+from drawbar.data.readers import BadRecord, FileReader, RawRecord, ReadOptions
 from drawbar.data.sources import Records, open_records
+from drawbar.data.tables import CsvTable
 from drawbar.data.text_readers import LONG_LINE
 from drawbar.errors import UserError
-from drawbar.runtime.log import logger
 
 ROWS: list[dict[str, Any]] = [
     {"sentence": 'a "lone quote and\u2028 \x0cspaces  ', "label": "1"},
@@ -112,7 +115,7 @@ def test_binary_formats_give_the_same_records(tmp_path: Path, name: str) -> None
     assert [records.where(number) for number in range(3)] == [f"{tmp_path / name}, row {n}" for n in (1, 2, 3)]
 
 
-cells = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r\0"), max_size=6)
+cells = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=6)
 
 
 @given(rows=st.lists(st.tuples(cells, cells), min_size=1))
@@ -121,6 +124,14 @@ def test_csv_is_what_python_wrote(tmp_path_factory: pytest.TempPathFactory, rows
     with path.open("w", encoding="utf-8", newline="") as file:
         csv.writer(file).writerows([("a", "b"), *rows])
     assert [tuple(record.values()) for record in opened(path)] == rows
+
+
+def test_line_breaks_inside_of_quotes_are_those_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_bytes(b'text,label\r\n"one\r\ntwo\nthree\rfour\r\n",1\r\nfive,2\r\n')
+    records = opened(path)
+    assert list(records) == [{"text": "one\r\ntwo\nthree\rfour\r\n", "label": "1"}, {"text": "five", "label": "2"}]
+    assert records.where(1) == f"{path}:6"
 
 
 def test_a_row_of_several_lines(tmp_path: Path) -> None:
@@ -144,6 +155,51 @@ def test_columns_name_those_of_files_without_a_header(tmp_path: Path, name: str,
     own = SourceSection(files=str(tmp_path / name), columns=["sentence", "label"])
     assert list(open_records(DataSection(train=own, columns=["x"]), "train")) == wanted
     assert list(opened(tmp_path / name)[0]) == ["good film ", "1"]  # without the setting, a header
+
+
+@pytest.mark.parametrize("separator", [";", "|", "\t", " "])
+def test_another_separator(tmp_path: Path, separator: str) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(f'text{separator}label\n"one, two{separator}"{separator}1\nthree{separator}2\n')
+    wanted = [{"text": f"one, two{separator}", "label": "1"}, {"text": "three", "label": "2"}]
+    assert list(opened(path, separator=separator)) == wanted
+    own = SourceSection(files=str(path), separator=separator)
+    assert list(open_records(DataSection(train=own, separator="?"), "train")) == wanted
+
+
+@pytest.mark.parametrize(
+    ("content", "settings"),
+    [
+        ("Review ID;Review Text;Stars\n1;good, and long;5\n", {}),
+        ("Review ID;Review Text, whole;Stars\n1;good;5\n", {}),
+        ("1;good;5\n", {"columns": ["id", "text", "stars"]}),
+        ("1;good, and long;5\n", {"columns": ["id", "text", "stars"]}),
+    ],
+)
+def test_a_row_that_does_not_fit_because_of_another_separator(
+    tmp_path: Path, content: str, settings: dict[str, Any]
+) -> None:
+    (tmp_path / "a.csv").write_text(content)
+    assert "separated by ';': read it as .csv, with 'data.separator=\";\"'" in str(
+        refused(tmp_path / "a.csv", **settings).remedy
+    )
+
+
+def test_a_separator_is_one_character_of_a_csv_file(tmp_path: Path) -> None:
+    for wrong in ("", ";;", '"', "\n"):
+        with pytest.raises(ValueError, match="separator"):
+            DataSection(separator=wrong)
+    (tmp_path / "a.tsv").write_text("text\tlabel\na\t1\n")
+    with pytest.raises(UserError, match=r"only \.csv files[\s\S]*data\.train\.separator"):
+        open_records(DataSection(train=SourceSection(files=str(tmp_path / "a.tsv"), separator=";")), "train")
+
+
+def test_the_usual_separator_leaves_what_a_run_remembers_of_its_files_unchanged(tmp_path: Path) -> None:
+    options = [ReadOptions(separator=separator) for separator in ",;"]
+    assert [CsvTable.open(tmp_path, one).settings() for one in options] == [
+        ["CsvTable", "columns=None"],
+        ["CsvTable", "columns=None", "separator=';'"],
+    ]
 
 
 def test_json_file_with_one_list(tmp_path: Path) -> None:
@@ -258,7 +314,6 @@ BAD_FILES = [
     ("a.json", b'{"a": [], "b": []}', "with 2 lists"),
     ("a.json", b"7", "a JSON int"),
     ("a.json", b'["\xff"]', "not UTF-8"),
-    ("a.csv", b"a,,b\n1,2,3\n", "a column has no name"),
     ("a.tsv", b"a\tb\ta\n1\t2\t3\n", "two columns are named 'a'"),
     ("a.csv", b'a,b\n1,2\n1,"2\n1,2\n', "never closed"),
     ("a.parquet", b"not a table", "cannot be read as what its name says"),
@@ -357,9 +412,8 @@ def test_utf16_says_itself_what_it_is(tmp_path: Path, ending: str, mark: bytes) 
 
 
 @pytest.fixture
-def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     """What was logged so far."""
-    monkeypatch.setattr(logger, "propagate", True)
     return lambda: [record.getMessage() for record in caplog.records]
 
 
@@ -426,6 +480,86 @@ class Failing(Whole):
 """
 
 
+FAILING_READERS = """
+import errno, os
+from drawbar import FileReader, RawRecord
+
+
+class Numbers(FileReader):
+    def units(self):
+        for number in range(5):
+            yield RawRecord(number, self.path, number)
+
+    def decode(self, unit):
+        return {"n": unit.raw}
+
+
+class FailsInUnits(Numbers):
+    def units(self):
+        for unit in super().units():
+            if unit.raw == 3 and self.path.name == "b.own":
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            yield unit
+
+
+class FailsInDecode(Numbers):
+    def decode(self, unit):
+        if unit.raw == 3 and self.path.name == "b.own":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().decode(unit)
+
+
+class Vanished(Numbers):
+    def decode(self, unit):
+        return {"n": (self.path.parent / "images" / "3.png").read_bytes()}
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "says"),
+    [
+        ("FailsInUnits", "b.own", "Input/output error"),
+        ("FailsInDecode", "b.own", "Input/output error"),
+        ("Vanished", "images/3.png", "No such file or directory"),
+    ],
+)
+@pytest.mark.parametrize("more", [{}, {"validation_share": 0.5}])
+@pytest.mark.parametrize("on_bad_record", ["error", "skip"])
+def test_a_file_that_cannot_be_read_further_is_named_and_is_no_bad_record(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    file: str,
+    says: str,
+    more: dict[str, Any],
+    on_bad_record: str,
+) -> None:
+    (tmp_path / "failing_readers.py").write_text(FAILING_READERS)
+    for path in ("a.own", "b.own"):
+        (tmp_path / path).write_text("text")
+    monkeypatch.syspath_prepend(tmp_path)
+    source = SourceSection(files=[str(tmp_path / "a.own"), str(tmp_path / "b.own")], reader=f"failing_readers:{name}")
+    settings: Any = {"on_bad_record": on_bad_record, **more}
+    with pytest.raises(UserError) as caught:
+        list(open_records(DataSection(train=source, **settings), "train"))
+    assert not isinstance(caught.value, BadRecord)
+    assert caught.value.what == f"cannot read {tmp_path / file}: {says}"
+    assert caught.value.where == "data.train"
+
+
+def test_the_digest_of_a_file_that_cannot_be_read_names_it(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text('{"n": 1}\n')
+
+    def fails_at_b(path: Path) -> str:
+        if path.name == "b.jsonl":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return "digest"
+
+    with pytest.raises(UserError, match=rf"cannot read {tmp_path}/b.jsonl: Input/output error"):
+        opened(f"{tmp_path}/*.jsonl").digest(fails_at_b)
+
+
 @pytest.mark.parametrize(
     ("name", "what"),
     [
@@ -455,3 +589,47 @@ def test_an_ending_that_two_packages_bring_is_said(tmp_path: Path, monkeypatch: 
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "data.twice").write_text("text")
     assert "several packages bring the reader '.twice'" in refused(tmp_path / "data.twice").what
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "columns"),
+    [
+        ("a.csv", b",text,label\n0,a,good\n", ["column 1", "text", "label"]),
+        ("a.tsv", b"text\t\t \nx\ty\tz\n", ["text", "column 2", "column 3"]),
+    ],
+)
+def test_a_column_without_a_name_is_named_by_its_place(
+    tmp_path: Path, name: str, content: bytes, columns: list[str]
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    (record,) = open_records(DataSection(train=str(tmp_path / name)), "train")
+    assert list(record) == columns
+
+
+class Curt(FileReader):
+    """A reader of lines that says of a bad one only what is wrong."""
+
+    def units(self) -> Iterator[RawRecord]:
+        for number, line in enumerate(self.path.read_bytes().splitlines(), start=1):
+            yield RawRecord(line, self.path, number)
+
+    def decode(self, unit: RawRecord) -> dict[str, Any]:
+        if unit.raw == b"stone":
+            raise BadRecord("no stones")
+        return {"text": unit.raw.decode()}
+
+
+def test_a_bad_record_of_a_users_reader_gets_its_place_and_a_remedy(
+    tmp_path: Path, warnings: Callable[[], list[str]]
+) -> None:
+    path = tmp_path / "a.curt"
+    path.write_text("one\nstone\ntwo\n")
+    train = SourceSection(files=str(path), reader=f"{__name__}:Curt")
+    with pytest.raises(UserError) as caught:
+        list(open_records(DataSection(train=train), "train"))
+    assert caught.value.where == f"{path}:2"
+    assert caught.value.remedy == "mend the record; or leave bad records out: data.on_bad_record=skip"
+    kept = open_records(DataSection(train=train, on_bad_record="skip"), "train")
+    assert [record["text"] for record in kept] == ["one", "two"]
+    list(kept.streams[0].read())
+    assert warnings() == [f"left out a bad record: {path}:2: no stones"]

@@ -199,7 +199,7 @@ def test_fingerprint_is_of_sizes_ends_and_settings(tmp_path: Path) -> None:
 
     def fingerprint(**more: Any) -> str:
         path.write_bytes(content)
-        return streams_of(str(path), **more)[0].fingerprint
+        return streams_of(str(path), **more)[0].fingerprints["error"]
 
     before = fingerprint()
     content[END_BYTES + 10] = ord("y")
@@ -216,4 +216,4 @@ def test_fingerprint_is_of_sizes_ends_and_settings(tmp_path: Path) -> None:
     changed.append(fingerprint())
     assert len({before, *changed}) == 7
     path.rename(tmp_path / "b.txt")
-    assert streams_of(f"{tmp_path}/b.txt")[0].fingerprint == changed[-1]
+    assert streams_of(f"{tmp_path}/b.txt")[0].fingerprints["error"] == changed[-1]

@@ -20,10 +20,10 @@ from drawbar.data.plan import plan_rows
 from drawbar.data.prefetch import BatchMaker, Prefetcher
 from drawbar.data.sources import LocatedRecord, open_records
 from drawbar.data.stream import StreamLoader, StreamSettings
+from drawbar.data.stream_readers import EndlessRankReader, RankReader
 from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
 from drawbar.errors import UserError
-from drawbar.runtime.log import logger
 from harness import run_ranks
 from tiny import CPU
 
@@ -94,7 +94,7 @@ class Case:
     shuffle: bool = True
     steps: int = 30
     first: int = 0
-    ahead: bool = True
+    prefetch: bool = True
     state: dict[str, Any] | None = field(default=None, hash=False)
     code: dict[str, str] = field(default_factory=dict, hash=False)
 
@@ -121,7 +121,7 @@ class Case:
             lambda located: rows_of(located, encode, self.packed),
             ranks=world.dp_group,
             micro_batch=self.micro_batch,
-            prefetcher=Prefetcher(BatchMaker(collate), ahead=self.ahead),
+            prefetcher=Prefetcher(BatchMaker(collate), prefetch=self.prefetch),
         )
         if self.state is not None:
             loader.load(json.loads(json.dumps(self.state)))
@@ -347,9 +347,8 @@ def test_other_data_is_refused() -> None:
     assert "--fork NEWNAME" in str(caught.value.remedy)
 
 
-def test_changed_code_ends_no_run(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_code_ends_no_run(caplog: pytest.LogCaptureFixture) -> None:
     """It may be that of a metric; and an older checkpoint does not tell the one from the other."""
-    monkeypatch.setattr(logger, "propagate", True)
     before, now = (
         Case(UNEVEN.sizes, code={"task.py": "a", "metric.py": metric}).loader(alone()) for metric in ("b", "c")
     )
@@ -434,10 +433,28 @@ def test_an_error_of_the_stream_is_raised_in_its_step() -> None:
 
     made: dict[bool, list[int]] = {False: [], True: []}
     for ahead, steps in made.items():
-        loader = Case((60,), ahead=ahead).loader(alone(), sources=[Broken(0, 60)])
+        loader = Case((60,), prefetch=ahead).loader(alone(), sources=[Broken(0, 60)])
         with pytest.raises(UserError, match="not JSON"):
             steps.extend(step for step, _ in loader.steps(0, 40))
     assert made[True] == made[False] != []
+
+
+@pytest.mark.parametrize("kind", [RankReader, EndlessRankReader])
+def test_a_read_that_failed_is_made_again(kind: type[RankReader]) -> None:
+    """It fails again, and does not go on behind the record that could not be read."""
+
+    class Broken(Numbers):
+        def read(self, lane: int, lanes: int, first: int) -> Iterator[LocatedRecord]:
+            for located in super().read(lane, lanes, first):
+                if located.record["number"] == 8:
+                    raise UserError("not JSON", where="train.jsonl:9", remedy="mend it")
+                yield located
+
+    reader = kind(Broken(0, 60), alone().dp_group)
+    assert [number for number, _ in reader.take(0, 6)[0]] == [0, 1, 2, 3, 4, 5]
+    for _ in range(3):
+        with pytest.raises(UserError, match="not JSON"):
+            reader.take(6, 12)
 
 
 @pytest.mark.parametrize("weights", [None, (1.0, 1.0)])

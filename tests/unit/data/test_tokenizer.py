@@ -124,6 +124,61 @@ def test_folder_without_a_tokenizer(tmp_path: Path, files: dict[str, str]) -> No
     assert "tokenizer.json" in str(caught.value.remedy)
 
 
+BERT = {"tokenizer_config.json": '{"tokenizer_class": "BertTokenizer"}'}
+GPT2 = {"tokenizer_config.json": '{"tokenizer_class": "GPT2Tokenizer"}'}
+
+
+@pytest.mark.parametrize(
+    ("files", "file", "says"),
+    [
+        ({"tokenizer.json": "{broken"}, "tokenizer.json", "is not valid JSON"),
+        (
+            {"tokenizer.json": '{"version": "1.0", "model": {"vocab": {"a": 0, "b'},
+            "tokenizer.json",
+            "is not valid JSON",
+        ),
+        ({"tokenizer.json": ""}, "tokenizer.json", "is empty"),
+        ({"tokenizer.json": "[]"}, "tokenizer.json", "holds no JSON object"),
+        ({"tokenizer.json": '{"version": "1.0"}'}, "tokenizer.json", "describes no model"),
+        ({**BERT, "vocab.txt": ""}, "vocab.txt", "is empty"),
+        ({**BERT, "vocab.txt": "\n\n"}, "vocab.txt", "is empty"),
+        ({**BERT, "vocab.txt": "[UNK]\na\u00e4\n".encode("latin-1")}, "vocab.txt", "is not UTF-8 text"),
+        ({**GPT2, "vocab.json": '{"a": 0, "b": 1}'}, "merges.txt", "is missing"),
+        ({**GPT2, "vocab.json": '{"a": 0,', "merges.txt": "#version: 0.2\n"}, "vocab.json", "is not valid JSON"),
+        (
+            {"tokenizer_config.json": "{broken", "vocab.txt": "[UNK]\na\nb\n"},
+            "tokenizer_config.json",
+            "is not valid JSON",
+        ),
+    ],
+)
+def test_a_broken_file_of_a_tokenizer_is_named(
+    tmp_path: Path, files: dict[str, str | bytes], file: str, says: str
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises(UserError) as caught:
+        load_tokenizer(str(tmp_path))
+    assert f"the folder {tmp_path} holds no tokenizer that can be loaded: {file} {says}" in caught.value.what
+    assert caught.value.where == str(tmp_path / file)
+    assert "save_pretrained" in str(caught.value.remedy)
+
+
+@pytest.mark.parametrize(("files", "vocabulary"), [(BERT, "vocab.txt"), (GPT2, "vocab.json")])
+def test_a_tokenizer_without_its_vocabulary(tmp_path: Path, files: dict[str, str], vocabulary: str) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=rf"holds no tokenizer that can be loaded: [\s\S]*{vocabulary}"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_a_file_of_a_tokenizer_in_place_of_its_folder(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    tokenizer.save_pretrained(str(tmp_path))
+    with pytest.raises(UserError, match="is a file, and a tokenizer is a folder") as caught:
+        load_tokenizer(str(tmp_path / "tokenizer.json"))
+    assert str(tmp_path) in str(caught.value.remedy)
+
+
 @pytest.mark.parametrize("name", ["./no/such/folder", "/no/such/folder", "a/b/c", "not a name!"])
 def test_neither_a_folder_nor_a_name(name: str) -> None:
     with pytest.raises(UserError, match="not a folder on this machine, and cannot be a name"):

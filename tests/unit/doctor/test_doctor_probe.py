@@ -49,20 +49,18 @@ def test_cuda_is_asked_for_and_a_wrong_place_is_given() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "says"),
+    ("body", "timeout", "says"),
     [
-        ("raise ImportError('libcudart.so.12: cannot open shared object file')", "libcudart.so.12: cannot open"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "killed by SIGSEGV"),
-        ("import time; time.sleep(60)", "no answer after 1 s"),
+        ("raise ImportError('libcudart.so.12: cannot open shared object file')", 120, "libcudart.so.12: cannot open"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", 120, "killed by SIGSEGV"),
+        ("import time; time.sleep(600)", 1, "no answer after 1 s"),
     ],
 )
-def test_a_torch_that_is_broken(body: str, says: str, tmp_path: Path) -> None:
+def test_a_torch_that_is_broken(body: str, timeout: float, says: str, tmp_path: Path) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text(body)
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    begin = time.monotonic()
-    facts = start_probe("device", "auto", "auto", "1", environ={**ONE, "PYTHONPATH": path}, timeout=1.0).result()
-    assert time.monotonic() - begin < 10
+    facts = start_probe("device", "auto", "auto", "1", environ={**ONE, "PYTHONPATH": path}, timeout=timeout).result()
     (found,) = check_device(facts, None, "auto", "auto")
     assert found.level is Level.PROBLEM
     assert says in found.what
@@ -96,7 +94,7 @@ def test_a_gpu_that_others_use(cpu: dict[str, Any]) -> None:
 
 
 def test_two_processes_meet() -> None:
-    facts = start_probe("meet", environ=ONE).result()
+    facts = start_probe("rendezvous", environ=ONE).result()
     assert facts["right"] is True
     assert check_rendezvous(facts).level is Level.OK
     assert check_rendezvous({**facts, "right": False}).level is Level.PROBLEM
@@ -104,7 +102,7 @@ def test_two_processes_meet() -> None:
 
 def test_two_processes_that_cannot_meet() -> None:
     begin = time.monotonic()
-    facts = start_probe("meet", environ={**ONE, "GLOO_SOCKET_IFNAME": "ib7"}).result()
+    facts = start_probe("rendezvous", environ={**ONE, "GLOO_SOCKET_IFNAME": "ib7"}).result()
     assert time.monotonic() - begin < 25
     found = check_rendezvous(facts)
     assert found.level is Level.PROBLEM

@@ -26,6 +26,16 @@ def test_one_process_trains_the_bare_model(strategy: str) -> None:
     assert not isinstance(engine.executor.training_module.module, DistributedDataParallel)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "said"), [("auto", "single (one process)"), ("zero1", "zero1 (as set; one process)")]
+)
+def test_the_strategy_of_a_training_is_said_once(strategy: str, said: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    config = tiny_config(parallel=ParallelSection(strategy=strategy))
+    build_engine(tiny_task(config), config, Distributed(RankInfo(), CPU, timeout=60), total_steps=1)
+    assert [line for line in caplog.messages if line.startswith("strategy: ")] == [f"strategy: {said}"]
+
+
 def test_single_refuses_two_processes() -> None:
     config = tiny_config(parallel=ParallelSection(strategy="single"))
     world = Distributed(

@@ -16,7 +16,7 @@ from drawbar.engines.engine import Engine
 from drawbar.engines.loss_choice import choose_cross_entropy
 from drawbar.errors import UserError
 from drawbar.models.liger import liger_cross_entropy
-from drawbar.models.logit_steps import LogitSteps
+from drawbar.models.logit_ops import LogitOps
 from drawbar.tasks.batch import Batch
 from tiny import CPU, Numbers, random_batch, random_step, tiny_config, tiny_engine, tiny_task, unchecked_engine
 
@@ -104,4 +104,4 @@ def test_liger_kernel_gets_targets_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     assert float(liger.loss) == pytest.approx(float(plain.loss), rel=1e-6)
     assert float(liger.grad_norm) == pytest.approx(float(plain.grad_norm), rel=1e-5)
     with pytest.raises(UserError, match="changes its logits after the head"):
-        liger_cross_entropy(LogitSteps([(torch.ops.aten.tanh.default, [...])]))
+        liger_cross_entropy(LogitOps([(torch.ops.aten.tanh.default, [...])]))

@@ -10,7 +10,6 @@ from drawbar.config.schema.run_config import OptimSection, TrainSection
 from drawbar.engines.engine import Engine
 from drawbar.engines.results import EngineState
 from drawbar.errors import UserError
-from drawbar.runtime.log import logger
 from tiny import random_step, tiny_config, tiny_engine, vector
 
 OPTIMIZERS = {
@@ -111,8 +110,7 @@ def test_a_parameter_without_a_gradient_has_no_state_and_needs_none() -> None:
     assert engine.state().optimizer.keys() == other.state().optimizer.keys()
 
 
-def test_another_precision_is_said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logger, "propagate", True)
+def test_another_precision_is_said(caplog: pytest.LogCaptureFixture) -> None:
     engine = tiny_engine(tiny_config(precision="bf16"))
     with caplog.at_level(logging.WARNING, logger="drawbar"):
         engine.load(tiny_engine(tiny_config(precision="fp32")).state())

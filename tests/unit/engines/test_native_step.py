@@ -1,4 +1,4 @@
-"""One step of the native engine: clipping, learning rate, number formats, and what evaluation leaves behind."""
+"""One step of the native engine: clipping, learning rate, dtypes, and what evaluation leaves behind."""
 
 import copy
 
@@ -13,7 +13,7 @@ from drawbar.optim import optimizers
 from drawbar.optim.schedules import learning_rate_scale
 from drawbar.parallel.precision import choose_precision
 from drawbar.runtime.seed import rng_state
-from drawbar.train.saver import checkpoint_bytes
+from drawbar.train.checkpoint_layouts import checkpoint_bytes
 from tiny import CPU, random_batch, random_step, tiny_config, tiny_engine, vector
 
 PLAIN_SGD = OptimSection(name="sgd", lr=1.0, weight_decay=0.0, schedule="constant")

@@ -11,7 +11,6 @@ from conftest import make_project
 from drawbar.engines.engine import Engine
 from drawbar.errors import UserError
 from drawbar.evaluation.text_generation import Sampling, generate_text
-from drawbar.runtime.log import logger
 from harness import Finished, run_cli
 from tiny import LENGTH, tiny_config, tiny_engine
 
@@ -69,11 +68,12 @@ def test_beams_find_what_is_more_likely(engine: Engine) -> None:
     assert found[8] > found[1]
 
 
-def test_a_model_without_generate() -> None:
+def test_a_model_without_generate(caplog: pytest.LogCaptureFixture) -> None:
     engine = tiny_engine(tiny_config())
     engine.executor.module = torch.nn.Linear(2, 2)
     with pytest.raises(UserError, match="Linear writes no text"):
-        texts(engine, PROMPTS)
+        texts(engine, PROMPTS, Sampling(max_new_tokens=400))
+    assert "leaves room for" not in caplog.text  # nothing is said of texts before that
 
 
 def test_an_empty_prompt_where_no_token_begins_a_text(engine: Engine) -> None:
@@ -93,7 +93,6 @@ def test_a_prompt_that_the_model_has_no_positions_for(engine: Engine) -> None:
 def test_texts_end_with_the_models_positions(
     engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logger, "propagate", True)
     monkeypatch.setattr(engine.module.generation_config, "eos_token_id", None)
     prompts, endless = ["a", "x" * LENGTH], Sampling(max_new_tokens=400, temperature=0)
     written = texts(engine, prompts, endless)

@@ -2,8 +2,11 @@
 
 import os
 import signal
+import sys
+import time
 
 import pytest
+from torch.distributed.elastic.metrics import api as timing
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from drawbar.launch.node import agent
@@ -28,4 +31,29 @@ def be_told_twice(number: signal.Signals, echo_seconds: float) -> int:
             os.kill(os.getpid(), number)
         os.kill(os.getpid(), number)
         os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_signal_in_torchs_timing_comes_a_moment_later() -> None:
+    """There, an exception becomes an UnboundLocalError of torch's own."""
+    assert run_ranks(be_told_in_torchs_timing, 1) == [0]
+
+
+def be_told_in_torchs_timing() -> int:
+    child = os.fork()
+    if child == 0:
+        agent._handle_signals("no-such-folder")
+        told: list[bool] = []
+
+        @timing.prof
+        def work() -> None:
+            handler = signal.getsignal(signal.SIGINT)
+            assert callable(handler)
+            handler(signal.SIGINT, sys._getframe(1))
+            told.append(True)
+            time.sleep(60)
+
+        with pytest.raises(SignalException):
+            work()
+        os._exit(0 if told else 1)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from drawbar.launch.node.node_facts import Gpu, NodeFacts, collect_facts, judge, judge_clocks, look_at_gpus
+from drawbar.launch.node.node_facts import Gpu, NodeFacts, collect_facts, judge, judge_clocks, query_gpus
 
 VERSIONS = {"drawbar": "0.1.0", "torch": "2.13.0", "Python": "3.11.7"}
 NODES = [NodeFacts(f"n{number}", VERSIONS, "abc", 8, 8, (Gpu(0, 80_000, 500),), "550.54") for number in (1, 2, 3)]
@@ -70,18 +70,18 @@ def test_gpus_as_nvidia_smi_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """A stand-in: the program comes with the driver."""
     program = tmp_path / "nvidia-smi"
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert look_at_gpus({}) == ((), "", "")
+    assert query_gpus({}) == ((), "", "")
     program.write_text(NVIDIA_SMI)
     program.chmod(0o755)
     free, used = Gpu(0, 81559, 4), Gpu(1, 81559, 76000, (4711, 4712))
-    assert look_at_gpus({}) == ((free, used), "550.54.15", "")
-    assert look_at_gpus({"CUDA_VISIBLE_DEVICES": "1"})[0] == (used,)
-    assert look_at_gpus({"CUDA_VISIBLE_DEVICES": "GPU-aaa"})[0] == (free,)
-    assert look_at_gpus({"CUDA_VISIBLE_DEVICES": ""})[0] == ()
+    assert query_gpus({}) == ((free, used), "550.54.15", "")
+    assert query_gpus({"CUDA_VISIBLE_DEVICES": "1"})[0] == (used,)
+    assert query_gpus({"CUDA_VISIBLE_DEVICES": "GPU-aaa"})[0] == (free,)
+    assert query_gpus({"CUDA_VISIBLE_DEVICES": ""})[0] == ()
     program.write_text("#!/bin/bash\necho 'Failed to initialize NVML: Unknown Error' >&2\nexit 9\n")
-    assert look_at_gpus({}) == ((), "", "nvidia-smi failed: Failed to initialize NVML: Unknown Error")
+    assert query_gpus({}) == ((), "", "nvidia-smi failed: Failed to initialize NVML: Unknown Error")
     program.write_text("#!/bin/bash\necho '0, GPU-aaa, [N/A], [N/A], 550.54.15'\n")
-    assert look_at_gpus({})[2].startswith("nvidia-smi does not tell")
+    assert query_gpus({})[2].startswith("nvidia-smi does not tell")
 
 
 def test_facts_of_this_node() -> None:

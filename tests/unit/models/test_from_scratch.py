@@ -8,7 +8,7 @@ import torch
 
 from drawbar.data.tokenizer import train_byte_bpe
 from drawbar.errors import UserError
-from drawbar.models.huggingface import build_from_scratch
+from drawbar.models.huggingface import build_from_scratch, fit_embeddings
 from tiny import ARCHITECTURES
 
 TOKENIZER = train_byte_bpe([], 257)
@@ -37,6 +37,14 @@ def test_vocabulary_and_special_tokens_are_the_tokenizers() -> None:
 def test_a_vocabulary_that_is_given_wins() -> None:
     model = build_from_scratch("llama", {**LLAMA, "vocab_size": 320}, TOKENIZER)
     assert model.get_input_embeddings().num_embeddings == 320
+
+
+def test_an_embedding_that_is_not_torchs() -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = build_from_scratch("ibert", sizes, TOKENIZER, "sequence_classification")
+    fit_embeddings(model, TOKENIZER, resize=False)
+    with pytest.raises(UserError, match="embeddings for 257"):
+        fit_embeddings(model, train_byte_bpe(["aa aa aa"] * 9, 259), resize=False)
 
 
 def test_weights_follow_the_seed() -> None:

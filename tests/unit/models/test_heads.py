@@ -13,7 +13,6 @@ from drawbar.data.tokenizer import train_byte_bpe
 from drawbar.errors import UserError
 from drawbar.models.heads import HEADS, Head, longest_input
 from drawbar.models.huggingface import build_from_scratch, load_model_config, load_pretrained
-from drawbar.runtime.log import logger
 from tiny import ARCHITECTURES
 
 torch.set_num_threads(1)  # tiny tensors
@@ -41,6 +40,7 @@ FIELDS: dict[str, dict[str, Any]] = {
         **dict.fromkeys(["encoder_attention_heads", "decoder_attention_heads"], 4),
     },
 }
+XLNET = {"d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 24}
 ENCODERS = ["bert", "roberta", "electra", "distilbert"]
 CASES: list[tuple[str, Head]] = [
     ("llama", "causal_lm"),
@@ -59,8 +59,7 @@ def build(family: str, head: Head, **fields: Any) -> nn.Module:
 
 
 @pytest.fixture
-def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
-    monkeypatch.setattr(logger, "propagate", True)
+def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     caplog.set_level(logging.INFO, logger="drawbar")
     return caplog
 
@@ -176,6 +175,17 @@ def test_positions_beyond_the_pad_token() -> None:
         build_from_scratch("roberta", BERT, tokenizer, "masked_lm")
     assert longest_input(build_from_scratch("bert", BERT, tokenizer, "masked_lm")) == 64
     assert longest_input(build("t5", "seq2seq")) is None
+    xlnet = build_from_scratch("xlnet", XLNET, TOKENIZER, "sequence_classification")
+    assert xlnet.config.max_position_embeddings == -1
+    assert longest_input(xlnet) is None
+
+
+def test_a_model_that_sees_ahead_is_no_language_model() -> None:
+    fields = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+              "num_key_value_heads": 1, "head_dim": 8, "use_bidirectional_attention": True}  # fmt: skip
+    for family, own in (("gemma3_text", fields), ("xlnet", XLNET)):
+        with pytest.raises(UserError, match=f"{family} is no"):
+            build_from_scratch(family, own, TOKENIZER, "causal_lm")
     model = build("roberta", "masked_lm")
     longest = longest_input(model)
     assert longest == 64 - END - 1

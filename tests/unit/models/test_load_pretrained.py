@@ -15,7 +15,6 @@ from drawbar.data.tokenizer import train_byte_bpe
 from drawbar.errors import UserError
 from drawbar.models.huggingface import fit_embeddings, load_pretrained
 from drawbar.models.stored import build_meta_model, stored_tensors
-from drawbar.runtime.log import logger
 from harness import run_ranks
 from memory import memory
 from tiny import ARCHITECTURES
@@ -129,10 +128,7 @@ def test_a_config_that_the_weights_do_not_fit_is_refused(field: dict[str, object
     assert caught.value.remedy
 
 
-def test_weights_that_are_not_there_are_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logger, "propagate", True)
+def test_weights_that_are_not_there_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save(tmp_path).model.save_pretrained(str(tmp_path))  # without the output head
     with caplog.at_level(logging.WARNING, logger="drawbar"):
         load_pretrained(str(tmp_path))
@@ -141,9 +137,8 @@ def test_weights_that_are_not_there_are_named(
 
 @pytest.mark.parametrize("part_by_part", [False, True])
 def test_weights_without_a_place_are_named(
-    part_by_part: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    part_by_part: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(logger, "propagate", True)
     save(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["model.layers.2.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"].clone()

@@ -248,7 +248,7 @@ def test_a_merged_model_is_an_ordinary_one_with_the_same_outputs(name: str, tmp_
 def test_peft_loads_a_saved_adapter(name: str, tmp_path: Path) -> None:
     model = train(adapted(name))
 
-    save_adapter(model, tmp_path / "adapter", "some/base")
+    save_adapter(model, tmp_path / "adapter", "some/base", model.state_dict().__getitem__)
     loaded = peft.PeftModel.from_pretrained(build(name), tmp_path / "adapter")
 
     assert_close(logits(loaded.get_base_model()), logits(model), atol=1e-6)
@@ -264,7 +264,7 @@ def test_peft_loads_base_and_adapter_in_one(tmp_path: Path) -> None:
     base = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
     model = train(add_adapters(base, LoraSection()))
 
-    save_adapter(model, tmp_path / "adapter", str(tmp_path / "base"))
+    save_adapter(model, tmp_path / "adapter", str(tmp_path / "base"), model.state_dict().__getitem__)
     loaded = peft.AutoPeftModel.from_pretrained(tmp_path / "adapter")
 
     assert_close(logits(loaded.get_base_model()), logits(model), atol=1e-6)
@@ -278,7 +278,7 @@ def test_what_no_file_has_is_trained_and_goes_with_the_adapters(tmp_path: Path) 
     add_adapters(model, LoraSection(modules="linear"), weights_without_file(model))
 
     trained = {n for n, p in train(model).named_parameters() if p.requires_grad and ".lora_" not in n}
-    save_adapter(model, tmp_path / "adapter", "some/base")
+    save_adapter(model, tmp_path / "adapter", "some/base", model.state_dict().__getitem__)
     torch.manual_seed(2)
     drawn_anew = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=3)
     loaded = peft.PeftModel.from_pretrained(drawn_anew, tmp_path / "adapter")

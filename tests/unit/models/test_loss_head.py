@@ -13,7 +13,7 @@ from drawbar.data.packing import IGNORED_LABEL
 from drawbar.data.tokenizer import train_byte_bpe
 from drawbar.models.heads import Head
 from drawbar.models.huggingface import build_from_scratch
-from drawbar.models.logit_steps import LogitSteps, UnknownHead, steps_after_head
+from drawbar.models.logit_ops import LogitOps, UnknownHead, ops_after_head
 from drawbar.models.loss_head import give_loss_head
 from drawbar.parallel.chunked_loss import LossTargets, chunked_cross_entropy
 
@@ -65,7 +65,7 @@ def build(family: Family) -> nn.Module:
 
 def with_loss_head(model: nn.Module) -> nn.Module:
     changed = deepcopy(model)
-    give_loss_head(changed, partial(chunked_cross_entropy, chunk=4), steps_after_head(model))
+    give_loss_head(changed, partial(chunked_cross_entropy, chunk=4), ops_after_head(model))
     return changed
 
 
@@ -91,7 +91,7 @@ def close(found: Tensor, wanted: Tensor, least: float) -> bool:
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: f"{family[0]}-{family[1].get('tie_word_embeddings')}")
 def test_loss_and_gradients_are_those_of_the_logits(family: Family) -> None:
     model = build(family)
-    assert len(steps_after_head(model).steps) == family[-1]
+    assert len(ops_after_head(model).ops) == family[-1]
     changed = with_loss_head(model)
     tokens, labels = inputs(family[2])
     logits = model(**tokens).logits
@@ -128,7 +128,7 @@ def test_what_is_recorded_is_never_run_with_weights() -> None:
     """The model's body is left out: it may be large, or not run on the meta device."""
     model = build(FAMILIES[0])
     model.model.layers[0].register_forward_hook(lambda *_: pytest.fail("the body runs"))
-    assert steps_after_head(model) == LogitSteps([])
+    assert ops_after_head(model) == LogitOps([])
     assert "forward" not in vars(model.model)
     assert not model.lm_head._forward_hooks
 
@@ -163,14 +163,14 @@ def test_what_is_not_elementwise_with_numbers_is_unknown(change: Any) -> None:
     model = build(FAMILIES[0])
     Changed(model, change)
     with pytest.raises(UnknownHead, match="LlamaForCausalLM"):
-        steps_after_head(model)
+        ops_after_head(model)
 
 
 def test_what_is_done_in_training_alone_is_unknown() -> None:
     model = build(FAMILIES[0]).eval()
     Changed(model, lambda logits: logits / 2 if model.training else logits)
     with pytest.raises(UnknownHead, match="is not known"):
-        steps_after_head(model)
+        ops_after_head(model)
     assert not any(module.training for module in model.modules())
 
 
@@ -178,6 +178,6 @@ def test_only_linear_heads_are_known() -> None:
     model = build(FAMILIES[0])
     model.lm_head = nn.Sequential(model.lm_head)
     with pytest.raises(UnknownHead, match="has no linear layer as its head"):
-        steps_after_head(model)
+        ops_after_head(model)
     with pytest.raises(UnknownHead, match="a Linear has no linear layer as its head"):
-        steps_after_head(nn.Linear(2, 2))
+        ops_after_head(nn.Linear(2, 2))

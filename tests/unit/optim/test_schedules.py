@@ -64,6 +64,15 @@ def test_linear_ends_at_its_floor() -> None:
     assert [learning_rate_scale(step, 4, config) for step in range(5)] == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_schedule_of_its_own_length_stays_at_its_last_rate(schedule: str) -> None:
+    config = OptimSection(schedule=schedule, warmup=0.2, min_lr_ratio=0.1)
+    of_ten = config.model_copy(update={"schedule_steps": 10})
+    rates = [learning_rate_scale(step, 10, config) for step in range(10)]
+    assert [learning_rate_scale(step, 25, of_ten) for step in range(25)] == [*rates, *[rates[-1]] * 15]
+    assert [learning_rate_scale(step, 5, of_ten) for step in range(5)] == rates[:5]
+
+
 def test_wsd_by_hand() -> None:
     config = OptimSection(schedule="wsd", warmup=2, decay=0.4, min_lr_ratio=0.5)
     scales = [learning_rate_scale(step, 10, config) for step in range(11)]

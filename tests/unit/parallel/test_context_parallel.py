@@ -1,18 +1,15 @@
 """Context parallelism: sequences cut over ranks give the loss and the gradients of one process.
 
-torch's ring has no CPU kernel. The tests lend it that of its plain attention: the ring itself, the cutting and the sums
-are the real ones.
+On a CPU, with the kernel of plain attention (:mod:`ring_on_cpu`): the ring itself, the cutting and the sums are the
+real ones.
 """
 
-from collections.abc import Callable
 from itertools import groupby
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 
 from drawbar.config.parallel_dims import ParallelDims
 from drawbar.config.schema.run_config import OptimSection, ParallelSection, RunConfig
@@ -21,14 +18,12 @@ from drawbar.distributed.device_mesh import build_mesh
 from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
 from drawbar.errors import UserError
-from drawbar.parallel import context
 from drawbar.parallel.context import FAMILIES, ContextParallel, check_context
 from drawbar.tasks.batch import Batch
 from harness import run_ranks
+from ring_on_cpu import teach_cpu
 from tiny import ARCHITECTURES, CPU, random_batch, tiny_config, tiny_engine, tiny_task
 
-FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
 SMALL |= {"max_position_embeddings": 48, "initializer_range": 0.2, "attention_dropout": 0.0}
 GROUPED = {**SMALL, "num_key_value_heads": 2}
@@ -62,34 +57,6 @@ FOUR = {
     "llama with tensor parallelism": ("llama", {"strategy": "ddp", "tensor": 2}),
     "llama with tensor parallelism, in shards": ("llama", {"strategy": "fsdp", "tensor": 2}),
 }
-
-
-def teach_cpu() -> None:
-    """Give torch's ring attention the kernel that plain attention has on CPUs."""
-
-    def handler(run: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
-        def handle(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
-            mesh = args[0].device_mesh
-            given = {**dict(zip(names, args, strict=False)), **kwargs}
-            assert given.pop("attn_mask", None) is None
-            given = {name: item.to_local() if isinstance(item, DTensor) else item for name, item in given.items()}
-            return tuple(DTensor.from_local(item, mesh, [Shard(2)]) for item in run(mesh.get_group(), 2, **given))
-
-        return handle
-
-    def forward(group: Any, seq_dim: int, **given: Any) -> Any:
-        return ring._templated_ring_attention(group, seq_dim, FORWARD, **given)
-
-    def backward(group: Any, seq_dim: int, **given: Any) -> Any:
-        return ring._templated_ring_attention_backward(
-            group, seq_dim, BACKWARD, given.pop("grad_out"), "grad_out", **given
-        )
-
-    qkv = ("query", "key", "value")
-    flags = ("dropout_p", "is_causal")
-    ring.custom_ops[FORWARD] = handler(forward, (*qkv, *flags))
-    ring.custom_ops[BACKWARD] = handler(backward, ("grad_out", *qkv, "out", "logsumexp", *flags))
-    context.DEVICES["cpu"] = 1
 
 
 def configured(family: str, parallel: dict[str, Any]) -> RunConfig:

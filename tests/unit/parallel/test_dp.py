@@ -1,4 +1,4 @@
-"""Replicas in one process compute in the run's number format. (``tests/gpu`` has them on two GPUs.)"""
+"""Replicas in one process compute in the run's dtype. (``tests/gpu`` has them on two GPUs.)"""
 
 import sys
 import threading

@@ -21,6 +21,7 @@ from drawbar.parallel.fp8 import check_fp8, compute_in_fp8
 from drawbar.parallel.low_precision_weights import parameters_cast_by_autocast
 from drawbar.parallel.precision import autocast
 from drawbar.tasks.task_context import TaskContext
+from drawbar.train.check import check_saved_state
 from harness import run_ranks
 from programs import need_library
 from tiny import CPU, Numbers, random_step, tiny_config, tiny_engine, tiny_task
@@ -91,6 +92,7 @@ def test_a_run_goes_on_with_fp8_and_without() -> None:
     need_torchao()
     straight, resumed, without = (tiny_engine(configured(fp8)) for fp8 in ("rowwise", "rowwise", None))
     losses(straight, 0, 1)
+    check_saved_state(straight.task, straight)
     state = straight.state()
     saved = EngineState(
         *({k: v.clone() for k, v in part.items()} for part in (state.model, state.optimizer)), state.values

@@ -19,8 +19,9 @@ from drawbar.config.schema.run_config import LoraSection, ParallelSection
 from drawbar.distributed.device_mesh import build_mesh
 from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
+from drawbar.errors import UserError
 from drawbar.parallel.ddp import gradient_sync
-from drawbar.parallel.fsdp import free_gathered, generate_together, prepare_unused_units, shard
+from drawbar.parallel.fsdp import free_gathered, prepare_sharded_generate, prepare_unused_units, shard
 from tiny import CPU, random_step, tiny_config, tiny_engine
 
 FSDP = ParallelSection(strategy="fsdp")
@@ -172,6 +173,15 @@ def test_a_sharded_encoder_decoder_writes_the_same() -> None:
     with Distributed(RankInfo(), CPU, 60, ParallelDims.of(FSDP, 1)) as world:
         world.init_single_process_group()
         shard(model, build_mesh(ParallelDims.of(FSDP, 1), CPU)["dp_shard"], FSDP, "fp32")
-        generate_together(model)
+        prepare_sharded_generate(model)
         for _ in range(2):
             assert torch.equal(model.generate(tokens, max_new_tokens=5), expected)
+
+
+def test_a_parameter_without_a_dimension_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.register_parameter("logit_scale", nn.Parameter(torch.tensor(1.0)))
+    with Distributed(RankInfo(), CPU, 60, ParallelDims.of(FSDP, 1)) as world:
+        world.init_single_process_group()
+        with pytest.raises(UserError, match="logit_scale has none"):
+            shard(model, build_mesh(world.dims, CPU)["dp_shard"], FSDP, "fp32")

@@ -12,6 +12,7 @@ from drawbar.config.schema.run_config import LoraSection, ParallelSection
 from drawbar.data.loader import MicroBatch
 from drawbar.engines import executors, local_model
 from drawbar.engines.engine import Engine
+from drawbar.parallel.low_precision_weights import keep_trained_weights_in_fp32
 from tiny import random_batch, tiny_config, tiny_engine
 
 WEIGHT = "model.layers.1.mlp.down_proj.weight"
@@ -80,3 +81,17 @@ def test_frozen_weights_are_stored_low_where_autocast_would_cast_them(monkeypatc
 def test_nothing_changes_in_fp32() -> None:
     module: nn.Module = tiny_engine(tiny_config(lora=LoraSection())).module
     assert {parameter.dtype for parameter in module.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_trained_weights_become_fp32_and_frozen_ones_stay(dtype: torch.dtype) -> None:
+    model = nn.ModuleDict({"frozen": nn.BatchNorm1d(3), "trained": nn.BatchNorm1d(3), "tied": nn.Linear(3, 3)}).to(
+        dtype
+    )
+    model["frozen"].requires_grad_(False)
+    model["tied"].register_parameter("bias", model["trained"].bias)
+    assert keep_trained_weights_in_fp32(model) == {dtype}
+    assert {model["frozen"].weight.dtype, model["frozen"].running_mean.dtype} == {dtype}
+    assert {model["trained"].weight.dtype, model["trained"].running_mean.dtype} == {torch.float32}
+    assert model["tied"].bias is model["trained"].bias
+    assert keep_trained_weights_in_fp32(model) == set(), "nothing is left to convert"

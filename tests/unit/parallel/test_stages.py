@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from drawbar.errors import UserError
 from drawbar.models.plans import plan_for
 from drawbar.parallel.model_plan import PipelinePlan
-from drawbar.parallel.pipeline.stages import LocalStages, _balanced, cut_stage, is_tied, split_layers
+from drawbar.parallel.pipeline.stages import LocalStages, _balanced, build_stage, is_tied, split_layers
 from drawbar.runtime.safetensors_reader import parameters_on_meta
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_hidden_layers": 5}
@@ -56,7 +56,7 @@ def in_turn(stages: Sequence[nn.Module], **inputs: Any) -> torch.Tensor:
 def test_the_stages_one_after_another_are_the_model(family: str, tied: bool) -> None:
     model = tiny(family, tie_word_embeddings=tied)
     plan = pipeline_plan(model)
-    stages = [cut_stage(model, plan, [2, 1, 2], stage) for stage in range(3)]
+    stages = [build_stage(model, plan, [2, 1, 2], stage) for stage in range(3)]
     ids_BL = torch.arange(24).view(2, 12)
     mask_BL = (torch.arange(12) < torch.tensor([[12], [9]])).long()
     inputs = {"input_ids": ids_BL, "attention_mask": mask_BL}
@@ -80,7 +80,7 @@ def test_the_stages_one_after_another_are_the_model(family: str, tied: bool) -> 
 def test_every_block_is_in_one_stage_under_its_own_name_and_numbered_for_its_own_cache() -> None:
     model = tiny("qwen2")
     plan = pipeline_plan(model)
-    stages: list[Any] = [cut_stage(model, plan, [2, 1, 2], stage) for stage in range(3)]
+    stages: list[Any] = [build_stage(model, plan, [2, 1, 2], stage) for stage in range(3)]
     names = [name for stage in stages for name, _ in stage.named_parameters()]
     assert sorted(names) == sorted(name for name, _ in model.named_parameters())
     assert [[name for name, _ in stage.model.layers.named_children()] for stage in stages] == [
@@ -99,7 +99,7 @@ def test_a_tied_weight_goes_by_its_one_name_and_a_stage_holds_nothing_of_others(
         model = tiny("llama", tie_word_embeddings=True)
     plan = pipeline_plan(model)
     assert is_tied(model, plan)
-    first, middle, last = (LocalStages([cut_stage(model, plan, [2, 1, 2], stage)], model, plan) for stage in range(3))
+    first, middle, last = (LocalStages([build_stage(model, plan, [2, 1, 2], stage)], model, plan) for stage in range(3))
     assert "model.embed_tokens.weight" in dict(first.named_parameters())
     assert {name.split(".")[2] for name, _ in middle.named_parameters()} == {"2"}
     assert "model.embed_tokens.weight" in dict(last.named_parameters())

@@ -24,7 +24,7 @@ from drawbar.distributed.rank_info import RankInfo
 from drawbar.errors import UserError
 from drawbar.models.heads import Head
 from drawbar.models.huggingface import build_from_scratch
-from drawbar.models.logit_steps import steps_after_head
+from drawbar.models.logit_ops import ops_after_head
 from drawbar.models.loss_head import give_loss_head
 from drawbar.models.plans import plan_for
 from drawbar.parallel.activation_checkpointing import checkpoint_activations
@@ -237,7 +237,7 @@ def compare_loss_heads(case: Case, mesh: DeviceMesh) -> dict[str, Any]:
     """The loss computed in the head, of a shard of the vocabulary, beside that of the full logits of one process."""
     model = filled(case)
     cut = deepcopy(model)
-    give_loss_head(cut, partial(chunked_cross_entropy, chunk=4), steps_after_head(model))
+    give_loss_head(cut, partial(chunked_cross_entropy, chunk=4), ops_after_head(model))
     tensor_parallel(cut, plan_for(cut), mesh)
     batch = inputs(case)
     wanted_loss = backward(model, case, batch)

@@ -64,7 +64,7 @@ def test_recording_leaves_the_gradients_as_they_are() -> None:
     config = tiny_config()
     world = Distributed(RankInfo(), CPU, 60)
     workload = Workload(config, Numbers, steps=1, tokenizer=tiny_task(config).tokenizer)
-    engine = workload.engine(config, world, None)
+    engine = workload.engine(config, world, workload.steps)
     micro_batches = random_step(engine, seed=1, micro_batches=3)
     kept: dict[str, torch.Tensor] = {}
     with closing(engine), engine.inspecting(lambda: kept.update(engine.gradients())):

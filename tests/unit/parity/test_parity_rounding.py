@@ -11,13 +11,18 @@ import drawbar
 from conftest import make_project
 from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
-from drawbar.parity.comparison import EXACT, Reference, Trace, compare
+from drawbar.parity.comparison import FP32_TOLERANCES, Comparison, Reference, Trace, distances
 from drawbar.parity.recorder import train
 from drawbar.parity.reference import make_reference, reference_config, with_last_step
 from drawbar.parity.rounding import LARGEST, MARGIN, Noise, limits, tolerances
 from drawbar.parity.workload import Workload
 from drawbar.tasks.task_registry import task_class
 from tiny import CPU
+
+
+def compare(trace: Trace, reference: Reference) -> Comparison:
+    allowed = reference.tolerances
+    return Comparison.of(distances(trace, reference.trace, allowed.max_gradient_error), allowed)
 
 
 @pytest.mark.parametrize(("precision", "unit"), [("bf16", 2**-8), ("fp16", 2**-11)])
@@ -42,14 +47,14 @@ def test_noise_is_one_rounding_in_size(precision: str, unit: float) -> None:
 
 
 def test_a_limit_is_a_multiple_of_the_farthest_and_less_than_the_thing_itself() -> None:
-    found = limits(EXACT.gradients, [{"a": 0.01, "b": 0.5}, {"a": 0.02, "b": float("inf"), "c": 0.0}])
+    found = limits(FP32_TOLERANCES.gradients, [{"a": 0.01, "b": 0.5}, {"a": 0.02, "b": float("inf"), "c": 0.0}])
     assert found.of("a") == MARGIN * 0.02
     assert found.of("b") == LARGEST < 1
-    assert found.of("c") == found.of("d") == EXACT.gradients.least
+    assert found.of("c") == found.of("d") == FP32_TOLERANCES.gradients.least
 
 
 def test_fp32_is_held_to_what_is_fixed() -> None:
-    assert tolerances("fp32", []).gradients.of("any") == EXACT.gradients.least
+    assert tolerances("fp32", []).gradients.of("any") == FP32_TOLERANCES.gradients.least
 
 
 STEPS = 4
@@ -70,9 +75,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trace, Reference]
 
 def test_rounding_passes(trained: tuple[Trace, Reference]) -> None:
     trace, reference = trained
-    comparison = compare(trace, reference.trace, reference.tolerances)
+    comparison = compare(trace, reference)
     assert comparison.passes
-    assert all(getattr(comparison, kind).value > getattr(EXACT, kind).least for kind in ("grad_norm", "gradients"))
+    assert all(
+        getattr(comparison, kind).value > getattr(FP32_TOLERANCES, kind).least for kind in ("grad_norm", "gradients")
+    )
 
 
 @pytest.mark.parametrize("step", [1, STEPS])
@@ -80,7 +87,7 @@ def test_a_gradient_that_is_a_fifth_too_large_is_caught(trained: tuple[Trace, Re
     trace, reference = trained
     gradients = {**trace.gradients[step], FAULTY: 1.2 * trace.gradients[step][FAULTY]}
     wrong = replace(trace, gradients={**trace.gradients, step: gradients})
-    comparison = compare(wrong, reference.trace, reference.tolerances)
+    comparison = compare(wrong, reference)
     assert comparison.exceeded().keys() == {"gradients"}
     assert comparison.gradients.where == f"{FAULTY}, step {step}"
 
@@ -89,6 +96,6 @@ def test_a_weight_that_is_not_updated_is_caught(trained: tuple[Trace, Reference]
     trace, reference = trained
     assert trace.before_last is not None
     wrong = replace(trace, weights={**trace.weights, FAULTY: trace.before_last.engine.model[FAULTY]})
-    comparison = compare(wrong, reference.trace, reference.tolerances)
+    comparison = compare(wrong, reference)
     assert comparison.exceeded().keys() == {"weights"}
     assert comparison.weights.where == FAULTY

@@ -1,5 +1,6 @@
 """What `drawbar parity` changes in a model: nothing is dropped, and as many blocks are left as were asked for."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from drawbar.config.schema.run_config import CausalLMConfig, LoraSection
+from drawbar.config.schema.run_config import CausalLMConfig, DataSection, LoraSection, ParallelSection
 from drawbar.config.schema.task_sections import MaskedLMConfig, Seq2SeqConfig, TaskConfig
 from drawbar.data.tokenizer import train_byte_bpe
 from drawbar.distributed.process_group import Distributed
@@ -15,6 +16,7 @@ from drawbar.distributed.rank_info import RankInfo
 from drawbar.engines.engine import Engine
 from drawbar.errors import UserError
 from drawbar.parallel.blocks import repeated_blocks
+from drawbar.parity.recorder import train
 from drawbar.parity.workload import Workload
 from drawbar.tasks.causal_lm import CausalLM
 from drawbar.tasks.masked_lm import MaskedLM
@@ -54,7 +56,7 @@ def build(kind: type[Task], task: TaskConfig, layers: int | None = None, **secti
 def build_engine(kind: type[Task], task: TaskConfig, layers: int | None = None, **sections: Any) -> Engine:
     config = tiny_config(**sections).model_copy(update={"task": task})
     workload = Workload(config, kind, steps=1, layers=layers, tokenizer=TOKENIZER)
-    return workload.engine(config, Distributed(RankInfo(), CPU, 60), None)
+    return workload.engine(config, Distributed(RankInfo(), CPU, 60))
 
 
 def dropped(model: nn.Module) -> list[str]:
@@ -153,6 +155,47 @@ def test_the_task_is_one_of_the_users_class_as_it_stands() -> None:
         task = build_engine(kind, section, layers=2).task
         assert type(task) is kind
         assert not [name for name in vars(task) if callable(getattr(kind, name, None))]
+
+
+STRATEGY = """
+from functools import partial
+
+from drawbar import Strategy
+from drawbar.engines.executors import TrainingModule, task_loss
+from drawbar.engines.local_model import LocalModel, build_model
+from drawbar.engines.torch_strategies import assemble
+
+
+def build(task, config, world):
+    model = MODEL
+    training_module = TrainingModule(model, partial(task_loss, task, None, model))
+    return assemble(task, config, world, LocalModel(model, model, None), training_module)
+
+
+own = Strategy("own", build)
+"""
+
+
+def test_a_strategy_that_does_not_let_its_model_be_changed_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, model in (("as_documented", "build_model(task)"), ("by_itself", "task.build_model()")):
+        (tmp_path / f"{name}.py").write_text(STRATEGY.replace("MODEL", model))
+    assert dropped(build(*SCRATCH["gpt2"], parallel=ParallelSection(strategy="as_documented:own"))) == []
+    with pytest.raises(UserError, match=r"by task.build_model\(\)[\s\S]*local_model.build_model\(task\)"):
+        build(*SCRATCH["gpt2"], parallel=ParallelSection(strategy="by_itself:own"))
+
+
+def test_what_the_machine_cannot_compute_is_refused_before_the_data_are_read() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("a GPU computes it")
+    kind, task = SCRATCH["llama"]
+    config = tiny_config(device="auto", data=DataSection(train="no_such_file.txt"))
+    config = config.model_copy(update={"task": task.model_copy(update={"cross_entropy": "liger"})})
+    workload = Workload(config, kind, steps=1, tokenizer=TOKENIZER)
+    with pytest.raises(UserError, match="liger-kernel has kernels for CUDA devices"):
+        train(workload, config, Distributed(RankInfo(), CPU, 60))
 
 
 def test_every_engine_starts_from_the_same_weights() -> None:

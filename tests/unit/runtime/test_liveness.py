@@ -1,6 +1,5 @@
-"""Waiting goes by signs of life: for a rank at work as long as it takes, for any other one until the timeout."""
+"""Waiting goes by heartbeats: for a rank at work as long as it takes, for any other one until the timeout."""
 
-import itertools
 import logging
 import threading
 import time
@@ -14,7 +13,7 @@ import torch.distributed as dist
 
 from drawbar.distributed import liveness
 from drawbar.distributed.liveness import Liveness
-from drawbar.distributed.rank_activity import ActivityCensus, LivenessDigest, RankActivity
+from drawbar.distributed.rank_activity import ActivityReader, LivenessDigest, RankActivity
 from drawbar.errors import ExitCode, UserError
 
 
@@ -120,7 +119,7 @@ def test_a_rank_that_hangs_is_named_with_what_it_did() -> None:
         thread = meanwhile(lambda: error_of(second, operation))
         message = error_of(first, operation)
         thread.join()
-    assert "rank 0 waited 0.4s for the others at the test: rank 2 (step 7); no sign of life" in message
+    assert "rank 0 waited 0.4s for the others at the test: rank 2 (step 7); no heartbeat" in message
     assert "rank 1" not in message
     assert "launch.timeout" in message
 
@@ -129,7 +128,7 @@ def test_a_rank_that_is_stopped_at_work_is_named() -> None:
     with ranks(2, timeout=0.4) as (first, second), second.working("writing the checkpoint of step 3"):
         time.sleep(0.1)
         second.stop()  # as SIGSTOP stops its thread
-        assert "rank 1 (writing the checkpoint of step 3); no sign of life" in error_of(first, Operation())
+        assert "rank 1 (writing the checkpoint of step 3); no heartbeat" in error_of(first, Operation())
 
 
 def test_a_rank_0_that_is_stopped_is_named() -> None:
@@ -137,7 +136,7 @@ def test_a_rank_0_that_is_stopped_is_named() -> None:
         time.sleep(0.1)
         first.stop()
         message = error_of(second, Operation())
-    assert "rank 1 waited 0.4s for the others at the test: rank 0 (encoding train); no sign of life" in message
+    assert "rank 1 waited 0.4s for the others at the test: rank 0 (encoding train); no heartbeat" in message
     assert "rank 2" not in message
 
 
@@ -146,7 +145,7 @@ def test_a_rank_0_that_hangs_is_named() -> None:
     with ranks(3, timeout=0.4) as (first, second, third), third.working("hashing"):
         first.note("step 7")
         message = error_of(second, Operation())
-    assert "rank 1 waited 0.4s for the others at the test: rank 0 (step 7); no sign of life" in message
+    assert "rank 1 waited 0.4s for the others at the test: rank 0 (step 7); no heartbeat" in message
     assert "rank 2" not in message
 
 
@@ -163,20 +162,24 @@ def test_nobody_owes_signs_of_life_before_somebody_waits() -> None:
 
 def test_digests_from_before_a_sign_of_life_do_not_end_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those from before the wait, and the first ones that a rank reads after it was suspended: they may name itself."""
+    before, after = range(12), range(22, 24)  # the timeout is 20 digests
+
+    class OneDigestAPoll(Operation):
+        """Gives the rank a new digest at each poll, and ends at the thirtieth."""
+
+        polls = 0
+
+        def wait(self, timeout: timedelta | None = None) -> bool:
+            self.polls += 1
+            accused = self.polls in before or self.polls in after
+            second._digest = LivenessDigest(self.polls, silent="rank 1 (the test)" if accused else "")
+            if self.polls == 30:
+                self.ended.set()
+            return super().wait(timedelta(microseconds=1))
+
     with ranks(2, timeout=0.6) as (_, second):
-        before, after = range(12), range(22, 24)  # the timeout is 20 digests
-        numbers = itertools.count(1)
-        operation = Operation()
-
-        def read() -> None:
-            number = next(numbers)
-            accused = number in before or number in after
-            second._digest = LivenessDigest(number, silent="rank 1 (the test)" if accused else "")
-            if number == 30:
-                operation.ended.set()
-
-        monkeypatch.setattr(second, "_look", read)
-        wait(second, operation)
+        monkeypatch.setattr(second, "_poll", lambda: None)  # its thread reads no digest
+        wait(second, OneDigestAPoll())
 
 
 def test_a_connection_that_is_lost_ends_the_wait_at_once() -> None:
@@ -201,14 +204,13 @@ def test_a_store_that_is_gone_ends_every_wait(monkeypatch: pytest.MonkeyPatch) -
         raise dist.DistNetworkError("gone")
 
     with ranks(2, timeout=0.4) as (first, second), second.working("encoding train"):
-        monkeypatch.setattr(first, "_look", gone)
+        monkeypatch.setattr(first, "_poll", gone)
         assert "rank 1" in error_of(first, Operation())
 
 
 def test_a_person_hears_who_waits_for_whom(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """On the ranks that wait, and on the one that works, which may be the only one with a console."""
-    monkeypatch.setattr(liveness, "TELL_SECONDS", 0.2)
-    monkeypatch.setattr(liveness.logger, "propagate", True)
+    monkeypatch.setattr(liveness, "LOG_SECONDS", 0.2)
     with caplog.at_level(logging.INFO), ranks(2, timeout=1) as (first, second):
         operation = Operation()
         thread = meanwhile(lambda: work(second, operation, seconds=1))
@@ -225,24 +227,24 @@ def test_who_is_at_work_does_not_wait() -> None:
 
 
 class Entries:
-    """What so many ranks say, and rank 0's census of it."""
+    """What so many ranks say, and rank 0's reader of it."""
 
     def __init__(self, count: int) -> None:
         self.store = dist.HashStore()
         for rank in range(count):
             self.say(rank, RankActivity(activity=f"step {rank}"))
-        self.census = ActivityCensus(self.store, count, patience=3)
+        self.reader = ActivityReader(self.store, count, silent_after=3)
 
     def say(self, rank: int, entry: RankActivity) -> None:
         entry.publish(self.store, rank)
 
     def wait(self, polls: int, *ranks: int) -> LivenessDigest:
-        """These ranks wait and give signs of life, and the others give none."""
+        """These ranks wait and send heartbeats, and the others give none."""
         for sign in range(polls):
             for rank in ranks:
                 self.say(rank, RankActivity(1, sign, is_waiting=True))
-            self.census.take()
-        return self.census.publish()
+            self.reader.read_all()
+        return self.reader.publish()
 
 
 def test_the_digest_does_not_grow_with_the_ranks() -> None:
@@ -264,7 +266,7 @@ def test_silence_counts_while_somebody_waits() -> None:
     entries = Entries(3)
     assert not entries.wait(9).silent
     assert not entries.wait(2, 0).silent
-    entries.say(1, RankActivity(signs=1))
+    entries.say(1, RankActivity(heartbeats=1))
     assert entries.wait(2, 0).silent == "rank 2 (step 2)"
     assert entries.wait(2, 0).silent == "rank 1 (starting), rank 2 (step 2)"
     for rank in range(3):

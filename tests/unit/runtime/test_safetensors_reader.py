@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from drawbar.runtime import safetensors_reader
-from drawbar.runtime.safetensors_reader import STORED_DTYPES, TensorFiles, parameters_on_meta, read_part, shape_of
+from drawbar.runtime.safetensors_reader import STORED_DTYPES, TensorFiles, parameters_on_meta, read_slice, shape_of
 from harness import run_ranks
 from memory import memory
 
@@ -68,8 +68,8 @@ def test_a_part_is_that_part_of_the_whole(
     whole = torch.randn(shape)
     save_file({"before": torch.randn(3), "w": whole}, tmp_path / "a.safetensors")
     files = TensorFiles([tmp_path / "a.safetensors"])
-    assert read_part(files, "w", index).equal(whole[index])
-    assert read_part({"w": whole}, "w", index).equal(whole[index])
+    assert read_slice(files, "w", index).equal(whole[index])
+    assert read_slice({"w": whole}, "w", index).equal(whole[index])
 
 
 def test_several_files_and_other_names(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def rise_while_reading(path: str) -> tuple[dict[str, int], dict[str, int]]:
     files, sizes, rises = TensorFiles([Path(path)]), {}, {}
 
     def one(index: tuple[slice, ...]) -> int:
-        return read_part(files, "large", index).nbytes
+        return read_slice(files, "large", index).nbytes
 
     ways = {
         "rows": lambda: one((slice(0, 4096), slice(0, 1024))),

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from drawbar.data.dataset import encode_records
 from drawbar.data.tokenizer import train_byte_bpe
 from drawbar.errors import UserError
-from drawbar.tasks.chat import ChatFormat, chat_prompt
+from drawbar.tasks.chat import ChatFormat, chat_prompt, check_message, message_text
 
 TEXTS = ["Is it far? It is not far. The assistant says: user, how far is it? 1 + 1 is 2."] * 9
 
@@ -345,6 +345,54 @@ def test_calls_of_tools_are_answers_and_what_tools_say_is_not() -> None:
         '\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>',
         "It is 2.<|im_end|>",
     ]
+
+
+def in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its content as two parts."""
+    text = message["content"]
+    return {**message, "content": [{"type": "text", "text": part} for part in (text[:3], text[3:])]}
+
+
+@pytest.mark.parametrize("name", ["qwen2.5", "llama-3"])
+def test_a_content_in_parts_is_the_text_of_its_parts(name: str) -> None:
+    messages = CHATS["several"]
+    for give_template in (FAMILIES[name].plain, FAMILIES[name].annotated):
+        tokenizer = give_template()
+        chat_format = ChatFormat(tokenizer)
+        parts = [in_parts(message) for message in messages]
+        assert chat_format.encode(parts, "all") == chat_format.encode(messages, "all")
+        assert chat_prompt(tokenizer, parts) == chat_prompt(tokenizer, messages)
+        assert [message_text(check_message(part)) for part in parts] == [one["content"] for one in messages]
+
+
+def test_a_part_that_is_no_text_is_a_bad_record() -> None:
+    chat_format = ChatFormat(FAMILIES["chatml"].plain())
+    image = {"role": "user", "content": [{"type": "image", "url": "a.png"}, {"type": "text", "text": "Who?"}]}
+    records = [{"messages": [user("1?"), assistant("2")]}, {"messages": [image, assistant("3")]}]
+
+    def encode(record: dict[str, Any]) -> dict[str, list[int]]:
+        return {"input_ids": chat_format.encode(record["messages"], "all")[0]}
+
+    with pytest.raises(UserError, match=r"a part that is no text: 'image'[\s\S]*chats.jsonl:2[\s\S]*fix:") as error:
+        encode_records(records, encode, describe=lambda number: f"chats.jsonl:{number + 1}")
+    assert len(error.value.what.splitlines()) == 1
+
+
+def test_what_a_tool_returns_may_be_a_list() -> None:
+    returned = {"role": "tool", "content": [{"city": "Rome"}]}
+    assert check_message(returned) == returned
+    parts = {"role": "tool", "content": [{"type": "text", "text": "Rome"}]}
+    assert check_message(parts)["content"] == "Rome"
+
+
+def test_a_template_that_writes_parts_alone_is_refused() -> None:
+    IM.chat_template = (
+        "{% for message in messages %}{{ message.role }}\n{% for part in message.content %}"
+        "{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant\n{% endif %}"
+    )
+    with pytest.raises(UserError, match="leaves out a message whose content is a text"):
+        ChatFormat(IM)
 
 
 COUNTING = (

@@ -1,6 +1,7 @@
 """causal_lm on prompts with completions, and on chats: the loss is that of the answers alone."""
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,18 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from drawbar.config.schema.run_config import DataSection, RunConfig
-from drawbar.config.schema.task_sections import CausalLMConfig, GenerationSection
+from drawbar.config.schema.task_sections import CausalLMConfig, GenerationSection, PretrainedTaskConfig, Seq2SeqConfig
 from drawbar.data.dataset import EncodedDataset, encode_records
 from drawbar.data.tokenizer import load_tokenizer, train_byte_bpe, wrap_texts
+from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import RankInfo
 from drawbar.errors import UserError
 from drawbar.tasks.causal_lm import CausalLM
 from drawbar.tasks.chat import ChatFormat
+from drawbar.tasks.pretrained import PretrainedTask
+from drawbar.tasks.seq2seq import Seq2Seq
 from drawbar.tasks.task_context import TaskContext
+from drawbar.train.setup import build_task
 
 TEMPLATE = (
     "{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }};{% endfor %}"
@@ -201,22 +207,23 @@ def test_a_model_stops_with_the_end_token_of_the_template(tokenizer: Any, tmp_pa
     assert task_of(tokenizer, PROMPTS).build_model().generation_config.eos_token_id == tokenizer.eos_token_id
 
 
-def test_a_model_is_built_whose_template_cannot_be_trained_with(tokenizer: Any) -> None:
-    """One of an older run, say: whoever encodes chats is told, and others may write with it, or export it."""
+def test_a_model_is_built_whose_template_cannot_be_trained_with(
+    tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A new run ends at once, with one message. One of an older run may write texts, or be exported."""
     own = copy.deepcopy(tokenizer)
     own.chat_template = "{{ messages[0]['content'] }}{{ messages[-1]['content'] }}"
-    task = task_of(own, CHATS)
-    assert task.build_model().generation_config.eos_token_id == own.eos_token_id
     with pytest.raises(UserError, match="the chat template cannot write a question with its answer"):
-        task.encode(chat("a", "b"), True)
+        task_of(own, CHATS).build_model()
+    assert not caplog.records
+    context = replace(task_of(own, CHATS).task_context, has_checkpoint=True)
+    assert CausalLM(context).build_model().generation_config.eos_token_id == own.eos_token_id
+    assert "the chat template cannot write a question with its answer" in caplog.text
 
 
 def test_a_tokenizer_is_trained_on_what_is_said() -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{}]}
-    parted = {
-        "role": "user",
-        "content": [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "text", "text": "b"}],
-    }
+    parted = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
     assert task_of(None, CHATS).texts({"messages": [parted, call, *chat("c")["messages"]]}) == ["ab", "", "c"]
 
 
@@ -297,3 +304,40 @@ def test_the_loss_of_a_batch_is_that_of_its_answers(tokenizer: Any, tmp_path: Pa
     assert task.num_targets(batch) == count
     assert found == pytest.approx(expected, rel=1e-5)
     assert "bits_per_byte" not in task.loss_scores(found, count, records)
+
+
+def test_the_length_that_a_prompt_needs(tokenizer: PreTrainedTokenizerFast) -> None:
+    """It is the first at which a record gives a sample, and the shortest of those that were dropped."""
+    records = [{"prompt": text, "completion": "ab"} for text in ("xyzw" * 5, "xyzw" * 2)]
+    task = task_of(tokenizer, PROMPTS, sequence_length=4)
+    assert [task.encode(record, True) for record in records] == [None, None]
+    needed = int(task.needed_length)
+    assert task_of(tokenizer, PROMPTS, sequence_length=needed - 1).encode(records[1], True) is None
+    assert task_of(tokenizer, PROMPTS, sequence_length=needed).encode(records[1], True)
+
+
+@pytest.mark.parametrize(
+    ("task_type", "options"),
+    [
+        (CausalLM, CausalLMConfig(from_scratch=LLAMA, **PROMPTS)),
+        (CausalLM, CausalLMConfig(from_scratch=LLAMA, **CHATS)),
+        (Seq2Seq, Seq2SeqConfig(model="t5", from_scratch={"d_model": 16})),
+    ],
+    ids=["prompts", "chats", "seq2seq"],
+)
+def test_a_tokenizer_without_an_end_token_is_warned_of_once(
+    task_type: type[PretrainedTask],
+    options: PretrainedTaskConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    endless = copy.deepcopy(tokenizer)
+    endless.eos_token = None
+    endless.save_pretrained(tmp_path)
+    world = Distributed(RankInfo(), torch.device("cpu"), timeout=60)
+    for folder, warnings in ((tokenizer.name_or_path, 0), (str(tmp_path), 1)):
+        caplog.clear()
+        config = RunConfig(task=options.model_copy(update={"tokenizer": folder}))
+        build_task(task_type, config, world, tmp_path / "run")
+        assert caplog.text.count("will not learn to stop") == warnings

@@ -14,7 +14,6 @@ from drawbar.config.schema.task_sections import SequenceClassificationConfig, To
 from drawbar.data.class_labels import ClassNumber
 from drawbar.data.tokenizer import train_byte_bpe
 from drawbar.errors import UserError
-from drawbar.runtime.log import logger
 from drawbar.tasks.classification import SequenceClassification, TokenClassification
 from drawbar.tasks.labels import Labels, in_order_of, trained_labels
 from drawbar.tasks.pretrained import PretrainedTask
@@ -37,8 +36,7 @@ OF_TASK = {
 
 
 @pytest.fixture
-def messages(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
-    monkeypatch.setattr(logger, "propagate", True)
+def messages(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     caplog.set_level("INFO")
     return caplog
 

@@ -10,9 +10,9 @@ from drawbar.config.schema.run_config import RunConfig
 from drawbar.errors import UserError
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.causal_lm import CausalLM
-from drawbar.tasks.overrides import name_failing_method
 from drawbar.tasks.task import Task
 from drawbar.tasks.task_context import TaskContext
+from drawbar.tasks.user_methods import name_failing_method
 
 BATCH = Batch({"labels": torch.tensor([[0, 1, 2, -100]]), "input_ids": torch.zeros(1, 4, dtype=torch.long)}, ids=[0])
 

@@ -33,6 +33,15 @@ def test_folder_without_a_model(tmp_path: Path, task_type: str, files: dict[str,
         assert caught.value.remedy
 
 
+@pytest.mark.parametrize("name", ["", "checkpoints/step-00000006"])
+def test_a_run_is_no_folder_of_a_model(tmp_path: Path, name: str) -> None:
+    (tmp_path / "checkpoints" / "step-00000006").mkdir(parents=True)
+    (tmp_path / "config.yaml").write_text("run: {name: a}\n")
+    with pytest.raises(UserError, match=r"a run, and not a folder of a model|a checkpoint of a run") as caught:
+        load_pretrained(str(tmp_path / name))
+    assert f"drawbar export {tmp_path} --to" in str(caught.value.remedy)
+
+
 def test_a_config_that_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(b"{\xff}")
     with pytest.raises(UserError, match=r"config.json is not JSON: "):

@@ -192,3 +192,17 @@ def test_a_run_learns_its_pairs_by_heart(family: str, tmp_path: Path) -> None:
     assert json.loads((results / "scores.json").read_text())["bleu"] > 50
     found = [json.loads(line) for line in (results / "predictions.jsonl").read_text().splitlines()]
     assert sum(record["prediction"] == record["target"] for record in found) > 4
+
+
+def test_a_metric_of_texts_that_nobody_writes_is_refused() -> None:
+    with pytest.raises(UserError, match="bleu would never be computed") as caught:
+        task_of(generation=None, metrics=["loss", "bleu"])
+    assert caught.value.where == "task.metrics"
+    assert "task.generation={max_new_tokens: 128}" in str(caught.value.remedy)
+    assert list(task_of(generation=None).metrics) == ["bleu"]  # its usual ones, which nobody asked for
+    assert not task_of(generation=None, metrics=["perplexity"]).metrics
+
+
+def test_a_run_with_such_a_metric_can_go_on() -> None:
+    config = Seq2SeqConfig(model="t5", from_scratch=FIELDS["t5"], generation=None, metrics=["bleu"])
+    assert Seq2Seq(TaskContext(RunConfig(task=config), TOKENIZER, has_checkpoint=True)).predicts is False

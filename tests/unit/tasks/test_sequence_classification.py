@@ -19,7 +19,6 @@ from drawbar.config.schema.task_sections import SequenceClassificationConfig
 from drawbar.data.dataset import EncodedDataset, encode_records
 from drawbar.data.tokenizer import load_tokenizer, train_byte_bpe, wrap_texts
 from drawbar.errors import UserError
-from drawbar.runtime.log import logger
 from drawbar.tasks.classification import SequenceClassification
 from drawbar.tasks.task_context import TaskContext
 from runs import fit_in
@@ -121,21 +120,24 @@ def test_two_labels_that_are_given_are_not_the_same(tmp_path: Path) -> None:
         labels_found(tmp_path, ["good"], labels=[0, 1, "1.0"])
 
 
-def test_the_labels_that_are_found_are_said_with_their_counts(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logger, "propagate", True)
+def test_the_labels_that_are_found_are_said_with_their_counts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     labels_found(tmp_path, ["good", "bad", "good"])
     assert "labels in 'label' of the training data: bad 1, good 2" in caplog.text
-    labels_found(tmp_path, [f"{number:02}" for number in range(23)])
-    assert caplog.text.rstrip().endswith("19 1 and 3 more labels")
+    labels_found(tmp_path, [f"{number:02}" for number in range(23)] * 2)
+    assert caplog.text.rstrip().endswith("19 2 and 3 more labels")
 
 
-def test_labels_that_only_look_the_same_are_shown_and_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logger, "propagate", True)
+def test_a_column_of_ids_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    labels_found(tmp_path, [*range(300), 7])
+    assert "'label' has 300 different labels in 301: nearly every one is a class of its own" in caplog.text
+    caplog.clear()
+    for few in (list(range(20)), [*range(300)] * 2):
+        labels_found(tmp_path, few)
+    assert "class of its own" not in caplog.text
+
+
+def test_labels_that_only_look_the_same_are_shown_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     labels_found(tmp_path, ["a", " a", "b", "\u00e9", "e\u0301", "Yes", "yes", "no"])
     assert "' a' 1" in caplog.text
@@ -163,6 +165,21 @@ def test_an_unknown_label_is_told_how_many_there_are() -> None:
         target(task_of(list(range(60))), 60)
 
 
+@pytest.mark.parametrize(
+    ("labels", "problem", "hinted"),
+    [
+        (["0.1", "0.25", "2"], "single_label", True),
+        (["0.1", "0.25", "high"], "single_label", False),
+        ([0, 1], "single_label", False),
+        (["0.1", "0.25", "2"], "multi_label", False),
+    ],
+)
+def test_an_unknown_number_may_be_one_to_learn(labels: list[Any], problem: str, hinted: bool) -> None:
+    with pytest.raises(UserError, match="none of the task's") as caught:
+        target(task_of(labels, problem=problem), [0.5] if problem == "multi_label" else 0.5)
+    assert ("use task.problem=regression" in str(caught.value.remedy)) is hinted
+
+
 def test_labels_that_are_given_keep_their_order(tmp_path: Path) -> None:
     assert labels_found(tmp_path, ["good"], labels=["worse", "good", "bad"]) == ["worse", "good", "bad"]
     task = task_of([False, True])
@@ -179,7 +196,7 @@ def test_labels_that_are_given_keep_their_order(tmp_path: Path) -> None:
         (["good", {"a": 1}], r"which is no label[\s\S]*train.jsonl:2"),
         (["good", float("nan"), "bad"], r"'label' holds nan, which is no label[\s\S]*train.jsonl:2"),
         ([1, 2, float("-inf")], r"holds -inf[\s\S]*train.jsonl:3"),
-        (["good", "bad", " "], r"an empty label[\s\S]*train.jsonl:3"),
+        (["good", "bad", " "], r"an empty label[\s\S]*train.jsonl:3[\s\S]*data.on_bad_record=skip"),
     ],
 )
 def test_what_cannot_be_labels_is_refused(in_data: list[Any], message: str, tmp_path: Path) -> None:

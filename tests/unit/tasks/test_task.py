@@ -106,9 +106,9 @@ def test_a_task_of_a_configuration_alone_makes_the_rest_once() -> None:
 def test_a_method_that_is_missing_is_named() -> None:
     task = Task(RunConfig())
     assert not task.predicts
-    with pytest.raises(NotImplementedError, match=r"Task does not define build_model"):
+    with pytest.raises(UserError, match=r"the task Task does not define build_model\(\)"):
         task.build_model()
-    with pytest.raises(NotImplementedError, match=r"Halves does not define loss"):
+    with pytest.raises(UserError, match=r"the task Halves does not define loss\(\)"):
         Halves(RunConfig()).loss(None, None)  # type: ignore[arg-type]
 
 
@@ -146,7 +146,7 @@ def test_what_is_no_task_is_refused(name: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("columns", "remedy"),
     [
-        (["text;label"], "separated by ';'"),
+        (["text;label"], "separated by ';': read it as .csv, with 'data.separator=\";\"'"),
         (["text,label"], "separated by ','"),
         (["text; label ;id"], "separated by ';'"),
         (["text", " label"], "'label' without spaces around it"),

@@ -158,6 +158,8 @@ def test_a_users_own_words_are_left_to_the_user() -> None:
         ({"tokens": ["the"], "tags": ["B-Y"]}, "'B-Y' is none of the task's: O, B-X, I-X"),
         ({"tokens": ["the"], "tags": [None]}, "which is no label"),
         ({"tokens": "the", "tags": ["O"]}, "'tokens' is str, not list"),
+        ({"tokens": ["the", 12], "tags": ["O", "O"]}, "word 2 in 'tokens' is int, not text: '12'"),
+        ({"tokens": [None], "tags": ["O"]}, "word 1 in 'tokens' is NoneType"),
         ({"tokens": ["the"], "tags": "O"}, "'tags' is str, not list"),
         ({"tokens": ["the"]}, "no 'tags'"),
         ({"tags": ["O"]}, "no 'tokens'"),

@@ -12,6 +12,7 @@ import pytest
 
 from drawbar.tracking.console import Console, PlainConsole, SilentConsole, TerminalConsole, make_console
 from drawbar.tracking.table import print_table
+from drawbar.util.best_score import BestScore
 
 ESCAPE = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])")
 
@@ -110,6 +111,7 @@ def run(console: Console) -> None:
     for done in range(3):
         console.phase("evaluating", done, 2)
     console.evaluation(1000, {"eval/validation/loss": 3.912})
+    console.best(BestScore(step=1000, metric="loss", score=3.912))
     console.stop()
     console.stop()
 
@@ -126,19 +128,26 @@ LINES = [
 ]
 
 
-def test_a_terminal_shows_whole_lines_above_one_bar() -> None:
+def test_a_terminal_shows_whole_lines_above_one_view() -> None:
     with Terminal() as terminal:
         console = make_console(is_rank_zero=True)
         assert isinstance(console, TerminalConsole)
         run(console)
     output = terminal.output()
     shown = screen(output)
-    assert shown[:-1] == LINES
-    assert re.fullmatch(r"━{20} step 1,000/1,000  loss 1\.000  18,204 tok/s", shown[-1])
+    assert shown[: len(LINES)] == LINES
+    bar, *view = shown[len(LINES) :]
+    assert re.fullmatch(r"━{70,79} *100%", bar)
+    assert view == [
+        "progress    step 1,000/1,000",
+        "training    loss 1.000  lr 3.0e-04  grad_norm 1.00  18,204 tok/s",
+        "evaluation  step 1,000  loss 3.912",
+        "best        loss 3.912  at step 1,000",
+    ]
     assert output.count("\x1b[?25l") == output.count("\x1b[?25h") == 1  # the cursor is given back
 
 
-def test_the_bar_shows_the_run_and_the_phase() -> None:
+def test_the_view_shows_the_run_and_the_phase() -> None:
     with Terminal() as terminal:
         console = TerminalConsole()
         console.start(total_steps=20_000, first_step=11_000)
@@ -147,13 +156,16 @@ def test_the_bar_shows_the_run_and_the_phase() -> None:
         console.log(11_003, {"train/loss": 4.3214, "train/tokens_per_second": 118_204.0})
         console.advance(11_004)
         console.phase("evaluating", 45, 120)
-        console.message("above the bars, which are drawn again with it")
+        console.message("above the view, which is drawn again with it")
         console.stop()
     drawn = ESCAPE.sub("", terminal.output()).split("drawn again with it")[1]
-    bar, phase, *_ = re.split(r"[\r\n]+", drawn.strip())
-    assert re.fullmatch(r"\S{20} step 11,004/20,000  loss 4\.321  118,204 tok/s(  \S+ left)? *", bar)
-    assert phase.rstrip().endswith(" evaluating 45/120 (38%)")
-    assert max(len(line.rstrip()) for line in (bar, phase)) < 80
+    bar, progress, training, phase_bar, phase, *_ = re.split(r"[\r\n]+", drawn.strip())
+    assert bar.split()[-1] == "55%"
+    assert re.fullmatch(r"progress    step 11,004/20,000(  \S+ left)?", progress.rstrip())
+    assert training.rstrip() == "training    loss 4.321  118,204 tok/s"
+    assert phase_bar.split()[-1] == "38%"
+    assert phase.rstrip() == "evaluating  45/120"
+    assert max(len(line.rstrip()) for line in (bar, progress, training, phase)) < 80
 
 
 def test_a_failing_run_gives_the_terminal_back() -> None:
@@ -164,8 +176,9 @@ def test_a_failing_run_gives_the_terminal_back() -> None:
         console.stop()
         console.message("failed")
     assert terminal.output().count("\x1b[?25h") == 1
-    *_, bar, last = screen(terminal.output())
-    assert bar.endswith("step 0/10")
+    *_, bar, step, last = screen(terminal.output())
+    assert bar.endswith("0%")
+    assert step == "progress    step 0/10"
     assert last == "failed"
 
 
@@ -174,7 +187,7 @@ def test_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
     with Terminal() as terminal:
         run(make_console(is_rank_zero=True))
     styles = {code for code, command in ESCAPE.findall(terminal.output()) if command == "m"}
-    assert styles <= {"0", "1"}  # reset and bold
+    assert styles <= {"0", "1", "2"}  # reset, bold and dim
 
 
 def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,6 +257,14 @@ def test_table_on_a_terminal() -> None:
     shown = screen(terminal.output())
     assert "│ this model │      2.12 │" in shown
     assert "│ [trigram]  │     13.01 │" in shown
+
+
+def test_table_on_a_terminal_that_is_too_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    with Terminal() as terminal:
+        print_table("Scores", ["model", "bits/byte"], ROWS)
+    shown = screen(terminal.output())
+    assert shown == ["Scores", "this model", "  bits/byte  2.12", "[trigram]", "  bits/byte  13.01"]
 
 
 def test_output_to_a_file_is_there_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

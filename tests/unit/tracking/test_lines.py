@@ -29,6 +29,7 @@ def test_duration(seconds: float, text: str) -> None:
         (-4.3, "-4.300"),
         (18_204.4, "18,204"),
         (1.234e-5, "1.2e-05"),
+        (10.0**300, "1.0e+300"),
         (float("nan"), "nan"),
         (float("inf"), "inf"),
         (float("-inf"), "-inf"),

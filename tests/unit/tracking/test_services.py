@@ -2,9 +2,12 @@
 
 import json
 import math
+import socket
 import struct
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from drawbar.config.schema.run_config import TrackingSection
 from drawbar.errors import UserError
 from drawbar.tracking import background
 from drawbar.tracking.jsonl import JsonlTracker
+from drawbar.tracking.mlflow import MLflowTracker
 from drawbar.tracking.tracker import TrackedRun
 from drawbar.tracking.trackers import Trackers, make_trackers
 from drawbar.tracking.wandb import WandbTracker
@@ -135,6 +139,7 @@ def test_the_end_of_a_run_does_not_wait_for_ever(
 
     hangs = Event()
     monkeypatch.setattr(background, "FINISH_SECONDS", 0.01)
+    monkeypatch.setattr(background, "SECONDS_TO_CHECK", 0.005)
     monkeypatch.setattr(background, "LONGEST_QUEUE", 2)
     monkeypatch.setattr(WandbTracker, "start", lambda self, run: hangs.wait())
     trackers = Trackers(make_trackers(TrackingSection(tensorboard=False, trackers={"wandb": {"project": "trains"}})))
@@ -145,6 +150,43 @@ def test_the_end_of_a_run_does_not_wait_for_ever(
     hangs.set()
     assert "it does not get all lines" in caplog.text
     assert "has not sent everything" in caplog.text
+
+
+def test_the_end_of_a_run_does_not_wait_for_an_mlflow_server_that_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(background, "SECONDS_TO_CHECK", 0.01)
+    monkeypatch.setattr(background, "FINISH_SECONDS", 10_000.0)
+    with socket.socket() as unused:  # bound, and nobody listens
+        unused.bind(("127.0.0.1", 0))
+        server = f"127.0.0.1:{unused.getsockname()[1]}"
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://me:secret@{server}")
+        trackers = Trackers(make_trackers(TrackingSection(tensorboard=False, trackers={"mlflow": {}}))[1:])
+        trackers.start(TrackedRun(tmp_path, SETTINGS))
+        trackers.log(1, {"train/loss": 0.5})
+        trackers.finish()
+    at_start, at_end = (record.getMessage() for record in caplog.records)
+    assert f"the MLflow server {server} does not answer" in at_start
+    assert f"has not sent everything, and the run ends: the MLflow server {server} does not answer" in at_end
+    assert "secret" not in caplog.text
+
+
+def test_which_mlflow_server_does_not_answer() -> None:
+    class Handler(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.send_response(int(self.path.removeprefix("/")))
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        uri = f"http://127.0.0.1:{server.server_port}"
+        problems = [MLflowTracker(uri=f"{uri}/{status}").service_problem() for status in (405, 503)]
+        server.shutdown()
+    assert problems == [None, f"the MLflow server {uri[7:]} does not answer: 503 Service Unavailable"]
+    assert MLflowTracker(uri="sqlite:///no.db").service_problem() is None
 
 
 @pytest.mark.parametrize(

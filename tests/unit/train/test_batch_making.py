@@ -24,7 +24,7 @@ class OwnCollate(Numbers):
 
 
 @pytest.mark.parametrize(
-    ("task_type", "workers", "ahead"),
+    ("task_type", "workers", "prefetch"),
     [
         (Numbers, "auto", True),
         (OwnAugment, "auto", False),
@@ -33,8 +33,8 @@ class OwnCollate(Numbers):
         (Numbers, 0, False),
     ],
 )
-def test_a_users_code_runs_ahead_in_processes_alone(task_type: type[Numbers], workers: Any, ahead: bool) -> None:
+def test_a_users_code_runs_ahead_in_processes_alone(task_type: type[Numbers], workers: Any, prefetch: bool) -> None:
     config = tiny_config()
     config = config.model_copy(update={"data": config.data.model_copy(update={"workers": workers})})
-    prefetcher = make_prefetcher(task_type(config), config, CPU, ahead=True)
-    assert bool(prefetcher._ahead) is ahead
+    prefetcher = make_prefetcher(task_type(config), config, CPU, prefetch=True)
+    assert bool(prefetcher._prefetch_count) is prefetch

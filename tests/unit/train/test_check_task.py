@@ -18,53 +18,24 @@ from drawbar.evaluation.scoring import unknown_metric
 from drawbar.metrics.metric_registry import compute, load_metrics
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.causal_lm import CausalLM
-from drawbar.tasks.overrides import check_signatures
 from drawbar.tasks.task import Task
+from drawbar.tasks.user_methods import check_signatures
+from points import Points, write_points
 from runs import fit_in
 
 HERE = Path(__file__).name
 
 
-class Points(Task):
-    """A small task that is right, without a tokenizer."""
-
-    def build_model(self) -> nn.Module:
-        return nn.Linear(2, 3)
-
-    def encode(self, record: dict[str, Any], train: bool) -> dict[str, Any]:
-        return {"x": np.array(record["x"], np.float32), "labels": record["label"]}
-
-    def forward(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        return model(batch["x"])
-
-    def loss(self, outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
-        return functional.cross_entropy(outputs, batch["labels"], reduction="sum")
-
-    def predict(self, model: nn.Module, batch: Batch) -> list[Any]:
-        return self.forward(model, batch).argmax(-1).tolist()
-
-    def score(self, records: list[dict[str, Any]]) -> dict[str, float]:
-        return {"accuracy": sum(record["prediction"] == record["label"] for record in records) / len(records)}
-
-
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Records of points; the first eight of the validation data have one and the same label."""
-    folder = tmp_path_factory.mktemp("points")
-    chance = np.random.default_rng(0)
-    records = [{"x": chance.normal(size=2).tolist(), "label": max(0, number - 9) % 3} for number in range(24)]
-    (folder / "points.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    (folder / "config.yaml").write_text(
-        "run: {name: points}\ndata: {train: points.jsonl, validation: points.jsonl}\n"
-        "train: {steps: 2, global_batch: 4}\nprecision: fp32\ndevice: cpu\ntracking: {tensorboard: false}\n"
-    )
-    return folder
+    """See ``write_points``."""
+    return write_points(tmp_path_factory.mktemp("points"))
 
 
 numbers: Iterator[int] = iter(range(10**6))
 
 
-def try_out(project: Path, task: type[Task], *settings: str) -> Path:
+def check_on_samples(project: Path, task: type[Task], *settings: str) -> Path:
     """A whole run of two steps, in a directory of its own."""
     name = f"run-{next(numbers)}"
     fit_in(project, f"run.name={name}", *settings, task=task)
@@ -74,7 +45,7 @@ def try_out(project: Path, task: type[Task], *settings: str) -> Path:
 def refused(project: Path, task: type[Task], *settings: str) -> UserError:
     before = set(project.rglob("*"))
     with pytest.raises(UserError) as error:
-        try_out(project, task, *settings)
+        check_on_samples(project, task, *settings)
     assert set(project.rglob("*")) - before <= {project / "runs"}, "nothing is written"
     return error.value
 
@@ -128,7 +99,7 @@ class Static(Points):
 
 def test_other_ways_to_write_a_method_are_fine(project: Path) -> None:
     check_signatures(Static)
-    try_out(project, Static)
+    check_on_samples(project, Static)
 
 
 class Mean(Points):
@@ -362,9 +333,70 @@ class Windows(Points):
         return super().score(records)
 
 
-@pytest.mark.parametrize("task", [Points, Contrastive, Pairs, LossAlone, NumpyScore, Windows])
+class Counter(nn.Linear):
+    """A layer that counts its calls outside of its buffers."""
+
+    calls = 0
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]
+
+
+class ExtraState(Points):
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 3), Counter(3, 3))
+
+
+class Complex128(Points):
+    persistent = True
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        model.register_buffer("phase", torch.zeros(3, dtype=torch.complex128), persistent=self.persistent)
+        return model
+
+
+class NotSaved(Complex128):
+    persistent = False
+
+
+class Quantized(Points):
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        model.register_buffer("scale", torch.zeros(3).to(torch.float8_e8m0fnu))
+        return model
+
+
+class NoTensor(Points):
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        model.register_state_dict_post_hook(lambda module, state, prefix, _: state.update({"calls": 3}))
+        return model
+
+
+@pytest.mark.parametrize(
+    ("task", "what"),
+    [
+        (ExtraState, "1 is a Counter, which defines get_extra_state"),
+        (Complex128, "phase is torch.complex128"),
+        (Quantized, "scale is torch.float8_e8m0fnu"),
+        (NoTensor, "calls is int"),
+    ],
+)
+def test_state_that_no_checkpoint_can_hold(task: type[Task], what: str, project: Path) -> None:
+    error = refused(project, task)
+    assert error.exit_code == ExitCode.WRONG_REQUEST
+    assert what in error.what
+    assert f"{task.__name__}.build_model" in error.what
+    assert HERE in (error.where or "")
+
+
+@pytest.mark.parametrize("task", [Points, NotSaved, Contrastive, Pairs, LossAlone, NumpyScore, Windows])
 def test_what_is_right_trains(task: type[Task], project: Path) -> None:
-    assert (try_out(project, task) / "checkpoints").is_dir()
+    assert (check_on_samples(project, task) / "checkpoints").is_dir()
 
 
 class LateCollate(Points):
@@ -388,16 +420,50 @@ def test_a_fault_in_a_later_step_is_named_with_its_method(
 ) -> None:
     settings = ["data.validation=null", "train.steps=6", f"data.workers={workers}", "data.shuffle=false"]
     with pytest.raises(UserError, match=rf"{task.__name__}.{method} fails: ValueError: no \w+ for twos") as error:
-        try_out(project, task, *settings)
+        check_on_samples(project, task, *settings)
     assert HERE in str(error.value)
 
 
 @pytest.mark.parametrize(("task", "metric"), [(Divides, "accuracy"), (Correlates, "pearson")])
 def test_what_the_first_samples_lack_is_no_fault(task: type[Task], metric: str, project: Path) -> None:
     """Their labels are all the same: a recall divides by zero, and a correlation is nan."""
-    run = try_out(project, task, f"eval.metric={metric}", "eval.mode=max")
+    run = check_on_samples(project, task, f"eval.metric={metric}", "eval.mode=max")
     assert metric in json.loads((run / "eval" / "validation" / "scores.json").read_text())
 
 
 def test_a_built_in_task_is_right(tmp_path: Path) -> None:
     fit_in(make_project(tmp_path), "train.steps=1", "optim.warmup=0", task=CausalLM)
+
+
+class NormalizedPoints(Points):
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.BatchNorm1d(2), super().build_model())
+
+
+class Centred(nn.Module):
+    """Subtracts the mean over the batch, also in evaluation."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - x.mean(0, keepdim=True)
+
+
+class CentredPoints(Points):
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(Centred(), super().build_model())
+
+
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        (Points, ""),
+        (NormalizedPoints, "the layer 0 normalizes over the samples of a micro-batch"),
+        (CentredPoints, "or treats the batch as a whole"),
+    ],
+)
+def test_a_model_whose_losses_depend_on_the_micro_batch_is_told_of(
+    task: type[Points], said: str, project: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fit_in(project, f"run.name={task.__name__}", "train.steps=1", task=task)
+    told = capfd.readouterr().err
+    assert said in told
+    assert ("train.micro_batch" in told) == bool(said)

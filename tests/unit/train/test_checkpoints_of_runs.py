@@ -11,6 +11,7 @@ import torch
 from drawbar.errors import ExitCode, UserError
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.causal_lm import CausalLM
+from drawbar.util.best_score import BestScore
 from runs import Fit
 
 
@@ -54,8 +55,8 @@ def saved(run: Path) -> list[int]:
 def test_the_newest_and_the_best_are_kept(settings: tuple[str, ...], steps: list[int], fit: Fit, run: Path) -> None:
     fit(*ACCURACY, *settings, task=Scripted)
     assert saved(run) == steps
-    best = json.loads((run / "checkpoints" / "best.json").read_text())
-    assert best == {"step": 4, "metric": "accuracy", "score": 0.9}
+    best = BestScore.from_json((run / "checkpoints" / "best.json").read_bytes())
+    assert best == BestScore(step=4, metric="accuracy", score=0.9)
 
 
 @pytest.mark.parametrize(

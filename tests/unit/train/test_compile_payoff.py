@@ -13,7 +13,6 @@ from drawbar.config.schema.run_config import ParallelSection
 from drawbar.engines.engine import Engine
 from drawbar.engines.trial_step import trial_step
 from drawbar.parallel.compile import CompileClock, uncompiled_blocks
-from drawbar.runtime.log import logger
 from drawbar.runtime.seed import seed_everything
 from drawbar.tracking.meters import Throughput
 from drawbar.train.compile_payoff import LAST_COMPARED, describe_payoff, logging_compile_payoff
@@ -54,10 +53,7 @@ def train(engine: Engine, made: Iterator[tuple[int, Any]]) -> list[float]:
     return [float(engine.train_step(micro_batches).loss) for _, micro_batches in made]
 
 
-def test_what_it_saves_is_measured_beside_training(
-    quick_compiler: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logger, "propagate", True)
+def test_what_it_saves_is_measured_beside_training(quick_compiler: None, caplog: pytest.LogCaptureFixture) -> None:
     count = LAST_COMPARED + 1
     plain, watched = compiled_engine(count), compiled_engine(count)
     expected = train(plain, steps(plain, count))
@@ -79,8 +75,7 @@ def test_a_run_without_compilation_is_left_alone() -> None:
     assert logging_compile_payoff(given, engine, Throughput(), uncompiled_step_fits=True) is given
 
 
-def test_a_short_run_is_not_measured(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logger, "propagate", True)
+def test_a_short_run_is_not_measured(caplog: pytest.LogCaptureFixture) -> None:
     engine = compiled_engine(total_steps=LAST_COMPARED - 1)
     given = steps(engine, 3)
     with caplog.at_level(logging.INFO, logger="drawbar"):

@@ -20,7 +20,7 @@ def older(run: Path) -> None:
     (run / "checkpoints" / "best.json").unlink()
     formats = dict(read_state(run / "checkpoints" / "step-00000002")["formats"])
     assert formats.pop("cross_entropy") == "plain"
-    CheckpointDirectory(run / "checkpoints").amend(2, {"formats": formats})
+    CheckpointDirectory(run / "checkpoints").update_state(2, {"formats": formats})
     written = (run / "config.yaml").read_text()
     assert "  cross_entropy: plain\n" in written
     (run / "config.yaml").write_text(written.replace("  cross_entropy: plain\n", ""))

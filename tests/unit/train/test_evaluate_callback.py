@@ -43,7 +43,14 @@ class Script:
         self.announced: list[dict[str, float]] = []
         shown = (self._trackers, make_console(False))
         self.callback = EvaluateCallback(
-            config, self._evaluate, folder, world, *shown, self.stop, lambda scores: self.announced.append(dict(scores))
+            config,
+            self._evaluate,
+            folder,
+            world,
+            *shown,
+            self.stop,
+            lambda progress: None,
+            lambda scores: self.announced.append(dict(scores)),
         )
 
     def handle(self, total: int) -> RunHandle:
@@ -61,7 +68,7 @@ class Script:
             self.progress.advance(RESULT)
             info = StepInfo(self.progress.step, RESULT, self.progress, last=self.progress.step == total)
             self.callback.on_step(self.handle(total), info)
-            if self.stop.agreed():
+            if self.stop.agree():
                 break
         self.callback.on_train_end(self.handle(total))
 

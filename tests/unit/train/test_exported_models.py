@@ -31,7 +31,7 @@ from transformers import (
 
 from conftest import WORDS
 from drawbar.cli.arguments import load_run
-from drawbar.commands.export_run import export_run
+from drawbar.commands.export_run import ExportFormat, export_run
 from drawbar.commands.score_run import generate_from_run
 from drawbar.data.tokenizer import train_byte_bpe
 from drawbar.evaluation.text_generation import Sampling
@@ -132,7 +132,7 @@ class Exported:
         self.folder = str(folder / "exported")
         with chdir(folder):
             self.config = load_run("runs/tiny", (), None).config
-            export_run(self.config, None, Path(self.folder), None, merge=False)
+            export_run(self.config, None, Path(self.folder), None, ExportFormat())
         self.tokenizer: Any = AutoTokenizer.from_pretrained(self.folder)
         self.model: Any = model_class.from_pretrained(self.folder).eval()
         assert self.model.dtype == torch.float32

@@ -3,7 +3,6 @@
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import peft
 import pytest
@@ -20,7 +19,7 @@ from transformers import (
 
 import drawbar
 from drawbar.checkpoint.format import Snapshot
-from drawbar.commands.export_run import export_run
+from drawbar.commands.export_run import ExportFormat, export_run
 from drawbar.commands.score_run import evaluate_run
 from drawbar.data.tokenizer import train_byte_bpe
 from drawbar.errors import UserError
@@ -148,7 +147,9 @@ def test_an_export_gives_the_scores_of_the_run(
 ) -> None:
     run = use(project, "bert")
     monkeypatch.chdir(project)
-    export_run(drawbar.load_config("config.yaml", ["run.name=bert"]).config, None, tmp_path / "it", "12", merge)
+    export_run(
+        drawbar.load_config("config.yaml", ["run.name=bert"]).config, None, tmp_path / "it", "12", ExportFormat(merge)
+    )
     folder = project / "bert" if not merge else tmp_path / "it"
     model = BertForSequenceClassification.from_pretrained(folder)  # what it lacks is drawn anew
     model = model if merge else peft.PeftModel.from_pretrained(model, tmp_path / "it")
@@ -201,12 +202,12 @@ def test_an_evaluation_on_another_pretrained_model_says_so(
 
 
 def test_an_older_checkpoint_without_what_no_file_has_is_named() -> None:
-    engine = SimpleNamespace(base=FrozenBaseInfo(frozenset({"bert.pooler.dense.bias"}), "of today"))
+    base = FrozenBaseInfo(frozenset({"bert.pooler.dense.bias"}), "of today")
     snapshot = Snapshot(6, {}, {}, {}, {})
     with pytest.raises(UserError, match=r"has bert\.pooler\.dense\.bias: an older drawbar"):
-        check_base(snapshot, engine)
+        check_base(snapshot, base)
     snapshot.model = {"bert.pooler.dense.bias": torch.zeros(2)}
-    check_base(snapshot, engine)  # nor does it say what was below its adapters
+    check_base(snapshot, base)  # nor does it say what was below its adapters
 
 
 @pytest.mark.parametrize(

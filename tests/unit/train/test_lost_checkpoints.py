@@ -58,7 +58,7 @@ def lose_manifest(folder: Path) -> None:
 
 def make_newer(folder: Path) -> None:
     manifest = Manifest.from_json((folder / "manifest.json").read_bytes())
-    (folder / "manifest.json").write_bytes(manifest.model_copy(update={"format": 2, "drawbar": "9.0"}).to_json())
+    (folder / "manifest.json").write_bytes(manifest.model_copy(update={"format": 3, "drawbar": "9.0"}).to_json())
 
 
 def saved(checkpoints: Path) -> list[str]:
@@ -70,7 +70,7 @@ def saved(checkpoints: Path) -> list[str]:
     [
         (damage, "model.safetensors has the checksum"),
         (lose_manifest, "manifest.json is missing"),
-        (make_newer, "manifest.json has format 2, from drawbar 9.0"),
+        (make_newer, "manifest.json has format 3, from drawbar 9.0"),
     ],
 )
 def test_a_run_that_cannot_use_its_checkpoints_does_not_begin_anew(
@@ -114,7 +114,7 @@ def test_go_on_from_a_copy(fit: Fit, project: Path, run: Path, checkpoints: Path
 def test_a_newer_format_is_not_passed_over(fit: Fit, run: Path, checkpoints: Path) -> None:
     make_newer(checkpoints / "step-00000012")
     before = contents(run)
-    with pytest.raises(UserError, match=r"step-00000012: manifest\.json has format 2") as refused:
+    with pytest.raises(UserError, match=r"step-00000012: manifest\.json has format 3") as refused:
         fit()
     assert "--resume step-00000010 --fork NEWNAME" in str(refused.value.remedy)
     assert contents(run) == before
@@ -127,7 +127,7 @@ def test_a_disk_that_cannot_be_read_is_an_error(
 ) -> None:
     before = contents(run)
     with monkeypatch.context() as patch:
-        patch.setattr(atomic_files, "_PAUSES", ())
+        patch.setattr(atomic_files, "_RETRY_DELAYS", ())
         for module, name in ((os, "scandir"), (__import__("io"), "open")):
             patch.setattr(module, name, stale(getattr(module, name), Path("runs/tiny") / place))
         with pytest.raises(UserError, match=f"cannot read runs/tiny/{place}: {os.strerror(errno.ESTALE)}") as error:
@@ -173,7 +173,7 @@ def test_a_damaged_checkpoint_does_not_rotate_good_ones_away(fit: Fit, run: Path
     expected = losses(run)
     damage(checkpoints / "step-00000012")
     settings = ("checkpoint.keep=1", "checkpoint.every=1", "checkpoint.keep_best=false", "eval.every=null")
-    with pytest.raises(ValueError, match="planted"):
+    with pytest.raises(UserError, match=r"Failing\.forward fails: ValueError: planted"):
         fit(*settings, task=Failing)
     assert saved(checkpoints) == ["step-00000011", "step-00000012.unusable"]
     assert fit(*settings).progress.step == 12

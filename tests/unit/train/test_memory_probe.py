@@ -18,7 +18,7 @@ from drawbar.data.loader import SampleRows
 from drawbar.data.packing import PackedRows
 from drawbar.data.plan import plan_rows
 from drawbar.distributed.rank_info import RankInfo
-from drawbar.engines.trial_step import state_to_come, trial_step
+from drawbar.engines.trial_step import future_optimizer_bytes, trial_step
 from drawbar.runtime.seed import seed_everything
 from drawbar.train import trainer
 from drawbar.train.memory_probe import MICRO_BATCH_FILE, Trial, largest_that_fits, longest_rows
@@ -120,10 +120,10 @@ def test_a_trial_step_leaves_no_trace(optim: OptimSection) -> None:
 def test_the_state_of_an_optimizer_is_foreseen(name: str) -> None:
     engine = tiny_engine(tiny_config(optim=OptimSection(name=name)))
     of_weights = sum(parameter.nbytes for parameter in engine.module.parameters())
-    assert state_to_come(engine.updater) == 2 * of_weights  # the most that any of them keeps
+    assert future_optimizer_bytes(engine.updater) == 2 * of_weights  # the most that any of them keeps
     engine.train_step(random_step(engine, seed=1))
     if name != "sgd":  # which keeps nothing without momentum
-        assert state_to_come(engine.updater) == 0
+        assert future_optimizer_bytes(engine.updater) == 0
     assert sum(tensor.nbytes for tensor in engine.state().optimizer.values() if tensor.ndim) <= 2 * of_weights
 
 

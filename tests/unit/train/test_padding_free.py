@@ -78,7 +78,7 @@ def test_a_run_of_an_older_drawbar_goes_on_padded(folder: Path, monkeypatch: pyt
         return state
 
     fit_in(folder, "task.type=sequence_classification", PADDED, "train.steps=3")
-    monkeypatch.setattr("drawbar.train.saver.read_state", older)
+    monkeypatch.setattr("drawbar.train.restore.read_state", older)
     seen = tokens_of(monkeypatch)
     fit_in(folder, "task.type=sequence_classification")
     assert any(real < computed for real, computed in seen[-6:])

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from drawbar import Callback, RunHandle, StepInfo
@@ -26,11 +27,16 @@ from drawbar.runtime.seed import rng_state
 from drawbar.tasks.batch import Batch
 from drawbar.tasks.causal_lm import CausalLM
 from drawbar.tasks.chat import ChatFormat
+from drawbar.train.restore import _restore_generators
 from drawbar.train.rundir import lock_run_dir
-from drawbar.train.saver import _restore_generators
 from drawbar.train.setup import WRAPS_TEXTS
 from harness import run_ranks
 from runs import Fit, fit_in, losses, metrics, scores, weights
+
+
+class LeavesAtOnce(Callback):
+    def on_train_start(self, run: RunHandle) -> None:
+        run.request_stop()
 
 
 class Interrupted(CausalLM):
@@ -187,7 +193,7 @@ def test_a_stop_comes_before_an_error_of_the_next_step(
     with pytest.raises(UserError, match=error) if error else nullcontext():
         fit(*settings, task=Spoiled, callbacks=[SpoilFifth(ask)])
     saved = [path.name for path in (run / "checkpoints").glob("step-*")]
-    assert saved == ([] if error == "bad data" else ["step-00000005"])
+    assert saved == ["step-00000005"]
 
 
 def test_what_a_callback_asks_for_before_the_first_step_is_done(fit: Fit, run: Path) -> None:
@@ -207,7 +213,7 @@ def test_what_a_callback_asks_for_before_the_first_step_is_done(fit: Fit, run: P
 
 def test_a_run_that_failed_before_its_first_checkpoint_begins_anew(fit: Fit, project: Path) -> None:
     settings = (*ONE_FORWARD, "tracking.tensorboard=true", "checkpoint.every=null", "checkpoint.keep_best=false")
-    with pytest.raises(ValueError, match="planted"):
+    with pytest.raises(UserError, match=r"Failing\.forward fails: ValueError: planted"):
         fit(*settings, task=Failing)
     assert state_of(project / "runs" / "tiny")[0] == "failed"
     fit(*settings)
@@ -239,6 +245,32 @@ def test_more_steps_go_on_with_a_complete_run(fit: Fit, run: Path, capfd: pytest
     assert "is now" not in capfd.readouterr().err
 
 
+def test_a_longer_run_may_keep_its_schedule(fit: Fit, run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """And afterwards goes back to one that is computed anew."""
+    settings = ("optim.schedule=linear", "optim.warmup=0", "checkpoint.every=null", "eval.every=null")
+    fit(*settings, "train.steps=6", "optim.min_lr_ratio=0.1")
+    assert "optim.schedule_steps" not in capfd.readouterr().err
+    fit(*settings, "train.steps=9", "optim.min_lr_ratio=0.1", "optim.schedule_steps=6")
+    said = capfd.readouterr().err
+    assert "that of a run of 6 steps: it goes on with 0.0025" in said
+    assert "change little" not in said
+    fit(*settings, "train.steps=12", "optim.min_lr_ratio=0.1")
+    assert "optim.schedule_steps=9 keeps" in capfd.readouterr().err
+    rates = {line["step"]: line["train/lr"] for line in metrics(run) if "train/lr" in line}
+    planned = {step: 6 if step <= 9 else 12 for step in range(1, 13)}
+    assert rates == pytest.approx(
+        {step: 1e-2 * (0.1 + 0.9 * (1 - (min(step, of) - 1) / of)) for step, of in planned.items()}, abs=1e-9
+    )
+
+
+def test_a_kept_schedule_that_has_ended_near_zero_is_warned_of(fit: Fit, capfd: pytest.CaptureFixture[str]) -> None:
+    settings = ("optim.schedule=polynomial", "optim.power=3", "optim.warmup=0", "eval.every=null")
+    fit(*settings, "train.steps=6")
+    fit(*settings, "train.steps=8", "optim.schedule_steps=6")
+    said = capfd.readouterr().err
+    assert "after step 6 the schedule is over, and the learning rate stays 4.6e-05" in said
+
+
 def test_a_longer_run_without_a_schedule_is_the_run_of_so_many_steps(fit: Fit, project: Path) -> None:
     settings = ("optim.schedule=constant", "optim.warmup=0", "train.steps=null", "eval.every=null")
     fit(*settings, "train.epochs=0.25")
@@ -267,7 +299,7 @@ def test_fewer_steps_than_were_made_are_refused(shorter: str, says: str, fit: Fi
 
 def test_what_can_be_done_about_another_configuration(fit: Fit, run: Path) -> None:
     """There is nothing to fork before the first checkpoint, and nothing to lose."""
-    with pytest.raises(ValueError, match="planted"):
+    with pytest.raises(UserError, match=r"Failing\.forward fails: ValueError: planted"):
         fit(*ONE_FORWARD, "checkpoint.every=null", "checkpoint.keep_best=false", task=Failing)
     with pytest.raises(UserError, match="another configuration") as refused:
         fit("optim.lr=0.5", task=CausalLM)
@@ -329,6 +361,53 @@ def test_an_older_checkpoint_of_the_run_itself_is_refused(fit: Fit, run: Path) -
     with pytest.raises(UserError, match="exists already"):
         fit(resume="never")
     assert contents(run) == before
+
+
+def moments(run: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(run / "checkpoints" / f"step-{step:08d}" / "optimizer.safetensors")
+
+
+def updates(run: Path, step: int) -> set[float]:
+    """How many updates the optimizer says that it has made of each parameter."""
+    return {float(tensor) for name, tensor in moments(run, step).items() if name.endswith("/step")}
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_fork_of_the_weights_alone(fit: Fit, project: Path, interrupted: bool) -> None:
+    """Step, data and learning rate go on; the optimizer begins anew. So it is after a stop before the first save."""
+    settings = ("train.steps=16", "eval.every=null")
+    fit(*settings, "train.steps=12", "optim.schedule_steps=16")
+    fit(*settings, fork="whole")
+    if interrupted:
+        fit(*settings, fork="anew", weights_only=True, callbacks=[LeavesAtOnce()])
+        fit(*settings, "run.name=anew")
+    else:
+        fit(*settings, fork="anew", weights_only=True)
+    runs = project / "runs"
+    assert (updates(runs / "whole", 16), updates(runs / "anew", 16)) == ({16.0}, {4.0})
+    rates, anew = (
+        {line["step"]: line["train/lr"] for line in metrics(runs / name) if "train/lr" in line}
+        for name in ("whole", "anew")
+    )
+    assert rates == anew
+    assert list(rates) == [13, 14, 15, 16]
+    whole_losses, own_losses = losses(runs / "whole"), losses(runs / "anew")
+    assert whole_losses[13] == own_losses[13]
+    assert whole_losses[14] != own_losses[14]
+    before = updates(runs / "anew", 16)
+    fit(*settings, "train.steps=18", fork="anew", weights_only=True)  # its own optimizer goes on
+    assert updates(runs / "anew", 18) == {count + 2 for count in before}
+
+
+def test_weights_alone_are_those_of_another_run(fit: Fit, run: Path) -> None:
+    fit(*ONE_FORWARD)
+    for resume in ("auto", "never", "latest", str(run / "checkpoints" / "step-00000012")):
+        with pytest.raises(UserError, match="a checkpoint of another run, and none is named") as refused:
+            fit(*ONE_FORWARD, resume=resume, weights_only=True)
+        assert refused.value.where == "--weights-only"
+    newest = str(run / "checkpoints" / "step-00000012")
+    fit(*ONE_FORWARD, "run.name=other", "train.steps=14", resume=newest, weights_only=True)
+    assert updates(run.parent / "other", 14) == {2.0}
 
 
 def test_a_fork_of_another_optimizer_and_data(fit: Fit, project: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -446,10 +525,10 @@ def test_a_resumed_run_keeps_its_number_formats_on_other_hardware(
     fit: Fit, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = (*ONE_FORWARD, *AS_OWN, "precision=auto", "optim.name=muon")
-    monkeypatch.setattr("drawbar.parallel.precision._bf16_is_fast", lambda device: False)
+    monkeypatch.setattr("drawbar.parallel.precision._has_fast_bf16", lambda device: False)
     fit(*settings, "run.name=straight")
     fit(*settings, task=Interrupted)
-    monkeypatch.setattr("drawbar.parallel.precision._bf16_is_fast", lambda device: True)
+    monkeypatch.setattr("drawbar.parallel.precision._has_fast_bf16", lambda device: True)
     fit(*settings)
     assert losses(run) == losses(run.parent / "straight")
 

@@ -21,6 +21,7 @@ from drawbar.tracking.console import make_console
 from drawbar.train.batches import describe_samples, eval_micro_batch, load_split, train_micro_batch
 from drawbar.train.setup import build_task
 from harness import run_ranks
+from runs import Fit
 
 
 def world() -> Distributed:
@@ -99,6 +100,24 @@ def test_a_description_names_what_was_left_out() -> None:
     records = [{"n": number} for number in range(5)]
     samples = encode_records(records, encode, describe=str, on_bad_record="skip")
     assert describe_samples(samples) == "3 samples of 4 records (1 dropped, 1 truncated, 1 bad)"
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("parallel.fp8=tensorwise", "fp8 is for NVIDIA GPUs"),
+        ("task.cross_entropy=liger", "liger-kernel has kernels for CUDA devices"),
+        ("task.attention=flash_attention_2", "flash attention is a CUDA kernel"),
+    ],
+)
+def test_what_the_machine_cannot_compute_is_refused_before_the_data_are_read(
+    setting: str, says: str, project: Path, fit: Fit
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("a GPU computes it")
+    (project / "train.txt").unlink()
+    with pytest.raises(UserError, match=says):
+        fit(setting, "device=auto", "precision=auto")
 
 
 AUTO = "train.micro_batch=auto"

@@ -34,9 +34,9 @@ def test_a_signal_asks_for_a_stop(stop: Stop, number: signal.Signals, reason: Re
     before = signal.getsignal(number)
     with stop:
         stop.begin()
-        assert not stop.agreed()
+        assert not stop.agree()
         os.kill(os.getpid(), number)
-        assert stop.agreed()
+        assert stop.agree()
         assert (stop.reason, stop.exit_code) == (reason, code)
     assert signal.getsignal(number) == before
 
@@ -47,7 +47,7 @@ def test_nohup_is_heeded(stop: Stop) -> None:
         with stop:
             stop.begin()
             os.kill(os.getpid(), signal.SIGHUP)
-            assert not stop.agreed()
+            assert not stop.agree()
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -80,7 +80,7 @@ def test_what_one_rank_wants_all_ranks_do(
     assert stop.has_agreed == stops
     assert stop.reason == agreed
     monkeypatch.setattr(Distributed, "sum_all", lambda _, values: values)
-    assert stop.agreed() == any(reason > Reason.SAVE for reason in own)  # a checkpoint is asked for once
+    assert stop.agree() == any(reason > Reason.SAVE for reason in own)  # a checkpoint is asked for once
 
 
 def test_what_failed_on_one_rank_is_raised_on_all(stop: Stop, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +108,7 @@ def be_told_twice(name: str, launcher: bool) -> None:
                 os.kill(os.getpid(), signal.Signals[name])
                 time.sleep(patience)
                 os.kill(os.getpid(), signal.Signals[name])
-                os._exit(stop.agreed())
+                os._exit(stop.agree())
         _, status = os.waitpid(child, 0)
         assert os.waitstatus_to_exitcode(status) == (1 if is_echo else -signal.Signals[name])
 
@@ -117,13 +117,13 @@ def test_the_most_pressing_reason_wins(stop: Stop) -> None:
     assert stop.exit_code == ExitCode.DONE
     for reason in (Reason.EARLY, Reason.INTERRUPTED, Reason.REQUEUE):
         stop.request(reason)
-    assert stop.agreed()
+    assert stop.agree()
     assert stop.reason is Reason.INTERRUPTED
 
 
 def test_an_early_stop_is_no_failure(stop: Stop) -> None:
     stop.request(Reason.EARLY)
-    assert stop.agreed()
+    assert stop.agree()
     assert stop.exit_code == ExitCode.DONE
 
 

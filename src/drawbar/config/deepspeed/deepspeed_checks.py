@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from drawbar.config.deepspeed.deepspeed_file import DeepSpeedFile, place_of
+from drawbar.config.deepspeed.deepspeed_file import DeepSpeedFile, offload_target
 from drawbar.config.deepspeed.deepspeed_keys import ZERO_SECTION
-from drawbar.config.deepspeed.meaning import NOWHERE, offload_optimizer, offload_parameters, zero_stage
+from drawbar.config.deepspeed.zero_settings import NOWHERE, offload_optimizer, offload_parameters, zero_stage
 from drawbar.config.io.fields import lookup, show
 from drawbar.config.io.load_config import LoadedConfig
 
@@ -138,7 +138,7 @@ def _compare_zero(comparison: FileCheck, names: Mapping[str, str]) -> None:
     }
     for name, (setting, expected) in places.items():
         key = f"{ZERO_SECTION}.{name}"
-        place = place_of(file.at(key))
+        place = offload_target(file.at(key))
         if place is not None and place != expected:
             own = getattr(config.deepspeed, setting) is not None or not config.parallel.offload
             reason = "it is kept on the device" if expected == NOWHERE else f"it lies in {expected}"

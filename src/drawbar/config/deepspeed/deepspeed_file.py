@@ -78,10 +78,10 @@ def read_json(path: str) -> DeepSpeedFile:
         _check_keys(file, section, known)
     _check_offload(file)
     for key, meaning in CHANGES_LOSSES.items():
-        if not _says_nothing(file.at(key)) and not _is_fp32(file.at(key)):
+        if not _is_switched_off(file.at(key)) and not _is_fp32(file.at(key)):
             file.note(key, f"{meaning}; the losses are not those of other strategies")
     for key, meaning in LOGGERS.items():
-        if not _says_nothing(file.at(key)):
+        if not _is_switched_off(file.at(key)):
             file.note(key, f"DeepSpeed writes only values of its own; {meaning}")
     return file
 
@@ -207,7 +207,7 @@ def _check_keys(file: DeepSpeedFile, section: str, known: Mapping[str, str | Non
         if key in IGNORED:
             file.note(key, f"without effect here: {IGNORED[key]}")
         elif key in REFUSED:
-            if not _says_nothing(value):
+            if not _is_switched_off(value):
                 reason, remedy = REFUSED[key]
                 file.refuse(key, value, reason, f"remove it from the file{'; ' if remedy else ''}{remedy}")
         elif name not in known:
@@ -232,7 +232,7 @@ def _check_offload(file: DeepSpeedFile) -> None:
                 f"{key}.device", device, "nvme_path is missing", f"write {name}.nvme_path, a folder of that disk"
             )
     stage, place = file.at(f"{ZERO_SECTION}.stage") or 0, file.at(f"{ZERO_SECTION}.offload_param")
-    if isinstance(stage, int) and stage < 3 and place_of(place) not in (None, "none"):
+    if isinstance(stage, int) and stage < 3 and offload_target(place) not in (None, "none"):
         is_open = file.values[ZERO_SECTION].get("stage") == AUTO
         if not is_open:
             key = f"{ZERO_SECTION}.offload_param"
@@ -246,17 +246,17 @@ def _fits(value: Any, kind: str | None) -> bool:
     return isinstance(value, _TYPES[kind]) and (kind == FLAG or not isinstance(value, bool))
 
 
-def _says_nothing(value: Any) -> bool:
+def _is_switched_off(value: Any) -> bool:
     """Whether a setting is there only to say that it is off."""
     if isinstance(value, dict):
         if "enabled" in value:
             return value["enabled"] in (False, AUTO)
-        return all(_says_nothing(inner) for inner in value.values())
-    return value is not True and value in (None, False, 0, 1, -1, AUTO)  # a size of 1, or -1: nothing is cut
+        return all(_is_switched_off(inner) for inner in value.values())
+    return value is not True and value in (None, False, 0, 1, -1, AUTO)  # a size of 1, or -1: nothing is split
 
 
 def _is_fp32(value: Any) -> bool:
-    """Whether a number format (or each of a mapping) is left open or fp32, the other strategies' default for sums."""
+    """Whether a dtype (or each of a mapping) is left open or fp32, the other strategies' default for sums."""
     return all(map(_is_fp32, value.values())) if isinstance(value, dict) else value in ("fp32", AUTO, None)
 
 
@@ -327,7 +327,7 @@ def settings_in_json(file: DeepSpeedFile) -> Iterator[tuple[str, Any, str]]:
     if stage is not None:
         yield "parallel.zero_stage", stage, f"{ZERO_SECTION}.stage"
     for setting, name in (("offload_optimizer", "offload_optimizer"), ("offload_parameters", "offload_param")):
-        place = place_of(file.at(f"{ZERO_SECTION}.{name}"))
+        place = offload_target(file.at(f"{ZERO_SECTION}.{name}"))
         if place not in (None, "none") and (name == "offload_optimizer" or stage in (3, None)):
             yield f"deepspeed.{setting}", place, f"{ZERO_SECTION}.{name}"
     formats = {name: file.at(f"{name}.enabled") for name in ("bf16", "fp16")}
@@ -340,7 +340,7 @@ def settings_in_json(file: DeepSpeedFile) -> Iterator[tuple[str, Any, str]]:
         yield "train.micro_batch", rows, "train_micro_batch_size_per_gpu"
 
 
-def place_of(offload: Any) -> str | None:
+def offload_target(offload: Any) -> str | None:
     """An ``offload_…`` section as drawbar says it: ``none``, ``cpu`` or a folder; None where it does not say."""
     if not isinstance(offload, dict):
         return None

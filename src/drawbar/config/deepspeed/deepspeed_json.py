@@ -9,7 +9,7 @@ from typing import Any
 
 from drawbar.config.deepspeed.deepspeed_checks import compare
 from drawbar.config.deepspeed.deepspeed_file import read_json, without_auto
-from drawbar.config.deepspeed.meaning import (
+from drawbar.config.deepspeed.zero_settings import (
     HOST,
     NOWHERE,
     is_deepspeed,
@@ -138,7 +138,7 @@ def _generated(config: RunConfig, ranks: int, precision: str) -> dict[str, Any]:
         if stage > 0:  # stage 0 cannot add gradients up in another format than theirs
             values["data_types"] = {"grad_accum_dtype": "fp32"}
     if config.parallel.tensor > 1:
-        # a cut vocabulary gives logits that only DeepSpeed's own loss takes
+        # a sharded vocabulary gives logits that only DeepSpeed's own loss takes
         values["tensor_parallel"] = {"autotp_size": config.parallel.tensor, "vocab_parallel_lm_head": False}
     return values
 

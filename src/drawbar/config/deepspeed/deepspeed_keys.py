@@ -1,4 +1,4 @@
-"""What may stand in a DeepSpeed JSON: the keys of DeepSpeed 0.19.8, and what becomes of each here."""
+"""The keys of a DeepSpeed JSON (DeepSpeed 0.19.8), and how drawbar treats each."""
 
 ZERO_SECTION = "zero_optimization"
 NUMBER, FLAG, TEXT, SECTION, LIST = "a number", "true or false", "text", "an object", "a list"
@@ -202,7 +202,7 @@ REFUSED = {
     "eigenvalue": ("it belongs to quantize_training, which DeepSpeed has removed", ""),
     "weight_quantization": ("it would change the weights", ""),
     "amp": ("DeepSpeed has removed NVIDIA's amp", "set precision=bf16 or fp16"),
-    "torch_autocast": ("the number format is the run's own", "set precision=bf16 or fp16"),
+    "torch_autocast": ("the dtype is the run's own", "set precision=bf16 or fp16"),
     "sparse_attention": ("DeepSpeed has removed it", "set task.attention"),
     "sparse_gradients": (GRADIENTS_OF_EMBEDDINGS, ""),
     "graph_harvesting": ("DeepSpeed has removed it", "set parallel.compile=true"),

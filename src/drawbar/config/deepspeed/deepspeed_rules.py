@@ -1,6 +1,6 @@
 """The part of the table of rules that is about DeepSpeed: what it can't do, and the native strategy that can."""
 
-from drawbar.config.deepspeed.meaning import (
+from drawbar.config.deepspeed.zero_settings import (
     HOST,
     NOWHERE,
     is_deepspeed,

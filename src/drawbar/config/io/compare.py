@@ -1,4 +1,4 @@
-"""What differs between two configurations of one run, and which differences a resumed run may have."""
+"""Compares two configurations of one run, and decides which differences a resumed run may have."""
 
 import shlex
 from collections.abc import Iterator, Sequence
@@ -8,7 +8,7 @@ from typing import Any
 
 from drawbar.config.io.fields import show
 from drawbar.config.io.load_config import load_config
-from drawbar.config.io.source import config_of_run
+from drawbar.config.io.source import config_of_run, read_file
 from drawbar.config.schema.run_config import RunConfig, TrainSection
 from drawbar.errors import UserError
 
@@ -25,6 +25,8 @@ MAY_CHANGE: dict[str, str] = {
     "train.micro_batch_tokens": "the update does not depend on how a global batch is cut",
     "train.steps": "training goes on up to this number; the learning rate of the steps to come is computed anew",
     "train.epochs": "training goes on up to this number; the learning rate of the steps to come is computed anew",
+    "optim.schedule_steps": "the learning rate of the steps to come is computed anew",
+    "data.on_bad_record": "the readable records are the same; the run met no bad ones, or skipped them",
     "data.padding_free": "the same numbers, added up in another order",
     "data.workers": "the samples are the same, whoever encodes them",
     "data.cache": "where encoded samples lie, not what they are",
@@ -45,11 +47,17 @@ MAY_CHANGE: dict[str, str] = {
 INHERITED_IF_AUTO = ("eval.mode",)
 """Settings whose ``auto`` keeps, on resume, the value stored in the run."""
 
-READING = ("data.validation_share", "data.columns", "data.rename", "data.sample_by", "data.on_bad_record")
+READING = (
+    *("data.validation_share", "data.columns", "data.separator", "data.rename", "data.sample_by"),
+    "data.on_bad_record",
+)
 """How the records of every split are read."""
 
 LENGTH = ("train.steps", "train.epochs")
 """How long to train: a change may alter the learning rate of the steps to come, so it is logged."""
+
+SCHEDULE = (*LENGTH, "optim.schedule_steps")
+"""Settings of the learning-rate schedule, among those that may change."""
 
 ABSENT = "(absent)"
 """Stands for a key that one of the two configurations does not have."""
@@ -88,11 +96,15 @@ def changed_records(old: RunConfig, new: RunConfig, split: str) -> list[str]:
     return [item.key for item in found if any(item.key == key or item.key.startswith(f"{key}.") for key in keys)]
 
 
-def check_same(folder: Path, config: RunConfig) -> list[Difference]:
-    """See that a run that exists can go on with this configuration.
+def check_same(folder: Path, config: RunConfig, stored_step: int | None = None) -> list[Difference]:
+    """Check that an existing run can be resumed with this configuration.
+
+    Args:
+        folder: the run directory; or, of a run in an object store, one that has nothing but its ``config.yaml``.
+        stored_step: the newest step that the object store has; None for a run directory.
 
     Returns:
-        What differs in how long it trains.
+        What differs in how long it trains, and in how long its schedule is.
 
     Raises:
         UserError: ``config`` is another run's, or asks for fewer steps than were made; or the run's own is damaged.
@@ -100,18 +112,36 @@ def check_same(folder: Path, config: RunConfig) -> list[Difference]:
     with config_of_run(folder) as path:
         old = load_config(path, task=type(config.task)).config
     changed = differences(old, config)
-    made = _newest_step(folder)
+    made = _newest_step(folder) if stored_step is None else stored_step
     if changed:
-        fork = "; or go on from its weights under a new name: --fork NEWNAME" if made else ""
+        what = f"the run {config.run.name} exists already, with another configuration:\n{render_differences(changed)}"
+        if stored_step is not None:
+            what += f"\nthe store has its checkpoints up to step {stored_step:,}"
         raise UserError(
-            f"the run {config.run.name} exists already, with another configuration:\n{render_differences(changed)}",
+            what,
             where=str(folder),
-            remedy=f"to go on with the run, set {_as_before(changed)}; or, for a new one, choose another run.name, or "
-            f"delete the folder{'' if made else ', which has no checkpoint yet'}{fork}",
+            remedy=f"to go on with the run, set {_as_before(changed)}; or, for a new one, choose another run.name"
+            f"{_other_ways(made) if stored_step is None else ''}",
         )
     if config.train.steps is not None:
         check_length(made, config.train.steps, config.train)
-    return [difference for difference in _all_differences(old, config) if difference.key in LENGTH]
+    return [difference for difference in _all_differences(old, config) if difference.key in SCHEDULE]
+
+
+def changed_schedule(source: Path, config: RunConfig) -> list[Difference]:
+    """What a fork changes in how long the run ``source`` trains, and in how long its schedule is. Of the source only
+    the text of its configuration is read, as its task may be one that is not known here."""
+    path = source / "config.yaml"
+    values = read_file(path).values if path.exists() else {}
+    then = {f"{name}.{key}": value for name in ("train", "optim") for key, value in (values.get(name) or {}).items()}
+    sections = {"train": config.train, "optim": config.optim}
+    found = []
+    for key in SCHEDULE:
+        section, _, name = key.partition(".")
+        new = getattr(sections[section], name)
+        if then.get(key, new) != new:
+            found.append(Difference(key, then[key], new))
+    return found
 
 
 def check_length(made: int, total_steps: int, config: TrainSection) -> None:
@@ -122,7 +152,7 @@ def check_length(made: int, total_steps: int, config: TrainSection) -> None:
         total_steps: what ``config`` asks for.
     """
     if made > total_steps:
-        setting, value = ("train.epochs", config.epochs) if config.steps is None else ("train.steps", config.steps)
+        setting, value = _length(config)
         raise UserError(
             f"{setting}={value} asks for {total_steps:,} steps, but {made:,} are made already",
             where=setting,
@@ -130,9 +160,33 @@ def check_length(made: int, total_steps: int, config: TrainSection) -> None:
         )
 
 
+def check_new_steps(made: int, total_steps: int, config: TrainSection) -> None:
+    """Refuse a new run without a step to make: all were made by the run whose checkpoint it begins from. Arguments as
+    for ``check_length``."""
+    if made >= total_steps:
+        setting, value = _length(config)
+        raise UserError(
+            f"{setting}={value} asks for {total_steps:,} steps, and the run that it begins from has made {made:,}",
+            where=setting,
+            remedy=f"set {setting} to what makes more than {made:,} steps",
+        )
+
+
+def _other_ways(made: int) -> str:
+    """What else can be done with a run directory of other settings."""
+    if made:
+        return ", or delete the folder; or go on from its weights under a new name: --fork NEWNAME"
+    return ", or delete the folder, which has no checkpoint yet"
+
+
+def _length(config: TrainSection) -> tuple[str, float | None]:
+    """The setting that says how long to train, and its value."""
+    return ("train.epochs", config.epochs) if config.steps is None else ("train.steps", config.steps)
+
+
 def _newest_step(folder: Path) -> int:
     """The step of a run's newest checkpoint, by its name alone; 0 where there is none."""
-    steps = [path.name.removeprefix("step-") for path in (folder / "checkpoints").glob("step-*")]
+    steps = [path.name.removeprefix("step-") for path in (folder / "checkpoints").glob("step-*/")]
     return max((int(step) for step in steps if step.isdigit()), default=0)
 
 

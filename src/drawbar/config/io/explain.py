@@ -1,11 +1,21 @@
 """The configuration explained: one setting to a user at the terminal, all of them as a page of the documentation."""
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from drawbar.config.io.compare import MAY_CHANGE
-from drawbar.config.io.fields import REQUIRED, Setting, catalogue, children, lookup, show, suggestions
+from drawbar.config.io.fields import (
+    REQUIRED,
+    Setting,
+    TolerantJsonSchema,
+    catalogue,
+    children,
+    lookup,
+    show,
+    suggestions,
+)
 from drawbar.config.io.load_config import LoadedConfig
 from drawbar.config.io.other_names import OUR_NAMES
 from drawbar.config.io.source import ancestors
@@ -36,8 +46,41 @@ def explain(key: str, loaded: LoadedConfig) -> str:
 
 
 def schema_json(task: type[TaskConfig] | None = None) -> dict[str, Any]:
-    """The JSON schema of a configuration file, for editors. ``task``: the options under ``task:``."""
-    return run_config_type(task or CausalLMConfig).model_json_schema()
+    """The JSON schema of a configuration file, for editors.
+
+    Args:
+        task: the options under ``task:``; None for those of whichever built-in task ``task.type`` names, and any
+            options of a user's own task.
+    """
+    schema = run_config_type(task or CausalLMConfig).model_json_schema(schema_generator=TolerantJsonSchema)
+    if task is None:
+        for options in BUILT_IN_TASKS.values():
+            own = options.model_json_schema(schema_generator=TolerantJsonSchema)
+            schema["$defs"] |= own.pop("$defs", {}) | {options.__name__: own}
+        schema["properties"]["task"] = _schema_by_type()
+    return schema
+
+
+def _schema_by_type() -> dict[str, Any]:
+    """The JSON schema of the section ``task``: its options are those of the task that ``type`` names."""
+    words = {"anyOf": [{"enum": list(BUILT_IN_TASKS)}, {"type": "string"}]}
+    meaning = TaskConfig.model_fields["type"].description
+    by_type = [
+        {
+            "if": {"properties": {"type": {"const": name}}, "required": ["type"]},
+            "then": {"$ref": f"#/$defs/{options.__name__}"},
+        }
+        for name, options in BUILT_IN_TASKS.items()
+    ]
+    # without a type it is causal_lm, or the task of the script that reads the file, whose options may be any
+    untyped = {"if": {"not": {"required": ["type"]}}, "then": {"anyOf": [{"$ref": "#/$defs/CausalLMConfig"}, {}]}}
+    properties = {"type": {**words, "description": meaning}}
+    return {"type": "object", "properties": properties, "allOf": [*by_type, untyped]}
+
+
+def schema_text(schema: dict[str, Any]) -> str:
+    """A JSON schema as a file."""
+    return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
 
 
 def markdown_reference() -> str:

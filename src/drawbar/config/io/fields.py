@@ -1,4 +1,4 @@
-"""What the schema allows: every setting with its type in words, its default and its meaning, read from the models."""
+"""The catalogue of settings: type in words, default and meaning of each, read from the pydantic models."""
 
 import json
 from dataclasses import dataclass
@@ -7,7 +7,8 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-from pydantic_core import to_jsonable_python
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core import core_schema, to_jsonable_python
 
 from drawbar.config.io.other_names import our_names
 from drawbar.errors import nearest
@@ -30,10 +31,21 @@ class Setting:
     is_section: bool
     is_mapping: bool
     """Holds keys that the schema does not know, such as ``task.from_scratch``."""
+    holds_sections: bool
+    """Such a mapping in which each key has a section of options, such as ``tracking.trackers``."""
 
     @property
     def takes_number(self) -> bool:
         return "number" in self.allowed
+
+
+class TolerantJsonSchema(GenerateJsonSchema):
+    """JSON schemas of models with fields of any type: one that JSON Schema has no name for may be anything."""
+
+    ignored_warning_kinds = {"skipped-choice", "non-serializable-default"}
+
+    def handle_invalid_for_json_schema(self, schema: core_schema.CoreSchema, error_info: str) -> JsonSchemaValue:
+        return {}
 
 
 @cache
@@ -81,15 +93,16 @@ def lookup(config: BaseModel, key: str) -> Any:
 
 def show(value: Any) -> str:
     """A value as one would type it on the command line."""
-    return value if isinstance(value, str) else json.dumps(to_jsonable_python(value), ensure_ascii=False)
+    return value if isinstance(value, str) else json.dumps(to_jsonable_python(value, fallback=str), ensure_ascii=False)
 
 
 def _collect(model: type[BaseModel], prefix: str) -> dict[str, Setting]:
-    schema = model.model_json_schema()
+    schema = model.model_json_schema(schema_generator=TolerantJsonSchema)
     found: dict[str, Setting] = {}
     for name, info in model.model_fields.items():
         key = prefix + name
         part = schema["properties"][name]
+        mappings = [option for option in part.get("anyOf", [part]) if option.get("type") == "object"]
         nested = _models(info.annotation)
         is_section = nested == [info.annotation]
         found[key] = Setting(
@@ -99,11 +112,18 @@ def _collect(model: type[BaseModel], prefix: str) -> dict[str, Setting]:
             default=None if is_section else _default(info),
             meaning=" ".join((info.description or _first_line(info.annotation)).split()),
             is_section=is_section,
-            is_mapping=any(option.get("type") == "object" for option in part.get("anyOf", [part])),
+            is_mapping=bool(mappings),
+            holds_sections=any(_takes_object(option.get("additionalProperties")) for option in mappings),
         )
         for inner in nested:
             found |= _collect(inner, f"{key}.")
     return found
+
+
+def _takes_object(values: Any) -> bool:
+    """Whether a JSON schema of a mapping's values says that they are mappings, among others."""
+    options = values.get("anyOf", [values]) if isinstance(values, dict) else []
+    return any(option.get("type") == "object" for option in options)
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:
@@ -119,7 +139,8 @@ def _default(info: FieldInfo) -> Any:
 
 def _first_line(annotation: Any) -> str:
     """The first line of a section's docstring, for a field without a text below it."""
-    doc = annotation.__doc__ if isinstance(annotation, type) else None
+    is_own_class = isinstance(annotation, type) and annotation.__module__ != "builtins"
+    doc = annotation.__doc__ if is_own_class else None
     return doc.strip().splitlines()[0] if doc else ""
 
 

@@ -11,13 +11,22 @@ from pydantic import ValidationError
 from ruamel.yaml import YAML, CommentedMap, CommentedSeq, RoundTripRepresenter, ScalarNode
 
 from drawbar.config.deepspeed.deepspeed_file import fill_from_deepspeed_json
-from drawbar.config.io.problems import report_errors
-from drawbar.config.io.source import DEFAULT, Origin, Settings, apply_override, config_of_run, lay_over, read_file
+from drawbar.config.io.problems import report_errors, report_missing_values
+from drawbar.config.io.source import (
+    DEFAULT,
+    Origin,
+    Settings,
+    apply_override,
+    config_of_run,
+    merge_over,
+    read_file,
+    run_folder,
+)
 from drawbar.config.io.user_modules import find_by_name
 from drawbar.config.schema.cluster_section import read_profile
 from drawbar.config.schema.run_config import RunConfig, run_config_type
 from drawbar.config.schema.task_sections import BUILT_IN_TASKS, TASKS, TaskConfig
-from drawbar.errors import UserError, nearest
+from drawbar.errors import UserError
 
 SCRIPT_FILE = "script.json"
 """In a run directory: which script defines the task, where ``task.type`` does not name its class."""
@@ -34,8 +43,9 @@ class LoadedConfig:
     """The YAML file; None where there is none."""
 
     def origin(self, key: str) -> Origin:
-        """Where the setting came from."""
-        return self.origins.get(key, DEFAULT)
+        """Where the setting came from; a section that was not given as a whole, from where its first key did."""
+        inside = (origin for given, origin in self.origins.items() if given.startswith(f"{key}."))
+        return self.origins.get(key) or next(inside, DEFAULT)
 
 
 def load_config(
@@ -59,7 +69,7 @@ def read_settings(path: str | Path | None, overrides: Sequence[str] = (), cluste
     """The first part of ``load_config``: what was given, merged, and not yet checked. Imports no code of the user's."""
     settings = read_file(Path(path)) if path is not None else Settings()
     if cluster is not None:
-        settings = lay_over(read_profile(cluster), settings)
+        settings = merge_over(read_profile(cluster), settings)
     for override in overrides:
         apply_override(settings, override)
     fill_from_deepspeed_json(settings)
@@ -84,6 +94,7 @@ def check_settings(settings: Settings, task: type[TaskConfig] | None = None) -> 
         config = model.model_validate_json(json.dumps(settings.values))
     except ValidationError as error:
         report_errors(error, model, settings)
+    report_missing_values(model, settings)
     if config is None or settings.problems:
         raise _one_error(settings.problems)
     return LoadedConfig(config, settings.origins, settings.path)
@@ -104,14 +115,7 @@ def load_run_config(
     Raises:
         UserError: the folder holds no run, or a damaged one.
     """
-    folder = Path(run).absolute()
-    if not (folder / "config.yaml").is_file():
-        guess = nearest(folder.name, sorted(path.parent.name for path in folder.parent.glob("*/config.yaml")))
-        raise UserError(
-            f"{run} is no run directory: it has no config.yaml",
-            where="RUN",
-            remedy=f"did you mean {folder.parent / guess}?" if guess else "give the folder that training wrote",
-        )
+    folder = run_folder(run)
     if task is None and not any(setting.startswith(("task.type=", "task=")) for setting in overrides):
         _expect_no_script(folder)
     place = (f"run.dir={json.dumps(str(folder.parent))}", f"run.name={json.dumps(folder.name)}")  # quoted for YAML

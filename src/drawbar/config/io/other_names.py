@@ -1,4 +1,4 @@
-"""What transformers, Lightning and axolotl call their settings, and what they are here.
+"""Translates setting names of transformers, Lightning and axolotl to drawbar's.
 
 For people who bring a configuration along: an unknown key that is one of these is answered with ours.
 """
@@ -89,7 +89,7 @@ OUR_NAMES: dict[str, tuple[str, ...]] = {
     "lora_target_linear": ("lora.modules=linear",),
     "modules_to_save": ("lora.train",),
     "lora_modules_to_save": ("lora.train",),
-    # number formats and devices
+    # dtypes and devices
     "fp16": ("precision=fp16",),
     "bf16": ("precision=bf16",),
     "dtype": ("precision",),
@@ -158,7 +158,7 @@ OUR_NAMES: dict[str, tuple[str, ...]] = {
 
 
 def our_names(key: str) -> tuple[str, ...]:
-    """What a setting of another trainer is here; nothing for names that none of them has.
+    """drawbar's settings for another trainer's setting name; none for unknown names.
 
     Args:
         key: as a user wrote it, whatever section they put it in: ``optim.learning_rate``, ``--learning-rate``.

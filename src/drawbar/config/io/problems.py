@@ -3,13 +3,14 @@
 import json
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from drawbar.config.io.fields import Setting, catalogue, children, suggestions
-from drawbar.config.io.source import Settings, ancestors
+from drawbar.config.io.fields import REQUIRED, Setting, catalogue, children, show, suggestions
+from drawbar.config.io.source import Origin, Settings, ancestors
+from drawbar.config.schema.task_sections import BUILT_IN_TASKS
 from drawbar.errors import nearest
 
 
@@ -25,7 +26,26 @@ def report_errors(error: ValidationError, model: type[BaseModel], settings: Sett
     deepest = [key for key in by_key if not any(other.startswith(f"{key}.") for other in by_key)]
     known = catalogue(model)
     for key in deepest:
-        settings.report(key, _reason(key, by_key[key], known))
+        settings.report(
+            key, _reason(key, by_key[key], known) + _quoting_hint(key, by_key[key], known, settings.origins)
+        )
+
+
+def report_missing_values(model: type[BaseModel], settings: Settings) -> None:
+    """Add a problem for each argument without a value; null is only named where the setting takes it."""
+    known = catalogue(model)
+    for argument in settings.without_value:
+        advice = _advice_for_no_value(argument.partition("=")[0], known)
+        settings.problems.append(f"command line: {argument}: there is no value{advice}")
+
+
+def _advice_for_no_value(key: str, known: dict[str, Setting]) -> str:
+    setting = next((known[name] for name in ancestors(key) if name in known), None)
+    if setting is None or setting.is_section:
+        return ""
+    if setting.key != key or "null" in setting.allowed.split(" | "):  # the key of a mapping may have any value
+        return f"; write {key}=null for none"
+    return f"; expected {setting.allowed}{_default_hint(None, setting)}"
 
 
 def _dotted(location: Sequence[int | str], values: Any, kind: str) -> str:
@@ -69,10 +89,21 @@ def _reason(key: str, errors: list[Any], known: dict[str, Setting]) -> str:
 
 def _unknown_key(key: str, known: dict[str, Setting]) -> str:
     meant = suggestions(known, key)
+    owners = _tasks_with(key)
+    if owners:
+        hint = f"did you mean {' or '.join(meant)}? Else " if meant else ""
+        return f"unknown key: the task has no such option, which {owners} has; {hint}set task.type, or leave it out"
     if meant:
         return f"unknown key; did you mean {' or '.join(meant)}?"
     section = next((ancestor for ancestor in ancestors(key)[1:] if ancestor in known), "")
     return f"unknown key; allowed {f'in {section}' if section else 'here'}: {', '.join(children(known, section))}"
+
+
+def _tasks_with(key: str) -> str:
+    """The built-in tasks that have this option, in words; empty for none, and for a key outside of ``task``."""
+    section, _, option = key.rpartition(".")
+    names = [name for name, config in BUILT_IN_TASKS.items() if section == "task" and option in config.model_fields]
+    return " or ".join(names)
 
 
 def _section_hint(section: str, value: Any, known: dict[str, Setting]) -> str:
@@ -84,12 +115,36 @@ def _section_hint(section: str, value: Any, known: dict[str, Setting]) -> str:
     return ""
 
 
+def _quoting_hint(key: str, errors: list[Any], known: dict[str, Setting], origins: Mapping[str, Origin]) -> str:
+    """How to write a text with a colon, which YAML reads as a key and its value (``translate: ``); or nothing."""
+    if not isinstance(errors[0]["input"], dict) or key not in known or "text" not in known[key].allowed.split(" | "):
+        return ""
+    arguments = [origin.argument for place, origin in origins.items() if place == key or place.startswith(f"{key}.")]
+    if arguments and arguments[0] and arguments[0].startswith(f"{key}="):
+        text = arguments[0].partition("=")[2]
+        return f"; a text with a colon needs quotes of its own: '{key}=\"{text}\"'"
+    return "; a text with a colon needs quotes"
+
+
 def _hint(value: Any, setting: Setting) -> str:
     """The value that was probably meant, as a question; or nothing."""
+    if setting.holds_sections:
+        given = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, str)]
+        sections = ", ".join(f"{name}: {{}}" for name in given or ["NAME"])
+        return f"; each name has a section of options: {setting.key}={{{sections}}}"
     if isinstance(value, int) and not isinstance(value, bool) and setting.allowed.startswith("text of"):
         return f'; did you mean the text "{value}", in quotes? On the command line: {setting.key}=\'"{value}"\''
     meant = _meant(value, setting)
-    return f"; did you mean {meant}?" if meant else ""
+    return f"; did you mean {meant}?" if meant else _default_hint(value, setting)
+
+
+def _default_hint(value: Any, setting: Setting) -> str:
+    """The default, for who wrote null to get it back; or nothing."""
+    return "" if value is not None or setting.default == REQUIRED else f"; the default is {show(setting.default)}"
+
+
+USUAL_WORDS = {"gpu": "cuda"}
+"""Other programs' words for our values, which are spelled too differently to be found by their spelling."""
 
 
 def _meant(value: Any, setting: Setting) -> str | None:
@@ -106,7 +161,8 @@ def _meant(value: Any, setting: Setting) -> str | None:
         return "null"
     if setting.takes_number and (number := _number(text)):
         return f"{number}, without quotes"
-    return nearest(text, setting.words)
+    usual = USUAL_WORDS.get(text)
+    return usual if usual in setting.words else nearest(text, setting.words)
 
 
 def _number(text: str) -> str | None:

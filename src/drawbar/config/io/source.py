@@ -1,4 +1,4 @@
-"""Settings before they are checked: a YAML file and ``key=value`` arguments, merged, each with where it came from."""
+"""Unchecked settings: a YAML file and ``key=value`` arguments, merged, each with its origin."""
 
 import difflib
 import re
@@ -13,7 +13,9 @@ from ruamel.yaml.comments import CommentedBase
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.scalarbool import ScalarBoolean
 
-from drawbar.errors import UserError
+from drawbar.config.schema.secrets import without_passwords
+from drawbar.errors import UserError, nearest
+from drawbar.util.run_dir import is_run_dir
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ class Settings:
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, Origin] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    without_value: list[str] = field(default_factory=list)
+    """Arguments such as ``run.name=``; the model says what their values may be: see ``report_missing_values``."""
 
     def report(self, key: str, text: str) -> None:
         """Add a problem: where ``key`` was given, the key, what is wrong."""
@@ -54,7 +58,7 @@ class Settings:
             names.append(origin.argument)
         if not (origin and origin.argument and origin.argument.startswith(f"{key}=")):
             names.append(key)
-        self.problems.append(": ".join([*names, text]))
+        self.problems.append(without_passwords(": ".join([*names, text])))
 
 
 def ancestors(key: str) -> list[str]:
@@ -79,6 +83,32 @@ def parse_yaml(text: str) -> Any:
     except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
         # Errors that ruamel does not catch: a tag does not fit its value (`!!int x`), or a number is far too long.
         raise YAMLError(f"a value cannot be read: {error}") from error
+
+
+def run_folder(run: str | Path) -> Path:
+    """The absolute path of a run directory. Raises UserError where the folder holds no run."""
+    folder = Path(run).absolute()
+    if is_run_dir(folder):
+        return folder
+    if (folder / "config.yaml").is_file():
+        raise UserError(
+            f"{run} is no run directory: it has a config.yaml, and nothing that a run writes beside it",
+            where="RUN",
+            remedy="give the directory of a run: it is RUN.DIR/RUN.NAME of that configuration",
+        )
+    guess = nearest_run(folder)
+    raise UserError(
+        f"{run} is no run directory: it has no config.yaml",
+        where="RUN",
+        remedy=f"did you mean {guess}?" if guess else "give the folder that training wrote",
+    )
+
+
+def nearest_run(folder: Path) -> Path | None:
+    """The run beside a folder that is named most like it; None where none is."""
+    runs = [path.parent.name for path in folder.parent.glob("*/config.yaml") if is_run_dir(path.parent)]
+    guess = nearest(folder.name, sorted(runs))
+    return folder.parent / guess if guess else None
 
 
 class NoSettings(UserError):
@@ -153,7 +183,8 @@ def apply_override(settings: Settings, argument: str) -> None:
         reason = getattr(error, "problem", None) or str(error).splitlines()[0]
         return refuse(f"the value is not YAML ({reason}); quote text with special characters: {key}='\"{text}\"'")
     if value is None and text.strip().lower() not in ("null", "~"):
-        return refuse(f"there is no value; write {key}=null for none")
+        settings.without_value.append(argument)
+        return None
     section, leaf = _section(settings.values, names)
     if leaf is not None:
         return refuse(f"{leaf} has a value already ({settings.origins[leaf]}) and no keys; replace it whole: {leaf}=…")
@@ -165,7 +196,7 @@ def apply_override(settings: Settings, argument: str) -> None:
     return None
 
 
-def lay_over(base: Settings, top: Settings) -> Settings:
+def merge_over(base: Settings, top: Settings) -> Settings:
     """``top`` merged over ``base``: sections merge; a value or a list replaces."""
     merged = Settings(top.path, base.values, base.origins, base.problems + top.problems)
     _merge(merged.values, top.values, merged.origins, "")

@@ -1,70 +1,43 @@
-"""Importing what a user names as ``package.module:name``."""
+"""Imports objects that a user names as ``package.module:name``."""
 
-import importlib
 import inspect
-import os
-import sys
-import sysconfig
 import traceback
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any, TypeVar
 
+from drawbar.config.io.option_types import PydanticUserError, refused_option
+from drawbar.config.io.user_code import DRAWBAR, import_user_module, is_installed, is_user_code
 from drawbar.errors import UserError, nearest
 from drawbar.util.registry import Registry
 
 T = TypeVar("T")
 
-SNAPSHOT = "DRAWBAR_SNAPSHOT"
-"""Environment variable: the folder with a copy of the user's code, which comes before the code in the current one."""
-INSTALLED = ("site-packages", "dist-packages")
-"""Folders of what somebody installed."""
-_DRAWBAR = Path(__file__).resolve().parents[2]
-_NOT_OF_A_PROJECT = (_DRAWBAR, *(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")))
 _PACKAGES = {"PIL": "pillow", "bs4": "beautifulsoup4", "cv2": "opencv-python", "yaml": "pyyaml"}
 """The name to install, by the name to import, of packages that have two names."""
-
-
-def import_user_module(name: str) -> ModuleType:
-    """A module on the path or in the current folder. What its code raises comes through, an exit as ``ImportError``."""
-    # `python -m` puts the current folder on the path, and the installed command `drawbar` does not
-    for folder in (str(Path.cwd()), os.environ.get(SNAPSHOT)):
-        if folder and folder not in sys.path:
-            sys.path.insert(0, folder)
-    try:
-        return importlib.import_module(name)
-    except SystemExit as error:  # a script without `if __name__ == "__main__"`
-        raise ImportError(f"the module ends the program when it is imported, with {error.code!r}") from error
-
-
-def is_own(path: Path) -> bool:
-    """Whether a file belongs to the user's project: nobody installed it, and it is none of Python's or of drawbar's."""
-    return not _is_installed(path) and not any(path.is_relative_to(folder) for folder in _NOT_OF_A_PROJECT)
-
-
-def _is_installed(path: Path) -> bool:
-    return any(part in INSTALLED for part in path.parts)
 
 
 def cause(error: BaseException) -> str:
     """The error, the line of the user's file that led to it, and what to install where a module is missing."""
     advice = missing_module(error)
-    return f"{type(error).__name__}: {error}{_place(error)}" + (f"; {advice}" if advice else "")
+    what = refused_option(error) if isinstance(error, PydanticUserError) else f"{type(error).__name__}: {error}"
+    found = raised_at(error)
+    place = f" ({found[0]}:{found[1]})" if found else ""
+    return f"{what}{place}" + (f"; {advice}" if advice else "")
 
 
-def _place(error: BaseException) -> str:
+def raised_at(error: BaseException) -> tuple[Path, int] | None:
     """File and line of the innermost frame in the user's own code, else in an installed library; never in drawbar."""
-    frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-    own = [(file, line) for file, line in frames if file.is_absolute() and is_own(file)]
-    libraries = [(file, line) for file, line in frames if _is_installed(file) and not file.is_relative_to(_DRAWBAR)]
+    frames = [(Path(frame.filename), frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
+    own = [(file, line) for file, line in frames if file.is_absolute() and is_user_code(file)]
+    libraries = [(file, line) for file, line in frames if is_installed(file) and not file.is_relative_to(DRAWBAR)]
     found = own or libraries
-    return f" ({found[-1][0]}:{found[-1][1]})" if found else ""
+    return found[-1] if found else None
 
 
 def missing_module(error: BaseException) -> str | None:
-    """What to do about a module that is not there; None where the error is another one."""
+    """The remedy for a missing module; None for any other error."""
     if not isinstance(error, ModuleNotFoundError) or not error.name:
         return None
     name = error.name.partition(".")[0]
@@ -120,7 +93,7 @@ def find_class(registry: Registry[type[T]], base: type, name: str, where: str) -
 
 
 def import_user_object(name: str, kind: str, where: str, form: str) -> Any:
-    """What a user names as ``package.module:NAME``; see ``find_by_name``."""
+    """Import an object that a user names as ``package.module:NAME``; see ``find_by_name``."""
     module_name, _, attribute = name.partition(":")
     try:
         module = import_user_module(module_name)
@@ -142,7 +115,7 @@ def import_user_object(name: str, kind: str, where: str, form: str) -> Any:
     return found
 
 
-def make_with_options(made: Callable[..., T], options: Mapping[str, Any], what: str, where: str) -> T:
+def make_with_options(factory: Callable[..., T], options: Mapping[str, Any], what: str, where: str) -> T:
     """An object of a class that a setting names, with its options as keyword arguments.
 
     Args:
@@ -152,16 +125,16 @@ def make_with_options(made: Callable[..., T], options: Mapping[str, Any], what: 
         UserError: the class does not take these options, or refuses their values.
     """
     try:
-        inspect.signature(made).bind(**options)
+        inspect.signature(factory).bind(**options)
     except TypeError as error:
-        taken = ", ".join(str(parameter) for parameter in inspect.signature(made).parameters.values())
+        taken = ", ".join(str(parameter) for parameter in inspect.signature(factory).parameters.values())
         raise UserError(
             f"{what} cannot be made with these options: {error}",
             where=where,
             remedy=f"it takes: {taken or 'no options'}",
         ) from error
     try:
-        return made(**options)
+        return factory(**options)
     except UserError:
         raise
     except Exception as error:

@@ -1,6 +1,6 @@
 """The part of the table of rules that is about strategies: what they combine with, and what has no effect."""
 
-from drawbar.config.deepspeed.meaning import is_deepspeed
+from drawbar.config.deepspeed.zero_settings import is_deepspeed
 from drawbar.config.rules.rule import Rule
 from drawbar.config.schema.run_config import ParallelSection, RunConfig
 from drawbar.config.schema.task_sections import BUILT_IN_TASKS

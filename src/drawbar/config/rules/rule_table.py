@@ -26,7 +26,8 @@ def _warmup_share(config: RunConfig) -> float:
     """Warm-up as a share of all steps; 0 where the number of steps is not known yet."""
     if isinstance(config.optim.warmup, float):
         return config.optim.warmup
-    return config.optim.warmup / config.train.steps if config.train.steps else 0.0
+    steps = config.optim.schedule_steps or config.train.steps
+    return config.optim.warmup / steps if steps else 0.0
 
 
 def _has_weights(sources: Sources) -> bool:
@@ -175,7 +176,7 @@ OPTIMIZATION = (
         ("optim.name", "optim.muon_precision"),
         lambda c: c.optim.muon_precision != "auto" and c.optim.name != "muon",
         "only muon reads it",
-        "remove optim.muon_precision; the setting precision chooses the number format of matrix products",
+        "remove optim.muon_precision; the setting precision chooses the dtype of matrix products",
     ),
     Rule(
         "state_dtype",
@@ -248,7 +249,8 @@ def check_rules(config: LoadedConfig | RunConfig, rules: Sequence[Rule] = RULES)
 
 
 def check_layout(config: RunConfig, world_size: int) -> int:
-    """How many data-parallel ranks ``world_size`` processes are: those that read rows of their own.
+    """Check that ``world_size`` processes make up whole models. Returns how many data-parallel ranks they are: those
+    that read rows of their own.
 
     Raises:
         UserError: the processes do not make up whole pipelines, tensor-parallel groups or replicas.

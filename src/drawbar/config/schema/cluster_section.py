@@ -18,6 +18,7 @@ from drawbar.config.schema.secrets import SECRET
 from drawbar.config.schema.section import Count, PathText, Section, Text, text_of
 from drawbar.config.schema.slurm_time import check_time, parse_time
 from drawbar.errors import UserError, nearest
+from drawbar.util.byte_sizes import parse_size
 
 Name = Annotated[str, text_of("letters, digits and _ . , @ + -", r"^[A-Za-z0-9_][A-Za-z0-9_.,@+-]*$", max_length=128)]
 """A name, or several with commas, that cannot be taken for an option or for a part of a shell command."""
@@ -27,13 +28,13 @@ Module = Annotated[
 TimeLimit = Annotated[str, AfterValidator(check_time)]
 
 _TYPED_GPUS = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]*):([1-9][0-9]{0,3})")
-OWN_OPTIONS = {
+RESERVED_OPTIONS = {
     "account", "array", "chdir", "cpus-per-task", "error", "export", "gpus-per-node", "job-name", "nodes", "no-requeue",
     "ntasks", "ntasks-per-node", "open-mode", "output", "parsable", "partition", "requeue", "signal", "test-only",
     "time", "wait", "wrap",
 }  # fmt: skip
 """Options of sbatch that drawbar writes itself, or with which its jobs do not work."""
-OWN_SSH_OPTIONS = {
+RESERVED_SSH_OPTIONS = {
     "batchmode", "clearallforwardings", "controlmaster", "forkafterauthentication", "host", "localcommand", "match",
     "permitlocalcommand", "remotecommand", "requesttty", "sessiontype", "stdinnull",
 }  # fmt: skip
@@ -59,6 +60,11 @@ def _variables(values: dict[str, str]) -> dict[str, str]:
     return values
 
 
+def _size(text: str) -> str:
+    parse_size(text)
+    return text
+
+
 def _typed_gpus(text: str) -> str:
     if not _TYPED_GPUS.fullmatch(text):
         raise ValueError(f"expected a number of GPUs, or their type and number such as a100:4, got {text!r}")
@@ -69,7 +75,7 @@ def _sbatch_options(values: dict[str, str | int | bool]) -> dict[str, str | int 
     for name, value in values.items():
         if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
             raise ValueError(f"{name!r} is no long option of sbatch; write it without its dashes, such as qos: high")
-        if name in OWN_OPTIONS:
+        if name in RESERVED_OPTIONS:
             raise ValueError(f"drawbar writes the option {name} itself; use the settings of cluster, or leave it out")
         if isinstance(value, str) and not re.fullmatch(r"[A-Za-z0-9_./:,=@+&|*?!\[\]()<>-]+", value):
             raise ValueError(f"the value of {name} has characters that no option of sbatch needs: {value!r}")
@@ -87,7 +93,7 @@ def _ssh_options(values: dict[str, str | int]) -> dict[str, str | int]:
     for name, value in values.items():
         if not re.fullmatch(r"[A-Za-z][A-Za-z0-9]*", name):
             raise ValueError(f"{name!r} is no option of ssh; write it as in ssh's configuration, such as Port: 2222")
-        if name.lower() in OWN_SSH_OPTIONS:
+        if name.lower() in RESERVED_SSH_OPTIONS:
             raise ValueError(f"the option {name} cannot be set for a launch over ssh; leave it out")
         if isinstance(value, str) and (not value or not value.isprintable()):
             raise ValueError(f"expected a line of text as the value of {name}, got {value!r}")
@@ -108,6 +114,9 @@ class ClusterSection(Section):
     """Machines that the job runs on."""
     gpus_per_node: Count | Annotated[str, AfterValidator(_typed_gpus)] | None = None
     """GPUs to ask for on each node, or their type and number, such as `a100:4`; each gets a process."""
+    gpu_memory: Annotated[Text, AfterValidator(_size)] | None = None
+    """Memory of each GPU, such as `80GiB`. With it, `drawbar submit` plans the run as `drawbar plan` does, and refuses
+    what cannot fit; `--force` submits it all the same."""
     cpus_per_task: Count | None = None
     """CPU cores to ask for on each node, for all of its processes together. Default: with GPUs, the same share of the
     node's CPU cores as of its GPUs; else one for each process."""
@@ -127,7 +136,8 @@ class ClusterSection(Section):
     """Where a job finds that a node does not answer, is lost or does not work, put it back into the queue without that
     node. It counts as a restart."""
     signal_seconds: Count = 120
-    """So many seconds before the time limit the run saves and ends, or is requeued."""
+    """So many seconds before the time limit the run saves and ends, or is requeued. A run whose saves take longer says
+    so at its first one."""
     modules: list[Module] = []
     """Environment modules to load, in this order."""
     environment: Annotated[dict[str, str], AfterValidator(_variables)] = {}

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from drawbar.config.schema.section import Auto, Count, Fraction, PathText, Section, Text
+from drawbar.config.schema.section import Auto, Count, Fraction, PathText, Section, Separator, Text
 
 
 class SourceSection(Section):
@@ -25,6 +25,8 @@ class SourceSection(Section):
     """With `dataset`: which of its splits (default: the one named like the key, such as `train`)."""
     columns: list[Text] | None = None
     """Names of the columns of a `.tsv` or `.csv` file without a header (default: `data.columns`)."""
+    separator: Separator | None = None
+    """What stands between the fields of a `.csv` file (default: `data.separator`)."""
     rename: dict[Text, Text] | None = None
     """New names of columns: `{text: sentence}` makes a `sentence` the `text` (default: `data.rename`)."""
     weight: Annotated[float, Field(gt=0)] | None = None
@@ -58,6 +60,8 @@ class DataSection(Section):
     """Without `data.validation`: the share of the training records to validate on instead, chosen by their content."""
     columns: list[Text] | None = None
     """Names of the columns of `.tsv` and `.csv` files without a header."""
+    separator: Separator = ","
+    """What stands between the fields of `.csv` files: `";"` in many that were written by Excel."""
     rename: dict[Text, Text] | None = None
     """New names of columns: `{text: sentence}` makes a `sentence` the `text`."""
     sample_by: Literal["line", "paragraph", "document"] = "line"

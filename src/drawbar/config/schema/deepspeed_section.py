@@ -6,7 +6,7 @@ from pydantic import Field
 
 from drawbar.config.schema.section import Count, PathText, Section
 
-Place = Literal["none", "cpu"] | PathText
+OffloadTarget = Literal["none", "cpu"] | PathText
 Elements = Annotated[int, Field(ge=0)]
 
 
@@ -18,10 +18,10 @@ class DeepSpeedSection(Section):
     error, and where `precision`, the ZeRO stage or offloading are left open here, the file decides."""
     preset: Literal["zero2", "zero2_offload", "zero3", "zero3_offload"] | None = None
     """Instead of a file: the ZeRO stage, and whether optimizer state (and at stage 3 parameters) lie in host memory."""
-    offload_optimizer: Place | None = None
+    offload_optimizer: OffloadTarget | None = None
     """Where gradients and optimizer state lie, and where the update is computed: `none` (the device), `cpu`, or a
     folder on a fast local disk (stage 3). Default: what `preset` or `parallel.offload` says."""
-    offload_parameters: Place | None = None
+    offload_parameters: OffloadTarget | None = None
     """stage 3: where parameters lie: `none` (the device), `cpu`, or a folder on a fast local disk. Default: what
     `preset` or `parallel.offload` says."""
     pin_memory: bool | None = None

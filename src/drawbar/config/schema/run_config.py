@@ -8,15 +8,17 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, SerializeAsAny, create_model
+from pydantic import AfterValidator, Field, SerializeAsAny, create_model, field_validator
 from pydantic_core import PydanticCustomError
 
 from drawbar.config.schema.cluster_section import ClusterSection
 from drawbar.config.schema.data_section import DataSection
 from drawbar.config.schema.deepspeed_section import DeepSpeedSection
-from drawbar.config.schema.secrets import refuse_secrets
+from drawbar.config.schema.interval import Interval
+from drawbar.config.schema.secrets import check_store_url, refuse_secrets
 from drawbar.config.schema.section import Auto, Count, Fraction, PathText, Section, Text, text_of
-from drawbar.config.schema.task_sections import CausalLMConfig, TaskConfig
+from drawbar.config.schema.stored_options import check_stored
+from drawbar.config.schema.task_sections import BUILT_IN_TASKS, CausalLMConfig, TaskConfig
 from drawbar.config.strategies import BUILT_IN, STRATEGIES, Strategy, find_strategy
 from drawbar.errors import UserError
 
@@ -65,18 +67,22 @@ class OptimSection(Section):
     momentum: Fraction | None = None
     """Momentum of `sgd` (default 0) and `muon` (default 0.95)."""
     muon_precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """Number format of `muon`'s iteration. `auto`: bf16 where the hardware is faster at it."""
+    """Dtype of `muon`'s iteration. `auto`: bf16 on a GPU that has it, else fp32."""
     state_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Number format of `adamw`'s two moments between steps. `bf16` halves their memory, and rounds them stochastically;
+    """Dtype of `adamw`'s two moments between steps. `bf16` halves their memory, and rounds them stochastically;
     parameters with fewer than 4,096 elements keep fp32."""
     schedule: Literal["linear", "cosine", "constant", "polynomial", "inverse_sqrt", "wsd"] = "linear"
     """How the learning rate goes on after the warm-up; `wsd` is warm-up, stable, decay."""
+    schedule_steps: Count | None = None
+    """How many steps the schedule is for; after these, the learning rate stays that of the last of them. Default: all
+    steps of the run. Where a run goes on to more steps, the schedule is computed anew for them, unless this is set to
+    the old number."""
     warmup: Annotated[int, Field(ge=0)] | Fraction = 0
-    """Warm-up: a number of steps (`500`), or a fraction of all steps (`0.05`)."""
+    """Warm-up: a number of steps (`500`), or a fraction of all steps of the schedule (`0.05`)."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Where `linear`, `cosine`, `polynomial` and `wsd` end, as a share of the peak learning rate."""
     decay: Annotated[float, Field(gt=0, le=1)] = 0.1
-    """Share of all steps that `wsd` spends decaying."""
+    """Share of all steps of the schedule that `wsd` spends decaying."""
     power: Annotated[float, Field(gt=0)] = 1.0
     """Exponent of `polynomial`."""
 
@@ -123,18 +129,18 @@ class ParallelSection(Section):
     `deepspeed` with a section `deepspeed`; `ddp` where the task builds its own model, one model takes all ranks,
     or the model's state fits into each rank's memory; else `fsdp`."""
     tensor: Count = 1
-    """Tensor-parallel degree: the matrices of each layer are cut over so many ranks."""
+    """Tensor-parallel degree: the matrices of each layer are sharded over so many ranks."""
     sequence: bool = False
-    """tensor: cut the activations between the matrices along the sequence, too (sequence parallelism)."""
+    """tensor: shard the activations between the matrices along the sequence, too (sequence parallelism)."""
     pipeline: Count = 1
-    """Pipeline-parallel degree: the layers are dealt out to so many stages."""
+    """Pipeline-parallel degree: the layers are split into so many stages."""
     schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
     """pipeline: in which order a stage works on micro-batches."""
     cuts: list[Count] | None = None
     """pipeline: layers in each stage (`interleaved` has twice as many stages as ranks); by default balanced by the
     number of parameters."""
     context: Count = 1
-    """Context-parallel degree: each sequence is cut over so many ranks."""
+    """Context-parallel degree: each sequence is sharded over so many ranks."""
     activation_checkpointing: Literal["none", "full", "selective", "attention"] | EveryKthBlock = "none"
     """What the backward pass computes again instead of keeping it: `full`, all of every block; `attention`, all but
     the results of attention and of collectives; `selective`, all but these and the results of matrix products;
@@ -150,7 +156,7 @@ class ParallelSection(Section):
     `false`: gather and reduce once a step, and keep both whole until then. Default: `true`, or `false` with
     a pipeline."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    """ddp, zero1, fsdp: number format in which data-parallel ranks send and sum gradients. `bf16` is half the traffic,
+    """ddp, zero1, fsdp: dtype in which data-parallel ranks send and sum gradients. `bf16` is half the traffic,
     and rounds every sum to three digits. With fsdp, sums over `parallel.replicate` stay in fp32."""
     replicate: Count = 1
     """fsdp: number of replicas of the sharded model (hybrid sharding)."""
@@ -189,12 +195,29 @@ class EvalSection(Section):
 
 
 class CheckpointSection(Section):
-    every: Count | None = 500
-    """Save every so many steps; a run always saves at its end, and when it is told to stop."""
+    every: Count | Interval | None = 500
+    """Save every so many steps, or so long after the last save (`30min`; `s`, `h` and `d`, too); a run always saves at
+    its end, and when it is told to stop."""
     keep: Count = 3
     """How many of the newest checkpoints to keep."""
     keep_best: bool = True
     """Save whenever the evaluation finds a better score, and keep the best checkpoint in addition to `keep`."""
+    layout: Literal["auto", "whole", "parts"] = "auto"
+    """`parts`: each process writes its own shards, at the same time as the others; where nodes share no disk, with
+    `copies` of each part. `whole`: one process gathers whole tensors and writes them; where nodes share no disk, one
+    process for each disk. `auto`: parts where a checkpoint is larger than 2 GiB and all nodes share its disk. Runs of
+    any layout, strategy and number of processes read both."""
+    copies: Count = 2
+    """With `layout: parts`, where nodes share no disk: on how many nodes' disks each part of a checkpoint is. So many
+    nodes less one may be lost. Without a meaning on a disk that all nodes share."""
+    on_error: Literal["warn", "stop"] = "stop"
+    """Where a save fails because its disk is full, fails or can only be read: `stop` tries once more, and ends the run
+    with an error; `warn` warns, and goes on without that checkpoint until the next save is due. The save at the end of
+    a run must succeed with both. No older checkpoint is lost."""
+    remote: Annotated[Text, AfterValidator(check_store_url)] | None = None
+    """Copy every checkpoint to an object store, in the background: `s3://bucket/runs` (which needs the extra
+    `object-store`), or another URL that fsspec knows. The run has the folder `<run.name>` there, and goes on from it
+    where its disk is lost. Credentials are no part of the URL."""
 
 
 class ProfileSection(Section):
@@ -220,7 +243,7 @@ class LaunchSection(Section):
     nproc: Count | Auto = "auto"
     """Processes to start on this machine; `auto`: one for each GPU, or one. `torchrun` overrules it."""
     timeout: Annotated[int, Field(ge=10)] = 600
-    """Processes that wait for another one give up, and name it, after so many seconds without a sign of life of it. A
+    """Processes that wait for another one give up, and name it, after so many seconds without a heartbeat from it. A
     process that is known to work (it writes a checkpoint, encodes or scores) is waited for until it is done."""
     roll_call_seconds: Annotated[int, Field(ge=5)] = 60
     """Seconds that the nodes of a job wait for one another before training. Then those that did not answer are named,
@@ -239,8 +262,8 @@ class RunConfig(Section):
     train: TrainSection = TrainSection()
     optim: OptimSection = OptimSection()
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Number format of matrix products. Trained weights stay fp32. `auto`: bf16 where the hardware is faster at it; a
-    resumed run keeps what it began with. For fp8 see `parallel.fp8`."""
+    """Dtype of matrix products. Trained weights stay fp32. `auto`: bf16 on a GPU that has it, else fp32; a resumed
+    run keeps what it began with. For fp8 see `parallel.fp8`."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """What to run on. `auto`: CUDA, else Apple's MPS (one process), else the CPU."""
     parallel: ParallelSection = ParallelSection()
@@ -254,6 +277,13 @@ class RunConfig(Section):
     launch: LaunchSection = LaunchSection()
     cluster: ClusterSection | None = None
     """Where `drawbar submit` runs the job; `drawbar train` does not read it. A `--cluster` file has the same keys."""
+
+    @field_validator("task")
+    @classmethod
+    def _check_task_is_stored(cls, task: TaskConfig) -> TaskConfig:
+        if type(task) not in BUILT_IN_TASKS.values():
+            check_stored(task)
+        return task
 
     @property
     def takes_all_gpus(self) -> bool:

@@ -3,9 +3,15 @@
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic.errors import PydanticUserError
+
+if TYPE_CHECKING:
+    from pydantic._internal._model_construction import ModelMetaclass
+else:
+    ModelMetaclass = type(BaseModel)
 
 
 def expand_path(text: str) -> str:
@@ -34,9 +40,30 @@ Auto = Literal["auto"]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(ge=1)]
 Text = Annotated[str, Field(min_length=1)]
+Separator = Annotated[str, text_of("one character, and no quote", r'^[^"\r\n]$')]
 
 
-class Section(BaseModel):
+class UnreadableOptions(PydanticUserError):
+    """What pydantic says of a class that it cannot make, with the class."""
+
+    def __init__(self, error: PydanticUserError, class_name: str, annotations: dict[str, Any]) -> None:
+        super().__init__(error.message, code=error.code)
+        self.class_name = class_name
+        self.annotations = annotations
+
+
+class OptionsType(ModelMetaclass):
+    """The metaclass of options: pydantic's errors do not name the class, or the field."""
+
+    def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **keywords: Any) -> Any:
+        try:
+            return super().__new__(mcs, name, bases, namespace, **keywords)
+        except PydanticUserError as error:
+            annotations = namespace.get("__annotations__", {})
+            raise UnreadableOptions(error, namespace.get("__qualname__", name), annotations) from error
+
+
+class Section(BaseModel, metaclass=OptionsType):
     """One section of the configuration: strict, closed and frozen."""
 
     model_config = ConfigDict(

@@ -41,7 +41,8 @@ class PretrainedTaskConfig(TaskConfig):
     """Options that all built-in tasks share."""
 
     model: PathText
-    """Hub name or folder of a pretrained model; with `from_scratch`, also a model type such as `bert` or `t5`."""
+    """Hub name or folder of a pretrained model, or a run whose model to begin with: `RUN`, `RUN@best`, `RUN@STEP`; with
+    `from_scratch`, also a model type such as `bert` or `t5`."""
     from_scratch: dict[str, Any] | None = None
     """Start from random weights, with these fields of the architecture's own config changed (`{}`: none)."""
     tokenizer: PathText | TokenizerTraining | None = None
@@ -73,7 +74,8 @@ class CausalLMConfig(LanguageModelConfig):
     type: Text = "causal_lm"
     """A built-in task (`causal_lm`, `sequence_classification`, …), or your own class as `package.module:Class`."""
     model: PathText = "llama"
-    """Hub name or folder of a pretrained model; with `from_scratch`, also a model type such as `llama` or `gpt2`."""
+    """Hub name or folder of a pretrained model, or a run whose model to begin with: `RUN`, `RUN@best`, `RUN@STEP`; with
+    `from_scratch`, also a model type such as `llama` or `gpt2`."""
     text_column: Text = "text"
     """The key that holds the text of a record."""
     prompt_column: Text | None = None

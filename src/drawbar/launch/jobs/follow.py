@@ -1,14 +1,22 @@
-"""Reading files that grow."""
+"""Following jobs: files that grow, and how often to look."""
 
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+POLL_SECONDS = 0.5
+"""Between two looks at the files."""
+ASK_SECONDS = 5.0
+"""Between two questions to a scheduler, whose controller serves all users."""
+PATIENCE = 300.0
+"""Seconds that a scheduler may be out of reach while somebody follows a job."""
+
 
 @dataclass
 class Follower:
-    """What a file has gained since the last look. The file may not exist yet; if it shrinks, all is read again."""
+    """Reads what was appended to a file since the last read. The file may not exist yet; if it shrinks, it is read
+    again from the start."""
 
     path: Path
     _stream: BinaryIO | None = field(default=None, repr=False)

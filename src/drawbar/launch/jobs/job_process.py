@@ -28,8 +28,9 @@ class JobProcess:
 
 
 @contextmanager
-def hold_job(run_dir: Path, number: str, nodes: tuple[str, ...] = ()) -> Iterator[None]:
-    """Be the process of a job, until the end of the block. Raises OSError where the file cannot be written."""
+def lock_job_file(run_dir: Path, number: str, nodes: tuple[str, ...] = ()) -> Iterator[None]:
+    """Context in which this process holds the lock of a job's file, which marks the job as running. Raises OSError
+    where the file cannot be written."""
     file = _file(run_dir, number)
     with file.open("w", encoding="utf-8") as stream:
         with suppress(OSError):  # a file system without locks

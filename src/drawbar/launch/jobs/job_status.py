@@ -10,7 +10,7 @@ from drawbar.launch.jobs.records import JobEnd, JobRecord
 PENDING, RUNNING = "PENDING", "RUNNING"
 COMPLETED, FAILED = "COMPLETED", "FAILED"
 LOST = "LOST"
-"""Nobody knows the job any more, and it could not say how it ended."""
+"""The launcher does not know the job any more, and the job left no end file."""
 STOPPED = "STOPPED"
 """Interrupted: the run has saved what there was and can be started again, but is in no queue. Slurm says FAILED."""
 _DAY = 86400
@@ -56,7 +56,7 @@ class JobStatus:
 
 
 def status_from_files(record: JobRecord) -> JobStatus | None:
-    """The status of a job that has written down how it ended; None of another."""
+    """The status of a job that left an end file; else None."""
     end = JobEnd.read(record)
     if end is None:
         return None

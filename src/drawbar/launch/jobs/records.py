@@ -1,4 +1,4 @@
-"""``JobRecord``: what is written down of each submitted job, so that it can be found again without any accounting.
+"""``JobRecord``: the stored record of each submitted job, which makes Slurm's accounting unnecessary.
 
 A line of JSON for each job, or element of an array: in ``launch/jobs.jsonl`` of its run, and in a list of the user's
 own, so that ``drawbar jobs`` works from any folder.
@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
+from drawbar.config.io.source import run_folder
 from drawbar.errors import UserError, nearest
 from drawbar.launch.job_files import FOLDER, config_file, end_file
 from drawbar.util.atomic_files import write_atomically
+from drawbar.util.run_dir import CONFIG_FILE
 
 FILE = "jobs.jsonl"
 
@@ -23,7 +25,7 @@ class JobRecord:
     """A job of one run."""
 
     number: str
-    """What the launcher calls it; for an element of a sweep with its index behind: ``7``, or ``7_0``."""
+    """The launcher's job id; for an element of a sweep with its index: ``7``, or ``7_0``."""
     time: float
     """When it was submitted, in seconds since 1970."""
     run: str
@@ -53,12 +55,13 @@ class JobRecord:
     """By name. Records of older versions are all Slurm's."""
 
     @property
-    def array(self) -> str:
-        """The number of the whole job."""
+    def array_id(self) -> str:
+        """The id of the whole job array, or of the job."""
         return self.number if self.sweep is None else self.number.rpartition("_")[0]
 
     @property
     def job_name(self) -> str:
+        """That of the sweep, or of the run."""
         return self.sweep or self.run
 
     @property
@@ -68,7 +71,7 @@ class JobRecord:
 
     @property
     def end_file(self) -> Path:
-        """What the job leaves when it ends: see :class:`JobEnd`."""
+        """The file that the job writes when it ends: see :class:`JobEnd`."""
         return end_file(Path(self.run_dir), self.number)
 
 
@@ -91,6 +94,19 @@ class JobEnd:
     def write(self, file: Path) -> None:
         """Raises OSError where it cannot be written."""
         write_atomically(file, json.dumps(asdict(self)).encode() + b"\n")
+
+
+class NotSubmitted(UserError):
+    """A run that was trained without ``drawbar submit``: no launcher knows of it."""
+
+    def __init__(self, what: str, run_dir: Path) -> None:
+        super().__init__(
+            f"{what} has no job: it was trained without `drawbar submit`",
+            where=str(run_dir),
+            remedy="`drawbar train CONFIG`, with the configuration of the run, goes on from its newest checkpoint; "
+            "Ctrl-C where it trains stops it",
+        )
+        self.run_dir = run_dir
 
 
 def user_file() -> Path:
@@ -129,10 +145,11 @@ def find(what: str) -> list[JobRecord]:
     """The newest job that a number, a run's folder or a run's name stands for: several records for a whole sweep.
 
     Raises:
+        NotSubmitted: it is the folder of a run that no job was submitted for.
         UserError: there is none.
     """
     known = read(user_file())
-    if found := _newest(known, lambda record: what in (record.number, record.array)):
+    if found := _newest(known, lambda record: what in (record.number, record.array_id)):
         return found
     folder = Path(what).absolute()
     if found := _newest(read(run_file(folder)), lambda record: True):
@@ -140,6 +157,8 @@ def find(what: str) -> list[JobRecord]:
         return [replace(record, run_dir=str(folder)) if record.run == folder.name else record for record in found]
     if found := _newest(known, lambda record: what in (record.run, record.sweep)):
         return found
+    if (folder / CONFIG_FILE).is_file():
+        raise NotSubmitted(what, run_folder(what))
     names = {name for record in known for name in (record.run, record.sweep, record.number) if name}
     guess = nearest(what, sorted(names))
     raise UserError(
@@ -155,7 +174,7 @@ def _newest(records: list[JobRecord], fits: Callable[[JobRecord], bool]) -> list
     if not fitting:
         return []
     last = fitting[-1]
-    return [record for record in fitting if (record.array, record.time) == (last.array, last.time)]
+    return [record for record in fitting if (record.array_id, record.time) == (last.array_id, last.time)]
 
 
 def _append(file: Path, records: list[JobRecord]) -> None:

@@ -12,8 +12,13 @@ MOST_RESTARTS = 3
 
 def newest_step(run_dir: Path) -> int:
     """The step of the newest checkpoint; -1 where there is none."""
-    names = [path.name.removeprefix("step-") for path in (run_dir / "checkpoints").glob("step-*")]
-    return max((int(name) for name in names if name.isdecimal()), default=-1)
+    return max(checkpoint_folders(run_dir), default=-1)
+
+
+def checkpoint_folders(run_dir: Path) -> dict[int, Path]:
+    """The folders of the checkpoints by step, ascending. Only names are looked at, not whether they are intact."""
+    found = {path.name.removeprefix("step-"): path for path in (run_dir / "checkpoints").glob("step-*")}
+    return dict(sorted((int(step), path) for step, path in found.items() if step.isdecimal()))
 
 
 def count_restart(run_dir: Path, job: str) -> int:

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -22,13 +23,14 @@ from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.elastic.metrics import api as timing
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from drawbar.distributed.interrupt import ECHO_SECONDS, INTERRUPT, REQUEUE, code_of, farewell, handle
+from drawbar.distributed.interrupt import ECHO_SECONDS, INTERRUPT, REQUEUE, exit_code_of, exit_message, handle
 from drawbar.errors import ExitCode, UserError
 from drawbar.launch.node.node_check import NodeCheck
 from drawbar.launch.node.rank_environment import STATUS_FILE, become_launcher
@@ -49,12 +51,15 @@ def run_processes(
     timeout: float = 600,
     node_check: NodeCheck | None = None,
     warm_process: WarmProcess | None = None,
+    *,
+    trains: bool = True,
 ) -> int:
     """Run ``python ARGUMENTS`` as ``nproc`` ranks on this machine and return the exit code of the run.
 
     Without a ``rendezvous`` torch's store listens on a port that the operating system chooses, so two runs never meet.
     With one, every node calls this, runs the ``node_check``, and waits ``timeout`` seconds for the others. Ranks are
-    forked by the ``warm_process`` where it can.
+    forked by the ``warm_process`` where it can. ``trains`` says whether the ranks train a run, which the message of a
+    signal then speaks of.
     """
     become_launcher(nproc)
     logging.disable()  # drawbar prints its own messages instead of torch's
@@ -71,12 +76,12 @@ def run_processes(
         except ChildFailedError as error:
             return _explain(error.failures)
         except RendezvousError as error:
-            raise _nobody_came(own, timeout) from error
+            raise _missing_nodes_error(own, timeout) from error
         except SignalException as error:
             if status.exists():
                 return int(status.read_text())
-            print(farewell(error.sigval), file=sys.stderr)
-            return code_of(error.sigval)
+            print(exit_message(error.sigval, trains), file=sys.stderr)
+            return exit_code_of(error.sigval)
     return ExitCode.DONE
 
 
@@ -117,7 +122,7 @@ def _ranks_of(warm_process: WarmProcess | None) -> Iterator[None]:
         subprocess_handler.Popen = start
 
 
-def _nobody_came(rendezvous: Rendezvous, timeout: float) -> UserError:
+def _missing_nodes_error(rendezvous: Rendezvous, timeout: float) -> UserError:
     return UserError(
         f"node {rendezvous.node + 1} of {rendezvous.nodes} did not meet all the others at {rendezvous.endpoint} "
         f"within {timeout:.0f}s",
@@ -135,6 +140,10 @@ def _handle_signals(folder: str) -> None:
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         nonlocal told
+        if frame is not None and frame.f_code.co_filename == timing.__file__:
+            # torch times its functions there, and would raise an error of its own in place of this exception
+            threading.Timer(0.01, os.kill, (os.getpid(), number)).start()
+            return
         told = time.monotonic()
         handle(leave_at_once, *REQUEUE, *INTERRUPT)
         raise SignalException(f"received signal {number}", sigval=signal.Signals(number))

@@ -1,4 +1,4 @@
-"""The first sum over several nodes: is it right, how fast is it, and which nodes are to blame if it is wrong."""
+"""Checks an all-reduce over all nodes before training: correctness and speed, and names nodes with faults."""
 
 import os
 import threading
@@ -21,7 +21,7 @@ _BYTES = {"cuda": 64 * 2**20, "cpu": 2**20}
 _POLL = 0.02
 
 
-def check_links(world: Distributed, run_dir: Path, seconds: float = SECONDS) -> None:
+def check_allreduce(world: Distributed, run_dir: Path, seconds: float = SECONDS) -> None:
     """If the ranks are on several nodes, sum a tensor over all of them, and log how fast each node was.
 
     Raises:
@@ -29,7 +29,7 @@ def check_links(world: Distributed, run_dir: Path, seconds: float = SECONDS) -> 
     """
     if not world.rank_info.spans_nodes:
         return
-    world.store.set(f"links/{world.rank}", "")  # tells the other ranks that this rank takes part
+    world.store.set(f"allreduce/{world.rank}", "")  # tells the other ranks that this rank takes part
     found: list[tuple[list[int], float]] = []
     failures: list[Exception] = []
 
@@ -49,8 +49,8 @@ def check_links(world: Distributed, run_dir: Path, seconds: float = SECONDS) -> 
         thread.join(_POLL)
     if failures:
         raise failures[0]
-    told = world.gather(found[0])
-    reasons = world.from_rank0(lambda: _judge(told or [], world.nodes), "judging the first sum")
+    results = world.gather(found[0])
+    reasons = world.from_rank0(lambda: _judge(results or [], world.nodes), "judging the first sum")
     if reasons:
         if world.is_rank0:
             _record(run_dir, reasons)
@@ -60,54 +60,59 @@ def check_links(world: Distributed, run_dir: Path, seconds: float = SECONDS) -> 
             f"cluster.options={{exclude: '{','.join(reasons)}'}}",
             exit_code=ExitCode.FAILED,
         )
-    if told is not None:
-        logger.info("%s", _describe(told, world.nodes, world.device.type))
+    if results is not None:
+        logger.info("%s", _describe(results, world.nodes, world.device.type))
 
 
 def _sum_twice(world: Distributed) -> tuple[list[int], float]:
-    """The ranks whose part of the sum is wrong here, and the bytes a second that this rank sent and received.
+    """The ranks whose slice of the sum is wrong here, and the bytes a second that this rank sent and received.
 
-    Every rank fills a part of its own, and adds zeros to the others' parts: so a wrong part tells whose it is.
+    Every rank fills a slice of its own, and adds zeros to the others' slices: so a wrong slice tells whose it is.
     """
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)  # each thread has a current device of its own
     numbers = max(1, _BYTES.get(world.device.type, _BYTES["cpu"]) // 4 // world.size)
-    parts = torch.zeros(world.size, numbers, device=world.device)
-    parts[world.rank] = world.rank + 1.0
-    dist.all_reduce(parts)
+    slices = torch.zeros(world.size, numbers, device=world.device)
+    slices[world.rank] = world.rank + 1.0
+    dist.all_reduce(slices)
     expected = torch.arange(1.0, world.size + 1, device=world.device).unsqueeze(1)
-    wrong = (parts != expected).any(dim=1).nonzero().flatten().tolist()
+    wrong = (slices != expected).any(dim=1).nonzero().flatten().tolist()
     begin = time.perf_counter()
-    dist.all_reduce(parts)
+    dist.all_reduce(slices)
     if world.device.type == "cuda":
         torch.cuda.synchronize()
     seconds = time.perf_counter() - begin
-    return wrong, 2 * (world.size - 1) / world.size * parts.numel() * 4 / seconds
+    return wrong, 2 * (world.size - 1) / world.size * slices.numel() * 4 / seconds
 
 
-def _judge(told: Sequence[tuple[list[int], float]], nodes: Sequence[str]) -> dict[str, str]:
-    """What is wrong with each node. A part that most ranks found wrong was sent wrong; else it was received wrong."""
+def _judge(results: Sequence[tuple[list[int], float]], nodes: Sequence[str]) -> dict[str, str]:
+    """Find the fault of each node. A slice that most ranks found wrong was sent wrong; else it was received wrong.
+
+    Args:
+        results: what ``_sum_twice`` returned on each rank.
+        nodes: the node of each rank.
+    """
     reasons: dict[str, str] = {}
-    finders = Counter(source for wrong, _ in told for source in wrong)
-    sent_wrong = {source for source, count in finders.items() if 2 * count > len(told)}
+    finders = Counter(source for wrong, _ in results for source in wrong)
+    sent_wrong = {source for source, count in finders.items() if 2 * count > len(results)}
     for source in sorted(sent_wrong):
         reasons[nodes[source]] = f"what rank {source} on {nodes[source]} sends arrives wrong"
-    for rank, (wrong, _) in enumerate(told):
+    for rank, (wrong, _) in enumerate(results):
         if set(wrong) - sent_wrong:
             reasons.setdefault(nodes[rank], f"rank {rank} on {nodes[rank]} receives wrong numbers")
     return reasons
 
 
-def _describe(told: Sequence[tuple[list[int], float]], nodes: Sequence[str], device: str) -> str:
+def _describe(results: Sequence[tuple[list[int], float]], nodes: Sequence[str], device: str) -> str:
     slowest: dict[str, float] = {}
-    for (_, speed), node in zip(told, nodes, strict=True):
+    for (_, speed), node in zip(results, nodes, strict=True):
         slowest[node] = min(speed, slowest.get(node, speed))
     speeds = ", ".join(f"{node} {speed / 1e9:.2f} GB/s" for node, speed in slowest.items())
     return f"a sum over {len(slowest)} nodes is right ({device}): {speeds}"
 
 
 def _no_sum(world: Distributed, run_dir: Path, seconds: float) -> UserError:
-    missing = [rank for rank in range(world.size) if not world.store.check([f"links/{rank}"])]
+    missing = [rank for rank in range(world.size) if not world.store.check([f"allreduce/{rank}"])]
     others = [rank for rank in range(world.size) if rank not in missing]
     if not missing:
         return UserError(

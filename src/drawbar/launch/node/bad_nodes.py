@@ -1,4 +1,4 @@
-"""Nodes that a job could not use: written down by the job, read by whoever starts it again.
+"""Records of bad nodes: written by a job, and read when it is requeued.
 
 ``<run>/launch/bad-nodes.json`` is a list with one entry for each time that a job named some.
 """

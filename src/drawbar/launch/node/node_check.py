@@ -2,7 +2,7 @@
 
 First every node answers the node check, at the store where torch's launchers will meet, too. Whoever does not answer in
 time is named on every node that did, and the run ends: it never goes on as a smaller one. From then on each launcher
-gives signs of life, so that a node which is lost in mid-run is named, and nobody waits for it.
+sends heartbeats, so that a node which is lost in mid-run is named, and nobody waits for it.
 """
 
 import json
@@ -25,14 +25,15 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from drawbar.distributed.watchdog import NODE
 from drawbar.errors import ExitCode, UserError
 from drawbar.launch.node.bad_nodes import NODE_IS_LOST, attempt, bad_nodes, record_bad_nodes
-from drawbar.launch.node.node_facts import NodeFacts, Verdict, collect_facts, judge, judge_clocks
+from drawbar.launch.node.node_facts import NodeCheckResult, NodeFacts, collect_facts, judge, judge_clocks
 from drawbar.launch.node.rendezvous import Rendezvous
 
 LOST_SECONDS = 60
 """Seconds without a heartbeat after which a node counts as lost and the others end."""
 _POLL, _BEAT = 0.05, 1.0
+"""Seconds. As a heartbeat takes one second, ``LOST_SECONDS`` and ``_SUSPICION`` are also numbers of heartbeats."""
 _LINGER_SECONDS = 5.0
-"""Seconds that the first node keeps the store up, so that the others can read a failed verdict."""
+"""Seconds that the first node keeps the store up, so that the others can read a failed check."""
 _SUSPICION = 5
 """Seconds without a heartbeat after which a node is reported, once a rank has lost its connection to a peer."""
 _ATTEMPT = 5
@@ -58,7 +59,7 @@ class NodeCheck:
     seconds: float
 
     def run(self, rendezvous: Rendezvous) -> "NodeWatch":
-        """Answer, and wait for the verdict.
+        """Answer, and wait for the result.
 
         Raises:
             UserError: with exit code 1, on every node that answered: a node did not answer, or does not fit the others.
@@ -68,22 +69,22 @@ class NodeCheck:
         store = self._connect(rendezvous)
         try:
             store.set(f"here/{rendezvous.node}", json.dumps(asdict(facts)))
-            verdict = (
+            result = (
                 self._collect_answers(store, rendezvous)
                 if rendezvous.node == 0
-                else self._await_verdict(store, rendezvous)
+                else self._await_result(store, rendezvous)
             )
         except (dist.DistError, RuntimeError) as error:
             raise self._first_node_unreachable(rendezvous, f"went away: {error}") from error
-        if verdict.errors:
+        if result.errors:
             raise UserError(
-                "\n".join([f"the nodes cannot train together, says {rendezvous.name(0)}:", *verdict.errors]),
+                "\n".join([f"the nodes cannot train together, says {rendezvous.name(0)}:", *result.errors]),
                 where=f"job {rendezvous.job}",
-                remedy=_remedy(verdict),
+                remedy=_remedy(result),
                 exit_code=ExitCode.FAILED,
             )
         if rendezvous.node == 0:
-            for warning in verdict.warnings:
+            for warning in result.warnings:
                 print(f"warning: {warning}", file=sys.stderr, flush=True)
             print(f"drawbar: the {rendezvous.nodes} nodes have answered: {', '.join(rendezvous.names)}", flush=True)
         return NodeWatch(store, rendezvous, self.run_dir)
@@ -94,7 +95,7 @@ class NodeCheck:
             return self._listen_at(rendezvous)
 
         def give_up() -> None:  # torch waits without end if another program listens at the endpoint
-            self._blame_head(rendezvous)
+            self._record_first_node(rendezvous)
             print(f"error: {gone}", file=sys.stderr, flush=True)
             os._exit(ExitCode.FAILED)
 
@@ -105,11 +106,11 @@ class NodeCheck:
             if _wait(lambda: _is_open(rendezvous), self.seconds):
                 return _connect_once(rendezvous)
         except (dist.DistError, RuntimeError) as error:
-            self._blame_head(rendezvous)
+            self._record_first_node(rendezvous)
             raise gone from error
         finally:
             deadline.cancel()
-        self._blame_head(rendezvous)
+        self._record_first_node(rendezvous)
         raise gone
 
     def _listen_at(self, rendezvous: Rendezvous) -> dist.TCPStore:
@@ -123,8 +124,8 @@ class NodeCheck:
                 exit_code=ExitCode.FAILED,
             ) from error
 
-    def _collect_answers(self, store: dist.Store, rendezvous: Rendezvous) -> Verdict:
-        """On the first node: wait for all answers, judge them, and publish the verdict."""
+    def _collect_answers(self, store: dist.Store, rendezvous: Rendezvous) -> NodeCheckResult:
+        """On the first node: wait for all answers, judge them, and publish the result."""
         answers: dict[int, NodeFacts] = {}
         heard: dict[int, float] = {}
         end = time.monotonic() + self.seconds
@@ -135,27 +136,27 @@ class NodeCheck:
                     answers[node] = NodeFacts.from_json(json.loads(store.get(f"here/{node}")))
             time.sleep(_POLL)
         there = sorted(answers)
-        verdict = judge([answers[node] for node in there])
-        verdict.warnings += judge_clocks([answers[node] for node in there], [heard[node] for node in there])
+        result = judge([answers[node] for node in there])
+        result.warnings += judge_clocks([answers[node] for node in there], [heard[node] for node in there])
         for node in sorted(set(range(rendezvous.nodes)) - set(answers)):
             name = rendezvous.name(node)
-            verdict.bad[name] = f"node {name} did not answer within {self.seconds:.0f} s"
-            verdict.errors.insert(0, verdict.bad[name])
-        if verdict.bad:
-            _record(self.run_dir, rendezvous, verdict.bad)
-        store.set("verdict", json.dumps(asdict(verdict)))
-        if verdict.errors:
+            result.bad[name] = f"node {name} did not answer within {self.seconds:.0f} s"
+            result.errors.insert(0, result.bad[name])
+        if result.bad:
+            _record(self.run_dir, rendezvous, result.bad)
+        store.set("verdict", json.dumps(asdict(result)))
+        if result.errors:
             others = [f"heard/{node}" for node in there if node != 0]
             _wait(lambda: not others or store.check(others), _LINGER_SECONDS)
-        return verdict
+        return result
 
-    def _await_verdict(self, store: dist.Store, rendezvous: Rendezvous) -> Verdict:
-        """On the other nodes: wait for the verdict."""
+    def _await_result(self, store: dist.Store, rendezvous: Rendezvous) -> NodeCheckResult:
+        """On the other nodes: wait for the result."""
         if not _wait(lambda: store.check(["verdict"]), self.seconds + _LINGER_SECONDS):
             raise self._first_node_unreachable(rendezvous, f"said nothing for {self.seconds + _LINGER_SECONDS:.0f} s")
-        verdict = Verdict(**json.loads(store.get("verdict")))
+        result = NodeCheckResult(**json.loads(store.get("verdict")))
         store.set(f"heard/{rendezvous.node}", "")
-        return verdict
+        return result
 
     def _first_node_unreachable(self, rendezvous: Rendezvous, what: str) -> UserError:
         return UserError(
@@ -166,7 +167,7 @@ class NodeCheck:
             exit_code=ExitCode.FAILED,
         )
 
-    def _blame_head(self, rendezvous: Rendezvous) -> None:
+    def _record_first_node(self, rendezvous: Rendezvous) -> None:
         """Record the first node as bad, unless it has already recorded this node as bad."""
         if rendezvous.name(rendezvous.node) not in bad_nodes(self.run_dir, rendezvous.job, attempt()):
             reason = f"node {rendezvous.name(0)} did not answer within {self.seconds:.0f} s"
@@ -202,7 +203,7 @@ class NodeWatch:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         failed = isinstance(error, ChildFailedError)
         if isinstance(error, ChildFailedError) and any(map(_is_peer_failure, error.failures.values())):
-            self._name_lost()
+            self._report_silent_nodes()
         self._over.set()
         self._leave(linger=failed)
 
@@ -213,7 +214,7 @@ class NodeWatch:
         if linger and self._rendezvous.node == 0:
             time.sleep(3 * _BEAT)
 
-    def _name_lost(self) -> None:
+    def _report_silent_nodes(self) -> None:
         """After a rank lost its connection to a peer: report which node no longer sends heartbeats."""
         enough = self._beats + 4  # four more beats of the watching thread, which may be slow
         _wait(lambda: self._beats >= enough, LOST_SECONDS)
@@ -263,7 +264,7 @@ class NodeWatch:
         reasons = {}
         for node in lost:
             name, seconds = self._rendezvous.name(node), self._silent[node] * _BEAT
-            reasons[name] = f"node {name} {NODE_IS_LOST}: it has given no sign of life for {seconds:.0f} s"
+            reasons[name] = f"node {name} {NODE_IS_LOST}: it has sent no heartbeat for {seconds:.0f} s"
             print(f"error: {reasons[name]}", file=sys.stderr, flush=True)
         if not reasons:
             return
@@ -305,9 +306,9 @@ def _record(run_dir: Path, rendezvous: Rendezvous, reasons: Mapping[str, str]) -
         print(f"warning: cannot write down the bad nodes: {error}", file=sys.stderr, flush=True)
 
 
-def _remedy(verdict: Verdict) -> str:
-    if verdict.bad:
-        names = ",".join(verdict.bad)
+def _remedy(result: NodeCheckResult) -> str:
+    if result.bad:
+        names = ",".join(result.bad)
         return (
             f"look in the log for what {names} says; to go on without: cluster.options={{exclude: '{names}'}}, or "
             "cluster.exclude_bad_nodes=true for the next time; a longer wait is launch.roll_call_seconds=N"

@@ -1,4 +1,4 @@
-"""What a node says of itself in the node check, and what is wrong with the answers of all."""
+"""The facts that a node reports in the node check, and the judgement of all nodes' facts."""
 
 import hashlib
 import os
@@ -33,7 +33,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What one node says."""
+    """The facts that one node reports."""
 
     name: str
     versions: Mapping[str, str]
@@ -56,8 +56,8 @@ class NodeFacts:
 
 
 @dataclass
-class Verdict:
-    """What came of the node check."""
+class NodeCheckResult:
+    """Result of the node check."""
 
     errors: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -66,18 +66,20 @@ class Verdict:
 
 
 def collect_facts(name: str, config: str, processes: int, device: str) -> NodeFacts:
-    """What this node says of itself in the node check. Args:
-    config: the text of the configuration.
-    device: the setting.
+    """Collect the facts that this node reports in the node check.
+
+    Args:
+        config: the text of the configuration.
+        device: the setting.
     """
     count = torch.cuda.device_count() if device in ("auto", "cuda") else 0
-    gpus, driver, trouble = look_at_gpus(os.environ) if count and torch.version.cuda else ((), "", "")
+    gpus, driver, trouble = query_gpus(os.environ) if count and torch.version.cuda else ((), "", "")
     versions = {"drawbar": version("drawbar"), "torch": torch.__version__, "Python": platform.python_version()}
     digest = hashlib.sha256(config.encode()).hexdigest()[:16]
     return NodeFacts(name, versions, digest, processes, count, gpus, driver, trouble, time.time())
 
 
-def look_at_gpus(environ: Mapping[str, str]) -> tuple[tuple[Gpu, ...], str, str]:
+def query_gpus(environ: Mapping[str, str]) -> tuple[tuple[Gpu, ...], str, str]:
     """The GPUs of this job, the driver's version, and why nothing is known of them.
 
     nvidia-smi is asked, as torch would take memory on every GPU to answer.
@@ -111,47 +113,47 @@ def _query(question: str) -> list[list[str]]:
     return [[word.strip() for word in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
 
 
-def judge(nodes: Sequence[NodeFacts]) -> Verdict:
-    """What is wrong with the answers; clocks are checked separately, as that needs the time of arrival."""
-    verdict = Verdict()
-    _judge_settings(nodes, verdict)
+def judge(nodes: Sequence[NodeFacts]) -> NodeCheckResult:
+    """Check the facts of all nodes; clocks are checked separately, as that needs the times of arrival."""
+    result = NodeCheckResult()
+    _judge_settings(nodes, result)
     for node in nodes:
-        _judge_gpus(node, max(other.gpu_count for other in nodes), verdict)
-    return verdict
+        _judge_gpus(node, max(other.gpu_count for other in nodes), result)
+    return result
 
 
-def _judge_settings(nodes: Sequence[NodeFacts], verdict: Verdict) -> None:
+def _judge_settings(nodes: Sequence[NodeFacts], result: NodeCheckResult) -> None:
     for what in nodes[0].versions:
-        told = verdict.warnings if what == "Python" else verdict.errors
-        if difference := _odd_ones(nodes, lambda node: node.versions[what]):  # noqa: B023 - it is called at once
+        told = result.warnings if what == "Python" else result.errors
+        if difference := _differing_values(nodes, lambda node: node.versions[what]):  # noqa: B023 - it is called at once
             told.append(f"{what} is not the same on all nodes: {difference}")
-    if difference := _odd_ones(nodes, lambda node: node.driver):
-        verdict.warnings.append(f"the NVIDIA driver is not the same on all nodes: {difference}")
-    if _odd_ones(nodes, lambda node: node.config):
+    if difference := _differing_values(nodes, lambda node: node.driver):
+        result.warnings.append(f"the NVIDIA driver is not the same on all nodes: {difference}")
+    if _differing_values(nodes, lambda node: node.config):
         usual = _most_common([node.config for node in nodes])
         odd = [node.name for node in nodes if node.config != usual]
-        verdict.errors.append(
+        result.errors.append(
             f"the configuration on {', '.join(odd)} is another one than on the other nodes: "
             "each must read the same files, and have the same environment variables if the files use any"
         )
 
 
-def _judge_gpus(node: NodeFacts, most: int, verdict: Verdict) -> None:
+def _judge_gpus(node: NodeFacts, most: int, result: NodeCheckResult) -> None:
     if node.gpu_count < most:
-        verdict.bad[node.name] = f"torch sees {node.gpu_count} GPUs on {node.name}, and {most} on another node"
-        verdict.errors.append(verdict.bad[node.name])
+        result.bad[node.name] = f"torch sees {node.gpu_count} GPUs on {node.name}, and {most} on another node"
+        result.errors.append(result.bad[node.name])
     if node.trouble:
-        verdict.warnings.append(f"{node.name}: {node.trouble}")
+        result.warnings.append(f"{node.name}: {node.trouble}")
     for gpu in node.gpus:
         if gpu.used < USED_SHARE * gpu.total:
             continue
         who = f" (processes {', '.join(map(str, gpu.processes))})" if gpu.processes else ""
         what = f"GPU {gpu.index} on {node.name} is in use: {gpu.used:,} of {gpu.total:,} MiB are taken{who}"
         if gpu.used < FULL_SHARE * gpu.total:
-            verdict.warnings.append(what)
+            result.warnings.append(what)
         else:
-            verdict.bad[node.name] = what
-            verdict.errors.append(what)
+            result.bad[node.name] = what
+            result.errors.append(what)
 
 
 def judge_clocks(nodes: Sequence[NodeFacts], heard: Sequence[float]) -> list[str]:
@@ -166,7 +168,7 @@ def judge_clocks(nodes: Sequence[NodeFacts], heard: Sequence[float]) -> list[str
     return warnings
 
 
-def _odd_ones(nodes: Sequence[NodeFacts], value: Callable[[NodeFacts], str]) -> str:
+def _differing_values(nodes: Sequence[NodeFacts], value: Callable[[NodeFacts], str]) -> str:
     """``2.13.0 on n1, n3; 2.12.1 on n2``, the usual value first; empty where all are equal."""
     holders: dict[str, list[str]] = {}
     for node in nodes:

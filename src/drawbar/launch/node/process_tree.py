@@ -16,7 +16,7 @@ def adopt_orphans() -> bool:
     return _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def let_orphans_go() -> None:
+def stop_adopting_orphans() -> None:
     """Make this process no subreaper any more; it keeps the children that it has."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 0)
 

@@ -13,4 +13,6 @@ def become_launcher(nproc: int) -> None:
     the ranks share the cores that this process may use."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc)))
+    # torch 2.14 logs, for every rank and past Python's warnings, that DDP looked for unused parameters and found none
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ[LAUNCHER] = str(os.getpid())

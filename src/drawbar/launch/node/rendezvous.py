@@ -1,4 +1,4 @@
-"""``Rendezvous``: what the launcher on one node must know to meet those on the others."""
+"""``Rendezvous``: the parameters by which the launchers of a job's nodes find one another."""
 
 import json
 import os
@@ -10,7 +10,7 @@ VARIABLE = "DRAWBAR_RENDEZVOUS"
 
 
 def job_name(number: str) -> str:
-    """What all of drawbar calls a scheduler's job of this number."""
+    """The name that drawbar uses for a scheduler's job of this number."""
     return f"drawbar-{number}"
 
 
@@ -34,13 +34,14 @@ class Rendezvous:
         """What messages call a node."""
         return self.names[node] if self.names else f"{node + 1} of {self.nodes}"
 
-    def announce(self, environ: MutableMapping[str, str] = os.environ) -> None:
-        """Put it into the environment of the program that this process starts or becomes (``drawbar train``)."""
+    def to_environment(self, environ: MutableMapping[str, str] = os.environ) -> None:
+        """Write it to the environment of the program that this process starts or execs (``drawbar train``)."""
         environ[VARIABLE] = json.dumps(asdict(self))
 
     @staticmethod
-    def take(environ: MutableMapping[str, str] = os.environ) -> "Rendezvous | None":
-        """The rendezvous that was announced. It is for one launcher alone: the ranks that it starts do not find it."""
+    def from_environment(environ: MutableMapping[str, str] = os.environ) -> "Rendezvous | None":
+        """Read the rendezvous from the environment, and remove it there: it is for one launcher, not for the ranks that
+        it starts."""
         text = environ.pop(VARIABLE, None)
         if text is None:
             return None

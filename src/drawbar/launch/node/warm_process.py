@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from drawbar.distributed.watchdog import NODE
-from drawbar.launch.node.process_tree import adopt_orphans, die_with_parent, let_orphans_go
+from drawbar.launch.node.process_tree import adopt_orphans, die_with_parent, stop_adopting_orphans
 from drawbar.launch.node.rank_environment import STATUS_FILE
 
 RANK_PROGRAM = ["-m", "drawbar"]
@@ -60,7 +60,7 @@ class WarmProcess:
         self._channel.close()
         self._process.kill()
         self._process.wait()
-        let_orphans_go()
+        stop_adopting_orphans()
 
     def fork(self, arguments: Sequence[str], environment: dict[str, str]) -> "ForkedRank | None":
         """``python -u ARGUMENTS`` as a child of this process, in a session of its own, with this process's standard

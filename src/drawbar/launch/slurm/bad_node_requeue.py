@@ -1,4 +1,4 @@
-"""What becomes of a failed Slurm job that has named bad nodes: back into the queue without them, or the end."""
+"""Requeues a failed Slurm job that has recorded bad nodes, without these nodes, or ends it."""
 
 import os
 import subprocess

@@ -9,11 +9,11 @@ import shlex
 import signal
 from pathlib import Path
 
-from drawbar.config.io.user_modules import SNAPSHOT
+from drawbar.config.io.user_code import SNAPSHOT
 from drawbar.config.schema.cluster_section import ClusterSection
 from drawbar.errors import ExitCode, UserError
 from drawbar.launch.job import Job
-from drawbar.launch.job_files import CONFIG, FOLDER
+from drawbar.launch.job_files import CONFIG, FOLDER, SIGNAL_SECONDS
 from drawbar.launch.slurm.allocation import OWN_JOB
 from drawbar.launch.slurm.bad_node_requeue import GAVE_UP, REQUEUED
 
@@ -26,7 +26,7 @@ drawbar_config="$drawbar_run/launch/config-$drawbar_job.yaml"
 {variable}=$(printf %s "$drawbar_yaml" | base64 --wrap=0)
 export {variable}"""
 _BEGIN = """
-export {own_job}="$SLURM_JOB_ID"
+export {own_job}="$SLURM_JOB_ID" {signal_variable}={signal_seconds}
 # A file that says how the job ended, for when Slurm has forgotten the job; never half written.
 drawbar_end="$drawbar_run/launch/ended-$drawbar_job.json"
 # shellcheck disable=SC2317  # the trap calls it
@@ -122,8 +122,8 @@ def render(job: Job) -> str:
     what = f"Sweep {job.name}: {len(job.elements)} runs, each" if job.elements else f"Run {job.name}"
     parts = [shell, f"# {what} on {_count(job.nodes, 'node')}; made by drawbar submit."]
     parts += [f"#SBATCH {option}" for option in _options(job, cluster)]
-    parts += ["", *_which(job), _CONFIG.format(variable=CONFIG), *_code(job)]
-    parts.append(_BEGIN.format(own_job=OWN_JOB, terminated=128 + signal.SIGTERM) if job.allocation is None else "")
+    parts += ["", *_run_lines(job), _CONFIG.format(variable=CONFIG), *_code_lines(job)]
+    parts.append(_begin(cluster) if job.allocation is None else "")
     parts += [f"module load {shlex.quote(module)} || exit" for module in cluster.modules]
     variables = {**job.environment, **cluster.environment}
     parts += [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
@@ -148,6 +148,16 @@ def render(job: Job) -> str:
     return "\n".join(parts) + body + _requeue_without_bad_nodes(job) + end
 
 
+def _begin(cluster: ClusterSection) -> str:
+    """What a job does first that is one of its own, and not a command in an existing allocation."""
+    return _BEGIN.format(
+        own_job=OWN_JOB,
+        signal_variable=SIGNAL_SECONDS,
+        signal_seconds=cluster.signal_seconds,
+        terminated=128 + signal.SIGTERM,
+    )
+
+
 def _requeue_without_bad_nodes(job: Job) -> str:
     """The lines for a failed job with bad nodes. A container has none: Slurm's commands are missing there."""
     cluster = job.cluster
@@ -158,7 +168,7 @@ def _requeue_without_bad_nodes(job: Job) -> str:
     return _BAD_NODES.format(python=python, then=then, back=REQUEUED, ends=GAVE_UP, failed=failed)
 
 
-def _which(job: Job) -> list[str]:
+def _run_lines(job: Job) -> list[str]:
     """Which run it is, and its configuration."""
 
     def run(job: Job) -> list[str]:
@@ -174,7 +184,7 @@ def _which(job: Job) -> list[str]:
     return [*lines, "esac"]
 
 
-def _code(job: Job) -> list[str]:
+def _code_lines(job: Job) -> list[str]:
     """Which code it was submitted with, and where the copy of it is."""
     # a job that submits another one must not hand on its copy
     copy = f"unset {SNAPSHOT}" if job.snapshot is None else f"export {SNAPSHOT}={shlex.quote(str(job.snapshot))}"

@@ -1,4 +1,4 @@
-"""How many CPUs a job asks for on each node, if no setting says how many: Slurm would give the job a single CPU."""
+"""Default for the CPUs of a job on each node: without a request, Slurm would give it a single CPU."""
 
 from drawbar.config.schema.cluster_section import ClusterSection
 from drawbar.launch.slurm.obstacles import fitting_nodes

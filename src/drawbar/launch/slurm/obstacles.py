@@ -1,4 +1,4 @@
-"""Why a job that Slurm would take could never run: limits of partitions, and what their nodes have."""
+"""Finds reasons why an accepted Slurm job could never run: limits of partitions, and resources of their nodes."""
 
 import getpass
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""What Slurm says of its partitions and nodes, without accounting: ``scontrol`` and ``sinfo`` are everywhere."""
+"""Queries Slurm for partitions and nodes, by ``scontrol`` and ``sinfo``, which need no accounting."""
 
 import re
 import subprocess

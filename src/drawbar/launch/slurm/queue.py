@@ -1,4 +1,4 @@
-"""What Slurm says of jobs, and what it is told about them.
+"""Queries and changes Slurm's queue: ``squeue`` and ``scancel``.
 
 ``squeue`` is asked for columns of fixed width: its JSON differs between versions, and words of other people, such as
 the names of their jobs, cannot shift a column.

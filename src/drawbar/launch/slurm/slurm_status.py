@@ -1,4 +1,4 @@
-"""The status of Slurm's jobs: what Slurm says of them, and what their scripts have left, as one answer."""
+"""The status of Slurm jobs, from Slurm's queue and the end files of their scripts."""
 
 from collections.abc import Sequence
 
@@ -28,7 +28,7 @@ def slurm_status(records: Sequence[JobRecord]) -> list[JobStatus]:
     found = []
     for record in records:
         # elements that were cancelled one by one before they began are shown under the array's number alone
-        entry = entries.get(record.number) or entries.get(record.array)
+        entry = entries.get(record.number) or entries.get(record.array_id)
         if entry is not None and entry.name != record.job_name:
             entry = None  # it is of another job: on another cluster, or the numbers have begun again
         found.append(judge_job(record, entry, JobEnd.read(record)))

@@ -67,7 +67,7 @@ class RemoteHost:
         if not self._stdin.is_closing():
             self._stdin.write(host_message(**values))
 
-    def hang_up(self) -> None:
+    def close_input(self) -> None:
         """Send no more: the host ends what runs there."""
         if not self._stdin.is_closing():
             self._stdin.write_eof()

@@ -1,4 +1,4 @@
-"""A job as ssh hosts take it: for each host a command that starts a shell there, and what that shell reads.
+"""Renders a job for ssh hosts: for each host an ssh command that starts a shell, and the shell's standard input.
 
 The command is the same few words for all jobs. Everything else goes to the host over the standard input of ssh, and
 stands in no list of processes: first a bash script, which ends by becoming :mod:`drawbar.launch.node.entry.ssh_host`,

@@ -18,7 +18,7 @@ from drawbar.config.schema.run_config import RunConfig
 from drawbar.errors import ExitCode, UserError
 from drawbar.launch.job import Job, make_job
 from drawbar.launch.job_files import end_file
-from drawbar.launch.jobs.job_process import find_process, hold_job, is_running
+from drawbar.launch.jobs.job_process import find_process, is_running, lock_job_file
 from drawbar.launch.jobs.job_status import LOST, RUNNING, JobStatus, status_from_files, wait_for_ends
 from drawbar.launch.jobs.records import JobEnd, JobRecord, read, run_file
 from drawbar.launch.launcher import Launcher, Submitted
@@ -105,7 +105,7 @@ class SshLauncher(Launcher):
                 try:
                     job.folder.mkdir(parents=True, exist_ok=True)
                     output.open_log(self.log_path(job, number))
-                    held.enter_context(hold_job(job.run_dir, number, tuple(host.name for host in hosts)))
+                    held.enter_context(lock_job_file(job.run_dir, number, tuple(host.name for host in hosts)))
                 except OSError as error:
                     print(f"warning: other commands cannot find the run's job {number}: {error}", file=sys.stderr)
                 else:

@@ -1,4 +1,4 @@
-"""``supervise``: runs a job on ssh hosts from here: starts all, tells all the endpoint, and ends all when one ends.
+"""``supervise``: runs a job on ssh hosts: starts all, sends all the rendezvous endpoint, and ends all when one ends.
 
 The launcher stays in the foreground. It holds one connection for each host, and a host ends what it runs when its
 connection ends: so nothing is left anywhere, however the launcher goes.
@@ -91,7 +91,7 @@ class _Supervisor:
 
     async def _work(self) -> int:
         await self._await_greetings()
-        await self._hold_rendezvous()
+        await self._start_rendezvous()
         return await self._await_ends()
 
     async def _await_greetings(self) -> None:
@@ -110,7 +110,7 @@ class _Supervisor:
         if waiting:
             raise no_answer([host.name for host in waiting], self._timeout)
 
-    async def _hold_rendezvous(self) -> None:
+    async def _start_rendezvous(self) -> None:
         """Let the first host choose the endpoint, tell it to all of them, and so start the job."""
         first, *others = self._hosts
         endpoint = ""
@@ -161,7 +161,7 @@ class _Supervisor:
         for host in self._hosts:
             if host.greeting.done():
                 host.send(end=grace)
-                host.hang_up()
+                host.close_input()
             else:
                 host.kill()
             ends.append(host.ended)

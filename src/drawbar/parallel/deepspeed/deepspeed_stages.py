@@ -29,7 +29,7 @@ class Stage(nn.Module):
     stage.
 
     Args:
-        part: from ``parallel.pipeline.stages.cut_stage``.
+        part: from ``parallel.pipeline.stages.build_stage``.
         number: of this stage.
         stages: how many there are.
     """
@@ -61,7 +61,7 @@ class Stage(nn.Module):
 
 
 def cast_received(part: nn.Module) -> None:
-    """Let a stage take hidden states of any format: those between the stages of an evaluation are fp32."""
+    """Let a stage take hidden states of any dtype: those between the stages of an evaluation are fp32."""
 
     def cast(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         dtype = next(parameter.dtype for parameter in module.parameters() if parameter.is_floating_point())

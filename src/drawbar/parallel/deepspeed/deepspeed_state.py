@@ -1,6 +1,6 @@
-"""DeepSpeed: its import, its engine, and what that engine holds of each parameter.
+"""DeepSpeed: its import, its engine, and the engine's weights, gradients and optimizer state by parameter.
 
-Under ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054) a rank holds pieces of flat buffers. Here they are read and
+Under ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054) a rank holds partitions of flat buffers. Here they are read and
 written as whole tensors by parameter, which is what a checkpoint of any strategy holds.
 """
 
@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drawbar.errors import UserError
+from drawbar.parallel.local_boxes import flat_boxes
+from drawbar.runtime.safetensors_reader import dtype_of, read_slice, shape_of
 
 INSTALL = "DS_BUILD_OPS=0 pip install --no-build-isolation 'drawbar[deepspeed]'"
 STEP = "step"
@@ -109,7 +111,8 @@ def _partition(deepspeed: ModuleType, model: nn.Module, values: Mapping[str, Any
 class MasterState(ABC):
     """The fp32 weights, gradients and optimizer state of a DeepSpeed engine, gathered from its data-parallel ranks.
 
-    Every rank calls every method. Tensors have the shape that the parameter has on one tensor-parallel rank.
+    Every rank calls every method but ``range``, ``piece`` and ``set_piece``, which are local. Tensors have the shape
+    that the parameter has on one tensor-parallel rank.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -124,7 +127,7 @@ class MasterState(ABC):
 
     @property
     def keys(self) -> list[str]:
-        """What the optimizer keeps of each parameter; nothing before its first step."""
+        """The keys of the optimizer's state for each parameter; none before its first step."""
         return sorted({key for state in self.optimizer.state.values() for key in state})
 
     @abstractmethod
@@ -141,11 +144,29 @@ class MasterState(ABC):
 
     @abstractmethod
     def prepare(self, keys: set[str], step: Tensor) -> None:
-        """Make room for an optimizer state that was saved after ``step`` steps, before ``set_state``."""
+        """Allocate the state of an optimizer that was saved after ``step`` steps, before ``set_state``."""
 
     @abstractmethod
     def set_state(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
         """Set what ``state`` returned."""
+
+    # what this rank has of these by itself; the methods above gather or divide whole tensors
+
+    @abstractmethod
+    def range(self, parameter: nn.Parameter) -> tuple[int, int]:
+        """The range of the parameter's elements whose weight and state are on this rank: first element, and count."""
+
+    @abstractmethod
+    def piece(self, parameter: nn.Parameter, key: str | None) -> Tensor:
+        """The elements of ``range``, in one dimension: of an optimizer's tensor, or, without a key, of the weight."""
+
+    @abstractmethod
+    def set_piece(self, parameter: nn.Parameter, key: str, piece: Tensor) -> None:
+        """Set what ``piece`` returned of an optimizer's tensor."""
+
+    def load_weight(self, parameter: nn.Parameter, tensors: Mapping[str, Tensor], name: str) -> None:
+        """Set the weight to ``tensors[name]``: both the fp32 one and the one that the model computes with."""
+        self.set_weight(parameter, tensors[name])
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """Its gradient, averaged over the data-parallel ranks, times the loss scale; between backward and update."""
@@ -175,6 +196,15 @@ class UnshardedMasterState(MasterState):
         place = value.clone() if key == STEP else value.to(self.engine.device, copy=True)
         self.optimizer.state[parameter][key] = place
 
+    def range(self, parameter: nn.Parameter) -> tuple[int, int]:
+        return 0, parameter.numel()
+
+    def piece(self, parameter: nn.Parameter, key: str | None) -> Tensor:
+        return (parameter.detach() if key is None else self.optimizer.state[parameter][key]).reshape(-1)
+
+    def set_piece(self, parameter: nn.Parameter, key: str, piece: Tensor) -> None:
+        self.set_state(parameter, key, piece.view_as(parameter))
+
 
 class FlatMasterState(MasterState):
     """Stages 1 and 2: each group of parameters is one flat buffer, of which a rank has a piece."""
@@ -201,33 +231,37 @@ class FlatMasterState(MasterState):
             return self.optimizer.state[self._flat(0)][key]
         # as deepspeed.utils.safe_get_full_optimizer_state, which knows nothing before the first step
         whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=self.engine.device)
-        here, piece = self._pieces(parameter, whole, key)
-        if here is not None:
-            here.copy_(piece)
+        whole.narrow(0, *self.range(parameter)).copy_(self.piece(parameter, key))
         dist.all_reduce(whole, group=parameter._dp_group)
         return whole.view_as(parameter)
 
-    def _pieces(self, parameter: nn.Parameter, whole: Tensor, key: str) -> tuple[Tensor | None, Tensor]:
-        """Views of this rank's range: in the full tensor (None if it has none) and in its flat buffer."""
+    def range(self, parameter: nn.Parameter) -> tuple[int, int]:
+        if not parameter.requires_grad:
+            return 0, parameter.numel()
+        mapping = parameter._hp_mapping
+        return (0, 0) if mapping is None else (mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel)
+
+    def piece(self, parameter: nn.Parameter, key: str | None) -> Tensor:
+        """A view of this rank's flat buffer."""
+        if not parameter.requires_grad:
+            return parameter.detach().reshape(-1)
         mapping = parameter._hp_mapping
         if mapping is None:
-            return None, whole
-        inside, outside = mapping.hp_fragment_address, mapping.lp_fragment_address
-        flat = self.optimizer.state[self._flat(mapping.param_group_index)][key]
-        return (
-            whole.view(-1).narrow(0, outside.start, outside.numel),
-            flat.narrow(0, inside.start, inside.numel),
-        )
+            return torch.zeros(0, device=self.engine.device)
+        master = self._flat(mapping.param_group_index)
+        flat = master.detach() if key is None else self.optimizer.state[master][key]
+        return flat.narrow(0, mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel)
+
+    def set_piece(self, parameter: nn.Parameter, key: str, piece: Tensor) -> None:
+        self.piece(parameter, key).copy_(piece)
 
     def prepare(self, keys: set[str], step: Tensor) -> None:
         for group in self.optimizer.param_groups:
-            _make_room(self.optimizer, group["params"][0], keys, step)
+            _allocate_state(self.optimizer, group["params"][0], keys, step)
 
     def set_state(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
         if key != STEP:
-            here, piece = self._pieces(parameter, value.contiguous(), key)
-            if here is not None:
-                piece.copy_(here)
+            self.set_piece(parameter, key, value.reshape(-1).narrow(0, *self.range(parameter)))
 
 
 class PartitionedMasterState(MasterState):
@@ -263,7 +297,7 @@ class PartitionedMasterState(MasterState):
 
     def prepare(self, keys: set[str], step: Tensor) -> None:
         for flat in self.wrapper.fp32_partitioned_groups_flat:
-            _make_room(self.optimizer, flat, keys, step)
+            _allocate_state(self.optimizer, flat, keys, step)
 
     def set_state(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
         from deepspeed.utils import safe_set_full_optimizer_state
@@ -271,23 +305,83 @@ class PartitionedMasterState(MasterState):
         if key != STEP:
             safe_set_full_optimizer_state(parameter, value.to(self.engine.device), key)
 
+    def range(self, parameter: nn.Parameter) -> tuple[int, int]:
+        group: Any = parameter.ds_process_group
+        start = parameter.ds_tensor.ds_numel * dist.get_rank(group)
+        return start, min(parameter.ds_tensor.ds_numel, max(0, parameter.ds_numel - start))
 
-def _make_room(optimizer: Optimizer, flat: Tensor, keys: set[str], step: Tensor) -> None:
+    def piece(self, parameter: nn.Parameter, key: str | None) -> Tensor:
+        from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
+
+        if key is not None:
+            padded = safe_get_local_optimizer_state(parameter, key)
+        elif parameter.requires_grad:
+            padded = safe_get_local_fp32_param(parameter)
+        else:
+            padded = parameter.ds_tensor.detach()
+        return padded.narrow(0, 0, self.range(parameter)[1])  # the last pieces are filled up with zeros
+
+    def set_piece(self, parameter: nn.Parameter, key: str, piece: Tensor) -> None:
+        from deepspeed.utils import safe_set_local_optimizer_state
+
+        safe_set_local_optimizer_state(parameter, _padded(piece, parameter), key)
+
+    @torch.no_grad()
+    def load_weight(self, parameter: nn.Parameter, tensors: Mapping[str, Tensor], name: str) -> None:
+        from deepspeed.utils import safe_set_local_fp32_param
+
+        if parameter.ds_secondary_tensor is not None or _is_on_nvme(parameter):
+            self.set_weight(parameter, tensors[name])  # more is to be set than this rank's piece
+            return
+        start, count = self.range(parameter)
+        padded = _padded(read_flat(tensors, name, start, count), parameter)
+        if parameter.requires_grad:
+            safe_set_local_fp32_param(parameter, padded.float())
+        parameter.ds_tensor.copy_(padded)
+        if parameter.numel() == parameter.ds_numel:  # small ones stay gathered
+            parameter.copy_(tensors[name])
+
+
+def read_flat(tensors: Mapping[str, Tensor], name: str, start: int, count: int) -> Tensor:
+    """A range of a tensor's elements, in one dimension, in their order in memory; only these are read."""
+    shape = shape_of(tensors, name)
+    flat = torch.empty(count, dtype=dtype_of(tensors, name))
+    for box in flat_boxes(name, shape, start, flat):
+        index = tuple(slice(at, at + size) for at, size in zip(box.offset, box.sizes, strict=True))
+        box.get().copy_(read_slice(tensors, name, index))
+    return flat
+
+
+def _padded(piece: Tensor, parameter: nn.Parameter) -> Tensor:
+    """A piece of a parameter under ZeRO-3, as long as the pieces of the other ranks."""
+    return torch.nn.functional.pad(piece, (0, parameter.ds_tensor.ds_numel - piece.numel()))
+
+
+def _is_on_nvme(parameter: nn.Parameter) -> bool:
+    return str(getattr(parameter.ds_tensor.final_location, "value", "")) == "nvme"
+
+
+def _allocate_state(optimizer: Optimizer, flat: Tensor, keys: set[str], step: Tensor) -> None:
     optimizer.state[flat] = {key: step.clone() if key == STEP else torch.zeros_like(flat) for key in keys}
 
 
+def full_shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    """The parameter's shape, also where ZeRO-3 has freed it."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
 def is_tp_shard(parameter: nn.Parameter) -> bool:
-    """Whether this rank has only a part of the parameter, cut by AutoTP."""
+    """Whether the parameter is sharded by AutoTP."""
     return hasattr(parameter, "gather_params")
 
 
 def tp_gather(parameter: nn.Parameter, part: Tensor) -> Tensor:
-    """The whole tensor, from a part that is cut as the parameter is. All tensor-parallel ranks call it."""
+    """Gather a full tensor from shards like the parameter's. Collective over the tensor-parallel ranks."""
     return _apply_autotp(parameter, part, "gather_params")
 
 
 def tp_shard(parameter: nn.Parameter, whole: Tensor) -> Tensor:
-    """This rank's part of a whole tensor, cut as the parameter is."""
+    """This rank's shard of a full tensor, sharded like the parameter."""
     return _apply_autotp(parameter, whole, "_tp_partition")
 
 

@@ -1,7 +1,6 @@
-"""A pipeline that looks like the whole model, for evaluation, predictions and transformers' ``generate``.
-
-Every rank calls it with the same arguments. Each stage computes in turn, and all ranks get the logits, so they go on in
-step, and write the same text.
+"""``PipelineInference``: a pipeline that is called like the full model, for evaluation, predictions and transformers'
+``generate``. Every rank calls it with the same arguments. The stages compute in turn, and all ranks get the logits, so
+all ranks generate the same text.
 """
 
 import inspect
@@ -82,7 +81,7 @@ class PipelineInference:
             kwargs = {**kwargs, "past_key_values": None, "use_cache": False}
         logits = self._in_turns(kwargs, rows, length)
         if logits is None:
-            shape = (rows, _kept(kwargs.get("logits_to_keep", 0), length), self.vocabulary)
+            shape = (rows, _num_logits(kwargs.get("logits_to_keep", 0), length), self.vocabulary)
             logits = torch.empty(shape, device=self.device)
         dist.broadcast(logits, group_src=self.group.size() - 1, group=self.group)
         return CausalLMOutputWithPast(logits=logits, past_key_values=kwargs.get("past_key_values"))
@@ -110,24 +109,24 @@ class PipelineInference:
         return out if self.last else None
 
     def record_inputs(self, call: Callable[[nn.Module], Any]) -> Arguments:
-        """What ``call`` calls the model with; nothing is computed.
+        """Record the arguments with which ``call`` calls the model; nothing is computed.
 
         Raises:
             UserError: it does not call the model.
         """
 
         def record(kwargs: Arguments) -> Any:
-            raise _Called(kwargs)
+            raise _ModelCalled(kwargs)
 
-        with self._answering(record):
+        with self._model_returns(record):
             try:
                 call(self.model)
-            except _Called as called:
+            except _ModelCalled as called:
                 return called.kwargs
         raise _fault("does not call the model")
 
     def replay_outputs(self, call: Callable[[nn.Module], Any], logits: Tensor) -> Any:
-        """What ``call`` returns, where its one call of the model gives these logits.
+        """The result of ``call`` if its one call of the model returns these logits.
 
         Raises:
             UserError: it calls the model again.
@@ -139,11 +138,11 @@ class PipelineInference:
                 raise _fault("calls the model more than once")
             return given.pop()
 
-        with self._answering(replay):
+        with self._model_returns(replay):
             return call(self.model)
 
     @contextmanager
-    def _answering(self, answer: Callable[[Arguments], Any]) -> Iterator[None]:
+    def _model_returns(self, answer: Callable[[Arguments], Any]) -> Iterator[None]:
         self._answer = answer
         try:
             yield
@@ -152,7 +151,8 @@ class PipelineInference:
 
     @contextmanager
     def synced_rng(self) -> Iterator[None]:
-        """In here, all ranks of the pipeline draw the random numbers of its first rank: texts are sampled alike."""
+        """Context in which all ranks of the pipeline use the RNG state of its first rank, so that they sample the same
+        text."""
         on_cuda = self.device.type == "cuda"
         state = torch.cuda.get_rng_state(self.device) if on_cuda else torch.get_rng_state()
         sent = state.to(self.device)
@@ -168,15 +168,15 @@ class PipelineInference:
             yield
 
 
-class _Called(BaseException):
-    """Ends a recorded call. No ``except Exception`` of a task may swallow it."""
+class _ModelCalled(BaseException):
+    """Ends a recorded call; a BaseException, so that no ``except Exception`` of a task swallows it."""
 
     def __init__(self, kwargs: Arguments) -> None:
         super().__init__()
         self.kwargs = kwargs
 
 
-def _kept(logits_to_keep: int | Tensor, length: int) -> int:
+def _num_logits(logits_to_keep: int | Tensor, length: int) -> int:
     """For how many positions there are logits: transformers' ``slice_logits_to_keep``."""
     if isinstance(logits_to_keep, Tensor):
         return len(logits_to_keep)

@@ -1,4 +1,4 @@
-"""Cutting a causal language model into stages: consecutive blocks, plus the embedding (first) and the head (last).
+"""Splits a causal language model into stages: consecutive blocks, plus the embedding (first) and the head (last).
 
 A stage is a pruned copy of the transformers model: modules of other stages are replaced by placeholders, mostly
 identities, so its own ``forward`` still makes positions, masks and caches. Parameters keep their names.
@@ -30,7 +30,7 @@ class StageInput(nn.Module):
 
 
 class Zero(nn.Module):
-    """Stands in the place of an embedding that is added to the token embedding."""
+    """Replaces an embedding that is added to the token embedding; returns 0."""
 
     def forward(self, numbers: Tensor) -> Tensor:
         return torch.zeros((), device=numbers.device)
@@ -75,7 +75,7 @@ def _size(module: nn.Module) -> int:
 def _balanced(sizes: Sequence[int], stages: int) -> list[int]:
     """How many consecutive blocks go into each stage, so that the sum of the squares of the stages' sizes is the least.
 
-    Dynamic programming: the best way to cut ``n`` blocks into ``s`` stages follows from the best ways to cut fewer.
+    Dynamic programming: the best split of ``n`` blocks into ``s`` stages follows from the best splits of fewer blocks.
     """
     total = [0, *accumulate(sizes)]
     best: dict[int, tuple[int, list[int]]] = {0: (0, [])}  # after s rounds, for s stages: blocks → (cost, cuts)
@@ -95,8 +95,9 @@ def is_tied(model: nn.Module, plan: PipelinePlan) -> bool:
     return getattr(model.get_submodule(plan.head), "weight", 0) is model.get_submodule(plan.embedding).weight
 
 
-def cut_stage(model: nn.Module, plan: PipelinePlan, layers: Sequence[int], stage: int) -> nn.Module:
-    """A copy of the model with one stage's blocks alone. The first stage has the embedding, the last the head.
+def build_stage(model: nn.Module, plan: PipelinePlan, layers: Sequence[int], stage: int) -> nn.Module:
+    """One stage: a copy of the model with this stage's blocks alone. The first stage has the embedding, the last the
+    head.
 
     It is called like the full model, with ``input_ids`` as a keyword; later stages also take the hidden states
     (B, L, H), as the only positional argument. It returns hidden states; the last stage, the logits (B, L, V).
@@ -124,7 +125,7 @@ def cut_stage(model: nn.Module, plan: PipelinePlan, layers: Sequence[int], stage
 
 
 def _keep_blocks(part: nn.Module, plan: PipelinePlan, start: int, stop: int) -> None:
-    """Take out the other blocks. Those that stay keep their names, and are numbered from 0 for caches and masks."""
+    """Remove the blocks of other stages. The rest keep their names, and are numbered from 0 for caches and masks."""
     blocks: Any = part.get_submodule(plan.blocks)
     # iterating and slicing go by order, not by name
     blocks._modules = OrderedDict((str(number), blocks[number]) for number in range(start, stop))
@@ -158,8 +159,8 @@ class LocalStages(nn.Module):
     """The stages of one rank as one module. Parameters and buffers have their names in the whole model.
 
     Args:
-        stage_modules: from :func:`cut_stage`.
-        model: what they were cut from.
+        stage_modules: from :func:`build_stage`.
+        model: the full model.
     """
 
     def __init__(self, stage_modules: Sequence[nn.Module], model: nn.Module, plan: PipelinePlan) -> None:

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from drawbar.config.io.user_modules import SNAPSHOT
+from drawbar.config.io.user_code import SNAPSHOT
 from drawbar.launch.job_files import CONFIG, NODES
 from drawbar.launch.node.rendezvous import Rendezvous, job_name
 from drawbar.launch.node.route import describe, find_route
@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> NoReturn:
     print(describe(route, rendezvous, os.environ), flush=True)
     os.environ.update(route.variables)
     if nodes > 1:
-        rendezvous.announce()
+        rendezvous.to_environment()
     os.execvp(command[0], command)
 
 

@@ -50,7 +50,7 @@ class LauncherChannel:
         self._parent = parent
         self._incomplete = b""
         self._unread: list[dict[str, Any]] = []
-        self._heard = time.monotonic()
+        self._last_message = time.monotonic()
         self.closed = False
 
     def put(self, **message: Any) -> None:
@@ -61,7 +61,7 @@ class LauncherChannel:
         """New messages; waits at most so many seconds for one."""
         if not self.closed and select.select([self._descriptor], [], [], seconds)[0]:
             text = os.read(self._descriptor, 2**16)
-            self._heard, self.closed = time.monotonic(), not text
+            self._last_message, self.closed = time.monotonic(), not text
             *lines, self._incomplete = (self._incomplete + text).split(b"\n")
             self._unread += [json.loads(line) for line in lines]
         self.closed |= os.getppid() != self._parent  # parent gone: nobody cleans up after this process
@@ -70,7 +70,7 @@ class LauncherChannel:
 
     def silence(self) -> float:
         """Seconds since the last message."""
-        return time.monotonic() - self._heard
+        return time.monotonic() - self._last_message
 
     def wait_for(self, key: str, patience: float) -> Any:
         """The value of the next message with this key. Raises _Ended where the launcher is gone, or wants an end."""
@@ -112,8 +112,8 @@ def work(parent: int) -> int:
         signal.signal(number, pass_on)
     try:
         job = HostJob.from_json(channel.wait_for("job", HostJob.patience))
-        _write(1, launcher_message(hello={"address": _own_connection()[1]}))
-        _enter(job)
+        _write(1, launcher_message(hello={"address": _connection_addresses()[1]}))
+        _change_directory(job)
         return _run(job, _find_endpoint(job, channel), channel)
     except _Ended as end:
         return end.code
@@ -121,13 +121,13 @@ def work(parent: int) -> int:
         end_tree()
 
 
-def _own_connection() -> tuple[str, str]:
+def _connection_addresses() -> tuple[str, str]:
     """The addresses of the launcher and of this host, as sshd sees them."""
     words = os.environ.get("SSH_CONNECTION", "").split()
     return (words[0], words[2]) if len(words) == 4 else ("127.0.0.1", "127.0.0.1")
 
 
-def _enter(job: HostJob) -> None:
+def _change_directory(job: HostJob) -> None:
     """Go to the working directory (``cluster.workdir``), which a host with a disk of its own may not have yet."""
     try:
         Path(job.workdir).mkdir(parents=True, exist_ok=True)
@@ -149,7 +149,9 @@ def _find_endpoint(job: HostJob, channel: LauncherChannel) -> str:
     if job.nodes > 1 and job.node == 0:
         peers = channel.wait_for("peers", job.patience)
         try:
-            address = choose_address("" if job.interface else address_for(peers, *_own_connection()), job.interface)
+            address = choose_address(
+                "" if job.interface else address_for(peers, *_connection_addresses()), job.interface
+            )
             endpoint = f"{address}:{choose_port(job.job)}"
         except OSError as error:
             raise _fail(
@@ -183,7 +185,7 @@ def _run(job: HostJob, endpoint: str, channel: LauncherChannel) -> int:
         rendezvous = Rendezvous(job.job, endpoint, job.nodes, job.node, route.address, job.names)
         _write(1, f"{describe(route, rendezvous, environ)}\n".encode())
         environ.update(route.variables)
-        rendezvous.announce(environ)
+        rendezvous.to_environment(environ)
     with tempfile.TemporaryDirectory(prefix="drawbar-") as folder:
         config = Path(folder) / "config.yaml"
         config.write_text(job.config, encoding="utf-8")

@@ -1,0 +1,81 @@
+"""The table of the README that has drawbar beside other trainers: `make docs` writes it.
+
+What others can do is what their own documentation or code offered when it was last read (``READ``); what was measured
+comes from the suite's last runs.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.report import RESULTS
+from benchmarks.common.statistic import cell, markdown_table
+
+READ = "November 2026"
+BEGIN = "<!-- comparison: written by `make docs` from benchmarks/comparison_table.py; do not edit -->"
+END = "<!-- end of comparison -->"
+TRAINERS = ("drawbar", "Hugging Face Trainer", "Accelerate", "Lightning", "torchtitan", "axolotl")
+WRITTEN = {
+    "drawbar": "a YAML file, or a task class",
+    "Hugging Face Trainer": "a script with its arguments",
+    "Accelerate": "your own loop",
+    "Lightning": "a module class",
+    "torchtitan": "a configuration of its trainer",
+    "axolotl": "a YAML file",
+}
+"""What a user writes."""
+PARALLEL = {
+    "drawbar": "DDP, ZeRO-1, FSDP, TP, PP, CP, DeepSpeed",
+    "Hugging Face Trainer": "DDP, FSDP, DeepSpeed, TP, CP",
+    "Accelerate": "DDP, FSDP, DeepSpeed, TP, CP",
+    "Lightning": "DDP, FSDP, DeepSpeed; FSDP with TP, experimental, by a plan of yours",
+    "torchtitan": "FSDP, TP, PP, CP",
+    "axolotl": "FSDP, DeepSpeed, TP, CP",
+}
+"""How training is spread over processes (TP, PP, CP: tensor, pipeline and context parallelism)."""
+SOURCES = {
+    "Hugging Face Trainer": "https://huggingface.co/docs/transformers/v5.17.0/tensor_parallelism",
+    "Accelerate": "https://huggingface.co/blog/accelerate-nd-parallel",
+    "Lightning": "https://lightning.ai/docs/pytorch/stable/api/lightning.pytorch.strategies.ModelParallelStrategy.html",
+    "torchtitan": "https://pypi.org/project/torchtitan",
+    "axolotl": "https://pypi.org/project/axolotl/0.12.0/",
+}
+MEASURED = {
+    "a small Llama, speed ÷ a loop by hand": ("W1", "{} fp32", "÷ by hand"),
+    "the same, compiled": ("W1", "{} fp32, compiled", "÷ by hand"),
+    "the same, not compiled: peak MiB": ("W1", "{} fp32", "peak MiB"),
+    "… and seconds until the first step is made": ("W1", "{} fp32", "first step after s"),
+    "texts of very different lengths, speed ÷ a loop by hand": ("W2", "{} fp32", "÷ by hand"),
+}
+"""What was measured: the part of the suite, the row of a trainer, and the column."""
+
+
+def render(results: Path = RESULTS) -> str:
+    """The table, and where its facts come from."""
+    rows: list[dict[str, Any]] = [
+        {"": "you write", **WRITTEN},
+        {"": "spread over processes by", **PARALLEL},
+        *({"": what, **_measured(results, *where)} for what, where in MEASURED.items()),
+    ]
+    sources = ", ".join(f"[{name}]({address})" for name, address in SOURCES.items())
+    machine = json.loads((results / "W1.json").read_text("utf-8"))["machine"]
+    note = (
+        f"Measured side by side on {machine['cores']} cores of a CPU in fp32: medians, with the lowest and the "
+        "highest, of rounds whose losses were equal; – was not measured. All parts of the suite, where drawbar is not "
+        "the fastest too: [docs/performance.md](docs/performance.md). The first two rows are what the others' own "
+        f"pages and code said in {READ}: {sources}."
+    )
+    return f"{BEGIN}\n{markdown_table(rows).replace('---:', '---')}\n\n{note}\n{END}"
+
+
+def replace_in(page: str) -> str:
+    """The page with this table in the place of the one that it has."""
+    before, _, rest = page.partition(BEGIN)
+    return before + render() + rest.partition(END)[2]
+
+
+def _measured(results: Path, part: str, row: str, column: str) -> dict[str, str]:
+    tables = json.loads((results / f"{part}.json").read_text("utf-8"))["tables"]
+    found = {line.get("run"): line.get(column) for line in tables[0]["rows"]}
+    values = {name: found.get(row.format(name)) for name in TRAINERS}
+    return {name: "–" if value is None else cell(value) for name, value in values.items()}

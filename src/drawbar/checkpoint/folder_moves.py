@@ -1,0 +1,52 @@
+"""Renames and deletions in a run's ``checkpoints/`` folder, after each of which a name says what is in a folder."""
+
+import logging
+import shutil
+from pathlib import Path
+
+from drawbar.checkpoint.format import REPLACED
+
+logger = logging.getLogger("drawbar")
+
+TMP = ".tmp"
+"""Suffix of what is still being written."""
+DELETING = ".deleting"
+"""Suffix of what is being deleted, so that half of a checkpoint never carries the name of a whole one."""
+
+
+def move_aside(final: Path) -> Path | None:
+    """Move an older checkpoint of the same step aside, under a name that readers still find."""
+    if not final.exists():
+        return None
+    replaced = with_suffix(final, REPLACED)
+    if replaced.exists():
+        delete(replaced)
+    final.rename(replaced)
+    return replaced
+
+
+def delete(path: Path) -> None:
+    """Delete a folder or file. Only warns where it cannot: that is no reason to end a run."""
+    try:
+        if path.name.endswith((TMP, DELETING)):
+            remove(path)
+            return
+        doomed = with_suffix(path, DELETING)
+        remove(doomed)
+        path.rename(doomed)
+        remove(doomed)
+    except OSError as error:
+        logger.warning("%s could not be deleted: %s", path, error.strerror)
+
+
+def remove(path: Path) -> None:
+    """Remove a folder or file, if there is one. Raises OSError."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    elif path.exists():
+        path.unlink()
+
+
+def with_suffix(path: Path, suffix: str) -> Path:
+    """``step-00000004`` → ``step-00000004.tmp``."""
+    return path.with_name(path.name + suffix)

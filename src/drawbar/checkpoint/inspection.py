@@ -1,0 +1,173 @@
+"""Lists and verifies the checkpoints in a run's ``checkpoints/`` folder, for ``drawbar checkpoint``."""
+
+import os
+from collections import defaultdict
+from collections.abc import Container
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from drawbar.checkpoint.checked_files import (
+    check_content,
+    check_local_files,
+    check_size,
+    files_elsewhere,
+    open_file,
+    read_checked,
+    read_manifest,
+)
+from drawbar.checkpoint.directory import UNUSABLE, CheckpointDirectory
+from drawbar.checkpoint.format import INDEX_FILE, MANIFEST_FILE, PARTS, Damaged, Manifest, Unusable
+from drawbar.checkpoint.load import explain_read_errors, folders_in, open_snapshot_folder, step_folders
+from drawbar.checkpoint.part_files import verify_part
+from drawbar.checkpoint.part_writer import stored_key
+from drawbar.checkpoint.tensor_index import TensorIndex, nbytes_of_boxes
+from drawbar.runtime.safetensors_reader import read_header
+
+
+@dataclass(frozen=True)
+class CheckpointSummary:
+    """A folder that is, or should be, a checkpoint."""
+
+    folder: Path
+    step: int
+    format: int | None
+    """None without a readable manifest."""
+    parts: int
+    """Ranks that wrote it; 0 for whole tensors."""
+    size: int
+    """Bytes of all its files."""
+    saved: float | None
+    """When it was written, in seconds since 1970; None where a store does not say."""
+    problem: str | None
+    """Why it is damaged, judged by the sizes of its files."""
+    elsewhere: int
+    """Number of its part files that are on other nodes' disks."""
+
+
+def summaries(directory: CheckpointDirectory) -> list[CheckpointSummary]:
+    """Every checkpoint of a run, complete or not, by step. File sizes are checked, content is not.
+
+    Raises:
+        UserError: the disk cannot be read.
+    """
+    found = []
+    with explain_read_errors(directory.path):
+        for step, folder in step_folders(directory.path):
+            with suppress(FileNotFoundError):  # a run that trains may delete it meanwhile
+                found.append(_summary(folder, step))
+    return found[::-1]
+
+
+def _summary(folder: Path, step: int) -> CheckpointSummary:
+    manifest, problem, elsewhere = None, None, list[str]()
+    try:
+        manifest = read_manifest(folder)
+        _, elsewhere = check_local_files(folder)
+    except Unusable as reason:
+        problem = str(reason)
+    with os.scandir(folder) as entries:
+        stats = [entry.stat(follow_symlinks=False) for entry in entries]
+    return CheckpointSummary(
+        folder=folder,
+        step=step,
+        format=None if manifest is None else manifest.format,
+        parts=number_of_writers(manifest),
+        size=sum(stat.st_size for stat in stats),
+        saved=max((stat.st_mtime for stat in stats), default=folder.stat().st_mtime),
+        problem=problem,
+        elsewhere=len(elsewhere) // 2,
+    )
+
+
+def number_of_writers(manifest: Manifest | None) -> int:
+    """How many ranks wrote part files; 0 for whole tensors, and where nobody knows."""
+    return 0 if manifest is None else len({name.partition("-")[2] for name in manifest.parts or {}})
+
+
+def set_aside(directory: CheckpointDirectory) -> list[str]:
+    """Names of the checkpoints that a run could not use, and has renamed."""
+    with explain_read_errors(directory.path):
+        return sorted(name for name in folders_in(directory.path) if UNUSABLE in name)
+
+
+def unlisted_files(folder: Path) -> list[str]:
+    """Files in a checkpoint's folder that its manifest does not list."""
+    try:
+        known = {MANIFEST_FILE, *read_manifest(folder).sizes()}
+        return sorted(set(os.listdir(folder)) - known)
+    except (Unusable, FileNotFoundError):
+        return []
+
+
+def problems(folder: Path) -> list[str]:
+    """What is wrong with a checkpoint, by file. Reads every byte of it that is on this disk.
+
+    Raises:
+        OSError: the disk cannot be read.
+    """
+    try:
+        manifest = read_manifest(folder)
+    except Unusable as reason:
+        return [str(reason)]
+    elsewhere = files_elsewhere(folder, manifest)
+    found = [str(reason) for reason in damaged_files(folder, manifest, elsewhere).values()]
+    if not found and not elsewhere:
+        try:
+            open_snapshot_folder(folder)
+            if manifest.format == PARTS:
+                _check_headers(folder, manifest)
+        except Unusable as reason:
+            found.append(str(reason))
+    return found
+
+
+def damaged_files(folder: Path, manifest: Manifest, besides: Container[str] = ()) -> dict[str, Damaged]:
+    """The files that are missing, or are not as they were written, with the reason. Reads every byte.
+
+    Args:
+        besides: files to leave out.
+
+    Raises:
+        OSError: the disk cannot be read.
+    """
+    found = {}
+    for name, size in sorted(manifest.sizes().items()):
+        if name in besides:
+            continue
+        try:
+            check_size(folder, name, size)
+            if name in manifest.files:
+                check_content(folder, name, manifest)
+            else:
+                verify_part(folder, name, manifest)
+        except Damaged as reason:
+            found[name] = reason
+    return found
+
+
+def _check_headers(folder: Path, manifest: Manifest) -> None:
+    """Compare the safetensors headers of part files, which drawbar itself does not read, with the index. Raises
+    Damaged."""
+    parts = manifest.parts or {}
+    index = TensorIndex.from_json(read_checked(folder, INDEX_FILE, manifest), parts)
+    expected: dict[int, dict[str, Any]] = defaultdict(dict)
+    for name, tensor in (index.model | index.optimizer).items():
+        rows = zip(tensor.files, tensor.begins, nbytes_of_boxes(tensor), tensor.offsets, tensor.sizes, strict=True)
+        for file, begin, length, offset, sizes in rows:
+            first = int(begin) - index.files[file][1]
+            key = stored_key(name, tensor.shape, offset.tolist(), sizes.tolist())
+            place = [first, first + int(length)]
+            expected[file][key] = {"dtype": tensor.dtype, "shape": sizes.tolist(), "data_offsets": place}
+    for number, (name, begin) in enumerate(index.files):
+        descriptor = open_file(folder, name)
+        try:
+            header, end = read_header(descriptor, Path(name))
+        except ValueError as error:
+            raise Damaged(str(error)) from None
+        finally:
+            os.close(descriptor)
+        header.pop("__metadata__", None)
+        if header != expected[number] or begin != end:
+            raise Damaged(f"{name} does not hold what {INDEX_FILE} says")

@@ -1,0 +1,14 @@
+"""Which checkpoint a rotation keeps for its score."""
+
+from drawbar.checkpoint.directory import CheckpointDirectory
+from drawbar.errors import UserError
+
+
+def recorded_best(directory: CheckpointDirectory) -> set[int]:
+    """The step that ``best.json`` names, if there is one. Where that file is damaged, all steps, as any of them may be
+    the best one: the next save at a better score writes it anew."""
+    try:
+        best = directory.best_record()
+    except UserError:
+        return set(directory.steps())
+    return set() if best is None else {best.step}

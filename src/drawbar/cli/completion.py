@@ -1,0 +1,165 @@
+"""``drawbar completion``: install the completion of commands, settings and runs for the user's shell."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import click
+from click.shell_completion import (
+    BashComplete,
+    CompletionItem,
+    FishComplete,
+    ShellComplete,
+    ZshComplete,
+    add_completion_class,
+)
+
+from drawbar.errors import UserError
+
+PROGRAM = "drawbar"
+VARIABLE = "_DRAWBAR_COMPLETE"
+"""By this environment variable click is asked for completions, and answers instead of running a command."""
+
+
+class _OrFiles(ShellComplete):
+    """Offers files where drawbar has nothing to offer, as for ``--input`` and ``data.train=``."""
+
+    def get_completions(self, args: list[str], incomplete: str) -> list[CompletionItem]:
+        return super().get_completions(args, incomplete) or [CompletionItem(incomplete, type="file")]
+
+
+@add_completion_class
+class BashCompletion(_OrFiles, BashComplete):
+    """click's, without a space behind what is to be continued: ``optim.lr=``, ``runs/``."""
+
+    source_template = """\
+%(complete_func)s() {
+    local IFS=$'\\n' line
+    COMPREPLY=()
+    for line in $(COMP_WORDS="${COMP_WORDS[*]}" COMP_CWORD=$COMP_CWORD %(complete_var)s=bash_complete "$1"); do
+        case $line in
+            file,*) compopt -o default ;;
+            plain,*)
+                COMPREPLY+=("${line#plain,}")
+                case $line in *[=/]) compopt -o nospace ;; esac
+                ;;
+        esac
+    done
+}
+complete -o nosort -F %(complete_func)s %(prog_name)s
+"""
+
+
+@add_completion_class
+class ZshCompletion(_OrFiles, ZshComplete):
+    """click's, likewise; and it begins zsh's completion where the user's settings have not done so."""
+
+    source_template = """\
+(( $+functions[compdef] )) || { autoload -Uz compinit && compinit }
+
+%(complete_func)s() {
+    local -a response described plain open
+    local type key description
+    response=("${(@f)$(COMP_WORDS="${words[*]}" COMP_CWORD=$((CURRENT-1)) %(complete_var)s=zsh_complete $words[1])}")
+    for type key description in ${response}; do
+        if [[ $type == file ]]; then
+            [[ ${words[CURRENT]} == [^-]*=* ]] && compset -P '*='
+            _path_files -f
+        elif [[ $key == *[=/] ]]; then
+            open+=("${key//\\\\:/:}")
+        elif [[ $description == _ ]]; then
+            plain+=("$key")
+        else
+            described+=("$key:$description")
+        fi
+    done
+    (( $#described )) && _describe -V unsorted described -U
+    (( $#plain )) && compadd -U -V unsorted -a plain
+    (( $#open )) && compadd -U -S '' -V unsorted -a open
+}
+compdef %(complete_func)s %(prog_name)s
+"""
+
+
+@add_completion_class
+class FishCompletion(_OrFiles, FishComplete):
+    """click's own script: fish puts no space behind ``=`` and ``/``."""
+
+
+_SHELLS = {"bash": BashCompletion, "zsh": ZshCompletion, "fish": FishCompletion}
+
+
+@click.command(
+    short_help="Let the shell complete commands, settings and runs.",
+    epilog="""\b
+Examples:
+  drawbar completion                   for the shell that $SHELL names
+  drawbar completion zsh
+  drawbar completion bash --print      print the script, and write nothing
+""",
+)
+@click.argument("shell", type=click.Choice(list(_SHELLS)), metavar="[bash|zsh|fish]", required=False)
+@click.option("--print", "prints", is_flag=True, help="Print the script instead of installing it.")
+@click.pass_context
+def completion(context: click.Context, shell: str | None, prints: bool) -> None:
+    """Install the completion for your shell: TAB then completes commands, options, settings and their values, runs.
+
+    Writes a script into your home, and for bash and zsh one line into ~/.bashrc or ~/.zshrc that reads it. What it
+    says of that goes to standard error. For this shell alone: eval "$(drawbar completion bash --print)".
+    """
+    shell = shell or Path(os.environ.get("SHELL", "")).name
+    if shell not in _SHELLS:
+        raise click.UsageError("say for which shell: drawbar completion bash, zsh or fish")
+    text = completion_script(shell, context.find_root().command)
+    if prints:
+        click.echo(text, nl=False)
+        return
+    script, start_file = completion_files(shell, os.environ)
+    try:
+        _write(script, text)
+        has_changed = start_file is not None and _add_line(start_file, script)
+    except OSError as error:
+        raise UserError(
+            f"the completion cannot be installed: {error.strerror}",
+            where=str(error.filename or script),
+            remedy=f"write it yourself where your shell reads it: drawbar completion {shell} --print",
+        ) from error
+    click.echo(f"wrote {script}" + (f", and a line that reads it to {start_file}" if has_changed else ""), err=True)
+    click.echo(f"It works in each {shell} that is started from now on.", err=True)
+
+
+def completion_script(shell: str, command: click.Command) -> str:
+    """The script by which a shell asks ``command``, drawbar's own, for completions."""
+    return _SHELLS[shell](command, {}, PROGRAM, VARIABLE).source()
+
+
+def completion_files(shell: str, environment: Mapping[str, str]) -> tuple[Path, Path | None]:
+    """Where a shell's script lies, and the file that is to read it; None where the shell finds it by itself."""
+    home = Path.home()
+    if shell == "fish":
+        folder = Path(environment.get("XDG_CONFIG_HOME") or home / ".config")
+        return folder / "fish" / "completions" / f"{PROGRAM}.fish", None
+    folder = Path(environment.get("XDG_DATA_HOME") or home / ".local" / "share") / PROGRAM
+    start_file = home / ".bashrc" if shell == "bash" else Path(environment.get("ZDOTDIR") or home) / ".zshrc"
+    return folder / f"completion.{shell}", start_file
+
+
+def _write(script: Path, text: str) -> None:
+    from drawbar.util.atomic_files import write_durably
+
+    script.parent.mkdir(parents=True, exist_ok=True)
+    write_durably(script, text)
+
+
+def _add_line(start_file: Path, script: Path) -> bool:
+    """Have a shell's start file read the script; False where it does so already."""
+    import shlex
+
+    path = shlex.quote(str(script))
+    line = f"[ ! -f {path} ] || . {path}  # added by `drawbar completion`"
+    text = start_file.read_text("utf-8", "surrogateescape") if start_file.exists() else ""
+    if line in text.splitlines():
+        return False
+    with start_file.open("a", encoding="utf-8") as file:  # in place: it is often a link into a folder under git
+        file.write(f"{'' if not text or text.endswith(chr(10)) else chr(10)}{line}\n")
+    return True

@@ -1,0 +1,75 @@
+"""``drawbar runs``."""
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from drawbar.launch.jobs.run_list import ListedRun
+
+
+@click.command(
+    short_help="List runs: state, step, loss, best score.",
+    epilog="""\b
+Examples:
+  drawbar runs                         the runs in the folder runs/
+  drawbar runs /data/experiments
+  drawbar runs --json                  one JSON object a line, for a program
+
+\b
+States: training; complete (all steps are made, or early stopping has ended it); stopped
+(saved, and can go on); failed; stale (it was training, has long been silent, and no process
+has it open); submitted (its job has not begun); unknown (nothing is written yet).
+""",
+)
+@click.argument("folder", metavar="[DIR]", type=click.Path(path_type=Path), default="runs")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line for each run.")
+def runs(folder: Path, as_json: bool) -> None:
+    """List the runs in DIR (by default runs/), those that wrote something last first."""
+    import json
+
+    from drawbar.launch.jobs.run_list import list_runs
+    from drawbar.tracking.table import print_table
+
+    found = list_runs(folder)
+    if as_json:
+        for run in found:
+            click.echo(json.dumps(_values(run)))
+    elif found:
+        columns = ["run", "state", "step", "loss", "best", "written", "host or job"]
+        now = time.time()
+        print_table(f"Runs in {folder}", columns, [_row(run, now) for run in found], left=2)
+    else:
+        click.echo(f"no runs in {folder}")
+
+
+def _row(run: "ListedRun", now: float) -> list[str]:
+    from drawbar.tracking.lines import duration, number
+
+    progress = run.progress
+    best = "" if progress.best is None else f"{progress.best.metric} {number(progress.best.score)}"
+    return [
+        run.folder.name,
+        run.state,
+        progress.step_of_total,
+        "" if progress.loss is None else number(progress.loss),
+        best,
+        "" if run.written is None else f"{duration(max(0.0, now - run.written))} ago",
+        run.place,
+    ]
+
+
+def _values(run: "ListedRun") -> dict[str, Any]:
+    from drawbar.cli.status import progress_values
+
+    return {
+        "run": run.folder.name,
+        "folder": str(run.folder.absolute()),
+        "state": run.state,
+        "written": run.written,
+        "host": run.host,
+        "job": None if run.job is None else {"launcher": run.job.launcher, "number": run.job.number},
+        "progress": progress_values(run.progress),
+    }

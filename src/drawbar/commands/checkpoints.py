@@ -1,0 +1,220 @@
+"""List, verify and prune the checkpoints of a run."""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from drawbar.checkpoint.directory import CheckpointDirectory
+from drawbar.checkpoint.inspection import CheckpointSummary, problems, set_aside, summaries, unlisted_files
+from drawbar.checkpoint.load import explain_read_errors
+from drawbar.checkpoint.space import readable
+from drawbar.config.io.source import read_file, run_folder
+from drawbar.config.schema.run_config import CheckpointSection
+from drawbar.errors import ExitCode, UserError
+from drawbar.runtime.log import logger
+from drawbar.tracking.table import print_table
+from drawbar.train.rundir import lock_run_dir
+from drawbar.util.best_score import BEST_FILE
+
+
+def list_checkpoints(run: Path, as_json: bool) -> None:
+    """Print the checkpoints of a run as a table, or as one JSON object a line.
+
+    Raises:
+        UserError: there is no such run, or the disk cannot be read.
+    """
+    directory = _directory(run)
+    try:
+        best = _best_step(directory)
+    except UserError as error:
+        if error.exit_code != ExitCode.WRONG_REQUEST:
+            raise  # the disk cannot be read
+        logger.warning("%s (%s)", error.what, error.where)
+        best = None
+    found = summaries(directory)
+    print_summaries(found, best, str(directory.path), as_json)
+    if as_json:
+        return
+    if not found:
+        print(f"{directory.path} has no checkpoints yet")
+    for name in set_aside(directory):
+        print(f"{name}: a run could not use it, and has set it aside")
+
+
+def print_summaries(found: list[CheckpointSummary], best: int | None, place: str, as_json: bool) -> None:
+    """Print checkpoints as a table, or as one JSON object a line.
+
+    Args:
+        best: the step of the best one, if there is one.
+        place: the folder or URL that they are in.
+    """
+    if found and not as_json:
+        columns = ["step", "saved", "", "state", "format", "parts", "size"]
+        print_table("Checkpoints", columns, [_row(summary, best) for summary in found], left=4)
+    for summary in found if as_json else []:
+        values = asdict(summary) | {"folder": f"{place}/{summary.folder.name}", "best": summary.step == best}
+        print(json.dumps(values), flush=True)
+
+
+def _row(summary: CheckpointSummary, best: int | None) -> list[str]:
+    saved = summary.saved
+    return [
+        str(summary.step),
+        "–" if saved is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(saved)),
+        "best" if summary.step == best else "",
+        _state(summary),
+        "–" if summary.format is None else str(summary.format),
+        str(summary.parts) if summary.parts else "–",
+        readable(summary.size),
+    ]
+
+
+def _state(summary: CheckpointSummary) -> str:
+    if summary.problem is not None:
+        return f"damaged: {summary.problem}"
+    return f"{_count(summary.elsewhere)} on other nodes' disks" if summary.elsewhere else "complete"
+
+
+def _count(elsewhere: int) -> str:
+    return f"{elsewhere} part file{'s' * (elsewhere > 1)}"
+
+
+def verify_checkpoints(run: Path, step: int | None) -> int:
+    """Read every byte of a run's checkpoints, or of one, and print what is wrong; return the exit code.
+
+    Raises:
+        UserError: there is no such run or step, or the disk cannot be read.
+    """
+    directory = _directory(run)
+    found = [summary for summary in summaries(directory) if step in (None, summary.step)]
+    if not found:
+        raise UserError(
+            f"{run} has no checkpoint" if step is None else f"{run} has no checkpoint of step {step}",
+            where=str(directory.path),
+            remedy="`drawbar checkpoint list` shows those that there are",
+        )
+    damaged = _verify_best(directory) if step is None else 0
+    for summary in found:
+        with explain_read_errors(summary.folder):
+            wrong, foreign = problems(summary.folder), unlisted_files(summary.folder)
+        if wrong and not summary.folder.exists():
+            continue  # the run has deleted it meanwhile
+        damaged += bool(wrong)
+        print(f"{summary.folder.name}: {'damaged' if wrong else 'every byte is as it was written'}")
+        if summary.elsewhere:
+            wrong = [*wrong, f"on other nodes' disks, to be verified there: {_count(summary.elsewhere)}"]
+        for line in [*wrong, *(f"{name} is not part of it" for name in foreign)]:
+            print(f"  {line}")
+        sys.stdout.flush()
+    return ExitCode.FAILED if damaged else ExitCode.DONE
+
+
+def _verify_best(directory: CheckpointDirectory) -> int:
+    """Print what is wrong with ``best.json``; return how many faults there are."""
+    try:
+        directory.best_record()
+    except UserError as error:
+        if error.exit_code != ExitCode.WRONG_REQUEST:
+            raise  # the disk cannot be read
+        print(f"{BEST_FILE}: damaged\n  {error.what}")
+        return 1
+    return 0
+
+
+def prune_checkpoints(run: Path, keep: int | None, dry_run: bool, may_delete: Callable[[str], bool]) -> None:
+    """Delete all complete checkpoints but the newest and the best one, as a run does after each save.
+
+    Args:
+        keep: how many of the newest stay; None for what the run's configuration says.
+        may_delete: asks the user.
+
+    Raises:
+        UserError: there is no such run, it is being trained, its newest checkpoint is damaged, or the disk fails.
+    """
+    directory = _directory(run)
+    with nullcontext() if dry_run else lock_run_dir(run):
+        keep = keep or _configured_keep(run)
+        best = _best_step_to_keep(directory)
+        steps = directory.steps()
+        doomed = [step for step in steps[:-keep] if step != best]
+        if not doomed:
+            print("there is nothing to delete")
+            return
+        found = summaries(directory)
+        _refuse_damaged(found[-1].folder)
+        sizes = {summary.step: summary.size for summary in found}
+        named = f"step{'s' if len(doomed) > 1 else ''} {', '.join(map(str, doomed))}"
+        what = f"{readable(sum(sizes[step] for step in doomed))} of {named}"
+        if dry_run:
+            print(f"would delete {what}")
+        elif may_delete(f"delete {what}?"):
+            directory.rotate(keep, set() if best is None else {best})
+            _expect_gone(directory, doomed)
+            print(f"deleted {what}")
+
+
+def _expect_gone(directory: CheckpointDirectory, doomed: list[int]) -> None:
+    left = sorted({*doomed} & {*directory.steps()})
+    if left:
+        raise UserError(
+            f"the checkpoints of these steps could not be deleted: {', '.join(map(str, left))}",
+            where=str(directory.path),
+            remedy="see the warnings above; what was deleted is gone, and the rest is complete",
+            exit_code=ExitCode.FAILED,
+        )
+
+
+def _refuse_damaged(newest: Path) -> None:
+    """Older checkpoints are what a run falls back on where its newest is damaged."""
+    with explain_read_errors(newest):
+        wrong = problems(newest)
+    if wrong:
+        raise UserError(
+            f"nothing was deleted, as the newest checkpoint is damaged: {wrong[0]}",
+            where=str(newest),
+            remedy="delete that checkpoint, or go on with the run, which sets it aside and uses an older one",
+        )
+
+
+def _directory(run: Path) -> CheckpointDirectory:
+    if not (run / "checkpoints").is_dir():  # of a run that lost its configuration, these can still be looked at
+        run_folder(run)
+    return CheckpointDirectory(run / "checkpoints")
+
+
+def _best_step(directory: CheckpointDirectory) -> int | None:
+    best = directory.best_record()
+    return None if best is None else best.step
+
+
+def _best_step_to_keep(directory: CheckpointDirectory) -> int | None:
+    try:
+        return _best_step(directory)
+    except UserError as error:
+        if error.exit_code != ExitCode.WRONG_REQUEST:
+            raise  # the disk cannot be read
+        raise UserError(
+            f"nothing was deleted, as {error.what}",
+            where=error.where,
+            remedy="delete that file, and the newest checkpoints stay, whichever the best one is; or train on: the "
+            "next save of the run writes it anew",
+        ) from error
+
+
+def _configured_keep(run: Path) -> int:
+    path = run / "config.yaml"
+    values = read_file(path).values.get("checkpoint", {}) if path.exists() else {}
+    try:
+        return CheckpointSection.model_validate(values).keep
+    except ValidationError as error:
+        raise UserError(
+            "the configuration of the run does not say how many checkpoints it keeps",
+            where=str(path),
+            remedy="say it: --keep 3",
+        ) from error

@@ -1,0 +1,1 @@
+"""``drawbar convert``: between drawbar's checkpoints and those of other programs, in bounded memory."""

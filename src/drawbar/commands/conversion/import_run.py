@@ -1,0 +1,102 @@
+"""From a checkpoint of another program to a run that goes on from it."""
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from drawbar.checkpoint.format import Snapshot
+from drawbar.commands.conversion.convert_run import write_run
+from drawbar.commands.conversion.dcp_folders import read_dcp
+from drawbar.commands.conversion.deepspeed_folders import read_deepspeed
+from drawbar.commands.conversion.foreign_state import ForeignState, fitted, keeps_adamw_state
+from drawbar.commands.conversion.trainer_folders import read_trainer
+from drawbar.commands.output_files import check_new_folder, writing
+from drawbar.config.io.compare import check_length
+from drawbar.config.schema.run_config import RunConfig
+from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import RankInfo, choose_device
+from drawbar.engines.local_model import build_meta_model, with_adapters
+from drawbar.engines.results import saved_values
+from drawbar.errors import UserError
+from drawbar.tasks.task import Task
+from drawbar.tasks.task_registry import task_class
+from drawbar.train.rundir import without_rebuild
+from drawbar.train.setup import build_task, on_one_process
+from drawbar.train.step import RunProgress
+from drawbar.util.new_folder import new_folder
+
+READERS: dict[str, Callable[[Path, nn.Module, Path], ForeignState]] = {
+    "dcp": lambda folder, model, scratch: read_dcp(folder, model),
+    "deepspeed": read_deepspeed,
+    "trainer": lambda folder, model, scratch: read_trainer(folder, model),
+}
+"""Format → what reads a folder of it for a model without values, with an empty folder to work in."""
+
+
+def import_run(source: Path, form: str, config: RunConfig, task_type: type[Task] | None) -> int:
+    """Make a run from a checkpoint that another program has written; returns its step.
+
+    Args:
+        form: a key of ``READERS``.
+        config: decides model, optimizer and strategy. Its run directory must not exist, or be empty; it appears when it
+            is complete.
+
+    Raises:
+        UserError: the folder does not hold the state of this model and of AdamW; ``train.steps`` asks for fewer steps
+            than were made; or the disk takes no more.
+    """
+    _check(source, config)
+    alone = on_one_process(config)
+    with Distributed(RankInfo(), choose_device("cpu", RankInfo()), config.launch.timeout) as world:
+        task = build_task(task_type or task_class(config.task.type), alone, world, config.run_dir, has_checkpoint=True)
+        model = with_adapters(build_meta_model(task), alone, None)
+    with (
+        writing(config.run_dir, "run.name"),
+        new_folder(config.run_dir.absolute()) as draft,
+        tempfile.TemporaryDirectory(prefix=".convert-", dir=draft) as scratch,  # removed with the draft after a kill
+    ):
+        state = READERS[form](source, model, Path(scratch))
+        if config.train.steps is not None:
+            check_length(state.step, config.train.steps, config.train)
+        weights, optimizer = fitted(state, model, config, source)
+        snapshot = Snapshot(state.step, weights, optimizer, {}, _values(state.step, config))
+        write_run(draft, without_rebuild(config), snapshot, "parts" if config.checkpoint.layout == "parts" else "whole")
+    return state.step
+
+
+def _check(source: Path, config: RunConfig) -> None:
+    if not source.is_dir():
+        raise UserError(f"there is no folder {source}", where="SOURCE", remedy="name the folder of a checkpoint")
+    if config.lora is not None:
+        raise UserError(
+            "a run with adapters cannot go on from the state of a whole model", where="lora", remedy="leave lora out"
+        )
+    if not keeps_adamw_state(config):
+        raise UserError(
+            "only the state of AdamW with moments in fp32 can be taken over",
+            where="optim",
+            remedy="set optim.name=adamw and optim.state_dtype=fp32",
+        )
+    check_new_folder(config.run_dir, "run.name")
+
+
+def _values(step: int, config: RunConfig) -> dict[str, Any]:
+    """What a checkpoint holds besides tensors. ``formats`` may say ``auto``, as the run chooses them when it begins.
+    ``data`` is None: the loader then goes on after as many global batches as steps were made."""
+    return {
+        "progress": RunProgress(step=step, evaluated_step=step).state(),
+        "data": None,
+        "world_size": 1,
+        "formats": {
+            "precision": config.precision,
+            "muon_precision": config.optim.muon_precision,
+            "cross_entropy": getattr(config.task, "cross_entropy", "plain"),
+            "padding_free": config.data.padding_free,
+        },
+        "validation": None,
+        "base": None,
+        "engine": saved_values(step, config, {}),
+    }

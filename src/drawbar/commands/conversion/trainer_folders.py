@@ -1,0 +1,189 @@
+"""Checkpoints of Hugging Face's Trainer: folders with weights, ``optimizer.pt`` and ``trainer_state.json``."""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.trainer_pt_utils import get_parameter_names
+from transformers.utils import SAFE_WEIGHTS_NAME
+
+from drawbar.commands.conversion.foreign_state import ForeignState
+from drawbar.errors import UserError
+from drawbar.models.folder import CONFIG
+from drawbar.models.stored import stored_tensors
+from drawbar.optim.state import ADAM_KEYS
+from drawbar.runtime.safetensors_reader import TensorFiles
+
+STATE_FILE = "trainer_state.json"
+OPTIMIZER_FILE = "optimizer.pt"
+_NO_FUNCTION = re.compile(
+    r"^_|^transformers_version$|dtype$|^architectures$|^use_cache$|^output_|^return_dict$|^problem_type$"
+    r"|_token_id$|^id2label$|^label2id$|drop|^initializer|^gradient_checkpointing$|^task_specific_params$"
+)
+"""Keys of ``config.json`` that leave the function as it is: names, dtypes, special tokens, what is for training alone
+(dropout), or what a call returns."""
+_UNDECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
+"""From ``Trainer.get_decay_parameter_names``: parameters with such names do not decay. (Trainer itself cannot be
+imported without accelerate, which drawbar does not need.)"""
+
+
+def read_trainer(folder: Path, model: nn.Module) -> ForeignState:
+    """The weights and the optimizer state of a checkpoint for ``model``.
+
+    ``optimizer.pt`` knows parameters by number: by their place in Trainer's groups, first those that decay, then the
+    others, each in the order of the model's parameters. The same groups are made of ``model`` here, and compared by
+    their sizes and by the shapes of all moments. The file is mapped into memory, so it takes no memory of its own.
+
+    Nothing in the folder is executed: torch reads ``optimizer.pt`` with ``weights_only``. ``scheduler.pt`` is not read:
+    drawbar's schedules are functions of the step. Nor are the random generators.
+
+    Raises:
+        UserError: the folder is no such checkpoint, or that of another model or optimizer.
+    """
+    step = _read_step(folder)
+    _check_config(folder, model)
+    saved = _read_optimizer(folder)
+    try:
+        optimizer = _by_name(saved, _trainer_groups(model), model)
+    except (KeyError, TypeError, AttributeError):
+        raise _unreadable(folder / OPTIMIZER_FILE, "it holds no state of an optimizer") from None
+    return ForeignState(step, _weights(folder, model), optimizer)
+
+
+def _read_step(folder: Path) -> int:
+    path = folder / STATE_FILE
+    try:
+        step = json.loads(path.read_bytes())["global_step"]
+        if type(step) is not int or step < 1:
+            raise ValueError
+    except FileNotFoundError:
+        raise UserError(
+            f"{folder} is no checkpoint of a Trainer: it has no {STATE_FILE}",
+            where="SOURCE",
+            remedy="name one of its folders: checkpoint-500",
+        ) from None
+    except OSError as error:
+        raise _unreadable(path, error.strerror) from error
+    except (ValueError, KeyError, TypeError):
+        raise _unreadable(path, "it does not say how many steps were made") from None
+    return step
+
+
+def _check_config(folder: Path, model: nn.Module) -> None:
+    """Refuse a model that computes something else with weights of the same shapes: the number of heads, say, is not in
+    any shape. Folders without ``config.json`` say nothing."""
+    path = folder / CONFIG
+    if not isinstance(model, PreTrainedModel) or not path.is_file():
+        return
+    try:
+        stored = json.loads(path.read_bytes())
+        theirs = {"model_type": stored.get("model_type")}
+        if theirs["model_type"] == model.config.model_type:
+            theirs = _function_settings(type(model.config).from_dict(stored).to_dict())  # with the defaults
+    except OSError as error:
+        raise _unreadable(path, error.strerror) from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise _unreadable(path, f"transformers does not understand it: {error}") from error
+    ours = _function_settings(model.config.to_dict())
+    different = [key for key, value in theirs.items() if ours.get(key) != value]
+    if different:
+        raise UserError(
+            f"the Trainer's model was another one by its {CONFIG}: "
+            + ", ".join(f"{key} is {theirs[key]!r} there, and {ours.get(key)!r} here" for key in different),
+            where="SOURCE",
+            remedy="name the configuration of the model that the Trainer trained",
+        )
+
+
+def _function_settings(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """What a configuration of transformers says of the function that the model computes; nested keys with dots."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, dict) and not _NO_FUNCTION.search(key):
+            found |= _function_settings(value, f"{prefix}{key}.")
+        elif not _NO_FUNCTION.search(key):
+            found[prefix + key] = list(value) if isinstance(value, tuple) else value
+    return found
+
+
+def _weights(folder: Path, model: nn.Module) -> Mapping[str, Tensor]:
+    if not isinstance(model, PreTrainedModel):
+        try:
+            return TensorFiles([folder / SAFE_WEIGHTS_NAME])
+        except (OSError, ValueError) as error:
+            raise _unreadable(folder / SAFE_WEIGHTS_NAME, str(error)) from error
+    found = stored_tensors(str(folder), model, buffers=True)
+    if found is None:
+        raise UserError(
+            f"the weights in {folder} are not those of the model of the configuration",
+            where="SOURCE",
+            remedy="name the configuration of the model that the Trainer trained",
+        )
+    return found
+
+
+def _read_optimizer(folder: Path) -> dict[str, Any]:
+    path = folder / OPTIMIZER_FILE
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except FileNotFoundError:
+        raise UserError(
+            f"{folder} has no {OPTIMIZER_FILE}",
+            where="SOURCE",
+            remedy="Trainer writes it for one process and for DDP (save_only_model=False); it writes other files for "
+            "FSDP, and for DeepSpeed: name the folder global_step… in it, and --from deepspeed",
+        ) from None
+    except OSError as error:
+        raise _unreadable(path, error.strerror) from error
+    except Exception as error:
+        raise _unreadable(path, f"torch cannot read it without executing it: {error}") from error
+    if not isinstance(saved, dict) or not {"state", "param_groups"} <= saved.keys():
+        raise _unreadable(path, "it holds no state of an optimizer")
+    return saved
+
+
+def _trainer_groups(model: nn.Module) -> list[list[str]]:
+    """The names in Trainer's two groups, as its ``create_optimizer`` makes them."""
+    decayed = set(get_parameter_names(model, [nn.LayerNorm], _UNDECAYED))
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return [[name for name in trained if name in decayed], [name for name in trained if name not in decayed]]
+
+
+def _by_name(saved: dict[str, Any], groups: list[list[str]], model: nn.Module) -> dict[str, Tensor]:
+    sizes = [len(group["params"]) for group in saved["param_groups"]]
+    if sizes != list(map(len, groups)):
+        raise _other_groups(f"it has groups of {sizes} parameters, and the model has {list(map(len, groups))}")
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    found: dict[str, Tensor] = {}
+    for group, names in zip(saved["param_groups"], groups, strict=True):
+        for number, name in zip(group["params"], names, strict=True):
+            values = saved["state"].get(number, {})
+            if values and values.keys() != set(ADAM_KEYS):
+                raise _other_groups(f"it keeps {', '.join(map(str, values))} of a parameter, and AdamW {ADAM_KEYS}")
+            for key, value in values.items():
+                if key != "step" and (not isinstance(value, Tensor) or value.shape != shapes[name]):
+                    raise _other_groups(
+                        f"the {key} of its parameter {number} is {list(getattr(value, 'shape', []))}, "
+                        f"and {name} is {list(shapes[name])}"
+                    )
+                found[f"{name}/{key}"] = torch.as_tensor(value, dtype=torch.float32) if key == "step" else value
+    return found
+
+
+def _other_groups(what: str) -> UserError:
+    return UserError(
+        f"{OPTIMIZER_FILE} is not AdamW's state of this model: {what}",
+        where="SOURCE",
+        remedy="name the configuration of the model that the Trainer trained, with adamw and its own parameter groups",
+    )
+
+
+def _unreadable(path: Path, why: str | None) -> UserError:
+    return UserError(
+        f"cannot read {path}: {why}", where="SOURCE", remedy="restore it from a copy, or use another folder"
+    )

@@ -1,0 +1,170 @@
+"""One rank of a world whose other ranks do not exist, on tensors without memory: its steps take neither a device nor
+time. Collectives return at once and send nothing; small collectives answer as if all ranks had said the same."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
+
+from drawbar.config.parallel_dims import ParallelDims
+from drawbar.distributed import device_mesh
+from drawbar.distributed.process_group import DataParallelGroup, Distributed
+from drawbar.distributed.rank_info import RankInfo
+from drawbar.engines import local_model, stage_building
+
+T = TypeVar("T")
+
+HOST = torch.device("cpu")
+"""Fake tensors are the host's: torch computes their shapes without a GPU, and chooses attention that keeps no scores,
+as it does on CUDA."""
+
+
+_ON_REAL_TENSORS: tuple[tuple[Any, str], ...] = (
+    (device_mesh, "init_device_mesh"),
+    *((DeviceMesh, name) for name in ("__getitem__", "_flatten", "_concatenate", "_unflatten")),
+    (stage_building, "build_stage"),
+    (local_model, "with_adapters"),
+    (local_model, "apply_dtypes"),
+    (ShardingPropagator, "_propagate_tensor_meta_non_cached"),
+)
+"""Functions that fake tensors would break: meshes read their ranks from tensors, stages are deep copies, peft moves
+modules to devices, tensors on the meta device get other formats in place, and DTensor finds shapes by fake tensors of
+its own, as large as the whole, which no rank holds."""
+
+
+class FakeWorld(Distributed):
+    """``Distributed`` for one rank alone; a context manager, inside of which process groups are fake.
+
+    Args:
+        rank: which of the ranks this process stands for.
+        dims: the degree of each mesh axis.
+        ranks_per_node: how many ranks share a machine.
+    """
+
+    def __init__(self, rank: int, dims: ParallelDims, ranks_per_node: int) -> None:
+        local = min(dims.size, ranks_per_node)
+        super().__init__(RankInfo(rank, dims.size, rank % local, local), HOST, 60.0, dims)
+        self.dp_group = _FakeDataParallelGroup(self)
+
+    def __enter__(self) -> Self:
+        if self.size > 1:
+            self.init_single_process_group()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def init_single_process_group(self) -> None:
+        if not dist.is_initialized():
+            dist.init_process_group("fake", rank=self.rank, world_size=self.size, store=FakeStore())
+
+    def set_group_timeouts(self) -> None:
+        """Nobody is waited for."""
+
+    def barrier(self, what: str) -> None:
+        """Nobody is waited for."""
+
+    def sum_all(self, values: list[float]) -> list[float]:
+        return [value * self.size for value in values]
+
+    def sum_counts(self, values: list[int]) -> list[int]:
+        return [value * self.size for value in values]
+
+    def max(self, value: int) -> int:
+        return value
+
+    def gather(self, value: Any) -> list[Any] | None:
+        return [value] * self.size if self.is_rank0 else None
+
+    def all_gather(self, value: T) -> list[T]:
+        return [value] * self.size
+
+    def from_rank0(self, make: Any, what: str) -> Any:
+        return make()
+
+
+class _FakeDataParallelGroup(DataParallelGroup):
+    """The data-parallel ranks of a ``FakeWorld``, each of which would contribute what this one does."""
+
+    def sum_of_leaders(self, value: float) -> float:
+        return value * self.size
+
+    def sum_counts(self, values: list[int]) -> list[int]:
+        return [value * self.size for value in values]
+
+    def gather_from_leaders(self, value: Any) -> list[Any] | None:
+        return [value] * self.size
+
+
+@contextmanager
+def fake_tensors() -> Iterator[FakeTensorMode]:
+    """Context in which every tensor that torch makes is one without memory."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    init, register = DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook
+
+    def init_without_messages(replica: DistributedDataParallel, *args: Any, **options: Any) -> None:
+        init(replica, *args, **{**options, "init_sync": False})  # it would read what the other ranks send
+        replica.reduction = _FakeReduction()
+        register(replica, None, replica.reduction)
+
+    def reduce_in_bf16(replica: DistributedDataParallel, state: object, hook: object) -> None:
+        replica.reduction.dtype = torch.bfloat16  # the only hook that a strategy of ours registers
+
+    DistributedDataParallel.__init__ = init_without_messages
+    DistributedDataParallel.register_comm_hook = reduce_in_bf16
+    kept = [(owner, name, getattr(owner, name)) for owner, name in _ON_REAL_TENSORS]
+    for owner, name, function in kept:
+        setattr(owner, name, _on_real_tensors(function))
+    try:
+        with warnings.catch_warnings(), mode:
+            warnings.simplefilter("ignore")
+            yield mode
+    finally:
+        DistributedDataParallel.__init__ = init
+        DistributedDataParallel.register_comm_hook = register
+        for owner, name, function in kept:
+            setattr(owner, name, function)
+
+
+def _on_real_tensors(method: Callable[..., T]) -> Callable[..., T]:
+    """The same function, for tensors with values."""
+
+    @wraps(method)
+    def call(*args: Any, **kwargs: Any) -> T:
+        with _disable_current_modes():
+            return method(*args, **kwargs)
+
+    return call
+
+
+class _FakeReduction:
+    """What DDP does with a bucket of gradients: torch's own way waits for a result, which a fake group never has."""
+
+    dtype: torch.dtype | None = None
+    """What the gradients are sent in, where it is not their own."""
+
+    def __init__(self) -> None:
+        self.__name__ = self.__qualname__ = "fake_reduction"  # torch asks a hook, which is a function, for both
+
+    def __call__(self, state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:
+        buffer = bucket.buffer()
+        sent = buffer if self.dtype is None else buffer.to(self.dtype)
+        dist.all_reduce(sent)
+        if sent is not buffer:
+            buffer.copy_(sent)
+        done: Future[torch.Tensor] = Future()
+        done.set_result(buffer)
+        return done

@@ -1,0 +1,110 @@
+"""The machines that a run is planned for."""
+
+import os
+import re
+from dataclasses import dataclass
+
+from drawbar.config.schema.run_config import RunConfig
+from drawbar.errors import UserError
+from drawbar.models.model_flops import peak_flops
+from drawbar.train.memory_probe import USABLE_SHARE
+from drawbar.util.byte_sizes import parse_size
+
+DEFAULT_UTILIZATION = 0.4
+
+
+@dataclass(frozen=True)
+class Machine:
+    """So many equal machines, and what each rank has of one."""
+
+    nodes: int
+    ranks_per_node: int
+    memory: int
+    """Bytes of a rank's device, or its share of a host's memory."""
+    device: str
+    """``cuda`` or ``cpu``."""
+    peak_flops: float | None
+    """Operations a second of a device in 16 bits; None where that is not known."""
+    utilization: float
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def usable(self) -> int:
+        """Bytes of a rank that tensors can have; the rest is for fragments, kernels and libraries."""
+        return int(USABLE_SHARE * self.memory)
+
+
+def make_machine(
+    config: RunConfig, nodes: int | None, gpus: int | None, memory: int | None, gpu: str | None, utilization: float
+) -> Machine:
+    """The machines that the options of ``drawbar plan`` describe, or, without these, the run's ``cluster`` section and
+    this machine.
+
+    Args:
+        gpus: on each machine.
+        memory: bytes of one device.
+        gpu: the name of the devices, such as ``h100``.
+
+    Raises:
+        UserError: the name of the GPU is not known.
+    """
+    cluster = config.cluster
+    nodes = nodes or (cluster.nodes if cluster is not None else 1)
+    asked = gpus or (cluster.gpu_count if cluster is not None else None)
+    asks_for_gpus = config.device != "cpu" and (config.device == "cuda" or asked or memory or gpu)
+    device = "cuda" if asks_for_gpus else _device_here(config)
+    ranks = asked or (config.launch.nproc if config.launch.nproc != "auto" else _gpus_here() if device == "cuda" else 1)
+    if config.parallel.features.one_process:
+        nodes = ranks = 1
+    peak = None
+    if gpu is not None:
+        peak = peak_flops(gpu.upper())
+        if peak is None:
+            raise UserError(
+                f"the speed of a GPU {gpu!r} is not known",
+                where="--gpu",
+                remedy="name one as its maker does, such as H100, A100 or L4, or leave it out",
+            )
+    if device == "cuda" and memory is None and cluster is not None and cluster.gpu_memory is not None:
+        memory = parse_size(cluster.gpu_memory)
+    if memory is None:
+        memory = _gpu_memory(gpu) if device == "cuda" else _host_memory() // ranks
+    return Machine(nodes, max(1, ranks), memory, device, peak, utilization)
+
+
+_MEMORIES = {
+    "B200": 180, "MI300X": 192, "GH200": 96, "H200": 141, "H100 NVL": 94, "H100": 80, "A100": 40, "MI250X": 64,
+    "L40S": 48, "RTX A6000": 48, "A40": 48, "L40": 48, "V100": 16, "RTX 4090": 24, "RTX 3090": 24, "A30": 24,
+    "A10G": 24, "A10": 24, "L4": 24, "T4": 16,
+}  # fmt: skip
+"""GB of a device's memory, from the vendors' data sheets; of the smaller variant where there are two, so that
+nothing is said to fit that does not. A name that tells its memory (A100-SXM4-80GB) is believed."""
+_OF_UNNAMED_GPU = 80
+
+
+def _gpu_memory(gpu: str | None) -> int:
+    import torch
+
+    if gpu is None and torch.cuda.is_available():
+        return int(torch.cuda.get_device_properties(0).total_memory)
+    named = (gpu or "").upper()
+    told = re.search(r"(\d+) ?GB\b", named)
+    known = (size for name, size in _MEMORIES.items() if re.search(rf"\b{name}\b", named))
+    return int(int(told[1]) if told else next(known, _OF_UNNAMED_GPU)) * 10**9
+
+
+def _device_here(config: RunConfig) -> str:
+    return "cuda" if config.device == "auto" and _gpus_here() else "cpu"
+
+
+def _gpus_here() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _host_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,169 @@
+"""What one rank of a run will take, found by two steps on tensors without memory: the steps of its own engine."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from drawbar.config.parallel_dims import AXES, ParallelDims
+from drawbar.config.schema.run_config import RunConfig
+from drawbar.data.dataset import Sample
+from drawbar.data.loader import MicroBatch
+from drawbar.engines.build import assemble_engine
+from drawbar.engines.engine import Engine
+from drawbar.engines.updaters import TorchUpdater
+from drawbar.forecast.fake_world import FakeWorld, fake_tensors
+from drawbar.forecast.step_recorder import (
+    GRADIENTS,
+    OPTIMIZER,
+    PARAMETERS,
+    Peak,
+    StepRecorder,
+    size_of,
+)
+from drawbar.forecast.worst_batch import rows_and_count, targets_and_fake, worst_micro_batch
+from drawbar.parallel.zero1 import local_optimizer
+from drawbar.tasks.batch import Batch
+from drawbar.tasks.task import Task
+from drawbar.train.checkpoint_layouts import checkpoint_bytes
+
+
+@dataclass(frozen=True)
+class RankForecast:
+    """What one rank takes."""
+
+    rank: int
+    stage: int
+    """Its coordinate along ``pp``: its pipeline stage; with ``interleaved``, which gives it two, the first of them."""
+    parameters: int
+    """Bytes, as ``gradients`` and ``optimizer``."""
+    gradients: int
+    optimizer: int
+    peak: Peak
+    sent: dict[str, int]
+    """Bytes that the rank sends in a step, by axis of the mesh."""
+    flops: float
+    """Operations of the rank in a step, what is computed again included."""
+    rows: int
+    """Of a micro-batch."""
+    micro_batches: int
+    """In a step."""
+    checkpoint: int
+    """Bytes of the whole run's checkpoint."""
+
+
+def forecast_rank(
+    build_task: Callable[[RunConfig], Task],
+    config: RunConfig,
+    sample: Sample,
+    dims: ParallelDims,
+    rank: int,
+    ranks_per_node: int,
+    on_host: bool,
+) -> RankForecast:
+    """Make two steps of a run as one of its ranks.
+
+    Args:
+        build_task: from a configuration to a task without weights (``TaskContext.weightless``).
+        config: with nothing left to choose.
+        sample: the longest one, see ``longest_sample``.
+        on_host: whether the ranks' devices are CPUs.
+
+    Raises:
+        UserError: the strategy cannot run this model on so many ranks.
+    """
+    with FakeWorld(rank, dims, ranks_per_node) as world:
+        task = build_task(config)
+        rows, count = rows_and_count(config, world, sample)
+        micro = worst_micro_batch(task, config, sample, rows)
+        meta_model = task.build_meta_model()  # needs real tensors; the engine asks for it among fake ones
+        task.build_meta_model = lambda: meta_model  # type: ignore[method-assign]
+        with fake_tensors() as mode, StepRecorder(partial(_axes_of, dims), on_host) as recorder:
+            engine = assemble_engine(task, config, world, total_steps=100)
+            assert isinstance(engine.updater, TorchUpdater), "DeepSpeed is estimated"
+            parameters = list(engine.module.parameters())
+            recorder.follow(parameters, PARAMETERS)
+            recorder.logits_widths = _vocabularies(engine, dims)
+            targets, fake = targets_and_fake(task, micro, engine.cross_entropy != "plain", mode)
+            recorder.begin()
+            few, most = _counts(config, dims, count)
+            steps = [
+                _step(engine, recorder, [fake] * made, targets * made * world.dp_group.size) for made in (few, most)
+            ]
+            states = [_state(optimizer) for optimizer in map(local_optimizer, engine.updater.optimizers)]
+            optimizer = list(chain.from_iterable(states))
+            recorder.follow(optimizer, OPTIMIZER)
+            first, last = steps
+            return RankForecast(
+                rank=rank,
+                stage=dims.coordinates(rank)["pp"],
+                parameters=size_of(parameters),
+                gradients=last.gradients,
+                optimizer=size_of(optimizer),
+                peak=recorder.peak(),
+                sent={
+                    axis: round(_extrapolated(first.sent[axis], sent, few, most, count))
+                    for axis, sent in last.sent.items()
+                },
+                flops=_extrapolated(first.flops, last.flops, few, most, count),
+                rows=rows,
+                micro_batches=count,
+                checkpoint=checkpoint_bytes(engine),
+            )
+
+
+@dataclass(frozen=True)
+class _Step:
+    gradients: int
+    flops: float
+    sent: Counter[str]
+
+
+def _step(engine: Engine, recorder: StepRecorder, micro_batches: list[MicroBatch[Batch]], targets: float) -> _Step:
+    flops, sent, found = recorder.flops, Counter(recorder.traffic), 0
+
+    def look() -> None:
+        nonlocal found
+        gradients = [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]
+        recorder.follow(gradients, GRADIENTS)
+        found = size_of(gradients)
+
+    with engine.inspecting(look):
+        engine.train_step(micro_batches, targets)
+    return _Step(found, recorder.flops - flops, recorder.traffic - sent)
+
+
+def _counts(config: RunConfig, dims: ParallelDims, count: int) -> tuple[int, int]:
+    """How many micro-batches the two steps have: as few as show what each further one takes, and what the rank holds at
+    once. A stage of GPipe holds all of them, one of 1F1B as many as there are stages."""
+    if dims.pp == 1:
+        return min(count, 1), min(count, 2)
+    if config.parallel.schedule == "gpipe":
+        return min(count, dims.pp), count
+    return min(count, dims.pp), min(count, 2 * dims.pp)
+
+
+def _extrapolated(first: float, last: float, few: int, most: int, count: int) -> float:
+    return last if most == few else last + (count - most) * (last - first) / (most - few)
+
+
+def _state(optimizer: Optimizer) -> list[Tensor]:
+    """The tensors of an optimizer's state."""
+    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+
+
+def _vocabularies(engine: Engine, dims: ParallelDims) -> set[int]:
+    """The last dim of logits: the vocabulary, or a tensor-parallel rank's part of it."""
+    config: Any = getattr(engine.meta_model, "config", None)
+    vocabulary = getattr(config.get_text_config(), "vocab_size", None) if hasattr(config, "get_text_config") else None
+    return set() if vocabulary is None else {vocabulary, -(-vocabulary // dims.tp)}
+
+
+def _axes_of(dims: ParallelDims, ranks: list[int]) -> str:
+    places = [dims.coordinates(rank) for rank in ranks]
+    return "+".join(axis for axis in AXES if len({place[axis] for place in places}) > 1)

@@ -1,0 +1,300 @@
+"""What a run will take on given machines: of each kind of rank, and as a whole."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drawbar.config.deepspeed.zero_settings import is_deepspeed, zero_stage
+from drawbar.config.parallel_dims import ParallelDims
+from drawbar.config.rules.rule_table import RULES, check_rules, check_world
+from drawbar.config.schema.run_config import ParallelSection, RunConfig
+from drawbar.config.strategies import AUTO
+from drawbar.data.dataset import Sample
+from drawbar.data.reuse import is_cached
+from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import RankInfo
+from drawbar.engines.build import choose_strategy
+from drawbar.forecast.fake_world import HOST, FakeWorld
+from drawbar.forecast.machine import Machine
+from drawbar.forecast.own_process import in_own_process
+from drawbar.forecast.rank_forecast import RankForecast, forecast_rank
+from drawbar.forecast.worst_batch import longest_sample
+from drawbar.parallel.precision import choose_dtypes
+from drawbar.parity.cases import written
+from drawbar.tasks.padding import choose_padding_free
+from drawbar.tasks.task import Task, records_of
+from drawbar.tasks.task_context import TaskContext
+from drawbar.tasks.user_methods import make_task, name_failing_method
+from drawbar.tracking.console import SilentConsole
+from drawbar.train.batches import FIRST_RECORDS, encode_split, open_split, rows_and_order
+from drawbar.train.memory_probe import Trial, largest_that_fits
+from drawbar.train.setup import build_task, count_steps
+
+COUNTED, ESTIMATED = "counted", "estimated by sums"
+COPY_SPEED = 10e9
+"""Bytes a second from a device to its host: what a checkpoint stalls training for, where memory is pinned."""
+TIMEOUT_SECONDS = 600.0
+
+
+@dataclass(frozen=True)
+class RunForecast:
+    """What a configuration takes on given machines."""
+
+    strategy: str
+    """As a user writes it: ``fsdp tensor=2``."""
+    method: str
+    """``counted``, or ``estimated by sums``: where the strategy cannot be run on fake tensors."""
+    ranks: list[RankForecast]
+    """Of a pipeline, a rank for each coordinate along ``pp``; of ZeRO-1, the first and the last rank; else rank 0."""
+    machine: Machine
+    steps: int | None
+    """None where the length of the data is not known."""
+    tokens: int
+    """In a step, if all samples are longest; 0 where samples have none."""
+
+    @property
+    def largest(self) -> RankForecast:
+        """The rank that takes most memory."""
+        return max(self.ranks, key=lambda rank: rank.peak.bytes)
+
+    @property
+    def fits(self) -> bool:
+        return self.largest.peak.bytes <= self.machine.usable
+
+    @property
+    def flops(self) -> float:
+        """Operations in a step, on all ranks."""
+        return sum(rank.flops for rank in self.ranks) / len(self.ranks) * self.machine.ranks
+
+    @property
+    def hours(self) -> float | None:
+        """Of all steps, at the stated utilization; without evaluations and starts."""
+        if self.steps is None or self.machine.peak_flops is None:
+            return None
+        busiest = max(rank.flops for rank in self.ranks)
+        return self.steps * busiest / (self.machine.peak_flops * self.machine.utilization) / 3600
+
+    @property
+    def checkpoint(self) -> int:
+        """Bytes."""
+        return self.ranks[0].checkpoint
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "strategy": self.strategy,
+            "method": self.method,
+            "fits": self.fits,
+            "machine": asdict(self.machine),
+            "usable": self.machine.usable,
+            "peak": self.largest.peak.bytes,
+            "steps": self.steps,
+            "tokens_per_step": self.tokens,
+            "flops_per_step": self.flops,
+            "hours": self.hours,
+            "checkpoint": self.checkpoint,
+            "ranks": [asdict(rank) for rank in self.ranks],
+        }
+
+
+class Forecaster:
+    """Forecasts variants of one run.
+
+    Args:
+        config: of the run; variants have the same task and data.
+        task_type: its task's class.
+        initial_model: see ``TaskContext``.
+
+    Raises:
+        UserError: the task cannot be built, or its first records cannot be read.
+    """
+
+    def __init__(self, config: RunConfig, task_type: type[Task], machine: Machine, initial_model: Path | None) -> None:
+        self.machine = machine
+        self._config = config
+        self._task_type = task_type
+        self._initial_model = initial_model
+        alone = Distributed(RankInfo(), HOST, config.launch.timeout)
+        self._task = build_task(task_type, config, alone, config.run_dir, initial_model=initial_model)
+        with name_failing_method(self._task):
+            records = records_of(self._task, "train")
+            if not isinstance(records, Sequence):
+                records = list(islice(records, FIRST_RECORDS))
+        self._samples: dict[int, Sample] = {}
+        self._records, self._alone = records, alone
+        self._rows = self._count_rows(alone)
+
+    def forecast(self, config: RunConfig, name: str, timeout: float = TIMEOUT_SECONDS) -> RunForecast:
+        """What a variant takes. A run that itself searches for micro-batches that fit (``train.memory_probe``) is
+        forecast with the largest that fits, if its default micro-batch does not fit.
+
+        Raises:
+            UserError: its settings do not combine, or do not fit the machines or the model.
+        """
+        usual = self._forecast(config, name, timeout)
+        most = usual.largest.rows
+        if usual.fits or most == 1 or not self._finds_micro_batch(config):
+            return usual
+        tried = {most: usual}
+
+        def measure(rows: int) -> Trial:
+            if rows not in tried:
+                train = config.train.model_copy(update={"micro_batch": rows})
+                tried[rows] = self._forecast(config.model_copy(update={"train": train}), name, timeout)
+            found = tried[rows].largest
+            return Trial(rows, found.parameters + found.gradients + found.optimizer, found.peak.bytes)
+
+        return tried[largest_that_fits(measure, lambda needed: needed <= self.machine.usable, most).rows]
+
+    def _finds_micro_batch(self, config: RunConfig) -> bool:
+        """Whether the run tries micro-batches before it trains (``train.memory_probe``)."""
+        train, parallel, on_gpu = config.train, config.parallel, self.machine.device == "cuda"
+        is_set = train.micro_batch != "auto" or train.micro_batch_tokens is not None
+        other = is_deepspeed(config) or parallel.features.many_devices or parallel.pipeline > 1
+        return on_gpu and not (is_set or other or config.data.streaming)
+
+    def _forecast(self, config: RunConfig, name: str, timeout: float) -> RunForecast:
+        resolved = self.resolve(config)
+        check_rules(_on_machine(resolved, self.machine), RULES)
+        check_world(resolved, self.machine.ranks)
+        counted, dims, estimated = _countable(resolved, self.machine.ranks)
+        sample = self.sample_for(counted)
+        on_host = self.machine.device == "cpu"
+        ranks = [
+            in_own_process(
+                partial(
+                    forecast_rank, self.make_task, counted, sample, dims, rank, self.machine.ranks_per_node, on_host
+                ),
+                f"rank {rank} of {name}",
+                timeout,
+            )
+            for rank in _kinds_of_ranks(dims, counted)
+        ]
+        ranks = [_by_sums(rank, resolved, self.machine.ranks) for rank in ranks] if estimated else ranks
+        tokens = config.train.global_batch * resolved.data.sequence_length if "input_ids" in sample else 0
+        method = ESTIMATED if estimated else COUNTED
+        return RunForecast(name, method, ranks, self.machine, self._steps(config), tokens)
+
+    def sample_for(self, config: RunConfig) -> Sample:
+        """The longest sample of a variant."""
+        length = config.data.sequence_length
+        if length not in self._samples:
+            self._samples[length] = longest_sample(self.make_task(config), config, self._alone, self._records)
+        return self._samples[length]
+
+    def name_of(self, config: RunConfig) -> str:
+        """How a user writes the configuration's own ``parallel``, with ``auto`` resolved."""
+        parallel = self.resolve(config).parallel
+        settings = parallel.model_dump(mode="json", exclude_defaults=True, exclude={"strategy", "compile"})
+        return written({"strategy": parallel.strategy, **settings})
+
+    def resolve(self, config: RunConfig) -> RunConfig:
+        """The configuration with nothing left to choose: what ``auto`` stands for on the machines."""
+        on_gpu = self.machine.device == "cuda"
+        if on_gpu and config.precision == "auto":
+            config = config.model_copy(update={"precision": "bf16"})
+        if on_gpu and config.optim.muon_precision == "auto":
+            config = config.model_copy(update={"optim": config.optim.model_copy(update={"muon_precision": "bf16"})})
+        config = choose_dtypes(config, HOST)
+        task = self.make_task(config)
+        config = choose_padding_free(task, config, torch.device(self.machine.device))
+        parallel = config.parallel
+        if parallel.strategy == AUTO:
+            dims = ParallelDims.of(parallel, self.machine.ranks)
+            world = FakeWorld(0, dims, self.machine.ranks_per_node)
+            strategy, _ = choose_strategy(task, config, world, self.machine.memory)
+            parallel = parallel.model_copy(update={"strategy": strategy})
+        # a compiled block takes no more than an uncompiled one (``train.memory_probe``)
+        return config.model_copy(update={"parallel": parallel.model_copy(update={"compile": False})})
+
+    def make_task(self, config: RunConfig) -> Task:
+        """The task without weights."""
+        known = (self._task.tokenizer, self._task.dataset_metadata)
+        return make_task(
+            self._task_type, TaskContext(config, *known, weightless=True, initial_model=self._initial_model)
+        )
+
+    def _count_rows(self, alone: Distributed) -> int | None:
+        """Rows of the training data; None where they are not known without encoding them, or do not matter."""
+        config = self._config
+        if config.train.steps is not None or config.data.streaming:
+            return None
+        opened = open_split(self._task, "train", config, alone)
+        if opened.cache_inputs is None or not is_cached(config.cache_dir, "train", opened.cache_inputs):
+            return None
+        split = encode_split(self._task, opened, config, alone, SilentConsole())
+        return len(rows_and_order(self._task, split, config)[1])
+
+    def _steps(self, config: RunConfig) -> int | None:
+        if config.train.steps is None and self._rows is None:
+            return None
+        per_epoch = None if self._rows is None else math.ceil(self._rows / config.train.global_batch)
+        return count_steps(config.train, per_epoch)
+
+
+def _on_machine(config: RunConfig, machine: Machine) -> RunConfig:
+    """The configuration as the rules are to judge it: with the processes and the device of the planned machines."""
+    launch = config.launch.model_copy(update={"nproc": machine.ranks})
+    return config.model_copy(update={"launch": launch, "device": machine.device})
+
+
+def _kinds_of_ranks(dims: ParallelDims, config: RunConfig) -> list[int]:
+    """A rank of each kind: others hold and do the same. Stages differ: `1f1b` keeps more micro-batches in the first."""
+    if dims.pp > 1:
+        return [stage * (dims.size // dims.pp) for stage in range(dims.pp)]
+    uneven = dims.size > 1 and not config.parallel.features.supports_model_parallel  # ZeRO-1 deals out whole parameters
+    return [0, dims.size - 1] if uneven else [0]
+
+
+def _countable(config: RunConfig, ranks: int) -> tuple[RunConfig, ParallelDims, bool]:
+    """The nearest configuration whose steps can be made on fake tensors, its degrees, and whether it is another one.
+
+    DeepSpeed cannot compute on fake tensors: the run counts as DDP (``_by_sums`` then divides its state). Fake
+    tensors are the CPU's, for which there is no ring attention: the ranks that share a sequence count as data-parallel
+    ranks, each with a sequence as long as its share. ``nn.DataParallel`` counts as one device; fp8 is left out.
+    """
+    parallel, estimated = config.parallel, False
+    if is_deepspeed(config):
+        kept = {
+            name: getattr(parallel, name) for name in ("tensor", "pipeline", "activation_checkpointing", "schedule")
+        }
+        strategy = "single" if ranks == 1 else "ddp"
+        parallel, estimated = ParallelSection(strategy=strategy, **kept), True
+    if parallel.features.many_devices:
+        parallel, estimated = ParallelSection(strategy="single"), True
+    if parallel.fp8 is not None:
+        parallel, estimated = parallel.model_copy(update={"fp8": None}), True
+    data = config.data
+    if parallel.context > 1:
+        length = -(-data.sequence_length // parallel.context)
+        train = config.train.model_copy(update={"global_batch": config.train.global_batch * parallel.context})
+        config = config.model_copy(update={"train": train})
+        data = data.model_copy(update={"sequence_length": length})
+        parallel, estimated = parallel.model_copy(update={"context": 1}), True
+    counted = config.model_copy(update={"parallel": parallel, "data": data, "deepspeed": None})
+    return counted, ParallelDims.of(parallel, ranks), estimated
+
+
+def _by_sums(rank: RankForecast, config: RunConfig, ranks: int) -> RankForecast:
+    """What DeepSpeed leaves a rank of the parameters, gradients and optimizer state of a replica (Rajbhandari et al.
+    2020, arXiv:1910.02054): stage 1 divides the optimizer state by the data-parallel ranks, stage 2 also gradients,
+    stage 3 also parameters, of which it gathers a part; gradients have a buffer for what is being sent."""
+    if not is_deepspeed(config):
+        return rank
+    stage, data = zero_stage(config), ranks // config.parallel.model_ranks
+    kept = rank.peak.by_kind
+    share: dict[str, Any] = {
+        "optimizer": rank.optimizer // (data if stage >= 1 else 1),
+        "gradients": rank.gradients // (data if stage >= 2 else 1),
+        "parameters": rank.parameters // (data if stage >= 3 else 1),
+    }
+    # at its peak a replica has all of its state; DeepSpeed's buckets hold up to as much as a replica's gradients
+    buckets = min(rank.gradients, 2 * 4 * 500_000_000) if stage >= 1 else 0
+    by_kind = {**kept, **share, "communication": kept["communication"] + buckets}
+    peak = replace(rank.peak, bytes=sum(by_kind.values()), by_kind=by_kind)
+    return replace(rank, **share, peak=peak)

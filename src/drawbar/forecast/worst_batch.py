@@ -1,0 +1,92 @@
+"""The largest micro-batches that a run may get: every sample as long as the settings allow."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from drawbar.config.schema.run_config import RunConfig
+from drawbar.data.dataset import Sample
+from drawbar.data.loader import MicroBatch
+from drawbar.data.packing import RowLayout
+from drawbar.distributed.process_group import Distributed
+from drawbar.engines.executors import count_targets, with_targets
+from drawbar.models.segments import find_segments
+from drawbar.tasks.batch import Batch
+from drawbar.tasks.task import Task
+from drawbar.tracking.console import SilentConsole
+from drawbar.train.batch_making import batch_maker
+from drawbar.train.batches import OpenedSplit, first_samples, train_micro_batch
+
+_OF_DECODER = ("labels", "decoder_input_ids")
+
+
+def longest_sample(task: Task, config: RunConfig, world: Distributed, records: Any) -> Sample:
+    """The first sample of the training data, stretched to the longest that the settings allow. A sample without
+    ``input_ids`` stays as it is.
+
+    Raises:
+        UserError: the first records cannot be read or encoded.
+    """
+    split = first_samples(OpenedSplit("train", records), task, config, world, SilentConsole())
+    sample = dict(split.samples[0])
+    if np.ndim(sample.get("input_ids", 0)) != 1:
+        return sample
+    tokens, length = len(sample["input_ids"]), config.data.sequence_length
+    target_length = getattr(config.task, "target_length", None) or length
+    of_whole = ("id", "ids", *(("labels",) if task.label_placement == "sample" else ()))
+    for name, value in sample.items():
+        if np.ndim(value) == 0 or name in of_whole:
+            continue
+        if task.label_placement == "decoder" and name in _OF_DECODER:
+            sample[name] = np.resize(value, target_length)
+        elif len(value) == tokens:
+            sample[name] = np.resize(value, (length, *np.shape(value)[1:]))
+    return sample
+
+
+def rows_and_count(config: RunConfig, world: Distributed, sample: Sample) -> tuple[int, int]:
+    """Rows of the largest micro-batch, and how many micro-batches a rank has in a step, where all rows are longest."""
+    in_tokens = "input_ids" in sample
+    size, share = train_micro_batch(config, world, in_tokens), -(-config.train.global_batch // world.dp_group.size)
+    rows = share if size.rows is None else min(share, size.rows)
+    if size.tokens is not None:
+        rows = min(rows, max(1, size.tokens // len(sample["input_ids"])))
+    return rows, -(-share // rows)
+
+
+def worst_micro_batch(task: Task, config: RunConfig, sample: Sample, rows: int) -> MicroBatch[Batch]:
+    """A micro-batch of ``rows`` such samples, on the host."""
+    make = batch_maker(task, config)
+    samples = [make.augment({**sample, "id": number, "ids": [number]}, 0) for number in range(rows)]
+    if config.data.batching == "packed" and task.label_placement is not None:
+        layout = RowLayout.of_sample(samples[0], task.label_placement)
+        samples = [layout.join([one]) for one in samples]
+    return MicroBatch(make.collate(samples))
+
+
+def targets_and_fake(
+    task: Task, micro: MicroBatch[Batch], loss_in_head: bool, mode: FakeTensorMode
+) -> tuple[float, MicroBatch[Batch]]:
+    """The number of targets of a micro-batch, and its copy without memory. What depends on the values of its tensors is
+    computed first: that number, the positions of the targets, and the segments of packed rows."""
+    with _disable_current_modes():
+        targets = count_targets(task, [micro])
+        (ready,) = with_targets(task, [micro], loss_in_head)
+        sides = [ready.batch[name] for name in ("segment_ids", "decoder_segment_ids") if name in ready.batch]
+        segments = find_segments(*sides) if sides else ()
+    fake = Batch({name: mode.from_tensor(tensor) for name, tensor in ready.batch.items()}, ready.batch.ids)
+    if segments:
+        fake["segment_ids"].segments = tuple(_fake_fields(one, mode) for one in segments)
+    return targets, MicroBatch(fake)
+
+
+def _fake_fields(segments: Any, mode: FakeTensorMode) -> Any:
+    tensors = {name: mode.from_tensor(value) for name, value in vars(segments).items() if isinstance(value, Tensor)}
+    groups = tuple(
+        group if group.real is None else replace(group, real=mode.from_tensor(group.real)) for group in segments.groups
+    )
+    return replace(segments, **tensors, groups=groups)

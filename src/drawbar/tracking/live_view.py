@@ -1,0 +1,183 @@
+"""The live view of a run on a terminal: its numbers in one glance, in as many lines as the terminal's width asks for.
+
+``drawbar train`` draws it below its lines, and ``drawbar watch`` by itself. A line breaks between two figures and never
+inside of one; where a single figure is wider than the terminal, its name is shortened, not its number.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from drawbar.tracking.lines import number, speed, step_of_total, time_left
+from drawbar.util.best_score import BestScore
+
+WIDEST = 110
+"""Columns that are used of a wider terminal: longer lines are not read in one glance."""
+LABELLED = 60
+"""Columns from which on the label of a row stands in a column of its own."""
+MOST_SCORES = 8
+"""Scores of an evaluation that are shown; ``metrics.jsonl`` has all."""
+_LABELS = 12
+_GAP = 2
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number with its name, which no line break parts."""
+
+    value: str
+    name: str = ""
+    after: str = ""
+    """A unit or a name behind the number."""
+    style: str = "bold"
+    """Of the number, as rich names styles."""
+
+    def text(self, width: int) -> Text:
+        """Drawn in ``width`` columns at most: what is too long is the name."""
+        value, name, after = map(_printable, (self.value, self.name, self.after))
+        room = max(0, width - cell_len(value) - cell_len(after) - bool(after) - 1)
+        if cell_len(name) > room:
+            name = set_cell_size(name, max(0, room - 1)) + "…"
+        parts = [(name if room > 1 else "", "dim"), (value, self.style), (after, "dim")]
+        return Text(" ", no_wrap=True).join(Text(part, style) for part, style in parts if part)
+
+
+@dataclass
+class LiveValues:
+    """What is known of a run. What is None, or empty, is not shown."""
+
+    step: int | None = None
+    total_steps: int | None = None
+    seconds_left: float | None = None
+    loss: float | None = None
+    lr: float | None = None
+    grad_norm: float | None = None
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    peak_memory_gib: float | None = None
+    skipped: float | None = None
+    evaluated_step: int | None = None
+    scores: Mapping[str, float] = field(default_factory=dict)
+    """Of the newest evaluation, by their names ``eval/<split>/<score>``."""
+    best: BestScore | None = None
+    phase: tuple[str, int, int] | None = None
+    """Work besides training, how much of it is done, and of how much."""
+    heading: Sequence[Figure] = ()
+    """What stands above all else."""
+    checkpoint: int | None = None
+    """Step of the newest checkpoint."""
+    notice: str = ""
+    """A sentence below all else."""
+
+    def take(self, values: Mapping[str, float]) -> None:
+        """The ``train/`` metrics of a step."""
+        for name in ("loss", "lr", "grad_norm", "tokens_per_second", "mfu", "peak_memory_gib", "skipped"):
+            if f"train/{name}" in values:
+                setattr(self, name, values[f"train/{name}"])
+
+
+class LiveView:
+    """Draws a run's values as they are at that moment."""
+
+    def __init__(self, values: LiveValues) -> None:
+        self.values = values
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        values, width = self.values, min(options.max_width, WIDEST)
+        yield from flow("", values.heading, width)
+        if values.step is not None and values.total_steps:
+            yield _bar(values.step, values.total_steps, width)
+        for label, figures in _rows(values):
+            yield from flow(label, figures, width)
+        if values.phase is not None:
+            name, done, total = values.phase
+            yield _bar(done, total, width)
+            yield from flow(name, [Figure(f"{done:,}/{total:,}")], width)
+        if values.notice:
+            yield Text(_printable(values.notice))
+
+
+def flow(label: str, figures: Sequence[Figure], width: int) -> Iterator[Text]:
+    """Lines of figures, as many in a line as fit into ``width`` columns; none where there are no figures."""
+    if not figures:
+        return
+    indent = 0 if not label else _LABELS if width >= LABELLED else _GAP
+    line = Text(label, "cyan", no_wrap=True)
+    if label:
+        line.append(" " * max(_GAP, indent - line.cell_len))
+    start = line.cell_len
+    for figure in figures:
+        drawn = figure.text(width - indent)
+        gap = _GAP if line.cell_len > start else 0
+        if line.cell_len > indent and line.cell_len + gap + drawn.cell_len > width:
+            yield line
+            line, start, gap = Text(" " * indent, no_wrap=True), indent, 0
+        line.append(" " * gap)
+        line.append_text(drawn)
+    yield line
+
+
+def _bar(done: int, total: int, width: int) -> Table:
+    share = f"{min(1.0, done / total) if total else 1.0:.0%}"
+    grid = Table.grid(padding=(0, 1, 0, 0))
+    grid.add_row(ProgressBar(total=max(1, total), completed=done, width=max(4, width - len(share) - 2)), Text(share))
+    return grid
+
+
+def _rows(values: LiveValues) -> Iterator[tuple[str, list[Figure]]]:
+    if values.step is not None:
+        left = time_left(values.seconds_left)
+        step = step_of_total(values.step, values.total_steps).removeprefix("step ")
+        yield "progress", [Figure(step, "step"), *([] if left is None else [Figure(*_parted(left))])]
+    yield "training", list(_training(values))
+    if values.scores:
+        yield "evaluation", list(_evaluation(values))
+    if values.best is not None:
+        best = values.best
+        yield "best", [Figure(number(best.score), best.metric), Figure(f"{best.step:,}", "at step")]
+    if values.checkpoint is not None:
+        yield "checkpoint", [Figure(f"{values.checkpoint:,}", "step")]
+
+
+def _training(values: LiveValues) -> Iterator[Figure]:
+    if values.loss is not None:
+        yield Figure(number(values.loss), "loss")
+    if values.lr is not None:
+        yield Figure(f"{values.lr:.1e}", "lr")
+    if values.grad_norm is not None:
+        yield Figure(f"{values.grad_norm:.2f}", "grad_norm")
+    if values.tokens_per_second is not None:
+        yield Figure(*_parted(speed(values.tokens_per_second)))
+    if values.mfu is not None:
+        yield Figure(f"{values.mfu:.1%}", "mfu")
+    if values.peak_memory_gib is not None:
+        yield Figure(f"{values.peak_memory_gib:.1f}", "memory", "GiB")
+    if values.skipped:
+        yield Figure(f"{values.skipped:.0f}", "skipped")
+
+
+def _evaluation(values: LiveValues) -> Iterator[Figure]:
+    if values.evaluated_step is not None:
+        yield Figure(f"{values.evaluated_step:,}", "step")
+    splits = {name.split("/")[1] for name in values.scores}
+    for name, score in list(values.scores.items())[:MOST_SCORES]:
+        split, _, shown = name.removeprefix("eval/").rpartition("/")
+        yield Figure(number(score), shown if len(splits) == 1 else f"{split} {shown}")
+    if len(values.scores) > MOST_SCORES:
+        yield Figure(f"{len(values.scores) - MOST_SCORES} more")
+
+
+def _printable(text: str) -> str:
+    """The text without what would move a terminal's cursor: names of metrics and runs may hold anything."""
+    return "".join(character if character.isprintable() else "�" for character in text)
+
+
+def _parted(text: str) -> tuple[str, str, str]:
+    """A number and the word behind it: the arguments of a figure."""
+    value, _, unit = text.partition(" ")
+    return value, "", unit

@@ -1,0 +1,252 @@
+"""``CheckpointCopier``: uploads a run's checkpoints to an object store (``checkpoint.remote``) in background
+threads."""
+
+import json
+import threading
+import time
+from pathlib import Path
+
+from drawbar.checkpoint.directory import CheckpointDirectory
+from drawbar.checkpoint.format import MANIFEST_FILE, Unusable
+from drawbar.checkpoint.kept_best import recorded_best
+from drawbar.checkpoint.load import complete_checkpoints
+from drawbar.checkpoint.object_store import ObjectStore, ObjectStoreError
+from drawbar.checkpoint.remote_checkpoints import ChangedDuringCopy, RemoteCheckpoints
+from drawbar.checkpoint.remote_owner import HEARTBEAT_SECONDS, RemoteOwner, Superseded, wait_for_owner
+from drawbar.config.schema.run_config import RunConfig
+from drawbar.distributed.process_group import Distributed
+from drawbar.errors import ExitCode, UserError
+from drawbar.runtime.log import logger
+from drawbar.train.remote_run_files import RemoteRunFiles
+from drawbar.train.stop import Stop
+from drawbar.util.atomic_files import write_durably
+
+_OWNER_FILE = "remote.json"
+"""File in the run directory with the owner number of the run's last process."""
+_RETRY_SECONDS = 60.0
+"""Seconds after a failed upload until the next attempt, unless a save comes first."""
+
+
+def open_store(config: RunConfig) -> ObjectStore:
+    """The run's own folder in the store: it has the name of the run, as the run directory does. Raises UserError for a
+    URL that cannot be used here."""
+    return ObjectStore(f"{str(config.checkpoint.remote).rstrip('/')}/{config.run.name}")
+
+
+def known_owner(config: RunConfig) -> int | None:
+    """Owner number of the last process of this run directory, which has ended: this one holds the lock."""
+    try:
+        values = json.loads((config.run_dir / _OWNER_FILE).read_text("utf-8"))
+        return int(values["owner"]) if values["remote"] == config.checkpoint.remote else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+class CheckpointCopier:
+    """Mirrors the local folder of checkpoints to the object store: whenever notified, it uploads new checkpoints,
+    newest first, one at a time; then it deletes copies by ``checkpoint.keep``. Training never waits for it. A store
+    that does not answer is a warning, with a retry later; a process that takes over the run's folder in the store stops
+    the run. Checkpoints not uploaded before the run ends are uploaded at the next start.
+    """
+
+    def __init__(self, config: RunConfig, stop: Stop) -> None:
+        self._config = config
+        self._directory = CheckpointDirectory(config.run_dir / "checkpoints")
+        self._stop = stop
+        self._store = open_store(config)
+        self._remote = RemoteCheckpoints(self._store)
+        self._run_files = RemoteRunFiles(self._store, config.run_dir)
+        self._owner: RemoteOwner | None = None
+        self._copied: dict[int, bytes] = {}  # step → manifest of what the store is known to have
+        self._copying: int | None = None
+        self._is_closing = False
+        self._is_lost = False
+        self._has_warned = False
+        self._has_ended = threading.Event()
+        self._wake = threading.Event()
+        self._wake.set()  # an earlier process may have left something to copy
+        self._threads = [
+            threading.Thread(target=work, name=f"checkpoint-{name}", daemon=True)
+            for name, work in (("copier", self._run), ("owner", self._send_heartbeats))
+        ]
+
+    def claim(self) -> None:
+        """Become the only process that writes to the run's folder in the store.
+
+        Raises:
+            ObjectStoreError: the store does not answer; what is saved meanwhile is copied later.
+            UserError: another process writes there, or the store has newer checkpoints than this disk.
+        """
+        before = wait_for_owner(self._store, known_owner(self._config))
+        newer = self._remote.complete().keys() - set(range(max(self._directory.steps(), default=-1) + 1))
+        if newer:
+            raise UserError(
+                f"the store has a newer checkpoint of this run, of step {max(newer)}, than this disk",
+                where=self._store.url,
+                remedy="the same command, given again, goes on from that one; for a run of its own choose another "
+                "run.name or checkpoint.remote",
+                exit_code=ExitCode.FAILED,
+            )
+        self._owner = RemoteOwner.claim(self._store, before)
+        values = {"remote": self._config.checkpoint.remote, "owner": self._owner.number}
+        write_durably(self._config.run_dir / _OWNER_FILE, json.dumps(values) + "\n")
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def protected(self) -> set[int]:
+        """The step that is being uploaded, whose local checkpoint must not be deleted. Thread-safe."""
+        step = self._copying
+        return set() if step is None else {step}
+
+    @property
+    def has_local(self) -> bool:
+        """Whether there is a checkpoint on the disk."""
+        return bool(self._directory.steps())
+
+    def notify(self) -> None:
+        """Notify the copier of a new or changed checkpoint. Thread-safe; returns at once."""
+        self._wake.set()
+
+    def close(self) -> None:
+        """Wait until everything is uploaded, or the store has failed; warn of what is missing there."""
+        self._is_closing = True
+        self._wake.set()
+        copier = self._threads[0]
+        copier.join(1.0)
+        if copier.is_alive():
+            logger.info(
+                "waiting until %s has the last checkpoint; if this process is killed before that, the next start "
+                "copies it",
+                self._store.url,
+            )
+        copier.join()
+        self._has_ended.set()
+        self._threads[1].join()
+        if self._is_lost:
+            return
+        left = [str(step) for step, _ in self._uncopied()]
+        if left:
+            steps = f"step{'s' if len(left) > 1 else ''} {', '.join(left)}"
+            logger.warning("%s lacks %s: the same command, given again, copies what is missing", self._store.url, steps)
+        if self._owner is not None:
+            try:
+                self._owner.release()
+            except UserError as error:
+                logger.info("%s", error.what)
+
+    def _run(self) -> None:
+        has_failed = False
+        while True:
+            self._wake.wait(_RETRY_SECONDS if has_failed else None)
+            self._wake.clear()
+            is_last = self._is_closing  # asked first: what comes to be copied later makes it look again
+            has_failed = not self._copy_all()
+            if is_last or self._is_lost:
+                return
+
+    def _copy_all(self) -> bool:
+        """Upload everything new; return whether the store is up to date."""
+        try:
+            if self._owner is None:
+                self.claim()
+            while self._copy_newest():
+                pass
+            self._prepare_commit()  # what the save has written after the checkpoint, such as best.json
+        except ObjectStoreError as error:
+            self._warn(error.what)
+            return False
+        except UserError as error:
+            self._is_lost = True
+            self._stop.fail(error)
+            return False
+        except OSError as error:
+            self._warn(str(error))
+            return False
+        self._has_warned = False
+        return True
+
+    def _warn(self, reason: str) -> None:
+        """Warn once, until an upload succeeds again."""
+        if not self._has_warned:
+            logger.warning("checkpoints are not copied for now, and training goes on: %s", reason)
+        self._has_warned = True
+
+    def _copy_newest(self) -> bool:
+        """Upload the newest checkpoint that the store lacks; False if it has all."""
+        assert self._owner is not None
+        step, folder = next(iter(self._uncopied()), (None, None))
+        if step is None or folder is None:
+            return False
+        self._copying = step
+        try:
+            self._copied[step] = self._remote.upload(folder, self._prepare_commit)
+            self._remote.rotate(self._config.checkpoint.keep, self._best(), self._owner.check)
+        except (ChangedDuringCopy, FileNotFoundError, Unusable):
+            time.sleep(0.5)  # a save replaces or deletes it now
+        finally:
+            self._copying = None
+        return True
+
+    def _prepare_commit(self) -> None:
+        """Check the ownership, and upload the run's other files, so that they are never older than the checkpoint."""
+        assert self._owner is not None
+        self._owner.check()
+        self._run_files.put()
+
+    def _uncopied(self) -> list[tuple[int, Path]]:
+        """Local checkpoints that the store lacks, newest first."""
+        found = []
+        for step, folder in reversed(complete_checkpoints(self._directory.path).items()):
+            try:
+                if self._copied.get(step) != (folder / MANIFEST_FILE).read_bytes():
+                    found.append((step, folder))
+            except FileNotFoundError:
+                continue
+        return found
+
+    def _best(self) -> set[int]:
+        return recorded_best(self._directory) if self._config.checkpoint.keep_best else set()
+
+    def _send_heartbeats(self) -> None:
+        while not self._has_ended.wait(HEARTBEAT_SECONDS):
+            try:
+                if self._owner is not None:
+                    self._owner.heartbeat()
+            except Superseded as error:
+                self._stop.fail(error)
+                return
+            except UserError:
+                continue  # the copier says so, where there is something to copy
+
+
+def start_copier(config: RunConfig, world: Distributed, stop: Stop) -> CheckpointCopier | None:
+    """The copier of a run, at work, on rank 0; None elsewhere, and without ``checkpoint.remote``. Every rank calls it.
+
+    Raises:
+        UserError: another process writes to the run's folder in the store; on every rank.
+    """
+    copiers: list[CheckpointCopier] = []
+
+    def start() -> UserError | None:
+        copier = CheckpointCopier(config, stop)
+        try:
+            copier.claim()
+        except ObjectStoreError as error:
+            if not copier.has_local:
+                return error  # nothing is lost yet, and what is wrong may be wrong for good
+            logger.warning("checkpoints are not copied for now: %s", error.what)
+        except UserError as error:
+            return error
+        copier.start()
+        copiers.append(copier)
+        return None
+
+    if config.checkpoint.remote is None:
+        return None
+    refusal = world.from_rank0(start, "opening the store of the checkpoints")
+    if refusal is not None:
+        raise refusal
+    return copiers[0] if copiers else None

@@ -1,0 +1,147 @@
+"""From a checkpoint to a folder that transformers loads. Weights go from file to file; no model is built with them."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from drawbar.checkpoint.format import Snapshot
+from drawbar.checkpoint.load import explain_unusable, read_on_all_ranks
+from drawbar.checkpoint.space import rust_errors_as_oserror
+from drawbar.config.schema.run_config import LoraSection, RunConfig
+from drawbar.distributed.process_group import Distributed
+from drawbar.engines.local_model import build_meta_model
+from drawbar.errors import UserError
+from drawbar.models.lora import (
+    adapted_layers,
+    add_adapters_to_meta_model,
+    merged,
+    merged_weight,
+    save_adapter,
+    saved_tensors,
+)
+from drawbar.models.saving import rounded, save_transformers
+from drawbar.parallel.weights import check_weights
+from drawbar.tasks.pretrained import PretrainedTask
+from drawbar.tasks.task import Task
+from drawbar.train.setup import checkpoint_of, on_one_process, open_checkpoint, task_of_run, warn_of_other_base
+from drawbar.util.dtypes import DTYPES
+
+
+@dataclass(frozen=True)
+class ExportFormat:
+    """What is written of a model, and how."""
+
+    merge: bool = False
+    """For a LoRA run: write the whole model with the adapters in its weights, not the adapters alone."""
+    dtype: str = "fp32"
+    """Of the weights: a key of ``DTYPES``."""
+    shard_size: str = "5GB"
+    """The most that one file holds, so that those who load a part of the model need not read all of it; and about what
+    the export takes in memory."""
+
+
+class CheckpointExport:
+    """The model and the tokenizer of a checkpoint, to be written for transformers' ``from_pretrained``.
+
+    In memory are the weights of one file (``form.shard_size``), and one tensor twice. Only where the files of a LoRA
+    run's pretrained model do not hold all its weights, as with a new classification head, the whole model is built.
+
+    Args:
+        checkpoint: see ``checkpoint_of``.
+        world: of one process.
+
+    Raises:
+        UserError: there is no such checkpoint, or the model is none of transformers'.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        task_type: type[Task] | None,
+        checkpoint: str | None,
+        form: ExportFormat,
+        world: Distributed,
+    ) -> None:
+        # fp32: in a lower precision the frozen weights would be rounded before the adapters are merged into them
+        self._config = config = on_one_process(config).model_copy(update={"precision": "fp32"})
+        self._form = form
+        self._task = task_of_run(task_type, config, world)
+        self.path = checkpoint_of(config, checkpoint, world)
+        with explain_unusable(self.path):
+            snapshot = read_on_all_ranks(self.path, world)
+        self.step = snapshot.step
+        self._whole = _checked(build_meta_model(self._task))
+        self.model: nn.Module = self._whole
+        """The model as it was trained, perhaps without values: for its class and sizes."""
+        self._read: Callable[[str], Tensor] = snapshot.model.__getitem__
+        if config.lora is not None:
+            self._adapt(config.lora, snapshot, world)
+        else:
+            check_weights(saved_tensors(self._whole, config), snapshot.model)
+
+    def _adapt(self, lora: LoraSection, snapshot: Snapshot, world: Distributed) -> None:
+        """Set ``model``, and what reads its tensors, for a LoRA run, whose checkpoint lacks the frozen weights."""
+        merge, weights = self._form.merge, self._task.stored_weights(self._whole)
+        if weights is None:
+            engine, _ = open_checkpoint(self._task, self._config, str(self.path), world)
+            self.model = engine.module
+            self._read = (merged(self.model) if merge else self.model).state_dict().__getitem__
+            return
+        self.model = _checked(build_meta_model(self._task))
+        warn_of_other_base(snapshot, add_adapters_to_meta_model(self.model, lora, weights))
+        check_weights(saved_tensors(self.model, self._config), snapshot.model)
+        layers = adapted_layers(self.model) if merge else {}
+        self._read = partial(_read_adapted, layers, snapshot.model, weights)
+
+    def write(self, folder: Path) -> None:
+        """Write config, weights and tokenizer.
+
+        Args:
+            folder: exists, and is empty; what an error leaves in it is of no use.
+
+        Raises:
+            UserError: a weight is too large for ``form.dtype``, or the checkpoint is damaged or cannot be read.
+            OSError: the disk takes no more.
+        """
+        with rust_errors_as_oserror(folder):
+            self._write(folder)
+
+    def _write(self, folder: Path) -> None:
+        task, dtype = self._task, DTYPES[self._form.dtype]
+        if self._config.lora is None or self._form.merge:
+            save_transformers(self._whole, self._explained_read, folder, dtype, self._form.shard_size)
+        else:
+            base_name = task.model_name if isinstance(task, PretrainedTask) else getattr(task.config, "model", "")
+            save_adapter(self.model, folder, base_name, lambda name: rounded(name, self._explained_read(name), dtype))
+        if hasattr(task.tokenizer, "save_pretrained"):
+            tokenizer = task.tokenizer_to_export() if isinstance(task, PretrainedTask) else task.tokenizer
+            tokenizer.save_pretrained(str(folder))
+
+    def _explained_read(self, name: str) -> Tensor:
+        with explain_unusable(self.path):
+            return self._read(name)
+
+
+def _read_adapted(
+    layers: Mapping[str, nn.Module], trained: Mapping[str, Tensor], weights: Mapping[str, Tensor], name: str
+) -> Tensor:
+    """A tensor of an adapted model; its adapters are merged into the weights of ``layers``."""
+    owner, _, own = name.rpartition(".")
+    if owner in layers and own == "weight":
+        return merged_weight(layers[owner], owner, trained, weights)
+    return trained[name] if name in trained else weights[name]
+
+
+def _checked(model: Any) -> PreTrainedModel:
+    if not isinstance(model, PreTrainedModel):
+        raise UserError(
+            f"a {type(model).__name__} is no transformers model, and has no format to export to",
+            where="RUN",
+            remedy="its weights are in the run's checkpoints, as safetensors",
+        )
+    return model

@@ -1,0 +1,196 @@
+"""A run that begins with the model of another run: ``task.model: runs/other@best``.
+
+The model is copied into the run directory, as a folder that transformers loads, before anything else is built: from
+there on it is a pretrained model like any other, for every strategy, and the other run may be moved or deleted.
+"""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drawbar.checkpoint.directory import CheckpointDirectory
+from drawbar.checkpoint.format import STEP_NAME
+from drawbar.config.io.load_config import SCRIPT_FILE, load_run_config
+from drawbar.config.io.source import run_folder
+from drawbar.config.schema.run_config import RunConfig
+from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import RankInfo
+from drawbar.errors import UserError
+from drawbar.models.folder import (
+    INITIAL_MODEL,
+    SOURCE_FILE,
+    RunReference,
+    check_not_from_scratch,
+    initial_model_of,
+    run_reference,
+)
+from drawbar.runtime.log import logger
+from drawbar.train.checkpoint_export import CheckpointExport, ExportFormat
+from drawbar.train.shared_disks import Disks
+from drawbar.util.atomic_files import link_or_copy
+from drawbar.util.new_folder import new_folder
+from drawbar.util.run_dir import LOCK_FILE
+
+ALONE = ("launch.nproc=1", "device=cpu", "precision=fp32")
+"""Settings with which a run's model is read: on one process, and without a GPU."""
+
+
+class InitialModel:
+    """The folder ``initial_model`` of a run directory, while its run begins.
+
+    As a context: an error before there is a run removes what :meth:`provide` has written.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._wrote = False
+
+    def __enter__(self) -> "InitialModel":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None or not self._wrote or (self._run_dir / "config.yaml").exists():
+            return
+        shutil.rmtree(self._run_dir / INITIAL_MODEL, ignore_errors=True)
+        (self._run_dir / LOCK_FILE).unlink(missing_ok=True)
+        if not any(self._run_dir.iterdir()):
+            self._run_dir.rmdir()
+
+    def provide(
+        self, config: RunConfig, origin: Path, lock: Callable[[], None], disks: Disks, world: Distributed
+    ) -> None:
+        """Copy the model that ``task.model`` names into the run directory, unless it is there, or is no run's.
+
+        Args:
+            origin: the run directory of the checkpoint that the run begins from; its own where there is none.
+            lock: makes and locks the run directory.
+
+        Raises:
+            UserError: there is no such run, or it has no such checkpoint, or no model that transformers knows.
+        """
+        activity = f"copying the model of {getattr(config.task, 'model', None)}"
+        # all disks get the checkpoint that rank 0 has found: the best one may change meanwhile
+        step = world.from_rank0(lambda: _step_to_copy(config, origin), activity)
+        if step is None:
+            return
+        with world.barrier_after(activity):
+            if disks.is_writer and initial_model_of(self._run_dir, config.task) is None:
+                lock()
+                self._wrote = True
+                self._write(config, origin, step)
+
+    def _write(self, config: RunConfig, origin: Path, step: int) -> None:
+        folder, present = self._run_dir / INITIAL_MODEL, initial_model_of(origin, config.task)
+        for left in self._run_dir.glob(f"{INITIAL_MODEL}*"):  # of a process that was killed, or of another task.model
+            shutil.rmtree(left)
+        if present is None:
+            write_initial_model(config, folder, step)
+        else:
+            with new_folder(folder) as draft:
+                shutil.copytree(present, draft, copy_function=link_or_copy, dirs_exist_ok=True)
+
+
+def _step_to_copy(config: RunConfig, origin: Path) -> int | None:
+    """The step of the checkpoint to copy the model of; None where nothing is to be copied."""
+    for run_dir in (config.run_dir, origin):
+        folder = initial_model_of(run_dir, config.task)
+        if folder is not None:
+            return int(json.loads((folder / SOURCE_FILE).read_text("utf-8"))["step"])
+    reference = run_reference(config.task)
+    if reference is None:
+        check_not_from_scratch(config.task)
+    return None if reference is None else find_step(reference)
+
+
+def write_initial_model(config: RunConfig, folder: Path, step: int | None = None) -> bool:
+    """Write the model that ``task.model`` names into a new folder, if it is a run's; return whether it is.
+
+    Args:
+        step: of the checkpoint; None for the one that ``task.model`` names.
+
+    Raises:
+        UserError: as :meth:`InitialModel.provide`.
+    """
+    reference = run_reference(config.task)
+    if reference is None:
+        return False
+    step = find_step(reference) if step is None else step
+    with _naming_setting():
+        run = run_folder(reference.run)
+        source = load_run_config(run, ALONE).config
+        alone = Distributed(RankInfo(), torch.device("cpu"), config.launch.timeout)
+        export = CheckpointExport(source, None, str(step), ExportFormat(merge=source.lora is not None), alone)
+    with new_folder(folder) as draft:
+        export.write(draft)
+        said: dict[str, Any] = {"task.model": getattr(config.task, "model", None), "run": str(run), "step": step}
+        (draft / SOURCE_FILE).write_text(json.dumps(said, ensure_ascii=False, indent=2) + "\n", "utf-8")
+    logger.info("task.model: step %s of %s, copied to %s", f"{step:,}", run, folder)
+    return True
+
+
+@contextmanager
+def temporary_initial_model(config: RunConfig) -> Iterator[Path | None]:
+    """Context with a temporary folder of the model that ``task.model`` names, if it is another run's and this run has
+    no copy of it; else None. For use before the run directory exists. Raises as ``write_initial_model``."""
+    if initial_model_of(config.run_dir, config.task) is not None or run_reference(config.task) is None:
+        yield None
+        return
+    config.cache_dir.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"{INITIAL_MODEL}-", dir=config.cache_dir) as folder:
+        write_initial_model(config, Path(folder) / INITIAL_MODEL)
+        yield Path(folder) / INITIAL_MODEL
+
+
+def find_step(reference: RunReference) -> int:
+    """The step of the checkpoint that is named.
+
+    Raises:
+        UserError: there is no such run or checkpoint, or the run's task is a class of a script.
+    """
+    with _naming_setting():
+        run = run_folder(reference.run)
+    if (run / SCRIPT_FILE).exists():
+        raise UserError(
+            f"the task of {reference.run} is a class of a script, which its model is built by",
+            where="task.model",
+            remedy=f"let the script write the model as a folder (`python SCRIPT export {reference.run} --to FOLDER`), "
+            "and set task.model=FOLDER",
+        )
+    directory, which = CheckpointDirectory(run / "checkpoints"), reference.which
+    steps = directory.steps()
+    found: int | None = None
+    if which.isdecimal():
+        found = int(which)
+    elif which == "best":
+        record = directory.best_record()
+        found = None if record is None else record.step
+    elif which == "latest":
+        newest = directory.latest()
+        match = None if newest is None else STEP_NAME.match(newest.name)
+        found = None if match is None else int(match[1])
+    if found in steps:
+        return found
+    names = ", ".join(f"{reference.run}@{step}" for step in steps)
+    raise UserError(
+        f"{reference.run} has no checkpoint @{which}",
+        where="task.model",
+        remedy=f"name one that is there: {reference.run}@last, {names}"
+        if steps
+        else "train that run first: it has none",
+    )
+
+
+@contextmanager
+def _naming_setting() -> Iterator[None]:
+    """Let an error about the other run name the setting that it comes from."""
+    try:
+        yield
+    except UserError as error:
+        where = "task.model" if error.where in (None, "RUN") else f"task.model, {error.where}"
+        raise UserError(error.what, where=where, remedy=error.remedy, exit_code=error.exit_code) from error

@@ -1,0 +1,250 @@
+"""Where nodes share no disk, each may have only some parts of a checkpoint (``Manifest.disks``): before a run goes on,
+it is put together on every disk.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from drawbar.checkpoint.checked_files import read_manifest
+from drawbar.checkpoint.directory import CheckpointDirectory
+from drawbar.checkpoint.folder_moves import TMP
+from drawbar.checkpoint.format import MANIFEST_FILE, REPLACED, STATE_FILE, STEP_NAME, Manifest, Unusable, step_name
+from drawbar.checkpoint.inspection import damaged_files
+from drawbar.checkpoint.load import folders_in, read_state, run_on_all_ranks
+from drawbar.checkpoint.space import check_space
+from drawbar.distributed.file_exchange import FileExchange
+from drawbar.distributed.process_group import Distributed
+from drawbar.runtime.log import logger
+from drawbar.train.shared_disks import Disks
+from drawbar.util.atomic_files import link_or_copy, sync, write_durably
+
+T = TypeVar("T")
+
+_SUFFIXES = ("", REPLACED, TMP)
+"""Of the folders of a step. A temporary one counts, too: where all ranks were killed between the renames of two disks,
+each disk has all that belongs on it."""
+
+
+@dataclass(frozen=True)
+class _LocalCopy:
+    """What one disk has of a step."""
+
+    folder: str
+    """The name of the folder."""
+    manifest: Manifest
+    intact: frozenset[str]
+    """The files that match their checksums."""
+
+    def has(self, name: str, manifest: Manifest) -> bool:
+        """Whether there is an intact file that belongs to ``manifest``."""
+        return name in self.intact and (name != STATE_FILE or self.manifest.files[name] == manifest.files[name])
+
+
+@dataclass(frozen=True)
+class _Union:
+    """A checkpoint that the disks have together."""
+
+    manifest: Manifest
+    copies: dict[int, _LocalCopy]
+    """What each disk has of it, by the rank that writes there."""
+
+    @cached_property
+    def holders(self) -> dict[str, list[int]]:
+        """For each file, the ranks whose disks have it."""
+        return {
+            name: [rank for rank, copy in self.copies.items() if copy.has(name, self.manifest)]
+            for name in self.manifest.sizes()
+        }
+
+    def missing(self) -> list[str]:
+        """The files that are on no disk."""
+        return [name for name, ranks in self.holders.items() if not ranks]
+
+    def lacking(self, rank: int) -> list[str]:
+        """The files that a disk lacks."""
+        copy = self.copies.get(rank)
+        return [name for name in self.manifest.sizes() if copy is None or not copy.has(name, self.manifest)]
+
+    def sent_by(self, source: int, writers: tuple[int, ...]) -> dict[int, list[str]]:
+        """The files that the other disks get from that of rank ``source``: disks that have a file take turns."""
+        sent: dict[int, list[str]] = {}
+        for place, target in enumerate(writers):
+            for number, name in enumerate(self.lacking(target)):
+                holders = self.holders[name]
+                if holders[(place + number) % len(holders)] == source:
+                    sent.setdefault(target, []).append(name)
+        return sent
+
+
+def gather_parts(run_dir: Path, resume: str, disks: Disks, world: Distributed) -> None:
+    """Put together, on every disk, the newest checkpoint of which the disks have all parts, the best one, and the one
+    that ``resume`` names. Damaged files are replaced by intact ones of other disks. Collective.
+
+    Checkpoints that are whole on one disk, or in parts on a shared one, are left as they are. A disk that has nothing
+    of the run gets its configuration, too: without it, its folder would not be a run.
+
+    Raises:
+        UserError: a disk is too small, or fails; on every rank.
+    """
+    directory = CheckpointDirectory(run_dir / "checkpoints")
+    gathering = _Gathering(directory, disks, world)
+    steps = gathering.find_steps()
+    if steps:
+        gathering.copy_config(run_dir / "config.yaml")
+    newest = next((step for step in reversed(steps) if gathering.put_together(step)), None)
+    if newest is None:
+        return
+    wanted = {int(resume)} if resume.isdecimal() else set[int]()
+    state = gathering.on_disks("looking for the best checkpoint", lambda: _read_state(directory.path, newest))
+    best = next(values for values in state if values is not None)["progress"]["best_step"]
+    for step in (wanted | {best}) & {*steps} - {newest}:
+        gathering.put_together(step)
+
+
+def _read_state(path: Path, step: int) -> dict[str, Any]:
+    return read_state(path / step_name(step))
+
+
+class _Gathering:
+    """The checkpoints of one run on the disks of all nodes. Every method is collective."""
+
+    def __init__(self, directory: CheckpointDirectory, disks: Disks, world: Distributed) -> None:
+        self._directory = directory
+        self._disks = disks
+        self._world = world
+        self._exchange: FileExchange | None = None
+
+    def on_disks(self, activity: str, work: Callable[[], T]) -> list[T | None]:
+        """What ``work`` returns for each rank that writes; None for the others. An error of one is raised on all."""
+        result = run_on_all_ranks(
+            self._directory.path, self._world, activity, lambda: work() if self._disks.is_writer else None
+        )
+        return self._world.all_gather(result)
+
+    def find_steps(self) -> list[int]:
+        """The steps of which some disk has parts, where the manifest says that others are on other disks; ascending."""
+        found = self.on_disks("looking for parts of checkpoints", self._own_steps)
+        return sorted({step for steps in found for step in steps or ()})
+
+    def _own_steps(self) -> set[int]:
+        names = {name.removesuffix(suffix) for suffix in _SUFFIXES for name in folders_in(self._directory.path)}
+        steps = {int(match[1]) for name in names if (match := STEP_NAME.fullmatch(name))}
+        return {step for step in steps if self._folders(step)}
+
+    def _folders(self, step: int) -> list[tuple[Path, Manifest]]:
+        """The folders of a step on this disk whose manifest is that of a checkpoint on several disks."""
+        found = []
+        for suffix in _SUFFIXES:
+            folder = self._directory.path / (step_name(step) + suffix)
+            try:
+                manifest = read_manifest(folder)
+            except Unusable:
+                continue
+            if manifest.disks is not None and manifest.step == step:
+                found.append((folder, manifest))
+        return found
+
+    def copy_config(self, path: Path) -> None:
+        """Write the configuration of the run on the disks that have none."""
+        texts = self.on_disks("reading the configuration", lambda: path.read_text("utf-8") if path.exists() else "")
+        text = next((text for text in texts if text), "")
+
+        def write() -> None:
+            if text and not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_durably(path, text)
+
+        self.on_disks("writing the configuration", write)
+
+    def put_together(self, step: int) -> bool:
+        """Make a checkpoint complete on every disk; return whether the disks have all of it together."""
+        name = step_name(step)
+        copies = self.on_disks(f"verifying what this disk has of {name}", partial(self._own_copies, step))
+        union = _choose_union({rank: found for rank, found in enumerate(copies) if found is not None})
+        if union is None:
+            return False
+        missing = union.missing()
+        if missing:
+            more = f" and {len(missing) - 3} more files" if len(missing) > 3 else ""
+            logger.warning(
+                "%s cannot be put together: no node's disk has an intact %s%s", name, ", ".join(missing[:3]), more
+            )
+            return False
+        writers = self._disks.writers
+        if any(union.lacking(rank) or union.copies[rank].folder != name for rank in writers):
+            logger.info("putting %s together on the disks of all nodes", name)
+            self._complete(name, union)
+        return True
+
+    def _own_copies(self, step: int) -> list[_LocalCopy]:
+        copies = []
+        for folder, manifest in self._folders(step):
+            damaged = damaged_files(folder, manifest)
+            for name, reason in damaged.items():
+                if (folder / name).exists():
+                    logger.warning("%s: %s", folder, reason)
+            copies.append(_LocalCopy(folder.name, manifest, frozenset(manifest.sizes().keys() - damaged.keys())))
+        return copies
+
+    def _complete(self, name: str, union: _Union) -> None:
+        if self._exchange is None:
+            self._exchange = FileExchange(self._world, self._disks.writers)
+        exchange, activity = self._exchange, f"putting {name} together"
+        own = union.copies.get(self._world.rank)
+        lacking = union.lacking(self._world.rank)
+        self.on_disks(activity, lambda: self._begin(name, union.manifest, own, lacking))
+        self.on_disks(activity, lambda: self._receive(name, union, exchange))
+        self.on_disks(activity, lambda: self._directory.finish_write(name, partial(_finish, union.manifest)))
+
+    def _begin(self, name: str, manifest: Manifest, own: _LocalCopy | None, lacking: list[str]) -> None:
+        """A temporary folder with the files that this disk has."""
+        directory = self._directory
+        if own is not None and own.folder.endswith(TMP):
+            directory.finish_write(name, lambda folder: None)
+        check_space(directory.path, sum(manifest.sizes()[file] for file in lacking))
+        folder = directory.begin_write(name)
+        with directory.explain_write_errors(name, folder):
+            for file in manifest.sizes().keys() - {*lacking}:
+                link_or_copy(self._source(name, own) / file, folder / file)
+
+    def _source(self, name: str, own: _LocalCopy | None) -> Path:
+        """The folder with what this disk has, once ``_begin`` has renamed a temporary one."""
+        assert own is not None
+        return self._directory.path / (name if own.folder.endswith(TMP) else own.folder)
+
+    def _receive(self, name: str, union: _Union, exchange: FileExchange) -> None:
+        rank, writers = self._world.rank, self._disks.writers
+        sent = union.sent_by(rank, writers)
+        own = union.copies.get(rank)
+        outgoing = {target: [self._source(name, own) / file for file in files] for target, files in sent.items()}
+        folder = self._directory.path / (name + TMP)
+        with self._directory.explain_write_errors(name, folder):
+            for path in exchange.exchange(outgoing, folder):
+                sync(path)
+
+
+def _finish(manifest: Manifest, folder: Path) -> None:
+    (folder / MANIFEST_FILE).write_bytes(manifest.to_json())
+    sync(folder / MANIFEST_FILE)
+    sync(folder)
+
+
+def _choose_union(found: dict[int, list[_LocalCopy]]) -> _Union | None:
+    """Of the copies on all disks, those that belong to one checkpoint: the first of which nothing is missing, else the
+    first. Their states may differ: an evaluation is added to a complete checkpoint, on one disk after another."""
+    keyed = {rank: {_key(copy): copy for copy in reversed(copies)} for rank, copies in found.items()}
+    manifests = {copy.manifest.to_json(): (key, copy) for copies in keyed.values() for key, copy in copies.items()}
+    unions = [
+        _Union(copy.manifest, {rank: copies[key] for rank, copies in keyed.items() if key in copies})
+        for key, copy in manifests.values()
+    ]
+    return next((union for union in unions if not union.missing()), unions[0] if unions else None)
+
+
+def _key(copy: _LocalCopy) -> str:
+    """The same for checkpoints that differ in their state alone."""
+    files = {name: entry for name, entry in copy.manifest.files.items() if name != STATE_FILE}
+    return copy.manifest.model_copy(update={"files": files}).model_dump_json()

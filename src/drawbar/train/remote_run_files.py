@@ -1,0 +1,160 @@
+"""``RemoteRunFiles``: the files of a run besides its checkpoints, in an object store: what another machine needs to go
+on with it."""
+
+import hashlib
+import json
+import re
+import shutil
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from drawbar.checkpoint.format import FileEntry, describe
+from drawbar.checkpoint.object_store import ObjectStore
+from drawbar.config.io.load_config import SCRIPT_FILE
+from drawbar.errors import ExitCode, UserError
+from drawbar.models.folder import INITIAL_MODEL
+from drawbar.train.memory_probe import MICRO_BATCH_FILE
+from drawbar.train.rundir import ORIGIN_FILE
+from drawbar.util.atomic_files import identity, sync
+from drawbar.util.best_score import BEST_FILE
+
+CONFIG = "config.yaml"
+_BEST = f"checkpoints/{BEST_FILE}"
+_INDEX = "run-files.json"
+_FIXED = ("task.json", SCRIPT_FILE, "tokenizer/*", f"{INITIAL_MODEL}/*")
+"""Files that never change in a run. Their checksums are in the index, and are verified after a download."""
+_CHANGING = (CONFIG, ORIGIN_FILE, MICRO_BATCH_FILE, "metrics.jsonl", "tracking/*.json", _BEST)
+"""Files that a run rewrites. They have no checksums: no number of a resumed run depends on their content, but for what
+is compared with the run's own settings and devices (``config.yaml``, ``micro_batch.json``)."""
+_FIXED_NAME = re.compile(
+    rf"task\.json|{re.escape(SCRIPT_FILE)}|(tokenizer|{re.escape(INITIAL_MODEL)})/[A-Za-z0-9_][A-Za-z0-9._-]*"
+)
+_CHANGING_NAME = re.compile(
+    rf"{re.escape(ORIGIN_FILE)}|{re.escape(MICRO_BATCH_FILE)}|metrics\.jsonl|tracking/[A-Za-z0-9_][A-Za-z0-9._-]*\.json"
+)
+_TEMPORARY_FOLDER = "fetched.tmp"
+_LARGEST = 64 * 2**20
+"""Bytes of the index, and of a configuration."""
+
+
+class _Index(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    files: dict[str, FileEntry]
+    sha256: str
+    """Of all the rest."""
+
+    @classmethod
+    def of(cls, files: dict[str, FileEntry]) -> "_Index":
+        text = json.dumps({name: entry.model_dump() for name, entry in files.items()}, sort_keys=True)
+        return cls(files=files, sha256=hashlib.sha256(text.encode()).hexdigest())
+
+
+class RemoteRunFiles:
+    """The files of ``run_dir`` and their copies in ``store``. Methods raise ObjectStoreError where that does not
+    answer."""
+
+    def __init__(self, store: ObjectStore, run_dir: Path) -> None:
+        self._store = store
+        self._run_dir = run_dir
+        self._copied: dict[str, tuple[int, int, int, int]] = {}
+        self._has_index = False
+
+    def put(self) -> None:
+        """Upload the files that have changed since the last call."""
+        for name in filter(self._has_changed, self._names(_CHANGING)):
+            found = identity(self._run_dir / name)  # first: it may grow meanwhile
+            self._store.put(name, self._run_dir / name)
+            self._copied[name] = found
+        fixed = self._names(_FIXED)
+        if not any(map(self._has_changed, fixed)) and self._has_index:
+            return
+        index = _Index.of({name: describe(self._run_dir / name) for name in fixed})
+        before = self._read_index()
+        if before != index:
+            there, sizes = {} if before is None else before.files, self._store.sizes()
+            for name, entry in index.files.items():
+                if there.get(name) != entry or sizes.get(name) != entry.size:
+                    self._store.put(name, self._run_dir / name)
+            self._store.write(_INDEX, index.model_dump_json(indent=2).encode())
+        self._copied |= {name: identity(self._run_dir / name) for name in fixed}
+        self._has_index = True
+
+    def _has_changed(self, name: str) -> bool:
+        return self._copied.get(name) != identity(self._run_dir / name)
+
+    def _names(self, patterns: tuple[str, ...]) -> list[str]:
+        found = [path for pattern in patterns for path in sorted(self._run_dir.glob(pattern)) if path.is_file()]
+        return [str(path.relative_to(self._run_dir)) for path in found]
+
+    def _read_index(self) -> _Index | None:
+        """None where there is none, or a damaged one."""
+        try:
+            index = _Index.model_validate_json(self._read(_INDEX) or b"")
+        except ValidationError:
+            return None
+        return index if index == _Index.of(index.files) else None
+
+    def config(self) -> bytes | None:
+        """The run's ``config.yaml`` in the store; None where there is none."""
+        return self._read(CONFIG)
+
+    def best(self) -> bytes | None:
+        """The run's ``best.json`` in the store; None where there is none."""
+        return self._read(_BEST)
+
+    def _read(self, name: str) -> bytes | None:
+        if not 0 < self._store.sizes().get(name, 0) <= _LARGEST:
+            return None
+        return self._store.read(name)
+
+    def fetch(self) -> None:
+        """Download the files that the run directory lacks, and always the metrics. ``config.yaml`` must be in the
+        store.
+
+        Raises:
+            UserError: a file that the run computes with is damaged; the message names it.
+        """
+        drafts = self._run_dir / _TEMPORARY_FOLDER
+        shutil.rmtree(drafts, ignore_errors=True)
+        sizes, index = self._store.sizes(), self._read_index()
+        if index is None:
+            raise self._damaged(_INDEX, "is missing or damaged")
+        for name, entry in index.files.items():
+            if (self._run_dir / name).exists():  # a whole folder, or nothing of it: see _move_into_place
+                continue
+            if not _FIXED_NAME.fullmatch(name) or sizes.get(name) != entry.size:
+                raise self._damaged(name, f"has {sizes.get(name)} bytes instead of {entry.size}")
+            self._fetch(name, drafts)
+            if describe(drafts / name) != entry:
+                raise self._damaged(name, "does not have its checksum")
+        for name in filter(_CHANGING_NAME.fullmatch, sizes):
+            self._fetch(name, drafts)
+        self._move_into_place(drafts)
+
+    def _fetch(self, name: str, drafts: Path) -> None:
+        target = drafts / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        self._store.get(name, target)
+        sync(target)
+
+    def _move_into_place(self, drafts: Path) -> None:
+        """Move the downloaded files into the run directory."""
+        for draft in sorted(drafts.iterdir()) if drafts.is_dir() else []:
+            target = self._run_dir / draft.name
+            if target.exists() and draft.name != "metrics.jsonl":
+                continue
+            if draft.is_dir():
+                sync(draft)
+            draft.replace(target)
+        sync(self._run_dir)
+        shutil.rmtree(drafts, ignore_errors=True)
+
+    def _damaged(self, name: str, how: str) -> UserError:
+        return UserError(
+            f"{name} of the run's copy {how}",
+            where=self._store.url,
+            remedy=f"put {name} back from the run directory, if there is one; or begin anew under another run.name",
+            exit_code=ExitCode.FAILED,
+        )

@@ -1,0 +1,182 @@
+"""Finds where a run with ``checkpoint.remote`` begins: at the newest checkpoint, on its disk or in its object store."""
+
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from drawbar.checkpoint.directory import CheckpointDirectory
+from drawbar.checkpoint.format import OtherFormat, Unusable, step_name
+from drawbar.checkpoint.object_store import ObjectStoreError
+from drawbar.checkpoint.remote_checkpoints import Objects, RemoteCheckpoints
+from drawbar.checkpoint.remote_owner import check_store_writable, wait_for_owner
+from drawbar.config.io.compare import check_same
+from drawbar.config.schema.run_config import RunConfig
+from drawbar.distributed.process_group import Distributed
+from drawbar.distributed.rank_info import RankInfo
+from drawbar.errors import UserError
+from drawbar.runtime.log import logger
+from drawbar.train.checkpoint_copier import known_owner, open_store, start_copier
+from drawbar.train.remote_run_files import CONFIG, RemoteRunFiles
+from drawbar.train.rundir import RunStart, lock_run_dir
+from drawbar.train.stop import Stop
+from drawbar.util.atomic_files import write_durably
+from drawbar.util.best_score import BestScore
+
+
+def find_start_on_disk_or_store(find: Callable[[], RunStart], config: RunConfig, resume: str) -> RunStart:
+    """Find where the run begins, on a rank that reads a disk. If the object store (``checkpoint.remote``) has a newer
+    usable checkpoint than the disk, it is downloaded first, with the other files of the run. Only rank 0 accesses the
+    store.
+
+    Args:
+        find: ``find_start``, with its arguments.
+        config: of the run that begins; of a fork its own.
+        resume: as for ``find_start``.
+
+    Raises:
+        UserError: as ``find_start`` does; another process trains the run; the run's copy cannot be used, or is that of
+            a run with other settings; or the store does not answer, and the disk has no checkpoint either.
+    """
+    start = find()
+    if config.checkpoint.remote is None or RankInfo.from_environment().rank != 0:
+        return start
+    own = _local_step(start, config.run_dir)
+    try:
+        has_fetched = _RemoteRun(config).fetch_newer(own, resume)
+    except ObjectStoreError as error:
+        if own < 0:
+            raise UserError(
+                f"the store of this run's checkpoints cannot be used: {error.what}",
+                where=error.where,
+                remedy=f"{error.remedy}; or train without copies: checkpoint.remote=null",
+                exit_code=error.exit_code,
+            ) from error
+        logger.warning("the run goes on from its own disk, as the store does not answer: %s", error.what)
+        return start
+    return find() if has_fetched else start
+
+
+def finish_copies(config: RunConfig, world: Distributed, stop: Stop) -> None:
+    """Upload what an earlier process of a complete run has not uploaded. Collective. Raises as ``start_copier``
+    does."""
+    copier = start_copier(config, world, stop)
+    with world.barrier_after("copying the last checkpoint"):
+        if copier is not None:
+            copier.close()
+
+
+def _local_step(start: RunStart, run_dir: Path) -> int:
+    """The step of the run's own checkpoint that it would begin from; -1 where it has none."""
+    if start.checkpoint is None or start.checkpoint.resolve().parent.parent != run_dir.resolve():
+        return -1
+    return int(start.checkpoint.name.removeprefix("step-").partition(".")[0])
+
+
+class _RemoteRun:
+    """A run's folder in the object store, when a process starts."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._store = open_store(config)
+        self._remote = RemoteCheckpoints(self._store)
+        self._run_files = RemoteRunFiles(self._store, config.run_dir)
+        self._directory = CheckpointDirectory(config.run_dir / "checkpoints")
+
+    def fetch_newer(self, own: int, resume: str) -> bool:
+        """Download the newest usable checkpoint, if it is newer than step ``own``; return whether there was one. Newer
+        damaged ones are set aside."""
+        wait_for_owner(self._store, known_owner(self._config))
+        complete = self._remote.complete()
+        newer = {step: objects for step, objects in complete.items() if step > own}
+        if not newer:
+            if own < 0:
+                check_store_writable(self._store)  # before a run begins that could not be copied there
+            return False
+        if resume == "never":
+            raise UserError(
+                f"the run {self._config.run.name} exists already: the store has its step {max(newer)}",
+                where=self._store.url,
+                remedy="choose another run.name, delete that folder, or leave out --resume never to go on with it",
+            )
+        settings = self._check_same_run(max(newer))
+        with self._run_dir_for(settings):
+            self._run_files.fetch()
+            self._fetch_best(complete)
+            unusable = self._fetch_newest(newer)
+            if len(unusable) == len(newer) and own < 0:
+                raise self._refusal(unusable)
+        self._remote.set_aside(unusable)
+        return len(unusable) < len(newer)
+
+    def _check_same_run(self, newest: int) -> str:
+        """The ``config.yaml`` in the store, whose newest step is ``newest``. Raises UserError where it is missing, or
+        another run's."""
+        text = self._run_files.config()
+        if text is None:
+            raise UserError(
+                "the store has checkpoints of this run, and no config.yaml",
+                where=self._store.url,
+                remedy="put it back from the run directory, or choose another run.name",
+            )
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / CONFIG).write_bytes(text)
+            try:
+                check_same(Path(folder), self._config, stored_step=newest)
+            except UserError as error:
+                raise UserError(error.what, where=self._store.url, remedy=error.remedy) from error
+        return text.decode()
+
+    def _run_dir_for(self, settings: str) -> AbstractContextManager[Any]:
+        """Make the run directory where there is none. The context holds its lock, which the caller has of a run
+        that was there before."""
+        folder = self._config.run_dir
+        lock: AbstractContextManager[Any] = nullcontext()
+        if not (folder / CONFIG).exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = lock_run_dir(folder)
+            write_durably(folder / CONFIG, settings)  # first: what has one is a run
+        return lock
+
+    def _fetch_newest(self, newer: dict[int, Objects]) -> dict[int, Unusable]:
+        """Download the newest usable checkpoint; return those that were skipped, with the reasons."""
+        unusable: dict[int, Unusable] = {}
+        for step, objects in reversed(newer.items()):
+            try:
+                if step not in self._directory.steps():
+                    logger.info("copying %s from %s", step_name(step), self._store.url)
+                    self._remote.download(step, objects, self._directory)
+            except OtherFormat as reason:
+                raise self._refusal({step: reason}) from None
+            except Unusable as reason:
+                logger.warning("%s of %s is damaged and is skipped: %s", step_name(step), self._store.url, reason)
+                unusable[step] = reason
+                continue
+            break
+        return unusable
+
+    def _fetch_best(self, complete: Mapping[int, Objects]) -> None:
+        """Download the best checkpoint, which later commands need, if the disk lacks it; only warn if it is damaged.
+        This comes before the newest one: once that is on the disk, nothing more is downloaded."""
+        try:
+            best = BestScore.from_json(self._run_files.best() or b"")
+        except ValueError:
+            return
+        if best.step not in complete:
+            return
+        try:
+            if best.step not in self._directory.steps():
+                self._remote.download(best.step, complete[best.step], self._directory)
+        except Unusable as reason:
+            logger.warning("the best checkpoint in %s cannot be used: %s", self._store.url, reason)
+            return
+        self._directory.set_best(best.step, best.metric, best.score)
+
+    def _refusal(self, unusable: Mapping[int, Unusable]) -> UserError:
+        lines = [f"{step_name(step)}: {reason}" for step, reason in unusable.items()]
+        return UserError(
+            "\n    ".join(["no copy of a checkpoint of this run can be used, and none was changed:", *lines]),
+            where=self._store.url,
+            remedy="restore one, use the drawbar that wrote them, or begin a new run under another run.name",
+        )

@@ -1,0 +1,223 @@
+"""Restores a run from a checkpoint that was written under any strategy."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drawbar.checkpoint.directory import CheckpointDirectory
+from drawbar.checkpoint.format import Snapshot, Unusable
+from drawbar.checkpoint.load import read_on_all_ranks, read_state, run_on_all_ranks
+from drawbar.config.io.source import read_file
+from drawbar.config.schema.data_section import DataSection
+from drawbar.config.schema.run_config import RunConfig
+from drawbar.data.loader import Loader, TrainLoader
+from drawbar.distributed.process_group import Distributed
+from drawbar.engines.engine import Engine
+from drawbar.engines.results import EngineState
+from drawbar.errors import UserError
+from drawbar.evaluation.scoring import Split
+from drawbar.parallel.precision import choose_precision
+from drawbar.runtime.log import logger
+from drawbar.runtime.seed import seed_everything, set_rng_state
+from drawbar.train.checkpoint_layouts import rng_key
+from drawbar.train.rundir import RunStart
+from drawbar.train.setup import check_base, with_cross_entropy_of
+from drawbar.train.step import RunProgress
+
+
+def with_original_choices(config: RunConfig, checkpoint: Path, device: torch.device) -> RunConfig:
+    """The configuration with ``auto`` replaced by the choices that the run began with: dtypes, cross-entropy, padding.
+    So a resumed run computes the same on other hardware and with a newer drawbar.
+
+    Raises:
+        UserError: the checkpoint is damaged.
+    """
+    state = read_state(checkpoint)
+    # older checkpoints have no "formats": Muon's precision was always bf16 then
+    before = state.get("formats", {"precision": state["engine"].get("precision", "auto"), "muon_precision": "bf16"})
+    muon = config.optim.muon_precision
+    padded = config.data.padding_free == "auto" and not before.get("padding_free", False)
+    begun = config.model_copy(
+        update={
+            "precision": before["precision"] if config.precision == "auto" else config.precision,
+            "optim": config.optim.model_copy(
+                update={"muon_precision": before["muon_precision"]} if muon == "auto" else {}
+            ),
+            "data": config.data.model_copy(update={"padding_free": False} if padded else {}),
+        }
+    )
+    begun = with_cross_entropy_of(begun, state)
+    fastest = choose_precision(config.precision, device)
+    if begun.precision not in ("auto", fastest):
+        logger.warning("precision: %s, as the run began; here %s would be faster", begun.precision, fastest)
+    return begun
+
+
+def restore_engine(start: RunStart, engine: Engine, world: Distributed) -> tuple[RunStart, Snapshot]:
+    """Put back weights and optimizer; each rank reads its part of them. A fork takes the weights, and the optimizer
+    where it fits, unless only the weights are asked for.
+
+    Where a rank finds the checkpoint damaged, all ranks go back to the next older one.
+
+    Returns:
+        The start that was used in the end, and the rest of its checkpoint, for ``restore_position``.
+
+    Raises:
+        UserError: on every rank: the checkpoint is damaged and there is no older one, or belongs to another model or
+            optimizer, or to adapters on other weights.
+    """
+    while True:
+        assert start.checkpoint is not None
+        try:
+            return start, _restore_from(start.checkpoint, start, engine, world)
+        except Unusable as reason:
+            start = start.next_older_start(reason)
+
+
+def _restore_from(checkpoint: Path, start: RunStart, engine: Engine, world: Distributed) -> Snapshot:
+    snapshot = read_on_all_ranks(checkpoint, world)
+
+    def load() -> None:
+        if start.weights_only:
+            logger.info("the weights of %s alone are taken: the optimizer begins anew", checkpoint)
+            _load_weights(engine, snapshot)
+        elif start.forked:
+            _load_what_fits(engine, snapshot)
+        else:
+            check_base(snapshot, engine.base)
+            engine.load(_engine_state(snapshot))
+
+    run_on_all_ranks(checkpoint, world, f"loading {checkpoint}", load)
+    return replace(snapshot, model={}, optimizer={})
+
+
+def restore_position(
+    start: RunStart,
+    rest: Snapshot,
+    seed: int,
+    loader: Loader,
+    validation: Split | None,
+    world: Distributed,
+) -> RunProgress:
+    """Restore everything else (data position, RNG, progress), so that training continues exactly where it stopped.
+
+    A fork takes the position in the data where that fits, and forgets the scores of the run it came from.
+
+    Args:
+        rest: the rest of the checkpoint, as ``restore_engine`` returned it.
+
+    Raises:
+        UserError: the checkpoint belongs to other data.
+    """
+    values, forked = rest.state, start.forked
+    assert start.checkpoint is not None
+    if values["data"] is None:
+        _go_on_after(rest.step, loader)
+    elif forked:
+        _load_where_it_fits(loader, _with_lanes(values["data"], start.checkpoint))
+    else:
+        loader.load(values["data"])
+        _check_validation(values.get("validation"), validation)
+    _restore_generators(rest.rng, seed, rest.step, world)
+    progress = RunProgress.of_state(values["progress"])
+    if forked:
+        progress.best_step = progress.best_score = None
+        progress.evaluations_since_best = 0
+        progress.evaluated_step = progress.step  # a fork is not evaluated before its own first step
+    else:
+        find_best = partial(_best_with_checkpoint, progress, CheckpointDirectory(start.checkpoint.parent))
+        progress.best_step, progress.best_score = world.from_rank0(find_best, "looking for the best checkpoint")
+    if values["world_size"] != world.size:
+        saved_by = values["world_size"]
+        logger.info("saved by %d process%s, resumed by %d", saved_by, "es" * (saved_by != 1), world.size)
+    logger.info("resumed from %s at step %d", start.checkpoint, progress.step)
+    return progress
+
+
+def _best_with_checkpoint(progress: RunProgress, directory: CheckpointDirectory) -> tuple[int | None, float | None]:
+    """The best step and score of a run that goes on: those in its progress, unless that step's own save failed (the
+    run then ended at a later step) while ``best.json`` names an earlier checkpoint that is there."""
+    steps = directory.steps()
+    try:
+        recorded = directory.best_record()
+    except UserError:
+        recorded = None  # the next save writes it anew
+    if progress.best_step in steps or recorded is None or recorded.step not in steps or recorded.step > progress.step:
+        return progress.best_step, progress.best_score
+    return recorded.step, recorded.score
+
+
+def _check_validation(saved: str | None, validation: Split | None) -> None:
+    """Refuse changed validation data: scores before and after the change could not be compared."""
+    if validation is not None and saved is not None and saved != validation.samples.fingerprint:
+        raise UserError(
+            "the validation data changed since the checkpoint was written: its fingerprint "
+            f"was {saved} and is now {validation.samples.fingerprint}",
+            where="data.validation",
+            remedy="restore the data (and the settings that encode it), "
+            "or start a new run from these weights with `--fork NEWNAME`",
+        )
+
+
+def _with_lanes(data: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
+    """The data position; to a stream's position saved without lanes (see ``data.stream``), those of config.yaml are
+    added."""
+    if "cursor" not in data:  # no stream
+        return data
+    path = checkpoint.resolve().parent.parent / "config.yaml"
+    saved = read_file(path).values.get("data", {}) if path.exists() else {}
+    if not saved.keys() >= {"stream_lanes", "shuffle_buffer"}:
+        return data
+    then = DataSection(stream_lanes=saved["stream_lanes"], shuffle_buffer=saved["shuffle_buffer"])
+    return {"lanes": then.stream_lanes, "records": then.records_per_lane, **data}
+
+
+def _engine_state(snapshot: Snapshot) -> EngineState:
+    return EngineState(snapshot.model, snapshot.optimizer, snapshot.state["engine"])
+
+
+def _load_what_fits(engine: Engine, snapshot: Snapshot) -> None:
+    """For a fork: only the weights are taken if the optimizer, or the base model of the adapters, is another one."""
+    state = _engine_state(snapshot)
+    try:
+        check_base(snapshot, engine.base)
+        engine.load(state)
+    except UserError as error:
+        _load_weights(engine, snapshot)  # first: raises if the weights do not fit either; then no warning
+        logger.warning("only the weights are taken over: %s", error.what)
+
+
+def _load_weights(engine: Engine, snapshot: Snapshot) -> None:
+    """Load the weights alone: the optimizer state starts empty, and the learning rate continues its schedule."""
+    engine.load_model(snapshot.model)
+    engine.step = snapshot.state["engine"]["step"]
+
+
+def _load_where_it_fits(loader: Loader, data: dict[str, Any]) -> None:
+    """For a fork: go on in the same data, or begin other data at its first sample."""
+    try:
+        loader.load(data)
+    except UserError as error:
+        logger.warning("the data begins at its first sample: %s", error.what)
+
+
+def _go_on_after(step: int, loader: Loader) -> None:
+    """For a checkpoint that `drawbar convert` has made: go on where this run's data would stand after as many steps."""
+    if isinstance(loader, TrainLoader):
+        loader.position = loader.position_after(step)
+    else:
+        logger.warning("the data begin at their first record: nothing says which ones of a stream were trained on")
+
+
+def _restore_generators(rng: dict[str, torch.Tensor], seed: int, step: int, world: Distributed) -> None:
+    seed_rank = world.dims.seed_rank
+    first = next(rank for rank in range(world.size) if seed_rank(rank) == seed_rank(world.rank))
+    for prefix in (f"{rng_key(world, world.rank)}/", f"rank-{first:04d}/"):  # older checkpoints kept them by rank
+        own = {name.removeprefix(prefix): tensor for name, tensor in rng.items() if name.startswith(prefix)}
+        if own:
+            set_rng_state(own, world.device)
+            return
+    seed_everything(seed + step, seed_rank(world.rank))  # the saving run had fewer generators

@@ -1,0 +1,74 @@
+"""What is installed by people who have no clone, and when it may be released."""
+
+import importlib.util
+import subprocess
+import zipfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import drawbar
+
+ROOT = Path(__file__).parents[2]
+
+
+def load_release() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("release", ROOT / "tools" / "release.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+release = load_release()
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return release.build(ROOT, tmp_path_factory.mktemp("dist"))
+
+
+def test_the_wheel_has_the_licence_the_templates_the_page_and_the_types_marker(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        [licence] = (name for name in names if name.endswith("dist-info/licenses/LICENSE"))
+        assert archive.read(licence) == (ROOT / "LICENSE").read_bytes()
+    assert {"drawbar/py.typed", "drawbar/cli/__init__.py"} <= set(names)
+    assert {f"drawbar/report/assets/{name}" for name in ("report.html", "parity.html", "page.css", "page.js")} <= set(
+        names
+    )
+    assert any(name.startswith("drawbar/templates/classification/") for name in names)
+    assert len(list(wheel.parent.glob("*.tar.gz"))) == 1
+
+
+def test_the_wheel_works_without_a_clone(wheel: Path, tmp_path: Path) -> None:
+    assert drawbar.__version__ in release.try_wheel(wheel, tmp_path)
+
+
+def test_a_release_is_of_a_clean_tree_with_a_new_version_that_the_changelog_names(tmp_path: Path) -> None:
+    def git(*arguments: str) -> None:
+        name = ("-c", "user.name=somebody", "-c", "user.email=somebody@example.com")
+        subprocess.run(["git", *name, *arguments], cwd=tmp_path, check=True, capture_output=True)
+
+    (tmp_path / "pyproject.toml").write_text('[project]\nversion = "1.2.0"\n')
+    (tmp_path / "CHANGELOG.md").write_text("# Changes\n\n## 1.1.0\n")
+    git("init")
+    with pytest.raises(release.NotReady, match="not committed"):
+        release.version_to_release(tmp_path)
+    git("add", ".")
+    git("commit", "--message", "first")
+    with pytest.raises(release.NotReady, match=r"begins with 1\.1\.0"):
+        release.version_to_release(tmp_path)
+    (tmp_path / "CHANGELOG.md").write_text("# Changes\n\n## 1.2.0\n\n## 1.1.0\n")
+    git("commit", "--all", "--message", "second")
+    assert release.version_to_release(tmp_path) == "1.2.0"
+    git("tag", "v1.2.0")
+    with pytest.raises(release.NotReady, match=r"v1\.2\.0 is there already"):
+        release.version_to_release(tmp_path)
+
+
+def test_the_changelog_begins_with_this_version() -> None:
+    headings = [line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith("## ")]
+    assert headings[0].split()[1] == drawbar.__version__
