@@ -9,6 +9,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -63,8 +64,15 @@ def run_torchrun(*arguments: str, cwd: Path, env: dict[str, str] | None = None, 
 
 
 def run_deepspeed(*arguments: str, cwd: Path, env: dict[str, str] | None = None, timeout: float = 240) -> Finished:
-    """``deepspeed ARGUMENTS``, whose ranks are forked too."""
-    return _run([*DEEPSPEED, *arguments], cwd, {"DS_ACCELERATOR": "cpu", **(env or {})}, timeout)
+    """``deepspeed ARGUMENTS``, whose ranks are forked too; the port is a free one unless ``arguments`` has another."""
+    command = [*DEEPSPEED, f"--master_port={free_port()}", *arguments]
+    return _run(command, cwd, {"DS_ACCELERATOR": "cpu", **(env or {})}, timeout)
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
 
 
 def _run(command: list[str], cwd: Path, env: dict[str, str] | None, timeout: float) -> Finished:

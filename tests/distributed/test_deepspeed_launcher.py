@@ -4,7 +4,6 @@ That they are those of ``drawbar train launch.nproc=2``, bit for bit, is what te
 """
 
 import os
-import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from conftest import make_project
-from harness import Finished, run_deepspeed
+from harness import Finished, free_port, run_deepspeed
 from messages import check_one_message
 from runs import Fit, largest_difference, losses
 
@@ -55,14 +54,9 @@ def mine(project: Path) -> Path:
     return project
 
 
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
-
-
 def deepspeed(*arguments: str, cwd: Path, fate: str = "", port: int | None = None) -> Finished:
-    return run_deepspeed("--quiet", f"--master_port={port or free_port()}", *arguments, cwd=cwd, env={"FATE": fate})
+    chosen = [] if port is None else [f"--master_port={port}"]
+    return run_deepspeed("--quiet", *chosen, *arguments, cwd=cwd, env={"FATE": fate})
 
 
 def test_a_run_on_two_nodes_that_goes_on_on_one(mine: Path, fit: Fit) -> None:

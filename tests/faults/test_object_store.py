@@ -166,6 +166,22 @@ def test_a_damaged_copy(
         fit(*SETTINGS, remote)
 
 
+@pytest.mark.parametrize("damaged", [{8}, {4, 8}], ids=["newest", "all"])
+def test_damage_on_the_disk_is_mended_from_the_store(
+    damaged: set[int], remote: str, folder: str, server: ObjectServer, whole: Path, run: Path, fit: Fit
+) -> None:
+    """The damaged files have the right size."""
+    fit(*SETTINGS, remote, "train.steps=8")
+    for step in damaged:
+        path = run / "checkpoints" / f"step-{step:08d}" / "model.safetensors"
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+    assert fit(*SETTINGS, remote).exit_code == ExitCode.DONE
+    check_same(run, whole)
+    assert server.steps(folder) == CheckpointDirectory(run / "checkpoints").steps()
+
+
 def test_a_store_that_is_down(
     server: ObjectServer,
     remote: str,

@@ -63,7 +63,7 @@ class VerifiedFile:
     """An open file that is verified block by block as it is read: a ``ByteSource``.
 
     Args:
-        descriptor: of the open file; it is closed by ``close``, or when nobody uses this object any more.
+        descriptor: of the open file; ``close`` closes it, and so does the garbage collection of this object.
         name: for messages.
         size: in bytes.
         sums: the checksums, verified themselves.
@@ -71,7 +71,7 @@ class VerifiedFile:
 
     def __init__(self, descriptor: int, name: str, size: int, sums: bytes) -> None:
         self.bytes_read = 0
-        """Whole blocks, and a block twice if it was read twice."""
+        """Bytes read from the file so far, in whole blocks. A block that was read twice counts twice."""
         self._descriptor = descriptor
         self._name = name
         self._size = size
@@ -94,7 +94,7 @@ class VerifiedFile:
                 left = self._size - begin
                 most = left if len(buffer) >= left else len(buffer) // BLOCK_BYTES * BLOCK_BYTES  # whole blocks
                 count = min(most, _READ_BYTES)
-                self._read_blocks(number, buffer[:count])  # where they belong: no copy
+                self._read_blocks(number, buffer[:count])  # directly into the caller's buffer
             else:
                 block = self._block(number)
                 count = min(size - skipped, len(buffer))

@@ -30,10 +30,10 @@ T = TypeVar("T")
 
 
 def check_sizes(folder: Path) -> Manifest:
-    """The manifest, once every file that it lists is there in the right size.
+    """Check that every file of a checkpoint is there in the right size, and return the manifest.
 
     Raises:
-        Unusable: it is damaged, or of another format.
+        Unusable: it is damaged, of another format, or has parts on other nodes' disks only (``PartsElsewhere``).
         OSError: the disk cannot be read.
     """
     manifest, elsewhere = check_local_files(folder)
@@ -45,8 +45,8 @@ def check_sizes(folder: Path) -> Manifest:
 
 
 def check_local_files(folder: Path) -> tuple[Manifest, list[str]]:
-    """The manifest, and those of its files that are on other nodes' disks, once every other one is there in the right
-    size. Raises as ``check_sizes`` does, but not where the others are where they belong."""
+    """Check that every file of a checkpoint that belongs on this disk is there in the right size. Return the manifest,
+    and the names of the files that are on other nodes' disks. Raises as ``check_sizes`` does, except PartsElsewhere."""
     manifest = read_manifest(folder)
     elsewhere = files_elsewhere(folder, manifest)
     for name, size in manifest.sizes().items():
@@ -56,8 +56,8 @@ def check_local_files(folder: Path) -> tuple[Manifest, list[str]]:
 
 
 def files_elsewhere(folder: Path, manifest: Manifest) -> list[str]:
-    """The missing files that this disk need not have. Nothing says which of ``Manifest.disks`` this is: it is taken for
-    the one of which least is missing."""
+    """The files that this disk lacks because they belong on other disks. No file says which entry of
+    ``Manifest.disks`` this disk is: the entry with the fewest missing part files is assumed."""
     if manifest.disks is None:
         return []
     parts = manifest.parts or {}

@@ -55,8 +55,8 @@ class CheckpointDirectory:
         self.path = path
 
     def steps(self) -> list[int]:
-        """Steps of the checkpoints of which this disk has all that belongs on it, ascending. A cheap check: files and
-        sizes, no checksums."""
+        """Steps of the checkpoints, ascending, for which this disk has every file that belongs on it. A cheap check:
+        files and sizes, no checksums."""
         with explain_read_errors(self.path):
             return list(complete_checkpoints(self.path, on_several_disks=True))
 
@@ -149,7 +149,7 @@ class CheckpointDirectory:
         return folder
 
     def set_best(self, step: int, metric: str, score: float) -> None:
-        """Record the best checkpoint. Write it first: raises ValueError for a step that is not complete."""
+        """Record which checkpoint is the best one. Raises ValueError for a step without a complete checkpoint."""
         if step not in self.steps():
             raise ValueError(f"step {step} has no complete checkpoint in {self.path}")
         with self.explain_write_errors(BEST_FILE):

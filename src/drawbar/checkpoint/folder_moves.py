@@ -1,4 +1,5 @@
-"""Renames and deletions in a run's ``checkpoints/`` folder, after each of which a name says what is in a folder."""
+"""Renames and deletions in a run's ``checkpoints/`` folder. A suffix marks each folder that is being written, replaced
+or deleted, so that a folder without one is a complete checkpoint, whenever the process is killed."""
 
 import logging
 import shutil
@@ -15,7 +16,8 @@ DELETING = ".deleting"
 
 
 def move_aside(final: Path) -> Path | None:
-    """Move an older checkpoint of the same step aside, under a name that readers still find."""
+    """Rename the checkpoint ``final``, if it exists, so that a new one can take its name. Returns its new path, under
+    which readers still find it; None where there was no such checkpoint."""
     if not final.exists():
         return None
     replaced = with_suffix(final, REPLACED)

@@ -102,7 +102,7 @@ def unlisted_files(folder: Path) -> list[str]:
 
 
 def problems(folder: Path) -> list[str]:
-    """What is wrong with a checkpoint, by file. Reads every byte of it that is on this disk.
+    """The messages on all that is wrong with a checkpoint. Reads every byte of it that is on this disk.
 
     Raises:
         OSError: the disk cannot be read.

@@ -1,4 +1,4 @@
-"""Which checkpoint a rotation keeps for its score."""
+"""The best checkpoint, as recorded in ``best.json``: a rotation must not delete it."""
 
 from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.errors import UserError

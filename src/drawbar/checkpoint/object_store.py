@@ -25,7 +25,7 @@ _STALL_SECONDS = 900.0
 """Seconds without progress (an answer, or further bytes) after which a request fails. Most libraries of stores have
 shorter timeouts of their own."""
 _OPTIONS: dict[str, dict[str, Any]] = {
-    "s3": {"max_concurrency": 4},  # of pieces of 50 MiB, all in memory
+    "s3": {"max_concurrency": 4},  # pieces of 50 MiB in flight at a time, all in memory
     "s3a": {"max_concurrency": 4},
     "file": {"auto_mkdir": True},
 }
@@ -33,7 +33,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 _NOT_RETRIED = (PermissionError, FileExistsError, NotImplementedError, TypeError, ValueError)
 """Errors that no retry changes. ``_request`` raises FileNotFoundError before it looks here."""
 _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound")
-"""The same, of botocore, which is imported only where it is needed."""
+"""Class names of botocore's errors that no retry changes. Names, as botocore is imported only where it is needed."""
 
 
 class ObjectStoreError(UserError):
@@ -41,7 +41,7 @@ class ObjectStoreError(UserError):
 
 
 class ObjectStore:
-    """Objects by their names below ``url``, with ``/`` in them as in paths. Any thread may use it.
+    """The objects below ``url``. Their names are relative to it, and may contain ``/``. Any thread may use it.
 
     Raises:
         UserError: there is no such protocol, or its package is not installed.
@@ -98,9 +98,9 @@ class ObjectStore:
         self._change(f"writing {self.url}/{name}", lambda _: self._files.pipe_file(self._path(name), content))
 
     def create(self, name: str, content: bytes) -> bool:
-        """Make a small object unless it exists; False if it does, with other content. Where the store knows such
-        requests (S3, GCS), one of several processes succeeds, whatever they do at the same time. Raises as ``write``
-        does."""
+        """Make a small object unless it exists; return False if it exists with other content. Where the store has
+        conditional writes (S3, GCS), exactly one of several concurrent processes succeeds. Raises as ``write`` does.
+        """
         path = self._path(name)
         try:
             self._change(f"writing {self.url}/{name}", lambda _: self._files.pipe_file(path, content, mode="create"))
@@ -113,7 +113,7 @@ class ObjectStore:
         path = self._path(name)
 
         def copy(progress: Any) -> None:
-            source.stat()  # first: its absence must not read like that of a bucket
+            source.stat()  # first: a missing source must not look like a missing bucket
             self._files.put_file(str(source), path, callback=progress)
 
         self._change(f"copying {source} to {self.url}/{name}", copy, source)
@@ -142,8 +142,8 @@ class ObjectStore:
         return f"{self._root}/{name}" if name else self._root
 
     def _change(self, what: str, call: Callable[[Any], None], source: Path | None = None) -> None:
-        """As ``_request``, for writes: there FileNotFoundError means that the bucket is missing, unless ``source``
-        is."""
+        """Like ``_request``, for writes. If ``source`` exists, FileNotFoundError can only mean that the bucket is
+        missing: it becomes an ObjectStoreError."""
         try:
             self._request(what, call)
         except FileNotFoundError as error:
@@ -228,7 +228,7 @@ def _progress() -> Any:
     from fsspec.callbacks import Callback
 
     class Progress(Callback):
-        """When the last bytes were copied."""
+        """Keeps the time at which the last bytes were copied."""
 
         def __init__(self) -> None:
             super().__init__()

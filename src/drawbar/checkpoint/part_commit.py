@@ -1,13 +1,14 @@
-"""Make one checkpoint of the parts that the ranks have written. One rank does this; the others have ``write_part``.
+"""Makes one checkpoint of the parts that the ranks have written with ``write_part``. One rank does this.
 
-In this order, so that a process that is killed anywhere leaves the checkpoint complete or absent::
+The calls come in this order, so that the checkpoint is complete or absent whenever a process is killed::
 
     folder = begin_parts(directory, step)             # one rank
     record = write_part(folder, rank, ...)            # every rank, when the folder is there
-    commit_parts(directory, step, records, ...)       # one rank, when it has the records of all; or directory.discard
+    commit_parts(directory, step, records, ...)       # one rank, when it has all records; on failure, directory.discard
 
-Where nodes share no disk, one rank for each disk begins, rank 0 calls ``write_common_files`` in its folder, the disks
-get copies of these and of parts, and then each folder is renamed (``CheckpointDirectory.finish_write``).
+Where nodes share no disk, one rank for each disk makes the folder there, and rank 0 calls ``write_common_files`` on its
+own disk. These files are copied to all other disks, and the parts to as many as ``PartPlacement.copies`` says. Then the
+folder is renamed on every disk (``CheckpointDirectory.finish_write``).
 """
 
 import errno
@@ -83,7 +84,8 @@ def write_common_files(
     """Write index, state, generators and manifest into the folder of the parts.
 
     Args:
-        placement: where nodes share no disk; the folder is then on the first of the disks, before copies are made.
+        placement: which disk gets which parts, where nodes share no disk. ``folder`` is then on the first disk, and
+            has the parts of this disk's own ranks: the parts are not copied to other disks yet.
 
     Raises:
         OSError: the disk is full, a quota or limit is reached, or the folder is not writable.

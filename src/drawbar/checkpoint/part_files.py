@@ -21,9 +21,9 @@ _MAX_OPEN_FILES = 64
 class PartFiles:
     """The tensors of a checkpoint of format 2.
 
-    Every block is verified when it is read (``block_checksums``), so the checkpoint need not be verified before. Up to
-    64 part files stay open, so that the checkpoint may be deleted meanwhile; more are opened when needed. One thread at
-    a time may read.
+    Every block is verified when it is read (``block_checksums``), so the checkpoint need not be verified before. A
+    checkpoint of at most 64 part files may be deleted meanwhile, as all of them stay open. Those of a larger one are
+    opened when they are needed, and at most 64 are open at the same time. One thread at a time may read.
 
     Raises:
         Unusable: it is damaged, or of another format. The message names the file.
@@ -36,10 +36,10 @@ class PartFiles:
             raise ValueError(f"{folder} holds whole tensors, and no parts")
         index = TensorIndex.from_json(read_checked(folder, INDEX_FILE, manifest), manifest.parts)
         self._tensors = index.model | index.optimizer
-        self._stored = _with_aliases(self._tensors)
+        self._stored = _stored_names(self._tensors)
         self._parts = _OpenPartFiles(folder, manifest, [name for name, _ in index.files])
-        self._model = _with_aliases(index.model)
-        self._optimizer = _with_aliases(index.optimizer)
+        self._model = _stored_names(index.model)
+        self._optimizer = _stored_names(index.optimizer)
 
     @property
     def model(self) -> StoredTensors:
@@ -133,7 +133,7 @@ def open_verified(folder: Path, name: str, manifest: Manifest) -> VerifiedFile:
 
 
 class _OpenPartFiles:
-    """The part files of a checkpoint: open, or opened when they are needed."""
+    """The part files of a checkpoint: all opened at once if there are at most ``_MAX_OPEN_FILES``, else when needed."""
 
     def __init__(self, folder: Path, manifest: Manifest, names: Sequence[str]) -> None:
         self._folder = folder
@@ -197,6 +197,7 @@ class _PartTensors(StoredTensors):
         return name in self._names
 
 
-def _with_aliases(tensors: Mapping[str, BoxedTensor]) -> dict[str, str]:
+def _stored_names(tensors: Mapping[str, BoxedTensor]) -> dict[str, str]:
+    """Every name → the name that the tensor is stored under: another one for further names of tied weights."""
     names = {name: name for name in tensors}
     return names | {alias: name for name, tensor in tensors.items() for alias in tensor.aliases}

@@ -26,7 +26,7 @@ class PartPlacement:
         return [(disk + shift) % len(self.ranks) for shift in range(1, self.copies)]
 
     def ranks_on(self, disk: int) -> list[int]:
-        """The ranks whose parts this disk has in the end."""
+        """The ranks whose parts this disk has, copies included."""
         disks = [(disk - shift) % len(self.ranks) for shift in range(self.copies)]
         return [rank for each in disks for rank in self.ranks[each]]
 

@@ -47,7 +47,7 @@ def write_part(
     """
     files = []
     for kind, shards in zip(KINDS, (model, optimizer), strict=True):
-        boxes = sorted(filter(_is_stored, shards), key=lambda shard: (*stored_order(_full_box(shard)), shard.offset))
+        boxes = sorted(filter(_is_stored, shards), key=lambda shard: (*stored_order(_tensor_info(shard)), shard.offset))
         if boxes:
             files.append(_write_file(folder / f"{kind}-{rank:05d}.safetensors", boxes, load))
     return PartRecord(rank, tuple(files), dict(aliases))
@@ -80,7 +80,7 @@ def write_tensors(path: Path, tensors: StoredTensors) -> None:
     Raises:
         OSError: the disk is full, a quota or limit is reached, or the folder is not writable.
     """
-    boxes = sorted(without_values(tensors), key=lambda shard: stored_order(_full_box(shard)))
+    boxes = sorted(without_values(tensors), key=lambda shard: stored_order(_tensor_info(shard)))
     header = _header(boxes, {"aliases": json.dumps(tensors.tied()), "format": "pt"})
     with path.open("wb", buffering=0) as file:
         contents = (bytes_of(tensors[box.name].detach().contiguous()) for box in boxes)
@@ -92,7 +92,7 @@ def _is_stored(shard: TensorShard) -> bool:
     return shard.data.numel() > 0 or 0 in shard.shape
 
 
-def _full_box(shard: TensorShard) -> TensorInfo:
+def _tensor_info(shard: TensorShard) -> TensorInfo:
     return TensorInfo(shard.name, _FILE_NAMES[shard.data.dtype], tuple(shard.shape))
 
 
@@ -110,7 +110,7 @@ def _write_file(path: Path, boxes: list[TensorShard], load: Callable[[TensorShar
         size=size,
         begin=len(header),
         sums=describe(sums),
-        tensors=tuple(map(_full_box, boxes)),
+        tensors=tuple(map(_tensor_info, boxes)),
         offsets=np.array([number for box in boxes for number in box.offset], dtype=np.int64),
         sizes=np.array([number for box in boxes for number in box.data.shape], dtype=np.int64),
     )
@@ -124,17 +124,17 @@ def _write_and_sync(descriptor: int, pieces: Iterable[memoryview]) -> bytes:
     with ThreadPoolExecutor(1) as hashing, ThreadPoolExecutor(1) as syncing:
         hashed: Future[None] | None = None
         synced: Future[None] | None = None
-        waiting = 0
+        unsynced = 0
         for piece in pieces:
             if hashed is not None:
                 hashed.result()
             hashed = hashing.submit(hasher.update, piece)
             _write_all(descriptor, piece)
-            waiting += len(piece)
-            if waiting >= _SYNC_BYTES and (synced is None or synced.done()):
+            unsynced += len(piece)
+            if unsynced >= _SYNC_BYTES and (synced is None or synced.done()):
                 if synced is not None:
-                    synced.result()  # the system tells of an error once: it must not be lost
-                synced, waiting = syncing.submit(os.fdatasync, descriptor), 0
+                    synced.result()  # the kernel reports a write error only once: it must not be lost
+                synced, unsynced = syncing.submit(os.fdatasync, descriptor), 0
         for task in filter(None, (hashed, synced)):
             task.result()
     os.fsync(descriptor)

@@ -36,7 +36,7 @@ FOLDER = "checkpoints"
 SET_ASIDE = f"{MANIFEST_FILE}.unusable"
 """The new name of an unusable copy's manifest: the copy is then ignored, but stays for people to inspect."""
 _LARGEST_MANIFEST = 256 * 2**20
-"""Bytes. A manifest has about 200 for each file."""
+"""Upper limit on the bytes of a manifest, which has about 200 for each file of the checkpoint."""
 
 Objects = dict[str, int]
 """Bytes of each object of one checkpoint, by its name in the folder."""
@@ -67,7 +67,7 @@ class RemoteCheckpoints:
         return {step: objects for step, objects in self.all().items() if MANIFEST_FILE in objects}
 
     def check(self, step: int, objects: Objects) -> Manifest:
-        """The manifest, once every object that it lists is there in the right size. Raises Unusable."""
+        """Check that every file of a copy is there in the right size, and return its manifest. Raises Unusable."""
         manifest = Manifest.from_json(self._read_manifest(step, objects))
         if manifest.step != step:
             raise Damaged(f"{MANIFEST_FILE} is that of step {manifest.step}")
@@ -112,7 +112,7 @@ class RemoteCheckpoints:
             if wrong:
                 raise Damaged("; ".join(wrong))
             final = directory.path / step_name(step)
-            if final.exists():  # it was passed over, as it cannot be used
+            if final.exists():  # damaged: with a usable local one, there is no download
                 directory.set_aside({final: Damaged(f"an intact copy comes from {self._store.url}")})
 
         try:
@@ -196,8 +196,8 @@ class RemoteCheckpoints:
         self._store.delete(f"{base}/{name}" for name in objects if name not in known)
 
     def rotate(self, keep: int, protect: set[int], check_owner: Callable[[], None]) -> None:
-        """Delete all copies but the ``keep`` newest and the protected steps, and incomplete ones. ``check_owner``
-        raises if another process has become the owner."""
+        """Delete incomplete copies, and all complete ones but the ``keep`` newest and the protected steps.
+        ``check_owner`` raises if another process has become the owner."""
         found = self.all()
         complete = [step for step, objects in found.items() if MANIFEST_FILE in objects]
         doomed = {step for step in complete[:-keep] if step not in protect}
@@ -236,5 +236,5 @@ def _temporary_name(name: str, manifest: Manifest) -> str:
 
 def _stored_name(name: str, manifest: Manifest, objects: Objects) -> str:
     """The name under which the store has a file, temporary or not."""
-    second = _temporary_name(name, manifest)
-    return second if second in objects else name
+    temporary = _temporary_name(name, manifest)
+    return temporary if temporary in objects else name

@@ -1,9 +1,9 @@
 """``RemoteOwner``: one process at a time writes a run's folder in an object store.
 
 A process that starts creates ``owner/00000007.json``, one number above the highest present: if several do so at the
-same time, the store lets one succeed. The highest number is the owner. It rewrites its object every half minute (a
-heartbeat), and checks before each commit that it still is the owner. A process that finds an owner waits for a
-heartbeat: clocks are not compared.
+same time, the store lets one succeed. The process with the highest number is the owner. It rewrites its object every
+half minute (a heartbeat), and checks before each commit that it still is the owner. A process that finds an owner waits
+to see whether a heartbeat comes: the clocks of two machines are never compared.
 """
 
 import json
@@ -24,8 +24,11 @@ HEARTBEAT_SECONDS = 30.0
 _OWNER_TIMEOUT_SECONDS = 4 * HEARTBEAT_SECONDS
 """Seconds without a heartbeat after which an owner counts as gone."""
 _FOLDER = "owner"
-_SIZE = 4096
+_MAX_OBJECT_BYTES = 4096
 """Upper limit on the size of an owner's object, in bytes."""
+_silent_owners: dict[str, dict[str, Any]] = {}
+"""By the URL of a store's folder: the content of the last owner's object, where this process has waited in vain for a
+heartbeat. It need not wait again as long as the object stays the same."""
 
 
 class Superseded(UserError):
@@ -98,7 +101,7 @@ def wait_for_owner(store: ObjectStore, known: int | None) -> int:
     """
     number = max(_numbers(store), default=0)
     found = _read(store, number)
-    if number in (0, known) or found.get("ended") is True or _is_gone(found):
+    if number in (0, known) or found.get("ended") is True or _is_gone(found) or found == _silent_owners.get(store.url):
         return number
     logger.info(
         "%s was the last to write to %s: waiting %.0f s to see whether it still does",
@@ -119,6 +122,7 @@ def wait_for_owner(store: ObjectStore, known: int | None) -> int:
                 where=store.url,
                 remedy="wait for it, stop it, or choose another run.name or checkpoint.remote",
             )
+    _silent_owners[store.url] = found
     return number
 
 
@@ -138,7 +142,7 @@ def _object(number: int) -> str:
 
 def _read(store: ObjectStore, number: int) -> dict[str, Any]:
     """The content of an owner's object; empty where it is missing or cannot be parsed."""
-    if not 0 < store.sizes(_FOLDER).get(f"{number:08d}.json", 0) <= _SIZE:
+    if not 0 < store.sizes(_FOLDER).get(f"{number:08d}.json", 0) <= _MAX_OBJECT_BYTES:
         return {}
     try:
         values = json.loads(store.read(_object(number)))

@@ -67,7 +67,7 @@ class TensorIndex:
 
     Args:
         files: name and ``begin`` of each part file.
-        tensors: ``model`` and ``optimizer`` → name → tensor; ``begins`` are not known yet.
+        tensors: ``model`` and ``optimizer`` → name → tensor. Their ``begins`` are set here.
         sizes: of the part files, in bytes.
 
     Raises:
@@ -217,6 +217,7 @@ def stored_order(tensor: TensorInfo) -> tuple[int, str]:
 
 
 def _aliases_of(stored: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """Stored name → its further names, sorted: the inverse of ``stored``."""
     found: dict[str, tuple[str, ...]] = {}
     for alias in sorted(stored):
         found[stored[alias]] = (*found.get(stored[alias], ()), alias)
@@ -224,7 +225,8 @@ def _aliases_of(stored: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
 
 
 def _reordered_rows(rows: list[Numbers], lengths: Numbers, order: Numbers) -> Numbers:
-    """Reorder concatenated rows of different lengths."""
+    """Concatenate arrays whose rows have these ``lengths``, and reorder the rows: row i of the result is row
+    ``order[i]``."""
     flat = np.concatenate([*rows, np.zeros(0, dtype=np.int64)])
     if len(flat) != lengths.sum():
         raise ValueError("a rank gives other numbers of offsets or sizes than its tensors have dims")

@@ -13,8 +13,9 @@ _LARGEST = 2**62
 def tile(shape: Sequence[int], offsets: NDArray[np.int64], sizes: NDArray[np.int64]) -> bool:
     """Whether the boxes cover every element of a tensor exactly once.
 
-    A difference array, kept sparse: a box is +1 or -1 at each of its corners, and these must add up to those of the
-    whole tensor. Also False where more than six dims are split.
+    Compares two sparse n-dimensional difference arrays, in which a box is +1 or -1 at each of its corners: the sum over
+    all boxes must equal that of one box with the shape of the whole tensor. Also False where more than six dims are
+    split, or the corners cannot be numbered in 62 bits.
 
     Args:
         shape: of the tensor; it has elements.
@@ -31,7 +32,7 @@ def tile(shape: Sequence[int], offsets: NDArray[np.int64], sizes: NDArray[np.int
         corners = np.concatenate([begin, begin + sizes[:, dim : dim + 1]], axis=1)
         signs = np.concatenate([signs, -signs])
     weights = np.tile(signs, (len(offsets), 1))
-    weights[-1] *= -1  # the whole tensor
+    weights[-1] *= -1  # the last box is the whole tensor, which is subtracted
     order = np.argsort(corners, axis=None, kind="stable")
     places, counts = corners.reshape(-1)[order], weights.reshape(-1)[order]
     first = np.flatnonzero(np.concatenate([[True], places[1:] != places[:-1]]))

@@ -1,5 +1,5 @@
-"""Messages between background threads of the ranks, through the rendezvous store. Collectives belong to the main
-threads, which train meanwhile."""
+"""Messages between background threads of the ranks, through the rendezvous store. They use no collectives, as the main
+threads run those of training at the same time."""
 
 import threading
 import time
@@ -91,7 +91,7 @@ class BackgroundMessages:
         return content
 
     def _wait(self, name: str, sender: int, activity: str) -> None:
-        # counts its own polls instead of seconds, so that a job that was suspended finds nobody silent
+        # counts its own polls instead of seconds: after a suspension of the whole job, no rank must seem silent
         polls = unchanged = 0
         last = b""
         ready = self._exists(self._key(name, sender))
@@ -128,5 +128,5 @@ class BackgroundMessages:
 
 
 def _heartbeat_key(rank: int) -> str:
-    """One for all exchanges, so that the store does not fill up."""
+    """The store key of a rank's heartbeat: the same in all exchanges, so that the store does not fill up."""
     return f"background-heartbeats/{rank}"

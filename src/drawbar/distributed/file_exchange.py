@@ -37,8 +37,8 @@ class FileExchange:
         """Send files to other ranks, and write what they send to this one into ``folder``, under the same names.
         Every rank of ``ranks`` must call it.
 
-        A rank whose disk fails takes part until the end, so that the others get their files. Nothing is forced to the
-        disk.
+        A rank whose disk fails takes part until the end, so that the others get their files. What is written is not
+        fsynced.
 
         Args:
             outgoing: by rank, the files that it gets.
@@ -74,7 +74,7 @@ class FileExchange:
         if operation is None:
             return
         try:
-            operation.wait()  # for the timeout of the group
+            operation.wait()  # for at most the timeout of the group
         except (dist.DistError, RuntimeError) as error:
             raise UserError(
                 f"rank {self._rank} could not exchange files with rank {other} within {self._timeout:g}s: {error}",
@@ -84,7 +84,7 @@ class FileExchange:
 
 
 def _read_files(paths: Sequence[Path], errors: list[OSError]) -> Iterator[torch.Tensor]:
-    """Names and sizes, then the content of each file; of what cannot be read, zeros."""
+    """The tensors to send: names and sizes, then the content of each file in chunks; zeros for what cannot be read."""
     sizes: dict[Path, int] = {}
     for path in paths:
         with _kept(errors):
@@ -103,7 +103,8 @@ def _read_files(paths: Sequence[Path], errors: list[OSError]) -> Iterator[torch.
 
 
 def _write_files(folder: Path, received: list[Path], errors: list[OSError]) -> Iterator[torch.Tensor]:
-    """Buffers to be filled by what ``_read_files`` has given elsewhere; each is written when the next is asked for."""
+    """The buffers to receive into, in the order of the sender's ``_read_files``. The content of each is written to its
+    file when the next one is asked for."""
     length = torch.zeros(1, dtype=torch.int64)
     yield length
     header = torch.empty(int(length), dtype=torch.uint8)
@@ -122,6 +123,7 @@ def _write_files(folder: Path, received: list[Path], errors: list[OSError]) -> I
 
 @contextmanager
 def _kept(errors: list[OSError]) -> Iterator[None]:
+    """Append an OSError to ``errors`` instead of raising it."""
     try:
         yield
     except OSError as error:

@@ -50,7 +50,7 @@ class ShardCopier:
         model = self._copies(state.local_weight_boxes(), self._weights)
         self._buffers = {(shard.name, shard.offset): shard.data for shard in (*optimizer, *model)}
         if self._world.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()  # the copies are under way until then
+            torch.cuda.current_stream().synchronize()  # the asynchronous copies are complete only then
         values = saved_values(engine.step, engine.config, engine.updater.scaler_state())
         return LocalShards(model, optimizer, state.tied(), values)
 

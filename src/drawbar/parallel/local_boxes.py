@@ -25,8 +25,8 @@ Ints: TypeAlias = npt.NDArray[np.int64]
 
 _MAX_BANDS = 8
 _MIN_BAND_BYTES = 2**20
-"""A reader of some rows of a band reads up to one checksum block (``checkpoint.block_checksums``) more at both ends, so
-narrower bands cost more."""
+"""Lower limit on the bytes of a band. A reader of some of its rows reads up to one more checksum block
+(``checkpoint.block_checksums``) at each end, which would be too much of a smaller band."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,8 @@ class LocalBox:
 
 
 def boxes_of(name: str, tensor: Tensor, fused: FusedLayout | None = None) -> Iterator[LocalBox]:
-    """The boxes of this rank's shard of a tensor (several for a ``fused`` one), or of the full tensor."""
+    """The boxes of this rank's shard of a DTensor (several for a ``fused`` one), or one box that is all of another
+    tensor."""
     if not isinstance(tensor, DTensor):
         yield whole_box(name, tensor)
         return
@@ -78,8 +79,8 @@ def whole_box(name: str, tensor: Tensor) -> LocalBox:
 
 
 def bands(box: LocalBox) -> Iterator[LocalBox]:
-    """Divide a large matrix into boxes of some columns each, so that a tensor-parallel rank, which needs some columns,
-    reads little more than these. A box that must be gathered is not divided."""
+    """Divide the box of a large matrix into boxes of some columns each (bands), so that a tensor-parallel rank, which
+    needs some columns, reads little more than these. A box that must be gathered is not divided."""
     count = 0 if box.is_collective or len(box.sizes) < 2 else min(_MAX_BANDS, box.bytes // _MIN_BAND_BYTES)
     count = 1 << max(0, count.bit_length() - 1)  # a power of two, as degrees of tensor parallelism mostly are
     while box.sizes[1:2] and box.sizes[1] % count:
@@ -105,7 +106,7 @@ def boxes_of_shard(
 
     Args:
         sizes: of the shard.
-        offset: of the shard, in the tensor as it is stored.
+        offset: of the shard, in the layout of the DTensor (``FusedLayout`` stores a fused tensor in another order).
         shape: of the whole tensor.
     """
     every = tuple(slice(0, size) for size in sizes)
@@ -123,7 +124,7 @@ def flat_boxes(name: str, shape: Sequence[int], start: int, flat: Tensor) -> Ite
 
     Args:
         start: the first element's number.
-        flat: the elements, in one dimension; it may be longer than what is left of the tensor.
+        flat: the elements, in one dimension. What goes beyond the end of the tensor is padding, and is left out.
     """
     shape = tuple(shape)
     end = min(start + flat.numel(), prod(shape))
@@ -145,8 +146,8 @@ def boxes_of_range(shape: tuple[int, ...], start: int, end: int) -> Iterator[tup
         yield (start,)[: len(shape)], (end - start,)[: len(shape)]
         return
     row = prod(shape[1:])
-    first, last = -(-start // row), end // row  # the whole rows between the two
-    if first > last:  # all in one row
+    first, last = -(-start // row), end // row  # rows from first up to, but without, last are whole in the range
+    if first > last:  # the range is within row ``last``
         yield from _in_row(shape, last, start - last * row, end - last * row)
         return
     if start < first * row:

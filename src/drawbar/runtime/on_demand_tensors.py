@@ -1,4 +1,4 @@
-"""Tensors by name that are made when they are asked for, whatever they come from."""
+"""Tensors by name, each made by a function when it is asked for: read from any kind of file, or computed."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,17 +21,17 @@ class OnDemandTensor:
 
 
 class OnDemandTensors(StoredTensors):
-    """Such tensors by name. A region of one is read by making all of it."""
+    """A mapping of names to tensors, each made by an ``OnDemandTensor``. To read a region of one, all of it is made."""
 
     def __init__(self, tensors: Mapping[str, OnDemandTensor]) -> None:
         self._tensors = dict(tensors)
 
     @classmethod
     def of(cls, tensors: StoredTensors, get: Callable[[str], Tensor]) -> "OnDemandTensors":
-        """The tensors of files.
+        """The tensors of ``tensors``, each read by ``get``.
 
         Args:
-            get: reads the tensor of a name, in place of ``tensors[name]``, such as to explain its errors.
+            get: returns the tensor of a name, as ``tensors[name]`` does; it may raise other errors, for example.
         """
         tied = tensors.tied()
         found = {

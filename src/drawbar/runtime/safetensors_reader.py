@@ -41,10 +41,10 @@ STORED_DTYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""What safetensors calls the types."""
+"""The dtypes that safetensors can store, by the names that it gives them."""
 
 _PIECE = 16 * 2**20
-"""Most bytes that are read at once where only some columns of the rows are wanted."""
+"""Upper limit on the bytes of one read where whole rows are read, but only some of their columns are wanted."""
 
 
 class ByteSource(Protocol):
@@ -56,7 +56,7 @@ class ByteSource(Protocol):
 
 @dataclass(frozen=True)
 class _OpenFile:
-    """A file that is read as it is."""
+    """A file that is read without checksums: a ``ByteSource``."""
 
     descriptor: int
     path: Path
@@ -71,7 +71,7 @@ class _OpenFile:
 
 @dataclass(frozen=True)
 class _Stored:
-    """Where a tensor is."""
+    """The location of a tensor in a file."""
 
     source: ByteSource
     begin: int
@@ -132,7 +132,7 @@ class TensorFiles(StoredTensors):
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self.metadata: dict[str, str] = {}
-        """What the files say besides their tensors."""
+        """The ``__metadata__`` of the files' headers, merged."""
         self._stored: dict[str, _Stored] = {}
         self._origin: TensorFiles | None = None
         for path in paths:
@@ -196,7 +196,10 @@ def dtype_of(tensors: Mapping[str, Tensor], name: str) -> torch.dtype:
 
 
 def read_header(file: int, path: Path) -> tuple[dict[str, Any], int]:
-    """What the file says of its tensors, and where their bytes begin: a length in 8 bytes, JSON, then the tensors."""
+    """The header of a safetensors file, checked, and the byte at which the tensors begin.
+
+    The file has the header's length in 8 bytes, the header as JSON, then the tensors. Raises ValueError for another.
+    """
     size = os.fstat(file).st_size
     length = int.from_bytes(os.pread(file, 8, 0), "little")
     try:
@@ -215,7 +218,7 @@ def read_header(file: int, path: Path) -> tuple[dict[str, Any], int]:
 
 
 def _is_plain(entry: Any) -> bool:
-    """Whether what a header says of a tensor has the types and signs that it must have: it may be anybody's file."""
+    """Whether a tensor's entry in a header has values of the right types and signs. The file is not trusted."""
     start, end = entry["data_offsets"]
     numbers = [start, end, *entry["shape"]]
     if not isinstance(entry["dtype"], str) or any(type(number) is not int for number in numbers):
@@ -224,8 +227,8 @@ def _is_plain(entry: Any) -> bool:
 
 
 def _end_of(places: Iterable[list[int]]) -> int:
-    """Where the tensors end. Raises ValueError unless each begins where another ends, as the format demands: of tensors
-    that overlap, a small file could hold any number of large ones."""
+    """Where the last tensor ends. Raises ValueError if there are gaps or overlaps between tensors, which the format
+    does not allow: with overlaps, a small file could declare any number of large tensors."""
     end = 0
     for first, last in sorted(places):
         if first != end:
@@ -262,7 +265,7 @@ def read_box(
 def fill_box(
     source: ByteSource, box: Tensor, begin: int, shape: tuple[int, ...], bounds: Sequence[tuple[int, int]]
 ) -> None:
-    """Like ``read_box``, into ``box``: contiguous, on the host, and of the stored dtype."""
+    """Like ``read_box``, but fills ``box``, which is contiguous, in host memory, and of the stored dtype."""
     if box.numel() > 0:
         _read_bounds(source, box, begin, shape, bounds)
 

@@ -52,7 +52,7 @@ def agreed_steps(
     Args:
         steps: those of the loader that are left.
     """
-    is_first = True  # what fails in making the first batches was wrong in the request
+    is_first = True  # an error in the first batches is one of the user's settings or data (WRONG_REQUEST)
     while True:
         error: Exception | None = None
         micro_batches: list[MicroBatch[Batch]] = []
@@ -83,7 +83,7 @@ def agreed_steps(
 
 
 def make_step(engine: Engine, agreed: AgreedStep) -> StepResult:
-    """Forward, backward, reduce, clip, update.
+    """Make one optimizer step: forward, backward, reduce, clip, update.
 
     Raises:
         UserError: a method of the task fails; the traceback is in the log file of the rank.

@@ -142,7 +142,7 @@ class CheckpointCopier:
         while True:
             self._wake.wait(_RETRY_SECONDS if has_failed else None)
             self._wake.clear()
-            is_last = self._is_closing  # asked first: what comes to be copied later makes it look again
+            is_last = self._is_closing  # read first: ``close`` called later wakes this thread for one more pass
             has_failed = not self._copy_all()
             if is_last or self._is_lost:
                 return
@@ -223,7 +223,8 @@ class CheckpointCopier:
 
 
 def start_copier(config: RunConfig, world: Distributed, stop: Stop) -> CheckpointCopier | None:
-    """The copier of a run, at work, on rank 0; None elsewhere, and without ``checkpoint.remote``. Every rank calls it.
+    """Start the run's copier on rank 0, and return it; None on other ranks, and without ``checkpoint.remote``. Every
+    rank calls it.
 
     Raises:
         UserError: another process writes to the run's folder in the store; on every rank.
@@ -236,7 +237,7 @@ def start_copier(config: RunConfig, world: Distributed, stop: Stop) -> Checkpoin
             copier.claim()
         except ObjectStoreError as error:
             if not copier.has_local:
-                return error  # nothing is lost yet, and what is wrong may be wrong for good
+                return error  # the run would lose nothing by ending now, and the error may be permanent
             logger.warning("checkpoints are not copied for now: %s", error.what)
         except UserError as error:
             return error

@@ -1,4 +1,6 @@
-"""From a checkpoint to a folder that transformers loads. Weights go from file to file; no model is built with them."""
+"""Exports a checkpoint to a folder that transformers loads. Weights are copied from file to file; mostly no model with
+values is built.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -41,8 +43,8 @@ class ExportFormat:
     dtype: str = "fp32"
     """Of the weights: a key of ``DTYPES``."""
     shard_size: str = "5GB"
-    """The most that one file holds, so that those who load a part of the model need not read all of it; and about what
-    the export takes in memory."""
+    """Upper limit on the size of one file of weights, so that a reader of a part of the model need not read all of it.
+    The export takes about as much memory."""
 
 
 class CheckpointExport:
@@ -77,7 +79,7 @@ class CheckpointExport:
         self.step = snapshot.step
         self._whole = _checked(build_meta_model(self._task))
         self.model: nn.Module = self._whole
-        """The model as it was trained, perhaps without values: for its class and sizes."""
+        """The model as it was trained (of a LoRA run, with adapters), mostly on the meta device: class and shapes."""
         self._read: Callable[[str], Tensor] = snapshot.model.__getitem__
         if config.lora is not None:
             self._adapt(config.lora, snapshot, world)
@@ -85,7 +87,7 @@ class CheckpointExport:
             check_weights(saved_tensors(self._whole, config), snapshot.model)
 
     def _adapt(self, lora: LoraSection, snapshot: Snapshot, world: Distributed) -> None:
-        """Set ``model``, and what reads its tensors, for a LoRA run, whose checkpoint lacks the frozen weights."""
+        """Set ``model`` and ``_read`` for a LoRA run, whose checkpoint lacks the frozen weights."""
         merge, weights = self._form.merge, self._task.stored_weights(self._whole)
         if weights is None:
             engine, _ = open_checkpoint(self._task, self._config, str(self.path), world)
@@ -130,10 +132,10 @@ class CheckpointExport:
 def _read_adapted(
     layers: Mapping[str, nn.Module], trained: Mapping[str, Tensor], weights: Mapping[str, Tensor], name: str
 ) -> Tensor:
-    """A tensor of an adapted model; its adapters are merged into the weights of ``layers``."""
-    owner, _, own = name.rpartition(".")
-    if owner in layers and own == "weight":
-        return merged_weight(layers[owner], owner, trained, weights)
+    """A tensor of a LoRA run's model. For the weight of one of ``layers``, the adapters are merged into it."""
+    layer, _, parameter = name.rpartition(".")
+    if layer in layers and parameter == "weight":
+        return merged_weight(layers[layer], layer, trained, weights)
     return trained[name] if name in trained else weights[name]
 
 

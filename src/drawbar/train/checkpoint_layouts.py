@@ -30,10 +30,10 @@ from drawbar.util.atomic_files import sync
 Write = Callable[[], None]
 """Writes the copied state; runs in the background thread, and raises UserError for disk errors."""
 Values = dict[str, Any]
-"""JSON values of a checkpoint: see ``Snapshot.state``."""
+"""JSON values of a checkpoint's state, by name: see ``Snapshot.state``."""
 EnsureFreeSpace = Callable[[int], None]
-"""Called in the background thread before anything is written, with the bytes of the whole checkpoint: raises DiskFault
-where the disk has less free space."""
+"""Called in the background thread before anything is written, with the bytes that this disk gets of the checkpoint:
+raises DiskFault where the disk has less free space."""
 
 LARGEST_WHOLE = 2 * 2**30
 """Bytes of a state above which ``checkpoint.layout: auto`` writes it in parts."""
@@ -46,8 +46,8 @@ class CheckpointLayout(Protocol):
         """Copy the state to host memory. Collective. The copy of an earlier step must have been written and freed.
 
         Args:
-            values: of the checkpoint's state, but for those of the engine.
-            ensure_free_space: called once for each disk.
+            values: the checkpoint's state without the entry ``engine``, which is added here.
+            ensure_free_space: called by one rank for each disk.
 
         Returns:
             The function that writes this rank's copy; None on a rank that writes nothing.
@@ -74,7 +74,7 @@ def checkpoint_bytes(engine: Engine) -> int:
 
 
 def bytes_on_disk(config: CheckpointSection, engine: Engine, disks: Disks) -> int:
-    """About how much of a checkpoint one disk gets when it is saved."""
+    """About how many bytes of each checkpoint one disk gets."""
     count = len(disks.writers)
     in_parts = choose_layout(config.layout, engine, disks) == "parts"
     return checkpoint_bytes(engine) * (min(config.copies, count) if in_parts else count) // count
@@ -110,7 +110,7 @@ class PartsLayout:
     have what belongs on them.
 
     Args:
-        copies: on how many disks each part is to be, if there are so many.
+        copies: on how many disks each part is to be; all disks, where there are fewer.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class PartsLayout:
         messages: BackgroundMessages,
         ensure_free_space: Callable[[], None],
     ) -> None:
-        """On every rank; ``common`` is on rank 0 alone."""
+        """Runs in the background thread of every rank. ``common`` is None but on rank 0."""
         name, everyone, writers = step_name(step), range(self._world.size), self._disks.writers
         undo = partial(self._directory.discard, name) if self._disks.is_writer else lambda: None
         phases = SavePhases(messages, self._world.rank, undo)
@@ -186,7 +186,7 @@ class PartsLayout:
         return b""
 
     def _send_common_files(self, step: int, exchange: FileExchange) -> bytes:
-        """From the disk of rank 0 to all others."""
+        """Copy the common files (index, state, generators, manifest) from the disk of rank 0 to all others."""
         folder = self._directory.folder_of_parts(step)
         files = [folder / name for name in COMMON_FILES]
         outgoing = dict.fromkeys(self._disks.writers[1:], files) if self._world.is_rank0 else {}
@@ -198,7 +198,7 @@ class PartsLayout:
         return b""
 
     def _copy_parts(self, step: int, exchange: FileExchange) -> bytes:
-        """From every disk to the next ones."""
+        """Copy the parts of every disk to the next disks (``PartPlacement``)."""
         folder, placement = self._directory.folder_of_parts(step), self._placement
         files = [folder / name for name in self._own_files(folder)]
         next_disks = placement.next_disks(placement.disk_of(self._world.rank))

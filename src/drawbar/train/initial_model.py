@@ -44,7 +44,8 @@ ALONE = ("launch.nproc=1", "device=cpu", "precision=fp32")
 class InitialModel:
     """The folder ``initial_model`` of a run directory, while its run begins.
 
-    As a context: an error before there is a run removes what :meth:`provide` has written.
+    As a context manager: after an error before the run has its ``config.yaml``, what :meth:`provide` has written is
+    removed.
     """
 
     def __init__(self, run_dir: Path) -> None:

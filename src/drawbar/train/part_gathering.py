@@ -1,5 +1,5 @@
-"""Where nodes share no disk, each may have only some parts of a checkpoint (``Manifest.disks``): before a run goes on,
-it is put together on every disk.
+"""Puts a checkpoint together on every disk before a run resumes, where nodes share no disk and each disk has only some
+of its parts (``Manifest.disks``).
 """
 
 from collections.abc import Callable
@@ -24,8 +24,8 @@ from drawbar.util.atomic_files import link_or_copy, sync, write_durably
 T = TypeVar("T")
 
 _SUFFIXES = ("", REPLACED, TMP)
-"""Of the folders of a step. A temporary one counts, too: where all ranks were killed between the renames of two disks,
-each disk has all that belongs on it."""
+"""Suffixes of the folders in which a step's files may be. A temporary folder counts, too: if all ranks were killed
+after some disks had renamed theirs, the others have a temporary folder with all that belongs there."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class _LocalCopy:
 
 @dataclass(frozen=True)
 class _Union:
-    """A checkpoint that the disks have together."""
+    """One checkpoint, and which of its files each disk has."""
 
     manifest: Manifest
     copies: dict[int, _LocalCopy]
@@ -69,7 +69,8 @@ class _Union:
         return [name for name in self.manifest.sizes() if copy is None or not copy.has(name, self.manifest)]
 
     def sent_by(self, source: int, writers: tuple[int, ...]) -> dict[int, list[str]]:
-        """The files that the other disks get from that of rank ``source``: disks that have a file take turns."""
+        """For each rank in ``writers``, the files that ``source`` sends to it. Disks that have the same files share the
+        sending."""
         sent: dict[int, list[str]] = {}
         for place, target in enumerate(writers):
             for number, name in enumerate(self.lacking(target)):
@@ -97,7 +98,8 @@ def gather_parts(run_dir: Path, resume: str, disks: Disks, world: Distributed) -
     newest = next((step for step in reversed(steps) if gathering.put_together(step)), None)
     if newest is None:
         return
-    wanted = {int(resume)} if resume.isdecimal() else set[int]()
+    number = resume.removeprefix("step-")
+    wanted = {int(number)} if number.isdecimal() else set[int]()
     state = gathering.on_disks("looking for the best checkpoint", lambda: _read_state(directory.path, newest))
     best = next(values for values in state if values is not None)["progress"]["best_step"]
     for step in (wanted | {best}) & {*steps} - {newest}:
@@ -118,14 +120,15 @@ class _Gathering:
         self._exchange: FileExchange | None = None
 
     def on_disks(self, activity: str, work: Callable[[], T]) -> list[T | None]:
-        """What ``work`` returns for each rank that writes; None for the others. An error of one is raised on all."""
+        """Call ``work`` on the ranks that write to a disk. Returns the results of all ranks (None for those that do not
+        write), on every rank. An error of one is raised on all."""
         result = run_on_all_ranks(
             self._directory.path, self._world, activity, lambda: work() if self._disks.is_writer else None
         )
         return self._world.all_gather(result)
 
     def find_steps(self) -> list[int]:
-        """The steps of which some disk has parts, where the manifest says that others are on other disks; ascending."""
+        """The steps, ascending, of which some disk has a folder whose parts are on several disks by its manifest."""
         found = self.on_disks("looking for parts of checkpoints", self._own_steps)
         return sorted({step for steps in found for step in steps or ()})
 
@@ -200,11 +203,11 @@ class _Gathering:
         self.on_disks(activity, lambda: self._directory.finish_write(name, partial(_finish, union.manifest)))
 
     def _begin(self, name: str, manifest: Manifest, own: _LocalCopy | None, lacking: list[str]) -> None:
-        """A temporary folder with the files that this disk has."""
+        """Make a temporary folder, with links to the files that this disk has."""
         directory = self._directory
+        check_space(directory.path, sum(manifest.sizes()[file] for file in lacking))
         if own is not None and own.folder.endswith(TMP):
             directory.finish_write(name, lambda folder: None)
-        check_space(directory.path, sum(manifest.sizes()[file] for file in lacking))
         folder = directory.begin_write(name)
         with directory.explain_write_errors(name, folder):
             for file in manifest.sizes().keys() - {*lacking}:
@@ -233,8 +236,10 @@ def _finish(manifest: Manifest, folder: Path) -> None:
 
 
 def _choose_union(found: dict[int, list[_LocalCopy]]) -> _Union | None:
-    """Of the copies on all disks, those that belong to one checkpoint: the first of which nothing is missing, else the
-    first. Their states may differ: an evaluation is added to a complete checkpoint, on one disk after another."""
+    """Choose which of the step's checkpoints to put together: the first whose files are all there, else the first.
+
+    Copies with different ``state.json`` but equal other files belong together: an evaluation is added to the state of a
+    complete checkpoint on one disk after another, and the ranks may be killed in between."""
     keyed = {rank: {_key(copy): copy for copy in reversed(copies)} for rank, copies in found.items()}
     manifests = {copy.manifest.to_json(): (key, copy) for copies in keyed.values() for key, copy in copies.items()}
     unions = [
@@ -245,6 +250,6 @@ def _choose_union(found: dict[int, list[_LocalCopy]]) -> _Union | None:
 
 
 def _key(copy: _LocalCopy) -> str:
-    """The same for checkpoints that differ in their state alone."""
+    """Identifies a checkpoint by its manifest without the entry of ``state.json``."""
     files = {name: entry for name, entry in copy.manifest.files.items() if name != STATE_FILE}
     return copy.manifest.model_copy(update={"files": files}).model_dump_json()

@@ -1,5 +1,5 @@
-"""``RemoteRunFiles``: the files of a run besides its checkpoints, in an object store: what another machine needs to go
-on with it."""
+"""``RemoteRunFiles``: copies of a run's files other than its checkpoints in an object store, so that another machine
+can go on with the run."""
 
 import hashlib
 import json
@@ -25,8 +25,8 @@ _INDEX = "run-files.json"
 _FIXED = ("task.json", SCRIPT_FILE, "tokenizer/*", f"{INITIAL_MODEL}/*")
 """Files that never change in a run. Their checksums are in the index, and are verified after a download."""
 _CHANGING = (CONFIG, ORIGIN_FILE, MICRO_BATCH_FILE, "metrics.jsonl", "tracking/*.json", _BEST)
-"""Files that a run rewrites. They have no checksums: no number of a resumed run depends on their content, but for what
-is compared with the run's own settings and devices (``config.yaml``, ``micro_batch.json``)."""
+"""Files that a run rewrites. They have no checksums: training computes nothing from them, except that ``config.yaml``
+and ``micro_batch.json`` are compared with the run's own settings and devices."""
 _FIXED_NAME = re.compile(
     rf"task\.json|{re.escape(SCRIPT_FILE)}|(tokenizer|{re.escape(INITIAL_MODEL)})/[A-Za-z0-9_][A-Za-z0-9._-]*"
 )
@@ -35,15 +35,17 @@ _CHANGING_NAME = re.compile(
 )
 _TEMPORARY_FOLDER = "fetched.tmp"
 _LARGEST = 64 * 2**20
-"""Bytes of the index, and of a configuration."""
+"""Upper limit on the bytes of the index, of ``config.yaml`` and of ``best.json``."""
 
 
 class _Index(BaseModel):
+    """``run-files.json``: size and checksum of each file of ``_FIXED``."""
+
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     files: dict[str, FileEntry]
     sha256: str
-    """Of all the rest."""
+    """Checksum of ``files``."""
 
     @classmethod
     def of(cls, files: dict[str, FileEntry]) -> "_Index":

@@ -26,9 +26,9 @@ from drawbar.util.best_score import BestScore
 
 
 def find_start_on_disk_or_store(find: Callable[[], RunStart], config: RunConfig, resume: str) -> RunStart:
-    """Find where the run begins, on a rank that reads a disk. If the object store (``checkpoint.remote``) has a newer
-    usable checkpoint than the disk, it is downloaded first, with the other files of the run. Only rank 0 accesses the
-    store.
+    """Find where the run begins. If the object store (``checkpoint.remote``) has a newer usable checkpoint than the
+    disk, it is downloaded first, with the other files of the run. Not collective: each rank that reads a disk calls it,
+    and of these only rank 0 accesses the store.
 
     Args:
         find: ``find_start``, with its arguments.
@@ -129,8 +129,8 @@ class _RemoteRun:
         return text.decode()
 
     def _run_dir_for(self, settings: str) -> AbstractContextManager[Any]:
-        """Make the run directory where there is none. The context holds its lock, which the caller has of a run
-        that was there before."""
+        """Make the run directory, if there is none, and return a context manager that holds its lock. For a run that
+        exists already the context does nothing, as the caller holds the lock."""
         folder = self._config.run_dir
         lock: AbstractContextManager[Any] = nullcontext()
         if not (folder / CONFIG).exists():
@@ -144,7 +144,7 @@ class _RemoteRun:
         unusable: dict[int, Unusable] = {}
         for step, objects in reversed(newer.items()):
             try:
-                if step not in self._directory.steps():
+                if self._directory.verified_folder(step) is None:
                     logger.info("copying %s from %s", step_name(step), self._store.url)
                     self._remote.download(step, objects, self._directory)
             except OtherFormat as reason:
@@ -166,7 +166,7 @@ class _RemoteRun:
         if best.step not in complete:
             return
         try:
-            if best.step not in self._directory.steps():
+            if self._directory.verified_folder(best.step) is None:
                 self._remote.download(best.step, complete[best.step], self._directory)
         except Unusable as reason:
             logger.warning("the best checkpoint in %s cannot be used: %s", self._store.url, reason)

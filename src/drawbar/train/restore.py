@@ -138,8 +138,9 @@ def restore_position(
 
 
 def _best_with_checkpoint(progress: RunProgress, directory: CheckpointDirectory) -> tuple[int | None, float | None]:
-    """The best step and score of a run that goes on: those in its progress, unless that step's own save failed (the
-    run then ended at a later step) while ``best.json`` names an earlier checkpoint that is there."""
+    """The best step and score of a resumed run: those of ``progress`` if that step has a checkpoint. If it has none, as
+    its save failed, they are those of ``best.json``, provided that this names a checkpoint that exists and is not
+    newer."""
     steps = directory.steps()
     try:
         recorded = directory.best_record()
@@ -163,8 +164,8 @@ def _check_validation(saved: str | None, validation: Split | None) -> None:
 
 
 def _with_lanes(data: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
-    """The data position; to a stream's position saved without lanes (see ``data.stream``), those of config.yaml are
-    added."""
+    """The data position. Older checkpoints have a stream's position without its lanes (see ``data.stream``): the number
+    of lanes, and of records for each, is then added from ``config.yaml``."""
     if "cursor" not in data:  # no stream
         return data
     path = checkpoint.resolve().parent.parent / "config.yaml"

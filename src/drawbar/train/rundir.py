@@ -44,9 +44,10 @@ class RunStart:
     checkpoint: Path | None = None
     """The checkpoint to resume or fork from; None to start at step 0."""
     forked: bool = False
-    """The checkpoint is another run's, and the configuration may differ from that run's."""
+    """Whether the run is a fork: the checkpoint is another run's, and the configuration may differ from that run's.
+    False for ``--resume PATH`` without ``--fork``, even if PATH is a checkpoint of another run."""
     weights_only: bool = False
-    """Of the checkpoint, which is another run's, the optimizer's state is left out: the optimizer begins anew."""
+    """Only the weights are taken from the checkpoint, which is another run's: the optimizer begins anew."""
     unusable: Mapping[Path, Unusable] = field(default_factory=dict)
     """Unusable checkpoints, to be moved aside before the run resumes, each with the reason."""
     changed_length: Sequence[Difference] = ()
@@ -281,7 +282,9 @@ def _check_no_other_files(folder: Path) -> None:
 
 
 def _is_before_config(name: str) -> bool:
-    return name in _BEFORE_CONFIG or name.startswith(INITIAL_MODEL)  # or the draft of that, from a killed process
+    """Whether this file may be in the directory of a run that has no ``config.yaml`` yet."""
+    # a process that was killed may have left a draft of the initial model, whose name begins so, too
+    return name in _BEFORE_CONFIG or name.startswith(INITIAL_MODEL)
 
 
 def lock_run_dir(folder: Path, patience: float = 5.0) -> IO[str]:
@@ -337,7 +340,7 @@ class RunDirLock:
             self.take()
 
     def release(self) -> None:
-        """Another ``take`` locks it anew."""
+        """Unlock the directory; another ``take`` locks it again."""
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -12,12 +12,14 @@ from drawbar.errors import ExitCode, UserError
 class SavePhases:
     """The phases of one save, on the background threads of all ranks.
 
-    In a phase some ranks work. Rank 0 hears from each of them how that went, even if one has failed, and then tells the
-    ranks that follow whether all have succeeded: so nobody begins the next phase too early, or in vain.
+    In each phase some ranks, the workers, do something. Rank 0 receives the result of each of them, even if one has
+    failed, and then tells the followers, who wait for it, whether all have succeeded. So no follower begins the next
+    phase too early, or after a failure.
 
     Args:
-        undo: removes what this rank's disk has of the save. Called where a phase has failed, and nobody is at work any
-            more; not where a rank is lost, as nobody knows then how far the others have come.
+        undo: removes what this rank's disk has of the save. Called on rank 0 and on followers when a phase has failed,
+            once rank 0 has heard from every worker or has given up on those that are lost. Not called where rank 0 is
+            lost, as then nobody knows how far the others have come.
     """
 
     def __init__(self, messages: BackgroundMessages, rank: int, undo: Callable[[], None]) -> None:

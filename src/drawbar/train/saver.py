@@ -34,7 +34,7 @@ class Saver:
 
     A save that fails asks for a stop, so that all ranks end at the same step, once they have tried to save that one.
     With ``checkpoint.on_error: warn``, a save that fails with a disk error is only skipped: see ``has_saved``. Its step
-    then cannot be the best one: the progress says again what it said before (``confirm_best``).
+    then cannot be the best one: the progress goes back to the best step and score before it (``confirm_best``).
 
     Args:
         progress: the run's progress when this process starts; in a resumed run, that step has a checkpoint already.
@@ -103,9 +103,9 @@ class Saver:
         return self.last_saved_progress == progress
 
     def confirm_best(self, progress: RunProgress) -> None:
-        """Call it before a new score is compared with the best one: if the save of the best step failed and is skipped,
-        the best step and score in ``progress`` become those before it. Waits for that save, once. Every rank must call
-        it."""
+        """Make sure that the best step has a checkpoint: if its save failed and is skipped, the best step and score in
+        ``progress`` become those before it. Call it before a new score is compared with the best one. Waits for that
+        save, once. Every rank must call it."""
         saved = self.last_saved_progress
         if saved is None or not self._config.keep_best or self._config.on_error == "stop":
             return
@@ -119,7 +119,7 @@ class Saver:
             self._last_saved = replace(progress)
             if self._disks.is_writer:
                 amend = partial(self._directory.update_state, progress.step, {"progress": progress.state()})
-                self._writer.submit_after_success(self._write_of(progress, amend))
+                self._writer.submit_after_success(self._background_write(progress, amend))
             return
         self._wait_and_agree(progress)  # never two copies in host memory
         begin = time.monotonic()
@@ -136,7 +136,7 @@ class Saver:
         )
         self._saved_before_last, self._last_saved = self._last_saved, replace(progress)
         if write is not None:
-            self._writer.submit(self._write_of(progress, partial(self._timed, begin, write)))
+            self._writer.submit(self._background_write(progress, partial(self._timed, begin, write)))
 
     def _wait_and_agree(self, progress: RunProgress) -> None:
         """Wait until nothing is being written, and agree with all ranks on whether the newest save failed and is
@@ -177,7 +177,8 @@ class Saver:
         if self._disks.is_writer:
             self._signal_lead.compare(time.monotonic() - begin)
 
-    def _write_of(self, progress: RunProgress, write: Callable[[], None]) -> Callable[[], None]:
+    def _background_write(self, progress: RunProgress, write: Callable[[], None]) -> Callable[[], None]:
+        """``_write`` with its arguments, for the background thread. The values of ``progress`` are those of now."""
         return partial(self._write, progress.step, progress.best_step, progress.best_score, write)
 
     def _write(self, step: int, best_step: int | None, best_score: float | None, write: Callable[[], None]) -> None:

@@ -12,8 +12,9 @@ from drawbar.util.atomic_files import sync
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A folder to write in. It takes the name ``folder`` at the end of the block, when all its files are on the disk.
-    After an error nothing of it is left. What a process of this machine had left there when it was killed is removed.
+    """A temporary folder to write in. At the end of the block it is fsynced with all its files, and renamed to
+    ``folder``; after an error it is removed. Temporary folders that killed processes of this machine have left are
+    removed first.
 
     Args:
         folder: absolute; absent, or empty.

@@ -1,4 +1,4 @@
-"""What a run directory is, by the files in it. Without torch."""
+"""The names of files in a run directory, and how to recognize one by them. Does not import torch."""
 
 from pathlib import Path
 
@@ -9,11 +9,11 @@ STATUS_FILE = "status.json"
 METRICS_FILE = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 _ONLY_OF_RUNS = (LOCK_FILE, STATUS_FILE, METRICS_FILE, CHECKPOINTS)
-"""A run locks its directory before it writes ``config.yaml``. A copy may lack the hidden lock file, and a run that was
-converted from another program's has nothing but checkpoints."""
+"""Names that only a run directory has; each run directory has at least one. The lock file is there before
+``config.yaml``, but a copy may lack it, as it is hidden. A run converted from another program has only checkpoints."""
 
 
 def is_run_dir(folder: Path) -> bool:
-    """Whether training wrote this folder. A project folder has a ``config.yaml`` too, and nothing that only runs
-    have."""
+    """Whether this folder is a run directory. A ``config.yaml`` alone does not make it one: a project folder has that,
+    too."""
     return (folder / CONFIG_FILE).is_file() and any((folder / name).exists() for name in _ONLY_OF_RUNS)

@@ -1,5 +1,5 @@
-"""JSON from files that are not trusted, and for other programs to read. What parsers take differently is not accepted
-(a key twice in one object) and not written (NaN and infinities)."""
+"""Strict JSON: reads files that are not trusted, and writes files for other programs. What parsers treat differently is
+refused when it is read (a key twice in one object), and is not written (NaN and infinities)."""
 
 import json
 import math
@@ -8,10 +8,10 @@ from typing import Any
 
 
 def read_json(text: str | bytes, make: Callable[[dict[str, Any]], Any] = lambda fields: fields) -> Any:
-    """What the text says.
+    """Parse a JSON text.
 
     Args:
-        make: what an object becomes, beginning with the innermost ones.
+        make: converts each JSON object to the value to return in its place, inner objects first.
 
     Raises:
         ValueError: it is no JSON in UTF-8, has a key twice in one object, or is nested too deeply to be read.
@@ -35,10 +35,10 @@ def json_number(value: float) -> float | str:
 
 
 def json_line(record: Any) -> bytes:
-    """The record as one line of JSON in UTF-8, with the line's end.
+    """The record as one line of JSON in UTF-8, with a newline at the end.
 
-    Arrays and numpy's numbers become lists and numbers, dates and other objects texts, and numbers that are not finite
-    what :func:`json_number` says.
+    Arrays and numpy's numbers become lists and numbers; dates and other objects become text; numbers that are not
+    finite become text as in :func:`json_number`.
     """
     try:
         text = json.dumps(record, ensure_ascii=False, allow_nan=False, default=_plain)
@@ -51,7 +51,7 @@ def json_line(record: Any) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON does not know: arrays and numpy's numbers as lists and numbers, all else (dates, say) as text."""
+    """Convert what ``json`` cannot: arrays and numpy's numbers to lists and numbers, all else (dates, say) to text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 

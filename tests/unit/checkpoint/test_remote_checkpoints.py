@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from drawbar.checkpoint import CheckpointDirectory, Snapshot, read, read_state
+from drawbar.checkpoint import CheckpointDirectory, Snapshot, read, read_state, remote_owner
 from drawbar.checkpoint.format import Damaged, Manifest, Unusable
 from drawbar.checkpoint.object_store import ObjectStore, ObjectStoreError
 from drawbar.checkpoint.remote_checkpoints import RemoteCheckpoints
@@ -203,6 +203,25 @@ def test_one_owner(store: ObjectStore) -> None:
     second.release()
     assert wait_for_owner(store, known=None) == second.number
     assert list(store.sizes("owner")) == [f"{second.number:08d}.json"]
+
+
+def test_a_silent_owner_is_waited_for_once(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A lost machine's process: a start waits when it looks for its checkpoint, and not again when it becomes the
+    owner, unless the process has sent a heartbeat since."""
+    monkeypatch.setattr(remote_owner, "_OWNER_TIMEOUT_SECONDS", 0.3)
+    monkeypatch.setattr(remote_owner, "_machine", lambda: None)
+    lost = RemoteOwner.claim(store, before=0)
+    waits = []
+    with caplog.at_level("INFO", logger="drawbar"):
+        for _ in range(2):
+            assert wait_for_owner(store, known=None) == lost.number
+            waits.append(caplog.text.count("to see whether it still does"))
+        lost.heartbeat()
+        assert wait_for_owner(store, known=None) == lost.number
+        waits.append(caplog.text.count("to see whether it still does"))
+    assert waits == [1, 1, 2]
 
 
 def test_errors_that_pass_and_errors_that_stay(
