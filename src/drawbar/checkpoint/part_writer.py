@@ -22,6 +22,8 @@ from drawbar.util.atomic_files import sync
 _FILE_NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 _WRITE_BYTES = 16 * 2**20
 """Upper limit on the bytes of one write call."""
+_SMALL_BYTES = _WRITE_BYTES // 32
+"""Upper limit on the bytes of a tensor that is copied to be written together with others."""
 _SYNC_BYTES = 64 * 2**20
 """Bytes written between two fsyncs, at least."""
 
@@ -83,7 +85,7 @@ def write_tensors(path: Path, tensors: StoredTensors) -> None:
     boxes = sorted(without_values(tensors), key=lambda shard: stored_order(_tensor_info(shard)))
     header = _header(boxes, {"aliases": json.dumps(tensors.tied()), "format": "pt"})
     with path.open("wb", buffering=0) as file:
-        contents = (bytes_of(tensors[box.name].detach().contiguous()) for box in boxes)
+        contents = chain.from_iterable(_contents(tensors[box.name]) for box in boxes)
         _write_and_sync(file.fileno(), _write_buffers(chain((memoryview(header),), contents)))
 
 
@@ -99,7 +101,7 @@ def _tensor_info(shard: TensorShard) -> TensorInfo:
 def _write_file(path: Path, boxes: list[TensorShard], load: Callable[[TensorShard], Tensor]) -> PartFile:
     header = _header(boxes, {"format": "pt"})
     with path.open("wb", buffering=0) as file:
-        contents = (bytes_of(load(box).detach().contiguous()) for box in boxes)
+        contents = chain.from_iterable(_contents(load(box)) for box in boxes)
         digests = _write_and_sync(file.fileno(), _write_buffers(chain((memoryview(header),), contents)))
         size = file.tell()
     sums = path.with_name(path.name + CHECKSUMS_SUFFIX)
@@ -141,11 +143,22 @@ def _write_and_sync(descriptor: int, pieces: Iterable[memoryview]) -> bytes:
     return hasher.digests()
 
 
+def _contents(tensor: Tensor) -> Iterator[memoryview]:
+    """The bytes of a tensor, elements in row-major order: without a copy, or, where it is not contiguous (columns of a
+    matrix), copied some rows at a time."""
+    tensor = tensor.detach()
+    if tensor.is_contiguous():
+        yield bytes_of(tensor)
+        return
+    for rows in tensor.split(max(1, _WRITE_BYTES // (tensor.nbytes // len(tensor)))):
+        yield bytes_of(rows.contiguous())
+
+
 def _write_buffers(contents: Iterable[memoryview]) -> Iterator[memoryview]:
     """The buffers for the write calls: slices of large tensors without a copy, and small tensors copied together."""
     small = bytearray()
     for content in contents:
-        is_small = len(content) <= _WRITE_BYTES // 4
+        is_small = len(content) <= _SMALL_BYTES
         if small and (not is_small or len(small) + len(content) > _WRITE_BYTES):
             yield memoryview(small)
             small = bytearray()

@@ -65,7 +65,8 @@ def complete_keys(context: Context, parameter: Parameter, incomplete: str) -> li
 
 
 def complete_run(context: Context, parameter: Parameter, incomplete: str) -> list[CompletionItem]:
-    """For ``RUN``: the runs in ``runs/``; of what is typed, folders that are runs, or lead to some."""
+    """For ``RUN``: the folders in ``runs/`` as long as no other path is typed; else the folders whose path begins with
+    what is typed. A folder that is no run gets a ``/`` behind it, so that the user can go on."""
     folders = [path for path in _paths(incomplete) if path.is_dir()]
     if RUNS.startswith(incomplete):
         folders = [path for path in _paths(f"{RUNS}{os.sep}") if path.is_dir()] or folders
@@ -73,8 +74,8 @@ def complete_run(context: Context, parameter: Parameter, incomplete: str) -> lis
 
 
 def complete_checkpoint(context: Context, parameter: Parameter, incomplete: str) -> list[CompletionItem]:
-    """For ``best|latest|STEP``: those two, and the steps of the run that was named before."""
-    # click has not read the arguments yet: an option without its value ends its parsing
+    """For ``best|latest|STEP``: those two, and the steps of the run that the command line names before."""
+    # click may not have assigned the arguments to their names: it stops parsing at the option whose value is incomplete
     run = context.params.get("run") or context.params.get("source") or next(iter(context.args), RUNS)
     folder = Path(str(run)) / "checkpoints"
     steps = sorted(int(path.name[5:]) for path in folder.glob("step-*") if path.name[5:].isdecimal())

@@ -18,7 +18,7 @@ from drawbar.errors import UserError
 
 PROGRAM = "drawbar"
 VARIABLE = "_DRAWBAR_COMPLETE"
-"""By this environment variable click is asked for completions, and answers instead of running a command."""
+"""The environment variable by which a shell asks click for completions: click then prints them, and runs no command."""
 
 
 class _OrFiles(ShellComplete):
@@ -30,7 +30,8 @@ class _OrFiles(ShellComplete):
 
 @add_completion_class
 class BashCompletion(_OrFiles, BashComplete):
-    """click's, without a space behind what is to be continued: ``optim.lr=``, ``runs/``."""
+    """click's completion for bash, changed to add no space after a word that goes on, such as ``optim.lr=`` or
+    ``runs/``."""
 
     source_template = """\
 %(complete_func)s() {
@@ -52,7 +53,8 @@ complete -o nosort -F %(complete_func)s %(prog_name)s
 
 @add_completion_class
 class ZshCompletion(_OrFiles, ZshComplete):
-    """click's, likewise; and it begins zsh's completion where the user's settings have not done so."""
+    """click's completion for zsh with the same change. Its script also initializes zsh's completion system
+    (``compinit``) where the user's settings have not done so."""
 
     source_template = """\
 (( $+functions[compdef] )) || { autoload -Uz compinit && compinit }
@@ -83,7 +85,7 @@ compdef %(complete_func)s %(prog_name)s
 
 @add_completion_class
 class FishCompletion(_OrFiles, FishComplete):
-    """click's own script: fish puts no space behind ``=`` and ``/``."""
+    """click's completion for fish, with click's own script: fish itself adds no space after ``=`` and ``/``."""
 
 
 _SHELLS = {"bash": BashCompletion, "zsh": ZshCompletion, "fish": FishCompletion}
@@ -134,7 +136,8 @@ def completion_script(shell: str, command: click.Command) -> str:
 
 
 def completion_files(shell: str, environment: Mapping[str, str]) -> tuple[Path, Path | None]:
-    """Where a shell's script lies, and the file that is to read it; None where the shell finds it by itself."""
+    """The path of a shell's completion script, and the start file that is to read the script; None instead of that file
+    where the shell finds the script by itself."""
     home = Path.home()
     if shell == "fish":
         folder = Path(environment.get("XDG_CONFIG_HOME") or home / ".config")

@@ -116,8 +116,8 @@ def _from_run(task: "type[Task] | None", source: Path, to: str, output: Path, ch
     from drawbar.cli.arguments import load_run
     from drawbar.util.torch_imports import quick_imports
 
-    here = ("launch.nproc=1", "device=cpu", "precision=fp32") if to == "huggingface" else ()
-    loaded = load_run(str(source), here, task)
+    overrides = ("launch.nproc=1", "device=cpu", "precision=fp32") if to == "huggingface" else ()
+    loaded = load_run(str(source), overrides, task)
     with quick_imports():
         from drawbar.commands.conversion.convert_run import convert_run
         from drawbar.commands.export_run import ExportFormat, export_run

@@ -1,5 +1,4 @@
-"""From the arguments of ``drawbar submit`` to a job that is checked and submitted; ``drawbar resume`` goes this way,
-too."""
+"""Makes a job from the arguments of ``drawbar submit`` or ``drawbar resume``: checks it, submits it and records it."""
 
 import json
 import time
@@ -37,19 +36,20 @@ class SubmitRequest:
     arguments: tuple[str, ...]
     """``[CONFIG] [KEY=VALUE]...``"""
     launcher: str = "slurm"
-    """By name."""
+    """The launcher's name."""
     task: "type[Task] | None" = None
     profile: str | None = None
     """The cluster profile."""
     program: str | None = None
     """Absolute path of the user's own script, where there is one."""
     version: str | None = None
-    """Of the user's own code."""
+    """The version of the user's own code: ``commit 0123456789ab``."""
     snapshot: str | None = None
-    """The copy of that code to run with: its name in the job's folder, or its path if an earlier job made it."""
+    """The copy of that code to run: its name in the job's folder, or its path if an earlier job made it. None to run
+    the code as it is when the job starts."""
     resubmitted: tuple[str, ...] | None = None
-    """Of a job that is submitted again: its stored configuration, and changes; read instead of ``arguments``."""
-
+    """Of a job that is submitted again: the file of its stored configuration, and ``key=value`` changes to it. It is
+    read instead of ``arguments``."""
     force: bool = False
     """Submit it even if it does not fit into the memory of the GPUs."""
 
@@ -60,7 +60,8 @@ class SubmitRequest:
         return load((*self.arguments, *settings), self.task, self.profile)
 
     def sets(self, key: str, loaded: LoadedConfig) -> bool:
-        """Whether the user gives the setting. A resubmitted job has them all in its file, so only its changes count."""
+        """Whether the user gives the setting. The stored configuration of a resubmitted job has all settings, so only
+        those that are given as changes count."""
         if self.resubmitted is not None:
             return any(word.startswith(f"{key}=") for word in self.resubmitted)
         return key in loaded.origins
@@ -76,7 +77,7 @@ class PlannedJob:
     elements: tuple[tuple[str, ...], ...] = ()
     """Of a sweep: the ``key=value`` settings of each element, in the order of ``job.elements``."""
     notes: tuple[str, ...] = ()
-    """What is good to know before it is submitted."""
+    """What the user should know before the job is submitted."""
     plan: Mapping[str, Any] | None = None
     """What the run is planned to take (``drawbar plan --json``); None where nobody asked."""
 
@@ -124,7 +125,7 @@ class PlannedJob:
         return records
 
     def _copy_code(self) -> None:
-        """Before the job can begin. Equal code has one copy."""
+        """Copy the user's code to ``job.snapshot``, unless it is there already: equal code has one copy."""
         copy = self.job.snapshot
         if copy is not None and not copy.exists():
             copy.parent.mkdir(parents=True, exist_ok=True)
@@ -225,7 +226,7 @@ def plan_sweep(
 
     Args:
         elements: the settings of each run, its name among them.
-        at_once: so many elements run at the same time, at most.
+        at_once: the largest number of elements that run at the same time; None for no limit.
         resubmitted: ``SubmitRequest.resubmitted`` of each element.
 
     Raises:

@@ -132,7 +132,7 @@ def prune_checkpoints(run: Path, keep: int | None, dry_run: bool, may_delete: Ca
 
     Args:
         keep: how many of the newest stay; None for what the run's configuration says.
-        may_delete: asks the user.
+        may_delete: called with a question for the user; returns whether to delete.
 
     Raises:
         UserError: there is no such run, it is being trained, its newest checkpoint is damaged, or the disk fails.
@@ -171,7 +171,7 @@ def _expect_gone(directory: CheckpointDirectory, doomed: list[int]) -> None:
 
 
 def _refuse_damaged(newest: Path) -> None:
-    """Older checkpoints are what a run falls back on where its newest is damaged."""
+    """Raise UserError if the newest checkpoint is damaged: the run would then go on from an older one."""
     with explain_read_errors(newest):
         wrong = problems(newest)
     if wrong:
@@ -183,8 +183,8 @@ def _refuse_damaged(newest: Path) -> None:
 
 
 def _directory(run: Path) -> CheckpointDirectory:
-    if not (run / "checkpoints").is_dir():  # of a run that lost its configuration, these can still be looked at
-        run_folder(run)
+    if not (run / "checkpoints").is_dir():  # else it is enough: a run may have lost its config.yaml
+        run_folder(run)  # raises UserError if this is no run
     return CheckpointDirectory(run / "checkpoints")
 
 

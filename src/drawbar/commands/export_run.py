@@ -1,4 +1,4 @@
-"""From a run directory to a folder that transformers loads."""
+"""Exports a checkpoint of a run as a folder that transformers loads."""
 
 import sys
 from contextlib import redirect_stdout

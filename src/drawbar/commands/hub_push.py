@@ -17,9 +17,9 @@ class Push:
     """Where an exported folder is uploaded to."""
 
     name: str
-    """``OWNER/NAME``, a model repository, which is made if it is not there."""
+    """``OWNER/NAME`` of a model repository, which is created if it does not exist."""
     public: bool = False
-    """Whether everybody may see a repository that is made; one that is there stays as it is."""
+    """Whether a repository that is created is public; one that exists stays as it is."""
 
     def check(self) -> None:
         """Raises UserError where the name cannot be one, or nobody is logged in; the Hub is not asked."""
@@ -44,8 +44,10 @@ class Push:
         """
         api = HfApi()
         try:
-            with suppress(HfHubHTTPError):  # it answers: a repository that is not there yet is made
-                api.repo_info(self.name, timeout=TIMEOUT_SECONDS)  # what follows has no time limit
+            # first a request with a time limit, which the next two have not: it fails if the Hub cannot be reached. An
+            # HTTP error is an answer, too: the repository may not exist yet.
+            with suppress(HfHubHTTPError):
+                api.repo_info(self.name, timeout=TIMEOUT_SECONDS)
             address = api.create_repo(self.name, private=not self.public, exist_ok=True)
             api.upload_folder(repo_id=self.name, folder_path=folder, commit_message=message)
         except Exception as error:  # the type depends on the HTTP library that huggingface_hub uses

@@ -23,7 +23,7 @@ PIPELINES = {
     "token_classification": "token-classification",
     "question_answering": "question-answering",
 }
-"""By ``task.type``, what the hub calls the use of such a model."""
+"""``task.type`` → the Hub's ``pipeline_tag`` of such a model."""
 _TEMPLATE = """---
 {{ card_data }}
 ---
@@ -54,7 +54,7 @@ def model_card(config: RunConfig, model: nn.Module, step: int, dtype: str, adapt
     """The card of the checkpoint of ``step``.
 
     Args:
-        model: its class and sizes are looked at, and no values.
+        model: only its class and the shapes of its parameters are used.
         dtype: of the exported weights.
         adapters: whether the adapters of a LoRA run are exported, and not the whole model.
     """
@@ -93,13 +93,14 @@ def model_card(config: RunConfig, model: nn.Module, step: int, dtype: str, adapt
 
 
 def _other_run(copied: Path) -> str:
-    """The run whose model the run began with, by its name alone, and the step."""
+    """Names the run that the initial model was copied from, and its step. The path of that run is left out: cards are
+    published."""
     source = json.loads((copied / SOURCE_FILE).read_text("utf-8"))
     return f"the run {Path(source['run']).name}, step {source['step']:,}"
 
 
 def _published_name(model: Any, from_scratch: Any) -> str | None:
-    """The base model, if that is a name on the hub."""
+    """The name of the base model on the Hub; None for a local folder, or a model that is trained from scratch."""
     is_hub_name = isinstance(model, str) and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model) and not Path(model).exists()
     return model if is_hub_name and from_scratch is None else None
 
@@ -123,5 +124,5 @@ def _scores(run_dir: Path, step: int) -> dict[str, str]:
 
 
 def _cell(value: Any) -> str:
-    """Text that stays text in a table of Markdown."""
+    """The value as text for a cell of a Markdown table, with Markdown's special characters escaped."""
     return re.sub(r"([\\`*_{}\[\]<>|#])", r"\\\1", " ".join(str(value).split()))

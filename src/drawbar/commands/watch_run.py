@@ -25,7 +25,7 @@ _STYLES = {"training": "green", "complete": "green", "failed": "red", "stale": "
 
 @dataclass(frozen=True)
 class RunSight:
-    """One look at a run."""
+    """What one look at a run's files and its job has found."""
 
     state: str
     """See ``LoggedProgress.state``; ``not begun`` where it has written nothing yet."""
@@ -52,7 +52,8 @@ class WatchedJob:
     _answered: float = field(default_factory=time.monotonic)
 
     def ask(self) -> JobStatus | None:
-        """What was last known of it. Raises UserError where the scheduler has not answered for ``PATIENCE`` seconds."""
+        """The newest known status of the job. Raises UserError if the scheduler has not answered for ``PATIENCE``
+        seconds, or its commands are not installed here."""
         now = time.monotonic()
         if now - self._asked >= ASK_SECONDS:
             self._asked = now
@@ -177,7 +178,8 @@ class TerminalWatch:
 
 
 class PlainWatch:
-    """A line for each thing that is new, as the training itself writes into a file."""
+    """Prints a line for each new entry of ``metrics.jsonl`` and each change of state, as ``drawbar train`` prints them
+    where there is no terminal."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self._name = name
@@ -187,7 +189,7 @@ class PlainWatch:
 
     def show(self, sight: RunSight) -> None:
         lines = newest_lines(self._folder)
-        if self._newest is None:  # of what was before, the newest line and the newest scores
+        if self._newest is None:  # the first look: only the newest training line and the newest scores
             scored = [line for line in lines if evaluation_scores(line)]
             lines = sorted([*scored[-1:], *[line for line in lines if "train/loss" in line][-1:]], key=_time)
         else:
@@ -209,7 +211,7 @@ class PlainWatch:
         self._told = told
 
     def stop(self) -> None:
-        """Nothing is held."""
+        """Does nothing: unlike a ``TerminalWatch``, this holds nothing that must be closed."""
 
 
 def _time(line: dict[str, float]) -> float:
@@ -248,7 +250,7 @@ def follow_run(what: str, patience: float) -> ExitCode:
             if sight.is_over:
                 return sight.exit_code
             time.sleep(POLL_SECONDS)
-    except KeyboardInterrupt:  # the looking ends, and not the run
+    except KeyboardInterrupt:  # ends this command; the run goes on
         return ExitCode.DONE
     finally:
         shown.stop()

@@ -41,8 +41,11 @@ class Chunk:
     seconds: float = 0.0
     pieces: dict[str, Piece] = field(default_factory=dict)
     record_of: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    """For each sample, the number of its record."""
     dropped: int = 0
+    """Records that encode left out: they gave no sample."""
     truncated: int = 0
+    """Samples that encode cut."""
     where: str = ""
     """File and line of the first record that gave samples."""
     skipped: list[UserError] = field(default_factory=list)
@@ -174,7 +177,7 @@ def _field(name: str, value: Any) -> Any:
 
 def _narrow(array: NDArray[Any]) -> NDArray[Any]:
     if not array.size:
-        return array.astype(np.bool_)  # an empty list says nothing of its dtype: bool gives way to all others
+        return array.astype(np.bool_)  # an empty list has no dtype of its own: bool is promoted to any other
     if array.dtype == np.float64:
         return array.astype(np.float32)
     limits = np.iinfo(np.int32)
@@ -185,11 +188,11 @@ def _narrow(array: NDArray[Any]) -> NDArray[Any]:
 def encode_chunks(
     reading: Reading, encode: Encode, *, skip: bool, workers: int | Literal["auto"], timeout: float
 ) -> Generator[Chunk, None, None]:
-    """Chunks of samples, in the order of the records. Close the generator, or workers may be left behind.
+    """Chunks of samples, in the order of the records. The caller must close the generator: it ends the workers.
 
     Args:
         reading: iterated in this process alone, only so far ahead that no worker waits for records.
-        skip: collect bad records and go on.
+        skip: collect the errors of bad records in ``Chunk.skipped``, and go on.
         workers: processes to encode in. ``auto``: none if this process is quick enough, else one a core, at most 16.
         timeout: longest wait for a worker, in seconds.
 

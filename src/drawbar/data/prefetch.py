@@ -143,7 +143,7 @@ class Prefetcher(Generic[Batch]):
         self._timeout = timeout
         self._prefetch_count = 2 * max(1, workers) if prefetch else 0
         self._is_deferred = not prefetch
-        """Whether batches are made at their step."""
+        """Whether each batch is made only when its step is due."""
         self._is_compared = False
         """Whether the first batch of a process has been compared with the same batch made in this process."""
         self._preparer: _Preparer[Batch] | None = None
@@ -164,7 +164,7 @@ class Prefetcher(Generic[Batch]):
         try:
             for step in range(first + 1, last + 1):
                 began = time.perf_counter()
-                self._restore_generators = None  # first: where planning fails, the step before stays as it was made
+                self._restore_generators = None  # if planning fails, the draws of the step before must stay
                 while step + len(planned) <= last and (
                     not planned or self._count_prefetched(planned) < self._prefetch_count
                 ):
@@ -268,7 +268,7 @@ class _Preparer(Generic[Batch]):
 
     @property
     def has_started(self) -> bool:
-        """Whether a batch that is asked for now is begun at once: a process takes seconds to start."""
+        """Whether a batch can be begun at once: with workers, once the first has started, which takes seconds."""
         return self._pool is None or any(started.done() for started in self._started)
 
     def submit(self, read: Callable[[], RawBatch]) -> Future[Batch]:

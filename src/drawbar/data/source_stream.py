@@ -242,7 +242,8 @@ class SourceStream:
 
     @contextmanager
     def _naming(self, reader: Reader, *paths: Path) -> Iterator[None]:
-        """Context for reading. An error of the system becomes one that names the file: those of a failed read do not.
+        """Context for reading. It turns an OSError into a UserError that names the file: the error of a failed read
+        does not.
 
         Args:
             paths: what is read; by default all files of the reader.

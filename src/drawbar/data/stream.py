@@ -93,6 +93,8 @@ class PlannedRow:
 
 @dataclass(frozen=True)
 class Block:
+    """One block of the stream, in whose rows all ranks have agreed."""
+
     start: Cursor
     after: Cursor
     lanes: dict[int, Rows]
@@ -157,7 +159,8 @@ class StreamLoader(Loader[Batch]):
         self.position = self._position_from(state)
 
     def _position_from(self, state: dict[str, Any]) -> StreamPosition:
-        """The position; for a fork with other lanes or blocks, the nearest one before the block that was in use."""
+        """The saved position. For a fork with other lanes or blocks: the start of the block that was in use, or the
+        nearest position before it that the new lanes can have."""
         cursor, used, settings = Cursor(**state["cursor"]), state["used"], self.settings
         lanes, records = state.get("lanes", settings.lanes), state.get("records", settings.records_per_lane)
         if (lanes, records) == (settings.lanes, settings.records_per_lane):
@@ -245,7 +248,8 @@ class StreamLoader(Loader[Batch]):
         return PlannedRow(rows, row, int(rows.lengths[row : row + 1][0]), first_id, block.start.epoch)
 
     def _filler_batch(self) -> RawBatch:
-        """A row for a rank that has none in a step: always the data's first, so a resumed run has the same dropout."""
+        """A micro-batch of one row, for a rank that has no rows in a step. It is always the first row of the data, so
+        that a resumed run draws the same dropout."""
         if self._filler is None:
             self._filler = self._filler_rows()
         return RawBatch([RawRow(self._filler.read(0), self._filler.join)], epoch=0)
@@ -338,7 +342,7 @@ class StreamLoader(Loader[Batch]):
         return Block(start, self._after(start, ends), part.lanes, ends, self._sequence(start, counts))
 
     def _sequence(self, start: Cursor, counts: list[int]) -> NDArray[np.int64]:
-        """The order of a block's rows: round-robin over the lanes that still have rows."""
+        """The order of a block's rows: round-robin over the lanes that still have rows; each lane shuffled if set."""
         lanes = np.repeat(np.arange(len(counts)), counts)
         turns = np.concatenate([np.arange(count) for count in counts])
         places = np.lexsort((lanes, turns))

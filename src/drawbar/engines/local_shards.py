@@ -1,8 +1,8 @@
 """The shards that this rank writes to a checkpoint in parts, copied to host memory."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import torch
 
@@ -11,6 +11,9 @@ from drawbar.engines.engine import Engine
 from drawbar.engines.results import saved_values
 from drawbar.parallel.local_boxes import LocalBox, WriterAssignment, bands
 from drawbar.runtime.tensor_shards import TensorShard
+
+_Buffers: TypeAlias = dict[tuple[str, tuple[int, ...]], torch.Tensor]
+"""The host buffers of a copy, by the tensor's name and the box's offset."""
 
 
 @dataclass(frozen=True)
@@ -38,37 +41,46 @@ class ShardCopier:
         self._world = world
         self._weights = WriterAssignment(world)
         self._optimizer = WriterAssignment(world)
-        self._buffers: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
-        """The host buffer of each box of the last copy, by the tensor's name and the box's offset."""
+        self._buffers: _Buffers = {}
 
     def copy(self) -> LocalShards:
         """Collective. The previous copy must not be in use any more."""
         engine = self._engine
         engine.share_buffers()
         state = engine.parts.state
-        optimizer = self._copies(state.local_optimizer_boxes(), self._optimizer)
-        model = self._copies(state.local_weight_boxes(), self._weights)
-        self._buffers = {(shard.name, shard.offset): shard.data for shard in (*optimizer, *model)}
+        previous, self._buffers = self._buffers, {}
+        optimizer = self._copies(state.local_optimizer_boxes(), self._optimizer, previous)
+        model = self._copies(state.local_weight_boxes(), self._weights, previous)
         if self._world.device.type == "cuda":
             torch.cuda.current_stream().synchronize()  # the asynchronous copies are complete only then
         values = saved_values(engine.step, engine.config, engine.updater.scaler_state())
         return LocalShards(model, optimizer, state.tied(), values)
 
-    def _copies(self, boxes: Sequence[LocalBox], assignment: WriterAssignment) -> list[TensorShard]:
-        cut = [band for box in boxes for band in bands(box)]
-        found = []
-        for box, is_writer in zip(cut, assignment.chosen(cut), strict=True):
-            if is_writer or box.is_collective:
+    def _copies(self, boxes: Sequence[LocalBox], assignment: WriterAssignment, previous: _Buffers) -> list[TensorShard]:
+        divided = [(box, [*bands(box)]) for box in boxes]
+        is_writer = iter(assignment.chosen([band for _, all_bands in divided for band in all_bands]))
+        found: list[TensorShard] = []
+        for box, all_bands in divided:
+            own = [band for band in all_bands if next(is_writer)]
+            if own or box.is_collective:
                 self._world.note(f"copying {box.name}")  # shown by ranks that wait for this one
-                tensor = box.get()
-                if is_writer:
-                    found.append(TensorShard(box.name, box.shape, box.offset, self._host_copy(box, tensor)))
+            if own == all_bands:  # one copy of the whole box is faster than one for each band
+                whole = replace(box, get=self._host_copy(box, previous).detach)
+                found += [TensorShard(band.name, band.shape, band.offset, band.get()) for band in bands(whole)]
+            elif own:
+                found += [
+                    TensorShard(band.name, band.shape, band.offset, self._host_copy(band, previous)) for band in own
+                ]
+            elif box.is_collective:
+                box.get()
         return found
 
-    def _host_copy(self, box: LocalBox, tensor: torch.Tensor) -> torch.Tensor:
+    def _host_copy(self, box: LocalBox, previous: _Buffers) -> torch.Tensor:
         """A copy in host memory; from a CUDA device it is asynchronous, into pinned memory."""
+        tensor = box.get()
         pinned = tensor.is_cuda
-        buffer = self._buffers.get((box.name, box.offset))
+        buffer = previous.get((box.name, box.offset))
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+        self._buffers[box.name, box.offset] = buffer
         return buffer.copy_(tensor, non_blocking=pinned)

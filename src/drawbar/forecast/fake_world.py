@@ -39,9 +39,10 @@ _ON_REAL_TENSORS: tuple[tuple[Any, str], ...] = (
     (local_model, "apply_dtypes"),
     (ShardingPropagator, "_propagate_tensor_meta_non_cached"),
 )
-"""Functions that fake tensors would break: meshes read their ranks from tensors, stages are deep copies, peft moves
-modules to devices, tensors on the meta device get other formats in place, and DTensor finds shapes by fake tensors of
-its own, as large as the whole, which no rank holds."""
+"""Functions that run outside of the fake tensor mode, as they would fail or count wrongly in it: meshes read their
+ranks from tensors, stages are deep copies, peft moves modules to devices, parameters on the meta device change their
+dtype in place, and DTensor finds shapes by fake tensors of its own, as large as the full tensor, which no rank
+holds."""
 
 
 class FakeWorld(Distributed):
@@ -121,7 +122,7 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
         register(replica, None, replica.reduction)
 
     def reduce_in_bf16(replica: DistributedDataParallel, state: object, hook: object) -> None:
-        replica.reduction.dtype = torch.bfloat16  # the only hook that a strategy of ours registers
+        replica.reduction.dtype = torch.bfloat16  # drawbar registers no other hook than bf16 compression
 
     DistributedDataParallel.__init__ = init_without_messages
     DistributedDataParallel.register_comm_hook = reduce_in_bf16
@@ -140,7 +141,7 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
 
 
 def _on_real_tensors(method: Callable[..., T]) -> Callable[..., T]:
-    """The same function, for tensors with values."""
+    """The function, wrapped to run outside of all dispatch modes, and so on real tensors."""
 
     @wraps(method)
     def call(*args: Any, **kwargs: Any) -> T:
@@ -151,10 +152,10 @@ def _on_real_tensors(method: Callable[..., T]) -> Callable[..., T]:
 
 
 class _FakeReduction:
-    """What DDP does with a bucket of gradients: torch's own way waits for a result, which a fake group never has."""
+    """DDP communication hook that does not wait: torch's own waits for a result, which a fake group never gives."""
 
     dtype: torch.dtype | None = None
-    """What the gradients are sent in, where it is not their own."""
+    """The dtype that gradients are sent in; None for their own."""
 
     def __init__(self) -> None:
         self.__name__ = self.__qualname__ = "fake_reduction"  # torch asks a hook, which is a function, for both

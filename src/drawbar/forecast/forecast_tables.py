@@ -13,17 +13,19 @@ from drawbar.forecast.suggestions import Suggestion
 from drawbar.util.byte_sizes import readable
 
 Compared = Sequence[tuple[str, RunForecast | UserError]]
-"""Strategies side by side, and what each takes, or why it cannot run."""
+"""For each compared strategy: its name, and its forecast or the error that says why it cannot run."""
 
 
 def print_forecast(
     console: Console, forecast: RunForecast, compared: Compared, suggestions: Sequence[Suggestion] | None
 ) -> None:
-    """Args:
-    suggestions: what would make it fit; None where it fits, or nobody looked.
+    """Print a forecast, the strategies side by side, and suggestions.
+
+    Args:
+        suggestions: changes with which the run fits, empty if none was found; None if the run fits as it is.
     """
-    console.print(_of_ranks(forecast))
-    for line in _lines(forecast):
+    console.print(_rank_table(forecast))
+    for line in _summary_lines(forecast):
         console.print(line, highlight=False, soft_wrap=True)
     if compared:
         _print_side_by_side(console, compared)
@@ -36,7 +38,7 @@ def print_forecast(
         console.print("no change that was tried makes it fit: take more or larger devices, or a smaller model")
 
 
-def _of_ranks(forecast: RunForecast) -> Table:
+def _rank_table(forecast: RunForecast) -> Table:
     table = Table(title=f"{forecast.strategy} on {_machine(forecast)}: {forecast.method}", title_justify="left")
     table.add_column("")
     for rank in forecast.ranks:
@@ -59,7 +61,7 @@ def _of_ranks(forecast: RunForecast) -> Table:
     return table
 
 
-def _lines(forecast: RunForecast) -> list[str]:
+def _summary_lines(forecast: RunForecast) -> list[str]:
     machine, largest = forecast.machine, forecast.largest
     word = "fits" if forecast.fits else "does not fit"
     share = f"{readable(machine.usable)} of {readable(machine.memory)} are usable"

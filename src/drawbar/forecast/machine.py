@@ -15,7 +15,7 @@ DEFAULT_UTILIZATION = 0.4
 
 @dataclass(frozen=True)
 class Machine:
-    """So many equal machines, and what each rank has of one."""
+    """All machines of a planned run: how many equal nodes there are, and what each rank has of its node."""
 
     nodes: int
     ranks_per_node: int
@@ -24,8 +24,9 @@ class Machine:
     device: str
     """``cuda`` or ``cpu``."""
     peak_flops: float | None
-    """Operations a second of a device in 16 bits; None where that is not known."""
+    """FLOP/s of a device in 16 bits; None if not known."""
     utilization: float
+    """Share of ``peak_flops`` that the run is assumed to reach (its MFU)."""
 
     @property
     def ranks(self) -> int:
@@ -33,7 +34,7 @@ class Machine:
 
     @property
     def usable(self) -> int:
-        """Bytes of a rank that tensors can have; the rest is for fragments, kernels and libraries."""
+        """Bytes of a rank's memory that tensors can take; the rest is for fragmentation, kernels and libraries."""
         return int(USABLE_SHARE * self.memory)
 
 
@@ -81,8 +82,9 @@ _MEMORIES = {
     "A10G": 24, "A10": 24, "L4": 24, "T4": 16,
 }  # fmt: skip
 """GB of a device's memory, from the vendors' data sheets; of the smaller variant where there are two, so that
-nothing is said to fit that does not. A name that tells its memory (A100-SXM4-80GB) is believed."""
-_OF_UNNAMED_GPU = 80
+nothing is said to fit that does not. Where the name itself says a size (A100-SXM4-80GB), that is used instead."""
+_DEFAULT_GB = 80
+"""Memory of a GPU that has no name, or an unknown one."""
 
 
 def _gpu_memory(gpu: str | None) -> int:
@@ -93,7 +95,7 @@ def _gpu_memory(gpu: str | None) -> int:
     named = (gpu or "").upper()
     told = re.search(r"(\d+) ?GB\b", named)
     known = (size for name, size in _MEMORIES.items() if re.search(rf"\b{name}\b", named))
-    return int(int(told[1]) if told else next(known, _OF_UNNAMED_GPU)) * 10**9
+    return int(int(told[1]) if told else next(known, _DEFAULT_GB)) * 10**9
 
 
 def _device_here(config: RunConfig) -> str:

@@ -1,4 +1,5 @@
-"""Functions that run in processes of their own: what torch keeps of one rank's process groups breaks the next one's."""
+"""Runs a function in a process of its own: what torch keeps of a rank's process groups would break those of the
+next."""
 
 import multiprocessing
 import os
@@ -13,11 +14,11 @@ T = TypeVar("T")
 
 
 def in_own_process(function: Callable[[], T], what: str, timeout: float) -> T:
-    """What ``function`` returns in a fork of this process; it must pickle.
+    """Run ``function`` in a fork of this process, and return its result, which must pickle.
 
     Args:
-        what: what it does, for messages.
-        timeout: seconds.
+        what: what is forecast, for messages.
+        timeout: longest wait for the result, in seconds.
 
     Raises:
         UserError: the function raised it; or it failed, or took too long.
@@ -43,13 +44,15 @@ def in_own_process(function: Callable[[], T], what: str, timeout: float) -> T:
     if isinstance(answer, UserError):
         raise answer
     if isinstance(answer, _Crash):
-        raise _failed(what, answer.last_line)
+        raise _failed(what, answer.summary)
     return answer
 
 
 class _Crash:
-    def __init__(self, last_line: str) -> None:
-        self.last_line = last_line
+    """Stands for an exception in the fork that is no UserError, and may not pickle."""
+
+    def __init__(self, summary: str) -> None:
+        self.summary = summary
 
 
 def _run(function: Callable[[], Any], sender: Connection) -> None:

@@ -1,4 +1,4 @@
-"""What one rank of a run will take, found by two steps on tensors without memory: the steps of its own engine."""
+"""The forecast of one rank: what it takes, counted in two steps of the run's own engine on fake tensors."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -41,18 +41,18 @@ class RankForecast:
     stage: int
     """Its coordinate along ``pp``: its pipeline stage; with ``interleaved``, which gives it two, the first of them."""
     parameters: int
-    """Bytes, as ``gradients`` and ``optimizer``."""
+    """In bytes; so are ``gradients`` and ``optimizer``."""
     gradients: int
     optimizer: int
     peak: Peak
     sent: dict[str, int]
     """Bytes that the rank sends in a step, by axis of the mesh."""
     flops: float
-    """Operations of the rank in a step, what is computed again included."""
+    """Floating-point operations of the rank in a step, recomputation included."""
     rows: int
-    """Of a micro-batch."""
+    """Rows in a micro-batch."""
     micro_batches: int
-    """In a step."""
+    """Number of micro-batches in a step."""
     checkpoint: int
     """Bytes of the whole run's checkpoint."""
 
@@ -66,11 +66,11 @@ def forecast_rank(
     ranks_per_node: int,
     on_host: bool,
 ) -> RankForecast:
-    """Make two steps of a run as one of its ranks.
+    """Make two steps as one rank of a run, and return what they take.
 
     Args:
         build_task: from a configuration to a task without weights (``TaskContext.weightless``).
-        config: with nothing left to choose.
+        config: with every ``auto`` resolved.
         sample: the longest one, see ``longest_sample``.
         on_host: whether the ranks' devices are CPUs.
 
@@ -81,7 +81,7 @@ def forecast_rank(
         task = build_task(config)
         rows, count = rows_and_count(config, world, sample)
         micro = worst_micro_batch(task, config, sample, rows)
-        meta_model = task.build_meta_model()  # needs real tensors; the engine asks for it among fake ones
+        meta_model = task.build_meta_model()  # needs real tensors, and the engine asks for it where all are fake
         task.build_meta_model = lambda: meta_model  # type: ignore[method-assign]
         with fake_tensors() as mode, StepRecorder(partial(_axes_of, dims), on_host) as recorder:
             engine = assemble_engine(task, config, world, total_steps=100)
@@ -119,6 +119,8 @@ def forecast_rank(
 
 @dataclass(frozen=True)
 class _Step:
+    """What one step took."""
+
     gradients: int
     flops: float
     sent: Counter[str]
@@ -127,20 +129,21 @@ class _Step:
 def _step(engine: Engine, recorder: StepRecorder, micro_batches: list[MicroBatch[Batch]], targets: float) -> _Step:
     flops, sent, found = recorder.flops, Counter(recorder.traffic), 0
 
-    def look() -> None:
+    def note_gradients() -> None:
         nonlocal found
         gradients = [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]
         recorder.follow(gradients, GRADIENTS)
         found = size_of(gradients)
 
-    with engine.inspecting(look):
+    with engine.inspecting(note_gradients):
         engine.train_step(micro_batches, targets)
     return _Step(found, recorder.flops - flops, recorder.traffic - sent)
 
 
 def _counts(config: RunConfig, dims: ParallelDims, count: int) -> tuple[int, int]:
-    """How many micro-batches the two steps have: as few as show what each further one takes, and what the rank holds at
-    once. A stage of GPipe holds all of them, one of 1F1B as many as there are stages."""
+    """How many micro-batches the first and the second step have. The difference of the two steps gives what each
+    further micro-batch takes, and the second one reaches the most micro-batches that the rank holds at once: a stage of
+    GPipe holds all of them, one of 1F1B as many as there are stages."""
     if dims.pp == 1:
         return min(count, 1), min(count, 2)
     if config.parallel.schedule == "gpipe":
@@ -149,6 +152,8 @@ def _counts(config: RunConfig, dims: ParallelDims, count: int) -> tuple[int, int
 
 
 def _extrapolated(first: float, last: float, few: int, most: int, count: int) -> float:
+    """The value for ``count`` micro-batches, linear in their number: ``first`` is that for ``few``, ``last`` for
+    ``most``."""
     return last if most == few else last + (count - most) * (last - first) / (most - few)
 
 
@@ -158,12 +163,13 @@ def _state(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _vocabularies(engine: Engine, dims: ParallelDims) -> set[int]:
-    """The last dim of logits: the vocabulary, or a tensor-parallel rank's part of it."""
+    """The sizes that the last dim of logits may have: the vocabulary, and a tensor-parallel rank's part of it."""
     config: Any = getattr(engine.meta_model, "config", None)
     vocabulary = getattr(config.get_text_config(), "vocab_size", None) if hasattr(config, "get_text_config") else None
     return set() if vocabulary is None else {vocabulary, -(-vocabulary // dims.tp)}
 
 
 def _axes_of(dims: ParallelDims, ranks: list[int]) -> str:
+    """The mesh axes along which these ranks differ, joined by ``+``."""
     places = [dims.coordinates(rank) for rank in ranks]
     return "+".join(axis for axis in AXES if len({place[axis] for place in places}) > 1)

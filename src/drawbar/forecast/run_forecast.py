@@ -1,4 +1,4 @@
-"""What a run will take on given machines: of each kind of rank, and as a whole."""
+"""The forecast of a run on given machines: what each kind of rank takes, and the run as a whole."""
 
 import math
 from collections.abc import Sequence
@@ -47,16 +47,16 @@ class RunForecast:
     """What a configuration takes on given machines."""
 
     strategy: str
-    """As a user writes it: ``fsdp tensor=2``."""
+    """As a user writes it in ``--strategies``: ``fsdp tensor=2``."""
     method: str
     """``counted``, or ``estimated by sums``: where the strategy cannot be run on fake tensors."""
     ranks: list[RankForecast]
     """Of a pipeline, a rank for each coordinate along ``pp``; of ZeRO-1, the first and the last rank; else rank 0."""
     machine: Machine
     steps: int | None
-    """None where the length of the data is not known."""
+    """Optimizer steps of the run; None if they depend on the length of the data, which is not known."""
     tokens: int
-    """In a step, if all samples are longest; 0 where samples have none."""
+    """Tokens in a step if every sample is as long as the settings allow; 0 where samples have no tokens."""
 
     @property
     def largest(self) -> RankForecast:
@@ -74,7 +74,7 @@ class RunForecast:
 
     @property
     def hours(self) -> float | None:
-        """Of all steps, at the stated utilization; without evaluations and starts."""
+        """Hours that all steps take at the machine's ``utilization``; evaluations and starts are not counted."""
         if self.steps is None or self.machine.peak_flops is None:
             return None
         busiest = max(rank.flops for rank in self.ranks)
@@ -82,7 +82,7 @@ class RunForecast:
 
     @property
     def checkpoint(self) -> int:
-        """Bytes."""
+        """Bytes of a checkpoint of the whole run."""
         return self.ranks[0].checkpoint
 
     def as_dict(self) -> dict[str, Any]:
@@ -244,7 +244,8 @@ def _on_machine(config: RunConfig, machine: Machine) -> RunConfig:
 
 
 def _kinds_of_ranks(dims: ParallelDims, config: RunConfig) -> list[int]:
-    """A rank of each kind: others hold and do the same. Stages differ: `1f1b` keeps more micro-batches in the first."""
+    """One rank of each kind; the other ranks of its kind hold and do the same. The stages of a pipeline differ: `1f1b`
+    keeps more micro-batches in the first."""
     if dims.pp > 1:
         return [stage * (dims.size // dims.pp) for stage in range(dims.pp)]
     uneven = dims.size > 1 and not config.parallel.features.supports_model_parallel  # ZeRO-1 deals out whole parameters
@@ -252,7 +253,8 @@ def _kinds_of_ranks(dims: ParallelDims, config: RunConfig) -> list[int]:
 
 
 def _countable(config: RunConfig, ranks: int) -> tuple[RunConfig, ParallelDims, bool]:
-    """The nearest configuration whose steps can be made on fake tensors, its degrees, and whether it is another one.
+    """The nearest configuration whose steps can be made on fake tensors, its degrees, and whether it differs
+    from ``config``.
 
     DeepSpeed cannot compute on fake tensors: the run counts as DDP (``_by_sums`` then divides its state). Fake
     tensors are the CPU's, for which there is no ring attention: the ranks that share a sequence count as data-parallel

@@ -1,4 +1,4 @@
-"""What a step on fake tensors takes: storages from their making to their end, operations, and bytes that are sent."""
+"""Records what a step on fake tensors takes: when each storage is allocated and freed, operations, and bytes sent."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -33,13 +33,14 @@ class Peak:
 
 
 class StepRecorder(TorchDispatchMode):
-    """Follows every storage that is made in its context, inside that of ``fake_tensors``. It also answers what a
-    program asks of a value (``bool(tensor)``, ``tensor.item()``): all is finite, all masks are full.
+    """Dispatch mode that follows every storage that is made in its context; it is entered inside of ``fake_tensors``.
+    Where a program asks for the value of a tensor (``bool(tensor)``, ``tensor.item()``), it gives True or 1, as if all
+    values were finite and no mask hid anything.
 
     Args:
-        axes_of: the name of the axes along which these global ranks differ.
-        on_host: whether the ranks' devices are CPUs. There gloo gathers and scatters by way of a copy, and operators
-            on two formats copy the lower one's operand first.
+        axes_of: from global ranks to the names of the mesh axes along which they differ, joined by ``+``.
+        on_host: whether the ranks' devices are CPUs. There gloo gathers and scatters by way of a copy, and an operator
+            on two dtypes first copies the operand of the smaller one.
     """
 
     def __init__(self, axes_of: Callable[[list[int]], str], on_host: bool) -> None:
@@ -48,7 +49,7 @@ class StepRecorder(TorchDispatchMode):
         self.traffic: Counter[str] = Counter()
         """Bytes that this rank sends in ring algorithms, by axes of the mesh (``dp_shard``, ``dp_replicate+cp``)."""
         self.logits_widths: set[int] = set()
-        """The sizes of a vocabulary: what has such a last dim is logits."""
+        """Sizes of the vocabulary: a tensor whose last dim has such a size counts as logits."""
         self._axes_of = axes_of
         self._on_host = on_host
         self._numbers = WeakIdKeyDictionary()  # storage → its number
@@ -95,7 +96,7 @@ class StepRecorder(TorchDispatchMode):
         return out
 
     def follow(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Say what tensors are for; those that were made elsewhere count from now on."""
+        """Set the kind of tensors; those that were made outside of this context count from now on."""
         for tensor in tensors:
             number = self._follow(local(tensor))
             if number is not None:
@@ -106,7 +107,8 @@ class StepRecorder(TorchDispatchMode):
         self._begin = len(self._events)
 
     def peak(self) -> Peak:
-        """The peak since ``begin``; kinds are those that storages have been given by now."""
+        """The peak since ``begin``. A storage counts under the kind that it has now, also for the time before it got
+        that."""
         now: Counter[str] = Counter()
         total, best = 0, Peak(0, {})
         for index, (number, change) in enumerate(self._events):
@@ -117,6 +119,7 @@ class StepRecorder(TorchDispatchMode):
         return Peak(best.bytes, {kind: best.by_kind.get(kind, 0) for kind in KINDS})
 
     def _follow(self, tensor: Tensor) -> int | None:
+        """The number of a tensor's storage, which is followed from now on; None for a tensor that takes no memory."""
         if not isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
             return None
         storage = tensor.untyped_storage()
@@ -138,7 +141,7 @@ class StepRecorder(TorchDispatchMode):
             self._sizes[number] = size
 
     def _copy(self, size: int, kind: str) -> None:
-        """A copy that a library makes and frees inside of one operation."""
+        """Note a copy that a library makes and frees inside of one operation."""
         number = len(self._sizes)
         self._sizes.append(0)
         self._kinds[number] = kind

@@ -11,9 +11,9 @@ from drawbar.errors import UserError
 from drawbar.forecast.run_forecast import Forecaster, RunForecast
 
 SECONDS = 300.0
-"""What is spent on looking for changes, at most."""
+"""After this time, no further change is tried."""
 MOST = 3
-"""Changes to show."""
+"""The largest number of suggestions."""
 
 Overrides = Mapping[str, Any]
 """Settings by their full names."""
@@ -65,7 +65,7 @@ def with_overrides(config: RunConfig, overrides: Overrides) -> RunConfig:
 
 
 def _changes(config: RunConfig, found: RunForecast) -> Iterator[dict[str, Any]]:
-    """What lowers the peak, from what costs least time to what costs most."""
+    """Changes that lower the peak, from the one that slows training least to the one that slows it most."""
     parallel, rank = config.parallel, found.largest
     ranks = found.machine.ranks
     deepspeed = is_deepspeed(config)
@@ -93,7 +93,8 @@ def _changes(config: RunConfig, found: RunForecast) -> Iterator[dict[str, Any]]:
 
 
 def _try(forecaster: Forecaster, config: RunConfig, overrides: Overrides, end: float) -> Suggestion | None:
-    """The suggestion, if the run fits with it; None too where it cannot be run so, or time is over."""
+    """The overrides as a suggestion if the run fits with them; None if it does not, cannot run with them, or time is
+    over."""
     left = end - time.monotonic()
     if left <= 0:
         return None
@@ -105,7 +106,7 @@ def _try(forecaster: Forecaster, config: RunConfig, overrides: Overrides, end: f
 
 
 def _without_needless(forecaster: Forecaster, config: RunConfig, suggestion: Suggestion, end: float) -> Suggestion:
-    """The same without what it also fits without, the dearest left out first."""
+    """The suggestion without the overrides that it does not need; those that slow training most are left out first."""
     for key in reversed(list(suggestion.overrides)):
         rest = {name: value for name, value in suggestion.overrides.items() if name != key}
         if rest and (smaller := _try(forecaster, config, rest, end)):

@@ -21,7 +21,7 @@ from drawbar.tracking.console import SilentConsole
 from drawbar.train.batch_making import batch_maker
 from drawbar.train.batches import OpenedSplit, first_samples, train_micro_batch
 
-_OF_DECODER = ("labels", "decoder_input_ids")
+_DECODER_FIELDS = ("labels", "decoder_input_ids")
 
 
 def longest_sample(task: Task, config: RunConfig, world: Distributed, records: Any) -> Sample:
@@ -37,11 +37,11 @@ def longest_sample(task: Task, config: RunConfig, world: Distributed, records: A
         return sample
     tokens, length = len(sample["input_ids"]), config.data.sequence_length
     target_length = getattr(config.task, "target_length", None) or length
-    of_whole = ("id", "ids", *(("labels",) if task.label_placement == "sample" else ()))
+    unstretched = ("id", "ids", *(("labels",) if task.label_placement == "sample" else ()))
     for name, value in sample.items():
-        if np.ndim(value) == 0 or name in of_whole:
+        if np.ndim(value) == 0 or name in unstretched:
             continue
-        if task.label_placement == "decoder" and name in _OF_DECODER:
+        if task.label_placement == "decoder" and name in _DECODER_FIELDS:
             sample[name] = np.resize(value, target_length)
         elif len(value) == tokens:
             sample[name] = np.resize(value, (length, *np.shape(value)[1:]))
@@ -49,7 +49,8 @@ def longest_sample(task: Task, config: RunConfig, world: Distributed, records: A
 
 
 def rows_and_count(config: RunConfig, world: Distributed, sample: Sample) -> tuple[int, int]:
-    """Rows of the largest micro-batch, and how many micro-batches a rank has in a step, where all rows are longest."""
+    """Rows of the largest micro-batch, and how many micro-batches a rank has in a step, if all rows are as long as
+    ``sample``."""
     in_tokens = "input_ids" in sample
     size, share = train_micro_batch(config, world, in_tokens), -(-config.train.global_batch // world.dp_group.size)
     rows = share if size.rows is None else min(share, size.rows)
@@ -59,7 +60,7 @@ def rows_and_count(config: RunConfig, world: Distributed, sample: Sample) -> tup
 
 
 def worst_micro_batch(task: Task, config: RunConfig, sample: Sample, rows: int) -> MicroBatch[Batch]:
-    """A micro-batch of ``rows`` such samples, on the host."""
+    """A micro-batch of ``rows`` copies of the sample, on the host."""
     make = batch_maker(task, config)
     samples = [make.augment({**sample, "id": number, "ids": [number]}, 0) for number in range(rows)]
     if config.data.batching == "packed" and task.label_placement is not None:

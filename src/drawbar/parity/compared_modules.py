@@ -1,4 +1,4 @@
-"""Where a strategy that differs from the reference is right and where it is not, module by module."""
+"""Compares a strategy that differs from the reference with it, module by module."""
 
 from dataclasses import dataclass
 
@@ -16,14 +16,14 @@ from drawbar.parity.divergence import Probe
 
 @dataclass(frozen=True)
 class ComparedModule:
-    """One module. A difference is None where the module has no such thing, or where none was seen."""
+    """The differences of one module. One is None where the module has no such value, or it could not be compared."""
 
     name: str
     """Empty for the model itself."""
     output: Worst | None = None
-    """In the step of few rows (see ``divergence``), as the two that follow."""
+    """That of its output, in the step of few rows (see ``divergence``); so are ``gradient`` and ``parameters``."""
     gradient: Worst | None = None
-    """Of what it puts out."""
+    """That of the gradient of its output."""
     parameters: Worst | None = None
     """The worst of the gradients of its own parameters."""
     weights: Worst | None = None

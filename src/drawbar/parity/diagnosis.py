@@ -40,12 +40,13 @@ def diagnose(probe: Probe, comparison: Comparison, trace: Trace, reference: Refe
                 )
             text = "all outputs are equal; going backward, gradients diverge first at the output of"
             return Diagnosis(mismatch.module, f"{text} {_display_name(mismatch.module)} ({by})")
-    one = reference.trace
-    first = min(trace.gradients.keys() & one.gradients.keys(), default=0)
+    expected_trace = reference.trace
+    first = min(trace.gradients.keys() & expected_trace.gradients.keys(), default=0)
     allowed = reference.tolerances.gradients
-    limits = Limits(allowed.least, {name: allowed.of(at_step(name, first)) for name in one.weights})
-    of_first = (trace.gradients.get(first, {}), one.gradients.get(first, {}), one.ties, limits)
-    for found, expected, ties, at_most in [(probe.found, probe.expected, probe.ties, probe.limits), of_first]:
+    limits = Limits(allowed.least, {name: allowed.of(at_step(name, first)) for name in expected_trace.weights})
+    few_rows = (probe.found, probe.expected, probe.ties, probe.limits)
+    first_gradients = trace.gradients.get(first, {}), expected_trace.gradients.get(first, {})
+    for found, expected, ties, at_most in [few_rows, (*first_gradients, expected_trace.ties, limits)]:
         wrong = _wrong_parameter(found, expected, ties, at_most)
         if wrong is not None:
             text = f"outputs and their gradients are equal, but the gradient of {wrong.name} is not: {wrong.text}"
@@ -94,7 +95,7 @@ def _describe_shards(probe: Probe, mismatch: ModuleDifference) -> str:
 
 
 def _module(name: str) -> str:
-    """What a module or a parameter belongs to."""
+    """The module that has this module or parameter as a member; empty for the model itself."""
     return name.rpartition(".")[0]
 
 
@@ -103,7 +104,7 @@ def _display_name(module: str) -> str:
 
 
 def _wrong_parameter(found: Tensors, expected: Tensors, ties: list[list[str]], limits: Limits) -> Note | None:
-    """The parameter whose gradient differs most, and hints at the reason."""
+    """The parameter whose gradient differs most, with a hint at the reason; None if no gradient exceeds its limit."""
     known = by_every_name(expected, ties)
     complete = by_every_name(found, ties)
     worst = Worst.of(gradient_differences({name: complete[name] for name in known if name in complete}, known), limits)
@@ -114,11 +115,11 @@ def _wrong_parameter(found: Tensors, expected: Tensors, ties: list[list[str]], l
     separate = [other for other in others if other in found]
     if name in found and separate:
         return Note(name, f"in one process it is tied to {', '.join(separate)}, and here it is not")
-    one, other = complete[name].double(), known[name].double()
-    if one.shape == other.shape and norm(other) > 0:
-        factor = float((one * other).sum()) / norm(other) ** 2
-        if norm(one) == 0:
+    gradient, wanted = complete[name].double(), known[name].double()
+    if gradient.shape == wanted.shape and norm(wanted) > 0:
+        factor = float((gradient * wanted).sum()) / norm(wanted) ** 2
+        if norm(gradient) == 0:
             return Note(name, "it is zero")
-        if norm(one - factor * other) <= 10 * worst.limit * norm(one):
+        if norm(gradient - factor * wanted) <= 10 * worst.limit * norm(gradient):
             return Note(name, f"it is {factor:.3g} times what it should be")
     return Note(name, f"it differs by {worst.value:.1e}, so it is not what the rows of all ranks add up to")

@@ -62,7 +62,7 @@ class Curve:
         return None if bucket is None or bucket.high == -math.inf else (bucket.high_step, bucket.high)
 
     def add(self, step: int, value: float) -> None:
-        """A value; steps may come in any order, and twice."""
+        """Add a value. Steps may come in any order, and more than once."""
         if self.count == 0:
             self.first = value
         self.count += 1

@@ -20,7 +20,7 @@ _MAIN = {
 """Metrics with a figure of their own, in this order: title, and what the vertical axis shows."""
 _LOSS = "train/loss"
 _UNPLOTTED = ("train/epoch", "train/skipped")
-"""Counts that only grow; ``train/skipped`` is plotted where it is not 0 throughout."""
+"""Counts that only grow, and have no figure; but ``train/skipped`` has one if it ends above 0 in any run."""
 
 
 def make_figures(runs: Mapping[str, RecordedRun]) -> list[PageFigure]:

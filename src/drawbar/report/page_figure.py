@@ -20,7 +20,7 @@ class PlottedCurve:
     y: list[float | None]
     """None leaves a gap: the value is not a finite number."""
     width: float | None = None
-    """Of the line, in pixels; by default a thin one, and of a dashed curve a thicker one."""
+    """Width of the line in pixels; None for the default, which is larger for a dashed curve."""
     is_bound: bool = False
     """Whether it is a bound and not a measured curve: drawn dotted, without points."""
 
@@ -36,9 +36,9 @@ class PageFigure:
     """The figure in words, for those who do not see it."""
     traces: list[PlottedCurve]
     is_logarithmic: bool = False
-    """Whether the vertical axis is, whatever the reader has chosen for others."""
+    """Whether the vertical axis is always logarithmic; otherwise the reader of the page chooses."""
     id: str = ""
-    """Of the element that it is drawn in."""
+    """Id of the HTML element that the figure is drawn in."""
 
     def data(self) -> dict[str, Any]:
         """What ``page.js`` draws."""
@@ -47,8 +47,8 @@ class PageFigure:
         return {**about, "traces": traces}
 
     def _range(self) -> list[float] | None:
-        """Of the vertical axis: a tenth around a value that never changes; else None, and plotly chooses. It would
-        show an accuracy of 0.6 on an axis from -0.4 to 1.6."""
+        """The range of the vertical axis: a tenth below and above a value that never changes, as plotly itself would
+        show an accuracy of 0.6 on an axis from -0.4 to 1.6. None for other curves: plotly chooses."""
         values = {value for trace in self.traces for value in trace.y if value is not None}
         if len(values) != 1:
             return None
@@ -64,7 +64,7 @@ def with_ids(figures: Sequence[PageFigure]) -> list[PageFigure]:
 
 
 def curve_name(name: str) -> str:
-    """A name as ``PlottedCurve`` has it."""
+    """A name, escaped for ``PlottedCurve.name``."""
     return escape(name, quote=False)
 
 

@@ -1,4 +1,4 @@
-"""A page: one HTML file that asks nothing of any network, and runs no script but its own two."""
+"""Renders a page and writes it: one HTML file that loads nothing over a network and runs no scripts but its own."""
 
 import base64
 import hashlib
@@ -59,7 +59,7 @@ def check_target(target: Path, option: str) -> None:
 
 
 def write_page(page: bytes, target: Path, option: str) -> None:
-    """Write a page, or leave what was there. Raises UserError where that cannot be done."""
+    """Write a page. Raises UserError if that fails; a file that was there is then unchanged."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with replacing(target) as file:
@@ -83,8 +83,8 @@ def render_page(
 
     Args:
         template: a file in ``assets`` that extends ``page.html``.
-        filters: of the template, besides ``number``, ``duration``, ``size`` and ``clock``.
-        values: of the template.
+        filters: Jinja filters of the template, besides ``number``, ``duration``, ``size`` and ``clock``.
+        values: variables of the template.
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from plotly.offline import get_plotlyjs
@@ -110,7 +110,7 @@ def render_page(
         script_hashes=" ".join(_hash(text) for text in scripts.values()),
         **values,
     )
-    return page.encode("utf-8", errors="replace")  # half of a surrogate pair cannot be written: "?"
+    return page.encode("utf-8", errors="replace")  # a lone surrogate cannot be encoded: it becomes "?"
 
 
 def _hash(script: str) -> str:

@@ -11,11 +11,11 @@ from drawbar.report.page_file import render_page
 
 _DECADES_BELOW = 6
 _DECADES_ABOVE = 2
-"""What a bar shows of a difference: so many powers of ten below its bound, and above it."""
+"""The scale of the bar that shows a difference: powers of ten below the bound, and above it."""
 _FIGURES = {"loss": ("Loss", "loss per target"), "grad_norm": ("Gradient norm", "norm, before clipping")}
 FIRST = "first to differ"
 MODULES_AROUND = 6
-"""Modules that are shown before the first one that differs, and behind it; the page lists all in a fold."""
+"""How many modules are shown before the first one that differs, and from it on; all are in a fold of the page."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class ComparedStrategy:
     """One case of the JSON, with its figures."""
 
     id: str
-    """Of its section in the page."""
+    """Id of its section in the page."""
     case: Mapping[str, Any]
     figures: list[PageFigure]
     around: list[Mapping[str, Any]]
@@ -41,7 +41,7 @@ class ComparedStrategy:
 
     @property
     def behind(self) -> int:
-        """How many modules come after them."""
+        """How many modules come after those in ``around``."""
         return len(self.case["modules"]) - self.before - len(self.around)
 
 
@@ -108,7 +108,8 @@ def _verdict(cases: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _figures(case: Mapping[str, Any]) -> list[PageFigure]:
-    """Both curves in one figure, for loss and gradient norm, and how far they are apart."""
+    """Three figures: loss, and gradient norm, each with the curves of the strategy and of one process; and the relative
+    differences between those curves."""
     curves = case["curves"]
     if not curves:
         return []
@@ -146,7 +147,7 @@ def _largest(curve: Mapping[str, Any]) -> str:
 
 
 def _numbers(values: Sequence[float | str]) -> list[float | None]:
-    """With None for what is no finite number."""
+    """The values as numbers, with None for what is not a finite number."""
     numbers = [metric_value(value) for value in values]
     return [significant(number) if number is not None and math.isfinite(number) else None for number in numbers]
 

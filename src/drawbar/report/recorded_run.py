@@ -50,7 +50,7 @@ class RecordedRun:
 
     @property
     def strategy(self) -> str:
-        """As the log has it, or else the setting."""
+        """The strategy as the log describes it; without a log, the setting."""
         return self.history.strategy or self.settings.get("parallel.strategy", "")
 
     @property
@@ -62,7 +62,7 @@ class RecordedRun:
 
     @property
     def padding(self) -> str:
-        """What the files say of the share of padding."""
+        """A sentence about the share of padding in the batches, as far as the files tell it."""
         if any(checkpoint.formats.get("padding_free") is True for checkpoint in self.checkpoints):
             return "None: the samples of a micro-batch lie end to end in one row (data.padding_free)."
         packed = _ROWS.match(self.history.messages.get(PACKED, ""))
@@ -76,10 +76,10 @@ class RecordedRun:
 
 
 def read_recorded_run(folder: Path, max_buckets: int) -> RecordedRun:
-    """Read what there is. A file that cannot be read is one of the run's ``problems``, and ends nothing.
+    """Read the files that there are. One that cannot be read is added to the run's ``problems``, and the rest is read.
 
     Args:
-        max_buckets: of each curve.
+        max_buckets: the largest number of buckets of each curve.
     """
     progress = read_progress(folder)
     run = RecordedRun(folder, progress.state(folder, time.time()), progress)

@@ -1,4 +1,4 @@
-"""The page of a report, made of runs as they were read."""
+"""The page of ``drawbar report``: reads runs, renders their page, and writes it."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from drawbar.report.recorded_run import RecordedRun, read_recorded_run
 MOST_BUCKETS = 500
 """Buckets of a curve, of two points each: more than a figure has pixels."""
 _BUCKETS_OF_RUNS = 2000
-"""Buckets of one metric's curves of all runs."""
+"""Buckets of one metric, summed over the curves of all runs. (A curve has at least 50, however many runs there are.)"""
 
 
 def write_report(folders: Sequence[Path], target: Path) -> None:

@@ -16,7 +16,7 @@ LOG_FILE = "logs/rank-0000.log"
 MOST_EVENTS = 300
 """Events of a run that are kept: the newest."""
 _MOST_LINES = 30
-"""Lines of one message that are kept: the first, and more of an error's traceback."""
+"""Lines of one message that are kept: most messages have one, an error with its traceback more."""
 
 START = "start"
 STRATEGY, PACKED, TRAIN = "strategy: ", "packed: ", "train: "
@@ -27,7 +27,7 @@ _KINDS = (
     (STRATEGY, START),
     ("checkpoint: ", OPENED),
     ("resumed from ", "resume"),
-    ("saved by ", "elastic"),  # and resumed by another number of processes
+    ("saved by ", "elastic"),  # "saved by 4 processes, resumed by 8"
     ("early stop: ", "stop"),
     ("stopped at step ", "stopped"),
     ("complete at step ", "complete"),
@@ -35,7 +35,7 @@ _KINDS = (
     ("train.epochs was ", "change"),
     ("the evaluation of step ", "stop"),
 )
-"""How messages begin that are events though they are no warnings, each with its kind."""
+"""Messages below the level of a warning that are events: how they begin, and the kind of the event."""
 _KEPT = {PACKED: " rows", TRAIN: " tokens"}
 """Messages that other parts of a report need: how they begin, and how they end."""
 _PREEMPTION = re.compile(r"SIG[A-Z0-9]+: saving ")
@@ -63,7 +63,7 @@ class RunHistory:
     resumed: set[int] = field(default_factory=set)
     """Steps that the run was resumed at."""
     messages: dict[str, str] = field(default_factory=dict)
-    """By prefix in ``_KEPT``: what follows it in the newest message that has the suffix, too."""
+    """Key of ``_KEPT`` → the rest of the newest message that begins with this key and ends with its value."""
 
     @property
     def strategy(self) -> str | None:
@@ -73,7 +73,7 @@ class RunHistory:
 
 
 def read_history(run_dir: Path) -> RunHistory:
-    """Read it. Raises OSError where the log is there, and cannot be read."""
+    """Read a run's history. Raises OSError where the log is there, and cannot be read."""
     found = RunHistory()
     kept: deque[RunEvent] = deque(maxlen=MOST_EVENTS)
     total = 0
@@ -150,7 +150,7 @@ def _describe_end(record: JobRecord, end: JobEnd) -> str:
 
 
 def _end(run_dir: Path) -> Iterator[RunEvent]:
-    """As the status has it: a run that failed, or an older drawbar's, has not logged it."""
+    """The end of the run by its status file: a run that failed, or of an older drawbar, has not logged it."""
     status = RunStatus.read(run_dir)
     if status is not None and status.state != "training":
         progress = LoggedProgress(step=status.step, total=status.total_steps)

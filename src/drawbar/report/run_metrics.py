@@ -1,4 +1,4 @@
-"""``RunMetrics``: all of a run's ``metrics.jsonl``, as curves, and as the time that its lines tell of."""
+"""``RunMetrics``: a run's ``metrics.jsonl`` as curves, and where the time between its lines went."""
 
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
@@ -22,14 +22,14 @@ RESTART = "stopped, and started again"
 
 @dataclass
 class RunMetrics:
-    """What a run measured. Step and time of a line are those of its state after so many optimizer steps."""
+    """What a run measured. The step of a line is the number of optimizer steps done when it was written."""
 
     curves: dict[str, Curve] = field(default_factory=dict)
     """By the names of ``docs/metrics.md``, in the order in which they first appear."""
     left_out: set[str] = field(default_factory=set)
     """Names beyond ``MOST_CURVES``."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Wall-clock time from the first line to the last one, by what it went into; the keys are the constants above."""
+    """Seconds from the first line to the last one, by what they were spent on: the keys are the constants above."""
     began: float | None = None
     """Time of the first line, in seconds since 1970."""
     ended: float | None = None
@@ -53,7 +53,7 @@ def read_metrics(run_dir: Path, resumed: Collection[int], max_buckets: int) -> R
 
     Args:
         resumed: steps that the run was resumed at.
-        max_buckets: of each curve.
+        max_buckets: the largest number of buckets of each curve.
 
     Raises:
         OSError: it is there, and cannot be read.
@@ -87,7 +87,8 @@ def _add_values(found: RunMetrics, line: dict[str, Any], max_buckets: int) -> No
                 found.left_out.add(name)
                 continue
             curve = found.curves[name] = Curve(max_buckets)
-        value = written if type(written) is float else metric_value(written)  # a million lines: no call for each value
+        # floats are the common case, and take no function call: there may be a million lines
+        value = written if type(written) is float else metric_value(written)
         if value is not None:
             curve.add(step, value)
 

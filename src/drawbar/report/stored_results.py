@@ -1,4 +1,4 @@
-"""Reads a run's checkpoints, and the scores and predictions of its evaluations."""
+"""Reads a run's plan, the facts of its checkpoints, and the scores and predictions of its evaluations."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ MOST_PREDICTIONS = 300
 """Records of a split that are shown."""
 MOST_COLUMNS = 12
 MOST_CHARACTERS = 2000
-"""Of one value, whatever it is."""
+"""Characters of one value that are shown."""
 MOST_TEXT = 2_000_000
 """Characters of the predictions of one split."""
 
@@ -57,7 +57,7 @@ class StoredEvaluation:
     records: int | None = None
     columns: list[str] = field(default_factory=list)
     rows: list[list[str]] = field(default_factory=list)
-    """The first predictions, a text for each column."""
+    """The first predictions, each with one text per column."""
     has_more: bool = False
     """Whether the file holds more records."""
     damaged: int = 0
@@ -131,7 +131,8 @@ def _read_evaluation(folder: Path) -> StoredEvaluation:
 
 
 def _predictions(file: Path, found: StoredEvaluation) -> Iterator[dict[str, Any]]:
-    """The first records of a file; what else there is to say of it goes to ``found``."""
+    """The first records of a file. Sets ``found.has_more`` if there are others, and counts unreadable lines in
+    ``found.damaged``."""
     try:
         stream = file.open("rb")
     except FileNotFoundError:
@@ -155,7 +156,7 @@ def _predictions(file: Path, found: StoredEvaluation) -> Iterator[dict[str, Any]
 
 
 def _with_prediction_early(columns: list[str]) -> list[str]:
-    """The columns in the file's order; where there are too many, the prediction must be among those that are shown."""
+    """The columns in the file's order; where there are too many to show all, ``id`` and ``prediction`` come first."""
     first = [name for name in ("id", "prediction") if name in columns]
     rest = [name for name in columns if name not in first]
     return [*first, *rest] if len(columns) > MOST_COLUMNS else columns

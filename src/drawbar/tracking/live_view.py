@@ -1,4 +1,4 @@
-"""The live view of a run on a terminal: its numbers in one glance, in as many lines as the terminal's width asks for.
+"""The live view of a run on a terminal: its newest numbers, in as many lines as they need at the terminal's width.
 
 ``drawbar train`` draws it below its lines, and ``drawbar watch`` by itself. A line breaks between two figures and never
 inside of one; where a single figure is wider than the terminal, its name is shortened, not its number.
@@ -17,28 +17,28 @@ from drawbar.tracking.lines import number, speed, step_of_total, time_left
 from drawbar.util.best_score import BestScore
 
 WIDEST = 110
-"""Columns that are used of a wider terminal: longer lines are not read in one glance."""
+"""The most columns that are used of a terminal: longer lines cannot be read in one glance."""
 LABELLED = 60
-"""Columns from which on the label of a row stands in a column of its own."""
+"""The width from which on a terminal shows the labels of rows in a column of their own."""
 MOST_SCORES = 8
 """Scores of an evaluation that are shown; ``metrics.jsonl`` has all."""
-_LABELS = 12
+_LABEL_WIDTH = 12
 _GAP = 2
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A number with its name, which no line break parts."""
+    """A number with its name; the two are always in the same line."""
 
     value: str
     name: str = ""
     after: str = ""
     """A unit or a name behind the number."""
     style: str = "bold"
-    """Of the number, as rich names styles."""
+    """Rich's style of the number."""
 
     def text(self, width: int) -> Text:
-        """Drawn in ``width`` columns at most: what is too long is the name."""
+        """The figure in at most ``width`` columns: if it is too long, its name is shortened."""
         value, name, after = map(_printable, (self.value, self.name, self.after))
         room = max(0, width - cell_len(value) - cell_len(after) - bool(after) - 1)
         if cell_len(name) > room:
@@ -66,7 +66,7 @@ class LiveValues:
     """Of the newest evaluation, by their names ``eval/<split>/<score>``."""
     best: BestScore | None = None
     phase: tuple[str, int, int] | None = None
-    """Work besides training, how much of it is done, and of how much."""
+    """Work other than training, such as an evaluation: its name, how much is done, and how much there is."""
     heading: Sequence[Figure] = ()
     """What stands above all else."""
     checkpoint: int | None = None
@@ -75,7 +75,7 @@ class LiveValues:
     """A sentence below all else."""
 
     def take(self, values: Mapping[str, float]) -> None:
-        """The ``train/`` metrics of a step."""
+        """Take over the ``train/`` metrics of a step."""
         for name in ("loss", "lr", "grad_norm", "tokens_per_second", "mfu", "peak_memory_gib", "skipped"):
             if f"train/{name}" in values:
                 setattr(self, name, values[f"train/{name}"])
@@ -106,7 +106,7 @@ def flow(label: str, figures: Sequence[Figure], width: int) -> Iterator[Text]:
     """Lines of figures, as many in a line as fit into ``width`` columns; none where there are no figures."""
     if not figures:
         return
-    indent = 0 if not label else _LABELS if width >= LABELLED else _GAP
+    indent = 0 if not label else _LABEL_WIDTH if width >= LABELLED else _GAP
     line = Text(label, "cyan", no_wrap=True)
     if label:
         line.append(" " * max(_GAP, indent - line.cell_len))
@@ -178,6 +178,6 @@ def _printable(text: str) -> str:
 
 
 def _parted(text: str) -> tuple[str, str, str]:
-    """A number and the word behind it: the arguments of a figure."""
+    """The arguments of a ``Figure`` from text such as ``4,100 tok/s``: number, no name, unit."""
     value, _, unit = text.partition(" ")
     return value, "", unit

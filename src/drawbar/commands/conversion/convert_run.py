@@ -1,4 +1,4 @@
-"""From a checkpoint of a run to a folder of another format."""
+"""Converts a checkpoint of a run to a folder of another format."""
 
 import shutil
 from pathlib import Path
@@ -96,7 +96,8 @@ def write_run(draft: Path, config: RunConfig, snapshot: Snapshot, layout: str) -
 
 
 def _write_parts(checkpoints: CheckpointDirectory, snapshot: Snapshot) -> None:
-    """As one rank would that holds all of the model, and never has more than a tensor of it in memory."""
+    """Write a checkpoint of one part, as a single rank would that holds the whole model; one tensor at a time is in
+    memory."""
     model, optimizer = snapshot.model, snapshot.optimizer
     assert isinstance(model, StoredTensors)
     assert isinstance(optimizer, StoredTensors)
@@ -132,7 +133,8 @@ def _with_explained_errors(tensors: Any, path: Path) -> OnDemandTensors:
 
 
 def _param_groups(config: RunConfig, task_type: type[Task] | None) -> list[dict[str, Any]]:
-    """What torch's ``get_state_dict`` says of the optimizers besides tensors; learning rates are those of the peak."""
+    """``param_groups`` of the optimizers as torch's ``get_state_dict`` returns them, with names of parameters. Their
+    learning rates are the peak ones, without warm-up and decay."""
     config = on_one_process(config)
     with Distributed(RankInfo(), torch.device("cpu"), config.launch.timeout) as world:
         task = task_of_run(task_type, config, world)

@@ -3,8 +3,8 @@
     {"model": {name: tensor}, "optimizer": {"state": {name: {"exp_avg": tensor}}, "param_groups": [{"params": [name]}]}}
 
 DCP joins the keys of nested dicts by dots: ``model.lm_head.weight``, ``optimizer.state.lm_head.weight.exp_avg``.
-torch plans what is read and written; here it plans with tensors without values, and each is read only when its turn
-comes.
+Only one tensor at a time is in memory. For writing, torch plans with meta tensors, and the values of each are read when
+it is written; for reading, there is a plan for each tensor.
 """
 
 import pickle
@@ -43,14 +43,14 @@ _ALLOWED = {
     ("pathlib", "PosixPath"),
     ("pathlib._local", "PosixPath"),
 }
-"""Module and name of what ``.metadata``, a pickle, may make; and besides these, torch's types of numbers."""
+"""Module and name of each class or function that unpickling ``.metadata`` may use; torch's dtypes are allowed, too."""
 
 
 def write_dcp(folder: Path, model: StoredTensors, optimizer: StoredTensors, param_groups: list[dict[str, Any]]) -> None:
-    """Write a checkpoint into an existing empty folder, tensor by tensor. The caller forces it to the disk.
+    """Write a checkpoint into an existing empty folder, tensor by tensor. The caller must fsync it.
 
     Args:
-        optimizer: ``<parameter>/<key>``.
+        optimizer: by ``<parameter>/<key>``, such as ``lm_head.weight/exp_avg``.
         param_groups: as ``get_state_dict`` returns them.
 
     Raises:
@@ -64,21 +64,25 @@ def write_dcp(folder: Path, model: StoredTensors, optimizer: StoredTensors, para
         "model": {name: _without_value(model, name) for name in model},
         "optimizer": {"state": state, "param_groups": param_groups},
     }
-    found = {f"model.{name}": (model, name) for name in model}
-    found |= {f"optimizer.state.{'.'.join(name.rsplit('/', 1))}": (optimizer, name) for name in optimizer}
+    sources = {f"model.{name}": (model, name) for name in model}
+    sources |= {f"optimizer.state.{'.'.join(name.rsplit('/', 1))}": (optimizer, name) for name in optimizer}
     # a file for each tensor: torch keeps what it writes to a file in memory until the file is complete
     writer = dcp.FileSystemWriter(folder, single_file_per_rank=False, sync_files=False)
     with disk_errors(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        dcp.save(tree, storage_writer=writer, planner=_ReadingPlanner(found), no_dist=True)
+        dcp.save(tree, storage_writer=writer, planner=_OnDemandSavePlanner(sources), no_dist=True)
 
 
 def _without_value(tensors: StoredTensors, name: str) -> Tensor:
     return torch.empty(tensors.shape(name), dtype=tensors.dtype(name), device="meta")
 
 
-class _ReadingPlanner(DefaultSavePlanner):
-    """Plans with tensors that have no values, and reads each when it is written."""
+class _OnDemandSavePlanner(DefaultSavePlanner):
+    """Save planner for a state dict of meta tensors: the values of a tensor are read when it is written.
+
+    Args:
+        sources: key in the checkpoint → the tensors to read from, and the name there.
+    """
 
     def __init__(self, sources: Mapping[str, tuple[StoredTensors, str]]) -> None:
         super().__init__()
@@ -92,7 +96,7 @@ class _ReadingPlanner(DefaultSavePlanner):
 
 
 def read_dcp(folder: Path, model: nn.Module) -> ForeignState:
-    """The weights and the optimizer state of a checkpoint for ``model``, whatever its keys have before the names.
+    """The weights and the optimizer state of a checkpoint for ``model``, whatever prefix its keys have.
 
     Nothing in the folder is executed: ``.metadata`` may only hold what torch writes there, and torch reads the tensors
     with ``weights_only``. Values that are no tensors (parameter groups, schedulers) are left unread.
@@ -102,22 +106,22 @@ def read_dcp(folder: Path, model: nn.Module) -> ForeignState:
     """
     tensors = _tensors(folder)
     names = list(model.state_dict())
-    own = _prefix(tensors, names, "weights")
+    prefix = _prefix(tensors, names, "weights")
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    within = _prefix_of_moments(tensors, trained)
+    state_prefix = _prefix_of_moments(tensors, trained)
     optimizer = {}
     for key in tensors:
-        parameter, _, kind = key.removeprefix(within).rpartition(".")
-        if key.startswith(within) and kind in ADAM_KEYS:
+        parameter, _, kind = key.removeprefix(state_prefix).rpartition(".")
+        if key.startswith(state_prefix) and kind in ADAM_KEYS:
             optimizer[f"{parameter}/{kind}"] = key
-    check_complete(optimizer, lambda name: within + ".".join(name.rsplit("/", 1)))
+    check_complete(optimizer, lambda name: state_prefix + ".".join(name.rsplit("/", 1)))
     state = tensors.renamed(optimizer)
-    weights = tensors.renamed({name: own + name for name in names})
+    weights = tensors.renamed({name: prefix + name for name in names})
     return ForeignState(_most_updates(folder, state), weights, state)
 
 
 def _most_updates(folder: Path, state: OnDemandTensors) -> int:
-    """The steps made, which DCP folders do not say: the most updates that the optimizer has made to a parameter."""
+    """The number of optimizer steps, which DCP folders do not store: the largest number of updates of any parameter."""
     updates = [state[name] for name in state if name.endswith("/step") and state.shape(name) == torch.Size()]
     steps = [int(count) for count in updates if bool(count.isfinite())]
     if not steps:
@@ -130,7 +134,7 @@ def _most_updates(folder: Path, state: OnDemandTensors) -> int:
 
 
 def _prefix(tensors: OnDemandTensors, names: list[str], what: str) -> str:
-    """What all ``names`` have before them in the checkpoint.
+    """The one prefix that all ``names`` have in the checkpoint.
 
     Raises:
         UserError: no prefix fits all names, or several do.
@@ -144,10 +148,11 @@ def _prefix(tensors: OnDemandTensors, names: list[str], what: str) -> str:
 
 
 def _prefix_of_moments(tensors: OnDemandTensors, trained: list[str]) -> str:
-    """What the moments have before the parameter's name. Parameters that never got a gradient have none.
+    """The prefix that most keys of moments have before the name of a trained parameter. (A parameter that never got a
+    gradient has no moments, so not all of ``trained`` need be there.)
 
     Raises:
-        UserError: there are none, or in several places.
+        UserError: there are no moments, or several prefixes have equally many.
     """
     names, matches = set(trained), Counter[str]()
     for key in tensors:
@@ -225,7 +230,7 @@ def _read_metadata(path: Path) -> Metadata:
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Makes nothing but what torch writes in ``.metadata``: torch itself would execute whatever the pickle says."""
+    """Unpickler that makes only what torch writes in ``.metadata``: torch's own reader would execute any code in it."""
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)

@@ -1,8 +1,8 @@
 """Checkpoints of DeepSpeed: ZeRO's, which hold flat partitions, and universal ones, with a folder for each parameter.
 
 DeepSpeed itself makes universal checkpoints of ZeRO's (``ds_to_universal``), and reads them under every stage and on
-any number of processes (``checkpoint: {load_universal: true}``). So this is the format that is written here; and the
-other one is read by way of it.
+any number of processes (``checkpoint: {load_universal: true}``). So drawbar writes universal checkpoints only, and
+reads a ZeRO checkpoint by converting it to a universal one first.
 """
 
 import os
@@ -26,12 +26,13 @@ from drawbar.runtime.on_demand_tensors import OnDemandTensor, OnDemandTensors
 from drawbar.runtime.safetensors_reader import StoredTensors
 
 WEIGHT = "fp32"
+"""Name of the file with a parameter's weight, without ``.pt``."""
 _TAG = "universal"
 _MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
-"""What stages 1 and 2 look for, and what stage 3 does; both are the same here."""
+"""The file that DeepSpeed reads under ZeRO stages 1 and 2, and the one under stage 3; both get the same content."""
 _MOST_GROUPS = 64
-"""Empty parameter groups to write. DeepSpeed pairs them with those of its optimizer, and loads nothing for a group
-without a partner: so there must be no fewer."""
+"""How many empty parameter groups are written. DeepSpeed pairs them with the groups of its optimizer, and loads nothing
+for a group without a counterpart: so there must be at least as many as the optimizer has."""
 
 
 def write_universal(folder: Path, step: int, model: StoredTensors, optimizer: StoredTensors) -> None:
@@ -63,19 +64,22 @@ def _save(content: Any, path: Path) -> None:
 
 
 def _split(optimizer: StoredTensors) -> dict[str, tuple[str, str]]:
+    """``<parameter>/<key>`` → parameter and key."""
     return {name: (name.rpartition("/")[0], name.rpartition("/")[2]) for name in optimizer}
 
 
 def read_deepspeed(folder: Path, model: nn.Module, scratch: Path) -> ForeignState:
     """The weights and the optimizer state of a checkpoint of ZeRO stage 1, 2 or 3 for ``model``, or of a universal one.
 
-    DeepSpeed's own ``ds_to_universal`` runs first, in this process; it holds one rank's file at a time. Its classes are
-    the only ones that reading the files may make, whatever the files ask for: torch is told to read all of them with
-    ``weights_only``, also where DeepSpeed says otherwise.
+    A ZeRO checkpoint is first converted by DeepSpeed's own ``ds_to_universal``, in this process; it holds one rank's
+    file at a time. No file is unpickled without restrictions: torch is forced to ``weights_only``, also where
+    DeepSpeed's code asks for the contrary, and allows a few of DeepSpeed's classes besides its own.
 
     Args:
         folder: ``global_step500``, or the folder that has it and ``latest``.
-        scratch: an empty folder; it gets as much as the optimizer state and the weights in fp32 take, twice for a time.
+        scratch: an empty folder for the universal checkpoint. It takes the disk space of optimizer state and fp32
+        weights,
+            and twice that during the conversion.
 
     Raises:
         UserError: the folder is no such checkpoint, or that of another model or optimizer; or deepspeed is missing.
@@ -110,7 +114,8 @@ def _checkpoint_folder(folder: Path) -> Path:
 
 @contextmanager
 def _reading(folder: Path) -> Iterator[None]:
-    """Context in which torch unpickles only its safe classes, and a few of DeepSpeed's."""
+    """Context in which torch unpickles only its own safe classes and a few of DeepSpeed's, and errors become
+    UserErrors."""
     import_deepspeed(torch.device("cpu"))
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -140,7 +145,8 @@ def _reading(folder: Path) -> Iterator[None]:
 
 
 def _check_names(folder: Path, names: set[str]) -> None:
-    """DeepSpeed makes folders of the names that the files give: only those of the model may be among them."""
+    """Refuse files that name a parameter that the model does not have. DeepSpeed makes a folder for each name in the
+    files, so a name such as ``../x`` would be one elsewhere."""
     for path in sorted(folder.glob("*_states.pt")):
         states = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         optimizer = states.get("optimizer_state_dict") or {}
@@ -157,6 +163,7 @@ def _check_names(folder: Path, names: set[str]) -> None:
 
 
 def _make_universal(folder: Path, universal: Path) -> None:
+    """Convert a ZeRO checkpoint to a universal one."""
     from deepspeed.checkpoint import ds_to_universal
 
     options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
@@ -167,7 +174,7 @@ def _make_universal(folder: Path, universal: Path) -> None:
 
 
 def _model_states(folder: Path) -> dict[str, Any]:
-    """What the engine of the first rank has written: counters, and the module's weights and buffers, mapped."""
+    """The model states of the first rank: counters, and the module's weights and buffers, memory-mapped."""
     path = min(folder.glob("*_model_states.pt"))
     states: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     if type(states.get("global_steps")) is not int:
@@ -176,7 +183,8 @@ def _model_states(folder: Path) -> dict[str, Any]:
 
 
 def _optimizer_step(universal: Path) -> Tensor | None:
-    """How often the parameters were updated, where that is not beside each of them: under stage 3."""
+    """How often all parameters were updated, by ``optimizer_state.pt``, where stage 3 keeps it; None if it is not
+    there: stages 1 and 2 keep it for each parameter."""
     path = universal / "zero" / "optimizer_state.pt"
     saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     state = (saved.get("optimizer_state_dict") or {}).get("state") or {}
@@ -184,7 +192,8 @@ def _optimizer_step(universal: Path) -> Tensor | None:
 
 
 def _weights(universal: Path, model: nn.Module, module: Mapping[str, Tensor]) -> OnDemandTensors:
-    """Trained weights from the universal checkpoint; buffers and frozen weights from ``module``, if whole there."""
+    """Trained weights from the universal checkpoint; buffers and frozen weights from
+    ``module``, where they have their full shape (under stage 3, it has empty tensors for partitioned weights)."""
     live = model.state_dict(keep_vars=True)
     by_tensor: dict[int, OnDemandTensor] = {}
     found = {}
@@ -207,7 +216,7 @@ def _moments(universal: Path, model: nn.Module, step: Tensor | None) -> OnDemand
     """The optimizer's tensors from the universal checkpoint, by ``<parameter>/<key>``.
 
     Args:
-        step: how often all parameters were updated, for those that have no file that says it.
+        step: how often all parameters were updated; used for a parameter that has moments and no ``step.pt``.
     """
     found = {}
     for name, parameter in model.named_parameters():

@@ -29,15 +29,16 @@ class ForeignState:
     model: Mapping[str, Tensor]
     """Weights and buffers by the model's names, in the types that they are stored in."""
     optimizer: Mapping[str, Tensor]
-    """``<parameter>/<key>``, the keys those of ``ADAM_KEYS``."""
+    """Optimizer state by ``<parameter>/<key>``, where ``<key>`` is one of ``ADAM_KEYS``."""
 
 
 def check_complete(state: Iterable[str], place: Callable[[str], str]) -> None:
-    """Refuse a parameter with some of AdamW's tensors; without any, it never got a gradient.
+    """Refuse a parameter that has some of AdamW's tensors and lacks others. One that has none is accepted: it never got
+    a gradient.
 
     Args:
-        state: ``<parameter>/<key>``.
-        place: from such a name to what it is called in the folder.
+        state: names of the optimizer's tensors, ``<parameter>/<key>``.
+        place: from such a name to the name in the folder.
 
     Raises:
         UserError: it names the tensor that is missing.
@@ -59,8 +60,8 @@ def fitted(
     converted when it is asked for.
 
     Args:
-        model: without values.
-        source: the folder, for errors.
+        model: on the meta device.
+        source: the folder that is converted, for errors.
 
     Raises:
         UserError: they do not fit the model, or there is no optimizer state.
@@ -111,8 +112,8 @@ def keeps_adamw_state(config: RunConfig) -> bool:
 
 @contextmanager
 def disk_errors() -> Iterator[None]:
-    """Context that raises an error of the disk as the OSError that it was: torch's writers of files end with an error
-    of their own, about what they could not write after it."""
+    """Context that raises the OSError behind an error of torch's file writers: after a failed write, they raise an
+    error of their own, about what they could not write then."""
     try:
         yield
     except dcp.CheckpointException as error:  # torch puts together what has failed on each rank
@@ -123,7 +124,7 @@ def disk_errors() -> Iterator[None]:
 
 
 def _disk_error(error: BaseException | None) -> OSError | None:
-    """The error of the disk that others have followed, if there is one."""
+    """The OSError that led to ``error``, by its chain of causes; None if there is none."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error

@@ -1,4 +1,4 @@
-"""From a checkpoint of another program to a run that goes on from it."""
+"""Makes a run from a checkpoint of another program, which `drawbar train` then goes on with."""
 
 import tempfile
 from collections.abc import Callable
@@ -33,7 +33,8 @@ READERS: dict[str, Callable[[Path, nn.Module, Path], ForeignState]] = {
     "deepspeed": read_deepspeed,
     "trainer": lambda folder, model, scratch: read_trainer(folder, model),
 }
-"""Format → what reads a folder of it for a model without values, with an empty folder to work in."""
+"""Format → a function that reads a folder of that format. It gets the folder, the model on the meta device, and an
+empty folder for temporary files."""
 
 
 def import_run(source: Path, form: str, config: RunConfig, task_type: type[Task] | None) -> int:
@@ -84,8 +85,8 @@ def _check(source: Path, config: RunConfig) -> None:
 
 
 def _values(step: int, config: RunConfig) -> dict[str, Any]:
-    """What a checkpoint holds besides tensors. ``formats`` may say ``auto``, as the run chooses them when it begins.
-    ``data`` is None: the loader then goes on after as many global batches as steps were made."""
+    """What a checkpoint holds besides tensors. A value of ``formats`` may be ``auto``: the run resolves it when it
+    starts. ``data`` is None: the loader then skips as many global batches as steps were made."""
     return {
         "progress": RunProgress(step=step, evaluated_step=step).state(),
         "data": None,

@@ -21,12 +21,12 @@ from drawbar.runtime.safetensors_reader import TensorFiles
 
 STATE_FILE = "trainer_state.json"
 OPTIMIZER_FILE = "optimizer.pt"
-_NO_FUNCTION = re.compile(
+_IRRELEVANT_KEYS = re.compile(
     r"^_|^transformers_version$|dtype$|^architectures$|^use_cache$|^output_|^return_dict$|^problem_type$"
     r"|_token_id$|^id2label$|^label2id$|drop|^initializer|^gradient_checkpointing$|^task_specific_params$"
 )
-"""Keys of ``config.json`` that leave the function as it is: names, dtypes, special tokens, what is for training alone
-(dropout), or what a call returns."""
+"""Matches the keys of ``config.json`` that do not change what the model computes: names, dtypes, special tokens, what
+is for training alone (dropout), or what a call returns."""
 _UNDECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 """From ``Trainer.get_decay_parameter_names``: parameters with such names do not decay. (Trainer itself cannot be
 imported without accelerate, which drawbar does not need.)"""
@@ -76,7 +76,7 @@ def _read_step(folder: Path) -> int:
 
 def _check_config(folder: Path, model: nn.Module) -> None:
     """Refuse a model that computes something else with weights of the same shapes: the number of heads, say, is not in
-    any shape. Folders without ``config.json`` say nothing."""
+    any shape. A folder without ``config.json`` is not checked."""
     path = folder / CONFIG
     if not isinstance(model, PreTrainedModel) or not path.is_file():
         return
@@ -101,12 +101,13 @@ def _check_config(folder: Path, model: nn.Module) -> None:
 
 
 def _function_settings(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """What a configuration of transformers says of the function that the model computes; nested keys with dots."""
+    """The settings of a transformers configuration that change what the model computes; nested keys are joined by
+    dots."""
     found: dict[str, Any] = {}
     for key, value in config.items():
-        if isinstance(value, dict) and not _NO_FUNCTION.search(key):
+        if isinstance(value, dict) and not _IRRELEVANT_KEYS.search(key):
             found |= _function_settings(value, f"{prefix}{key}.")
-        elif not _NO_FUNCTION.search(key):
+        elif not _IRRELEVANT_KEYS.search(key):
             found[prefix + key] = list(value) if isinstance(value, tuple) else value
     return found
 
@@ -155,19 +156,22 @@ def _trainer_groups(model: nn.Module) -> list[list[str]]:
 
 
 def _by_name(saved: dict[str, Any], groups: list[list[str]], model: nn.Module) -> dict[str, Tensor]:
+    """The optimizer state by ``<parameter>/<key>``; in ``saved``, it is by the parameters' numbers."""
     sizes = [len(group["params"]) for group in saved["param_groups"]]
     if sizes != list(map(len, groups)):
-        raise _other_groups(f"it has groups of {sizes} parameters, and the model has {list(map(len, groups))}")
+        raise _optimizer_mismatch(f"it has groups of {sizes} parameters, and the model has {list(map(len, groups))}")
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     found: dict[str, Tensor] = {}
     for group, names in zip(saved["param_groups"], groups, strict=True):
         for number, name in zip(group["params"], names, strict=True):
             values = saved["state"].get(number, {})
             if values and values.keys() != set(ADAM_KEYS):
-                raise _other_groups(f"it keeps {', '.join(map(str, values))} of a parameter, and AdamW {ADAM_KEYS}")
+                raise _optimizer_mismatch(
+                    f"it keeps {', '.join(map(str, values))} of a parameter, and AdamW {ADAM_KEYS}"
+                )
             for key, value in values.items():
                 if key != "step" and (not isinstance(value, Tensor) or value.shape != shapes[name]):
-                    raise _other_groups(
+                    raise _optimizer_mismatch(
                         f"the {key} of its parameter {number} is {list(getattr(value, 'shape', []))}, "
                         f"and {name} is {list(shapes[name])}"
                     )
@@ -175,7 +179,7 @@ def _by_name(saved: dict[str, Any], groups: list[list[str]], model: nn.Module) -
     return found
 
 
-def _other_groups(what: str) -> UserError:
+def _optimizer_mismatch(what: str) -> UserError:
     return UserError(
         f"{OPTIMIZER_FILE} is not AdamW's state of this model: {what}",
         where="SOURCE",

@@ -1,4 +1,5 @@
-"""Options of a user's task, declared with types that pydantic cannot read: what is wrong, in one line."""
+"""Explains in one line why pydantic cannot make a user's class of task options, such as one with a type that it cannot
+read."""
 
 import re
 from typing import Any
@@ -12,8 +13,8 @@ __all__ = ["PydanticUserError", "refused_option"]
 
 
 def refused_option(error: PydanticUserError) -> str:
-    """Why a class of options cannot be made, with the names of class and field as far as they are known; what pydantic
-    says takes many lines, some of them about pydantic itself."""
+    """Text that says why a class of options cannot be made, with the names of class and field as far as they are known.
+    (pydantic's own message has many lines, some of them about pydantic itself.)"""
     name, annotations = "a class of options", dict[str, Any]()
     if isinstance(error, UnreadableOptions):  # else it is a model of the user's that is no TaskConfig
         name, annotations = error.class_name, error.annotations

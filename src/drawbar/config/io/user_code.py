@@ -11,13 +11,14 @@ from types import ModuleType
 SNAPSHOT = "DRAWBAR_SNAPSHOT"
 """Environment variable: the folder with a copy of the user's code, which comes before the code in the current one."""
 INSTALLED = ("site-packages", "dist-packages")
-"""Folders of what somebody installed."""
+"""Names of the folders that packages are installed in."""
 DRAWBAR = Path(__file__).resolve().parents[2]
 _NOT_OF_A_PROJECT = (DRAWBAR, *(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")))
 
 
 def import_user_module(name: str) -> ModuleType:
-    """A module on the path or in the current folder. What its code raises comes through, an exit as ``ImportError``."""
+    """Import a module from ``sys.path``, the copy of the user's code or the current folder. An exception that its code
+    raises is passed on; its ``sys.exit()`` becomes an ``ImportError``."""
     # `python -m` puts the current folder on the path, and the installed command `drawbar` does not
     for folder in (str(Path.cwd()), os.environ.get(SNAPSHOT)):
         if folder and folder not in sys.path:

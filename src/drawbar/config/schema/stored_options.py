@@ -1,4 +1,5 @@
-"""Whether a run's ``config.yaml`` gives back the options of a task as they were: resuming and evaluating read it."""
+"""Checks that a task's options, stored in a run's ``config.yaml``, are read back as they were: resuming and evaluating
+read them there."""
 
 import json
 from typing import Any
@@ -29,7 +30,7 @@ def check_stored(options: BaseModel) -> None:
 
 
 def _stored(options: BaseModel, name: str) -> dict[str, Any]:
-    """What ``config.yaml`` holds of an option; nothing where its type excludes it."""
+    """The option by name as ``config.yaml`` holds it; empty if the class excludes the field from dumps."""
     try:
         return options.model_dump(mode="json", include={name}, warnings=False)
     except PydanticSerializationError as error:

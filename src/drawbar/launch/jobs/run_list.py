@@ -65,8 +65,8 @@ def list_runs(folder: Path) -> list[ListedRun]:
 
 
 def _is_run(folder: Path) -> bool:
-    """Whether this is a run directory. That of a job in a queue holds nothing but the records of its launcher; in the
-    folder of a sweep these are of runs that lie elsewhere."""
+    """Whether this is the directory of a run, perhaps of one that has not begun: that holds only the record of its job.
+    (The folder of a sweep holds such records, too, but of runs whose directories lie elsewhere.)"""
     return is_run_dir(folder) or any(record.run == folder.name for record in read(run_file(folder)))
 
 
