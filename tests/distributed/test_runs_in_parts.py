@@ -128,7 +128,7 @@ def layouts_of(largest: int) -> tuple[str, str, str]:
     """What ``auto`` becomes, on a shared disk and without one, and ``whole``."""
     info = RankInfo.from_environment()
     config = tiny_config()
-    checkpoint_layouts.LARGEST_WHOLE = largest
+    checkpoint_layouts.MAX_WHOLE_BYTES = largest
     with Distributed(info, CPU, 60, ParallelDims.of(config.parallel, info.world_size)) as world:
         engine = tiny_engine(config, world)
         assert checkpoint_bytes(engine) > 0

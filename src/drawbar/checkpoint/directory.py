@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from drawbar.checkpoint.checked_files import check_local_files, check_sizes
-from drawbar.checkpoint.folder_moves import TMP, delete, move_aside, remove, with_suffix
+from drawbar.checkpoint.folder_moves import TMP, delete, remove, rename_to_replaced, with_suffix
 from drawbar.checkpoint.format import REPLACED, Damaged, OtherFormat, Snapshot, Unusable, step_name
 from drawbar.checkpoint.load import (
     complete_checkpoints,
@@ -270,7 +270,7 @@ class CheckpointDirectory:
         tmp = with_suffix(final, TMP)
         with self.explain_write_errors(name, tmp):
             write_content(tmp)
-            replaced = move_aside(final)
+            replaced = rename_to_replaced(final)
             tmp.rename(final)
             sync(self.path)
         if replaced is not None:

@@ -15,7 +15,7 @@ DELETING = ".deleting"
 """Suffix of what is being deleted, so that half of a checkpoint never carries the name of a whole one."""
 
 
-def move_aside(final: Path) -> Path | None:
+def rename_to_replaced(final: Path) -> Path | None:
     """Rename the checkpoint ``final``, if it exists, so that a new one can take its name. Returns its new path, under
     which readers still find it; None where there was no such checkpoint."""
     if not final.exists():

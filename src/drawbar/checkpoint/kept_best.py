@@ -4,7 +4,7 @@ from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.errors import UserError
 
 
-def recorded_best(directory: CheckpointDirectory) -> set[int]:
+def steps_kept_as_best(directory: CheckpointDirectory) -> set[int]:
     """The step that ``best.json`` names, if there is one. Where that file is damaged, all steps, as any of them may be
     the best one: the next save at a better score writes it anew."""
     try:

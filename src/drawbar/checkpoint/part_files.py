@@ -11,7 +11,7 @@ from drawbar.checkpoint.block_checksums import VerifiedFile
 from drawbar.checkpoint.checked_files import check_sizes, open_file, read_checked
 from drawbar.checkpoint.format import CHECKSUMS_SUFFIX, INDEX_FILE, Manifest
 from drawbar.checkpoint.tensor_index import BoxedTensor, BoxIntersection, TensorIndex, intersections, torch_dtype
-from drawbar.runtime.safetensors_reader import Index, StoredTensors, fill_box, further_names, read_box
+from drawbar.runtime.safetensors_reader import Slices, StoredTensors, fill_box, further_names, read_box
 from drawbar.runtime.tensor_shards import TensorShard
 
 _MAX_OPEN_FILES = 64
@@ -179,7 +179,7 @@ class _PartTensors(StoredTensors):
     def dtype(self, name: str) -> torch.dtype:
         return self._files.dtype(self._names[name])
 
-    def read(self, name: str, index: Index) -> Tensor:
+    def read(self, name: str, index: Slices) -> Tensor:
         bounds = [part.indices(size)[:2] for part, size in zip(index, self.shape(name), strict=True)]
         sizes = [max(0, end - start) for start, end in bounds]
         return self._files.read(self._names[name], [start for start, _ in bounds], sizes)

@@ -42,7 +42,7 @@ def write_part(
         folder: where all ranks write: ``begin_parts`` has made it.
         model, optimizer: boxes in host memory, which must not change meanwhile. They are written without a copy.
         aliases: tied weights: another name → the name that is stored, by this rank or another one.
-        load: returns the values of a box when it is written, for boxes of ``without_values``.
+        load: returns the values of a box when it is written, for boxes of ``meta_boxes``.
 
     Raises:
         OSError: the disk is full, a quota or limit is reached, or the folder is not writable.
@@ -60,7 +60,7 @@ def rank_of_part(name: str) -> int:
     return int(name.partition("-")[2].partition(".")[0])
 
 
-def without_values(tensors: StoredTensors) -> list[TensorShard]:
+def meta_boxes(tensors: StoredTensors) -> list[TensorShard]:
     """Full tensors as boxes without values (meta tensors) for ``write_part``, whose ``load`` reads each. Tied ones
     once."""
     tied = tensors.tied()
@@ -82,7 +82,7 @@ def write_tensors(path: Path, tensors: StoredTensors) -> None:
     Raises:
         OSError: the disk is full, a quota or limit is reached, or the folder is not writable.
     """
-    boxes = sorted(without_values(tensors), key=lambda shard: stored_order(_tensor_info(shard)))
+    boxes = sorted(meta_boxes(tensors), key=lambda shard: stored_order(_tensor_info(shard)))
     header = _header(boxes, {"aliases": json.dumps(tensors.tied()), "format": "pt"})
     with path.open("wb", buffering=0) as file:
         contents = chain.from_iterable(_contents(tensors[box.name]) for box in boxes)

@@ -21,7 +21,7 @@ import torch
 
 from drawbar.checkpoint.format import INDEX_FILE, Damaged
 from drawbar.checkpoint.part_record import Numbers, PartFile, PartRecord, TensorInfo
-from drawbar.checkpoint.tiling import tile
+from drawbar.checkpoint.tiling import covers_exactly_once
 from drawbar.runtime.safetensors_reader import STORED_DTYPES
 from drawbar.util.strict_json import read_json
 
@@ -255,7 +255,7 @@ def _check_boxes(name: str, tensor: BoxedTensor, of_kind: np.ndarray, total: int
     limits = np.array(shape, dtype=np.int64) - tensor.offsets
     if (tensor.offsets < 0).any() or (limits < 0).any() or (tensor.sizes < 0).any() or (tensor.sizes > limits).any():
         raise ValueError(f"a box of {name} is not inside it")
-    if count == 0 or (math.prod(shape) > 0 and not tile(shape, tensor.offsets, tensor.sizes)):
+    if count == 0 or (math.prod(shape) > 0 and not covers_exactly_once(shape, tensor.offsets, tensor.sizes)):
         raise ValueError(f"the boxes of {name} overlap, or some of it is missing")
 
 

@@ -10,7 +10,7 @@ _MOST_CUT_DIMS = 6
 _LARGEST = 2**62
 
 
-def tile(shape: Sequence[int], offsets: NDArray[np.int64], sizes: NDArray[np.int64]) -> bool:
+def covers_exactly_once(shape: Sequence[int], offsets: NDArray[np.int64], sizes: NDArray[np.int64]) -> bool:
     """Whether the boxes cover every element of a tensor exactly once.
 
     Compares two sparse n-dimensional difference arrays, in which a box is +1 or -1 at each of its corners: the sum over

@@ -10,9 +10,9 @@ from drawbar.config.schema.run_config import RunConfig
 from drawbar.errors import UserError
 from drawbar.forecast.run_forecast import Forecaster, RunForecast
 
-SECONDS = 300.0
+SEARCH_SECONDS = 300.0
 """After this time, no further change is tried."""
-MOST = 3
+MAX_SUGGESTIONS = 3
 """The largest number of suggestions."""
 
 Overrides = Mapping[str, Any]
@@ -39,12 +39,12 @@ def suggest(forecaster: Forecaster, config: RunConfig, found: RunForecast) -> li
     Args:
         found: what the run takes as it is.
     """
-    end = time.monotonic() + SECONDS
+    end = time.monotonic() + SEARCH_SECONDS
     single: list[Suggestion] = []
     together: dict[str, Any] = {}
     changes = list(_changes(forecaster.resolve(config), found))
     for change in changes:
-        if len(single) < MOST and (suggestion := _try(forecaster, config, change, end)):
+        if len(single) < MAX_SUGGESTIONS and (suggestion := _try(forecaster, config, change, end)):
             single.append(suggestion)
     if single:
         return single

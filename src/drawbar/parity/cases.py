@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from drawbar.config.deepspeed.zero_settings import is_deepspeed, with_layout
+from drawbar.config.deepspeed.zero_settings import is_deepspeed, with_parallel
 from drawbar.config.io.problems import report_errors, report_missing_values
 from drawbar.config.io.source import Settings, apply_override
 from drawbar.config.rules.compatibility import deepspeed_cases, parallel_cases
@@ -37,7 +37,7 @@ class Case:
 
     def apply_to(self, config: RunConfig, precision: str) -> RunConfig:
         """The configuration, run in this way."""
-        return with_layout(config, self.parallel).model_copy(update={"precision": precision})
+        return with_parallel(config, self.parallel).model_copy(update={"precision": precision})
 
 
 def parse_cases(text: str, config: RunConfig) -> list[Case]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from drawbar.config.deepspeed.zero_settings import with_layout
+from drawbar.config.deepspeed.zero_settings import with_parallel
 from drawbar.config.schema.run_config import ParallelSection, RunConfig
 from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
@@ -23,7 +23,7 @@ from drawbar.tracking.console import Console
 
 def reference_config(config: RunConfig, precision: str = "fp32") -> RunConfig:
     """The configuration of the reference: one process, and the defaults of ``parallel``."""
-    return with_layout(config, ParallelSection(strategy="single")).model_copy(update={"precision": precision})
+    return with_parallel(config, ParallelSection(strategy="single")).model_copy(update={"precision": precision})
 
 
 def make_reference(

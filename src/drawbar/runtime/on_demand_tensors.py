@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from drawbar.runtime.safetensors_reader import Index, StoredTensors, further_names
+from drawbar.runtime.safetensors_reader import Slices, StoredTensors, further_names
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +47,7 @@ class OnDemandTensors(StoredTensors):
     def dtype(self, name: str) -> torch.dtype:
         return self._tensors[name].dtype
 
-    def read(self, name: str, index: Index) -> Tensor:
+    def read(self, name: str, index: Slices) -> Tensor:
         return self._tensors[name].get()[index]
 
     def renamed(self, names: Mapping[str, str]) -> "OnDemandTensors":

@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from drawbar.util.strict_json import read_json
 
-Index = tuple[slice, ...]
+Slices = tuple[slice, ...]
 """One slice for each dim, in steps of 1."""
 
 STORED_DTYPES: dict[str, torch.dtype] = {
@@ -90,7 +90,7 @@ class StoredTensors(Mapping[str, Tensor]):
     def dtype(self, name: str) -> torch.dtype: ...
 
     @abstractmethod
-    def read(self, name: str, index: Index) -> Tensor:
+    def read(self, name: str, index: Slices) -> Tensor:
         """A slice of a tensor, in new memory and in the stored dtype. Little more than the slice is ever in memory.
 
         Raises:
@@ -167,7 +167,7 @@ class TensorFiles(StoredTensors):
     def dtype(self, name: str) -> torch.dtype:
         return self._stored[name].dtype
 
-    def read(self, name: str, index: Index) -> Tensor:
+    def read(self, name: str, index: Slices) -> Tensor:
         stored = self._stored[name]
         bounds = [part.indices(size)[:2] for part, size in zip(index, stored.shape, strict=True)]
         return read_box(stored.source, stored.begin, stored.shape, stored.dtype, bounds)
@@ -180,7 +180,7 @@ def further_names(identities: Mapping[str, Hashable]) -> dict[str, str]:
     return {name: first for name, first in firsts.items() if name != first}
 
 
-def read_slice(tensors: Mapping[str, Tensor], name: str, index: Index) -> Tensor:
+def read_slice(tensors: Mapping[str, Tensor], name: str, index: Slices) -> Tensor:
     """``tensors[name][index]``; of tensors in files, only that slice is read."""
     return tensors.read(name, index) if isinstance(tensors, StoredTensors) else tensors[name][index]
 

@@ -27,7 +27,7 @@ _GAP = 2
 
 
 @dataclass(frozen=True)
-class Figure:
+class LabelledNumber:
     """A number with its name; the two are always in the same line."""
 
     value: str
@@ -67,7 +67,7 @@ class LiveValues:
     best: BestScore | None = None
     phase: tuple[str, int, int] | None = None
     """Work other than training, such as an evaluation: its name, how much is done, and how much there is."""
-    heading: Sequence[Figure] = ()
+    heading: Sequence[LabelledNumber] = ()
     """What stands above all else."""
     checkpoint: int | None = None
     """Step of the newest checkpoint."""
@@ -97,12 +97,12 @@ class LiveView:
         if values.phase is not None:
             name, done, total = values.phase
             yield _bar(done, total, width)
-            yield from flow(name, [Figure(f"{done:,}/{total:,}")], width)
+            yield from flow(name, [LabelledNumber(f"{done:,}/{total:,}")], width)
         if values.notice:
             yield Text(_printable(values.notice))
 
 
-def flow(label: str, figures: Sequence[Figure], width: int) -> Iterator[Text]:
+def flow(label: str, figures: Sequence[LabelledNumber], width: int) -> Iterator[Text]:
     """Lines of figures, as many in a line as fit into ``width`` columns; none where there are no figures."""
     if not figures:
         return
@@ -129,47 +129,47 @@ def _bar(done: int, total: int, width: int) -> Table:
     return grid
 
 
-def _rows(values: LiveValues) -> Iterator[tuple[str, list[Figure]]]:
+def _rows(values: LiveValues) -> Iterator[tuple[str, list[LabelledNumber]]]:
     if values.step is not None:
         left = time_left(values.seconds_left)
         step = step_of_total(values.step, values.total_steps).removeprefix("step ")
-        yield "progress", [Figure(step, "step"), *([] if left is None else [Figure(*_parted(left))])]
+        yield "progress", [LabelledNumber(step, "step"), *([] if left is None else [LabelledNumber(*_parted(left))])]
     yield "training", list(_training(values))
     if values.scores:
         yield "evaluation", list(_evaluation(values))
     if values.best is not None:
         best = values.best
-        yield "best", [Figure(number(best.score), best.metric), Figure(f"{best.step:,}", "at step")]
+        yield "best", [LabelledNumber(number(best.score), best.metric), LabelledNumber(f"{best.step:,}", "at step")]
     if values.checkpoint is not None:
-        yield "checkpoint", [Figure(f"{values.checkpoint:,}", "step")]
+        yield "checkpoint", [LabelledNumber(f"{values.checkpoint:,}", "step")]
 
 
-def _training(values: LiveValues) -> Iterator[Figure]:
+def _training(values: LiveValues) -> Iterator[LabelledNumber]:
     if values.loss is not None:
-        yield Figure(number(values.loss), "loss")
+        yield LabelledNumber(number(values.loss), "loss")
     if values.lr is not None:
-        yield Figure(f"{values.lr:.1e}", "lr")
+        yield LabelledNumber(f"{values.lr:.1e}", "lr")
     if values.grad_norm is not None:
-        yield Figure(f"{values.grad_norm:.2f}", "grad_norm")
+        yield LabelledNumber(f"{values.grad_norm:.2f}", "grad_norm")
     if values.tokens_per_second is not None:
-        yield Figure(*_parted(speed(values.tokens_per_second)))
+        yield LabelledNumber(*_parted(speed(values.tokens_per_second)))
     if values.mfu is not None:
-        yield Figure(f"{values.mfu:.1%}", "mfu")
+        yield LabelledNumber(f"{values.mfu:.1%}", "mfu")
     if values.peak_memory_gib is not None:
-        yield Figure(f"{values.peak_memory_gib:.1f}", "memory", "GiB")
+        yield LabelledNumber(f"{values.peak_memory_gib:.1f}", "memory", "GiB")
     if values.skipped:
-        yield Figure(f"{values.skipped:.0f}", "skipped")
+        yield LabelledNumber(f"{values.skipped:.0f}", "skipped")
 
 
-def _evaluation(values: LiveValues) -> Iterator[Figure]:
+def _evaluation(values: LiveValues) -> Iterator[LabelledNumber]:
     if values.evaluated_step is not None:
-        yield Figure(f"{values.evaluated_step:,}", "step")
+        yield LabelledNumber(f"{values.evaluated_step:,}", "step")
     splits = {name.split("/")[1] for name in values.scores}
     for name, score in list(values.scores.items())[:MOST_SCORES]:
         split, _, shown = name.removeprefix("eval/").rpartition("/")
-        yield Figure(number(score), shown if len(splits) == 1 else f"{split} {shown}")
+        yield LabelledNumber(number(score), shown if len(splits) == 1 else f"{split} {shown}")
     if len(values.scores) > MOST_SCORES:
-        yield Figure(f"{len(values.scores) - MOST_SCORES} more")
+        yield LabelledNumber(f"{len(values.scores) - MOST_SCORES} more")
 
 
 def _printable(text: str) -> str:
@@ -178,6 +178,6 @@ def _printable(text: str) -> str:
 
 
 def _parted(text: str) -> tuple[str, str, str]:
-    """The arguments of a ``Figure`` from text such as ``4,100 tok/s``: number, no name, unit."""
+    """The arguments of a ``LabelledNumber`` from text such as ``4,100 tok/s``: number, no name, unit."""
     value, _, unit = text.partition(" ")
     return value, "", unit

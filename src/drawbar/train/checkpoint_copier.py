@@ -8,7 +8,7 @@ from pathlib import Path
 
 from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.checkpoint.format import MANIFEST_FILE, Unusable
-from drawbar.checkpoint.kept_best import recorded_best
+from drawbar.checkpoint.kept_best import steps_kept_as_best
 from drawbar.checkpoint.load import complete_checkpoints
 from drawbar.checkpoint.object_store import ObjectStore, ObjectStoreError
 from drawbar.checkpoint.remote_checkpoints import ChangedDuringCopy, RemoteCheckpoints
@@ -208,7 +208,7 @@ class CheckpointCopier:
         return found
 
     def _best(self) -> set[int]:
-        return recorded_best(self._directory) if self._config.checkpoint.keep_best else set()
+        return steps_kept_as_best(self._directory) if self._config.checkpoint.keep_best else set()
 
     def _send_heartbeats(self) -> None:
         while not self._has_ended.wait(HEARTBEAT_SECONDS):

@@ -35,7 +35,7 @@ EnsureFreeSpace = Callable[[int], None]
 """Called in the background thread before anything is written, with the bytes that this disk gets of the checkpoint:
 raises DiskFault where the disk has less free space."""
 
-LARGEST_WHOLE = 2 * 2**30
+MAX_WHOLE_BYTES = 2 * 2**30
 """Bytes of a state above which ``checkpoint.layout: auto`` writes it in parts."""
 
 
@@ -58,7 +58,7 @@ def choose_layout(config: Literal["auto", "whole", "parts"], engine: Engine, dis
     """``checkpoint.layout``, with ``auto`` resolved: parts where the state is large, and all ranks see one disk."""
     if config != "auto":
         return config
-    in_parts = disks.shared and checkpoint_bytes(engine) > LARGEST_WHOLE
+    in_parts = disks.shared and checkpoint_bytes(engine) > MAX_WHOLE_BYTES
     return "parts" if in_parts else "whole"
 
 

@@ -37,7 +37,7 @@ from drawbar.util.atomic_files import link_or_copy
 from drawbar.util.new_folder import new_folder
 from drawbar.util.run_dir import LOCK_FILE
 
-ALONE = ("launch.nproc=1", "device=cpu", "precision=fp32")
+SINGLE_PROCESS_SETTINGS = ("launch.nproc=1", "device=cpu", "precision=fp32")
 """Settings with which a run's model is read: on one process, and without a GPU."""
 
 
@@ -124,7 +124,7 @@ def write_initial_model(config: RunConfig, folder: Path, step: int | None = None
     step = find_step(reference) if step is None else step
     with _naming_setting():
         run = run_folder(reference.run)
-        source = load_run_config(run, ALONE).config
+        source = load_run_config(run, SINGLE_PROCESS_SETTINGS).config
         alone = Distributed(RankInfo(), torch.device("cpu"), config.launch.timeout)
         export = CheckpointExport(source, None, str(step), ExportFormat(merge=source.lora is not None), alone)
     with new_folder(folder) as draft:

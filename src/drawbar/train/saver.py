@@ -8,7 +8,7 @@ from functools import partial
 
 from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.checkpoint.format import step_name
-from drawbar.checkpoint.kept_best import recorded_best
+from drawbar.checkpoint.kept_best import steps_kept_as_best
 from drawbar.checkpoint.space import DiskFault, ensure_free_space
 from drawbar.checkpoint.writer import AsyncWriter
 from drawbar.config.schema.run_config import RunConfig
@@ -219,7 +219,7 @@ class Saver:
         copying = set() if self._copier is None else self._copier.protected
         if not self._config.keep_best:
             return copying
-        return copying | recorded_best(self._directory) | ({best_step} if best_step is not None else set())
+        return copying | steps_kept_as_best(self._directory) | ({best_step} if best_step is not None else set())
 
     def wait(self) -> None:
         """Wait until the newest save is on every disk. Every rank must call it; the UserError of any save is raised on

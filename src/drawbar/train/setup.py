@@ -15,7 +15,7 @@ from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.checkpoint.format import Snapshot
 from drawbar.checkpoint.load import explain_unusable, read_on_all_ranks, run_on_all_ranks
 from drawbar.checkpoint.space import rust_errors_as_oserror
-from drawbar.config.deepspeed.zero_settings import with_layout
+from drawbar.config.deepspeed.zero_settings import with_parallel
 from drawbar.config.io.compare import Difference
 from drawbar.config.io.fields import show
 from drawbar.config.io.load_config import SCRIPT_FILE
@@ -210,7 +210,7 @@ def save_task(task: Task, run_dir: Path) -> None:
 
 def on_one_process(config: RunConfig) -> RunConfig:
     """The same run without parallelism, for commands that are one process: a checkpoint fits any strategy."""
-    return with_layout(config, ParallelSection(strategy="single"))
+    return with_parallel(config, ParallelSection(strategy="single"))
 
 
 def count_steps(config: TrainSection, steps_per_epoch: int | None) -> int:

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from drawbar.checkpoint.tiling import tile
+from drawbar.checkpoint.tiling import covers_exactly_once
 from parts_writing import cut_at_random
 
 
@@ -18,7 +18,7 @@ def covers_once(shape: tuple[int, ...], boxes: list[tuple[tuple[int, int], ...]]
 
 def says(shape: tuple[int, ...], boxes: list[tuple[tuple[int, int], ...]]) -> bool:
     rows = np.array(boxes, dtype=np.int64).reshape(len(boxes), len(shape), 2)
-    return tile(shape, rows[:, :, 0], rows[:, :, 1] - rows[:, :, 0])
+    return covers_exactly_once(shape, rows[:, :, 0], rows[:, :, 1] - rows[:, :, 0])
 
 
 @pytest.mark.parametrize("shape", [(12,), (5, 7), (4, 1, 6), (3, 4, 2, 3), ()])
@@ -42,6 +42,6 @@ def test_as_a_count_of_all_elements_says(shape: tuple[int, ...]) -> None:
 
 
 def test_no_boxes_and_twice_the_whole() -> None:
-    assert not tile((3,), np.zeros((0, 1), dtype=np.int64), np.zeros((0, 1), dtype=np.int64))
+    assert not covers_exactly_once((3,), np.zeros((0, 1), dtype=np.int64), np.zeros((0, 1), dtype=np.int64))
     assert not says((3,), [((0, 3),), ((0, 3),)])
-    assert not tile((2**40, 2**40), *(np.array([[0, 0], [0, 1]]), np.array([[1, 1], [1, 1]])))
+    assert not covers_exactly_once((2**40, 2**40), *(np.array([[0, 0], [0, 1]]), np.array([[1, 1], [1, 1]])))

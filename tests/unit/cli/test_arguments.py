@@ -66,17 +66,17 @@ def test_the_first_argument_is_a_file_unless_it_is_an_override(project: Path) ->
 def test_a_setting_written_as_an_option_is_named(
     words: str, hint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert hint in refused_option(words, monkeypatch, capsys)
+    assert hint in explain_refused_option(words, monkeypatch, capsys)
 
 
 def test_other_options_that_there_are_not_are_left_to_click(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for words in ("--frk new", "--nonsense_of_mine 3", "-x"):
-        assert "KEY=VALUE" not in refused_option(words, monkeypatch, capsys).partition("Error: ")[2]
+        assert "KEY=VALUE" not in explain_refused_option(words, monkeypatch, capsys).partition("Error: ")[2]
 
 
-def refused_option(words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+def explain_refused_option(words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
     """What is said of words behind ``drawbar train c.yaml``."""
     monkeypatch.setattr(sys, "argv", ["drawbar", "train", "c.yaml", *words.split()])
     with pytest.raises(SystemExit) as caught:

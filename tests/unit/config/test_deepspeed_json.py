@@ -10,7 +10,7 @@ from drawbar.config.deepspeed.zero_settings import (
     is_deepspeed,
     offload_optimizer,
     offload_parameters,
-    with_layout,
+    with_parallel,
     zero_stage,
 )
 from drawbar.config.io.load_config import load_config
@@ -65,7 +65,7 @@ def test_other_runs(settings: list[str]) -> None:
 def test_another_layout_keeps_the_section_only_where_it_fits() -> None:
     config = config_of("deepspeed.preset=zero3")
     for parallel in (config.parallel, ParallelSection(strategy="deepspeed", compile=True)):
-        assert with_layout(config, parallel).deepspeed == config.deepspeed
+        assert with_parallel(config, parallel).deepspeed == config.deepspeed
     others = [
         {"strategy": "single"},
         {"strategy": "ddp"},
@@ -73,7 +73,7 @@ def test_another_layout_keeps_the_section_only_where_it_fits() -> None:
         {"offload": True},
     ]
     for settings in others:
-        changed = with_layout(config, ParallelSection(**settings))
+        changed = with_parallel(config, ParallelSection(**settings))
         assert changed.deepspeed is None
         assert changed.model_copy(update={"parallel": config.parallel, "deepspeed": config.deepspeed}) == config
 

@@ -59,9 +59,9 @@ def test_the_files_are_those_of_save_pretrained(name: str, largest: str, tmp_pat
     model.save_pretrained(tmp_path / "theirs", max_shard_size=largest)
     values = model.state_dict()
     with parameters_on_meta():
-        without_values = model_type(config)
+        meta_boxes = model_type(config)
     (tmp_path / "ours").mkdir()
-    save_transformers(without_values, values.__getitem__, tmp_path / "ours", torch.float32, largest)
+    save_transformers(meta_boxes, values.__getitem__, tmp_path / "ours", torch.float32, largest)
 
     ours, theirs = files(tmp_path / "ours"), files(tmp_path / "theirs")
     assert len(theirs) > 1 or largest == "5GB"

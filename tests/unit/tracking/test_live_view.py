@@ -6,7 +6,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from drawbar.tracking.live_view import LABELLED, Figure, LiveValues, LiveView
+from drawbar.tracking.live_view import LABELLED, LabelledNumber, LiveValues, LiveView
 from drawbar.util.best_score import BestScore
 
 VALUES = LiveValues(
@@ -24,7 +24,11 @@ VALUES = LiveValues(
     scores={"eval/validation/loss": 4.1, "eval/validation/perplexity": 60.3, "eval/validation/" + "long" * 20: 0.5},
     best=BestScore(step=118_000, metric="loss", score=4.05),
     phase=("evaluating", 45, 120),
-    heading=[Figure("training", "a-run-of-mine"), Figure("", "on gpu7"), Figure("3s", "written", "ago")],
+    heading=[
+        LabelledNumber("training", "a-run-of-mine"),
+        LabelledNumber("", "on gpu7"),
+        LabelledNumber("3s", "written", "ago"),
+    ],
     checkpoint=118_000,
 )
 NUMBERS = (

@@ -11,7 +11,7 @@ from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.checkpoint.format import Snapshot
 from drawbar.checkpoint.load import explain_unusable, read
 from drawbar.checkpoint.part_commit import begin_parts, commit_parts
-from drawbar.checkpoint.part_writer import without_values, write_part
+from drawbar.checkpoint.part_writer import meta_boxes, write_part
 from drawbar.commands.conversion.dcp_folders import write_dcp
 from drawbar.commands.conversion.deepspeed_folders import write_universal
 from drawbar.commands.conversion.foreign_state import keeps_adamw_state
@@ -105,8 +105,8 @@ def _write_parts(checkpoints: CheckpointDirectory, snapshot: Snapshot) -> None:
     record = write_part(
         begin_parts(checkpoints, snapshot.step),
         0,
-        without_values(model),
-        without_values(optimizer),
+        meta_boxes(model),
+        meta_boxes(optimizer),
         model.tied(),
         load=lambda shard: tensors[shard.name][shard.name],
     )

@@ -100,8 +100,8 @@ def read_deepspeed(folder: Path, model: nn.Module, scratch: Path) -> ForeignStat
 def _checkpoint_folder(folder: Path) -> Path:
     for latest in ("latest", "latest_universal"):
         if (folder / latest).is_file():
-            tag = (folder / latest).read_text().strip()
-            if Path(tag).name == tag and (folder / tag).is_dir():
+            tag = (folder / latest).read_text(encoding="utf-8", errors="replace").strip()
+            if "\0" not in tag and Path(tag).name == tag and (folder / tag).is_dir():
                 return folder / tag
     if next(folder.glob("*_model_states.pt"), None) is None:
         raise UserError(

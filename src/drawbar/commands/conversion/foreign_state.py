@@ -53,7 +53,7 @@ def check_complete(state: Iterable[str], place: Callable[[str], str]) -> None:
         )
 
 
-def fitted(
+def convert_to_model(
     state: ForeignState, model: nn.Module, config: RunConfig, source: Path
 ) -> tuple[OnDemandTensors, OnDemandTensors]:
     """Weights and optimizer state as drawbar keeps them: in the types of the model, moments in fp32; each is read and

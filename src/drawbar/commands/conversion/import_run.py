@@ -11,7 +11,7 @@ from drawbar.checkpoint.format import Snapshot
 from drawbar.commands.conversion.convert_run import write_run
 from drawbar.commands.conversion.dcp_folders import read_dcp
 from drawbar.commands.conversion.deepspeed_folders import read_deepspeed
-from drawbar.commands.conversion.foreign_state import ForeignState, fitted, keeps_adamw_state
+from drawbar.commands.conversion.foreign_state import ForeignState, convert_to_model, keeps_adamw_state
 from drawbar.commands.conversion.trainer_folders import read_trainer
 from drawbar.commands.output_files import check_new_folder, writing
 from drawbar.config.io.compare import check_length
@@ -62,7 +62,7 @@ def import_run(source: Path, form: str, config: RunConfig, task_type: type[Task]
         state = READERS[form](source, model, Path(scratch))
         if config.train.steps is not None:
             check_length(state.step, config.train.steps, config.train)
-        weights, optimizer = fitted(state, model, config, source)
+        weights, optimizer = convert_to_model(state, model, config, source)
         snapshot = Snapshot(state.step, weights, optimizer, {}, _values(state.step, config))
         write_run(draft, without_rebuild(config), snapshot, "parts" if config.checkpoint.layout == "parts" else "whole")
     return state.step

@@ -48,7 +48,7 @@ def offloads(config: RunConfig) -> bool:
     return config.parallel.offload or (preset is not None and preset.endswith("_offload"))
 
 
-def with_layout(config: RunConfig, parallel: ParallelSection) -> RunConfig:
+def with_parallel(config: RunConfig, parallel: ParallelSection) -> RunConfig:
     """``config`` with another section ``parallel``. The section ``deepspeed`` is dropped, unless the new configuration
     runs on DeepSpeed, too, and has the same ``zero_stage`` and ``offload``."""
     same = all(getattr(parallel, name) == getattr(config.parallel, name) for name in ("zero_stage", "offload"))

@@ -9,10 +9,10 @@ from pydantic.errors import PydanticUserError
 
 from drawbar.config.schema.section import UnreadableOptions
 
-__all__ = ["PydanticUserError", "refused_option"]
+__all__ = ["PydanticUserError", "explain_refused_option"]
 
 
-def refused_option(error: PydanticUserError) -> str:
+def explain_refused_option(error: PydanticUserError) -> str:
     """Text that says why a class of options cannot be made, with the names of class and field as far as they are known.
     (pydantic's own message has many lines, some of them about pydantic itself.)"""
     name, annotations = "a class of options", dict[str, Any]()

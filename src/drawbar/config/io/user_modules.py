@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
-from drawbar.config.io.option_types import PydanticUserError, refused_option
+from drawbar.config.io.option_types import PydanticUserError, explain_refused_option
 from drawbar.config.io.user_code import DRAWBAR, import_user_module, is_installed, is_user_code
 from drawbar.errors import UserError, nearest
 from drawbar.util.registry import Registry
@@ -21,7 +21,7 @@ _PACKAGES = {"PIL": "pillow", "bs4": "beautifulsoup4", "cv2": "opencv-python", "
 def cause(error: BaseException) -> str:
     """The error, the line of the user's file that led to it, and what to install where a module is missing."""
     advice = missing_module(error)
-    what = refused_option(error) if isinstance(error, PydanticUserError) else f"{type(error).__name__}: {error}"
+    what = explain_refused_option(error) if isinstance(error, PydanticUserError) else f"{type(error).__name__}: {error}"
     found = raised_at(error)
     place = f" ({found[0]}:{found[1]})" if found else ""
     return f"{what}{place}" + (f"; {advice}" if advice else "")

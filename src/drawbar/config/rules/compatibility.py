@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import chain, combinations
 from typing import Any, Literal
 
-from drawbar.config.deepspeed.zero_settings import with_layout
+from drawbar.config.deepspeed.zero_settings import with_parallel
 from drawbar.config.io.load_config import load_config
 from drawbar.config.rules.rule import Rule
 from drawbar.config.rules.rule_table import RULES, TRAIN_RULES, check_layout
@@ -154,7 +154,7 @@ def _fits(config: RunConfig, parallel: Mapping[str, Any], ranks: int) -> bool:
     kept = {name: getattr(config.parallel, name) for name in ("activation_checkpointing", "compile")}
     section = ParallelSection(**kept, **parallel)
     launch = config.launch.model_copy(update={"nproc": ranks})
-    changed = with_layout(config.model_copy(update={"launch": launch}), section)
+    changed = with_parallel(config.model_copy(update={"launch": launch}), section)
     if any(rule.broken(changed) for rule in RULES):
         return False
     try:
