@@ -7,7 +7,7 @@ import pytest
 from pages import column, unknown_settings
 
 import drawbar
-from drawbar.config.rules.rule_table import RULES, TRAIN_RULES, check_layout, check_rules
+from drawbar.config.rules.rule_table import RULES, TRAIN_RULES, check_degrees, check_rules
 from drawbar.tasks.task_registry import task_class
 from preset_models import CONFIGS, PRESETS, meta_model, named, shown, state_bytes
 
@@ -25,7 +25,7 @@ def test_a_preset_is_valid_on_its_machine(preset: Path) -> None:
     assert (
         config.cluster is None if gpus == 1 else (config.cluster.nodes, config.cluster.gpus_per_node) == (nodes, gpus)
     )
-    readers = check_layout(config, nodes * gpus)
+    readers = check_degrees(config, nodes * gpus)
     rows = 1 if config.train.micro_batch == "auto" else config.train.micro_batch
     assert config.train.global_batch % (readers * rows) == 0
 

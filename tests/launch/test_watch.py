@@ -22,6 +22,8 @@ from drawbar.util.run_dir import LOCK_FILE
 from harness import Finished, run_cli, start_cli, wait_until
 from messages import check_one_message
 
+SECONDS = 300  # the machine may be busy
+
 
 class Screen:
     """``drawbar watch`` on a terminal of so many columns, as a person sees it."""
@@ -57,7 +59,9 @@ class Screen:
         return "\n".join(line.rstrip() for line in self.screen.display if line.strip())
 
     def wait_for(self, text: str) -> str:
-        return wait_until(lambda: self.text if text in self.text else None, lambda: f"{text!r} in\n{self.text}")
+        return wait_until(
+            lambda: self.text if text in self.text else None, lambda: f"{text!r} in\n{self.text}", SECONDS
+        )
 
     def press_ctrl_c(self) -> None:
         os.write(self._terminal, b"\x03")
@@ -74,7 +78,7 @@ def test_a_run_while_it_trains(project: Path, tmp_path: Path) -> None:
     """On two terminals, of which one becomes narrower, and in a pipe, which sees the end."""
     output = tmp_path / "output"
     output.mkdir()
-    narrow = Screen(project, 48, "runs/tiny")  # it waits for the run
+    narrow = Screen(project, 48, "runs/tiny", "--wait", str(SECONDS))  # it waits for the run
     training = start_cli("train", "config.yaml", "train.steps=100000", cwd=project, output=output)
     narrow.wait_for("best  loss")
     wide = Screen(project, 120, "runs/tiny")

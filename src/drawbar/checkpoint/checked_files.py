@@ -67,7 +67,8 @@ def files_elsewhere(folder: Path, manifest: Manifest) -> list[str]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest, which lists all that a checkpoint of its format consists of. Raises as ``check_sizes`` does."""
+    """Read the manifest, and check that it lists every file that its format requires, and the step of the folder's
+    name. Raises as ``check_sizes`` does."""
     _file_size(folder, MANIFEST_FILE)
     manifest = Manifest.from_json(damaged_if_missing(MANIFEST_FILE, (folder / MANIFEST_FILE).read_bytes))
     _check_required_files(manifest)
@@ -122,7 +123,8 @@ def _compare(name: str, found: FileEntry, expected: FileEntry) -> None:
 
 
 def open_file(folder: Path, name: str) -> int:
-    """A descriptor to read a file of the checkpoint from; the caller closes it. Raises as ``check_content`` does."""
+    """A descriptor to read a file of the checkpoint from; the caller closes it. Raises Damaged where it is
+    missing, OSError where it cannot be opened."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
     return damaged_if_missing(name, lambda: os.open(folder / name, flags))
 

@@ -41,7 +41,8 @@ from torch import Tensor
 from drawbar.util.strict_json import read_json
 
 WHOLE, PARTS = 1, 2
-"""Number of the format, one higher each time that an older drawbar could no longer read what is written."""
+"""Numbers of the formats: whole tensors, or parts. Both are written today. A new number is taken when an older drawbar
+could not read what is written."""
 
 MODEL_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"

@@ -41,7 +41,7 @@ class CheckpointSummary:
     saved: float | None
     """When it was written, in seconds since 1970; None where a store does not say."""
     problem: str | None
-    """Why it is damaged, judged by the sizes of its files."""
+    """Why it cannot be used, judged by its manifest and the sizes of its files."""
     elsewhere: int
     """Number of its part files that are on other nodes' disks."""
 
@@ -123,18 +123,18 @@ def problems(folder: Path) -> list[str]:
     return found
 
 
-def damaged_files(folder: Path, manifest: Manifest, besides: Container[str] = ()) -> dict[str, Damaged]:
+def damaged_files(folder: Path, manifest: Manifest, except_for: Container[str] = ()) -> dict[str, Damaged]:
     """The files that are missing, or are not as they were written, with the reason. Reads every byte.
 
     Args:
-        besides: files to leave out.
+        except_for: files to leave out.
 
     Raises:
         OSError: the disk cannot be read.
     """
     found = {}
     for name, size in sorted(manifest.sizes().items()):
-        if name in besides:
+        if name in except_for:
             continue
         try:
             check_size(folder, name, size)

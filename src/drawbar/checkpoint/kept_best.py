@@ -6,7 +6,7 @@ from drawbar.errors import UserError
 
 def steps_kept_as_best(directory: CheckpointDirectory) -> set[int]:
     """The step that ``best.json`` names, if there is one. Where that file is damaged, all steps, as any of them may be
-    the best one: the next save at a better score writes it anew."""
+    the best one: the next save writes it anew."""
     try:
         best = directory.best_record()
     except UserError:

@@ -36,8 +36,8 @@ Examples:
 @_RUN_OR_URL
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line for each checkpoint.")
 def list_(run: str, as_json: bool) -> None:
-    """List the checkpoints of RUN (a run directory, or the URL of its folder in an object store): step, age, size, and
-    whether all files are there.
+    """List the checkpoints of RUN (a run directory, or the URL of its folder in an object store): step, when it was
+    saved, size, and whether all files are there.
 
     Content is not read: `drawbar checkpoint verify` does that.
     """

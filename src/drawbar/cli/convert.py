@@ -32,8 +32,9 @@ After --to-run, `drawbar train` with the same configuration goes on from there.
 @click.option(
     "--to",
     type=click.Choice(["whole", "parts", "dcp", "deepspeed", "huggingface"]),
-    help="What to make of a run's checkpoint. whole, parts: a run with drawbar's own format 1 or 2. dcp: a folder of "
-    "torch.distributed.checkpoint. deepspeed: a universal checkpoint. huggingface: as `drawbar export`.",
+    help="What to make of a run's checkpoint. whole, parts: a run whose checkpoint holds whole tensors (format 1), or "
+    "is in parts (format 2). dcp: a folder of torch.distributed.checkpoint. deepspeed: a universal checkpoint. "
+    "huggingface: as `drawbar export`.",
 )
 @click.option("--output", type=click.Path(), metavar="DIR", help="With --to: the folder to write, a new one.")
 @click.option(

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 def explain_option(
     error: click.ClickException, words: Sequence[str], task: "type[Task] | None"
 ) -> click.ClickException:
-    """The same error; if the option is named as a setting, drawbar's or another trainer's, with the setting to use.
+    """The error. Where the option is the name of a setting, of drawbar's or another trainer's, the error also says
+    which setting to use.
 
     Args:
         words: the command line.

@@ -15,8 +15,9 @@ Examples:
 
 \b
 RUN|JOB is a run's folder, the name of a run that was submitted, or the number of a job.
-Only files are read, so any machine will do that shares the run's disk. In a pipe or a file
-it writes plain lines. Ctrl-C ends the looking, and not the run.
+Of a run without a job only files are read, so any machine will do that shares its disk; of a
+submitted run the scheduler is asked, too. In a pipe or a file it writes plain lines. Ctrl-C ends
+the looking, and not the run.
 Exit codes: 0 the run is complete, or Ctrl-C; 1 it ended otherwise.
 """,
 )

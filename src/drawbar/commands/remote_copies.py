@@ -68,7 +68,7 @@ def _summary(remote: RemoteCheckpoints, step: int, objects: Objects) -> Checkpoi
     )
 
 
-def verify_copies(url: str, step: int | None) -> int:
+def verify_copies(url: str, wanted: int | None) -> int:
     """Read every byte of the checkpoints in a run's folder of an object store, or of one, and print what is wrong;
     return the exit code. Each is copied to a temporary folder on this machine's disk.
 
@@ -76,22 +76,22 @@ def verify_copies(url: str, step: int | None) -> int:
         UserError: the URL cannot be used, the store does not answer, or has no such step; or the disk is too small.
     """
     remote = RemoteCheckpoints(_store(url))
-    found = {own: objects for own, objects in remote.complete().items() if step in (None, own)}
+    found = {step: objects for step, objects in remote.complete().items() if wanted in (None, step)}
     if not found:
         raise UserError(
-            f"{url} has no checkpoint" if step is None else f"{url} has no checkpoint of step {step}",
+            f"{url} has no checkpoint" if wanted is None else f"{url} has no checkpoint of step {wanted}",
             where=url,
             remedy="`drawbar checkpoint list` shows those that there are; RUN is CHECKPOINT.REMOTE/RUN.NAME",
         )
     damaged = False
-    for own, objects in found.items():
+    for step, objects in found.items():
         try:
             with tempfile.TemporaryDirectory() as folder:
-                remote.download(own, objects, CheckpointDirectory(Path(folder)))
-            print(f"{step_name(own)}: every byte is as it was written")
+                remote.download(step, objects, CheckpointDirectory(Path(folder)))
+            print(f"{step_name(step)}: every byte is as it was written")
         except Unusable as reason:
             damaged = True
-            print(f"{step_name(own)}: damaged\n  {reason}")
+            print(f"{step_name(step)}: damaged\n  {reason}")
         sys.stdout.flush()
     return ExitCode.FAILED if damaged else ExitCode.DONE
 

@@ -12,7 +12,7 @@ from drawbar.commands.trained_run import TrainedRun
 from drawbar.config.io.compare import changed_records
 from drawbar.config.io.load_config import load_config
 from drawbar.config.parallel_dims import ParallelDims
-from drawbar.config.rules.rule_table import check_layout
+from drawbar.config.rules.rule_table import check_degrees
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.data.readers import BadRecord
 from drawbar.data.sources import Record, Records
@@ -35,7 +35,7 @@ from drawbar.train.setup import check_predicts, open_checkpoint, task_of_run
 def _joined(config: RunConfig) -> Iterator[tuple[Distributed, Console]]:
     """The process group of a command, and its console."""
     rank_info = RankInfo.from_environment()
-    check_layout(config, rank_info.world_size)
+    check_degrees(config, rank_info.world_size)
     dims = ParallelDims.of(config.parallel, rank_info.world_size)
     device = choose_device(config.device, rank_info)
     console = make_console(rank_info.is_rank0)

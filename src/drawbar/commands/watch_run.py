@@ -17,7 +17,7 @@ from drawbar.launch.jobs.records import JobRecord, find, read, run_file
 from drawbar.launch.jobs.run_status import is_locked, last_host
 from drawbar.launch.launchers import ask_status
 from drawbar.tracking.lines import duration, evaluation_line, join, log_line, time_left
-from drawbar.tracking.live_view import LabelledNumber, LiveValues, LiveView
+from drawbar.tracking.live_view import LabelledValue, LiveValues, LiveView
 from drawbar.util.run_dir import CONFIG_FILE, is_run_dir
 
 _STYLES = {"training": "green", "complete": "green", "failed": "red", "stale": "red", "stopped": "yellow"}
@@ -135,16 +135,16 @@ def _notice(state: str, progress: LoggedProgress, job: JobStatus | None, is_over
     return f"{words[state]}; {told}" if told and state not in ("complete",) else words[state]
 
 
-def show(values: LiveValues, name: str, sight: RunSight) -> None:
+def fill(values: LiveValues, name: str, sight: RunSight) -> None:
     """Set what the live view draws."""
     progress, now = sight.progress, time.time()
-    heading = [LabelledNumber(sight.state, name, style=f"bold {_STYLES.get(sight.state, 'default')}")]
+    heading = [LabelledValue(sight.state, name, style=f"bold {_STYLES.get(sight.state, 'default')}")]
     if sight.where:
-        heading.append(LabelledNumber("", sight.where))
+        heading.append(LabelledValue("", sight.where))
     left = progress.seconds_left
     if progress.written is not None:
         ago = max(0.0, now - progress.written)
-        heading.append(LabelledNumber(duration(ago), "written", "ago"))
+        heading.append(LabelledValue(duration(ago), "written", "ago"))
         left = None if left is None else max(0.0, left - ago)
     values.heading, values.notice = heading, sight.notice
     values.step, values.total_steps = progress.step, progress.total
@@ -166,7 +166,7 @@ class TerminalWatch:
         self._width = self._console.width
 
     def show(self, sight: RunSight) -> None:
-        show(self._values, self._name, sight)
+        fill(self._values, self._name, sight)
         if self._console.width < self._width:  # the terminal has wrapped what was drawn
             self._console.clear()
         self._width = self._console.width

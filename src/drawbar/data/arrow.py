@@ -16,24 +16,24 @@ ROWS_AT_ONCE = 1024
 
 
 class Group(NamedTuple):
-    """Rows that are stored together. A batch is read when one of its rows is asked for."""
+    """Table rows that are stored together, in Arrow record batches, each read when one of its rows is asked for."""
 
     rows: int
-    batches: Iterator[Any]
-    """Record batches or tables."""
+    record_batches: Iterator[Any]
+    """Or tables: both have rows and columns."""
 
 
 class _RowFinder:
-    """Finds rows of a group by number. Numbers must not decrease: batches are read once and not cached."""
+    """Finds rows of a group by number. Numbers must not decrease: record batches are read once and not cached."""
 
-    def __init__(self, batches: Iterator[Any]) -> None:
-        self._batches = batches
+    def __init__(self, record_batches: Iterator[Any]) -> None:
+        self._record_batches = record_batches
         self._begin = self._end = 0
         self._columns: list[tuple[str, Any]] = []
 
     def row(self, number: int) -> Record:
         while number >= self._end:
-            batch = next(self._batches)
+            batch = next(self._record_batches)
             self._begin, self._end = self._end, self._end + batch.num_rows
             self._columns = list(zip(batch.schema.names, batch.columns, strict=True))
         return {name: column[number - self._begin].as_py() for name, column in self._columns}
@@ -71,7 +71,7 @@ class ColumnarReader(Reader):
         line = 0
         try:
             for group in self.groups():
-                cursor = _RowFinder(group.batches)
+                cursor = _RowFinder(group.record_batches)
                 for number in range(group.rows):
                     line += 1
                     yield RawRecord((cursor, number), self.name, line)

@@ -52,8 +52,9 @@ class HubDataset(ColumnarReader):
         return [*known, self.dataset]
 
     @cached_property
-    def fingerprint(self) -> str:
-        """The version of a dataset of the Hub, as `datasets` tells it."""
+    def datasets_fingerprint(self) -> str:
+        """What `datasets` calls the fingerprint of a dataset: a hash that differs between versions of a dataset of the
+        Hub. Empty for a folder, and where records are streamed."""
         return "" if self.is_folder or self.streaming else str(self._dataset._fingerprint)
 
     def groups(self) -> Iterator[Group]:

@@ -34,7 +34,10 @@ class RawRecord(NamedTuple):
 
 @dataclass(frozen=True)
 class Reader(ABC):
-    """Reads one file, or several side by side. Subclasses are frozen dataclasses: their fields are their settings."""
+    """Reads one file, or several side by side; *unit*: a ``RawRecord``.
+
+    Subclasses are frozen dataclasses: their fields are their settings.
+    """
 
     no_records: ClassVar[str] = "it holds only blank lines"
     """Why a file that is not empty has none, for the message."""
@@ -46,7 +49,7 @@ class Reader(ABC):
 
     @abstractmethod
     def units(self) -> Iterator[RawRecord]:
-        """All records, not decoded, in the order of the file. Each (a unit) is valid until the next one is asked for.
+        """All raw records, in the order of the file; each is valid until the next one is asked for.
 
         Raises:
             UserError: the file as a whole cannot be read.

@@ -1,4 +1,4 @@
-"""One source as a stream: reads records in order, in constant memory, split into lanes, from any position on."""
+"""One source as a stream: reads records in order, in constant memory, split into shares, from any position on."""
 
 import hashlib
 from collections.abc import Callable, Iterator
@@ -20,9 +20,9 @@ from drawbar.util.atomic_files import identity
 SHOWN_IN_FULL = 10
 """Bad records of a stream that are logged one by one."""
 END_BYTES = 64 * 1024
-"""How much of each end of a file a stream's fingerprint reads."""
+"""How much of each end of a file ``SourceStream.quick_digests`` reads."""
 EXCERPTS, EXCERPT_BYTES = 16, 4096
-"""Number of excerpts of a file that the fingerprint reads between the two ends, and their size in bytes."""
+"""Number of excerpts of a file that it reads between the two ends, and their size in bytes."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class LocatedRecord:
     """A record, and where it is."""
 
     position: int
-    """Its number within the lane that was read, from 0; bad records and those of the other split are counted."""
+    """Its number within the share that was read, from 0; bad records and those of the other split are counted."""
     record: Record
     where: str
     """File and line, for messages."""
@@ -94,45 +94,47 @@ class SourceStream:
         self._before = before
         self._skip_bad = skip_bad
 
-    def read(self, lane: int = 0, lanes: int = 1, first: int = 0) -> Iterator[LocatedRecord]:
-        """Every ``lanes``-th record, in constant memory: the numbers i with ``i % lanes == lane``.
+    def read(self, share: int = 0, shares: int = 1, first: int = 0) -> Iterator[LocatedRecord]:
+        """The records of one share of the source, in constant memory: record i belongs to share ``i % shares``.
 
-        Those of other lanes are skipped undecoded, except where a limit counts what the split filter selects.
-        ``read(lane, lanes, located.position + 1)`` goes on behind a record.
+        Those of other shares are skipped undecoded, except where a limit counts what the split filter selects.
+        ``read(share, shares, located.position + 1)`` goes on behind a record.
 
         Args:
-            lane: 0 <= lane < lanes.
-            lanes: number of parts the source is divided into; for ``RankReader`` the number of ranks.
-            first: number within the lane of the first record that is wanted.
+            share: 0 <= share < shares; for ``RankReader`` the rank.
+            shares: number of shares that the source is divided into; for ``RankReader`` the number of ranks.
+            first: number within the share of the first record that is wanted.
 
         Raises:
             UserError: a file that cannot be read, or a bad record that is not to be left out.
         """
-        for position, where, record in self.read_all(lane, lanes, first):
+        for position, where, record in self.read_all(share, shares, first):
             if isinstance(record, BadRecord):
                 self._log(record)
             else:
                 yield LocatedRecord(position, record, where)
 
-    def read_all(self, lane: int = 0, lanes: int = 1, first: int = 0) -> Iterator[tuple[int, str, Record | BadRecord]]:
+    def read_all(
+        self, share: int = 0, shares: int = 1, first: int = 0
+    ) -> Iterator[tuple[int, str, Record | BadRecord]]:
         """As ``read``, with the bad records that are to be left out: (position, where, record or what is wrong)."""
-        for number, reader, unit in self._units_of_lane(lane, lanes, first):
+        for number, reader, unit in self._units_of_share(share, shares, first):
             where = reader.where(unit)
             try:
                 with self._naming(reader):
                     record = _decoded(reader, unit, where)
-                yield number // lanes, where, self._renamed(record, where)
+                yield number // shares, where, self._renamed(record, where)
             except BadRecord as error:
                 error.where = error.where or where  # a reader of the user's may give neither place nor remedy
                 if not self._skip_bad:
                     remedy = f"{error.remedy or 'mend the record'}; or leave bad records out: data.on_bad_record=skip"
                     raise UserError(error.what, where=error.where, remedy=remedy) from error
-                yield number // lanes, where, error
+                yield number // shares, where, error
 
     @cached_property
     def count(self) -> int:
         """How many records belong to the split, bad ones included. The files are read; only split filters decode."""
-        return sum(1 for _ in self._units_of_lane(0, 1, 0))
+        return sum(1 for _ in self._units_of_share(0, 1, 0))
 
     def class_names(self, column: str) -> list[str] | None:
         """The names of a column's classes, in the order of their numbers, where all files with such names agree."""
@@ -143,7 +145,7 @@ class SourceStream:
         return agreed_names(found)
 
     @cached_property
-    def fingerprints(self) -> dict[str, str]:
+    def quick_digests(self) -> dict[str, str]:
         """Hex digest of the settings, and of each file's size, both ends and some excerpts: quick at any length. One
         for each value of ``data.on_bad_record``: ``{"error": …, "skip": …}``."""
         return self._digests(_size_and_excerpts)
@@ -191,13 +193,13 @@ class SourceStream:
             with self._naming(reader):
                 yield repr(reader.settings()).encode()
                 if isinstance(reader, HubDataset):
-                    yield reader.fingerprint.encode()
+                    yield reader.datasets_fingerprint.encode()
             for path in reader.files:
                 with self._naming(reader, path):
                     yield of_file(path)
 
-    def _units_of_lane(self, lane: int, lanes: int, first: int) -> Iterator[tuple[int, Reader, RawRecord]]:
-        """(number in the source, reader, unit) of the lane's units of the split, from the lane's unit ``first`` on."""
+    def _units_of_share(self, share: int, shares: int, first: int) -> Iterator[tuple[int, Reader, RawRecord]]:
+        """(number in the source, reader, unit) of a share's units of the split, from the share's unit ``first`` on."""
         quota, taken = self._quota, 0
         if quota == 0:
             if self.weight is None:
@@ -209,7 +211,7 @@ class SourceStream:
             )
         number = -1
         for number, (reader, unit) in enumerate(self._units()):
-            wanted = number % lanes == lane and number // lanes >= first
+            wanted = number % shares == share and number // shares >= first
             if not wanted and quota is None:
                 continue
             if self._split_filter:

@@ -39,7 +39,8 @@ class StreamSettings:
     """Records of a lane in one block."""
     global_batch: int
     fingerprint: str
-    """Of the data, and of the settings that encode it."""
+    """Digest of each source's ``SourceStream.quick_digests`` (its settings; size, ends and excerpts of its files), and
+    of the settings that encode records and fill rows. The samples themselves are not in it."""
     resumable: Set[str] = frozenset()
     """The fingerprints under both values of ``data.on_bad_record``, which give the same samples: a position saved with
     either is resumed."""

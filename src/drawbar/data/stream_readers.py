@@ -14,7 +14,7 @@ class Stream(Protocol):
     size: int | None
     """How many records it has, those that are left out included; None before it was read to its end."""
 
-    def read(self, lane: int, lanes: int, first: int) -> Iterator[LocatedRecord]: ...
+    def read(self, share: int, shares: int, first: int) -> Iterator[LocatedRecord]: ...
 
 
 class RankReader:
@@ -60,11 +60,11 @@ class EndlessRankReader(RankReader):
         while empty_passes < self.ranks:  # in so many passes, a rank gets at least one record
             size = self.stream.size
             turn, place = divmod(visit, size) if size else (0, visit)
-            start, lane = visit - place, place % self.ranks
+            start, share = visit - place, place % self.ranks
             empty_passes += size is not None  # a pass that began before the size was known proves nothing
-            for located in self.stream.read(lane, self.ranks, place // self.ranks):
+            for located in self.stream.read(share, self.ranks, place // self.ranks):
                 empty_passes = 0
-                yield (start + lane + self.ranks * located.position) // self.ranks, located
+                yield (start + share + self.ranks * located.position) // self.ranks, located
             assert self.stream.size is not None
             self.ends += 1
             after = (turn + 1) * self.stream.size

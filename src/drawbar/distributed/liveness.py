@@ -53,7 +53,7 @@ class Liveness:
         self._digest = LivenessDigest()
         self._stopped = threading.Event()
 
-    def join(self) -> None:
+    def publish_first(self) -> None:
         """Write the first entry; rank 0 writes the first digest, too."""
         self._publish_activity()
         if self._activity_reader:
@@ -118,7 +118,7 @@ class Liveness:
             all_arrived = digest.lowest >= self._entered
             stuck = stuck + 1 if all_arrived else 0
             if unchanged * poll_seconds > self.timeout:  # rank 0 makes no digests, or the store is lost
-                raise self._lost(f"{digest.others if self._rank == 0 else digest.first}; no heartbeat since then")
+                raise self._lost(f"{digest.others if self._rank == 0 else digest.rank0}; no heartbeat since then")
             if silent_digests >= _CONFIRMATIONS and polls * poll_seconds > self.timeout:
                 raise self._lost(f"{digest.silent}; no heartbeat since then")
             if stuck * poll_seconds > self.timeout:

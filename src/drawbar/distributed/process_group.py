@@ -37,7 +37,7 @@ _FOREVER = timedelta(days=3650)
 
 
 class Distributed:
-    """The process group of a run, as a context manager that destroys it at the end.
+    """The process group of a run, as a context manager that destroys it at the end, unless there is an error.
 
     Args:
         rank_info: global and local rank of this process, and the numbers of ranks.
@@ -62,7 +62,7 @@ class Distributed:
         self._liveness = Liveness(self._store, self.rank, self.size, timeout)
 
     def set_dims(self, dims: ParallelDims) -> None:
-        """Set the degrees once the strategy is known. Only dp_replicate and dp_shard may change, and no dp_rank."""
+        """Set the degrees of the strategy. Only dp_replicate and dp_shard may change; every rank keeps its dp_rank."""
         assert (dims.dp_size, dims.dp_rank(self.rank)) == (self.dp_group.size, self.dp_group.rank)
         self.dims = dims
 
@@ -99,7 +99,7 @@ class Distributed:
             self._store = prefixed_store(self.timeout)
             self._store.set(f"came/{self.rank}", node_name())
             self._liveness = Liveness(self._store, self.rank, self.size, self.timeout.total_seconds())
-            self._liveness.join()
+            self._liveness.publish_first()
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if on_cuda else "gloo",  # gloo for what is offloaded to the host
                 store=self._store,

@@ -47,10 +47,10 @@ class LivenessDigest(NamedTuple):
     """The ranks with the smallest ``entered``: the others wait for these."""
     silent: str = ""
     """The ranks that have sent no heartbeat for ``launch.timeout`` seconds in which some rank waited."""
-    first: str = "rank 0"
-    """Text for rank 0, which makes the digest."""
+    rank0: str = "rank 0"
+    """Rank 0, as text: the others name it when no digests come."""
     others: str = ""
-    """Text for all ranks but rank 0."""
+    """All ranks but rank 0, as text: rank 0 names them."""
 
     @staticmethod
     def read(store: dist.Store) -> "LivenessDigest":
@@ -97,7 +97,7 @@ class ActivityReader:
             max(entered),
             behind=self._describe([rank for rank, count in enumerate(entered) if count == lowest]),
             silent=self._describe([rank for rank, count in enumerate(self._unchanged) if count >= self._silent_after]),
-            first=self._describe([0]),
+            rank0=self._describe([0]),
             others=self._describe(range(1, len(entered))),
         )
         self._store.set(_DIGEST, json.dumps(digest))

@@ -138,12 +138,12 @@ def _why_device(wanted: str, facts: Mapping[str, Any]) -> str:
     return f"device=auto: torch sees {len(facts['gpus']) or 'an Apple'} GPU{'s' * (len(facts['gpus']) > 1)}"
 
 
-def _format(precision: str, device: str, wanted: str) -> tuple[str, str]:
-    what = "fp32" if precision == "fp32" else f"{precision} products, fp32 weights and sums"
-    if wanted != "auto":
-        return what, f"precision={wanted}"
+def _format(chosen: str, device: str, setting: str) -> tuple[str, str]:
+    what = "fp32" if chosen == "fp32" else f"{chosen} products, fp32 weights and sums"
+    if setting != "auto":
+        return what, f"precision={setting}"
     why = f"this {device.upper()} has no bf16" if device == "cuda" else "bf16 is for GPUs that have it"
-    return what, f"precision=auto: {why if precision == 'fp32' else f'this {device.upper()} has bf16'}"
+    return what, f"precision=auto: {why if chosen == 'fp32' else f'this {device.upper()} has bf16'}"
 
 
 def check_rendezvous(facts: Mapping[str, Any]) -> Finding:

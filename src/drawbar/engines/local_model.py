@@ -153,7 +153,7 @@ def allow_packed_rows(model: nn.Module, task: Task, config: RunConfig) -> None:
     """Let the model take packed rows, where the data are packed, or micro-batches are made one row."""
     padding_free = config.data.padding_free is True
     if (padding_free or config.data.batching == "packed") and isinstance(model, PreTrainedModel):
-        allow_packing(model, per_sample=task.label_placement == "sample", under_mask=not padding_free)
+        allow_packing(model, per_sample=task.label_placement == "sample", with_row_mask=not padding_free)
 
 
 def apply_dtypes(model: nn.Module, task: Task, config: RunConfig) -> None:

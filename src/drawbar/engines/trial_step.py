@@ -18,8 +18,8 @@ from drawbar.tasks.batch import Batch
 
 @contextmanager
 def trial_step(engine: Engine, updater: TorchUpdater, micro_batches: Sequence[MicroBatch[Batch]]) -> Iterator[None]:
-    """Context after forward and backward of a step, with its gradients. When it ends, weights, buffers and random
-    generators are as before the step. Every rank enters it.
+    """Makes forward and backward of a step, then runs the block with its gradients in place. When it ends, weights,
+    buffers and random generators are as before the step. Every rank enters it.
 
     Args:
         updater: the engine's; not a ``DeepSpeedUpdater``, which cannot discard gradients.

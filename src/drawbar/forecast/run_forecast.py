@@ -248,7 +248,8 @@ def _kinds_of_ranks(dims: ParallelDims, config: RunConfig) -> list[int]:
     keeps more micro-batches in the first."""
     if dims.pp > 1:
         return [stage * (dims.size // dims.pp) for stage in range(dims.pp)]
-    uneven = dims.size > 1 and not config.parallel.features.supports_model_parallel  # ZeRO-1 deals out whole parameters
+    # only ZeRO-1 (of drawbar's strategies of several processes) lacks this feature: it deals out whole parameters
+    uneven = dims.size > 1 and not config.parallel.features.supports_model_parallel
     return [0, dims.size - 1] if uneven else [0]
 
 

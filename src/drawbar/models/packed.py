@@ -32,7 +32,7 @@ ENCODER_DECODERS = {"t5", "mt5", "bart", "mbart"}
 silence, as OPT, Falcon and BLOOM do."""
 
 
-def allow_packing(model: nn.Module, per_sample: bool, under_mask: bool = False) -> None:
+def allow_packing(model: nn.Module, per_sample: bool, with_row_mask: bool = False) -> None:
     """Let a transformers model take packed rows.
 
     Called with ``segment_ids`` (and ``decoder_segment_ids``, and explicit ``decoder_input_ids``) in its keyword
@@ -46,7 +46,7 @@ def allow_packing(model: nn.Module, per_sample: bool, under_mask: bool = False) 
     Args:
         per_sample: for sequence classification: the logits have shape (N, classes), a row for each sample, in the order
             of rows and of samples in them. If false, the logits are those of each token.
-        under_mask: attend to a whole row under a mask, as ``eager`` and ``flex_attention`` always do, instead of to
+        with_row_mask: attend to a whole row under a mask, as ``eager`` and ``flex_attention`` always do, instead of to
             each sample by itself.
 
     Raises:
@@ -56,11 +56,11 @@ def allow_packing(model: nn.Module, per_sample: bool, under_mask: bool = False) 
     family = getattr(getattr(inner, "config", None), "model_type", None)
     _check(inner, family, per_sample)
     if family in DECODERS:
-        packing: _Packing = _Decoder(inner, under_mask, per_sample)
+        packing: _Packing = _Decoder(inner, with_row_mask, per_sample)
     elif family in ENCODERS:
-        packing = _Encoder(inner, under_mask, per_sample)
+        packing = _Encoder(inner, with_row_mask, per_sample)
     else:
-        packing = _EncoderDecoder(inner, under_mask)
+        packing = _EncoderDecoder(inner, with_row_mask)
     model.register_forward_pre_hook(packing.enter, with_kwargs=True)
     model.register_forward_hook(packing.leave, with_kwargs=True, always_call=True)
 
@@ -111,7 +111,8 @@ def _begins(segments_RL: Tensor) -> Tensor:
 
 
 def _last_tokens(segments_RL: Tensor, firsts_N: Tensor, is_pad_RL: Tensor) -> Tensor:
-    """Index (of R·L) of each sample's last token that is no pad token, or of its first if all are; shape (N,)."""
+    """Index (of R·L) of each sample's last token that is no pad token, or of its first if all are; shape (N,), N here
+    without paddings."""
     tokens = torch.arange(segments_RL.numel(), device=segments_RL.device)
     samples = torch.searchsorted(firsts_N, tokens, right=True) - 1
     is_end = ((segments_RL >= 0) & ~is_pad_RL).flatten()
@@ -147,10 +148,10 @@ class _Packing:
     segments_RL: Tensor | None = None
     segments: tuple[Segments, ...] = ()
 
-    def __init__(self, model: nn.Module, under_mask: bool) -> None:
+    def __init__(self, model: nn.Module, with_row_mask: bool) -> None:
         self.model = model
-        self.under_mask = under_mask or model.config._attn_implementation != "sdpa"
-        if not self.under_mask:
+        self.with_row_mask = with_row_mask or model.config._attn_implementation != "sdpa"
+        if not self.with_row_mask:
             for module in model.modules():
                 if hasattr(module, "config"):
                     module.config._attn_implementation = SEGMENTED
@@ -178,8 +179,8 @@ class _Packing:
 
 
 class _Decoder(_Packing):
-    def __init__(self, model: nn.Module, under_mask: bool, per_sample: bool) -> None:
-        super().__init__(model, under_mask)
+    def __init__(self, model: nn.Module, with_row_mask: bool, per_sample: bool) -> None:
+        super().__init__(model, with_row_mask)
         self.tokens_RL: Tensor | None = None
         self.logits_NC: Tensor | None = None
         if per_sample:
@@ -197,7 +198,7 @@ class _Decoder(_Packing):
                 "train.micro_batch=1",
             )
         # transformers detects samples by restarting positions, but only without attention mask and cache
-        within = {"attention_mask": None} if self.under_mask else _keyword_arguments(self.segments[0], segments_RL)
+        within = {"attention_mask": None} if self.with_row_mask else _keyword_arguments(self.segments[0], segments_RL)
         return {"position_ids": count_positions(segments_RL), "use_cache": False, **within}
 
     def choose(self, module: nn.Module, args: tuple[Any, ...], logits_RLC: Tensor) -> None:
@@ -216,8 +217,8 @@ class _Decoder(_Packing):
 
 
 class _Encoder(_Packing):
-    def __init__(self, model: nn.Module, under_mask: bool, per_sample: bool) -> None:
-        super().__init__(model, under_mask)
+    def __init__(self, model: nn.Module, with_row_mask: bool, per_sample: bool) -> None:
+        super().__init__(model, with_row_mask)
         if per_sample:
             model.base_model.register_forward_hook(self.keep_first_states)
             if getattr(model.base_model, "pooler", None) is not None:
@@ -228,7 +229,7 @@ class _Encoder(_Packing):
         positions_RL = count_positions(segments_RL)
         if config.model_type in COUNTS_FROM_PAD:
             positions_RL = self.count_from_pad(segments_RL, kwargs["input_ids"])
-        if not self.under_mask:
+        if not self.with_row_mask:
             return {"position_ids": positions_RL, **_keyword_arguments(self.segments[0], segments_RL)}
         return {
             "position_ids": positions_RL,
@@ -259,11 +260,11 @@ class _Encoder(_Packing):
 
 
 class _EncoderDecoder(_Packing):
-    def __init__(self, model: nn.Module, under_mask: bool) -> None:
-        super().__init__(model, under_mask)
+    def __init__(self, model: nn.Module, with_row_mask: bool) -> None:
+        super().__init__(model, with_row_mask)
         self.decoder_segments_RT: Tensor | None = None
         for module in model.modules():
-            if hasattr(module, "has_relative_attention_bias") and not self.under_mask:
+            if hasattr(module, "has_relative_attention_bias") and not self.with_row_mask:
                 module.register_forward_pre_hook(_add_bias_of_a_sample, with_kwargs=True)
         encoder, decoder = model.get_encoder(), model.get_decoder()
         encoder.register_forward_pre_hook(self.mask_encoder, with_kwargs=True)
@@ -283,7 +284,7 @@ class _EncoderDecoder(_Packing):
     def mask_encoder(self, module: nn.Module, args: Any, kwargs: Arguments) -> tuple[Any, Arguments]:
         if self.segments_RL is None:
             return args, kwargs
-        if not self.under_mask:
+        if not self.with_row_mask:
             return args, {**kwargs, **_keyword_arguments(self.segments[0], self.segments_RL)}
         mask = _mask(self.model, _same_segment(self.segments_RL, self.segments_RL))
         return args, {**kwargs, "attention_mask": mask}
@@ -291,7 +292,7 @@ class _EncoderDecoder(_Packing):
     def mask_decoder(self, module: nn.Module, args: Any, kwargs: Arguments) -> tuple[Any, Arguments]:
         if self.segments_RL is None or self.decoder_segments_RT is None:
             return args, kwargs
-        if not self.under_mask:
+        if not self.with_row_mask:
             source, target = self.segments
             attention = {**_keyword_arguments(target, self.decoder_segments_RT), "source_segments": source}
             return args, {**kwargs, **attention, "encoder_attention_mask": attention["attention_mask"]}

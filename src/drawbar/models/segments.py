@@ -50,7 +50,7 @@ class Segments:
     longest: int
     """Tokens of the longest sample."""
     firsts: Tensor
-    """Shape (samples,): the first token of each sample that is no padding."""
+    """Shape (samples without the rows' paddings,): where each of them begins."""
     groups: tuple[SegmentGroup, ...]
     tokens: Tensor
     """Shape (S,): the token in each slot of the groups, one group after another; at padding, any token."""

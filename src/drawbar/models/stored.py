@@ -32,8 +32,9 @@ def build_meta_model(name: str, head: Head = "causal_lm", find_weights: bool = T
     Args:
         name: a folder or a hub name.
         head: what the model is for.
-        find_weights: look for the weight files, which downloads them: they tell which tied weights differ, and have
-            buffers. Without, the config says all.
+        find_weights: look for the weight files, which downloads them. The files tell which tied weights differ, and
+            hold buffers. If False, no weight file is read: ties are as the config says, and buffers as the class makes
+            them.
         fields: what the task sets in the config, such as ``num_labels`` or ``id2label``.
 
     Raises:

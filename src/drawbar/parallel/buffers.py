@@ -36,5 +36,6 @@ def kept_buffers(model: nn.Module) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for buffer, before in buffers:
-                if not torch.equal(buffer, before):  # an expanded tensor cannot be changed in place, or written to
+                # an expanded tensor cannot be written to; but then it has not changed either
+                if not torch.equal(buffer, before):
                     buffer.copy_(before)

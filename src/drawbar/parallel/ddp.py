@@ -62,7 +62,8 @@ def gradient_sync(model: nn.Module, last: bool, gathers_once: bool = False) -> A
     one of a step. Over shards they are reduced in each: unsharded gradients would take the memory that sharding saves.
 
     Args:
-        gathers_once: take that memory: gather weights in the first micro-batch, reduce gradients in the last one alone.
+        gathers_once: keep weights and gradients unsharded for the whole step: gather in the first micro-batch, reduce
+            in the last one.
     """
     if isinstance(model, ReplicateModule) or (isinstance(model, FSDPModule) and gathers_once):
         model.set_requires_gradient_sync(last)

@@ -110,7 +110,7 @@ def _convert(model: nn.Module, styles: Styled, blocks: Sequence[nn.Module], mesh
     """Let every module compute with its local shards; ``blocks``: between which activations may be sharded."""
     styled = {id(module) for module, _ in styles.values()}
     layers = [child for block in blocks for child in block.children() if styled & set(map(id, child.modules()))]
-    sums_once = layers if sequence or _hold_only(styled, layers) else []
+    sums_once = layers if sequence or _all_styled(styled, layers) else []
     inside = {id(module) for block in (blocks if sequence else ()) for module in block.modules()}
     for name, module in model.named_modules():
         _, style = styles.get(name, (module, None))
@@ -127,9 +127,9 @@ def _convert(model: nn.Module, styles: Styled, blocks: Sequence[nn.Module], mesh
         sum_input_gradients_once(sums_once, mesh)
 
 
-def _hold_only(styled: Collection[int], layers: Sequence[nn.Module]) -> bool:
-    """Whether no parameter in these layers belongs to another module: that one (an adapter's A) would get a part of its
-    gradient only, where the gradients of a layer's inputs are summed once."""
+def _all_styled(styled: Collection[int], layers: Sequence[nn.Module]) -> bool:
+    """Whether each module in these layers that has parameters has a style. One without (an adapter's A) would get only
+    a part of its gradient, where the gradients of a layer's inputs are summed once."""
     owners = (module for layer in layers for module in layer.modules() if list(module.parameters(recurse=False)))
     return all(id(module) in styled for module in owners)
 

@@ -21,7 +21,8 @@ class ComparedModule:
     name: str
     """Empty for the model itself."""
     output: Worst | None = None
-    """That of its output, in the step of few rows (see ``divergence``); so are ``gradient`` and ``parameters``."""
+    """The difference of its output. This, ``gradient`` and ``parameters`` are from the step of few rows (see
+    ``divergence``)."""
     gradient: Worst | None = None
     """That of the gradient of its output."""
     parameters: Worst | None = None

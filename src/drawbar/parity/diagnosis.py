@@ -89,7 +89,7 @@ def _describe_shards(probe: Probe, mismatch: ModuleDifference) -> str:
     for module in order[: order.index(mismatch.module)]:
         if ("output", module) in probe.agreed:
             before = []
-        elif ("output", module) in probe.parts:
+        elif ("output", module) in probe.agreed_shards:
             before.append(module)
     return f"; it takes shards from {', '.join(before)}" if before else ""
 

@@ -85,7 +85,7 @@ class Probe:
     """By (kind, module): the worst difference on any rank."""
     agreed: set[tuple[str, str]]
     """(kind, module) of full tensors that match the reference on some rank."""
-    parts: set[tuple[str, str]]
+    agreed_shards: set[tuple[str, str]]
     """(kind, module) of shards that match some slice of the reference on some rank."""
     order: dict[str, list[str]]
     """By kind: the modules in the order in which the reference computes them."""
@@ -134,18 +134,18 @@ def find_divergence(workload: Workload, config: RunConfig, reference: RunConfig,
     comparer = _Comparer(own, world)
     comparer.watch(engine, staged=config.parallel.pipeline > 1)
     found = _step(engine, micro_batches)
-    reports = world.gather((comparer.mismatches, comparer.agreed, comparer.parts, comparer.worst))
+    reports = world.gather((comparer.mismatches, comparer.agreed, comparer.agreed_shards, comparer.worst))
     if reports is None:
         return None
     order = {"output": _modules(own.outputs), "gradient": _modules(own.gradients)}
     mismatches = [mismatch for mismatches, *_ in reports for mismatch in mismatches]
-    agreed, parts = (set().union(*(report[place] for report in reports)) for place in (1, 2))
+    agreed, agreed_shards = (set().union(*(report[place] for report in reports)) for place in (1, 2))
     worst: dict[tuple[str, str], Worst] = {}
     for *_, of_rank in reports:
         for key, one in of_rank.items():
             worst[key] = one.or_worse(worst.get(key))
     gradients = (found, reference_step.gradients, gradient_limits)
-    return Probe(mismatches, worst, agreed, parts, order, *gradients, reference_step.ties)
+    return Probe(mismatches, worst, agreed, agreed_shards, order, *gradients, reference_step.ties)
 
 
 def record_step(
@@ -311,7 +311,7 @@ class _Comparer(_Hooks):
         self.mismatches: list[ModuleDifference] = []
         self.worst: dict[tuple[str, str], Worst] = {}
         self.agreed: set[tuple[str, str]] = set()
-        self.parts: set[tuple[str, str]] = set()
+        self.agreed_shards: set[tuple[str, str]] = set()
         self._record = record
         self._world = world
         self._scale: float | None = None
@@ -342,7 +342,7 @@ class _Comparer(_Hooks):
         if value > limit:
             self.mismatches.append(ModuleDifference(kind, module, value, self._world.rank, whole))
         else:
-            (self.agreed if whole else self.parts).add((kind, module))
+            (self.agreed if whole else self.agreed_shards).add((kind, module))
 
 
 _STAND_INS = (nn.Identity, StageInput, Zero)

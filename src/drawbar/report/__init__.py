@@ -1,1 +1,1 @@
-"""A run's files, read and written as one HTML page: without torch."""
+"""Pages of one HTML file: of runs, from their files, and of what parity found; without torch."""

@@ -33,7 +33,7 @@ def check_plotly(what: str) -> None:
 
 
 def check_target(target: Path, option: str) -> None:
-    """See, before any work, that the page can be written there.
+    """Refuse, before any work, a target that is a folder, or a file that is no page of drawbar's.
 
     Args:
         option: what names the target, for errors.

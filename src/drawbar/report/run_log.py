@@ -35,7 +35,8 @@ _KINDS = (
     ("train.epochs was ", "change"),
     ("the evaluation of step ", "stop"),
 )
-"""Messages below the level of a warning that are events: how they begin, and the kind of the event."""
+"""Messages below the level of a warning that are events: how they begin, and the kind of the event, which the report
+shows. "stop": an early stop, or an evaluation that was given up. "stopped": the training ended before its last step."""
 _KEPT = {PACKED: " rows", TRAIN: " tokens"}
 """Messages that other parts of a report need: how they begin, and how they end."""
 _PREEMPTION = re.compile(r"SIG[A-Z0-9]+: saving ")

@@ -31,7 +31,7 @@ class OnDemandTensors(StoredTensors):
         """The tensors of ``tensors``, each read by ``get``.
 
         Args:
-            get: returns the tensor of a name, as ``tensors[name]`` does; it may raise other errors, for example.
+            get: returns what ``tensors[name]`` does; it may raise other errors.
         """
         tied = tensors.tied()
         found = {

@@ -9,7 +9,7 @@ import torch
 
 
 def seed_everything(seed: int, rank: int = 0) -> None:
-    """Seed Python, NumPy and torch (CPU and GPU). ``rank`` changes the seed, so that ranks drop different values."""
+    """Seed Python, NumPy and torch (CPU and GPU). ``rank`` changes the seed, so that dropout differs between ranks."""
     mixed = (seed * 1_000_003 + rank) % 2**63
     random.seed(mixed)
     np.random.seed(mixed % 2**32)

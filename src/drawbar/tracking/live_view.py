@@ -1,7 +1,7 @@
 """The live view of a run on a terminal: its newest numbers, in as many lines as they need at the terminal's width.
 
-``drawbar train`` draws it below its lines, and ``drawbar watch`` by itself. A line breaks between two figures and never
-inside of one; where a single figure is wider than the terminal, its name is shortened, not its number.
+``drawbar train`` draws it below its lines, and ``drawbar watch`` by itself. A line breaks between two items and never
+inside of one; where a single item is wider than the terminal, its name is shortened, not its value.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,18 +27,18 @@ _GAP = 2
 
 
 @dataclass(frozen=True)
-class LabelledNumber:
-    """A number with its name; the two are always in the same line."""
+class LabelledValue:
+    """A value, mostly a number, with its name; the two are always in the same line."""
 
     value: str
     name: str = ""
     after: str = ""
-    """A unit or a name behind the number."""
+    """A unit or a name behind the value."""
     style: str = "bold"
-    """Rich's style of the number."""
+    """Rich's style of the value."""
 
     def text(self, width: int) -> Text:
-        """The figure in at most ``width`` columns: if it is too long, its name is shortened."""
+        """The item in at most ``width`` columns: if it is too long, its name is shortened."""
         value, name, after = map(_printable, (self.value, self.name, self.after))
         room = max(0, width - cell_len(value) - cell_len(after) - bool(after) - 1)
         if cell_len(name) > room:
@@ -67,7 +67,7 @@ class LiveValues:
     best: BestScore | None = None
     phase: tuple[str, int, int] | None = None
     """Work other than training, such as an evaluation: its name, how much is done, and how much there is."""
-    heading: Sequence[LabelledNumber] = ()
+    heading: Sequence[LabelledValue] = ()
     """What stands above all else."""
     checkpoint: int | None = None
     """Step of the newest checkpoint."""
@@ -92,27 +92,27 @@ class LiveView:
         yield from flow("", values.heading, width)
         if values.step is not None and values.total_steps:
             yield _bar(values.step, values.total_steps, width)
-        for label, figures in _rows(values):
-            yield from flow(label, figures, width)
+        for label, items in _rows(values):
+            yield from flow(label, items, width)
         if values.phase is not None:
             name, done, total = values.phase
             yield _bar(done, total, width)
-            yield from flow(name, [LabelledNumber(f"{done:,}/{total:,}")], width)
+            yield from flow(name, [LabelledValue(f"{done:,}/{total:,}")], width)
         if values.notice:
             yield Text(_printable(values.notice))
 
 
-def flow(label: str, figures: Sequence[LabelledNumber], width: int) -> Iterator[Text]:
-    """Lines of figures, as many in a line as fit into ``width`` columns; none where there are no figures."""
-    if not figures:
+def flow(label: str, items: Sequence[LabelledValue], width: int) -> Iterator[Text]:
+    """Lines of items, as many in a line as fit into ``width`` columns; none where there are no items."""
+    if not items:
         return
     indent = 0 if not label else _LABEL_WIDTH if width >= LABELLED else _GAP
     line = Text(label, "cyan", no_wrap=True)
     if label:
         line.append(" " * max(_GAP, indent - line.cell_len))
     start = line.cell_len
-    for figure in figures:
-        drawn = figure.text(width - indent)
+    for item in items:
+        drawn = item.text(width - indent)
         gap = _GAP if line.cell_len > start else 0
         if line.cell_len > indent and line.cell_len + gap + drawn.cell_len > width:
             yield line
@@ -129,47 +129,47 @@ def _bar(done: int, total: int, width: int) -> Table:
     return grid
 
 
-def _rows(values: LiveValues) -> Iterator[tuple[str, list[LabelledNumber]]]:
+def _rows(values: LiveValues) -> Iterator[tuple[str, list[LabelledValue]]]:
     if values.step is not None:
         left = time_left(values.seconds_left)
         step = step_of_total(values.step, values.total_steps).removeprefix("step ")
-        yield "progress", [LabelledNumber(step, "step"), *([] if left is None else [LabelledNumber(*_parted(left))])]
+        yield "progress", [LabelledValue(step, "step"), *([] if left is None else [LabelledValue(*_parted(left))])]
     yield "training", list(_training(values))
     if values.scores:
         yield "evaluation", list(_evaluation(values))
     if values.best is not None:
         best = values.best
-        yield "best", [LabelledNumber(number(best.score), best.metric), LabelledNumber(f"{best.step:,}", "at step")]
+        yield "best", [LabelledValue(number(best.score), best.metric), LabelledValue(f"{best.step:,}", "at step")]
     if values.checkpoint is not None:
-        yield "checkpoint", [LabelledNumber(f"{values.checkpoint:,}", "step")]
+        yield "checkpoint", [LabelledValue(f"{values.checkpoint:,}", "step")]
 
 
-def _training(values: LiveValues) -> Iterator[LabelledNumber]:
+def _training(values: LiveValues) -> Iterator[LabelledValue]:
     if values.loss is not None:
-        yield LabelledNumber(number(values.loss), "loss")
+        yield LabelledValue(number(values.loss), "loss")
     if values.lr is not None:
-        yield LabelledNumber(f"{values.lr:.1e}", "lr")
+        yield LabelledValue(f"{values.lr:.1e}", "lr")
     if values.grad_norm is not None:
-        yield LabelledNumber(f"{values.grad_norm:.2f}", "grad_norm")
+        yield LabelledValue(f"{values.grad_norm:.2f}", "grad_norm")
     if values.tokens_per_second is not None:
-        yield LabelledNumber(*_parted(speed(values.tokens_per_second)))
+        yield LabelledValue(*_parted(speed(values.tokens_per_second)))
     if values.mfu is not None:
-        yield LabelledNumber(f"{values.mfu:.1%}", "mfu")
+        yield LabelledValue(f"{values.mfu:.1%}", "mfu")
     if values.peak_memory_gib is not None:
-        yield LabelledNumber(f"{values.peak_memory_gib:.1f}", "memory", "GiB")
+        yield LabelledValue(f"{values.peak_memory_gib:.1f}", "memory", "GiB")
     if values.skipped:
-        yield LabelledNumber(f"{values.skipped:.0f}", "skipped")
+        yield LabelledValue(f"{values.skipped:.0f}", "skipped")
 
 
-def _evaluation(values: LiveValues) -> Iterator[LabelledNumber]:
+def _evaluation(values: LiveValues) -> Iterator[LabelledValue]:
     if values.evaluated_step is not None:
-        yield LabelledNumber(f"{values.evaluated_step:,}", "step")
+        yield LabelledValue(f"{values.evaluated_step:,}", "step")
     splits = {name.split("/")[1] for name in values.scores}
     for name, score in list(values.scores.items())[:MOST_SCORES]:
         split, _, shown = name.removeprefix("eval/").rpartition("/")
-        yield LabelledNumber(number(score), shown if len(splits) == 1 else f"{split} {shown}")
+        yield LabelledValue(number(score), shown if len(splits) == 1 else f"{split} {shown}")
     if len(values.scores) > MOST_SCORES:
-        yield LabelledNumber(f"{len(values.scores) - MOST_SCORES} more")
+        yield LabelledValue(f"{len(values.scores) - MOST_SCORES} more")
 
 
 def _printable(text: str) -> str:
@@ -178,6 +178,6 @@ def _printable(text: str) -> str:
 
 
 def _parted(text: str) -> tuple[str, str, str]:
-    """The arguments of a ``LabelledNumber`` from text such as ``4,100 tok/s``: number, no name, unit."""
+    """The arguments of a ``LabelledValue`` from text such as ``4,100 tok/s``: number, no name, unit."""
     value, _, unit = text.partition(" ")
     return value, "", unit

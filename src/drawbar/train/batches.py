@@ -334,7 +334,7 @@ def _stream_loader(
     # a stream's fingerprint has files and settings, not the user's code: a metric changed there must not block a resume
     settings_by_name, fingerprints = settings_of(task, train=True), {}
     for mode in ("error", "skip"):
-        of_files = [stream.fingerprints[mode] for stream in records.streams]
+        of_files = [stream.quick_digests[mode] for stream in records.streams]
         of_settings = settings_by_name and {**settings_by_name, "data.on_bad_record": mode}
         fingerprints[mode] = content_key(of_files, of_settings, config.data.batching)
 

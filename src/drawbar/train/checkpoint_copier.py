@@ -227,7 +227,7 @@ def start_copier(config: RunConfig, world: Distributed, stop: Stop) -> Checkpoin
     rank calls it.
 
     Raises:
-        UserError: another process writes to the run's folder in the store; on every rank.
+        UserError: as ``claim`` does, on every rank; of an ObjectStoreError only where the disk has no checkpoint.
     """
     copiers: list[CheckpointCopier] = []
 

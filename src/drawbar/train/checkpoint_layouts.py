@@ -239,6 +239,6 @@ def _gather_rng_states(world: Distributed, on_all: bool) -> dict[str, torch.Tens
 
 
 def rng_key(world: Distributed, rank: int) -> str:
-    """The key of a rank's RNG state in a checkpoint: its seed rank, so that ranks that must draw the same
-    numbers restore the same state, whatever the parallel layout at saving was."""
+    """The key of a rank's RNG state in a checkpoint: its seed rank (``ParallelDims.seed_rank``: the same for ranks that
+    must draw the same numbers), so that they restore the same state, whatever the parallel layout at saving was."""
     return f"seed-{world.dims.seed_rank(rank):04d}"

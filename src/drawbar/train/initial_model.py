@@ -64,12 +64,12 @@ class InitialModel:
             self._run_dir.rmdir()
 
     def provide(
-        self, config: RunConfig, origin: Path, lock: Callable[[], None], disks: Disks, world: Distributed
+        self, config: RunConfig, source_run_dir: Path, lock: Callable[[], None], disks: Disks, world: Distributed
     ) -> None:
         """Copy the model that ``task.model`` names into the run directory, unless it is there, or is no run's.
 
         Args:
-            origin: the run directory of the checkpoint that the run begins from; its own where there is none.
+            source_run_dir: the run directory of the checkpoint that the run begins from; its own where there is none.
             lock: makes and locks the run directory.
 
         Raises:
@@ -77,17 +77,17 @@ class InitialModel:
         """
         activity = f"copying the model of {getattr(config.task, 'model', None)}"
         # all disks get the checkpoint that rank 0 has found: the best one may change meanwhile
-        step = world.from_rank0(lambda: _step_to_copy(config, origin), activity)
+        step = world.from_rank0(lambda: _step_to_copy(config, source_run_dir), activity)
         if step is None:
             return
         with world.barrier_after(activity):
             if disks.is_writer and initial_model_of(self._run_dir, config.task) is None:
                 lock()
                 self._wrote = True
-                self._write(config, origin, step)
+                self._write(config, source_run_dir, step)
 
-    def _write(self, config: RunConfig, origin: Path, step: int) -> None:
-        folder, present = self._run_dir / INITIAL_MODEL, initial_model_of(origin, config.task)
+    def _write(self, config: RunConfig, source_run_dir: Path, step: int) -> None:
+        folder, present = self._run_dir / INITIAL_MODEL, initial_model_of(source_run_dir, config.task)
         for left in self._run_dir.glob(f"{INITIAL_MODEL}*"):  # of a process that was killed, or of another task.model
             shutil.rmtree(left)
         if present is None:
@@ -97,9 +97,9 @@ class InitialModel:
                 shutil.copytree(present, draft, copy_function=link_or_copy, dirs_exist_ok=True)
 
 
-def _step_to_copy(config: RunConfig, origin: Path) -> int | None:
+def _step_to_copy(config: RunConfig, source_run_dir: Path) -> int | None:
     """The step of the checkpoint to copy the model of; None where nothing is to be copied."""
-    for run_dir in (config.run_dir, origin):
+    for run_dir in (config.run_dir, source_run_dir):
         folder = initial_model_of(run_dir, config.task)
         if folder is not None:
             return int(json.loads((folder / SOURCE_FILE).read_text("utf-8"))["step"])

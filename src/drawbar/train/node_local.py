@@ -98,27 +98,29 @@ def find_start_on_all_disks(
 
 
 def _choose_start(find: Callable[[], RunStart], disks: Disks, world: Distributed) -> RunStart:
-    """Choose the start of the disk with the newest checkpoint, and copy that to all disks; ``unusable`` is of this
-    rank's disk."""
+    """Choose the start of the disk with the newest checkpoint, and copy that to all disks. In the start that is
+    returned, ``unusable`` are those of this rank's disk."""
     with world.working(_SEARCHING):
         own = _describe_disk(find()) if disks.is_writer else None
     shared = world.all_gather(own)
     disk_states = {rank: disk_state for rank, disk_state in enumerate(shared) if disk_state is not None}
     source = max(disk_states, key=lambda rank: (disk_states[rank].sort_key, -rank))
-    best = disk_states[source]
-    if best.start.checkpoint is None:
+    newest = disk_states[source]
+    if newest.start.checkpoint is None:
         refused = [disk_state.start for disk_state in disk_states.values() if disk_state.start.refusal is not None]
         if refused:
             return refused[0]
         logger.info("each node has a disk of its own, and none has a checkpoint of this run: it begins anew")
     for target, disk_state in disk_states.items():
-        if disk_state.step < best.step:
-            logger.info("the disk of rank %d lacks %s, and gets it from rank %d", target, best.start.checkpoint, source)
+        if disk_state.step < newest.step:
+            logger.info(
+                "the disk of rank %d lacks %s, and gets it from rank %d", target, newest.start.checkpoint, source
+            )
         if target != source:
-            _copy_missing_files(disk_state, best, source, target, world)
+            _copy_missing_files(disk_state, newest, source, target, world)
     damaged = {} if own is None else own.start.unusable
-    left = {path: reason for path, reason in damaged.items() if path not in best.checkpoints}
-    return replace(best.start, unusable=left, older=())  # the other disks may lack older ones
+    left = {path: reason for path, reason in damaged.items() if path not in newest.checkpoints}
+    return replace(newest.start, unusable=left, older=())  # the other disks may lack older ones
 
 
 def _describe_disk(start: RunStart) -> _DiskState:
@@ -134,14 +136,16 @@ def _describe_disk(start: RunStart) -> _DiskState:
         if folder is not None:
             names = sorted(path.name for path in folder.iterdir())
             checkpoints[folder] = ((folder / MANIFEST_FILE).read_bytes(), names)
-    origin = directory.path.parent
-    files = [path for pattern in _RUN_FILES for path in sorted(origin.glob(pattern)) if path.is_file()]
+    source_run_dir = directory.path.parent
+    files = [path for pattern in _RUN_FILES for path in sorted(source_run_dir.glob(pattern)) if path.is_file()]
     return _DiskState(start, step, checkpoints, {path: describe(path) for path in files})
 
 
-def _copy_missing_files(disk_state: _DiskState, best: _DiskState, source: int, target: int, world: Distributed) -> None:
+def _copy_missing_files(
+    disk_state: _DiskState, newest: _DiskState, source: int, target: int, world: Distributed
+) -> None:
     """Copy every missing or different file from rank ``source`` to rank ``target``. The other ranks wait."""
-    for folder, (manifest, names) in best.checkpoints.items():
+    for folder, (manifest, names) in newest.checkpoints.items():
         if folder in disk_state.checkpoints and disk_state.checkpoints[folder][0] == manifest:
             continue
         send = partial(_send, names, source, target, world)
@@ -151,7 +155,7 @@ def _copy_missing_files(disk_state: _DiskState, best: _DiskState, source: int, t
             elif world.rank == source:
                 send(folder)
     with world.barrier_after(_COPYING):
-        for path, entry in best.files.items():
+        for path, entry in newest.files.items():
             if disk_state.files.get(path) != entry and world.rank in (source, target):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 world.send_file(path, source, target)

@@ -25,8 +25,9 @@ _INDEX = "run-files.json"
 _FIXED = ("task.json", SCRIPT_FILE, "tokenizer/*", f"{INITIAL_MODEL}/*")
 """Files that never change in a run. Their checksums are in the index, and are verified after a download."""
 _CHANGING = (CONFIG, ORIGIN_FILE, MICRO_BATCH_FILE, "metrics.jsonl", "tracking/*.json", _BEST)
-"""Files that a run rewrites. They have no checksums: training computes nothing from them, except that ``config.yaml``
-and ``micro_batch.json`` are compared with the run's own settings and devices."""
+"""Files that a run rewrites. They have no checksums. Of them a run takes only the size of its micro-batch,
+``eval.mode`` and which checkpoint is the best; the rest is compared with the run's own settings and devices, tells
+trackers which run to go on with, or is read by people."""
 _FIXED_NAME = re.compile(
     rf"task\.json|{re.escape(SCRIPT_FILE)}|(tokenizer|{re.escape(INITIAL_MODEL)})/[A-Za-z0-9_][A-Za-z0-9._-]*"
 )

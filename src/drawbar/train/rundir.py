@@ -51,7 +51,8 @@ class RunStart:
     unusable: Mapping[Path, Unusable] = field(default_factory=dict)
     """Unusable checkpoints, to be moved aside before the run resumes, each with the reason."""
     changed_length: Sequence[Difference] = ()
-    """Settings of the training length (steps, epochs) that differ from those stored in the run directory."""
+    """Settings of the length of training or of its schedule that differ from those of the run that goes on, or, for a
+    fork, of the run that it comes from."""
     refusal: UserError | None = None
     """The error if this disk has no usable start: the run has checkpoints, or began from one, and none can be used.
     Another node's disk may have one."""

@@ -65,14 +65,15 @@ def build_task(
     task_type: type[Task],
     config: RunConfig,
     world: Distributed,
-    origin: Path,
+    source_run_dir: Path,
     has_checkpoint: bool = False,
     has_labels: bool = True,
     trains: bool = True,
     initial_model: Path | None = None,
 ) -> Task:
-    """The task with its tokenizer and dataset metadata: loaded from ``origin``, the run directory that the weights come
-    from, if saved there; otherwise made by the task of rank 0. The other ranks then build their tasks with both.
+    """The task with its tokenizer and dataset metadata: loaded from ``source_run_dir``, the run directory that the
+    weights come from, if saved there; otherwise made by the task of rank 0. The other ranks then build their tasks with
+    both.
 
     Args:
         has_checkpoint, has_labels, trains: see ``TaskContext``.
@@ -87,7 +88,7 @@ def build_task(
     )
     if world.is_rank0:
         with world.working("building the task"):
-            context = replace(context, **_saved_parts(task_type, config, origin))
+            context = replace(context, **_saved_parts(task_type, config, source_run_dir))
             task = make_task(task_type, context)
             with name_failing_method(task):
                 parts = task.tokenizer, task.dataset_metadata
@@ -115,19 +116,19 @@ def task_of_run(task_type: type[Task] | None, config: RunConfig, world: Distribu
     return build_task(found, config, world, config.run_dir, has_checkpoint=True, has_labels=has_labels, trains=False)
 
 
-def _saved_parts(task_type: type[Task], config: RunConfig, origin: Path) -> dict[str, Any]:
+def _saved_parts(task_type: type[Task], config: RunConfig, source_run_dir: Path) -> dict[str, Any]:
     """The saved tokenizer and dataset metadata of a run directory."""
     parts: dict[str, Any] = {}
-    if (origin / "tokenizer").is_dir() and not _has_other_tokenizer(config.task, origin):
-        parts["tokenizer"] = _saved_tokenizer(task_type, config.task, origin)
-    if (origin / TASK_FILE).exists():
-        parts["dataset_metadata"] = json.loads((origin / TASK_FILE).read_text("utf-8"))
+    if (source_run_dir / "tokenizer").is_dir() and not _has_other_tokenizer(config.task, source_run_dir):
+        parts["tokenizer"] = _saved_tokenizer(task_type, config.task, source_run_dir)
+    if (source_run_dir / TASK_FILE).exists():
+        parts["dataset_metadata"] = json.loads((source_run_dir / TASK_FILE).read_text("utf-8"))
     return parts
 
 
-def _has_other_tokenizer(options: TaskConfig, origin: Path) -> bool:
-    """Whether ``task.tokenizer`` names another tokenizer than in the run of ``origin``; only a fork may."""
-    named, before = getattr(options, "tokenizer", None), _saved_options(origin)
+def _has_other_tokenizer(options: TaskConfig, source_run_dir: Path) -> bool:
+    """Whether ``task.tokenizer`` names another tokenizer than in the run of ``source_run_dir``; only a fork may."""
+    named, before = getattr(options, "tokenizer", None), _saved_options(source_run_dir)
     if isinstance(named, TokenizerTraining):
         _refuse_other_training(named, before.get("tokenizer", named.model_dump()))
     if not isinstance(named, str) or named in (before.get("tokenizer", named), before.get("model")):
@@ -148,42 +149,42 @@ def _refuse_other_training(wanted: TokenizerTraining, before: Any) -> None:
     )
 
 
-def _saved_tokenizer(task_type: type[Task], options: TaskConfig, origin: Path) -> Any:
+def _saved_tokenizer(task_type: type[Task], options: TaskConfig, source_run_dir: Path) -> Any:
     """The saved tokenizer of a run. In older runs the task added special tokens; now the tokenizer is set up to do so.
     A chat template configured after the tokenizer was saved replaces the saved one."""
-    tokenizer = load_tokenizer(str(origin / "tokenizer"))
+    tokenizer = load_tokenizer(str(source_run_dir / "tokenizer"))
     if not issubclass(task_type, PretrainedTask):
         return tokenizer
-    if not _wraps_texts(origin):
+    if not _wraps_texts(source_run_dir):
         tokenizer = task_type.upgrade_tokenizer(tokenizer)
     template = getattr(options, "chat_template", None)
-    if template is not None and template != _saved_options(origin).get("chat_template"):
+    if template is not None and template != _saved_options(source_run_dir).get("chat_template"):
         tokenizer.chat_template = read_template(template)
     return tokenizer
 
 
-def _wraps_texts(origin: Path) -> bool:
-    return (origin / "tokenizer" / WRAPS_TEXTS).exists()
+def _wraps_texts(source_run_dir: Path) -> bool:
+    return (source_run_dir / "tokenizer" / WRAPS_TEXTS).exists()
 
 
-def _saved_options(origin: Path) -> dict[str, Any]:
+def _saved_options(source_run_dir: Path) -> dict[str, Any]:
     """The task options stored in a run directory; empty where there are none."""
-    path = origin / "config.yaml"
+    path = source_run_dir / "config.yaml"
     return read_file(path).values.get("task", {}) if path.exists() else {}
 
 
 @contextmanager
-def explain_chat_label_change(task: Task, origin: Path) -> Iterator[None]:
+def explain_chat_label_change(task: Task, source_run_dir: Path) -> Iterator[None]:
     """Explain why a chat run of an older drawbar cannot be resumed: its labels changed, not its data."""
     try:
         yield
     except OtherData as error:
-        if _wraps_texts(origin) or getattr(task.config, "messages_column", None) is None:
+        if _wraps_texts(source_run_dir) or getattr(task.config, "messages_column", None) is None:
             raise
         raise UserError(
             "the chats of this run have other labels now (unless its data changed): it was begun by an older drawbar, "
             "which also trained what stands between an answer's end token and the next message",
-            where=str(origin),
+            where=str(source_run_dir),
             remedy="start a new run from these weights with `--fork NEWNAME`",
         ) from error
 

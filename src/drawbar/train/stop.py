@@ -32,7 +32,8 @@ class Reason(IntEnum):
     INTERRUPTED = 6
     """Ctrl-C (SIGINT), or the terminal was closed (SIGHUP)."""
     FAILED = 7
-    """An evaluation or a callback failed."""
+    """An evaluation, a callback or the making of batches failed, or another process took over the run's folder in the
+    object store: see ``Stop.fail``."""
     UNSAVED = 8
     """A save failed."""
 

@@ -166,8 +166,8 @@ class Trainer:
         if config.data.rebuild and world.from_rank0((config.run_dir / "config.yaml").exists, "looking for the run"):
             logger.info("data.rebuild is ignored, as the run exists already; `drawbar prepare` encodes its data anew")
             config = without_rebuild(config)
-        origin = config.run_dir if start.checkpoint is None else start.checkpoint.resolve().parent.parent
-        self._initial_model.provide(config, origin, self._lock.take, disks, world)
+        source_run_dir = config.run_dir if start.checkpoint is None else start.checkpoint.resolve().parent.parent
+        self._initial_model.provide(config, source_run_dir, self._lock.take, disks, world)
         if config.run.deterministic:
             use_deterministic_kernels()
         seed_everything(config.run.seed)
@@ -175,7 +175,7 @@ class Trainer:
         if start.checkpoint is not None and not start.forked:
             config = with_original_choices(config, start.checkpoint, world.device)
         config = check_machine(config, world)
-        task = build_task(self.task_type, config, world, origin, has_checkpoint=start.checkpoint is not None)
+        task = build_task(self.task_type, config, world, source_run_dir, has_checkpoint=start.checkpoint is not None)
         config = choose_padding_free(task, config, world.device)
         opened = open_data(task, config, world)
         with name_failing_method(task):
@@ -186,15 +186,17 @@ class Trainer:
         loader, validation = load_data(task, opened, config, world, console)
         engine.total_steps = total_steps = count_steps(config.train, loader.steps_per_epoch)
         resumed = start.checkpoint is not None and not start.forked
-        found = fit_micro_batch(loader, engine, memory_of(world.device), origin if resumed else config.run_dir, resumed)
+        found = fit_micro_batch(
+            loader, engine, memory_of(world.device), source_run_dir if resumed else config.run_dir, resumed
+        )
 
         seed_everything(config.run.seed, world.dims.seed_rank(world.rank))  # ranks' dropout differs from here on
         progress = RunProgress()
         if start.checkpoint is not None:
-            with explain_chat_label_change(task, origin):
+            with explain_chat_label_change(task, source_run_dir):
                 progress = restore_position(start, rest, config.run.seed, loader, validation, world)
             check_length(progress.step, total_steps, config.train)
-            if origin != config.run_dir.resolve():
+            if source_run_dir != config.run_dir.resolve():
                 check_new_steps(progress.step, total_steps, config.train)
             log_changed_length(start.changed_length, progress.step, total_steps, config.optim)
         self._open(task, engine, world, disks, start)

@@ -28,17 +28,17 @@ def silence_torchao() -> None:
     """Leave out what torchao logs of itself when transformers imports it, which it does wherever torchao is installed:
     that libraries for GPUs cannot be loaded, where torch is built for CPUs alone, and that it registers enums in an old
     way. Whatever else the two loggers say stays."""
-    logging.getLogger("torchao").addFilter(_is_no_missing_library)
-    logging.getLogger("torch.utils._pytree").addFilter(_is_no_enum_of_torchao)
+    logging.getLogger("torchao").addFilter(_keeps_unless_missing_library)
+    logging.getLogger("torch.utils._pytree").addFilter(_keeps_unless_torchao_enum)
 
 
-def _is_no_missing_library(record: logging.LogRecord) -> bool:
+def _keeps_unless_missing_library(record: logging.LogRecord) -> bool:
     torch = sys.modules.get("torch")  # which torchao has imported
     has_cuda = torch is not None and torch.version.cuda is not None
     return has_cuda or not record.getMessage().startswith("Failed to load ")
 
 
-def _is_no_enum_of_torchao(record: logging.LogRecord) -> bool:
+def _keeps_unless_torchao_enum(record: logging.LogRecord) -> bool:
     named = record.args if isinstance(record.args, tuple) else ()
     ours = any(getattr(one, "__module__", "").startswith("torchao.") for one in named)
     return not (ours and "Enum subclass" in str(record.msg))

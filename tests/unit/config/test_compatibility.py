@@ -16,7 +16,7 @@ from drawbar.config.rules.compatibility import (
     parallel_cases,
 )
 from drawbar.config.rules.parallel_rules import PARALLEL
-from drawbar.config.rules.rule_table import check_layout
+from drawbar.config.rules.rule_table import check_degrees
 from drawbar.config.schema.deepspeed_section import DeepSpeedSection
 from drawbar.config.schema.run_config import DataSection, OptimSection, ParallelSection, RunConfig
 from drawbar.config.schema.task_sections import MaskedLMConfig
@@ -86,7 +86,7 @@ def test_cases_fit_the_ranks(ranks: int) -> None:
     assert len({str(case) for case in found}) == len(found)
     for case in found:
         config = RunConfig(device="cuda", parallel=ParallelSection(**case))
-        check_layout(config, ranks)
+        check_degrees(config, ranks)
         assert not any(rule.broken(config) for rule in PARALLEL)
     assert any("context" in case for case in found) == (ranks % 2 == 0)
 
@@ -104,7 +104,7 @@ def test_cases_of_deepspeed() -> None:
     assert {**deepspeed, "zero_stage": 1, "tensor": 2, "pipeline": 2} in eight
     for case in eight:
         config = RunConfig(device="cuda", parallel=ParallelSection(**case))
-        check_layout(config, 8)
+        check_degrees(config, 8)
         assert not any(rule.broken(config) for rule in PARALLEL + DEEPSPEED)
 
 

@@ -1,4 +1,4 @@
-"""A stream gives the records that memory holds, in any number of lanes and from any place on."""
+"""A stream gives the records that memory holds, in any number of shares and from any place on."""
 
 import gzip
 import itertools
@@ -50,17 +50,17 @@ shards = st.lists(
 
 @given(
     shards=shards,
-    lanes=st.integers(1, 5),
-    share=st.none() | st.floats(0.1, 0.9),
+    shares=st.integers(1, 5),
+    validation_share=st.none() | st.floats(0.1, 0.9),
     limit=st.none() | st.integers(1, 12),
     data=st.data(),
 )
 @settings(max_examples=60, deadline=None)
-def test_lanes_are_all_records_once_and_go_on_from_anywhere(
+def test_shares_are_all_records_once_and_go_on_from_anywhere(
     tmp_path_factory: pytest.TempPathFactory,
     shards: list[list[str]],
-    lanes: int,
-    share: float | None,
+    shares: int,
+    validation_share: float | None,
     limit: int | None,
     data: st.DataObject,
 ) -> None:
@@ -69,32 +69,32 @@ def test_lanes_are_all_records_once_and_go_on_from_anywhere(
     cut = data.draw(st.integers(0, len(files) - 1))
     groups = [files[:cut], files[cut:]] if cut else [files]
     sources = [SourceSection(files=group) for group in groups]
-    more = {"validation_share": share, "limit": LimitSection(train=limit), "on_bad_record": "skip"}
+    more = {"validation_share": validation_share, "limit": LimitSection(train=limit), "on_bad_record": "skip"}
     config = DataSection(train=sources, **more)  # type: ignore[arg-type]
     records = open_records(config, "train")
     try:
         wanted = list(records)
-    except UserError:  # the share left nothing
+    except UserError:  # the validation share left nothing
         wanted = []
 
     found: list[tuple[int, int, int]] = []
     for source, stream in enumerate(records.streams):
-        for lane in range(lanes):
-            located = list(stream.read(lane, lanes))
-            found += [(source, item.position * lanes + lane, item.record["n"]) for item in located]
+        for share in range(shares):
+            located = list(stream.read(share, shares))
+            found += [(source, item.position * shares + share, item.record["n"]) for item in located]
             for first in range(8):
-                assert list(stream.read(lane, lanes, first)) == [item for item in located if item.position >= first]
+                assert list(stream.read(share, shares, first)) == [item for item in located if item.position >= first]
     assert [number for *_, number in sorted(found)] == [record["n"] for record in wanted]
 
 
-@pytest.mark.parametrize("lanes", [1, 2, 3, 7])
+@pytest.mark.parametrize("shares", [1, 2, 3, 7])
 @pytest.mark.parametrize("group", [1, 4, 5000])
-def test_lanes_of_a_table(tmp_path: Path, lanes: int, group: int) -> None:
+def test_shares_of_a_table(tmp_path: Path, shares: int, group: int) -> None:
     rows = 13 if group < 5000 else 3000  # more than are read at once
     (stream,) = streams_of(write_table(tmp_path / "a.parquet", rows, group))
-    found = [[located.record["n"] for located in stream.read(lane, lanes)] for lane in range(lanes)]
-    assert found == [list(range(lane, rows, lanes)) for lane in range(lanes)]
-    assert [located.record["n"] for located in stream.read(1 % lanes, lanes, 2)] == found[1 % lanes][2:]
+    found = [[located.record["n"] for located in stream.read(share, shares)] for share in range(shares)]
+    assert found == [list(range(share, rows, shares)) for share in range(shares)]
+    assert [located.record["n"] for located in stream.read(1 % shares, shares, 2)] == found[1 % shares][2:]
 
 
 def test_uneven_shards_of_several_kinds(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_compressed_is_as_plain(tmp_path: Path) -> None:
     assert next(other.read(2, 3, 10)).where == f"{plain}.gz:65"
 
 
-def test_records_of_other_lanes_are_not_decoded(tmp_path: Path) -> None:
+def test_records_of_other_shares_are_not_decoded(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", [GOOD, BAD, GOOD, BAD])
     (stream,) = streams_of(path)
     assert [item.record["n"] for item in stream.read(0, 2)] == [0, 2]
@@ -159,7 +159,7 @@ def test_rename_in_a_stream(tmp_path: Path) -> None:
     assert list(stream.read()) == [LocatedRecord(0, {"label": 0}, f"{tmp_path}/a.jsonl:1")]
 
 
-def test_parallel_lines_in_lanes(tmp_path: Path) -> None:
+def test_parallel_lines_in_shares(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).write_text("".join(f"{name}{line}\n" for line in range(5)))
     (stream,) = streams_of(SourceSection(parallel={"x": f"{tmp_path}/a", "y": f"{tmp_path}/b"}))
@@ -199,7 +199,7 @@ def test_fingerprint_is_of_sizes_ends_and_settings(tmp_path: Path) -> None:
 
     def fingerprint(**more: Any) -> str:
         path.write_bytes(content)
-        return streams_of(str(path), **more)[0].fingerprints["error"]
+        return streams_of(str(path), **more)[0].quick_digests["error"]
 
     before = fingerprint()
     content[END_BYTES + 10] = ord("y")
@@ -216,4 +216,4 @@ def test_fingerprint_is_of_sizes_ends_and_settings(tmp_path: Path) -> None:
     changed.append(fingerprint())
     assert len({before, *changed}) == 7
     path.rename(tmp_path / "b.txt")
-    assert streams_of(f"{tmp_path}/b.txt")[0].fingerprints["error"] == changed[-1]
+    assert streams_of(f"{tmp_path}/b.txt")[0].quick_digests["error"] == changed[-1]

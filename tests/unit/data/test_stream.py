@@ -42,10 +42,10 @@ class Numbers:
     given: int = 0
     """Records that were read from it."""
 
-    def read(self, lane: int, lanes: int, first: int) -> Iterator[LocatedRecord]:
-        for number in range(lane + first * lanes, self.records, lanes):
+    def read(self, share: int, shares: int, first: int) -> Iterator[LocatedRecord]:
+        for number in range(share + first * shares, self.records, shares):
             self.given += 1
-            yield LocatedRecord(number // lanes, {"number": self.first + number}, f"record {number}")
+            yield LocatedRecord(number // shares, {"number": self.first + number}, f"record {number}")
         self.size = self.records
 
 
@@ -425,8 +425,8 @@ def test_an_error_of_the_stream_is_raised_in_its_step() -> None:
     """What is read ahead costs no step before it."""
 
     class Broken(Numbers):
-        def read(self, lane: int, lanes: int, first: int) -> Iterator[LocatedRecord]:
-            for located in super().read(lane, lanes, first):
+        def read(self, share: int, shares: int, first: int) -> Iterator[LocatedRecord]:
+            for located in super().read(share, shares, first):
                 if located.record["number"] == 30:
                     raise UserError("not JSON", where="train.jsonl:31", remedy="mend it")
                 yield located
@@ -444,8 +444,8 @@ def test_a_read_that_failed_is_made_again(kind: type[RankReader]) -> None:
     """It fails again, and does not go on behind the record that could not be read."""
 
     class Broken(Numbers):
-        def read(self, lane: int, lanes: int, first: int) -> Iterator[LocatedRecord]:
-            for located in super().read(lane, lanes, first):
+        def read(self, share: int, shares: int, first: int) -> Iterator[LocatedRecord]:
+            for located in super().read(share, shares, first):
                 if located.record["number"] == 8:
                     raise UserError("not JSON", where="train.jsonl:9", remedy="mend it")
                 yield located

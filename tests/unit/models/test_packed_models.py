@@ -177,7 +177,7 @@ def test_packed_rows_equal_padded_samples(family: str, head: Head, attention: st
     samples, targets = random_samples(ROWS), random_samples(TARGETS, seed=1)
     before = padded_logits(model, head, samples, targets)
     expected = gradient(model, before)
-    allow_packing(model, per_sample=head == "sequence_classification", under_mask=attention == "masked")
+    allow_packing(model, per_sample=head == "sequence_classification", with_row_mask=attention == "masked")
 
     packed = packed_logits(model, head, samples, targets)
     assert len(packed) == len(before) == 5

@@ -45,7 +45,7 @@ def ranks(count: int, timeout: float) -> Iterator[list[Liveness]]:
     store = dist.HashStore()
     found = [Liveness(store, rank, count, timeout) for rank in range(count)]
     for rank in found:
-        rank.join()
+        rank.publish_first()
     for rank in found:
         rank.start()
     try:
@@ -277,4 +277,4 @@ def test_silence_counts_while_somebody_waits() -> None:
 def test_an_activity_may_be_any_text() -> None:
     entries = Entries(1)
     entries.say(0, RankActivity(activity="reading ein Ärgernis \udcff\n"))
-    assert "reading ein Ärgernis \\udcff\n" in entries.wait(1).first
+    assert "reading ein Ärgernis \\udcff\n" in entries.wait(1).rank0

@@ -6,7 +6,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from drawbar.tracking.live_view import LABELLED, LabelledNumber, LiveValues, LiveView
+from drawbar.tracking.live_view import LABELLED, LabelledValue, LiveValues, LiveView
 from drawbar.util.best_score import BestScore
 
 VALUES = LiveValues(
@@ -25,9 +25,9 @@ VALUES = LiveValues(
     best=BestScore(step=118_000, metric="loss", score=4.05),
     phase=("evaluating", 45, 120),
     heading=[
-        LabelledNumber("training", "a-run-of-mine"),
-        LabelledNumber("", "on gpu7"),
-        LabelledNumber("3s", "written", "ago"),
+        LabelledValue("training", "a-run-of-mine"),
+        LabelledValue("", "on gpu7"),
+        LabelledValue("3s", "written", "ago"),
     ],
     checkpoint=118_000,
 )

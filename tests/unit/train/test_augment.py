@@ -59,9 +59,9 @@ class Source:
 
     weight = None
 
-    def read(self, lane: int, lanes: int, first: int) -> Iterator[LocatedRecord]:
-        for number in range(lane + first * lanes, RECORDS, lanes):
-            yield LocatedRecord(number // lanes, {"number": number}, str(number))
+    def read(self, share: int, shares: int, first: int) -> Iterator[LocatedRecord]:
+        for number in range(share + first * shares, RECORDS, shares):
+            yield LocatedRecord(number // shares, {"number": number}, str(number))
 
 
 def loader_of(layout: str, seed: int, world: Distributed) -> Loader[Draws]:

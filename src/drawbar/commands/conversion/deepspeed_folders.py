@@ -78,8 +78,7 @@ def read_deepspeed(folder: Path, model: nn.Module, scratch: Path) -> ForeignStat
     Args:
         folder: ``global_step500``, or the folder that has it and ``latest``.
         scratch: an empty folder for the universal checkpoint. It takes the disk space of optimizer state and fp32
-        weights,
-            and twice that during the conversion.
+            weights, and twice that during the conversion.
 
     Raises:
         UserError: the folder is no such checkpoint, or that of another model or optimizer; or deepspeed is missing.

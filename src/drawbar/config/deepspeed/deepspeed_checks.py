@@ -24,7 +24,7 @@ class FileCheck:
     file: DeepSpeedFile
     loaded: LoadedConfig
 
-    def same(self, key: str, setting: str, expected: Any, remedy: str | None = None) -> None:
+    def expect(self, key: str, setting: str, expected: Any, remedy: str | None = None) -> None:
         """Report the key if the file has another value than ``expected``, which follows from ``setting``.
 
         Args:
@@ -37,7 +37,7 @@ class FileCheck:
         meaning = "" if _equal(has, expected) else f", which is {json.dumps(expected)} here"
         self._report(key, value, f"{self._shown(setting)}{meaning}", remedy or f"set {setting}={show(value)}")
 
-    def never(self, key: str, value: Any, reason: str, remedy: str) -> None:
+    def refuse_value(self, key: str, value: Any, reason: str, remedy: str) -> None:
         """Report a value that no setting agrees with."""
         self.file.refuse(key, value, reason, remedy)
 
@@ -77,61 +77,61 @@ def compare(
         generated: the JSON that this configuration makes without the file.
         names: settings of the section ``deepspeed``, and their names in ``zero_optimization``.
     """
-    comparison = FileCheck(file, loaded)
-    _compare_batches(comparison, generated)
-    _compare_layout(comparison, precision)
-    _compare_zero(comparison, names)
-    _compare_optimizer(comparison)
-    _compare_schedule(comparison)
+    check = FileCheck(file, loaded)
+    _compare_batches(check, generated)
+    _compare_precision_and_degree(check, precision)
+    _compare_zero(check, names)
+    _compare_optimizer(check)
+    _compare_schedule(check)
     _check_other_keys(file)
 
 
-def _compare_batches(comparison: FileCheck, generated: Mapping[str, Any]) -> None:
-    file, train = comparison.file, comparison.loaded.config.train
-    comparison.same("train_batch_size", "train.global_batch", train.global_batch)
+def _compare_batches(check: FileCheck, generated: Mapping[str, Any]) -> None:
+    file, train = check.file, check.loaded.config.train
+    check.expect("train_batch_size", "train.global_batch", train.global_batch)
     key = "train_micro_batch_size_per_gpu"
     if train.micro_batch_tokens is None:
-        comparison.same(key, "train.micro_batch", generated[key])
+        check.expect(key, "train.micro_batch", generated[key])
     elif (rows := file.at(key)) is not None:
         remedy = f"set train.micro_batch={rows} and train.micro_batch_tokens=null"
         reason = "a micro-batch has as many rows as fit"
-        comparison.contradict(key, "train.micro_batch_tokens", reason, remedy)
-    _compare_accumulation(comparison, generated[key], generated["gradient_accumulation_steps"])
+        check.contradict(key, "train.micro_batch_tokens", reason, remedy)
+    _compare_accumulation(check, generated[key], generated["gradient_accumulation_steps"])
     remedy = f"set train.gradient_clip={show(file.at('gradient_clipping') or None)}"
-    comparison.same("gradient_clipping", "train.gradient_clip", train.gradient_clip or 0.0, remedy)
+    check.expect("gradient_clipping", "train.gradient_clip", train.gradient_clip or 0.0, remedy)
 
 
-def _compare_layout(comparison: FileCheck, precision: str) -> None:
-    file, tensor = comparison.file, comparison.loaded.config.parallel.tensor
+def _compare_precision_and_degree(check: FileCheck, precision: str) -> None:
+    file, tensor = check.file, check.loaded.config.parallel.tensor
     for name in ("bf16", "fp16") if precision != "auto" else ():
         key = f"{name}.enabled"
         remedy = f"set precision={name if file.at(key) else 'fp32'}"
-        comparison.same(key, "precision", name == precision, remedy)
+        check.expect(key, "precision", name == precision, remedy)
     for key in ("tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size"):
         if (file.at(key) or 1) != tensor:  # 0 stands for 1, too
-            comparison.same(key, "parallel.tensor", tensor)
+            check.expect(key, "parallel.tensor", tensor)
 
 
-def _compare_accumulation(comparison: FileCheck, rows: int, steps: int) -> None:
-    key, train = "gradient_accumulation_steps", comparison.loaded.config.train
-    value, share = comparison.file.at(key), rows * steps
+def _compare_accumulation(check: FileCheck, rows: int, steps: int) -> None:
+    key, train = "gradient_accumulation_steps", check.loaded.config.train
+    value, share = check.file.at(key), rows * steps
     if value is None or value == steps:
         return
     dividing = f"set train.micro_batch={share // int(value)}" if value >= 1 and share % value == 0 else None
     if train.micro_batch_tokens is not None:
         remedy = f"{dividing or 'set train.micro_batch'} and train.micro_batch_tokens=null"
-        comparison.contradict(key, "train.micro_batch_tokens", "a micro-batch has as many rows as fit", remedy)
+        check.contradict(key, "train.micro_batch_tokens", "a micro-batch has as many rows as fit", remedy)
         return
     batch = train.global_batch // share * rows * value
     reason = f"each data-parallel rank has {share} rows of it, in {steps} micro-batches of {rows}"
     remedy = f"set train.global_batch={batch}" + (f", or {dividing}" if dividing else "")
-    comparison.contradict(key, "train.global_batch", reason, remedy)
+    check.contradict(key, "train.global_batch", reason, remedy)
 
 
-def _compare_zero(comparison: FileCheck, names: Mapping[str, str]) -> None:
-    config, file = comparison.loaded.config, comparison.file
+def _compare_zero(check: FileCheck, names: Mapping[str, str]) -> None:
+    config, file = check.loaded.config, check.file
     assert config.deepspeed is not None
-    comparison.same(f"{ZERO_SECTION}.stage", "parallel.zero_stage", zero_stage(config))
+    check.expect(f"{ZERO_SECTION}.stage", "parallel.zero_stage", zero_stage(config))
     places = {
         "offload_optimizer": ("offload_optimizer", offload_optimizer(config)),
         "offload_param": ("offload_parameters", offload_parameters(config)),
@@ -145,69 +145,71 @@ def _compare_zero(comparison: FileCheck, names: Mapping[str, str]) -> None:
             remedy = f"set deepspeed.{setting}={place}"
             if place == NOWHERE:
                 remedy = "set parallel.offload=false" if config.parallel.offload else remedy
-            comparison.contradict(key, f"deepspeed.{setting}" if own else "parallel.offload", reason, remedy)
+            check.contradict(key, f"deepspeed.{setting}" if own else "parallel.offload", reason, remedy)
         if config.deepspeed.pin_memory is not None:
-            comparison.same(f"{key}.pin_memory", "deepspeed.pin_memory", config.deepspeed.pin_memory)
+            check.expect(f"{key}.pin_memory", "deepspeed.pin_memory", config.deepspeed.pin_memory)
     for setting, name in names.items():
         if (value := getattr(config.deepspeed, setting)) is not None:
-            comparison.same(f"{ZERO_SECTION}.{name}", f"deepspeed.{setting}", value)
+            check.expect(f"{ZERO_SECTION}.{name}", f"deepspeed.{setting}", value)
 
 
-def _compare_optimizer(comparison: FileCheck) -> None:
-    file, optim = comparison.file, comparison.loaded.config.optim
+def _compare_optimizer(check: FileCheck) -> None:
+    file, optim = check.file, check.loaded.config.optim
     kind = file.at("optimizer.type")
     if kind is not None:
         name = {"adam": "adamw"}.get(kind.lower(), kind.lower())
         if name not in OPTIMIZERS:
-            comparison.never(
+            check.refuse_value(
                 "optimizer.type",
                 kind,
                 f"the optimizers here are {', '.join(OPTIMIZERS)}",
                 "write one of them, or remove it",
             )
         elif name != optim.name:
-            comparison.contradict("optimizer.type", "optim.name", "it is another optimizer", f"set optim.name={name}")
+            check.contradict("optimizer.type", "optim.name", "it is another optimizer", f"set optim.name={name}")
         if file.at(f"{PARAMS}.adam_w_mode") is False and (file.at(f"{PARAMS}.weight_decay") or optim.weight_decay) != 0:
             reason = "weight decay is decoupled here, as in AdamW"
-            comparison.never(f"{PARAMS}.adam_w_mode", False, reason, "remove it, or set optim.weight_decay=0")
+            check.refuse_value(f"{PARAMS}.adam_w_mode", False, reason, "remove it, or set optim.weight_decay=0")
     for name in ("lr", "betas", "eps", "weight_decay"):
-        comparison.same(f"{PARAMS}.{name}", f"optim.{name}", getattr(optim, name))
-    comparison.same(f"{PARAMS}.momentum", "optim.momentum", optim.momentum or 0.0)
-    clip = comparison.loaded.config.train.gradient_clip
-    comparison.same(f"{PARAMS}.max_grad_norm", "train.gradient_clip", clip or 0.0)
+        check.expect(f"{PARAMS}.{name}", f"optim.{name}", getattr(optim, name))
+    check.expect(f"{PARAMS}.momentum", "optim.momentum", optim.momentum or 0.0)
+    clip = check.loaded.config.train.gradient_clip
+    check.expect(f"{PARAMS}.max_grad_norm", "train.gradient_clip", clip or 0.0)
     if file.at(f"{PARAMS}.bias_correction") is False:
-        comparison.never(f"{PARAMS}.bias_correction", False, "adamw here corrects the bias", "remove it")
+        check.refuse_value(f"{PARAMS}.bias_correction", False, "adamw here corrects the bias", "remove it")
 
 
-def _compare_schedule(comparison: FileCheck) -> None:
-    file, config = comparison.file, comparison.loaded.config
+def _compare_schedule(check: FileCheck) -> None:
+    file, config = check.file, check.loaded.config
     kind = file.at("scheduler.type")
     if kind is None:
         return
     if kind not in SCHEDULES:
         reason = f"of DeepSpeed's schedules, drawbar has {', '.join(SCHEDULES)}"
-        comparison.never("scheduler.type", kind, reason, "remove the section, and set optim.schedule and optim.warmup")
+        check.refuse_value(
+            "scheduler.type", kind, reason, "remove the section, and set optim.schedule and optim.warmup"
+        )
         return
     schedule = SCHEDULES[kind]
     if config.optim.schedule != schedule:
         remedy = f"set optim.schedule={schedule}"
-        comparison.contradict("scheduler.type", "optim.schedule", f"{kind} is {schedule}", remedy)
-    comparison.same(f"{WARMUP}.warmup_max_lr", "optim.lr", config.optim.lr)
-    comparison.same(f"{WARMUP}.cos_min_ratio", "optim.min_lr_ratio", config.optim.min_lr_ratio)
+        check.contradict("scheduler.type", "optim.schedule", f"{kind} is {schedule}", remedy)
+    check.expect(f"{WARMUP}.warmup_max_lr", "optim.lr", config.optim.lr)
+    check.expect(f"{WARMUP}.cos_min_ratio", "optim.min_lr_ratio", config.optim.min_lr_ratio)
     if kind == "WarmupDecayLR" and config.optim.min_lr_ratio:
         remedy = "set optim.min_lr_ratio=0"
-        comparison.contradict("scheduler.type", "optim.min_lr_ratio", "it decays to warmup_min_lr", remedy)
+        check.contradict("scheduler.type", "optim.min_lr_ratio", "it decays to warmup_min_lr", remedy)
     for name in ("warmup_min_lr", "warmup_min_ratio"):
         if value := file.at(f"{WARMUP}.{name}"):
-            comparison.never(f"{WARMUP}.{name}", value, "the warm-up here begins at 0", 'write 0, or "auto"')
+            check.refuse_value(f"{WARMUP}.{name}", value, "the warm-up here begins at 0", 'write 0, or "auto"')
     if (last := file.at(f"{WARMUP}.last_batch_iteration")) not in (None, -1):
         reason = "a run goes on from the step of its checkpoint"
-        comparison.never(f"{WARMUP}.last_batch_iteration", last, reason, "remove it")
-    _compare_steps(comparison)
+        check.refuse_value(f"{WARMUP}.last_batch_iteration", last, reason, "remove it")
+    _compare_steps(check)
 
 
-def _compare_steps(comparison: FileCheck) -> None:
-    file, config = comparison.file, comparison.loaded.config
+def _compare_steps(check: FileCheck) -> None:
+    file, config = check.file, check.loaded.config
     total, warmup = config.train.steps, config.optim.warmup
     steps: int | None = warmup if isinstance(warmup, int) else None
     if steps is None and total is not None:
@@ -218,18 +220,18 @@ def _compare_steps(comparison: FileCheck) -> None:
     ):
         value = file.at(key)
         if value is not None and expected is None:
-            comparison.contradict(
+            check.contradict(
                 key,
                 "train.epochs",
                 "the number of steps depends on the data",
                 f"set train.steps={show(total or value)}",
             )
         else:
-            comparison.same(key, setting, expected)
+            check.expect(key, setting, expected)
     shape = file.at(f"{WARMUP}.warmup_type")
     if shape not in (None, "linear"):
         remedy = 'write "warmup_type": "linear"'
-        comparison.never(f"{WARMUP}.warmup_type", shape, "the warm-up here is a straight line", remedy)
+        check.refuse_value(f"{WARMUP}.warmup_type", shape, "the warm-up here is a straight line", remedy)
     elif shape is None and steps != 0:
         file.note(
             f"{WARMUP}.warmup_type", "DeepSpeed's default is a logarithmic warm-up, and this run's is a straight line"

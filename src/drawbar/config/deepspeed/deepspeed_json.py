@@ -19,7 +19,7 @@ from drawbar.config.deepspeed.zero_settings import (
 )
 from drawbar.config.io.load_config import LoadedConfig
 from drawbar.config.rules.rule import one_error
-from drawbar.config.rules.rule_table import check_layout, check_world, resolve_micro_batch
+from drawbar.config.rules.rule_table import check_degrees, check_world, resolve_micro_batch
 from drawbar.config.schema.deepspeed_section import DeepSpeedSection
 from drawbar.config.schema.run_config import RunConfig
 
@@ -145,7 +145,7 @@ def _generated(config: RunConfig, ranks: int, precision: str) -> dict[str, Any]:
 
 def _batches(config: RunConfig, ranks: int) -> dict[str, int]:
     """Batch sizes, consistent as DeepSpeed demands; drawbar's engine tells it when a global batch is complete."""
-    data_ranks = check_layout(config, ranks)
+    data_ranks = check_degrees(config, ranks)
     share = config.train.global_batch // data_ranks
     rows = 1 if config.train.micro_batch_tokens is not None else resolve_micro_batch(config, data_ranks)
     values = {"train_micro_batch_size_per_gpu": rows, "gradient_accumulation_steps": share // rows}

@@ -137,7 +137,7 @@ SECTIONS: dict[str, dict[str, str]] = {
 }
 """The sections whose keys are known here; DeepSpeed itself checks the keys of the other sections."""
 
-PASSED = {
+PASSED_ON = {
     "train_batch_size": NUMBER,
     "train_micro_batch_size_per_gpu": NUMBER,
     "gradient_accumulation_steps": NUMBER,
@@ -174,12 +174,15 @@ PASSED = {
     "comet": SECTION,
     "use_data_before_expert_parallelism": FLAG,
 }
+"""Top-level keys that DeepSpeed gets, with the type of each; ``optimizer`` and ``scheduler`` are only compared with the
+run's own settings, and not passed on."""
 LOGGERS = {
     "tensorboard": "tracking.tensorboard writes the run's metrics under every strategy",
     "wandb": "tracking.trackers.wandb tracks the run under every strategy",
     "csv_monitor": "metrics.jsonl in the run directory holds the run's metrics",
     "comet": "metrics.jsonl in the run directory holds the run's metrics",
 }
+"""Keys of these that only make DeepSpeed log: passed on, with a note of what drawbar has."""
 IGNORED = {
     "activation_checkpointing": "parallel.activation_checkpointing says what is computed again",
     "pipeline": "parallel.pipeline and parallel.cuts say how the model is cut into stages",
@@ -257,7 +260,7 @@ LEGACY_OFFLOAD = {
 PIN_MEMORY = "cpu_offload_use_pin_memory"
 LEGACY_FLAGS = ("cpu_offload", "cpu_offload_param", "cpu_offload_params", PIN_MEMORY)
 TOP: dict[str, str | None] = {
-    **PASSED,
+    **PASSED_ON,
     **dict.fromkeys(IGNORED),
     **dict.fromkeys(key for key in REFUSED if "." not in key),
 }

@@ -1,5 +1,5 @@
-"""The compatibility matrix, derived from the rules: the page ``docs/compatibility.md``, and the layouts that tests and
-``drawbar parity`` try. Both are made from ``CONFIG_OPTIONS``."""
+"""The compatibility matrix, derived from the rules: the page ``docs/compatibility.md``, and the parallel settings that
+tests and ``drawbar parity`` try. Both are made from ``CONFIG_OPTIONS``."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,7 +10,7 @@ from typing import Any, Literal
 from drawbar.config.deepspeed.zero_settings import with_parallel
 from drawbar.config.io.load_config import load_config
 from drawbar.config.rules.rule import Rule
-from drawbar.config.rules.rule_table import RULES, TRAIN_RULES, check_layout
+from drawbar.config.rules.rule_table import RULES, TRAIN_RULES, check_degrees
 from drawbar.config.schema.run_config import ParallelSection, RunConfig
 from drawbar.errors import UserError
 
@@ -25,7 +25,7 @@ class ConfigOption:
     settings: Mapping[str, Any]
     """Values by dotted key."""
     kind: Kind = "other"
-    """For parallel layouts: strategies and degrees are tested in combination, their variants one at a time, and
+    """Of parallel settings: strategies and degrees are tested in combination, their variants one at a time, and
     those of DeepSpeed separately."""
 
 
@@ -107,7 +107,7 @@ def are_alternatives(one: ConfigOption, other: ConfigOption) -> bool:
 
 
 def parallel_cases(config: RunConfig, ranks: int) -> list[dict[str, Any]]:
-    """Every native layout of ``config`` over so many ranks that is allowed and makes use of all of them.
+    """``config`` with every native choice of parallel settings that is allowed over so many ranks and uses all of them.
 
     These are each strategy and each degree, every combination of the two strategies and the degrees that matter most
     (``ddp`` and ``fsdp``, ``tensor``, ``pipeline`` and ``context``), and each of their variants alone.
@@ -125,7 +125,7 @@ def parallel_cases(config: RunConfig, ranks: int) -> list[dict[str, Any]]:
 
 
 def deepspeed_cases(config: RunConfig, ranks: int) -> list[dict[str, Any]]:
-    """Every layout of DeepSpeed's over so many ranks that is allowed and makes use of all of them.
+    """``config`` with every choice of DeepSpeed's settings that is allowed over so many ranks and uses all of them.
 
     These are each ZeRO stage and offloading, and every combination of tensor and pipeline with stage 1.
 
@@ -158,7 +158,7 @@ def _fits(config: RunConfig, parallel: Mapping[str, Any], ranks: int) -> bool:
     if any(rule.broken(changed) for rule in RULES):
         return False
     try:
-        data = check_layout(changed, ranks)
+        data = check_degrees(changed, ranks)
     except UserError:
         return False
     # fsdp needs two shards or more; other strategies two replicas or more, or a model over several ranks

@@ -248,7 +248,7 @@ def check_rules(config: LoadedConfig | RunConfig, rules: Sequence[Rule] = RULES)
         raise one_error([(f"{_shown(rule, loaded)}: {rule.reason}", rule.remedy) for rule in broken])
 
 
-def check_layout(config: RunConfig, world_size: int) -> int:
+def check_degrees(config: RunConfig, world_size: int) -> int:
     """Check that ``world_size`` processes make up whole models. Returns how many data-parallel ranks they are: those
     that read rows of their own.
 
@@ -282,7 +282,7 @@ def check_world(config: RunConfig, world_size: int) -> None:
     Raises:
         UserError: names values that would work.
     """
-    ranks = check_layout(config, world_size)
+    ranks = check_degrees(config, world_size)
     batch, micro = config.train.global_batch, config.train.micro_batch
     each = "processes" if ranks == world_size else f"data-parallel ranks ({world_size} processes)"
     if batch % ranks:

@@ -246,8 +246,8 @@ class LaunchSection(Section):
     """Processes that wait for another one give up, and name it, after so many seconds without a heartbeat from it. A
     process that is known to work (it writes a checkpoint, encodes or scores) is waited for until it is done."""
     roll_call_seconds: Annotated[int, Field(ge=5)] = 60
-    """Seconds that the nodes of a job wait for one another before training. Then those that did not answer are named,
-    and the run ends."""
+    """The node check: seconds that the nodes of a job wait for one another before training. Then those that did not
+    answer are named, and the run ends."""
 
 
 class RunConfig(Section):

@@ -1,7 +1,8 @@
 """Several processes on this machine, and on others, through torch's own elastic launcher (what ``torchrun`` runs).
 
-The launcher calls :func:`run_processes`; each rank calls :func:`report_failure` before it dies of an error, so that the
-launcher can name the rank that failed *first*, and not one that lost its connection because of it.
+drawbar's process on a node (the node's launcher) calls :func:`run_processes`; each rank calls :func:`report_failure`
+before it dies of an error, so that the node's launcher can name the rank that failed *first*, and not one that lost its
+connection because of it.
 """
 
 import contextlib

@@ -163,7 +163,7 @@ class NodeCheck:
             f"node {rendezvous.name(rendezvous.node)}: the first node, {rendezvous.name(0)}, {what}",
             where=rendezvous.endpoint,
             remedy=f"look in the log for what {rendezvous.name(0)} says; can this node reach it (cluster.interface)? "
-            "A longer wait is launch.roll_call_seconds=N",
+            "A longer wait at the node check is launch.roll_call_seconds=N",
             exit_code=ExitCode.FAILED,
         )
 
@@ -311,7 +311,8 @@ def _remedy(result: NodeCheckResult) -> str:
         names = ",".join(result.bad)
         return (
             f"look in the log for what {names} says; to go on without: cluster.options={{exclude: '{names}'}}, or "
-            "cluster.exclude_bad_nodes=true for the next time; a longer wait is launch.roll_call_seconds=N"
+            "cluster.exclude_bad_nodes=true for the next time; a longer wait at the node check is "
+            "launch.roll_call_seconds=N"
         )
     return "install the same versions on all nodes (cluster.python, cluster.setup), and give each the same files"
 

@@ -1,4 +1,4 @@
-"""Messages between the launcher and the program that it starts on each host: a line of JSON for each.
+"""Messages between the submitting process and the program that it starts on each host: a line of JSON for each.
 
 They travel over the connection itself and not in a command line, which anybody on a machine can read.
 """
@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 ANSWER = b"\x1edrawbar "
-"""Begins a message for the launcher, among the lines of output."""
+"""Begins a message for the submitting process, among the lines of output."""
 HEARTBEAT_SECONDS = 10
-"""How often the launcher says that it is still there."""
+"""How often the submitting process says that it is still there."""
 GRACE = 5.0
 """Seconds that a command has to end by itself before it is killed."""
 
@@ -36,7 +36,7 @@ class HostJob:
     script: str | None = None
     """The user's own program, which the host must have."""
     patience: float = 60
-    """Seconds without a message from the launcher after which it counts as gone."""
+    """Seconds without a message from the submitting process after which it counts as gone."""
 
     @property
     def nodes(self) -> int:
@@ -56,5 +56,5 @@ def host_message(**values: Any) -> bytes:
 
 
 def launcher_message(**values: Any) -> bytes:
-    """A message to the launcher."""
+    """A message to the submitting process."""
     return ANSWER + host_message(**values)

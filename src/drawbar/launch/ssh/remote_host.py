@@ -1,4 +1,4 @@
-"""``RemoteHost``: one host of an ssh job as the launcher sees it: its connection, its messages, its end."""
+"""``RemoteHost``: one host of an ssh job as the submitting process sees it: its connection, its messages, its end."""
 
 import asyncio
 import contextlib
@@ -43,7 +43,7 @@ class RemoteHost:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for the launcher, which passes it on
+            start_new_session=True,  # Ctrl-C is for the submitting process, which passes it on
         )
         return RemoteHost(start, process, output)
 

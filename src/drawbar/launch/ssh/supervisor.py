@@ -1,7 +1,7 @@
 """``supervise``: runs a job on ssh hosts: starts all, sends all the rendezvous endpoint, and ends all when one ends.
 
-The launcher stays in the foreground. It holds one connection for each host, and a host ends what it runs when its
-connection ends: so nothing is left anywhere, however the launcher goes.
+The submitting process stays in the foreground. It holds one connection for each host, and a host ends what it runs when
+its connection ends: so nothing is left anywhere, however the submitting process goes.
 """
 
 import asyncio

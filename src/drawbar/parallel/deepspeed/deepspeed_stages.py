@@ -29,14 +29,14 @@ class Stage(nn.Module):
     stage.
 
     Args:
-        part: from ``parallel.pipeline.stages.build_stage``.
+        stage_module: from ``parallel.pipeline.stages.build_stage``.
         number: of this stage.
         stages: how many there are.
     """
 
-    def __init__(self, part: nn.Module, number: int, stages: int) -> None:
+    def __init__(self, stage_module: nn.Module, number: int, stages: int) -> None:
         super().__init__()
-        self.part = part
+        self.stage_module = stage_module
         self.number = number
         self.is_first = number == 0
         self.is_last = number == stages - 1
@@ -53,21 +53,21 @@ class Stage(nn.Module):
 
     def forward(self, received: Tensor) -> Tensor:
         index, inputs = next(self._waiting)
-        out: Tensor = self.part(**inputs) if self.is_first else self.part(received, **inputs)
+        out: Tensor = self.stage_module(**inputs) if self.is_first else self.stage_module(received, **inputs)
         if not self.is_last:
             return out
         assert self._loss is not None, "expect() comes before the forwards of a step"
         return self._loss(out, index)
 
 
-def cast_received(part: nn.Module) -> None:
+def cast_received(stage_module: nn.Module) -> None:
     """Let a stage take hidden states of any dtype: those between the stages of an evaluation are fp32."""
 
     def cast(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         dtype = next(parameter.dtype for parameter in module.parameters() if parameter.is_floating_point())
         return tuple(hidden_BLH.to(dtype) for hidden_BLH in args)
 
-    part.register_forward_pre_hook(cast, prepend=True)
+    stage_module.register_forward_pre_hook(cast, prepend=True)
 
 
 def pipeline_module(stage: Stage, tied: nn.Parameter | None, dims: ParallelDims) -> nn.Module:
@@ -192,29 +192,31 @@ def check_layers(model: nn.Module, plan: ModelParallelPlan, degree: int) -> None
     check_degree({**plan.divisible_sizes, **sizes}, degree)
 
 
-def shard_layers(part: nn.Module, plan: ModelParallelPlan, tied: nn.Parameter | None, group: dist.ProcessGroup) -> None:
+def shard_layers(
+    stage_module: nn.Module, plan: ModelParallelPlan, tied: nn.Parameter | None, group: dist.ProcessGroup
+) -> None:
     """Shard the layers of a stage over tensor-parallel ranks, in place, by the layers of DeepSpeed's AutoTP.
 
     The plan says which: AutoTP's own rules look at whole models. The token embedding stays whole.
 
     Args:
-        part: with its weights, whole.
+        stage_module: with its weights, whole.
         tied: the head's weight, where it is the embedding's as well and stays whole too.
     """
     from deepspeed.module_inject.layers import set_autotp_mode
 
     set_autotp_mode(training=True)
-    for name, module, style in list(_styled(part, plan.tensor or {})):
+    for name, module, style in list(_styled(stage_module, plan.tensor or {})):
         if style == "replicated":
             for parameter in module.parameters():
                 parameter.register_hook(_summed_over(group))
         elif module.weight is not tied:
-            part.set_submodule(name, _layer(module, style, group, name))
+            stage_module.set_submodule(name, _layer(module, style, group, name))
 
 
-def _styled(part: nn.Module, styles: Mapping[str, Style]) -> Iterator[tuple[str, nn.Module, Style]]:
+def _styled(stage_module: nn.Module, styles: Mapping[str, Style]) -> Iterator[tuple[str, nn.Module, Style]]:
     """The layers to change. They have weights: the placeholders for other stages' layers have none."""
-    for name, module, style in matching(list(part.named_modules()), styles):
+    for name, module, style in matching(list(stage_module.named_modules()), styles):
         if "weight" in module._parameters and style != "embedding":
             yield name, module, style
 

@@ -144,7 +144,8 @@ class MasterState(ABC):
 
     @abstractmethod
     def prepare(self, keys: set[str], step: Tensor) -> None:
-        """Allocate the state of an optimizer that was saved after ``step`` steps, before ``set_state``."""
+        """Make room for the state of an optimizer that was saved after ``step`` steps, before ``set_state`` or
+        ``set_piece``: what was there is lost."""
 
     @abstractmethod
     def set_state(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:

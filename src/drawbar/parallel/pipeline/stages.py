@@ -108,39 +108,39 @@ def build_stage(model: nn.Module, plan: PipelinePlan, layers: Sequence[int], sta
     """
     starts = [0, *accumulate(layers)]
     start, stop = list(pairwise(starts))[stage]
-    part = deepcopy(model)
-    _keep_blocks(part, plan, start, stop)
+    stage_module = deepcopy(model)
+    _keep_blocks(stage_module, plan, start, stop)
     received = None
     if stage > 0:
         received = StageInput()
-        part.set_submodule(plan.embedding, received)
+        stage_module.set_submodule(plan.embedding, received)
         for name in plan.before:
-            replacement = Zero() if isinstance(part.get_submodule(name), nn.Embedding) else nn.Identity()
-            part.set_submodule(name, replacement)
+            replacement = Zero() if isinstance(stage_module.get_submodule(name), nn.Embedding) else nn.Identity()
+            stage_module.set_submodule(name, replacement)
     if stage < len(layers) - 1:
         for name in (*plan.after, plan.head):
-            part.set_submodule(name, nn.Identity())
-    _add_stage_hooks(part, received)
-    return part
+            stage_module.set_submodule(name, nn.Identity())
+    _add_stage_hooks(stage_module, received)
+    return stage_module
 
 
-def _keep_blocks(part: nn.Module, plan: PipelinePlan, start: int, stop: int) -> None:
+def _keep_blocks(stage_module: nn.Module, plan: PipelinePlan, start: int, stop: int) -> None:
     """Remove the blocks of other stages. The rest keep their names, and are numbered from 0 for caches and masks."""
-    blocks: Any = part.get_submodule(plan.blocks)
+    blocks: Any = stage_module.get_submodule(plan.blocks)
     # iterating and slicing go by order, not by name
     blocks._modules = OrderedDict((str(number), blocks[number]) for number in range(start, stop))
     for number, block in enumerate(blocks):
         for module in block.modules():
             if hasattr(module, "layer_idx"):
                 module.layer_idx = number
-    config: Any = part.config
+    config: Any = stage_module.config
     kinds = getattr(config, "layer_types", None)
     config.num_hidden_layers = stop - start
     if kinds is not None:
         config.layer_types = kinds[start:stop]
 
 
-def _add_stage_hooks(part: nn.Module, received: StageInput | None) -> None:
+def _add_stage_hooks(stage_module: nn.Module, received: StageInput | None) -> None:
     def take(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
         if received is not None:
             (received.hidden_BLH,) = args
@@ -151,8 +151,8 @@ def _add_stage_hooks(part: nn.Module, received: StageInput | None) -> None:
             received.hidden_BLH = None  # else the graph of the newest micro-batch would outlive the step
         return outputs[0] if isinstance(outputs, tuple) else outputs.logits
 
-    part.register_forward_pre_hook(take, with_kwargs=True)
-    part.register_forward_hook(give)
+    stage_module.register_forward_pre_hook(take, with_kwargs=True)
+    stage_module.register_forward_hook(give)
 
 
 class LocalStages(nn.Module):

@@ -3,7 +3,8 @@
     python -P -m drawbar.launch.node.entry.ssh_host
 
 Reads messages of :mod:`drawbar.launch.ssh.protocol` from its standard input: what to run, the endpoint of the
-rendezvous, signals to pass on. The end of that input, or a long silence, means that the launcher is gone.
+rendezvous, signals to pass on. The end of that input, or a long silence, means that the submitting process is
+gone.
 """
 
 import contextlib
@@ -43,7 +44,8 @@ class _Ended(Exception):
 
 
 class LauncherChannel:
-    """Messages from the launcher. The channel is closed when their stream ends, or when the process ``parent`` does."""
+    """Messages from the submitting process. The channel is closed when their stream ends, or when the process
+    ``parent`` does."""
 
     def __init__(self, parent: int, descriptor: int = 0) -> None:
         self._descriptor = descriptor
@@ -54,7 +56,7 @@ class LauncherChannel:
         self.closed = False
 
     def put(self, **message: Any) -> None:
-        """Add a message as if the launcher had sent it."""
+        """Add a message as if the submitting process had sent it."""
         self._unread.append(message)
 
     def messages(self, seconds: float) -> list[dict[str, Any]]:
@@ -73,7 +75,8 @@ class LauncherChannel:
         return time.monotonic() - self._last_message
 
     def wait_for(self, key: str, patience: float) -> Any:
-        """The value of the next message with this key. Raises _Ended where the launcher is gone, or wants an end."""
+        """The value of the next message with this key. Raises _Ended where the submitting process is gone, or wants an
+        end."""
         while not self.closed and self.silence() < patience:
             messages = self.messages(0.5)
             for number, message in enumerate(messages, start=1):
@@ -102,7 +105,7 @@ def main() -> int:
 
 
 def work(parent: int) -> int:
-    """Run what the launcher sends; end when the process ``parent`` ends."""
+    """Run what the submitting process sends; end when the process ``parent`` ends."""
     channel = LauncherChannel(parent)
 
     def pass_on(number: int, frame: FrameType | None) -> None:
@@ -122,7 +125,7 @@ def work(parent: int) -> int:
 
 
 def _connection_addresses() -> tuple[str, str]:
-    """The addresses of the launcher and of this host, as sshd sees them."""
+    """The addresses of the submitting process's machine and of this host, as sshd sees them."""
     words = os.environ.get("SSH_CONNECTION", "").split()
     return (words[0], words[2]) if len(words) == 4 else ("127.0.0.1", "127.0.0.1")
 
@@ -145,7 +148,7 @@ def _change_directory(job: HostJob) -> None:
 
 
 def _find_endpoint(job: HostJob, channel: LauncherChannel) -> str:
-    """The endpoint of the rendezvous: the first node chooses it, and the launcher tells all."""
+    """The endpoint of the rendezvous: the first node chooses it, and the submitting process tells all."""
     if job.nodes > 1 and job.node == 0:
         peers = channel.wait_for("peers", job.patience)
         try:
@@ -162,15 +165,19 @@ def _find_endpoint(job: HostJob, channel: LauncherChannel) -> str:
     return str(channel.wait_for("start", job.patience))
 
 
-def address_for(peers: Sequence[str], launcher: str, own: str) -> str:
+def address_for(peers: Sequence[str], submitter: str, own: str) -> str:
     """The address under which ``peers`` reach this host: that of the route from here to one of them.
 
-    A peer that the launcher reaches by a loopback address is the launcher's own machine. Raises OSError.
+    A peer that the submitting process reaches by a loopback address is that process's own machine. Raises OSError.
+
+    Args:
+        peers: as the submitting process reaches them.
+        submitter, own: the submitting process's machine, and this host, as :func:`_connection_addresses` gives them.
     """
     for peer in peers:
         if not ipaddress.ip_address(peer).is_loopback:
             return address_towards(peer)
-    return own if ipaddress.ip_address(own).is_loopback else address_towards(launcher)
+    return own if ipaddress.ip_address(own).is_loopback else address_towards(submitter)
 
 
 def _run(job: HostJob, endpoint: str, channel: LauncherChannel) -> int:
@@ -239,7 +246,7 @@ def _fail(what: str, remedy: str, code: ExitCode = ExitCode.WRONG_REQUEST) -> _E
 
 
 def _write(descriptor: int, text: bytes) -> None:
-    with contextlib.suppress(OSError):  # the launcher may be gone
+    with contextlib.suppress(OSError):  # the submitting process may be gone
         os.write(descriptor, text)
 
 
