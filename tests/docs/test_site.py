@@ -38,13 +38,18 @@ class Page(HTMLParser):
         self.ids: set[str] = set()
         self.links: list[str] = []
         self.loaded: list[str] = []
+        self.images: list[Path] = []  # those of the site itself
         self.images_without_text = 0
+        self._folder = path.parent
         self.feed(path.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         given = {name: value or "" for name, value in attrs}
         self.ids |= {given["id"]} if "id" in given else set()
         self.images_without_text += tag == "img" and not given.get("alt")
+        address = urlsplit(given.get("src", ""))
+        if tag == "img" and address.path and not address.scheme and not address.netloc:
+            self.images.append((self._folder / unquote(address.path)).resolve())
         if tag == "a" and "href" in given:
             self.links.append(given["href"])
         elif tag == "link" and given.get("rel") not in ("next", "prev", "index", "search", "canonical"):
@@ -94,6 +99,13 @@ def test_nothing_is_loaded_from_elsewhere(site: Path, html: dict[Path, Page]) ->
         loaded |= set(re.findall(r"(?:url\(|@import )[\"']?([^\"')]+)", style.read_text(encoding="utf-8")))
     assert loaded
     assert not [address for address in loaded if "//" in address and not address.startswith("data:")]
+
+
+def test_images_are_on_the_site(html: dict[Path, Page]) -> None:
+    assert any(page.images for page in html.values())
+    assert [
+        (path.name, str(image)) for path, page in html.items() for image in page.images if not image.is_file()
+    ] == []
 
 
 def test_images_have_texts(html: dict[Path, Page]) -> None:

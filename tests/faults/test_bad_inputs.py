@@ -158,7 +158,8 @@ COMBINATIONS = [
 ]  # fmt: skip
 
 DATA = [
-    Case("not set", (*TRAIN, "data.train=null"), ("data.train=null", "nothing to train on", "set data.train")),
+    Case("not set", (*TRAIN, "data.train=null"),
+         ("data.train=null", "nothing to train on", "set data.train", "data.train=generated")),
     Case("missing file", (*TRAIN, "data.train=trian.txt"), ("trian.txt", "data.train", "did you mean train.txt?")),
     Case("missing folder", (*TRAIN, "data.train=a/b.txt"), ("a/b.txt", "folder a does not exist", "data.train")),
     Case("empty file", TRAIN, ("train.txt", "it is empty", "put data"), file("train.txt", "")),

@@ -28,6 +28,16 @@ def test_it_appears_at_the_end_with_the_permissions_of_its_folder(tmp_path: Path
     assert os.listdir(folder.parent) == ["folder"]
 
 
+def test_a_link_to_an_empty_folder_stays_one(tmp_path: Path) -> None:
+    (tmp_path / "disk" / "real").mkdir(parents=True)
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "disk" / "real")
+    with new_folder(link) as draft:
+        (draft / "file").write_text("x")
+    assert link.is_symlink()
+    assert (link / "file").read_text() == "x"
+
+
 def test_nothing_is_left_of_it_after_an_error(tmp_path: Path) -> None:
     def write() -> None:
         with new_folder(tmp_path / "new" / "folder") as draft:

@@ -108,6 +108,9 @@ class CheckpointDirectory:
             return None
         return folder
 
+    def has_best_record(self) -> bool:
+        return (self.path / BEST_FILE).exists()
+
     def best_record(self) -> BestScore | None:
         """The content of ``best.json``; None where no evaluation has chosen a checkpoint.
 

@@ -85,7 +85,8 @@ Examples:
   drawbar checkpoint prune runs/demo --keep 1 --yes
 
 \b
-The best and the newest complete checkpoint always stay, and so do those that are damaged.
+The best and the newest complete checkpoint always stay, and so do those of which a
+file is missing or cut.
 """
 )
 @_RUN

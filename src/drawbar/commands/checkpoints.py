@@ -19,7 +19,7 @@ from drawbar.config.schema.run_config import CheckpointSection
 from drawbar.errors import ExitCode, UserError
 from drawbar.runtime.log import logger
 from drawbar.tracking.table import print_table
-from drawbar.train.rundir import lock_run_dir
+from drawbar.train.run_dir_lock import lock_run_dir
 from drawbar.util.best_score import BEST_FILE
 
 

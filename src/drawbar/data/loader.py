@@ -30,6 +30,9 @@ from drawbar.data.sampler import Sampler
 from drawbar.distributed.process_group import DataParallelGroup
 from drawbar.errors import UserError
 
+TOKEN_FIELDS = ("input_ids", "decoder_input_ids")
+"""Fields of a sample whose longest is its length in tokens."""
+
 
 class Rows(Protocol):
     """What a loader reads: rows by number, their lengths in tokens, and a digest of all of them."""
@@ -52,7 +55,7 @@ class SampleRows:
 
     def __init__(self, samples: EncodedDataset) -> None:
         self.samples = samples
-        self.lengths = samples.stored_lengths("input_ids", "decoder_input_ids")  # the longer of encoder and decoder
+        self.lengths = samples.stored_lengths(*TOKEN_FIELDS)  # the longer of encoder and decoder
         self.fingerprint = samples.fingerprint
         self.join: Join = only_sample
 

@@ -25,6 +25,7 @@ from drawbar.parallel.low_precision_weights import keep_trained_weights_in_fp32,
 from drawbar.parallel.tensor import FusedLayout, fused_layouts
 from drawbar.parallel.weights import broadcast_shards, load_shard, materialize, named_tensors
 from drawbar.runtime.log import logger
+from drawbar.runtime.seed import note_host_generators
 from drawbar.tasks.method_errors import is_user_defined, method_error
 from drawbar.tasks.task import Task
 
@@ -119,7 +120,17 @@ def _apply_change_model(task: Task, model: nn.Module) -> nn.Module:
         # a fused optimizer, ZeRO-1 and a checkpoint take a parameter's elements in their order in memory
         if not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
+    _make_buffers_contiguous(model)
     return model
+
+
+def _make_buffers_contiguous(model: nn.Module) -> None:
+    """Give each buffer memory of its own for every element: nothing can be loaded or broadcast into an expanded one."""
+    made: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_contiguous():
+                module._buffers[name] = made.setdefault(id(buffer), buffer.contiguous())
 
 
 def _build_adapted(task: Task, config: RunConfig) -> tuple[nn.Module, FrozenBaseInfo | None]:
@@ -225,11 +236,14 @@ def build_meta(
         return meta_model, Unset(), base
     files = None
     if config.lora is None:
+        put_generators_back = note_host_generators()
         with world.working("finding the weights"):
             meta_model = with_adapters(build_meta_model(task), config, None)
-            files = task.stored_weights(meta_model)
+            if not any(buffer.is_meta for buffer in meta_model.buffers()):  # made from a parameter: no file has it
+                files = task.stored_weights(meta_model)
         if world.sum(files is not None) == world.size:
             return meta_model, files, None
+        put_generators_back()
     # build the full model first: it must draw the same random numbers as in a single-process run
     with world.barrier_after("building the model"):
         source, base = _build_adapted(task, config) if world.is_rank0 else (None, None)

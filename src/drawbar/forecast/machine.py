@@ -62,7 +62,7 @@ def make_machine(
         nodes = ranks = 1
     peak = None
     if gpu is not None:
-        peak = peak_flops(gpu.upper())
+        peak = peak_flops(gpu)
         if peak is None:
             raise UserError(
                 f"the speed of a GPU {gpu!r} is not known",
@@ -82,7 +82,8 @@ _MEMORIES = {
     "A10G": 24, "A10": 24, "L4": 24, "T4": 16,
 }  # fmt: skip
 """GB of a device's memory, from the vendors' data sheets; of the smaller variant where there are two, so that
-nothing is said to fit that does not. Where the name itself says a size (A100-SXM4-80GB), that is used instead."""
+nothing is said to fit that does not. Where the name itself says a size (A100-SXM4-80GB), that is used instead, but not
+for GH200: its 480GB are the host's."""
 _DEFAULT_GB = 80
 """Memory of a GPU that has no name, or an unknown one."""
 
@@ -93,7 +94,7 @@ def _gpu_memory(gpu: str | None) -> int:
     if gpu is None and torch.cuda.is_available():
         return int(torch.cuda.get_device_properties(0).total_memory)
     named = (gpu or "").upper()
-    told = re.search(r"(\d+) ?GB\b", named)
+    told = None if "GH200" in named else re.search(r"(\d+) ?GB\b", named)
     known = (size for name, size in _MEMORIES.items() if re.search(rf"\b{name}\b", named))
     return int(int(told[1]) if told else next(known, _DEFAULT_GB)) * 10**9
 

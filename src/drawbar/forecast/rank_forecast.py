@@ -1,7 +1,7 @@
 """The forecast of one rank: what it takes, counted in two steps of the run's own engine on fake tensors."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -20,6 +20,7 @@ from drawbar.engines.updaters import TorchUpdater
 from drawbar.forecast.fake_world import FakeWorld, fake_tensors
 from drawbar.forecast.step_recorder import (
     GRADIENTS,
+    OFFLOADED,
     OPTIMIZER,
     PARAMETERS,
     Peak,
@@ -95,8 +96,9 @@ def forecast_rank(
             steps = [
                 _step(engine, recorder, [fake] * made, targets * made * world.dp_group.size) for made in (few, most)
             ]
-            states = [_state(optimizer) for optimizer in map(local_optimizer, engine.updater.optimizers)]
-            optimizer = list(chain.from_iterable(states))
+            optimizers = list(map(local_optimizer, engine.updater.optimizers))
+            optimizer = list(chain.from_iterable(map(_state, optimizers)))
+            updated = size_of(chain.from_iterable(map(_updated, optimizers)))
             recorder.follow(optimizer, OPTIMIZER)
             first, last = steps
             return RankForecast(
@@ -105,7 +107,7 @@ def forecast_rank(
                 parameters=size_of(parameters),
                 gradients=last.gradients,
                 optimizer=size_of(optimizer),
-                peak=recorder.peak(),
+                peak=recorder.peak(on_host=OFFLOADED if config.parallel.offload and not on_host else ()),
                 sent={
                     axis: round(_extrapolated(first.sent[axis], sent, few, most, count))
                     for axis, sent in last.sent.items()
@@ -113,7 +115,7 @@ def forecast_rank(
                 flops=_extrapolated(first.flops, last.flops, few, most, count),
                 rows=rows,
                 micro_batches=count,
-                checkpoint=checkpoint_bytes(engine),
+                checkpoint=checkpoint_bytes(engine, size_of(optimizer) / max(1, updated)),
             )
 
 
@@ -143,10 +145,11 @@ def _step(engine: Engine, recorder: StepRecorder, micro_batches: list[MicroBatch
 def _counts(config: RunConfig, dims: ParallelDims, count: int) -> tuple[int, int]:
     """How many micro-batches the first and the second step have. The difference of the two steps gives what each
     further micro-batch takes, and the second one reaches the most micro-batches that the rank holds at once: a stage of
-    GPipe holds all of them, one of 1F1B as many as there are stages."""
+    GPipe holds all of them, one of 1F1B as many as there are stages, and of interleaved ones each of a rank's holds
+    more than that."""
     if dims.pp == 1:
         return min(count, 1), min(count, 2)
-    if config.parallel.schedule == "gpipe":
+    if config.parallel.schedule in ("gpipe", "interleaved"):
         return min(count, dims.pp), count
     return min(count, dims.pp), min(count, 2 * dims.pp)
 
@@ -160,6 +163,11 @@ def _extrapolated(first: float, last: float, few: int, most: int, count: int) ->
 def _state(optimizer: Optimizer) -> list[Tensor]:
     """The tensors of an optimizer's state."""
     return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+
+
+def _updated(optimizer: Optimizer) -> Iterator[Tensor]:
+    """The parameters that an optimizer updates."""
+    return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
 def _vocabularies(engine: Engine, dims: ParallelDims) -> set[int]:

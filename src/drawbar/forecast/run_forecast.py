@@ -10,7 +10,13 @@ from typing import Any
 
 import torch
 
-from drawbar.config.deepspeed.zero_settings import is_deepspeed, zero_stage
+from drawbar.config.deepspeed.zero_settings import (
+    NOWHERE,
+    is_deepspeed,
+    offload_optimizer,
+    offload_parameters,
+    zero_stage,
+)
 from drawbar.config.parallel_dims import ParallelDims
 from drawbar.config.rules.rule_table import RULES, check_rules, check_world
 from drawbar.config.schema.run_config import ParallelSection, RunConfig
@@ -147,7 +153,8 @@ class Forecaster:
                 train = config.train.model_copy(update={"micro_batch": rows})
                 tried[rows] = self._forecast(config.model_copy(update={"train": train}), name, timeout)
             found = tried[rows].largest
-            return Trial(rows, found.parameters + found.gradients + found.optimizer, found.peak.bytes)
+            held = 0 if config.parallel.offload else found.parameters + found.gradients + found.optimizer
+            return Trial(rows, held, found.peak.bytes)
 
         return tried[largest_that_fits(measure, lambda needed: needed <= self.machine.usable, most).rows]
 
@@ -175,7 +182,8 @@ class Forecaster:
             )
             for rank in _kinds_of_ranks(dims, counted)
         ]
-        ranks = [_by_sums(rank, resolved, self.machine.ranks) for rank in ranks] if estimated else ranks
+        if estimated:
+            ranks = [_by_sums(rank, resolved, self.machine.ranks, not on_host) for rank in ranks]
         tokens = config.train.global_batch * resolved.data.sequence_length if "input_ids" in sample else 0
         method = ESTIMATED if estimated else COUNTED
         return RunForecast(name, method, ranks, self.machine, self._steps(config), tokens)
@@ -283,10 +291,11 @@ def _countable(config: RunConfig, ranks: int) -> tuple[RunConfig, ParallelDims, 
     return counted, ParallelDims.of(parallel, ranks), estimated
 
 
-def _by_sums(rank: RankForecast, config: RunConfig, ranks: int) -> RankForecast:
+def _by_sums(rank: RankForecast, config: RunConfig, ranks: int, on_gpu: bool) -> RankForecast:
     """What DeepSpeed leaves a rank of the parameters, gradients and optimizer state of a replica (Rajbhandari et al.
     2020, arXiv:1910.02054): stage 1 divides the optimizer state by the data-parallel ranks, stage 2 also gradients,
-    stage 3 also parameters, of which it gathers a part; gradients have a buffer for what is being sent."""
+    stage 3 also parameters, of which it gathers a part; gradients have a buffer for what is being sent. What
+    is offloaded is not in the device's peak: parameters, or the optimizer's state and, from stage 2 on, gradients."""
     if not is_deepspeed(config):
         return rank
     stage, data = zero_stage(config), ranks // config.parallel.model_ranks
@@ -299,5 +308,9 @@ def _by_sums(rank: RankForecast, config: RunConfig, ranks: int) -> RankForecast:
     # at its peak a replica has all of its state; DeepSpeed's buckets hold up to as much as a replica's gradients
     buckets = min(rank.gradients, 2 * 4 * 500_000_000) if stage >= 1 else 0
     by_kind = {**kept, **share, "communication": kept["communication"] + buckets}
+    if on_gpu and offload_optimizer(config) != NOWHERE:
+        by_kind |= {"optimizer": 0} | ({"gradients": 0} if stage >= 2 else {})
+    if on_gpu and offload_parameters(config) != NOWHERE:
+        by_kind["parameters"] = 0
     peak = replace(rank.peak, bytes=sum(by_kind.values()), by_kind=by_kind)
     return replace(rank, **share, peak=peak)

@@ -1,7 +1,7 @@
 """Records what a step on fake tensors takes: when each storage is allocated and freed, operations, and bytes sent."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -20,6 +20,8 @@ LOGITS, COMMUNICATION, ACTIVATIONS = "logits", "communication", "activations"
 KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER, LOGITS, COMMUNICATION, ACTIVATIONS)
 """What memory is for. ``communication``: what FSDP gathers, and other buffers of collectives. ``activations``: all
 that is none of the others, the batch and the model's buffers among it."""
+OFFLOADED = (PARAMETERS, GRADIENTS, OPTIMIZER)
+"""Kinds that FSDP keeps in host memory with ``parallel.offload``: a rank's own parts."""
 
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
 
@@ -106,14 +108,20 @@ class StepRecorder(TorchDispatchMode):
         """Look for the peak from here on."""
         self._begin = len(self._events)
 
-    def peak(self) -> Peak:
+    def peak(self, on_host: Collection[str] = ()) -> Peak:
         """The peak since ``begin``. A storage counts under the kind that it has now, also for the time before it got
-        that."""
+        that.
+
+        Args:
+            on_host: kinds that take no memory of the device.
+        """
         now: Counter[str] = Counter()
         total, best = 0, Peak(0, {})
         for index, (number, change) in enumerate(self._events):
-            now[self._kinds.get(number, ACTIVATIONS)] += change
-            total += change
+            kind = self._kinds.get(number, ACTIVATIONS)
+            if kind not in on_host:
+                now[kind] += change
+                total += change
             if index >= self._begin - 1 and total > best.bytes:
                 best = Peak(total, dict(now))
         return Peak(best.bytes, {kind: best.by_kind.get(kind, 0) for kind in KINDS})

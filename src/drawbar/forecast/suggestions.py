@@ -73,7 +73,8 @@ def _changes(config: RunConfig, found: RunForecast) -> Iterator[dict[str, Any]]:
         yield {"task.cross_entropy": "chunked"}
     smaller = [rows for rows in _divisors(rank.rows) if rows < rank.rows]
     if smaller and config.train.micro_batch_tokens is not None:
-        yield {"train.micro_batch_tokens": config.data.sequence_length}
+        target_length = getattr(config.task, "target_length", None) or 0
+        yield {"train.micro_batch_tokens": max(config.data.sequence_length, target_length)}
     elif smaller:
         yield {"train.micro_batch": smaller[-1]}
         if len(smaller) > 1:
@@ -88,7 +89,7 @@ def _changes(config: RunConfig, found: RunForecast) -> Iterator[dict[str, Any]]:
     for degree in (2, 4, 8):
         if parallel.tensor == 1 and data % degree == 0 and degree <= found.machine.ranks_per_node and not deepspeed:
             yield {"parallel.strategy": "fsdp", "parallel.tensor": degree}
-    if not parallel.offload and not deepspeed and ranks > 1:
+    if not parallel.offload and not deepspeed:
         yield {"parallel.strategy": "fsdp", "parallel.offload": True}
 
 

@@ -10,23 +10,25 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.data.dataset import Sample
-from drawbar.data.loader import MicroBatch
+from drawbar.data.loader import TOKEN_FIELDS, MicroBatch
 from drawbar.data.packing import RowLayout
 from drawbar.distributed.process_group import Distributed
 from drawbar.engines.executors import count_targets, with_targets
 from drawbar.models.segments import find_segments
 from drawbar.tasks.batch import Batch
+from drawbar.tasks.method_errors import method_error
 from drawbar.tasks.task import Task
+from drawbar.tasks.user_methods import name_failing_method
 from drawbar.tracking.console import SilentConsole
 from drawbar.train.batch_making import batch_maker
-from drawbar.train.batches import OpenedSplit, first_samples, train_micro_batch
+from drawbar.train.batches import FIRST_RECORDS, OpenedSplit, first_samples, train_micro_batch
 
 _DECODER_FIELDS = ("labels", "decoder_input_ids")
 
 
 def longest_sample(task: Task, config: RunConfig, world: Distributed, records: Any) -> Sample:
-    """The first sample of the training data, stretched to the longest that the settings allow. A sample without
-    ``input_ids`` stays as it is.
+    """The first sample of the training data, stretched to the longest that the settings allow. Samples without
+    ``input_ids`` have no length that settings limit: of these, each field is the largest in the first records.
 
     Raises:
         UserError: the first records cannot be read or encoded.
@@ -34,7 +36,9 @@ def longest_sample(task: Task, config: RunConfig, world: Distributed, records: A
     split = first_samples(OpenedSplit("train", records), task, config, world, SilentConsole())
     sample = dict(split.samples[0])
     if np.ndim(sample.get("input_ids", 0)) != 1:
-        return sample
+        first = [split.samples[number] for number in range(min(len(split.samples), FIRST_RECORDS))]
+        largest = {name: max((one[name] for one in first if name in one), key=np.size) for name in sample}
+        return {**largest, **{name: sample[name] for name in ("id", "ids") if name in sample}}
     tokens, length = len(sample["input_ids"]), config.data.sequence_length
     target_length = getattr(config.task, "target_length", None) or length
     unstretched = ("id", "ids", *(("labels",) if task.label_placement == "sample" else ()))
@@ -45,6 +49,8 @@ def longest_sample(task: Task, config: RunConfig, world: Distributed, records: A
             sample[name] = np.resize(value, target_length)
         elif len(value) == tokens:
             sample[name] = np.resize(value, (length, *np.shape(value)[1:]))
+    if task.label_placement == "next_token" and "labels" in sample:
+        sample["labels"] = sample["input_ids"]  # all are targets: where the first sample has a prompt, others have none
     return sample
 
 
@@ -55,7 +61,8 @@ def rows_and_count(config: RunConfig, world: Distributed, sample: Sample) -> tup
     size, share = train_micro_batch(config, world, in_tokens), -(-config.train.global_batch // world.dp_group.size)
     rows = share if size.rows is None else min(share, size.rows)
     if size.tokens is not None:
-        rows = min(rows, max(1, size.tokens // len(sample["input_ids"])))
+        sides = [len(sample[name]) for name in TOKEN_FIELDS if np.ndim(sample.get(name, 0))]
+        rows = min(rows, max(1, size.tokens // max(sides, default=1)))  # the longer side counts, as in loaders
     return rows, -(-share // rows)
 
 
@@ -66,7 +73,10 @@ def worst_micro_batch(task: Task, config: RunConfig, sample: Sample, rows: int) 
     if config.data.batching == "packed" and task.label_placement is not None:
         layout = RowLayout.of_sample(samples[0], task.label_placement)
         samples = [layout.join([one]) for one in samples]
-    return MicroBatch(make.collate(samples))
+    batch = make.collate(samples)
+    if not isinstance(batch, Batch):  # as a run says before its first step (``check_task``)
+        raise method_error(task, "collate", f"returns {type(batch).__name__}", "return a drawbar.Batch(tensors, ids)")
+    return MicroBatch(batch)
 
 
 def targets_and_fake(
@@ -75,7 +85,8 @@ def targets_and_fake(
     """The number of targets of a micro-batch, and its copy without memory. What depends on the values of its tensors is
     computed first: that number, the positions of the targets, and the segments of packed rows."""
     with _disable_current_modes():
-        targets = count_targets(task, [micro])
+        with name_failing_method(task):
+            targets = count_targets(task, [micro])
         (ready,) = with_targets(task, [micro], loss_in_head)
         sides = [ready.batch[name] for name in ("segment_ids", "decoder_segment_ids") if name in ready.batch]
         segments = find_segments(*sides) if sides else ()

@@ -58,5 +58,6 @@ def training_flops_per_token(model: nn.Module, attended: float) -> float | None:
 
 def peak_flops(device_name: str) -> float | None:
     """Operations a second of a device in bf16 or fp16, by its name (``torch.cuda.get_device_name()``); None for one
-    that is not known."""
-    return next((1e12 * peak for name, peak in _PEAKS.items() if re.search(rf"\b{name}\b", device_name)), None)
+    that is not known. Upper and lower case are the same: users write names, too."""
+    found = (peak for name, peak in _PEAKS.items() if re.search(rf"\b{name}\b", device_name, re.IGNORECASE))
+    return next((1e12 * peak for peak in found), None)

@@ -127,6 +127,9 @@ def flat_boxes(name: str, shape: Sequence[int], start: int, flat: Tensor) -> Ite
         flat: the elements, in one dimension. What goes beyond the end of the tensor is padding, and is left out.
     """
     shape = tuple(shape)
+    if prod(shape) == 0:  # an empty tensor is one empty box, on every rank
+        yield LocalBox(name, shape, (0,) * len(shape), shape, flat.dtype, lambda: flat.detach()[:0].view(shape))
+        return
     end = min(start + flat.numel(), prod(shape))
     for offset, sizes in boxes_of_range(shape, start, max(start, end)):
         begin = sum(number * prod(shape[dim + 1 :]) for dim, number in enumerate(offset))

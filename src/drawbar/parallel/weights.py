@@ -40,8 +40,22 @@ def materialize(
                     made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
                 module._parameters[name] = made[id(parameter)]
         for name, buffer in module._buffers.items():
-            if buffer is not None:
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = _empty_buffer(module, name, buffer, buffer_device)
+            elif buffer is not None:
                 module._buffers[name] = buffer.to(buffer_device)
+
+
+def _empty_buffer(module: nn.Module, name: str, buffer: Tensor, device: torch.device) -> Tensor:
+    """An uninitialized buffer in the place of one that was made from a parameter on the meta device. Raises UserError
+    where no checkpoint could fill it."""
+    if name in module._non_persistent_buffers_set:
+        raise UserError(
+            f"the buffer {name} of {type(module).__name__} is made from a parameter, and is not saved",
+            where="the task's build_model",
+            remedy="register it with persistent=True, or make it from numbers that are not parameters",
+        )
+    return torch.empty_like(buffer, device=device)
 
 
 def expanded_empty(parameter: Tensor, device: torch.device) -> Tensor:

@@ -11,6 +11,7 @@ from drawbar.config.io.fields import show
 from drawbar.config.io.source import config_of_run, read_file
 from drawbar.errors import UserError
 from drawbar.launch.jobs.progress import LoggedProgress, read_progress
+from drawbar.launch.jobs.run_status import RunStatus
 from drawbar.report.run_log import PACKED, TRAIN, RunHistory, read_history
 from drawbar.report.run_metrics import RunMetrics, read_metrics
 from drawbar.report.stored_results import (
@@ -22,6 +23,7 @@ from drawbar.report.stored_results import (
     read_plan,
     shortened,
 )
+from drawbar.util.run_dir import STATUS_FILE
 
 T = TypeVar("T")
 
@@ -83,11 +85,13 @@ def read_recorded_run(folder: Path, max_buckets: int) -> RecordedRun:
     """
     progress = read_progress(folder)
     run = RecordedRun(folder, progress.state(folder, time.time()), progress)
+    if RunStatus.read(folder) is None and (folder / STATUS_FILE).exists():
+        run.problems.append(f"{folder / STATUS_FILE}: {STATUS_FILE} is damaged")
     run.history = _read(run, RunHistory(), lambda: read_history(folder))
-    run.metrics = _read(run, RunMetrics(), lambda: read_metrics(folder, run.history.resumed, max_buckets))
+    run.metrics = _read(run, RunMetrics(), lambda: read_metrics(folder, run.history, max_buckets))
     best = None if progress.best is None else progress.best.step
-    run.checkpoints = read_checkpoints(folder, best)
-    run.evaluations = _read(run, [], lambda: read_evaluations(folder))
+    run.checkpoints = read_checkpoints(folder, best, run.problems)
+    run.evaluations = _read(run, [], lambda: read_evaluations(folder, run.problems))
     run.plan = _read(run, None, lambda: read_plan(folder))
     run.settings = _read(run, {}, lambda: _settings(folder))
     return run

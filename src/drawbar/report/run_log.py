@@ -22,7 +22,7 @@ START = "start"
 STRATEGY, PACKED, TRAIN = "strategy: ", "packed: ", "train: "
 OPENED = "opened"
 """A command such as ``drawbar eval`` opened a checkpoint of the run."""
-_RECORD = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d{3} ([A-Z]+) (.*)", re.DOTALL)
+_RECORD = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d{3}) ([A-Z]+) (.*)", re.DOTALL)
 _KINDS = (
     (STRATEGY, START),
     ("checkpoint: ", OPENED),
@@ -39,6 +39,7 @@ _KINDS = (
 shows. "stop": an early stop, or an evaluation that was given up. "stopped": the training ended before its last step."""
 _KEPT = {PACKED: " rows", TRAIN: " tokens"}
 """Messages that other parts of a report need: how they begin, and how they end."""
+_ENDS = ("stopped at step ", "complete at step ")
 _PREEMPTION = re.compile(r"SIG[A-Z0-9]+: saving ")
 _RESUMED = re.compile(r"resumed from .* at step (\d+)$")
 
@@ -63,6 +64,10 @@ class RunHistory:
     """Older events, which were not kept."""
     resumed: set[int] = field(default_factory=set)
     """Steps that the run was resumed at."""
+    resume_times: list[float] = field(default_factory=list)
+    """When it was resumed, in seconds since 1970."""
+    end_times: list[float] = field(default_factory=list)
+    """When a process stopped or completed the training. One that was killed has not logged its end."""
     messages: dict[str, str] = field(default_factory=dict)
     """Key of ``_KEPT`` → the rest of the newest message that begins with this key and ends with its value."""
 
@@ -81,6 +86,9 @@ def read_history(run_dir: Path) -> RunHistory:
     for when, level, text in _log_records(run_dir / LOG_FILE):
         if match := _RESUMED.match(text):
             found.resumed.add(int(match.group(1)))
+            found.resume_times.append(when)
+        elif text.startswith(_ENDS):
+            found.end_times.append(when)
         for beginning, ending in _KEPT.items():
             if text.startswith(beginning) and text.endswith(ending):
                 found.messages[beginning] = text.removeprefix(beginning)
@@ -114,8 +122,8 @@ def _log_records(file: Path) -> Iterator[tuple[float, str, str]]:
                 continue
             if record is not None:
                 yield *record, "\n".join(lines)
-            stamp, level, text = match.groups()
-            record, lines = (_seconds(stamp), level), [text.rstrip("\n")]
+            stamp, thousandths, level, text = match.groups()
+            record, lines = (_seconds(stamp) + int(thousandths) / 1000, level), [text.rstrip("\n")]
         if record is not None:
             yield *record, "\n".join(lines)
 

@@ -1,13 +1,14 @@
 """``RunMetrics``: a run's ``metrics.jsonl`` as curves, and where the time between its lines went."""
 
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from drawbar.launch.jobs.progress import metric_value, parse_metrics_line
 from drawbar.report.curve import Curve
+from drawbar.report.run_log import RunHistory
 from drawbar.util.run_dir import METRICS_FILE
 
 MOST_CURVES = 80
@@ -48,17 +49,17 @@ class RunMetrics:
         return any(curve.is_thinned for curve in self.curves.values())
 
 
-def read_metrics(run_dir: Path, resumed: Collection[int], max_buckets: int) -> RunMetrics:
+def read_metrics(run_dir: Path, history: RunHistory, max_buckets: int) -> RunMetrics:
     """Read ``metrics.jsonl`` line by line; memory does not grow with its length.
 
     Args:
-        resumed: steps that the run was resumed at.
+        history: where and when the run was stopped and resumed.
         max_buckets: the largest number of buckets of each curve.
 
     Raises:
         OSError: it is there, and cannot be read.
     """
-    found, resumes = RunMetrics(), sorted(resumed)
+    found, resumes = RunMetrics(), sorted(history.resumed)
     try:
         stream = (run_dir / METRICS_FILE).open("rb")
     except FileNotFoundError:
@@ -72,7 +73,7 @@ def read_metrics(run_dir: Path, resumed: Collection[int], max_buckets: int) -> R
                 continue
             found.lines += 1
             _add_values(found, line, max_buckets)
-            before = _add_time(found, line, before, resumes)
+            before = _add_time(found, line, before, resumes, history)
     return found
 
 
@@ -94,7 +95,11 @@ def _add_values(found: RunMetrics, line: dict[str, Any], max_buckets: int) -> No
 
 
 def _add_time(
-    found: RunMetrics, line: dict[str, Any], before: tuple[int, float] | None, resumes: Sequence[int]
+    found: RunMetrics,
+    line: dict[str, Any],
+    before: tuple[int, float] | None,
+    resumes: Sequence[int],
+    history: RunHistory,
 ) -> tuple[int, float]:
     """Add the seconds since the line before. Returns step and time of this line.
 
@@ -109,9 +114,14 @@ def _add_time(
     last_step, last = before
     elapsed = now - last
     is_evaluation = "train/loss" not in line and any(name.startswith("eval/") for name in line)
-    if bisect_left(resumes, last_step) < bisect_left(resumes, step):  # it was resumed between the two
-        kind = RESTART
-    elif is_evaluation:
+    is_restart = bisect_left(resumes, last_step) < bisect_left(resumes, step)  # it was resumed between the two
+    if is_restart:
+        stood = _seconds_stopped(last, now, history)
+        found.seconds[RESTART] = found.seconds.get(RESTART, 0.0) + stood
+        elapsed -= stood
+        if elapsed <= 0:
+            return step, now
+    if is_evaluation:
         kind = EVALUATION if step == last_step else MIXED
     else:
         kind = TRAINING
@@ -122,3 +132,19 @@ def _add_time(
             elapsed -= waited
     found.seconds[kind] = found.seconds.get(kind, 0.0) + elapsed
     return step, now
+
+
+def _seconds_stopped(last: float, now: float, history: RunHistory) -> float:
+    """Seconds from the stop to the start, between two lines of which the second is that of a resumed process.
+
+    Without a start in the log at that time (it is of another time zone, say), all seconds. A process that was killed
+    has not said when: then from the line before, or from its own start.
+    """
+    starts = sorted(time for time in history.resume_times if last <= time <= now)
+    if not starts:
+        return now - last
+    stood, before = 0.0, last
+    for start in starts:
+        stood += start - min((time for time in history.end_times if before <= time <= start), default=before)
+        before = start
+    return stood

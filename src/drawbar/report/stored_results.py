@@ -85,8 +85,8 @@ def read_plan(run_dir: Path) -> StoredPlan | None:
         ) from error
 
 
-def read_checkpoints(run_dir: Path, best_step: int | None) -> list[StoredCheckpoint]:
-    """The checkpoints, newest first. What is in them is not verified."""
+def read_checkpoints(run_dir: Path, best_step: int | None, problems: list[str]) -> list[StoredCheckpoint]:
+    """The checkpoints, newest first. What is in them is not verified. Adds to ``problems`` what cannot be read."""
     found = []
     for step, folder in checkpoint_folders(run_dir).items():
         try:
@@ -94,7 +94,7 @@ def read_checkpoints(run_dir: Path, best_step: int | None) -> list[StoredCheckpo
             completed = folder.stat().st_mtime
         except OSError:  # it is being rotated out
             continue
-        state = _read_object(folder / "state.json")
+        state = _read_object(folder / "state.json", problems)
         processes, formats = state.get("world_size"), state.get("formats")
         found.append(
             StoredCheckpoint(
@@ -109,15 +109,16 @@ def read_checkpoints(run_dir: Path, best_step: int | None) -> list[StoredCheckpo
     return found[::-1]
 
 
-def read_evaluations(run_dir: Path) -> list[StoredEvaluation]:
-    """The newest evaluation of each split. Raises OSError where predictions are there, and cannot be read."""
+def read_evaluations(run_dir: Path, problems: list[str]) -> list[StoredEvaluation]:
+    """The newest evaluation of each split. Adds scores that cannot be read to ``problems``. Raises OSError where
+    predictions are there, and cannot be read."""
     folder = run_dir / "eval"
     folders = sorted(entry for entry in folder.iterdir() if entry.is_dir()) if folder.is_dir() else []
-    return [_read_evaluation(entry) for entry in folders]
+    return [_read_evaluation(entry, problems) for entry in folders]
 
 
-def _read_evaluation(folder: Path) -> StoredEvaluation:
-    values = _read_object(folder / "scores.json")
+def _read_evaluation(folder: Path, problems: list[str]) -> StoredEvaluation:
+    values = _read_object(folder / "scores.json", problems)
     step, records = values.pop("step", None), values.pop("records", None)
     scores = {name: number for name, value in values.items() if (number := metric_value(value)) is not None}
     found = StoredEvaluation(folder.name, scores, step, records)
@@ -175,10 +176,18 @@ def shortened(text: str) -> str:
     return f"{text[:MOST_CHARACTERS]}… ({len(text):,} characters)"
 
 
-def _read_object(file: Path) -> dict[str, Any]:
-    """The JSON object of a file; empty where there is none that can be read."""
+def _read_object(file: Path, problems: list[str]) -> dict[str, Any]:
+    """The JSON object of a file; empty where there is none that can be read. Adds to ``problems`` why it cannot."""
     try:
         values = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError):
+    except FileNotFoundError:
         return {}
-    return values if isinstance(values, dict) else {}
+    except OSError as error:
+        problems.append(f"{file}: {error.strerror}")
+        return {}
+    except (ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict):
+        problems.append(f"{file}: {file.name} is damaged")
+        return {}
+    return values

@@ -63,7 +63,8 @@ def check_saved_state(task: Task, engine: Engine) -> None:
     names and types of the whole model.
 
     Raises:
-        UserError: a module defines ``get_extra_state``, or a saved tensor is of a type that safetensors does not have.
+        UserError: a module defines ``get_extra_state``, or a saved tensor is a copy, or of a type that safetensors does
+            not have.
     """
     for name, module in engine.meta_model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
@@ -74,7 +75,17 @@ def check_saved_state(task: Task, engine: Engine) -> None:
                 f"{type(module).__name__}, which defines get_extra_state",
                 "keep that state in buffers (register_buffer), and remove get_extra_state and set_extra_state",
             )
+    live = {id(tensor) for tensor in (*engine.meta_model.parameters(), *engine.meta_model.buffers())}
     for name, value in saved_tensors(engine.meta_model, engine.config).items():
+        if isinstance(value, torch.Tensor) and id(value) not in live:
+            raise method_error(
+                task,
+                "build_model",
+                f"returns a model whose checkpoints cannot be loaded: in its state_dict {name} is a copy, and no "
+                "parameter or buffer of the model",
+                "leave parameters and buffers in state_dict as they are, without a hook or a _save_to_state_dict of "
+                "your own",
+            )
         kind = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
         if kind not in STORED_DTYPES.values():
             raise method_error(
@@ -143,7 +154,9 @@ def _compare_with_neighbours(task: Task, engine: Engine, split: Split) -> None:
         logger.warning(
             "the loss of two samples is %.6g if each is alone, and %.6g if they are in one batch: the model sees the "
             "padding, or treats the batch as a whole. Losses and scores will depend on train.micro_batch, "
-            "eval.micro_batch and the number of processes; with both micro-batches 1 they do not",
+            "eval.micro_batch and the number of processes. A loss that compares samples needs train.micro_batch to be "
+            "a process's whole share of train.global_batch; micro-batches of 1 help only where the loss has a meaning "
+            "for a single sample",
             alone,
             together,
         )

@@ -62,13 +62,19 @@ def choose_layout(config: Literal["auto", "whole", "parts"], engine: Engine, dis
     return "parts" if in_parts else "whole"
 
 
-def checkpoint_bytes(engine: Engine) -> int:
-    """About how large a full checkpoint is."""
+def checkpoint_bytes(engine: Engine, optimizer_share: float | None = None) -> int:
+    """About how large a full checkpoint is.
+
+    Args:
+        optimizer_share: bytes of the optimizer's state for each byte of a trained weight; None if not known, and then
+            the most that any optimizer has: a start must not believe that a disk is large enough.
+    """
     sizes = {True: 0, False: 0}
     for parameter in engine.meta_model.parameters():
         sizes[parameter.requires_grad] += parameter.numel() * parameter.element_size()
-    # the optimizer keeps up to two more numbers for each trained weight, or two of half the size
-    optimizer = (2 if engine.config.optim.state_dtype == "fp32" else 1) * sizes[True]
+    if optimizer_share is None:  # up to two more numbers for each trained weight, or two of half the size
+        optimizer_share = 2 if engine.config.optim.state_dtype == "fp32" else 1
+    optimizer = round(optimizer_share * sizes[True])
     # with LoRA, frozen weights are not saved
     return optimizer + sizes[True] + (sizes[False] if engine.config.lora is None else 0)
 

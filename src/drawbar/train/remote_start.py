@@ -19,7 +19,8 @@ from drawbar.errors import UserError
 from drawbar.runtime.log import logger
 from drawbar.train.checkpoint_copier import known_owner, open_store, start_copier
 from drawbar.train.remote_run_files import CONFIG, RemoteRunFiles
-from drawbar.train.rundir import RunStart, lock_run_dir
+from drawbar.train.run_dir_lock import lock_run_dir
+from drawbar.train.rundir import RunStart, is_of_this_run
 from drawbar.train.stop import Stop
 from drawbar.util.atomic_files import write_durably
 from drawbar.util.best_score import BestScore
@@ -69,7 +70,7 @@ def finish_copies(config: RunConfig, world: Distributed, stop: Stop) -> None:
 
 def _local_step(start: RunStart, run_dir: Path) -> int:
     """The step of the run's own checkpoint that it would begin from; -1 where it has none."""
-    if start.checkpoint is None or start.checkpoint.resolve().parent.parent != run_dir.resolve():
+    if start.checkpoint is None or not is_of_this_run(start.checkpoint, run_dir):
         return -1
     return int(start.checkpoint.name.removeprefix("step-").partition(".")[0])
 

@@ -1,14 +1,10 @@
-"""The run directory: locking it, and finding the checkpoint to resume from."""
+"""The run directory: what is in it, and the checkpoint to resume from."""
 
-import errno
-import fcntl
 import json
 import os
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO
 
 from pydantic import ValidationError
 
@@ -16,7 +12,6 @@ from drawbar.checkpoint import load
 from drawbar.checkpoint.directory import CheckpointDirectory, NewestUsable
 from drawbar.checkpoint.format import OtherFormat, Unusable, step_name
 from drawbar.checkpoint.load import explain_read_errors
-from drawbar.checkpoint.space import check_writable
 from drawbar.config.io.compare import Difference, changed_schedule, check_same
 from drawbar.config.io.load_config import dump_yaml, load_config
 from drawbar.config.schema.run_config import RUN_NAME, RunConfig, RunSection
@@ -27,8 +22,6 @@ from drawbar.runtime.log import logger
 from drawbar.util.atomic_files import write_durably
 from drawbar.util.run_dir import LOCK_FILE
 
-_NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
-"""Error numbers that flock raises on a file system without locks."""
 ORIGIN_FILE = "origin.json"
 """Which checkpoint of another run this run began from: it begins there again until it has a checkpoint of its own."""
 CONFIG_DRAFT = "config.yaml.tmp"
@@ -99,7 +92,7 @@ def find_start(config: RunConfig, resume: str, fork: str | None, weights_only: b
                 remedy="add --fork NEWNAME for a new run from this run's weights, or leave out --weights-only",
             )
         start = _find(config, resume) if fork is None else _find_fork(config, resume, target, weights_only)
-        begins = start.checkpoint is not None and not _is_of_this_run(start.checkpoint, target.run_dir)
+        begins = start.checkpoint is not None and not is_of_this_run(start.checkpoint, target.run_dir)
         only = begins and (weights_only or start.weights_only)
         return replace(start, eval_mode=_eval_mode(target), weights_only=only)
 
@@ -108,11 +101,19 @@ def _names_another(resume: str, run_dir: Path) -> bool:
     """Whether ``resume`` is a checkpoint of another run."""
     if resume in ("auto", "never"):
         return False
-    return not _is_of_this_run(CheckpointDirectory(run_dir / "checkpoints").resolve(resume), run_dir)
+    return not is_of_this_run(CheckpointDirectory(run_dir / "checkpoints").resolve(resume), run_dir)
 
 
-def _is_of_this_run(checkpoint: Path, run_dir: Path) -> bool:
-    return checkpoint.resolve().parent.parent == run_dir.resolve()
+def is_of_this_run(checkpoint: Path, run_dir: Path) -> bool:
+    """Whether a checkpoint lies in the run's folder of checkpoints, which may be a link to another disk."""
+    return checkpoint.resolve().parent == (run_dir / "checkpoints").resolve()
+
+
+def run_dir_of(checkpoint: Path | None, run_dir: Path) -> Path:
+    """The run directory that a checkpoint belongs to: ``run_dir``, also without a checkpoint, or another run's."""
+    if checkpoint is None or is_of_this_run(checkpoint, run_dir):
+        return run_dir
+    return checkpoint.resolve().parent.parent
 
 
 def _eval_mode(config: RunConfig) -> str | None:
@@ -228,7 +229,8 @@ def _find_fork(config: RunConfig, resume: str, target: RunConfig, weights_only: 
             f"there is nothing to fork: {source} has no complete checkpoint",
             where="--fork",
             remedy="set run.dir and run.name to the run to begin from; or leave out --fork, and delete that folder if "
-            "it is a run of other settings",
+            "it is a run of other settings. A fork that has checkpoints in checkpoint.remote goes on without --fork, "
+            "with its own name as run.name",
         )
     older = checkpoints.older_than(checkpoint) if resume in ("auto", "never") else []
     return RunStart(checkpoint, forked=True, older=older, changed_length=changed_schedule(source, target))
@@ -288,72 +290,13 @@ def _is_before_config(name: str) -> bool:
     return name in _BEFORE_CONFIG or name.startswith(INITIAL_MODEL)
 
 
-def lock_run_dir(folder: Path, patience: float = 5.0) -> IO[str]:
-    """Lock an existing run directory for this process, until it ends or the file is closed.
-
-    Args:
-        patience: seconds to wait for a process that is about to end: a killed run's ranks need a moment to notice.
-
-    Raises:
-        UserError: another process is training this run.
-    """
-    lock = open(folder / LOCK_FILE, "a+", encoding="utf-8")  # noqa: SIM115 - held until the run ends
-    end = time.monotonic() + patience
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except OSError as error:
-            if error.errno in _NO_LOCKS:
-                logger.warning("%s is on a file system without locks: see that one process alone trains it", folder)
-                break
-            if time.monotonic() < end:
-                time.sleep(0.1)
-                continue
-            lock.seek(0)
-            raise UserError(
-                f"the run {folder.name} is being trained now, by {lock.read().strip() or 'another process'}",
-                where=str(folder),
-                remedy="wait for it, stop it, or choose another run.name",
-            ) from error
-    lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {os.uname().nodename}\n")
-    lock.flush()
-    return lock
-
-
-class RunDirLock:
-    """The lock of a run directory, for this process: taken once, held until it is released."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self._run_dir = run_dir
-        self._file: IO[str] | None = None
-
-    def take(self) -> None:
-        """Make the directory, if need be, and lock it. Raises UserError as ``lock_run_dir`` does."""
-        self._run_dir.mkdir(parents=True, exist_ok=True)
-        self._file = self._file or lock_run_dir(self._run_dir)
-
-    def take_if_run(self) -> None:
-        """Lock the directory of a run that exists. Raises UserError too where its parent is not writable."""
-        check_writable(self._run_dir.parent)
-        if (self._run_dir / "config.yaml").exists():
-            self.take()
-
-    def release(self) -> None:
-        """Unlock the directory; another ``take`` locks it again."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-
 def _write_origin(run_dir: Path, start: RunStart) -> None:
     """Write down the checkpoint of another run that this one begins from. A start at step 0 removes what an earlier
     start has written; a start from the run's own checkpoint leaves it."""
     path, checkpoint = run_dir / ORIGIN_FILE, start.checkpoint and start.checkpoint.resolve()
     if checkpoint is None:
         path.unlink(missing_ok=True)
-    elif not _is_of_this_run(checkpoint, run_dir):
+    elif not is_of_this_run(checkpoint, run_dir):
         runs = run_dir.resolve().parent  # a path relative to it stays right where the folder of all runs is moved
         named = os.path.relpath(checkpoint, runs) if checkpoint.is_relative_to(runs) else str(checkpoint)
         origin = {"checkpoint": named, "forked": start.forked, "weights_only": start.weights_only}

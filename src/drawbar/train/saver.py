@@ -207,7 +207,9 @@ class Saver:
         logger.warning("the save of step %d failed, and the run goes on (checkpoint.on_error: warn): %s", step, fault)
 
     def _mark_best_and_rotate(self, step: int, best_step: int | None, best_score: float | None) -> None:
-        if self._config.keep_best and best_step in self._directory.steps() and best_score is not None:
+        # without keep_best, too, where a record is left of when the setting was on: it must not name an older best step
+        records_best = self._config.keep_best or self._directory.has_best_record()
+        if records_best and best_step in self._directory.steps() and best_score is not None:
             self._directory.set_best(best_step, self._metric, best_score)
         self._directory.rotate(self._config.keep, self._protected(best_step) | {step})
         if self._copier is not None:

@@ -66,7 +66,8 @@ from drawbar.train.memory_probe import fit_micro_batch, memory_of
 from drawbar.train.node_local import find_start_on_all_disks
 from drawbar.train.remote_start import find_start_on_disk_or_store, finish_copies
 from drawbar.train.restore import restore_engine, restore_position, with_original_choices
-from drawbar.train.rundir import RunDirLock, RunStart, find_start, renamed, without_rebuild, write_config
+from drawbar.train.run_dir_lock import RunDirLock
+from drawbar.train.rundir import RunStart, find_start, renamed, run_dir_of, without_rebuild, write_config
 from drawbar.train.saver import Saver
 from drawbar.train.setup import (
     build_task,
@@ -161,12 +162,15 @@ class Trainer:
         runs = dict.fromkeys((self.source.run_dir, config.run_dir))
         lock = self._lock.take_if_run  # first: another process may be writing a checkpoint
         start = find_start_on_all_disks(self._find_start, disks, world, runs, self.resume, lock)
+        with world.barrier_after("locking the run directory"):
+            if disks.is_writer:
+                lock()  # it may have come from the object store
         check_copies(config.checkpoint, disks, begins=start.checkpoint is None)
         self.config = config = config.model_copy(update={"eval": resolve_mode(config.eval, start.eval_mode)})
         if config.data.rebuild and world.from_rank0((config.run_dir / "config.yaml").exists, "looking for the run"):
             logger.info("data.rebuild is ignored, as the run exists already; `drawbar prepare` encodes its data anew")
             config = without_rebuild(config)
-        source_run_dir = config.run_dir if start.checkpoint is None else start.checkpoint.resolve().parent.parent
+        source_run_dir = run_dir_of(start.checkpoint, config.run_dir)
         self._initial_model.provide(config, source_run_dir, self._lock.take, disks, world)
         if config.run.deterministic:
             use_deterministic_kernels()
@@ -196,7 +200,7 @@ class Trainer:
             with explain_chat_label_change(task, source_run_dir):
                 progress = restore_position(start, rest, config.run.seed, loader, validation, world)
             check_length(progress.step, total_steps, config.train)
-            if source_run_dir != config.run_dir.resolve():
+            if source_run_dir != config.run_dir:
                 check_new_steps(progress.step, total_steps, config.train)
             log_changed_length(start.changed_length, progress.step, total_steps, config.optim)
         self._open(task, engine, world, disks, start)

@@ -22,6 +22,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
     Raises:
         OSError: the disk takes no more, or something else has taken the name meanwhile.
     """
+    folder = folder.resolve()  # a link to an empty folder stays a link: the folder behind it is replaced
     _remove_drafts_of_killed(folder)
     draft = folder.with_name(f"{folder.name}{_suffix()}{os.getpid()}")
     parent_existed = folder.parent.exists()

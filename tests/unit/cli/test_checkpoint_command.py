@@ -13,7 +13,7 @@ from drawbar.checkpoint import CheckpointDirectory, Snapshot, read
 from drawbar.checkpoint.inspection import summaries
 from drawbar.commands.checkpoints import prune_checkpoints
 from drawbar.errors import UserError
-from drawbar.train.rundir import lock_run_dir
+from drawbar.train.run_dir_lock import lock_run_dir
 from drawbar.util.run_dir import LOCK_FILE
 from harness import Finished, run_cli
 from parts_writing import rewrite_in_parts, state_of, write_parts

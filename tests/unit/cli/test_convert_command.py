@@ -195,3 +195,61 @@ def test_other_optimizers_are_refused(project: Path, settings: list[str]) -> Non
     fit_in(project, "train.steps=1", "eval.every=null", "optim.warmup=0", *settings)
     for to in ("dcp", "deepspeed"):
         refused(project, "runs/tiny", "--to", to, "--output", "x", says=f"--to {to} writes the state of AdamW")
+
+
+def test_a_run_gets_a_name_that_commands_open(trained: Path) -> None:
+    for name in ("my run!", "-x", ".."):
+        refused(trained, "runs/tiny", "--to", "parts", "--output", f"new/{name}", says="cannot be the name of a run")
+    assert run_cli("convert", "runs/tiny", "--to", "dcp", "--output", "any name!", cwd=trained).code == 0  # no run
+
+
+def test_moments_that_adamw_does_not_have_are_refused(trained: Path, tmp_path: Path) -> None:
+    """Those of AMSGrad would be dropped, and the run would go on as another optimizer."""
+    copied(trained, tmp_path, "runs")
+    snapshot = read(CheckpointDirectory(tmp_path / "runs" / "tiny" / "checkpoints").resolve("4"))
+    state: dict[str, dict[str, torch.Tensor]] = {}
+    for name in snapshot.optimizer:
+        parameter, _, key = name.rpartition("/")
+        state.setdefault(parameter, {})[key] = snapshot.optimizer[name]
+    for values in state.values():
+        values["max_exp_avg_sq"] = values["exp_avg_sq"] * 2
+    tree = {"model": dict(snapshot.model), "optimizer": {"state": state}}
+    dcp.save(tree, checkpoint_id=tmp_path / "amsgrad", no_dist=True)
+    refused(tmp_path, "amsgrad", "--from", "dcp", *TO_RUN, says="it keeps max_exp_avg_sq of ")
+
+
+def write_trainer_folder(folder: Path, **config: object) -> None:
+    """The beginning of a Trainer's checkpoint; ``optimizer.pt`` is not there."""
+    folder.mkdir()
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": 3}))
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_adapters_are_not_taken_over(trained: Path, tmp_path: Path) -> None:
+    copied(trained, tmp_path)
+    write_trainer_folder(tmp_path / "lora")
+    (tmp_path / "lora" / "config.json").unlink()
+    save_file({"weight": torch.zeros(1)}, tmp_path / "lora" / "adapter_model.safetensors")
+    refused(tmp_path, "lora", "--from", "trainer", *TO_RUN, says="has adapters only (adapter_model.safetensors)")
+
+
+def test_labels_in_another_order_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    tokenizer = {"train": "byte_bpe", "vocab_size": 261}
+    task = {"type": "sequence_classification", "model": "bert", "from_scratch": sizes, "tokenizer": tokenizer}
+    rows = [{"text": f"road {number}", "label": ("positive", "negative")[number % 2]} for number in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = {"task": task, "data": {"train": "rows.jsonl", "sequence_length": 16}, "train": {"steps": 9}}
+    (tmp_path / "config.yaml").write_text(json.dumps(values))
+    names = {"id2label": {"0": "positive", "1": "negative"}, "label2id": {"positive": 0, "negative": 1}}
+    shape = {"model_type": "bert", "vocab_size": 261, **sizes}
+    write_trainer_folder(tmp_path / "trained", **shape, **names)
+    write_trainer_folder(tmp_path / "unnamed", **shape)
+    write_trainer_folder(tmp_path / "other", **shape, id2label={"0": "good", "1": "bad"})
+    refused(tmp_path, "trained", "--from", "trainer", *TO_RUN, says='task.labels=["positive", "negative"]')
+    for source, *settings in (("trained", "task.labels=[positive, negative]"), ("unnamed",), ("other",)):
+        refused(tmp_path, source, "--from", "trainer", *TO_RUN, *settings, says="has no optimizer.pt")
+    told = [record.getMessage() for record in caplog.records if "now stand for" in record.getMessage()]
+    assert told == [
+        "the outputs of the Trainer's model were good, bad, in this order, and now stand for negative, positive"
+    ]

@@ -47,7 +47,8 @@ def test_setting_of_the_command_line_and_default(loaded):
     assert "train.steps = 7\n  from:     command line\n" in explain("train.steps", loaded)
     text = explain("parallel.strategy", loaded)
     assert "parallel.strategy = auto\n  from:     default\n" in text
-    assert "  allowed:  auto | single | dp | ddp | zero1 | fsdp | deepspeed\n" in text
+    words = "auto | single | dp | ddp | zero1 | fsdp | deepspeed | text of the form package.module:name"
+    assert f"  allowed:  {words}\n" in text
 
 
 def test_a_text_where_a_section_may_be(tmp_path, monkeypatch):
@@ -142,6 +143,11 @@ def test_the_schema_finds_mistakes_in_the_section_of_the_task_too(text, path):
 def test_the_schema_takes_any_option_of_a_users_own_task():
     for text in ("task: {type: 'task:Dates', width: 128}", "task: {width: 128}"):  # the second one is read by a script
         jsonschema.validate(parse_yaml(text), schema_json())
+
+
+@pytest.mark.parametrize("name", ["fsdp", "auto", "compression:compressed", "of_an_installed_package"])
+def test_the_schema_takes_strategies_of_users_and_of_other_packages(name):
+    jsonschema.validate({"parallel": {"strategy": name}}, schema_json())
 
 
 def test_every_setting_has_a_meaning():

@@ -189,7 +189,8 @@ def test_damaged_files(project: Path, tmp_path: Path) -> None:
     (run / "eval" / "validation" / "predictions.jsonl").write_bytes(b'{"id": 0}\n\xff\n{"id"')
     (run / "logs" / "rank-0000.log").write_bytes(b"2026-99-99 00:00:00,000 WARNING \xff\nno date\n")
     page = page_of(run)
-    assert "config.yaml is damaged" in page.section("summary")
+    for name in ("config.yaml", "status.json", "state.json", "scores.json"):
+        assert f"{name} is damaged" in page.section("summary")
     assert "2 of its lines cannot be read" in page.section("evaluations")
     assert "warning" in page.section("events")
 
@@ -213,6 +214,27 @@ def test_where_the_time_went(project: Path, tmp_path: Path) -> None:
         "stopped, and started again": "16m40s",
         "steps and an evaluation, between two lines of the log": "1m00s",
     }.items():
+        assert section.split(kind)[-1].split("%")[0].startswith(shown), kind
+
+
+def stamp(seconds: float) -> str:
+    """The time as the log writes it."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds)) + ",000"
+
+
+@pytest.mark.parametrize(("says_stop", "stood", "trained"), [(True, "10m00s", "1m30s"), (False, "10m20s", "1m10s")])
+def test_a_run_stood_from_its_stop_to_its_start(
+    project: Path, tmp_path: Path, says_stop: bool, stood: str, trained: str
+) -> None:
+    """It does not log the first step after a start, so that its next line comes much later."""
+    run = copy(project, tmp_path)
+    start = 1.7e9
+    stop = f"{stamp(start + 20)} INFO stopped at step 12/30\n" if says_stop else ""
+    resume = f"{stamp(start + 620)} INFO resumed from runs/x at step 12\n"
+    (run / "logs" / "rank-0000.log").write_text(stop + resume)
+    write_metrics(run, *({"step": s, "time": start + t, "train/loss": 3.0} for s, t in ((10, 0), (20, 690))))
+    section = page_of(run).section("time")
+    for kind, shown in {"training steps": trained, "stopped, and started again": stood}.items():
         assert section.split(kind)[-1].split("%")[0].startswith(shown), kind
 
 

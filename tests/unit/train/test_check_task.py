@@ -467,3 +467,4 @@ def test_a_model_whose_losses_depend_on_the_micro_batch_is_told_of(
     told = capfd.readouterr().err
     assert said in told
     assert ("train.micro_batch" in told) == bool(said)
+    assert ("whole share of train.global_batch" in told) == (task is CentredPoints)

@@ -98,3 +98,12 @@ def test_what_a_checkpoint_says_of_the_run(fit: Fit, run: Path) -> None:
     assert (outcome.progress.step, outcome.progress.best_step, outcome.progress.best_score) == (12, 4, 0.9)
     assert outcome.progress.evaluations_since_best == 4
     assert outcome.progress.evaluated_step == 12
+
+
+def test_the_record_of_the_best_stays_true_when_it_is_kept_no_longer(fit: Fit, run: Path) -> None:
+    """Other commands go by best.json, whatever ``checkpoint.keep_best`` is now."""
+    settings = ("eval.every=2", "checkpoint.every=2", "checkpoint.keep=9")
+    fit(*settings, "train.steps=4", "optim.schedule=constant")
+    outcome = fit(*settings, "optim.schedule=constant", "checkpoint.keep_best=false")
+    best = BestScore.from_json((run / "checkpoints" / "best.json").read_bytes())
+    assert outcome.progress.best_step == best.step > 4

@@ -18,7 +18,7 @@ from runs import fit_in, losses, scores, weights
 
 CONFIG = """\
 run: {name: pictures}
-data: {train: made up, validation: made up}
+data: {train: generated, validation: generated}
 train: {global_batch: 16, micro_batch: 8, steps: 80}
 optim: {lr: 2.0e-2, schedule: constant}
 eval: {metric: accuracy, mode: max, every: 40}

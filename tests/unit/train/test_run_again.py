@@ -28,7 +28,7 @@ from drawbar.tasks.batch import Batch
 from drawbar.tasks.causal_lm import CausalLM
 from drawbar.tasks.chat import ChatFormat
 from drawbar.train.restore import _restore_generators
-from drawbar.train.rundir import lock_run_dir
+from drawbar.train.run_dir_lock import lock_run_dir
 from drawbar.train.setup import WRAPS_TEXTS
 from harness import run_ranks
 from runs import Fit, fit_in, losses, metrics, scores, weights
@@ -519,6 +519,36 @@ def test_only_one_process_trains_a_run(fit: Fit, run: Path) -> None:
         lock_run_dir(run, patience=0.0)
     held.close()
     lock_run_dir(run, patience=0.0).close()
+
+
+def test_a_run_that_another_process_begins_meanwhile_is_left_alone(fit: Fit, run: Path) -> None:
+    """While this process builds its model, another one trains the run of the same name, and ends."""
+
+    class Slow(CausalLM):
+        def build_model(self) -> nn.Module:
+            if not run.exists():
+                fit(*ONE_FORWARD, "optim.lr=0.02")
+            return super().build_model()
+
+    with pytest.raises(UserError, match="was begun by another process"):
+        fit(*ONE_FORWARD, "optim.lr=0.5", task=Slow)
+    assert "lr: 0.02" in (run / "config.yaml").read_text()
+    kept = losses(run)
+    assert fit(*ONE_FORWARD, "optim.lr=0.02").exit_code == ExitCode.DONE  # the lock is free again
+    assert losses(run) == kept
+
+
+def test_checkpoints_behind_a_link_are_the_runs_own(fit: Fit, run: Path, tmp_path: Path) -> None:
+    fit("train.steps=6", "run.name=whole", "optim.schedule=constant")
+    fit("train.steps=3", "optim.schedule=constant")
+    elsewhere = tmp_path / "other-disk" / "tiny"
+    elsewhere.parent.mkdir()
+    (run / "checkpoints").rename(elsewhere)
+    (run / "checkpoints").symlink_to(elsewhere)
+    for _ in range(2):  # the second time it is complete
+        assert fit("train.steps=6", "optim.schedule=constant").exit_code == ExitCode.DONE
+    assert losses(run) == losses(run.parent / "whole")
+    assert not (run / "origin.json").exists()
 
 
 def test_a_resumed_run_keeps_its_number_formats_on_other_hardware(

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from drawbar.checkpoint.directory import CheckpointDirectory
@@ -17,7 +18,7 @@ from drawbar.commands.conversion.deepspeed_folders import write_universal
 from drawbar.commands.conversion.foreign_state import keeps_adamw_state
 from drawbar.commands.output_files import check_new_folder, writing
 from drawbar.config.io.load_config import SCRIPT_FILE, dump_yaml
-from drawbar.config.schema.run_config import RunConfig
+from drawbar.config.schema.run_config import RUN_NAME, RunConfig, RunSection
 from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
 from drawbar.engines.local_model import build_meta_model, with_adapters
@@ -61,6 +62,8 @@ def convert_run(config: RunConfig, task: type[Task] | None, checkpoint: str, to:
             where="--to",
             remedy="--to whole and --to parts keep the state of any optimizer, and `drawbar export` writes the weights",
         )
+    if to in OWN_FORMATS:
+        _check_name(folder, config)
     path = CheckpointDirectory(config.run_dir / "checkpoints").resolve(checkpoint)
     snapshot = read(path)
     model, optimizer = (_with_explained_errors(tensors, path) for tensors in (snapshot.model, snapshot.optimizer))
@@ -77,6 +80,16 @@ def convert_run(config: RunConfig, task: type[Task] | None, checkpoint: str, to:
         else:
             write_universal(draft, snapshot.step, model, optimizer)
     return snapshot.step
+
+
+def _check_name(folder: Path, config: RunConfig) -> None:
+    """Refuse a folder for a run whose name no run can have: no command would open it."""
+    try:
+        RunSection.model_validate({**config.run.model_dump(), "name": folder.name})
+    except ValidationError as error:
+        raise UserError(
+            f"{folder.name!r} cannot be the name of a run", where="--output", remedy=f"use {RUN_NAME}"
+        ) from error
 
 
 def write_run(draft: Path, config: RunConfig, snapshot: Snapshot, layout: str) -> None:

@@ -109,11 +109,18 @@ def read_dcp(folder: Path, model: nn.Module) -> ForeignState:
     prefix = _prefix(tensors, names, "weights")
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     state_prefix = _prefix_of_moments(tensors, trained)
-    optimizer = {}
+    optimizer, known, weights_there = {}, set(trained), {prefix + name for name in names}
     for key in tensors:
         parameter, _, kind = key.removeprefix(state_prefix).rpartition(".")
         if key.startswith(state_prefix) and kind in ADAM_KEYS:
             optimizer[f"{parameter}/{kind}"] = key
+        elif key.startswith(state_prefix) and parameter in known and key not in weights_there:
+            raise UserError(
+                f"the optimizer's state is not AdamW's: it keeps {kind} of {parameter}",
+                where="SOURCE",
+                remedy="only the state of AdamW can be taken over, with exp_avg, exp_avg_sq and step alone; begin a "
+                "new run from the weights",
+            )
     check_complete(optimizer, lambda name: state_prefix + ".".join(name.rsplit("/", 1)))
     state = tensors.renamed(optimizer)
     weights = tensors.renamed({name: prefix + name for name in names})

@@ -13,14 +13,19 @@ from transformers.trainer_pt_utils import get_parameter_names
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from drawbar.commands.conversion.foreign_state import ForeignState
+from drawbar.config.io.fields import show
 from drawbar.errors import UserError
 from drawbar.models.folder import CONFIG
 from drawbar.models.stored import stored_tensors
 from drawbar.optim.state import ADAM_KEYS
+from drawbar.runtime.log import logger
 from drawbar.runtime.safetensors_reader import TensorFiles
+from drawbar.tasks.labels import describe_labels, in_order_of, label_key, trained_labels
 
 STATE_FILE = "trainer_state.json"
 OPTIMIZER_FILE = "optimizer.pt"
+_ADAPTERS = ("adapter_config.json", "adapter_model.safetensors")
+"""Files of peft, which Trainer writes in place of a model with LoRA."""
 _IRRELEVANT_KEYS = re.compile(
     r"^_|^transformers_version$|dtype$|^architectures$|^use_cache$|^output_|^return_dict$|^problem_type$"
     r"|_token_id$|^id2label$|^label2id$|drop|^initializer|^gradient_checkpointing$|^task_specific_params$"
@@ -46,6 +51,7 @@ def read_trainer(folder: Path, model: nn.Module) -> ForeignState:
         UserError: the folder is no such checkpoint, or that of another model or optimizer.
     """
     step = _read_step(folder)
+    _refuse_adapters(folder)
     _check_config(folder, model)
     saved = _read_optimizer(folder)
     try:
@@ -74,6 +80,16 @@ def _read_step(folder: Path) -> int:
     return step
 
 
+def _refuse_adapters(folder: Path) -> None:
+    found = next((name for name in _ADAPTERS if (folder / name).is_file()), None)
+    if found is not None:
+        raise UserError(
+            f"{folder} has adapters only ({found}), and adapters are not taken over",
+            where="SOURCE",
+            remedy="merge them into the model with peft, save that, and begin a new run from it: task.model=FOLDER",
+        )
+
+
 def _check_config(folder: Path, model: nn.Module) -> None:
     """Refuse a model that computes something else with weights of the same shapes: the number of heads, say, is not in
     any shape. A folder without ``config.json`` is not checked."""
@@ -83,8 +99,10 @@ def _check_config(folder: Path, model: nn.Module) -> None:
     try:
         stored = json.loads(path.read_bytes())
         theirs = {"model_type": stored.get("model_type")}
+        labels = None
         if theirs["model_type"] == model.config.model_type:
-            theirs = _function_settings(type(model.config).from_dict(stored).to_dict())  # with the defaults
+            config = type(model.config).from_dict(stored)
+            theirs, labels = _function_settings(config.to_dict()), trained_labels(config)  # with the defaults
     except OSError as error:
         raise _unreadable(path, error.strerror) from error
     except (ValueError, TypeError, AttributeError) as error:
@@ -97,6 +115,29 @@ def _check_config(folder: Path, model: nn.Module) -> None:
             + ", ".join(f"{key} is {theirs[key]!r} there, and {ours.get(key)!r} here" for key in different),
             where="SOURCE",
             remedy="name the configuration of the model that the Trainer trained",
+        )
+    _check_labels(labels, trained_labels(model.config))
+
+
+def _check_labels(theirs: list[str] | None, ours: list[str] | None) -> None:
+    """Refuse the same labels in another order: the outputs of the model would be swapped in silence. A model without
+    names for its outputs is not checked."""
+    if theirs is None or ours is None:
+        return
+    ordered = in_order_of(theirs, ours)
+    if ordered not in (None, ours):
+        raise UserError(
+            f"the outputs of the Trainer's model are {describe_labels(theirs)}, in this order by its {CONFIG}, and "
+            f"those of the run {describe_labels(ours)}",
+            where="task.labels",
+            remedy=f"list them in the Trainer's order: task.labels={show(ordered)}",
+        )
+    are_numbers = [label_key(label) for label in ours] == [str(number) for number in range(len(ours))]
+    if ordered is None and not are_numbers:
+        logger.warning(
+            "the outputs of the Trainer's model were %s, in this order, and now stand for %s",
+            describe_labels(theirs),
+            describe_labels(ours),
         )
 
 

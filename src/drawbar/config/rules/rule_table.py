@@ -41,7 +41,8 @@ BATCHES_AND_STEPS = (
         ("data.train",),
         lambda c: c.data.train in (None, []),
         "there is nothing to train on",
-        "set data.train to a file, a glob, a list of them, or python_stdlib",
+        "set data.train to a file, a glob, a list of them, or python_stdlib; for a task that makes its records itself, "
+        "to any name, such as data.train=generated",
     ),
     Rule(
         "steps and epochs",

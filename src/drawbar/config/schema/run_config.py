@@ -117,9 +117,11 @@ def _known_strategy(name: str) -> str:
     return name
 
 
-StrategyName = Annotated[
-    str, AfterValidator(_known_strategy), Field(json_schema_extra={"enum": ["auto", *(one.name for one in BUILT_IN)]})
+_STRATEGY_WORDS = [
+    {"enum": ["auto", *(one.name for one in BUILT_IN)]},
+    {"type": "string", "$comment": "the form package.module:name"},  # or an installed package's, which is any word
 ]
+StrategyName = Annotated[str, AfterValidator(_known_strategy), Field(json_schema_extra={"anyOf": _STRATEGY_WORDS})]
 """A registered strategy, or ``package.module:name``."""
 
 

@@ -1,0 +1,88 @@
+"""The lock of a run directory: one process at a time trains a run."""
+
+import errno
+import fcntl
+import os
+import time
+from pathlib import Path
+from typing import IO
+
+from drawbar.checkpoint.space import check_writable
+from drawbar.errors import UserError
+from drawbar.runtime.log import logger
+from drawbar.util.run_dir import LOCK_FILE
+
+_NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
+"""Error numbers that flock raises on a file system without locks."""
+
+
+def lock_run_dir(folder: Path, patience: float = 5.0) -> IO[str]:
+    """Lock an existing run directory for this process, until it ends or the file is closed.
+
+    Args:
+        patience: seconds to wait for a process that is about to end: a killed run's ranks need a moment to notice.
+
+    Raises:
+        UserError: another process is training this run.
+    """
+    lock = open(folder / LOCK_FILE, "a+", encoding="utf-8")  # noqa: SIM115 - held until the run ends
+    end = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                logger.warning("%s is on a file system without locks: see that one process alone trains it", folder)
+                break
+            if time.monotonic() < end:
+                time.sleep(0.1)
+                continue
+            lock.seek(0)
+            raise UserError(
+                f"the run {folder.name} is being trained now, by {lock.read().strip() or 'another process'}",
+                where=str(folder),
+                remedy="wait for it, stop it, or choose another run.name",
+            ) from error
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {os.uname().nodename}\n")
+    lock.flush()
+    return lock
+
+
+class RunDirLock:
+    """The lock of a run directory, for this process: taken once, held until it is released."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._file: IO[str] | None = None
+
+    def take(self) -> None:
+        """Make the directory of a new run, and lock it, unless this process holds the lock.
+
+        Raises:
+            UserError: as ``lock_run_dir`` does; or another process has begun the run since ``take_if_run``.
+        """
+        if self._file is not None:
+            return
+        self._run_dir.mkdir(parents=True, exist_ok=True)
+        self._file = lock_run_dir(self._run_dir)
+        if (self._run_dir / "config.yaml").exists():
+            self.release()
+            raise UserError(
+                f"the run {self._run_dir.name} was begun by another process, after this one had found no such run",
+                where=str(self._run_dir),
+                remedy="give the command again to go on with that run, or choose another run.name",
+            )
+
+    def take_if_run(self) -> None:
+        """Lock the directory of a run that exists. Raises UserError too where its parent is not writable."""
+        check_writable(self._run_dir.parent)
+        if self._file is None and (self._run_dir / "config.yaml").exists():
+            self._file = lock_run_dir(self._run_dir)
+
+    def release(self) -> None:
+        """Unlock the directory; another ``take`` locks it again."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
