@@ -11,7 +11,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness import wait_until
+from harness import free_port, wait_until
 from programs import search_path
 
 ALIASES = ("gpu1", "gpu2")
@@ -72,7 +72,7 @@ def start_sshd(folder: Path) -> Sshd:
     """Start it, and wait until it answers."""
     for name in ("host_key", "user_key", "other_key"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
-    port, unused = _free_port(), _free_port()
+    port, unused = free_port(), free_port()
     (folder / "sshd_config").write_text(SERVER.format(folder=folder, port=port))
     (folder / "config").write_text(CLIENT.format(folder=folder, port=port, unused=unused, names=" ".join(ALIASES)))
     for name, key in {"known_hosts": "host_key", "changed_hosts": "other_key"}.items():
@@ -118,8 +118,3 @@ def processes(word: str) -> dict[int, str]:
 def _listens(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])

@@ -69,7 +69,7 @@ def make_machine(
                 where="--gpu",
                 remedy="name one as its maker does, such as H100, A100 or L4, or leave it out",
             )
-    if device == "cuda" and memory is gpu is None and cluster is not None and cluster.gpu_memory is not None:
+    if device == "cuda" and memory is None and gpu is None and cluster is not None and cluster.gpu_memory is not None:
         memory = parse_size(cluster.gpu_memory)
     if memory is None:
         memory = _gpu_memory(gpu) if device == "cuda" else _host_memory() // ranks
