@@ -13,7 +13,7 @@ from drawbar.checkpoint.format import step_name
 from drawbar.checkpoint.part_commit import begin_parts, commit_parts
 from drawbar.checkpoint.part_record import PartRecord
 from drawbar.checkpoint.part_writer import write_part
-from drawbar.runtime.tensor_shards import TensorShard
+from drawbar.runtime.tensor_boxes import TensorBox
 
 Box = tuple[tuple[int, int], ...]
 """Start and end in each dim."""
@@ -35,14 +35,14 @@ def cut_at_random(shape: tuple[int, ...], pieces: int, rng: random.Random) -> li
     return boxes
 
 
-def shard(name: str, tensor: torch.Tensor, box: Box) -> TensorShard:
+def shard(name: str, tensor: torch.Tensor, box: Box) -> TensorBox:
     data = tensor[tuple(slice(*bounds) for bounds in box)]
-    return TensorShard(name, tuple(tensor.shape), tuple(start for start, _ in box), data)
+    return TensorBox(name, tuple(tensor.shape), tuple(start for start, _ in box), data)
 
 
-def assign_writers(tensors: Mapping[str, torch.Tensor], ranks: int, rng: random.Random) -> Iterator[list[TensorShard]]:
+def assign_writers(tensors: Mapping[str, torch.Tensor], ranks: int, rng: random.Random) -> Iterator[list[TensorBox]]:
     """For each rank some boxes of the tensors; each element is dealt out once."""
-    hands: list[list[TensorShard]] = [[] for _ in range(ranks)]
+    hands: list[list[TensorBox]] = [[] for _ in range(ranks)]
     for name, tensor in tensors.items():
         for box in cut_at_random(tuple(tensor.shape), rng.randrange(1, 2 * ranks), rng):
             rng.choice(hands).append(shard(name, tensor, box))

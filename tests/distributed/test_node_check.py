@@ -72,7 +72,7 @@ def _case(case: str, node: int, port: int, run_dir: Path) -> dict[str, Any]:
             torch.__version__ = real_version
             node_facts.time.time = real_time  # type: ignore[attr-defined]
     return {"error": error, "code": code, "seconds": seconds, "out": said.getvalue(), "err": told.getvalue(),
-            "bad": bad_nodes(run_dir, rendezvous.job), "node": os.environ.get(NODE)}  # fmt: skip
+            "bad": bad_nodes(run_dir, rendezvous.launch_id), "node": os.environ.get(NODE)}  # fmt: skip
 
 
 def _train(case: str, node: int, watch: node_check.NodeWatch) -> None:

@@ -97,6 +97,20 @@ def test_a_run_goes_on_on_a_machine_that_has_nothing(
     assert server.steps(folder) == CheckpointDirectory(run / "checkpoints").steps()
 
 
+def test_a_fork_goes_on_on_a_machine_that_has_nothing(
+    server: ObjectServer, remote: str, project: Path, run: Path, fit: Fit
+) -> None:
+    """The same command finds the fork in the store, though the run that it began from is gone with the disk."""
+    fit(*SETTINGS, remote)
+    fit(*SETTINGS, remote, "train.steps=14", fork="longer")
+    lose_the_disk(project)
+    with pytest.raises(UserError, match="nothing to fork"):
+        fit(*SETTINGS, remote, "train.steps=16", fork="another")
+    assert fit(*SETTINGS, remote, "train.steps=16", fork="longer").exit_code == ExitCode.DONE
+    assert sorted(losses(run.with_name("longer"))) == [13, 14, 15, 16]
+    assert not run.exists()
+
+
 def test_parts_of_two_ranks(server: ObjectServer, remote: str, folder: str, project: Path, run: Path) -> None:
     for settings in (("run.name=whole",), (remote, "train.steps=8"), (remote,)):
         done = run_cli(*TRAIN, *PARTS, *settings, cwd=project, env=server.env)

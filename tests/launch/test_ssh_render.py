@@ -17,7 +17,7 @@ from drawbar.config.schema.cluster_section import FORWARDED, ClusterSection
 from drawbar.errors import UserError
 from drawbar.launch.job import Job
 from drawbar.launch.node.entry.ssh_host import address_for
-from drawbar.launch.ssh.protocol import ANSWER, HostJob, host_message, launcher_message
+from drawbar.launch.ssh.protocol import ANSWER, HostJob, host_message, submitter_message
 from drawbar.launch.ssh.ssh_command import describe, forwarded, remote_starts
 from drawbar.launch.ssh.ssh_launcher import SshLauncher
 from drawbar.launch.ssh.supervisor import supervise
@@ -105,7 +105,7 @@ def test_jobs_arrive_as_they_are() -> None:
     job = replace(JOB, workdir=Path("/odd\udcff"), argv=tuple(HOSTILE), cluster=CLUSTER)
     sent = remote_starts(job, [Host("a")])[0].job
     assert HostJob.from_json(json.loads(sent.message())["job"]) == sent
-    assert launcher_message(endpoint="a:1") == ANSWER + host_message(endpoint="a:1")
+    assert submitter_message(endpoint="a:1") == ANSWER + host_message(endpoint="a:1")
 
 
 def test_the_address_of_the_first_host() -> None:

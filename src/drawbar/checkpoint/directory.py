@@ -49,7 +49,8 @@ class NewestUsable:
 
 
 class CheckpointDirectory:
-    """The checkpoints of one run. One process of each disk writes; any number may read."""
+    """The checkpoints of one run. One process of each disk begins, finishes and deletes them (of a checkpoint in parts,
+    every rank writes its own part); any number may read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -152,9 +153,10 @@ class CheckpointDirectory:
         return folder
 
     def set_best(self, step: int, metric: str, score: float) -> None:
-        """Record which checkpoint is the best one. Raises ValueError for a step without a complete checkpoint."""
+        """Record which checkpoint is the best one. Raises ValueError for a step of which this disk has
+        none, or not every file that belongs on it."""
         if step not in self.steps():
-            raise ValueError(f"step {step} has no complete checkpoint in {self.path}")
+            raise ValueError(f"{self.path} has no checkpoint of step {step}, or not all its files")
         with self.explain_write_errors(BEST_FILE):
             best = BestScore(step=step, metric=metric, score=score)
             write_durably(self.path / BEST_FILE, best.to_json())
@@ -285,7 +287,7 @@ class CheckpointDirectory:
         delete(with_suffix(self.path / name, TMP))
 
     def rotate(self, keep: int, protect: set[int]) -> None:
-        """Delete all complete checkpoints (``steps``) but the ``keep`` (at least 1) newest and the protected steps."""
+        """Delete all checkpoints that ``steps`` has, but the ``keep`` (at least 1) newest and the protected steps."""
         try:
             complete = complete_checkpoints(self.path, on_several_disks=True)
         except OSError as error:

@@ -38,7 +38,7 @@ class CheckpointSummary:
     """Ranks that wrote it; 0 for whole tensors."""
     size: int
     """Bytes of all its files."""
-    saved: float | None
+    saved_at: float | None
     """When it was written, in seconds since 1970; None where a store does not say."""
     problem: str | None
     """Why it cannot be used, judged by its manifest and the sizes of its files."""
@@ -75,7 +75,7 @@ def _summary(folder: Path, step: int) -> CheckpointSummary:
         format=None if manifest is None else manifest.format,
         parts=number_of_writers(manifest),
         size=sum(stat.st_size for stat in stats),
-        saved=max((stat.st_mtime for stat in stats), default=folder.stat().st_mtime),
+        saved_at=max((stat.st_mtime for stat in stats), default=folder.stat().st_mtime),
         problem=problem,
         elsewhere=len(elsewhere) // 2,
     )

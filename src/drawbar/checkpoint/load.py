@@ -71,21 +71,22 @@ def _identities(path: Path) -> list[tuple[int, int, int, int]]:
     return [damaged_if_missing(name, partial(identity, path / name)) for name in check_sizes(path).files]
 
 
-def run_on_all_ranks(path: Path, world: Distributed, activity: str, read: Callable[[], T]) -> T:
-    """Call ``read`` on every rank, and raise on all of them if it fails on any. Collective; but ``read`` itself must
+def run_on_all_ranks(path: Path, world: Distributed, activity: str, work: Callable[[], T]) -> T:
+    """Call ``work`` on every rank, and raise on all of them if it fails on any. Collective; but ``work`` itself must
     not call a collective.
 
     Args:
-        path: of the checkpoint that it reads.
+        path: of the checkpoint or folder that it reads.
 
     Raises:
-        Unusable, UserError: on every rank, where ``read`` has raised one on any. An OSError becomes a UserError.
+        Unusable, UserError: on every rank, where ``work`` has raised one on any. An OSError becomes a UserError that
+            says what could not be read; what writes explains its errors itself.
     """
     failure: Unusable | UserError | None = None
     with world.working(activity):
         try:
             with explain_read_errors(path):
-                result = read()
+                result = work()
         except (Unusable, UserError) as error:
             failure = error
     failures = [found for found in world.all_gather(failure) if found is not None]

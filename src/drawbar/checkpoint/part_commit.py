@@ -1,14 +1,16 @@
-"""Makes one checkpoint of the parts that the ranks have written with ``write_part``. One rank does this.
+"""Makes one checkpoint of the parts that were written with ``write_part``.
 
-The calls come in this order, so that the checkpoint is complete or absent whenever a process is killed::
+The calls come in this order, so that the checkpoint is complete or absent whenever a process is killed. One process
+that writes all parts, such as ``drawbar convert``, makes these::
 
-    folder = begin_parts(directory, step)             # one rank
-    record = write_part(folder, rank, ...)            # every rank, when the folder is there
-    commit_parts(directory, step, records, ...)       # one rank, when it has all records; on failure, directory.discard
+    folder = begin_parts(directory, step)
+    records = [write_part(folder, number, ...) for number in range(parts)]
+    commit_parts(directory, step, records, ...)       # on failure, directory.discard
 
-Where nodes share no disk, one rank for each disk makes the folder there, and rank 0 calls ``write_common_files`` on its
-own disk. These files are copied to all other disks, and the parts to as many as ``PartPlacement.copies`` says. Then the
-folder is renamed on every disk (``CheckpointDirectory.finish_write``).
+The ranks of a run make the same steps in phases (``train.checkpoint_layouts.PartsLayout``): one rank for each disk
+makes the folder there (``CheckpointDirectory.begin_write``), every rank writes its part, and rank 0 calls
+``write_common_files``. Where nodes share no disk, these files are copied to all other disks, and the parts to as many
+as ``PartPlacement.copies`` says. Then the folder is renamed on every disk (``CheckpointDirectory.finish_write``).
 """
 
 import errno

@@ -12,7 +12,7 @@ from drawbar.checkpoint.checked_files import check_sizes, open_file, read_checke
 from drawbar.checkpoint.format import CHECKSUMS_SUFFIX, INDEX_FILE, Manifest
 from drawbar.checkpoint.tensor_index import BoxedTensor, BoxIntersection, TensorIndex, intersections, torch_dtype
 from drawbar.runtime.safetensors_reader import Slices, StoredTensors, fill_box, further_names, read_box
-from drawbar.runtime.tensor_shards import TensorShard
+from drawbar.runtime.tensor_boxes import TensorBox
 
 _MAX_OPEN_FILES = 64
 """Upper limit on part files open at the same time. Each may keep one block in memory."""
@@ -74,7 +74,7 @@ class PartFiles:
             OSError: the disk cannot be read.
         """
         region = torch.empty(tuple(sizes), dtype=self.dtype(name))
-        self.read_into(TensorShard(name, tuple(self.shape(name)), tuple(offset), region))
+        self.read_into(TensorBox(name, tuple(self.shape(name)), tuple(offset), region))
         return region
 
     def read_whole(self, name: str) -> Tensor:
@@ -82,12 +82,12 @@ class PartFiles:
         shape = self.shape(name)
         return self.read(name, [0] * len(shape), shape)
 
-    def read_into(self, shard: TensorShard) -> None:
+    def read_into(self, shard: TensorBox) -> None:
         """Fill a box of a tensor. Raises as ``read`` does."""
         self.fill([shard])
 
     @torch.no_grad()
-    def fill(self, shards: Iterable[TensorShard]) -> None:
+    def fill(self, shards: Iterable[TensorBox]) -> None:
         """Fill boxes of tensors, on any device and of any dtype, in the order of the files, so that each block is read
         once. At most one stored box at a time is in host memory.
 

@@ -16,7 +16,7 @@ from drawbar.checkpoint.format import CHECKSUMS_SUFFIX, describe
 from drawbar.checkpoint.part_record import PartFile, PartRecord, TensorInfo
 from drawbar.checkpoint.tensor_index import KINDS, stored_order
 from drawbar.runtime.safetensors_reader import STORED_DTYPES, StoredTensors, bytes_of
-from drawbar.runtime.tensor_shards import TensorShard
+from drawbar.runtime.tensor_boxes import TensorBox
 from drawbar.util.atomic_files import sync
 
 _FILE_NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
@@ -31,15 +31,15 @@ _SYNC_BYTES = 64 * 2**20
 def write_part(
     folder: Path,
     rank: int,
-    model: Iterable[TensorShard],
-    optimizer: Iterable[TensorShard],
+    model: Iterable[TensorBox],
+    optimizer: Iterable[TensorBox],
     aliases: Mapping[str, str],
-    load: Callable[[TensorShard], Tensor] = lambda shard: shard.data,
+    load: Callable[[TensorBox], Tensor] = lambda shard: shard.data,
 ) -> PartRecord:
     """Write a rank's part into the folder of a new checkpoint; each file is fsynced.
 
     Args:
-        folder: where all ranks write: ``begin_parts`` has made it.
+        folder: where all parts are written: ``CheckpointDirectory.begin_write`` has made it.
         model, optimizer: boxes in host memory, which must not change meanwhile. They are written without a copy.
         aliases: tied weights: another name → the name that is stored, by this rank or another one.
         load: returns the values of a box when it is written, for boxes of ``meta_boxes``.
@@ -60,12 +60,12 @@ def rank_of_part(name: str) -> int:
     return int(name.partition("-")[2].partition(".")[0])
 
 
-def meta_boxes(tensors: StoredTensors) -> list[TensorShard]:
+def meta_boxes(tensors: StoredTensors) -> list[TensorBox]:
     """Full tensors as boxes without values (meta tensors) for ``write_part``, whose ``load`` reads each. Tied ones
     once."""
     tied = tensors.tied()
     return [
-        TensorShard(
+        TensorBox(
             name,
             tuple(tensors.shape(name)),
             (0,) * len(tensors.shape(name)),
@@ -89,16 +89,16 @@ def write_tensors(path: Path, tensors: StoredTensors) -> None:
         _write_and_sync(file.fileno(), _write_buffers(chain((memoryview(header),), contents)))
 
 
-def _is_stored(shard: TensorShard) -> bool:
+def _is_stored(shard: TensorBox) -> bool:
     """False for an empty box of a tensor that has elements."""
     return shard.data.numel() > 0 or 0 in shard.shape
 
 
-def _tensor_info(shard: TensorShard) -> TensorInfo:
+def _tensor_info(shard: TensorBox) -> TensorInfo:
     return TensorInfo(shard.name, _FILE_NAMES[shard.data.dtype], tuple(shard.shape))
 
 
-def _write_file(path: Path, boxes: list[TensorShard], load: Callable[[TensorShard], Tensor]) -> PartFile:
+def _write_file(path: Path, boxes: list[TensorBox], load: Callable[[TensorBox], Tensor]) -> PartFile:
     header = _header(boxes, {"format": "pt"})
     with path.open("wb", buffering=0) as file:
         contents = chain.from_iterable(_contents(load(box)) for box in boxes)
@@ -171,7 +171,7 @@ def _write_buffers(contents: Iterable[memoryview]) -> Iterator[memoryview]:
         yield memoryview(small)
 
 
-def _header(boxes: list[TensorShard], metadata: Mapping[str, str]) -> bytes:
+def _header(boxes: list[TensorBox], metadata: Mapping[str, str]) -> bytes:
     """The safetensors header: length of the JSON in 8 bytes, then the JSON, padded with blanks so that tensors are
     aligned."""
     entries: dict[str, object] = {"__metadata__": dict(metadata)}

@@ -68,6 +68,8 @@ class RemoteCheckpoints:
 
     def check(self, step: int, objects: Objects) -> Manifest:
         """Check that every file of a copy is there in the right size, and return its manifest. Raises Unusable."""
+        if MANIFEST_FILE not in objects:
+            raise Damaged(f"{MANIFEST_FILE} is missing: its upload has not ended")
         manifest = Manifest.from_json(self._read_manifest(step, objects))
         if manifest.step != step:
             raise Damaged(f"{MANIFEST_FILE} is that of step {manifest.step}")
@@ -79,7 +81,7 @@ class RemoteCheckpoints:
                 raise Damaged(f"{name} has {found} bytes instead of {size}")
         return manifest
 
-    def saved(self, step: int, objects: Objects) -> float | None:
+    def saved_at(self, step: int, objects: Objects) -> float | None:
         """When a step was written (its manifest, which comes last), in seconds since 1970; None where the store does
         not say."""
         newest = MANIFEST_FILE if MANIFEST_FILE in objects else next(iter(objects))

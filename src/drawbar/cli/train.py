@@ -137,7 +137,8 @@ def start_early(
     nproc = section.get("nproc") if isinstance(section, dict) else None
     if not isinstance(nproc, int) or nproc < 2 or _is_rank():
         return nullcontext()
-    is_script = task is not None or "torch" in sys.modules  # each rank must run all lines of a user's script
+    # drawbar has not imported torch yet: if it is loaded, a user's script did so, of which each rank must run all lines
+    is_script = task is not None or "torch" in sys.modules
     if is_script or sys.platform != "linux":
         return nullcontext()
     become_launcher(nproc)

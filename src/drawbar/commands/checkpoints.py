@@ -63,7 +63,7 @@ def print_summaries(found: list[CheckpointSummary], best: int | None, place: str
 
 
 def _row(summary: CheckpointSummary, best: int | None) -> list[str]:
-    saved = summary.saved
+    saved = summary.saved_at
     return [
         str(summary.step),
         "–" if saved is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(saved)),

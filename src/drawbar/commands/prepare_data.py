@@ -28,8 +28,8 @@ from drawbar.train.setup import build_task
 from drawbar.train.validation_share import warn_of_share
 from drawbar.util.byte_sizes import readable
 
-ROWS_TOGETHER = 2**16
-"""Rows of which the order is in memory at a time."""
+ROWS_AT_A_TIME = 2**16
+"""Rows of an epoch whose order is computed at a time, rounded up to whole global batches."""
 
 
 def prepare_run(config: RunConfig, task_type: type[Task] | None) -> None:
@@ -180,7 +180,7 @@ def padding_share(
         global_batch: rows of a step.
         micro_batch: most that one forward takes; its rows are padded to the longest of them.
     """
-    together = global_batch * -(-ROWS_TOGETHER // global_batch)
+    together = global_batch * -(-ROWS_AT_A_TIME // global_batch)
     used = computed = 0
     for first in range(0, sampler.size, together):
         rows = sampler.rows(0, np.arange(first, min(first + together, sampler.size)))

@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 
 from drawbar.checkpoint.directory import CheckpointDirectory
-from drawbar.checkpoint.format import MANIFEST_FILE, Damaged, Unusable, step_name
+from drawbar.checkpoint.format import Unusable, step_name
 from drawbar.checkpoint.inspection import CheckpointSummary, number_of_writers
 from drawbar.checkpoint.object_store import ObjectStore
 from drawbar.checkpoint.remote_checkpoints import Objects, RemoteCheckpoints
@@ -51,8 +51,6 @@ def _best_step(store: ObjectStore, url: str) -> int | None:
 def _summary(remote: RemoteCheckpoints, step: int, objects: Objects) -> CheckpointSummary:
     manifest, problem = None, None
     try:
-        if MANIFEST_FILE not in objects:
-            raise Damaged(f"{MANIFEST_FILE} is missing")
         manifest = remote.check(step, objects)
     except Unusable as reason:
         problem = str(reason)
@@ -62,7 +60,7 @@ def _summary(remote: RemoteCheckpoints, step: int, objects: Objects) -> Checkpoi
         format=None if manifest is None else manifest.format,
         parts=number_of_writers(manifest),
         size=sum(objects.values()),
-        saved=remote.saved(step, objects),
+        saved_at=remote.saved_at(step, objects),
         problem=problem,
         elsewhere=0,
     )
@@ -76,7 +74,7 @@ def verify_copies(url: str, wanted: int | None) -> int:
         UserError: the URL cannot be used, the store does not answer, or has no such step; or the disk is too small.
     """
     remote = RemoteCheckpoints(_store(url))
-    found = {step: objects for step, objects in remote.complete().items() if wanted in (None, step)}
+    found = {step: objects for step, objects in remote.all().items() if wanted in (None, step)}
     if not found:
         raise UserError(
             f"{url} has no checkpoint" if wanted is None else f"{url} has no checkpoint of step {wanted}",

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from drawbar.data.class_labels import Feature, class_names, features_of, only_classes, with_classes
+from drawbar.data.class_labels import Feature, class_features, class_names, features_of, with_class_numbers
 from drawbar.data.readers import BadRecord, FileReader, RawRecord, Reader, Record
 from drawbar.errors import UserError
 
@@ -59,11 +59,11 @@ class ColumnarReader(Reader):
         """The types of the columns, as `datasets` stored them; empty where another program wrote the rows."""
 
     @cached_property
-    def _classes(self) -> dict[str, Feature]:
-        return only_classes(self.features)
+    def _class_features(self) -> dict[str, Feature]:
+        return class_features(self.features)
 
     def class_names(self, column: str) -> list[str] | None:
-        return class_names(self._classes, column)
+        return class_names(self._class_features, column)
 
     def units(self) -> Iterator[RawRecord]:
         import pyarrow as pa
@@ -86,7 +86,7 @@ class ColumnarReader(Reader):
 
         cursor, number = unit.raw
         try:
-            return with_classes(cursor.row(number), self._classes)
+            return with_class_numbers(cursor.row(number), self._class_features)
         except (pa.ArrowException, OSError) as error:
             raise self._damaged(error) from error
         except (ValueError, OverflowError) as error:  # not UTF-8; a date beyond those of Python; no such class

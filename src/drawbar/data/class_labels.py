@@ -1,4 +1,4 @@
-"""Classes: `datasets` stores them as numbers, and their names beside them in the schema (``ClassLabel``)."""
+"""Class labels: `datasets` stores them as numbers, and their names beside them in the schema (``ClassLabel``)."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -40,11 +40,11 @@ def features_of(metadata: Mapping[bytes, bytes] | None) -> dict[str, Feature]:
     return features if isinstance(features, dict) else {}
 
 
-def with_classes(record: Record, features: Mapping[str, Feature]) -> Record:
+def with_class_numbers(record: Record, features: Mapping[str, Feature]) -> Record:
     """The record with each class number as a ``ClassNumber``, and with None in place of ``NO_LABEL``.
 
     Args:
-        features: those of ``only_classes``.
+        features: those of ``class_features``.
 
     Raises:
         ValueError: a number is not the number of a class.
@@ -52,7 +52,7 @@ def with_classes(record: Record, features: Mapping[str, Feature]) -> Record:
     return {name: _known(value, features[name]) if name in features else value for name, value in record.items()}
 
 
-def only_classes(features: Mapping[str, Feature]) -> dict[str, Feature]:
+def class_features(features: Mapping[str, Feature]) -> dict[str, Feature]:
     """The features of the columns with classes, at any depth, with ``ClassNumber`` objects that all records share."""
     return {name: _with_numbers(feature) for name, feature in features.items() if _has_classes(feature)}
 

@@ -61,6 +61,6 @@ def misread_header(column: str, record: Record) -> str | None:
 def name_separator(separator: str) -> str:
     """The remedy for a table whose fields are not separated as they were read."""
     return (
-        f"the fields of the file seem to be separated by {separator!r}: read it as .csv, with "
-        f"'data.separator={json.dumps(separator)}'"
+        f"the fields of the file seem to be separated by {separator!r}: set 'data.separator={json.dumps(separator)}', "
+        "which files named .csv take"
     )

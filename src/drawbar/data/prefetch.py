@@ -139,7 +139,7 @@ class Prefetcher(Generic[Batch]):
     ) -> None:
         self._maker = maker
         self._workers = workers
-        self._finish = finish or _ready_result
+        self._finish = finish or _as_it_is
         self._timeout = timeout
         self._prefetch_count = 2 * max(1, workers) if prefetch else 0
         self._is_deferred = not prefetch
@@ -242,7 +242,7 @@ class Prefetcher(Generic[Batch]):
             self._preparer = None
 
 
-def _ready_result(batch: Batch) -> Batch:
+def _as_it_is(batch: Batch) -> Batch:
     return batch
 
 

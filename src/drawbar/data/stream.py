@@ -30,7 +30,8 @@ LARGEST_BLOCK = 2**32
 
 @dataclass(frozen=True)
 class StreamSettings:
-    """Settings of a stream that decide its batches; only ``code`` may change during a run."""
+    """Settings of a stream that decide its batches; within a run only ``code`` may change, and
+    the ``data.on_bad_record`` in ``fingerprint``."""
 
     seed: int
     shuffle: bool
@@ -289,7 +290,9 @@ class StreamLoader(Loader[Batch]):
             else:
                 self._planned = StreamPosition(block.after)
             ends += block.ends
-            if ends.min() > 2 * self.ranks.size and self._block is None:  # together, the ranks saw all of each source
+            # each rank has then come to the end of its lanes of every source twice (ranks differ by one end at most),
+            # and has read all of them in between
+            if ends.min() > 2 * self.ranks.size and self._block is None:
                 if may_defer:
                     return None
                 raise _no_samples()
@@ -309,7 +312,9 @@ class StreamLoader(Loader[Batch]):
         mine = self.settings.lanes // self.ranks.size
         records: list[list[LocatedRecord]] = [[] for _ in range(mine)]
         ends = []
-        for reader, first, count in zip(self._readers, cursor.positions, self._records_per_source(cursor), strict=True):
+        for reader, first, count in zip(
+            self._readers, cursor.positions, self._records_of_lane_by_source(cursor), strict=True
+        ):
             found, ended = reader.take(first * mine, (first + count) * mine) if count else ([], 0)
             ends.append(ended)
             for number, located in found:
@@ -321,8 +326,8 @@ class StreamLoader(Loader[Batch]):
                 lanes[self.ranks.rank + index * self.ranks.size] = rows
         return BlockShare(lanes, ends)
 
-    def _records_per_source(self, cursor: Cursor) -> list[int]:
-        """For each source, the number of records of a lane in a block."""
+    def _records_of_lane_by_source(self, cursor: Cursor) -> list[int]:
+        """For each source, the number of records that a lane has in the block at the cursor."""
         size = self.settings.records_per_lane
         if None in self._weights:
             return [size if source == cursor.source else 0 for source in range(len(self._weights))]
@@ -358,7 +363,8 @@ class StreamLoader(Loader[Batch]):
     def _after(self, start: Cursor, ends: list[int]) -> Cursor:
         """Where the next block begins."""
         positions = [
-            position + count for position, count in zip(start.positions, self._records_per_source(start), strict=True)
+            position + count
+            for position, count in zip(start.positions, self._records_of_lane_by_source(start), strict=True)
         ]
         following = replace(start, positions=positions, block=start.block + 1)
         if None not in self._weights or ends[start.source] < self.ranks.size:

@@ -1,6 +1,8 @@
 """Readers of ``.csv`` and ``.tsv`` files. All values are strings."""
 
 import csv
+import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -51,10 +53,15 @@ class _Table(FileReader):
         first = next(self.rows(), None)
         if first is None:
             raise self.empty()
-        names = tuple(name if name.strip() else f"column {at}" for at, name in enumerate(self.fields(first), start=1))
+        fields = self.fields(first)
+        self.check_first_line(fields)
+        names = tuple(name if name.strip() else f"column {at}" for at, name in enumerate(fields, start=1))
         remedy = "mend the header; for a file without one, name the columns: data.columns=[...]"
         check_names(names, f"{self.path}:{first.line}", remedy)
         return names
+
+    def check_first_line(self, fields: list[str]) -> None:
+        """Raise UserError where the first line cannot be a header."""
 
     def rows(self) -> Iterator[RawRecord]:
         """Every row that is not blank, the header too."""
@@ -135,6 +142,15 @@ class CsvTable(_Table):
                 return
             if row:
                 yield RawRecord(row, self.path, line)
+
+    def check_first_line(self, fields: list[str]) -> None:
+        mark = self.separator.join(fields)
+        if re.fullmatch(r"\ufeff?sep=.", mark):
+            raise UserError(
+                f"the first line, {mark}, tells Excel the separator, and is no header",
+                where=f"{self.path}:1",
+                remedy=f"remove the line, and set 'data.separator={json.dumps(mark[-1])}'",
+            )
 
     def fields(self, row: RawRecord) -> list[str]:
         where = self.where(row)

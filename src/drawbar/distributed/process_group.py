@@ -22,7 +22,7 @@ from drawbar.config.parallel_dims import ParallelDims
 from drawbar.distributed.liveness import Liveness
 from drawbar.distributed.rank_info import RankInfo, has_launcher, node_name
 from drawbar.distributed.stores import prefixed_store
-from drawbar.distributed.watchdog import Address, Watchdog
+from drawbar.distributed.watchdog import ProcessId, Watchdog
 from drawbar.errors import ExitCode, UserError
 
 T = TypeVar("T")
@@ -110,7 +110,7 @@ class Distributed:
             )
             self._control = dist.new_group(backend="gloo", timeout=self.timeout)
             self._liveness.start()
-            ranks: list[tuple[Address, str]] = self.all_gather((self._watchdog.address, node_name()))
+            ranks: list[tuple[ProcessId, str]] = self.all_gather((self._watchdog.process_id, node_name()))
         except (dist.DistError, RuntimeError, ValueError) as error:
             raise self._rendezvous_error(f"{self._describe_absent()}{error}") from error
         finally:

@@ -1,4 +1,4 @@
-"""Rank and host facts, read from the environment once."""
+"""Rank and host facts, from the environment."""
 
 import os
 import socket

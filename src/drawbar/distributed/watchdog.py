@@ -10,7 +10,7 @@ NODE = "DRAWBAR_NODE"
 LAUNCHER = "DRAWBAR_LAUNCHER"
 """Environment variable: the process id of drawbar's own launcher."""
 
-Address = tuple[str, int, int]
+ProcessId = tuple[str, int, int]
 """Identifies a rank: its machine, its launcher's process id, its own process id."""
 
 
@@ -30,12 +30,12 @@ class Watchdog:
         self._stopped = threading.Event()
 
     @property
-    def address(self) -> Address:
+    def process_id(self) -> ProcessId:
         return os.uname().nodename, os.getppid(), os.getpid()
 
-    def watch_ranks(self, ranks: Iterable[Address]) -> None:
+    def watch_ranks(self, ranks: Iterable[ProcessId]) -> None:
         """Watch those of ``ranks`` that are on this machine and of the same launcher."""
-        machine, launcher, own = self.address
+        machine, launcher, own = self.process_id
         self._beside = [pid for host, parent, pid in ranks if (host, parent) == (machine, launcher) and pid != own]
 
     def start(self, period: float = 0.25, patience: float = 3.0) -> None:

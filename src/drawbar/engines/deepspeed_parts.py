@@ -201,7 +201,7 @@ class DeepSpeedState:
         shape = tuple(saved_tensors(self.local.meta_model, self.config)[parameter].shape)
         return LocalBox(name, shape, (0,) * len(shape), shape, dtype, gather, is_collective=True)
 
-    def replicated(self) -> dict[str, nn.Parameter]:
+    def equal_on_replicas(self) -> dict[str, nn.Parameter]:
         # left out: tensor-parallel shards differ between ranks, and ZeRO-3 parameters (with ``ds_id``) are partitioned
         return {
             name: parameter
@@ -209,7 +209,7 @@ class DeepSpeedState:
             if not is_tp_shard(parameter) and not hasattr(parameter, "ds_id")
         }
 
-    def replicated_gradients(self) -> dict[str, torch.Tensor]:
+    def gradients_equal_on_replicas(self) -> dict[str, torch.Tensor]:
         return {}  # ``.grad`` may hold the gradient of this rank's rows alone
 
     def _full(self, name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from drawbar.config.parallel_dims import ParallelDims
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.distributed.process_group import Distributed
 from drawbar.engines.deepspeed_parts import DeepSpeedState, DeepSpeedUpdater
-from drawbar.engines.executors import ModelExecutor, PipelineExecutor, TrainingModule, task_loss
+from drawbar.engines.executors import ModelExecutor, PipelineExecutor, TrainingForward, task_loss
 from drawbar.engines.local_model import (
     LocalModel,
     WeightSource,
@@ -86,7 +86,7 @@ def _build_one_model(task: Task, config: RunConfig, world: Distributed) -> Engin
     optimizer = _optimizer(local.module, config)
     values = _json(config, world)
     backend = initialize_deepspeed(local.module, optimizer, values, world.device, is_zero3=stage == 3)
-    local = replace(local, module=backend.module, meta_model=meta_model, replicas=[torch.distributed.group.WORLD])
+    local = replace(local, module=backend.module, meta_model=meta_model, replica_groups=[torch.distributed.group.WORLD])
     _check_tp_shards(local, config.parallel.tensor)
     state = DeepSpeedState(local, MasterState.of(backend), config, world, stored_by_writers(world))
     _set_first_weights(local.module, source, state, world.device)
@@ -98,9 +98,9 @@ def _build_one_model(task: Task, config: RunConfig, world: Distributed) -> Engin
         return nullcontext()
 
     loss, backward = partial(task_loss, task, None, backend), partial(backend.backward, scale_wrt_gas=False)
-    training_module = TrainingModule(backend, loss, synchronizing, backward)
+    training_forward = TrainingForward(backend, loss, synchronizing, backward)
     executor = ModelExecutor(
-        task, local.module, training_module, world, config.precision, loss_in_head=local.loss_in_head
+        task, local.module, training_forward, world, config.precision, loss_in_head=local.loss_in_head
     )
     return EngineParts(local, executor, DeepSpeedUpdater(state.masters, config.precision), state)
 

@@ -97,8 +97,13 @@ class Engine:
         return StepResult(loss=loss, grad_norm=update.grad_norm, num_targets=num_targets, lr=lr, skipped=update.skipped)
 
     def share_buffers(self) -> None:
-        """Make the buffers that training changes the same on all ranks, before they evaluate. Every rank calls it."""
-        share_buffers(self.module, self._local.replicas)
+        """Make the buffers that training changes the same on all ranks, before they evaluate; those of pipeline stages
+        stay. Every rank calls it."""
+        share_buffers(self.module, self._local.replica_groups)
+
+    def check_buffers(self) -> None:
+        """See :class:`LocalModel`."""
+        self._local.check_buffers(self.task)
 
     def evaluating(self) -> AbstractContextManager[None]:
         """Context of evaluation or prediction steps: parameters that FSDP keeps gathered are freed only at its end."""
@@ -185,10 +190,10 @@ class Engine:
         Every rank calls it, between backward and update."""
         return self._state.gradients()
 
-    def replicated(self) -> dict[str, nn.Parameter]:
+    def equal_on_replicas(self) -> dict[str, nn.Parameter]:
         """See :class:`StateAccess`."""
-        return self._state.replicated()
+        return self._state.equal_on_replicas()
 
-    def replicated_gradients(self) -> dict[str, torch.Tensor]:
+    def gradients_equal_on_replicas(self) -> dict[str, torch.Tensor]:
         """See :class:`StateAccess`."""
-        return self._state.replicated_gradients()
+        return self._state.gradients_equal_on_replicas()

@@ -28,7 +28,7 @@ from drawbar.tasks.task import Task
 
 
 @dataclass(frozen=True)
-class TrainingModule:
+class TrainingForward:
     """The module that training forwards call (the model, or its DDP or DeepSpeed wrapper), its loss and backward."""
 
     module: nn.Module
@@ -45,7 +45,7 @@ class ModelExecutor:
 
     Args:
         module: what this rank has of the model, for evaluation.
-        training_module: the same for training, with its loss and backward.
+        training_forward: the same for training, with its loss and backward.
         context: context parallelism, where ranks share a sequence; else None.
         shards_logits: whether the loss takes logits whose vocabulary is sharded over the tensor-parallel ranks.
         loss_in_head: whether the model computes the loss itself, from targets that the batch then contains.
@@ -55,7 +55,7 @@ class ModelExecutor:
         self,
         task: Task,
         module: nn.Module,
-        training_module: TrainingModule,
+        training_forward: TrainingForward,
         world: Distributed,
         precision: str,
         context: ContextParallel | None = None,
@@ -64,7 +64,7 @@ class ModelExecutor:
     ) -> None:
         self.task = task
         self.module = module
-        self.training_module = training_module
+        self.training_forward = training_forward
         self.device = world.device
         self.device_copies = DeviceCopies(world.device)
         self.precision = precision
@@ -73,7 +73,7 @@ class ModelExecutor:
         self.loss_in_head = loss_in_head
 
     def forward_backward(self, micro_batches: list[MicroBatch[Batch]], scale: float) -> torch.Tensor:
-        self.training_module.module.train()
+        self.training_forward.module.train()
         loss_sum = torch.zeros((), device=self.device)
         # targets are found before the batches are copied: on a GPU, the search would make the host wait for it
         has_targets = self.loss_in_head and self.context is None
@@ -86,14 +86,14 @@ class ModelExecutor:
 
     def _forward_backward(self, batch: Batch, micro: MicroBatch[Batch], scale: float, last: bool) -> torch.Tensor:
         with (
-            self.training_module.synchronizing(last),
+            self.training_forward.synchronizing(last),
             maybe_sharded_logits(self.shards_logits),
             self._for_loss(batch) as shard,
         ):
             with autocast(self.precision, self.device):
-                loss = checked_loss(self.task, self.training_module.loss(shard))
+                loss = checked_loss(self.task, self.training_forward.loss(shard))
             loss = without_fillers(loss, micro)
-            self.training_module.backward(loss * scale)
+            self.training_forward.backward(loss * scale)
         return loss.detach()
 
     def evaluate(self, batch: Batch) -> tuple[float, list[Any] | None]:
@@ -212,8 +212,8 @@ class PipelineExecutor:
         return loss, predictions
 
     def has_gradient(self, batch: Batch, training: bool) -> bool:
-        # checks only whether the loss depends on the logits: the stages run no method of the task's, so these
-        # depend on the weights
+        # checks only whether the loss depends on the logits: the stages run no method of the task's, so the logits
+        # always depend on the weights
         given = maybe_with_targets(self.task, batch, self.loss_in_head)
         forward = self._forward(given)
         with self._evaluating():

@@ -37,7 +37,7 @@ class Unset:
 WeightSource: TypeAlias = Mapping[str, torch.Tensor] | nn.Module | Unset | None
 """Where the initial weights come from: tensors by name, or the full model (on rank 0; None on the others)."""
 
-_NO_BASE = FrozenBaseInfo(frozenset(), "")
+_UNKNOWN_BASE = FrozenBaseInfo(frozenset(), "")
 
 
 HOST = torch.device("cpu")
@@ -55,15 +55,43 @@ class LocalModel:
     """Digest and newly initialized parameters of the base model under LoRA; None without LoRA."""
     fused: dict[str, FusedLayout] = field(default_factory=dict)
     """Layouts of fused parameters, which are stored in another order than in the full model."""
-    replicas: list[dist.ProcessGroup] = field(default_factory=list)
+    replica_groups: list[dist.ProcessGroup] = field(default_factory=list)
     """Process groups over which ``share_buffers`` makes the model's buffers equal; none for pipeline stages."""
     cross_entropy: str = "plain"
     """The setting ``task.cross_entropy``, with ``auto`` resolved."""
+    buffers: dict[str, torch.Size] = field(init=False)
+    """Names and shapes of the module's persistent buffers when it was built: a resumed run can load no others."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "buffers", _persistent_buffers(self.module))
 
     @property
     def loss_in_head(self) -> bool:
         """Whether the model returns the loss of a batch that has targets for its head."""
         return self.cross_entropy != "plain"
+
+    def check_buffers(self, task: Task) -> None:
+        """Raise UserError where training has added, removed or resized a persistent buffer: no resumed run could load
+        the checkpoint."""
+        now = _persistent_buffers(self.module)
+        for name in sorted(self.buffers.keys() | now.keys()):
+            before, after = self.buffers.get(name), now.get(name)
+            if before != after:
+                shapes = [str(list(shape)) if shape is not None else "none" for shape in (before, after)]
+                raise method_error(
+                    task,
+                    "build_model",
+                    f"returns a model whose checkpoints could not be loaded: the shape of its buffer {name} was "
+                    f"{shapes[0]} when the model was built, and is {shapes[1]} after a forward pass",
+                    "register it in the constructor in the shape that it keeps, or with persistent=False if it need "
+                    "not be saved",
+                )
+
+
+def _persistent_buffers(module: nn.Module) -> dict[str, torch.Size]:
+    """Name → shape of the buffers that ``state_dict`` has."""
+    saved = module.state_dict(keep_vars=True)
+    return {name: buffer.shape for name, buffer in module.named_buffers(remove_duplicate=False) if name in saved}
 
 
 def with_adapters(meta_model: nn.Module, config: RunConfig, base: FrozenBaseInfo | None) -> nn.Module:
@@ -156,7 +184,7 @@ def _build_adapted(task: Task, config: RunConfig) -> tuple[nn.Module, FrozenBase
 
 def _build_weightless(task: Task, config: RunConfig) -> tuple[nn.Module, FrozenBaseInfo | None]:
     """The model on the meta device, with adapters if the run has them, on a base that nothing is known of."""
-    base = None if config.lora is None else _NO_BASE
+    base = None if config.lora is None else _UNKNOWN_BASE
     return with_adapters(build_meta_model(task), config, base), base
 
 

@@ -10,7 +10,7 @@ from drawbar.distributed.process_group import Distributed
 from drawbar.engines.engine import Engine
 from drawbar.engines.results import saved_values
 from drawbar.parallel.local_boxes import LocalBox, WriterAssignment, bands
-from drawbar.runtime.tensor_shards import TensorShard
+from drawbar.runtime.tensor_boxes import TensorBox
 
 _Buffers: TypeAlias = dict[tuple[str, tuple[int, ...]], torch.Tensor]
 """The host buffers of a copy, by the tensor's name and the box's offset."""
@@ -20,8 +20,8 @@ _Buffers: TypeAlias = dict[tuple[str, tuple[int, ...]], torch.Tensor]
 class LocalShards:
     """One rank's share of an engine's state, copied to host memory."""
 
-    model: list[TensorShard]
-    optimizer: list[TensorShard]
+    model: list[TensorBox]
+    optimizer: list[TensorBox]
     tied: dict[str, str]
     """Maps each further name of a tied weight to the name that it is saved under."""
     values: dict[str, Any]
@@ -56,20 +56,20 @@ class ShardCopier:
         values = saved_values(engine.step, engine.config, engine.updater.scaler_state())
         return LocalShards(model, optimizer, state.tied(), values)
 
-    def _copies(self, boxes: Sequence[LocalBox], assignment: WriterAssignment, previous: _Buffers) -> list[TensorShard]:
+    def _copies(self, boxes: Sequence[LocalBox], assignment: WriterAssignment, previous: _Buffers) -> list[TensorBox]:
         divided = [(box, [*bands(box)]) for box in boxes]
         is_writer = iter(assignment.chosen([band for _, all_bands in divided for band in all_bands]))
-        found: list[TensorShard] = []
+        found: list[TensorBox] = []
         for box, all_bands in divided:
             own = [band for band in all_bands if next(is_writer)]
             if own or box.is_collective:
                 self._world.note(f"copying {box.name}")  # shown by ranks that wait for this one
             if own == all_bands:  # one copy of the whole box is faster than one for each band
                 whole = replace(box, get=self._host_copy(box, previous).detach)
-                found += [TensorShard(band.name, band.shape, band.offset, band.get()) for band in bands(whole)]
+                found += [TensorBox(band.name, band.shape, band.offset, band.get()) for band in bands(whole)]
             elif own:
                 found += [
-                    TensorShard(band.name, band.shape, band.offset, self._host_copy(band, previous)) for band in own
+                    TensorBox(band.name, band.shape, band.offset, self._host_copy(band, previous)) for band in own
                 ]
             elif box.is_collective:
                 box.get()

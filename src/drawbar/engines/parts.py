@@ -87,8 +87,8 @@ class StateAccess(Protocol):
 
     def load_model(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Set this rank's shards; each rank reads little more than these from stored tensors. Not collective, so that
-        an error on one rank leaves no other waiting (but for ZeRO-3 with NVMe, or with a second copy of its shards,
-        which gathers weights to set them). Names and shapes have been checked."""
+        an error on one rank leaves no other waiting (but for ZeRO-3 with NVMe, or with hpZ's secondary partition
+        (``zero_hpz_partition_size``), which gathers weights to set them). Names and shapes have been checked."""
 
     def load_optimizer(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """The same of the optimizer's state."""
@@ -102,10 +102,10 @@ class StateAccess(Protocol):
     def local_optimizer_boxes(self) -> list[LocalBox]:
         """The same of the optimizer's state: their names are ``<parameter>/<key>``."""
 
-    def replicated(self) -> dict[str, nn.Parameter]:
+    def equal_on_replicas(self) -> dict[str, nn.Parameter]:
         """This rank's parameters, by name, that must be bitwise equal on all ranks with the same shard."""
 
-    def replicated_gradients(self) -> dict[str, torch.Tensor]:
+    def gradients_equal_on_replicas(self) -> dict[str, torch.Tensor]:
         """The same of their gradients, between backward and update."""
 
 

@@ -65,7 +65,9 @@ class TorchState:
     def gradients(self) -> dict[str, torch.Tensor]:
         scale = self.scaler.scale
         return host_copies(
-            self.replicated_gradients(), self.should_store((0,)), lambda name, tensor: self._full(name, tensor) / scale
+            self.gradients_equal_on_replicas(),
+            self.should_store((0,)),
+            lambda name, tensor: self._full(name, tensor) / scale,
         )
 
     def load_model(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -97,10 +99,10 @@ class TorchState:
             for box in boxes_of(name, tensor, self.fused.get(name.rpartition("/")[0]))
         ]
 
-    def replicated(self) -> dict[str, nn.Parameter]:
+    def equal_on_replicas(self) -> dict[str, nn.Parameter]:
         return dict(self.module.named_parameters())
 
-    def replicated_gradients(self) -> dict[str, torch.Tensor]:
+    def gradients_equal_on_replicas(self) -> dict[str, torch.Tensor]:
         live = {name: parameter.grad for name, parameter in self.module.named_parameters()}
         return {name: gradient for name, gradient in live.items() if gradient is not None}
 
@@ -175,8 +177,8 @@ class StagesState:
             return boxes
         return [box for box in boxes if self.tied_weight not in (box.name, box.name.rpartition("/")[0])]
 
-    def replicated(self) -> dict[str, nn.Parameter]:
-        return self.stage_state.replicated()
+    def equal_on_replicas(self) -> dict[str, nn.Parameter]:
+        return self.stage_state.equal_on_replicas()
 
-    def replicated_gradients(self) -> dict[str, torch.Tensor]:
-        return self.stage_state.replicated_gradients()
+    def gradients_equal_on_replicas(self) -> dict[str, torch.Tensor]:
+        return self.stage_state.gradients_equal_on_replicas()

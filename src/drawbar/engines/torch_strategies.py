@@ -13,7 +13,7 @@ from drawbar.config.schema.run_config import RunConfig
 from drawbar.data.packing import IGNORED_LABEL
 from drawbar.distributed.device_mesh import build_mesh
 from drawbar.distributed.process_group import Distributed
-from drawbar.engines.executors import ModelExecutor, PipelineExecutor, TrainingModule, task_loss
+from drawbar.engines.executors import ModelExecutor, PipelineExecutor, TrainingForward, task_loss
 from drawbar.engines.local_model import LocalModel, allow_packed_rows, apply_dtypes, build_shards, build_whole
 from drawbar.engines.loss_choice import choose_cross_entropy
 from drawbar.engines.parts import EngineParts, Executor
@@ -97,15 +97,15 @@ def build_replicas(
 ) -> EngineParts:
     """A whole model on every rank, by torch's DistributedDataParallel where there are several."""
     local = build_whole(task, config, world, world.device)
-    training_module = _unwrapped(task, local.module)
+    training_forward = _unwrapped(task, local.module)
     if world.size > 1:
         model = replicate(local.module, partial(task_loss, task, None), config.parallel.reduce_dtype)
-        training_module = TrainingModule(model, model, partial(gradient_sync, model))
-    return assemble(task, config, world, local, training_module, wrap_optimizer)
+        training_forward = TrainingForward(model, model, partial(gradient_sync, model))
+    return assemble(task, config, world, local, training_forward, wrap_optimizer)
 
 
-def _unwrapped(task: Task, model: nn.Module) -> TrainingModule:
-    return TrainingModule(model, partial(task_loss, task, None, model))
+def _unwrapped(task: Task, model: nn.Module) -> TrainingForward:
+    return TrainingForward(model, partial(task_loss, task, None, model))
 
 
 def _build_on_mesh(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
@@ -126,8 +126,8 @@ def _build_on_mesh(task: Task, config: RunConfig, world: Distributed) -> EngineP
         synchronizing = _UsageCheck(
             module, world, partial(gradient_sync, module, gathers_once=gathers_once)
         ).synchronizing
-    training_module = TrainingModule(module, partial(task_loss, task, context, module), synchronizing)
-    return assemble(task, config, world, local, training_module, context=context)
+    training_forward = TrainingForward(module, partial(task_loss, task, context, module), synchronizing)
+    return assemble(task, config, world, local, training_forward, context=context)
 
 
 def assemble(
@@ -135,7 +135,7 @@ def assemble(
     config: RunConfig,
     world: Distributed,
     local: LocalModel,
-    training_module: TrainingModule,
+    training_forward: TrainingForward,
     wrap_optimizer: Callable[[Optimizer], Optimizer] = lambda optimizer: optimizer,
     context: ContextParallel | None = None,
 ) -> EngineParts:
@@ -143,7 +143,7 @@ def assemble(
     executor = ModelExecutor(
         task,
         local.module,
-        training_module,
+        training_forward,
         world,
         config.precision,
         context,
@@ -227,7 +227,7 @@ class _UsageCheck:
 
     @contextmanager
     def synchronizing(self, last: bool) -> Iterator[None]:
-        """See ``TrainingModule``.
+        """See ``TrainingForward``.
 
         Raises:
             UserError: after the last micro-batch, where ranks used different parts.

@@ -55,7 +55,7 @@ class RankForecast:
     micro_batches: int
     """Number of micro-batches in a step."""
     checkpoint: int
-    """Bytes of the whole run's checkpoint."""
+    """Bytes of one checkpoint, of all ranks together."""
 
 
 def forecast_rank(
@@ -65,7 +65,7 @@ def forecast_rank(
     dims: ParallelDims,
     rank: int,
     ranks_per_node: int,
-    on_host: bool,
+    devices_are_cpus: bool,
 ) -> RankForecast:
     """Make two steps as one rank of a run, and return what they take.
 
@@ -73,7 +73,7 @@ def forecast_rank(
         build_task: from a configuration to a task without weights (``TaskContext.weightless``).
         config: with every ``auto`` resolved.
         sample: the longest one, see ``longest_sample``.
-        on_host: whether the ranks' devices are CPUs.
+        devices_are_cpus: whether the ranks' devices are CPUs.
 
     Raises:
         UserError: the strategy cannot run this model on so many ranks.
@@ -84,7 +84,7 @@ def forecast_rank(
         micro = worst_micro_batch(task, config, sample, rows)
         meta_model = task.build_meta_model()  # needs real tensors, and the engine asks for it where all are fake
         task.build_meta_model = lambda: meta_model  # type: ignore[method-assign]
-        with fake_tensors() as mode, StepRecorder(partial(_axes_of, dims), on_host) as recorder:
+        with fake_tensors() as mode, StepRecorder(partial(_axes_of, dims), devices_are_cpus) as recorder:
             engine = assemble_engine(task, config, world, total_steps=100)
             assert isinstance(engine.updater, TorchUpdater), "DeepSpeed is estimated"
             parameters = list(engine.module.parameters())
@@ -107,7 +107,7 @@ def forecast_rank(
                 parameters=size_of(parameters),
                 gradients=last.gradients,
                 optimizer=size_of(optimizer),
-                peak=recorder.peak(on_host=OFFLOADED if config.parallel.offload and not on_host else ()),
+                peak=recorder.peak(offloaded=OFFLOADED if config.parallel.offload and not devices_are_cpus else ()),
                 sent={
                     axis: round(_extrapolated(first.sent[axis], sent, few, most, count))
                     for axis, sent in last.sent.items()

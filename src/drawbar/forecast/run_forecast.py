@@ -136,8 +136,8 @@ class Forecaster:
         self._rows = self._count_rows(alone)
 
     def forecast(self, config: RunConfig, name: str, timeout: float = TIMEOUT_SECONDS) -> RunForecast:
-        """What a variant takes. A run that itself searches for micro-batches that fit (``train.memory_probe``) is
-        forecast with the largest that fits, if its default micro-batch does not fit.
+        """What a variant takes. A run that itself searches for micro-batches that fit
+        (``drawbar.train.memory_probe``) is forecast with the largest that fits, if its default one does not.
 
         Raises:
             UserError: its settings do not combine, or do not fit the machines or the model.
@@ -159,7 +159,7 @@ class Forecaster:
         return tried[largest_that_fits(measure, lambda needed: needed <= self.machine.usable, most).rows]
 
     def _finds_micro_batch(self, config: RunConfig) -> bool:
-        """Whether the run tries micro-batches before it trains (``train.memory_probe``)."""
+        """Whether the run tries micro-batches before it trains (``drawbar.train.memory_probe``)."""
         train, parallel, on_gpu = config.train, config.parallel, self.machine.device == "cuda"
         is_set = train.micro_batch != "auto" or train.micro_batch_tokens is not None
         other = is_deepspeed(config) or parallel.features.many_devices or parallel.pipeline > 1
@@ -171,11 +171,18 @@ class Forecaster:
         check_world(resolved, self.machine.ranks)
         counted, dims, estimated = _countable(resolved, self.machine.ranks)
         sample = self.sample_for(counted)
-        on_host = self.machine.device == "cpu"
+        devices_are_cpus = self.machine.device == "cpu"
         ranks = [
             in_own_process(
                 partial(
-                    forecast_rank, self.make_task, counted, sample, dims, rank, self.machine.ranks_per_node, on_host
+                    forecast_rank,
+                    self.make_task,
+                    counted,
+                    sample,
+                    dims,
+                    rank,
+                    self.machine.ranks_per_node,
+                    devices_are_cpus,
                 ),
                 f"rank {rank} of {name}",
                 timeout,
@@ -183,7 +190,7 @@ class Forecaster:
             for rank in _kinds_of_ranks(dims, counted)
         ]
         if estimated:
-            ranks = [_by_sums(rank, resolved, self.machine.ranks, not on_host) for rank in ranks]
+            ranks = [_by_sums(rank, resolved, self.machine.ranks, not devices_are_cpus) for rank in ranks]
         tokens = config.train.global_batch * resolved.data.sequence_length if "input_ids" in sample else 0
         method = ESTIMATED if estimated else COUNTED
         return RunForecast(name, method, ranks, self.machine, self._steps(config), tokens)
@@ -217,7 +224,7 @@ class Forecaster:
             world = FakeWorld(0, dims, self.machine.ranks_per_node)
             strategy, _ = choose_strategy(task, config, world, self.machine.memory)
             parallel = parallel.model_copy(update={"strategy": strategy})
-        # a compiled block takes no more than an uncompiled one (``train.memory_probe``)
+        # a compiled block takes no more than an uncompiled one; a run tries uncompiled steps, too
         return config.model_copy(update={"parallel": parallel.model_copy(update={"compile": False})})
 
     def make_task(self, config: RunConfig) -> Task:

@@ -41,11 +41,11 @@ class StepRecorder(TorchDispatchMode):
 
     Args:
         axes_of: from global ranks to the names of the mesh axes along which they differ, joined by ``+``.
-        on_host: whether the ranks' devices are CPUs. There gloo gathers and scatters by way of a copy, and an operator
-            on two dtypes first copies the operand of the smaller one.
+        devices_are_cpus: whether the ranks' devices are CPUs. There gloo gathers and scatters by way of a copy, and an
+            operator on two dtypes first copies the operand of the smaller one.
     """
 
-    def __init__(self, axes_of: Callable[[list[int]], str], on_host: bool) -> None:
+    def __init__(self, axes_of: Callable[[list[int]], str], devices_are_cpus: bool) -> None:
         super().__init__()
         self.flops = 0
         self.traffic: Counter[str] = Counter()
@@ -53,7 +53,7 @@ class StepRecorder(TorchDispatchMode):
         self.logits_widths: set[int] = set()
         """Sizes of the vocabulary: a tensor whose last dim has such a size counts as logits."""
         self._axes_of = axes_of
-        self._on_host = on_host
+        self._devices_are_cpus = devices_are_cpus
         self._numbers = WeakIdKeyDictionary()  # storage → its number
         self._sizes: list[int] = []  # bytes now, by number
         self._kinds: dict[int, str] = {}
@@ -93,7 +93,7 @@ class StepRecorder(TorchDispatchMode):
             self._follow(tensor)
         if func.namespace in ("c10d", "_c10d_functional", "fsdp"):
             self._note_communication(func, args, kwargs, made)
-        elif self._on_host and torch.Tag.pointwise in func.tags:
+        elif self._devices_are_cpus and torch.Tag.pointwise in func.tags:
             self._note_casts(args)
         return out
 
@@ -108,18 +108,18 @@ class StepRecorder(TorchDispatchMode):
         """Look for the peak from here on."""
         self._begin = len(self._events)
 
-    def peak(self, on_host: Collection[str] = ()) -> Peak:
+    def peak(self, offloaded: Collection[str] = ()) -> Peak:
         """The peak since ``begin``. A storage counts under the kind that it has now, also for the time before it got
         that.
 
         Args:
-            on_host: kinds that take no memory of the device.
+            offloaded: kinds that take no memory of the device.
         """
         now: Counter[str] = Counter()
         total, best = 0, Peak(0, {})
         for index, (number, change) in enumerate(self._events):
             kind = self._kinds.get(number, ACTIVATIONS)
-            if kind not in on_host:
+            if kind not in offloaded:
                 now[kind] += change
                 total += change
             if index >= self._begin - 1 and total > best.bytes:
@@ -173,7 +173,7 @@ class StepRecorder(TorchDispatchMode):
         if group is not None and group.size() > 1:
             name = func._schema.name.split("::")[1]
             sent = _sent(name, args, made, group.size())
-            if self._on_host and ("gather" in name or "scatter" in name):
+            if self._devices_are_cpus and ("gather" in name or "scatter" in name):
                 self._copy(sent * group.size() // (group.size() - 1), COMMUNICATION)
             self.traffic[self._axes_of(dist.get_process_group_ranks(group))] += sent
 

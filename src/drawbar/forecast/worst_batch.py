@@ -28,7 +28,8 @@ _DECODER_FIELDS = ("labels", "decoder_input_ids")
 
 def longest_sample(task: Task, config: RunConfig, world: Distributed, records: Any) -> Sample:
     """The first sample of the training data, stretched to the longest that the settings allow. Samples without
-    ``input_ids`` have no length that settings limit: of these, each field is the largest in the first records.
+    ``input_ids`` have no length that settings limit: of these, one is put together, each field of which has the largest
+    value that it has in the first records.
 
     Raises:
         UserError: the first records cannot be read or encoded.

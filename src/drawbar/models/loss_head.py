@@ -32,7 +32,7 @@ class LossHead(nn.Linear):
     targets: LossTargets | None
     loss: Tensor | None
 
-    @wraps(nn.Linear.forward)  # ``parallel.low_precision_weights`` unwraps it and finds nn.Linear's
+    @wraps(nn.Linear.forward)  # ``drawbar.parallel.low_precision_weights`` unwraps it and finds nn.Linear's
     def forward(self, input: Tensor) -> Tensor:
         if self.targets is None:
             return super().forward(input)

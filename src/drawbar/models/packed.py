@@ -1,6 +1,6 @@
 """Packed rows: several samples end to end in a row, and a model that never looks from one into another.
 
-R: rows, L: tokens in a row, T: tokens in a row of the decoder, N: samples, H: hidden size. Each token's sample is in
+R: rows, L: tokens in a row, U: tokens in a row of the decoder, N: samples, H: hidden size. Each token's sample is in
 ``segment_ids`` (R, L): 0, 1, 2, … within the row, and -1 for padding on the right.
 
 All of it is done in hooks of the model's own modules, so it works inside whatever wraps the model: DDP, FSDP and
@@ -125,21 +125,21 @@ def _keyword_arguments(segments: Segments, segments_RL: Tensor) -> Arguments:
     return {"attention_mask": segments_RL[:, None, None], "segments": segments}
 
 
-def _mask(model: nn.Module, allowed_RTL: Tensor) -> Tensor:
-    """What the model's attention takes: shape (R, 1, T, L); bool, or numbers to be added to the scores."""
-    allowed = allowed_RTL[:, None]
+def _mask(model: nn.Module, allowed_RUL: Tensor) -> Tensor:
+    """What the model's attention takes: shape (R, 1, U, L); bool, or numbers to be added to the scores."""
+    allowed = allowed_RUL[:, None]
     if model.config._attn_implementation == "sdpa":
         return allowed
     dtype = model.get_input_embeddings().weight.dtype
     return torch.zeros_like(allowed, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min)
 
 
-def _same_segment(queries_RT: Tensor, keys_RL: Tensor) -> Tensor:
-    """Which keys a query may look at; shape (R, T, L), bool.
+def _same_segment(queries_RU: Tensor, keys_RL: Tensor) -> Tensor:
+    """Which keys a query may look at; shape (R, U, L), bool.
 
     Padding looks at padding, which no sample looks at: the result of a query without any key would be NaN.
     """
-    return queries_RT[:, :, None] == keys_RL[:, None, :]
+    return queries_RU[:, :, None] == keys_RL[:, None, :]
 
 
 class _Packing:
@@ -160,15 +160,15 @@ class _Packing:
         """Forward pre-hook of the model."""
         kwargs = dict(kwargs)
         self.segments_RL = kwargs.pop("segment_ids", None)
-        decoder_segments_RT = kwargs.pop("decoder_segment_ids", None)
+        decoder_segments_RU = kwargs.pop("decoder_segment_ids", None)
         if self.segments_RL is not None:
-            sides = (self.segments_RL, decoder_segments_RT)
+            sides = (self.segments_RL, decoder_segments_RU)
             self.segments = segments_of(*(side for side in sides if side is not None))
             kwargs.pop("position_ids", None)
-            kwargs |= self.arguments(self.segments_RL, decoder_segments_RT, kwargs)
+            kwargs |= self.arguments(self.segments_RL, decoder_segments_RU, kwargs)
         return args, kwargs
 
-    def arguments(self, segments_RL: Tensor, decoder_segments_RT: Tensor | None, kwargs: Arguments) -> Arguments:
+    def arguments(self, segments_RL: Tensor, decoder_segments_RU: Tensor | None, kwargs: Arguments) -> Arguments:
         """The arguments that the model gets in place of the segment ids."""
         raise NotImplementedError
 
@@ -186,7 +186,7 @@ class _Decoder(_Packing):
         if per_sample:
             model.score.register_forward_hook(self.choose)
 
-    def arguments(self, segments_RL: Tensor, decoder_segments_RT: Tensor | None, kwargs: Arguments) -> Arguments:
+    def arguments(self, segments_RL: Tensor, decoder_segments_RU: Tensor | None, kwargs: Arguments) -> Arguments:
         self.tokens_RL = kwargs["input_ids"]
         attention = self.model.config._attn_implementation
         if "flash" in attention and len(segments_RL) > 1:  # transformers would attend to whole rows, in silence
@@ -224,7 +224,7 @@ class _Encoder(_Packing):
             if getattr(model.base_model, "pooler", None) is not None:
                 model.base_model.pooler.register_forward_pre_hook(self.keep_first)
 
-    def arguments(self, segments_RL: Tensor, decoder_segments_RT: Tensor | None, kwargs: Arguments) -> Arguments:
+    def arguments(self, segments_RL: Tensor, decoder_segments_RU: Tensor | None, kwargs: Arguments) -> Arguments:
         config = self.model.config
         positions_RL = count_positions(segments_RL)
         if config.model_type in COUNTS_FROM_PAD:
@@ -262,7 +262,7 @@ class _Encoder(_Packing):
 class _EncoderDecoder(_Packing):
     def __init__(self, model: nn.Module, with_row_mask: bool) -> None:
         super().__init__(model, with_row_mask)
-        self.decoder_segments_RT: Tensor | None = None
+        self.decoder_segments_RU: Tensor | None = None
         for module in model.modules():
             if hasattr(module, "has_relative_attention_bias") and not self.with_row_mask:
                 module.register_forward_pre_hook(_add_bias_of_a_sample, with_kwargs=True)
@@ -272,12 +272,12 @@ class _EncoderDecoder(_Packing):
         # T5 has no position embedding: its bias depends on the distance of two tokens, which packing does not change
         if hasattr(encoder, "embed_positions"):
             _count_within_samples(encoder.embed_positions, lambda: self.segments_RL)
-            _count_within_samples(decoder.embed_positions, lambda: self.decoder_segments_RT)
+            _count_within_samples(decoder.embed_positions, lambda: self.decoder_segments_RU)
 
-    def arguments(self, segments_RL: Tensor, decoder_segments_RT: Tensor | None, kwargs: Arguments) -> Arguments:
-        if decoder_segments_RT is None or "decoder_input_ids" not in kwargs:
+    def arguments(self, segments_RL: Tensor, decoder_segments_RU: Tensor | None, kwargs: Arguments) -> Arguments:
+        if decoder_segments_RU is None or "decoder_input_ids" not in kwargs:
             raise ValueError("packed rows of an encoder–decoder need decoder_segment_ids and decoder_input_ids")
-        self.decoder_segments_RT = decoder_segments_RT
+        self.decoder_segments_RU = decoder_segments_RU
         # encoder and decoder would get the same attention_mask, but differ in shape: it is set in their own hooks
         return {"attention_mask": None, "decoder_attention_mask": None, "use_cache": False}
 
@@ -290,25 +290,25 @@ class _EncoderDecoder(_Packing):
         return args, {**kwargs, "attention_mask": mask}
 
     def mask_decoder(self, module: nn.Module, args: Any, kwargs: Arguments) -> tuple[Any, Arguments]:
-        if self.segments_RL is None or self.decoder_segments_RT is None:
+        if self.segments_RL is None or self.decoder_segments_RU is None:
             return args, kwargs
         if not self.with_row_mask:
             source, target = self.segments
-            attention = {**_keyword_arguments(target, self.decoder_segments_RT), "source_segments": source}
+            attention = {**_keyword_arguments(target, self.decoder_segments_RU), "source_segments": source}
             return args, {**kwargs, **attention, "encoder_attention_mask": attention["attention_mask"]}
-        causal_RTT = _same_segment(self.decoder_segments_RT, self.decoder_segments_RT).tril()
-        allowed_RTL = _same_segment(self.decoder_segments_RT, self.segments_RL)
+        causal_RUU = _same_segment(self.decoder_segments_RU, self.decoder_segments_RU).tril()
+        allowed_RUL = _same_segment(self.decoder_segments_RU, self.segments_RL)
         # A decoder's padding may have no padding of the encoder to look at, and a query without any key is NaN in some
         # attention kernels. So padding attends to everything; its outputs are not used.
-        allowed_RTL = allowed_RTL | (self.decoder_segments_RT < 0)[:, :, None]
+        allowed_RUL = allowed_RUL | (self.decoder_segments_RU < 0)[:, :, None]
         masks = {
-            "attention_mask": _mask(self.model, causal_RTT),
-            "encoder_attention_mask": _mask(self.model, allowed_RTL),
+            "attention_mask": _mask(self.model, causal_RUU),
+            "encoder_attention_mask": _mask(self.model, allowed_RUL),
         }
         return args, {**kwargs, **masks}
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: Arguments, outputs: Any) -> Any:
-        self.decoder_segments_RT = None
+        self.decoder_segments_RU = None
         return super().leave(module, args, kwargs, outputs)
 
 

@@ -25,7 +25,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 CHUNK = 2**20
 """Elements that are updated at a time: only their moments are in fp32 meanwhile."""
 
-GOLDEN, FIRST, SECOND = 0x9E3779B9 - 2**32, 0x7FEB352D, 0x846CA68B - 2**32
+GOLDEN, FACTOR_A, FACTOR_B = 0x9E3779B9 - 2**32, 0x7FEB352D, 0x846CA68B - 2**32
 """As int32, whose products wrap around: 2³² over the golden ratio, and the factors of the hash lowbias32
 (https://nullprogram.com/blog/2018/07/31/)."""
 
@@ -106,13 +106,13 @@ def random_bits(parameter: Tensor, rows: slice, step: Tensor) -> tuple[Tensor, T
 
     bits = _hashed(hashed_places(offset[0] + rows.start, offset[0] + rows.stop) + _hashed(step.int() * GOLDEN))
     for start, size in zip(offset[1:], shape[1:], strict=True):
-        bits = _mixed(bits.unsqueeze(-1) + hashed_places(start, start + size), FIRST)
+        bits = _mixed(bits.unsqueeze(-1) + hashed_places(start, start + size), FACTOR_A)
     return (bits >> 16).bitwise_and_(0xFFFF), bits.bitwise_and_(0xFFFF)
 
 
 def _hashed(numbers: Tensor) -> Tensor:
     """In place."""
-    return _mixed(_mixed(numbers, FIRST), SECOND)
+    return _mixed(_mixed(numbers, FACTOR_A), FACTOR_B)
 
 
 def _mixed(bits: Tensor, factor: int) -> Tensor:

@@ -50,7 +50,8 @@ class Colwise(ColwiseParallel):
     """A column-parallel layer (linear or embedding): each rank has a shard of the outputs.
 
     Args:
-        sums: whether the input's partial gradient is all-reduced here; else ``parallel.sequence`` reduces it.
+        sums: whether the input's partial gradient is all-reduced here; else ``drawbar.parallel.sequence`` reduces it,
+            once for all linear layers with that input.
     """
 
     def __init__(self, output_layouts: Placement | None = None, sums: bool = True) -> None:

@@ -42,13 +42,13 @@ SCALAR_FLOOR = 1e-3
 class Limits:
     """Largest differences of one kind that are no fault."""
 
-    least: float
+    base: float
     """The limit everywhere; ``at`` can only raise it."""
     at: Mapping[str, float] = field(default_factory=dict)
-    """Limits by step, parameter or module; ``least`` for those that are not in it."""
+    """Limits by step, parameter or module; ``base`` for those that are not in it."""
 
     def of(self, where: str) -> float:
-        return max(self.least, self.at.get(where, 0.0))
+        return max(self.base, self.at.get(where, 0.0))
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Worst:
     @staticmethod
     def of(differences: Differences, limits: Limits) -> "Worst":
         found = [Worst(value, limits.of(where), where) for where, value in differences.items()]
-        return max(found, key=lambda one: one.ratio, default=Worst(0.0, limits.least))
+        return max(found, key=lambda one: one.ratio, default=Worst(0.0, limits.base))
 
     @property
     def ratio(self) -> float:

@@ -43,7 +43,7 @@ def diagnose(probe: Probe, comparison: Comparison, trace: Trace, reference: Refe
     expected_trace = reference.trace
     first = min(trace.gradients.keys() & expected_trace.gradients.keys(), default=0)
     allowed = reference.tolerances.gradients
-    limits = Limits(allowed.least, {name: allowed.of(at_step(name, first)) for name in expected_trace.weights})
+    limits = Limits(allowed.base, {name: allowed.of(at_step(name, first)) for name in expected_trace.weights})
     few_rows = (probe.found, probe.expected, probe.ties, probe.limits)
     first_gradients = trace.gradients.get(first, {}), expected_trace.gradients.get(first, {})
     for found, expected, ties, at_most in [few_rows, (*first_gradients, expected_trace.ties, limits)]:

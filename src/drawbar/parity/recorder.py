@@ -97,7 +97,7 @@ def _record_gradients(trace: Trace, step: int, ends: tuple[int, int], engine: En
     if step not in ends:
         return
     trace.gradients[step] = engine.gradients()
-    trace.unequal += unequal_shards(engine.replicated_gradients(), world, "gradients", f"in step {step}")
+    trace.unequal += unequal_shards(engine.gradients_equal_on_replicas(), world, "gradients", f"in step {step}")
 
 
 def check_finite(trace: Trace) -> None:
@@ -137,7 +137,7 @@ def groups_of_tied_names(tensors: dict[str, Tensor]) -> list[list[str]]:
 
 def unequal_weights(engine: Engine, world: Distributed, ties: Sequence[Sequence[str]], when: str) -> list[Note]:
     """:func:`unequal_shards` of the weights."""
-    return unequal_shards(engine.replicated(), world, "weights", when, ties)
+    return unequal_shards(engine.equal_on_replicas(), world, "weights", when, ties)
 
 
 def unequal_shards(

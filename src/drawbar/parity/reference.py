@@ -63,9 +63,9 @@ def with_last_step(
 def _merged(first: Tolerances, last: Tolerances) -> Tolerances:
     """The tolerances of both steps. For loss and gradient norm, the larger: a single number may be right by chance."""
     return Tolerances(
-        loss=Limits(max(first.loss.least, last.loss.least)),
-        grad_norm=Limits(max(first.grad_norm.least, last.grad_norm.least)),
-        gradients=Limits(last.gradients.least, {**first.gradients.at, **last.gradients.at}),
+        loss=Limits(max(first.loss.base, last.loss.base)),
+        grad_norm=Limits(max(first.grad_norm.base, last.grad_norm.base)),
+        gradients=Limits(last.gradients.base, {**first.gradients.at, **last.gradients.at}),
         weights=last.weights,
         max_gradient_error=last.max_gradient_error,
     )

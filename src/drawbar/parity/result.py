@@ -74,7 +74,7 @@ def curves_of(trace: Trace, reference: Reference, found: Distances) -> dict[str,
             "found": [own[step] for step in sorted(expected)],
             "reference": [expected[step] for step in sorted(expected)],
             "difference": [apart[f"step {step}"] for step in sorted(expected)],
-            "limit": limits.least,
+            "limit": limits.base,
         }
         for kind, (own, expected, apart, limits) in values.items()
     }

@@ -70,7 +70,7 @@ def tolerances(precision: str, tried: Sequence[Distances]) -> Tolerances:
     anywhere = {
         kind: max(
             [
-                getattr(FP32_TOLERANCES, kind).least,
+                getattr(FP32_TOLERANCES, kind).base,
                 *(limit_for(value) for one in tried for value in getattr(one, kind).values()),
             ]
         )
@@ -85,13 +85,13 @@ def tolerances(precision: str, tried: Sequence[Distances]) -> Tolerances:
     )
 
 
-def limits(least: Limits, tried: Sequence[Differences]) -> Limits:
-    """The limit for each place (parameter, module or step) where a difference was measured."""
+def limits(fp32: Limits, tried: Sequence[Differences]) -> Limits:
+    """The limit for each place (parameter, module or step) where a difference was measured; elsewhere that of fp32."""
     at: dict[str, float] = {}
     for differences in tried:
         for where, value in differences.items():
             at[where] = max(at.get(where, 0.0), limit_for(value))
-    return Limits(least.least, at)
+    return Limits(fp32.base, at)
 
 
 def limit_for(value: float) -> float:

@@ -1,4 +1,4 @@
-"""A run's log as events: when it started, resumed, was stopped or preempted, and what went wrong."""
+"""A run's log as events: when it started, resumed, was stopped or got a signal, and what went wrong."""
 
 import re
 import time
@@ -27,20 +27,20 @@ _KINDS = (
     (STRATEGY, START),
     ("checkpoint: ", OPENED),
     ("resumed from ", "resume"),
-    ("saved by ", "elastic"),  # "saved by 4 processes, resumed by 8"
-    ("early stop: ", "stop"),
+    ("saved by ", "resized"),  # "saved by 4 processes, resumed by 8"
+    ("early stop: ", "early stop"),
     ("stopped at step ", "stopped"),
     ("complete at step ", "complete"),
     ("train.steps was ", "change"),
     ("train.epochs was ", "change"),
-    ("the evaluation of step ", "stop"),
+    ("the evaluation of step ", "evaluation given up"),
 )
 """Messages below the level of a warning that are events: how they begin, and the kind of the event, which the report
-shows. "stop": an early stop, or an evaluation that was given up. "stopped": the training ended before its last step."""
+shows. "resized": the number of processes changed. "stopped": the training ended before its last step."""
 _KEPT = {PACKED: " rows", TRAIN: " tokens"}
 """Messages that other parts of a report need: how they begin, and how they end."""
 _ENDS = ("stopped at step ", "complete at step ")
-_PREEMPTION = re.compile(r"SIG[A-Z0-9]+: saving ")
+_SAVING_AT_SIGNAL = re.compile(r"SIG[A-Z0-9]+: saving ")
 _RESUMED = re.compile(r"resumed from .* at step (\d+)$")
 
 
@@ -137,7 +137,7 @@ def _seconds(stamp: str) -> float:
 
 
 def _kind(level: str, text: str) -> str | None:
-    if _PREEMPTION.match(text):
+    if _SAVING_AT_SIGNAL.match(text):
         return "signal"
     if level in ("WARNING", "ERROR", "CRITICAL"):
         return level.lower()

@@ -32,7 +32,7 @@ class StoredCheckpoint:
     is_best: bool
     processes: int | None
     """How many processes saved it."""
-    formats: Mapping[str, Any]
+    numerics: Mapping[str, Any]
     """The dtypes and ways of computing that the run began with: ``{"padding_free": True, …}``."""
 
 
@@ -95,7 +95,7 @@ def read_checkpoints(run_dir: Path, best_step: int | None, problems: list[str]) 
         except OSError:  # it is being rotated out
             continue
         state = _read_object(folder / "state.json", problems)
-        processes, formats = state.get("world_size"), state.get("formats")
+        processes, numerics = state.get("world_size"), state.get("numerics")
         found.append(
             StoredCheckpoint(
                 step,
@@ -103,7 +103,7 @@ def read_checkpoints(run_dir: Path, best_step: int | None, problems: list[str]) 
                 completed,
                 is_best=step == best_step,
                 processes=processes if isinstance(processes, int) else None,
-                formats=formats if isinstance(formats, dict) else {},
+                numerics=numerics if isinstance(numerics, dict) else {},
             )
         )
     return found[::-1]

@@ -70,7 +70,7 @@ class Labels:
         self.names = names
         self._or_numbers = or_numbers
         self._outputs = {label_key(name): output for output, name in enumerate(names)}
-        self._own = frozenset(self._outputs)
+        self._keys_of_names = frozenset(self._outputs)
         keys = [label_key(name) for name in classes or []]
         self._by_name_or_number = bool(keys) and not set(keys) & _numbers(keys)
         """Whether a record may give a class by its number, too: no name of a class could be taken for a number."""
@@ -98,15 +98,13 @@ class Labels:
     @property
     def _numeric(self) -> bool:
         """Whether the labels look like numbers to learn: more than the two of yes and no, and all of them numbers."""
-        return (
-            self._or_numbers and len(self.names) > 2 and all(_by_size_or_letters(name)[0] == 0 for name in self.names)
-        )
+        return self._or_numbers and len(self.names) > 2 and all(map(_is_number, self.names))
 
     def _are_numbers(self, classes: list[str]) -> bool:
         """Whether the task's labels are the numbers of these classes, and not their names: ``labels: [0, 1]``."""
-        if self._by_name_or_number or not self._own <= _numbers(classes):
+        if self._by_name_or_number or not self._keys_of_names <= _numbers(classes):
             return False
-        return not self._own <= {label_key(name) for name in classes}
+        return not self._keys_of_names <= {label_key(name) for name in classes}
 
     def named(self, outputs: list[float]) -> dict[str, float]:
         """One number for each output of the model, by its label as a text: JSON has no other keys."""
@@ -197,6 +195,10 @@ def warn_of_rare(counts: dict[Any, int], column: str) -> None:
             "learned; name the column that holds the labels, or use task.problem=regression for numbers",
             *(column, f"{len(counts):,}", f"{total:,}"),
         )
+
+
+def _is_number(label: Any) -> bool:
+    return _by_size_or_letters(label)[0] == 0
 
 
 def _by_size_or_letters(label: Any) -> tuple[int, float, str]:

@@ -174,7 +174,7 @@ class Task:
 
     @property
     def vocabulary_parallel(self) -> bool:
-        """Whether ``loss`` takes logits that are sharded along the vocabulary (``parallel.styles.sharded_logits``)."""
+        """Whether ``loss`` takes logits whose vocabulary is sharded (``drawbar.parallel.styles.sharded_logits``)."""
         return False
 
     def num_targets(self, batch: Batch) -> float:

@@ -32,7 +32,8 @@ class RunHandle:
 
     @property
     def run_dir(self) -> Path:
-        """The run directory; rank 0 writes it, and where disks are node-local, one rank for each other disk, too."""
+        """The run directory. Rank 0 writes its files (where disks are node-local, one rank for each disk), but for the
+        log and the part of a checkpoint that every rank writes."""
         return self.config.run_dir
 
     @property
@@ -75,9 +76,9 @@ class Callback:
         """After every evaluation, on every rank, with the same scores by their names in ``metrics.jsonl``."""
 
     def on_save(self, run: RunHandle, checkpoint: Path) -> None:
-        """When the state of a step has been copied for its checkpoint, on every rank. Rank 0 writes the folder in the
-        background (on each other node-local disk, another rank does): it appears, complete, in one moment; or, if the
-        save fails (``checkpoint.on_error``), not at all."""
+        """When the state of a step has been copied for its checkpoint, on every rank. The folder is written in the
+        background, by rank 0 (where disks are node-local, by one rank for each) or, in parts, by all ranks: it appears,
+        complete, in one moment; or, if the save fails (``checkpoint.on_error``), not at all."""
 
     def on_exception(self, run: RunHandle, error: Exception) -> None:
         """Training ends with this error: on the ranks that raise it, which need not be all."""

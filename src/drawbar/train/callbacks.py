@@ -62,7 +62,7 @@ class StatusCallback(Callback):
     def on_exception(self, run: RunHandle, error: Exception) -> None:
         self._write(run, "failed")
 
-    def on_nothing_left(self, run: RunHandle) -> None:
+    def write_if_complete(self, run: RunHandle) -> None:
         """Write that the run is complete, where it was so when this process began: the process before may have died
         before writing it."""
         known = RunStatus.read(run.run_dir)
@@ -267,6 +267,8 @@ class SaveCallback(Callback):
 
     def on_step(self, run: RunHandle, info: StepInfo) -> None:
         self._newest = info
+        if info.step == self._saver.first_step:  # before hours of steps that could not be saved
+            self._saver.check_buffers()
         is_due = self._every is not None and info.step % self._every == 0
         if info.last or is_due or self._stop.reason is Reason.SAVE:  # a callback asked for it before this step
             self.save(info)

@@ -47,7 +47,7 @@ def check_on_samples(
     samples may take hours. Every rank calls it.
 
     Raises:
-        UserError: as ``check_saved_state``, ``check_task`` and ``check_evaluation`` do.
+        UserError: as ``check_saved_state``, ``check_task``, ``check_evaluation`` and ``engine.check_buffers`` do.
     """
     train, validation = opened
     check_saved_state(task, engine)
@@ -56,6 +56,7 @@ def check_on_samples(
         first = first_samples(validation, task, config, world, console)
         check_evaluation(task, engine, first, config.eval.metric)
         check_mode(config.eval)
+    engine.check_buffers()
 
 
 def check_saved_state(task: Task, engine: Engine) -> None:

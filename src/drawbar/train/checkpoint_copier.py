@@ -34,7 +34,8 @@ def open_store(config: RunConfig) -> ObjectStore:
 
 
 def known_owner(config: RunConfig) -> int | None:
-    """Owner number of the last process of this run directory, which has ended: this one holds the lock."""
+    """The owner number (``RemoteOwner``) of the last process that trained in this run directory; None without one. That
+    process has ended, as the calling one holds the directory's lock."""
     try:
         values = json.loads((config.run_dir / _OWNER_FILE).read_text("utf-8"))
         return int(values["owner"]) if values["remote"] == config.checkpoint.remote else None
@@ -60,7 +61,7 @@ class CheckpointCopier:
         self._copied: dict[int, bytes] = {}  # step → manifest of what the store is known to have
         self._copying: int | None = None
         self._is_closing = False
-        self._is_lost = False
+        self._has_given_up = False
         self._has_warned = False
         self._has_ended = threading.Event()
         self._wake = threading.Event()
@@ -125,7 +126,7 @@ class CheckpointCopier:
         copier.join()
         self._has_ended.set()
         self._threads[1].join()
-        if self._is_lost:
+        if self._has_given_up:
             return
         left = [str(step) for step, _ in self._uncopied()]
         if left:
@@ -144,7 +145,7 @@ class CheckpointCopier:
             self._wake.clear()
             is_last = self._is_closing  # read first: ``close`` called later wakes this thread for one more pass
             has_failed = not self._copy_all()
-            if is_last or self._is_lost:
+            if is_last or self._has_given_up:
                 return
 
     def _copy_all(self) -> bool:
@@ -159,7 +160,7 @@ class CheckpointCopier:
             self._warn(error.what)
             return False
         except UserError as error:
-            self._is_lost = True
+            self._has_given_up = True
             self._stop.fail(error)
             return False
         except OSError as error:

@@ -4,7 +4,6 @@ state of a step on all ranks, and returns the function that writes the copy in t
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
@@ -54,10 +53,10 @@ class CheckpointLayout(Protocol):
         """
 
 
-def choose_layout(config: Literal["auto", "whole", "parts"], engine: Engine, disks: Disks) -> str:
+def choose_layout(setting: Literal["auto", "whole", "parts"], engine: Engine, disks: Disks) -> str:
     """``checkpoint.layout``, with ``auto`` resolved: parts where the state is large, and all ranks see one disk."""
-    if config != "auto":
-        return config
+    if setting != "auto":
+        return setting
     in_parts = disks.shared and checkpoint_bytes(engine) > MAX_WHOLE_BYTES
     return "parts" if in_parts else "whole"
 
@@ -129,6 +128,8 @@ class PartsLayout:
         self._count = 0
         self._placement = PartPlacement(disks.ranks_by_disk, min(copies, len(disks.writers)))
         self._exchange = None if disks.shared else FileExchange(world, disks.writers)
+        self._own_files: list[str] = []
+        """The files of the save that the ranks of this disk have written, by the manifest."""
 
     def copy(self, step: int, values: Values, ensure_free_space: EnsureFreeSpace) -> Write | None:
         shards = self._copier.copy()
@@ -199,14 +200,16 @@ class PartsLayout:
         with self._directory.explain_write_errors(step_name(step)):
             for path in exchange.exchange(outgoing, folder):
                 sync(path)
-            sizes = read_manifest(folder).sizes()
-            wait_until_visible(folder, {name: sizes[name] for name in self._own_files(folder)})
+            manifest = read_manifest(folder)
+            ranks, sizes = self._placement.ranks[self._placement.disk_of(self._world.rank)], manifest.sizes()
+            self._own_files = with_checksums(name for name in manifest.parts or {} if rank_of_part(name) in ranks)
+            wait_until_visible(folder, {name: sizes[name] for name in self._own_files})
         return b""
 
     def _copy_parts(self, step: int, exchange: FileExchange) -> bytes:
         """Copy the parts of every disk to the next disks (``PartPlacement``)."""
         folder, placement = self._directory.folder_of_parts(step), self._placement
-        files = [folder / name for name in self._own_files(folder)]
+        files = [folder / name for name in self._own_files]  # nothing is read here: the others wait in the exchange
         next_disks = placement.next_disks(placement.disk_of(self._world.rank))
         outgoing = {self._disks.writers[disk]: files for disk in next_disks}
         with self._directory.explain_write_errors(f"the copies of parts of {step_name(step)}"):
@@ -215,11 +218,6 @@ class PartsLayout:
             sync(folder)
         check_local_files(folder)
         return b""
-
-    def _own_files(self, folder: Path) -> list[str]:
-        """The files that the ranks of this disk have written, by the manifest."""
-        ranks = self._placement.ranks[self._placement.disk_of(self._world.rank)]
-        return with_checksums(name for name in read_manifest(folder).parts or {} if rank_of_part(name) in ranks)
 
     def _commit(self, name: str) -> bytes:
         self._directory.finish_write(name, lambda folder: None)

@@ -41,7 +41,7 @@ class DeviceMemory(Protocol):
 
     @property
     def name(self) -> str:
-        """Of the device: another one may have room for more."""
+        """The kind of device. It is stored with the size found: a run that goes on on another kind looks anew."""
 
     def reset(self) -> None:
         """Free what is kept for later tensors, and forget the peak."""

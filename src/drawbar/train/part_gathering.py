@@ -157,8 +157,9 @@ class _Gathering:
 
         def write() -> None:
             if text and not path.exists():
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_durably(path, text)
+                with self._directory.explain_write_errors(path.name):
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    write_durably(path, text)
 
         self.on_disks("writing the configuration", write)
 

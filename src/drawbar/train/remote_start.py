@@ -20,7 +20,7 @@ from drawbar.runtime.log import logger
 from drawbar.train.checkpoint_copier import known_owner, open_store, start_copier
 from drawbar.train.remote_run_files import CONFIG, RemoteRunFiles
 from drawbar.train.run_dir_lock import lock_run_dir
-from drawbar.train.rundir import RunStart, is_of_this_run
+from drawbar.train.rundir import NothingToFork, RunStart, is_of_this_run
 from drawbar.train.stop import Stop
 from drawbar.util.atomic_files import write_durably
 from drawbar.util.best_score import BestScore
@@ -40,9 +40,13 @@ def find_start_on_disk_or_store(find: Callable[[], RunStart], config: RunConfig,
         UserError: as ``find_start`` does; another process trains the run; the run's copy cannot be used, or is that of
             a run with other settings; or the store does not answer, and the disk has no checkpoint either.
     """
-    start = find()
     if config.checkpoint.remote is None or RankInfo.from_environment().rank != 0:
-        return start
+        return find()
+    nothing: NothingToFork | None = None
+    try:
+        start = find()
+    except NothingToFork as error:  # on a machine that has nothing, the same command goes on with the fork
+        start, nothing = RunStart(), error
     own = _local_step(start, config.run_dir)
     try:
         has_fetched = _RemoteRun(config).fetch_newer(own, resume)
@@ -56,6 +60,8 @@ def find_start_on_disk_or_store(find: Callable[[], RunStart], config: RunConfig,
             ) from error
         logger.warning("the run goes on from its own disk, as the store does not answer: %s", error.what)
         return start
+    if nothing is not None and not has_fetched:
+        raise nothing
     return find() if has_fetched else start
 
 

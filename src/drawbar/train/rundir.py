@@ -29,6 +29,15 @@ CONFIG_DRAFT = "config.yaml.tmp"
 _BEFORE_CONFIG = {LOCK_FILE, CONFIG_DRAFT, ORIGIN_FILE, f"{ORIGIN_FILE}.tmp", LAUNCH_FOLDER}
 """Files that may exist in the directory of a run that has no ``config.yaml`` yet."""
 
+_FORK_REMEDY = (
+    "set run.dir and run.name to the run to begin from; or leave out --fork, and delete that folder if it is a run of "
+    "other settings"
+)
+
+
+class NothingToFork(UserError):
+    """The run to fork from has no checkpoint on this disk. An object store may have the fork itself."""
+
 
 @dataclass(frozen=True)
 class RunStart:
@@ -43,9 +52,9 @@ class RunStart:
     """Only the weights are taken from the checkpoint, which is another run's: the optimizer begins anew."""
     unusable: Mapping[Path, Unusable] = field(default_factory=dict)
     """Unusable checkpoints, to be moved aside before the run resumes, each with the reason."""
-    changed_length: Sequence[Difference] = ()
-    """Settings of the length of training or of its schedule that differ from those of the run that goes on, or, for a
-    fork, of the run that it comes from."""
+    changed_schedule: Sequence[Difference] = ()
+    """Settings of the number of steps or of the learning rate's schedule that differ from those of the run that goes
+    on, or, for a fork, of the run that it comes from."""
     refusal: UserError | None = None
     """The error if this disk has no usable start: the run has checkpoints, or began from one, and none can be used.
     Another node's disk may have one."""
@@ -125,7 +134,7 @@ def _find(config: RunConfig, resume: str) -> RunStart:
     start = _find_in_run(config, resume)
     if resume != "auto" or start.checkpoint is not None or start.refusal is not None:
         return start
-    return replace(_read_origin(config.run_dir), changed_length=start.changed_length)
+    return replace(_read_origin(config.run_dir), changed_schedule=start.changed_schedule)
 
 
 def _find_in_run(config: RunConfig, resume: str) -> RunStart:
@@ -150,10 +159,10 @@ def _find_in_run(config: RunConfig, resume: str) -> RunStart:
         raise refusal
     if resume == "auto":
         older = checkpoints.older_than(found.newest)
-        return RunStart(found.newest, unusable=found.unusable, changed_length=changed, refusal=refusal, older=older)
+        return RunStart(found.newest, unusable=found.unusable, changed_schedule=changed, refusal=refusal, older=older)
     chosen = checkpoints.resolve(resume).resolve()
     if chosen.parent != checkpoints.path.resolve():  # from elsewhere: the same command, given again, resumes this run
-        return RunStart(found.newest or chosen, unusable=found.unusable, changed_length=changed)
+        return RunStart(found.newest or chosen, unusable=found.unusable, changed_schedule=changed)
     if refusal is not None:
         raise refusal
     if found.newest is None or chosen != found.newest.resolve():
@@ -162,7 +171,7 @@ def _find_in_run(config: RunConfig, resume: str) -> RunStart:
             where="--resume",
             remedy="leave --resume out to go on from the newest, or add --fork NEWNAME to branch off from this one",
         )
-    return RunStart(found.newest, unusable=found.unusable, changed_length=changed)
+    return RunStart(found.newest, unusable=found.unusable, changed_schedule=changed)
 
 
 def _refusal(found: NewestUsable, folder: Path) -> UserError | None:
@@ -223,17 +232,19 @@ def _find_fork(config: RunConfig, resume: str, target: RunConfig, weights_only: 
     else:
         _check_no_other_files(target.run_dir)
     checkpoints = CheckpointDirectory(source / "checkpoints")
-    checkpoint = checkpoints.latest() if resume in ("auto", "never") else checkpoints.resolve(resume)
-    if checkpoint is None:
-        raise UserError(
-            f"there is nothing to fork: {source} has no complete checkpoint",
-            where="--fork",
-            remedy="set run.dir and run.name to the run to begin from; or leave out --fork, and delete that folder if "
-            "it is a run of other settings. A fork that has checkpoints in checkpoint.remote goes on without --fork, "
-            "with its own name as run.name",
-        )
+    checkpoint = _checkpoint_to_fork(checkpoints, resume)
     older = checkpoints.older_than(checkpoint) if resume in ("auto", "never") else []
-    return RunStart(checkpoint, forked=True, older=older, changed_length=changed_schedule(source, target))
+    return RunStart(checkpoint, forked=True, older=older, changed_schedule=changed_schedule(source, target))
+
+
+def _checkpoint_to_fork(checkpoints: CheckpointDirectory, resume: str) -> Path:
+    if resume not in ("auto", "never"):
+        if checkpoints.steps() or Path(resume).is_dir():
+            return checkpoints.resolve(resume)
+    elif newest := checkpoints.latest():
+        return newest
+    what = f"there is nothing to fork: {checkpoints.path.parent} has no complete checkpoint"
+    raise NothingToFork(what, where="--fork", remedy=_FORK_REMEDY)
 
 
 def _check_same_fork(source: Path, resume: str, weights_only: bool, target: RunConfig) -> None:

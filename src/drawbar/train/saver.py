@@ -21,7 +21,7 @@ from drawbar.runtime.log import logger
 from drawbar.train.checkpoint_copier import start_copier
 from drawbar.train.checkpoint_layouts import CheckpointLayout, PartsLayout, WholeTensorsLayout, choose_layout
 from drawbar.train.shared_disks import Disks
-from drawbar.train.signal_lead import SignalLead
+from drawbar.train.signal_lead import SignalLeadTime
 from drawbar.train.step import RunProgress
 from drawbar.train.stop import Reason, Stop
 from drawbar.util.atomic_files import sync
@@ -75,7 +75,7 @@ class Saver:
         )
         self._copier = start_copier(config, world, stop)
         self._writer = AsyncWriter()
-        self._signal_lead = SignalLead()
+        self._signal_lead_time = SignalLeadTime()
         self._failed: set[int] = set()
         world.end_only_after(self._writer.is_writing)
         resumed = world.from_rank0(lambda: progress.step in self._directory.steps(), "looking at the checkpoints")
@@ -112,6 +112,10 @@ class Saver:
         if progress.best_step == saved.step != self._confirmed_best[0]:
             self._wait_and_agree(progress)
 
+    def check_buffers(self) -> None:
+        """Raise UserError where the model's buffers are no longer those that a resumed run could load."""
+        self._engine.check_buffers()
+
     def save(self, progress: RunProgress) -> None:
         """Save this step; if its checkpoint exists already, update only the progress in it. Changes the best step and
         score in ``progress`` as ``confirm_best`` does. Every rank must call it."""
@@ -121,6 +125,7 @@ class Saver:
                 amend = partial(self._directory.update_state, progress.step, {"progress": progress.state()})
                 self._writer.submit_after_success(self._background_write(progress, amend))
             return
+        self.check_buffers()
         self._wait_and_agree(progress)  # never two copies in host memory
         begin = time.monotonic()
         values = {
@@ -175,7 +180,7 @@ class Saver:
     def _timed(self, begin: float, write: Callable[[], None]) -> None:
         write()
         if self._disks.is_writer:
-            self._signal_lead.compare(time.monotonic() - begin)
+            self._signal_lead_time.compare(time.monotonic() - begin)
 
     def _background_write(self, progress: RunProgress, write: Callable[[], None]) -> Callable[[], None]:
         """``_write`` with its arguments, for the background thread. The values of ``progress`` are those of now."""

@@ -43,7 +43,7 @@ from drawbar.tasks.user_methods import make_task, name_failing_method
 from drawbar.util.atomic_files import sync, write_durably
 
 TASK_FILE = "task.json"
-WRAPS_TEXTS = "wraps_texts"
+ADDS_SPECIAL_TOKENS = "wraps_texts"
 """Marker file: the tokenizer adds the special tokens itself; without it (older runs), the task did."""
 
 
@@ -164,7 +164,7 @@ def _saved_tokenizer(task_type: type[Task], options: TaskConfig, source_run_dir:
 
 
 def _wraps_texts(source_run_dir: Path) -> bool:
-    return (source_run_dir / "tokenizer" / WRAPS_TEXTS).exists()
+    return (source_run_dir / "tokenizer" / ADDS_SPECIAL_TOKENS).exists()
 
 
 def _saved_options(source_run_dir: Path) -> dict[str, Any]:
@@ -196,7 +196,7 @@ def save_task(task: Task, run_dir: Path) -> None:
         draft = run_dir / "tokenizer.tmp"
         with rust_errors_as_oserror(draft):
             task.tokenizer.save_pretrained(str(draft))
-        (draft / WRAPS_TEXTS).touch()
+        (draft / ADDS_SPECIAL_TOKENS).touch()
         for path in (*draft.iterdir(), draft):
             sync(path)
         draft.rename(run_dir / "tokenizer")
@@ -222,7 +222,7 @@ def count_steps(config: TrainSection, steps_per_epoch: int | None) -> int:
     return math.ceil((config.epochs or 0) * steps_per_epoch)
 
 
-def log_changed_length(changed: Sequence[Difference], made: int, total_steps: int, optim: OptimSection) -> None:
+def log_changed_schedule(changed: Sequence[Difference], made: int, total_steps: int, optim: OptimSection) -> None:
     """Log that a resumed run trains to a different last step than it began with, or has another schedule, and what
     follows from that."""
     if not changed or made >= total_steps:

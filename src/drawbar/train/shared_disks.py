@@ -1,4 +1,4 @@
-"""Which nodes of a run share a disk: there, one rank finds and writes checkpoints."""
+"""Which nodes of a run share a disk: there, one rank finds, commits and deletes checkpoints."""
 
 import uuid
 from dataclasses import dataclass
@@ -14,7 +14,8 @@ from drawbar.runtime.log import logger
 
 @dataclass(frozen=True)
 class Disks:
-    """Which ranks write the run directory: one for each distinct disk."""
+    """Which ranks write the files of the run directory: one for each distinct disk. (Its part of a checkpoint, and its
+    log, every rank writes itself.)"""
 
     rank: int
     writer_of: tuple[int, ...]
@@ -22,7 +23,7 @@ class Disks:
 
     @cached_property
     def writers(self) -> tuple[int, ...]:
-        """The ranks that find and write checkpoints, one per file system; rank 0 is the first."""
+        """The ranks that find, commit and delete checkpoints, one per file system; rank 0 is the first."""
         return tuple(sorted(set(self.writer_of)))
 
     @property

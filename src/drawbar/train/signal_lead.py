@@ -7,7 +7,7 @@ from drawbar.launch.job_files import SIGNAL_SECONDS
 from drawbar.runtime.log import logger
 
 
-class SignalLead:
+class SignalLeadTime:
     """Warns once if a save takes longer than the time between the job's signal and its time limit.
 
     Args:

@@ -73,7 +73,7 @@ from drawbar.train.setup import (
     build_task,
     count_steps,
     explain_chat_label_change,
-    log_changed_length,
+    log_changed_schedule,
     save_task,
     warn_of_one_process,
 )
@@ -118,7 +118,7 @@ class Trainer:
         check_rules(config, RULES + TRAIN_RULES)
         self.callbacks = [*make_callbacks(config.callbacks), *callbacks]
         check_callbacks(self.callbacks)
-        self.source = config
+        self.source_config = config
         self.config = config if fork is None else renamed(config, fork)
         self.task_type = task or task_class(config.task.type)
         check_signatures(self.task_type)
@@ -159,7 +159,7 @@ class Trainer:
     def _fit(self, world: Distributed, stop: Stop, console: Console, trackers: Trackers) -> Outcome:
         config = self.config
         disks = find_shared_disks(Path(config.run.dir), world, config.checkpoint)
-        runs = dict.fromkeys((self.source.run_dir, config.run_dir))
+        runs = dict.fromkeys((self.source_config.run_dir, config.run_dir))
         lock = self._lock.take_if_run  # first: another process may be writing a checkpoint
         start = find_start_on_all_disks(self._find_start, disks, world, runs, self.resume, lock)
         with world.barrier_after("locking the run directory"):
@@ -202,7 +202,7 @@ class Trainer:
             check_length(progress.step, total_steps, config.train)
             if source_run_dir != config.run_dir:
                 check_new_steps(progress.step, total_steps, config.train)
-            log_changed_length(start.changed_length, progress.step, total_steps, config.optim)
+            log_changed_schedule(start.changed_schedule, progress.step, total_steps, config.optim)
         self._open(task, engine, world, disks, start)
         if found is not None and disks.is_writer:
             found.save(config.run_dir)
@@ -212,7 +212,7 @@ class Trainer:
         return Outcome(stop.exit_code, config.run_dir, progress)
 
     def _find_start(self) -> RunStart:
-        find = partial(find_start, self.source, self.resume, self.fork, self.weights_only)
+        find = partial(find_start, self.source_config, self.resume, self.fork, self.weights_only)
         return find_start_on_disk_or_store(find, self.config, self.resume)
 
     def _open(self, task: Task, engine: Engine, world: Distributed, disks: Disks, start: RunStart) -> None:
@@ -264,7 +264,7 @@ class _Run:
         """Train, unless the run is complete."""
         if self._is_complete():
             if self.world.is_rank0:
-                StatusCallback(self.config.tracking.log_every, self._is_complete).on_nothing_left(self.handle)
+                StatusCallback(self.config.tracking.log_every, self._is_complete).write_if_complete(self.handle)
             finish_copies(self.config, self.world, self.stop)
             early = "" if self._all_steps_done else ", and stopped early"
             self.console.message(f"{self.config.run.name} is complete: it has made {self.progress.step} steps{early}")

@@ -1,1 +1,1 @@
-"""Small helpers for every package: they import nothing of drawbar but ``errors``, and only ``dtypes`` needs torch."""
+"""Small helpers for every package. Of drawbar they import ``errors`` and one another; only ``dtypes`` needs torch."""

@@ -23,7 +23,7 @@ from drawbar.checkpoint.part_record import PartFile, PartRecord, TensorInfo
 from drawbar.checkpoint.part_writer import write_part
 from drawbar.checkpoint.tensor_index import TensorIndex, intersections
 from drawbar.errors import UserError
-from drawbar.runtime.tensor_shards import TensorShard
+from drawbar.runtime.tensor_boxes import TensorBox
 from parts_writing import cut_at_random, shard, state_of, write_parts
 
 
@@ -72,14 +72,14 @@ def test_boxes_of_many_tensors_are_filled_in_place_and_converted(directory):
     column = torch.full((700, 1), -1.0)
     files.fill(
         [
-            TensorShard("embed.weight", (700, 1100), (600, 0), rows),
-            TensorShard("embed.weight/exp_avg", (700, 1100), (0, 1099), column),
+            TensorBox("embed.weight", (700, 1100), (600, 0), rows),
+            TensorBox("embed.weight/exp_avg", (700, 1100), (0, 1099), column),
         ]
     )
     assert rows.equal(model["embed.weight"][600:].bfloat16())
     assert column.equal(optimizer["embed.weight/exp_avg"][:, 1099:])
     with pytest.raises(ValueError, match=r"embed.weight is \[700, 1100\] in the checkpoint, not \[7, 1100\]"):
-        files.read_into(TensorShard("embed.weight", (7, 1100), (0, 0), torch.empty(7, 1100)))
+        files.read_into(TensorBox("embed.weight", (7, 1100), (0, 0), torch.empty(7, 1100)))
 
 
 def test_part_files_are_safetensors_files(directory):
@@ -113,7 +113,7 @@ def test_neighbours_in_a_file_are_read_once(directory):
     folder = write_rows(directory, model, 4)
     files = PartFiles(folder)
     targets = {name: torch.empty_like(tensor) for name, tensor in model.items()}
-    files.fill(TensorShard(name, tuple(target.shape), (0, 0), target) for name, target in targets.items())
+    files.fill(TensorBox(name, tuple(target.shape), (0, 0), target) for name, target in targets.items())
     assert all(target.equal(model[name]) for name, target in targets.items())
     assert files.bytes_read == sum(path.stat().st_size for path in folder.glob("*.safetensors") if path.stem != "rng")
 

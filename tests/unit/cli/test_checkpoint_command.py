@@ -187,6 +187,10 @@ def test_a_copy_is_listed_as_the_run_is(run: Path) -> None:
         line["saved"] = round(line["saved"] / 60)
     assert copies == own
     assert "best" in run_cli("checkpoint", "list", url, cwd=run.parent).out
+    (run / "checkpoints" / "step-00000003" / "manifest.json").unlink()  # as long as its upload has not ended
+    for command, code in (("list", 0), ("verify", 1)):
+        done = run_cli("checkpoint", command, url, cwd=run.parent)
+        assert (done.code, "manifest.json is missing" in done.out) == (code, True), done.out
 
 
 def test_no_run_at_a_url_or_in_a_project_folder(run: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from datasets import ClassLabel, Dataset, Features, Sequence, Value
 
 from drawbar.config.schema.data_section import DataSection, SourceSection
-from drawbar.data.class_labels import ClassNumber, class_names, only_classes, with_classes
+from drawbar.data.class_labels import ClassNumber, class_features, class_names, with_class_numbers
 from drawbar.data.dataset import encode_records
 from drawbar.data.sources import Records, open_records
 from drawbar.errors import UserError
@@ -148,6 +148,6 @@ def test_a_number_of_no_class_is_a_bad_record(tmp_path: Path) -> None:
 def test_lists_as_older_versions_of_datasets_describe_them() -> None:
     tag = {"names": TAGS, "num_classes": 3, "id": None, "_type": "ClassLabel"}
     features = {"a": [tag], "b": {"feature": {"tag": tag}, "length": -1, "_type": "Sequence"}}
-    record = with_classes({"a": [0, 1], "b": {"tag": [2, None]}}, only_classes(features))
+    record = with_class_numbers({"a": [0, 1], "b": {"tag": [2, None]}}, class_features(features))
     assert named(record) == {"a": ["O", "B-X"], "b": {"tag": ["I-X", None]}}
     assert class_names(features, "a") == class_names(features, "b.tag") == TAGS

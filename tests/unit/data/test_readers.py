@@ -180,9 +180,17 @@ def test_a_row_that_does_not_fit_because_of_another_separator(
     tmp_path: Path, content: str, settings: dict[str, Any]
 ) -> None:
     (tmp_path / "a.csv").write_text(content)
-    assert "separated by ';': read it as .csv, with 'data.separator=\";\"'" in str(
-        refused(tmp_path / "a.csv", **settings).remedy
-    )
+    assert "separated by ';': set 'data.separator=\";\"'" in str(refused(tmp_path / "a.csv", **settings).remedy)
+
+
+@pytest.mark.parametrize("separator", [",", ";"])
+def test_a_first_line_for_excel_is_no_header(tmp_path: Path, separator: str) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(f"sep={separator}\ntext{separator}label\none{separator}1\n")
+    for read_with in (",", ";"):
+        with pytest.raises(UserError, match="tells Excel the separator") as refused:
+            list(opened(path, separator=read_with))
+        assert f'data.separator="{separator}"' in str(refused.value.remedy)
 
 
 def test_a_separator_is_one_character_of_a_csv_file(tmp_path: Path) -> None:

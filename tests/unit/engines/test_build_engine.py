@@ -23,7 +23,7 @@ from tiny import CPU, tiny_config, tiny_task
 def test_one_process_trains_the_bare_model(strategy: str) -> None:
     config = tiny_config(parallel=ParallelSection(strategy=strategy))
     engine = build_engine(tiny_task(config), config, Distributed(RankInfo(), CPU, timeout=60), total_steps=1)
-    assert not isinstance(engine.executor.training_module.module, DistributedDataParallel)
+    assert not isinstance(engine.executor.training_forward.module, DistributedDataParallel)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_one_process_can_be_sharded() -> None:
     dims = ParallelDims.of(config.parallel, 1)
     with Distributed(RankInfo(), CPU, 60, dims) as world:
         engine = build_engine(tiny_task(config), config, world, total_steps=1)
-        assert isinstance(engine.executor.training_module.module, FSDPModule)
+        assert isinstance(engine.executor.training_forward.module, FSDPModule)
     assert not torch.distributed.is_initialized()
 
 

@@ -16,7 +16,7 @@ from tiny import CPU, random_step, tiny_config, tiny_engine, vector
 def count_reductions() -> dict[str, Any]:
     with Distributed(RankInfo.from_environment(), CPU, timeout=60) as world:
         engine = tiny_engine(tiny_config(), world, seed=world.rank)
-        model = engine.executor.training_module.module
+        model = engine.executor.training_forward.module
         assert isinstance(model, DistributedDataParallel)
         found: dict[str, Any] = {"buckets": [], "results": [], "start": vector(engine).numpy()}
         sizes: list[int] = []

@@ -50,11 +50,11 @@ def test_a_limit_is_a_multiple_of_the_farthest_and_less_than_the_thing_itself() 
     found = limits(FP32_TOLERANCES.gradients, [{"a": 0.01, "b": 0.5}, {"a": 0.02, "b": float("inf"), "c": 0.0}])
     assert found.of("a") == MARGIN * 0.02
     assert found.of("b") == LARGEST < 1
-    assert found.of("c") == found.of("d") == FP32_TOLERANCES.gradients.least
+    assert found.of("c") == found.of("d") == FP32_TOLERANCES.gradients.base
 
 
 def test_fp32_is_held_to_what_is_fixed() -> None:
-    assert tolerances("fp32", []).gradients.of("any") == FP32_TOLERANCES.gradients.least
+    assert tolerances("fp32", []).gradients.of("any") == FP32_TOLERANCES.gradients.base
 
 
 STEPS = 4
@@ -78,7 +78,7 @@ def test_rounding_passes(trained: tuple[Trace, Reference]) -> None:
     comparison = compare(trace, reference)
     assert comparison.passes
     assert all(
-        getattr(comparison, kind).value > getattr(FP32_TOLERANCES, kind).least for kind in ("grad_norm", "gradients")
+        getattr(comparison, kind).value > getattr(FP32_TOLERANCES, kind).base for kind in ("grad_norm", "gradients")
     )
 
 

@@ -161,15 +161,15 @@ STRATEGY = """
 from functools import partial
 
 from drawbar import Strategy
-from drawbar.engines.executors import TrainingModule, task_loss
+from drawbar.engines.executors import TrainingForward, task_loss
 from drawbar.engines.local_model import LocalModel, build_model
 from drawbar.engines.torch_strategies import assemble
 
 
 def build(task, config, world):
     model = MODEL
-    training_module = TrainingModule(model, partial(task_loss, task, None, model))
-    return assemble(task, config, world, LocalModel(model, model, None), training_module)
+    training_forward = TrainingForward(model, partial(task_loss, task, None, model))
+    return assemble(task, config, world, LocalModel(model, model, None), training_forward)
 
 
 own = Strategy("own", build)

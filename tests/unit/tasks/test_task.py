@@ -146,7 +146,7 @@ def test_what_is_no_task_is_refused(name: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("columns", "remedy"),
     [
-        (["text;label"], "separated by ';': read it as .csv, with 'data.separator=\";\"'"),
+        (["text;label"], "separated by ';': set 'data.separator=\";\"'"),
         (["text,label"], "separated by ','"),
         (["text; label ;id"], "separated by ';'"),
         (["text", " label"], "'label' without spaces around it"),

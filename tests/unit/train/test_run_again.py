@@ -29,7 +29,7 @@ from drawbar.tasks.causal_lm import CausalLM
 from drawbar.tasks.chat import ChatFormat
 from drawbar.train.restore import _restore_generators
 from drawbar.train.run_dir_lock import lock_run_dir
-from drawbar.train.setup import WRAPS_TEXTS
+from drawbar.train.setup import ADDS_SPECIAL_TOKENS
 from harness import run_ranks
 from runs import Fit, fit_in, losses, metrics, scores, weights
 
@@ -463,11 +463,11 @@ def test_an_older_run_of_chats_says_why_it_cannot_go_on(
         fit(*settings, "data.cache=then")
     with pytest.raises(UserError, match="the training data changed"):
         fit(*settings)
-    (run / "tokenizer" / WRAPS_TEXTS).unlink()
+    (run / "tokenizer" / ADDS_SPECIAL_TOKENS).unlink()
     with pytest.raises(UserError, match=r"the chats of this run have other labels now[\s\S]*--fork NEWNAME"):
         fit(*settings)
     assert fit(*settings[:-1], "train.steps=6", fork="new").progress.step == 6
-    assert (run.parent / "new" / "tokenizer" / WRAPS_TEXTS).exists()
+    assert (run.parent / "new" / "tokenizer" / ADDS_SPECIAL_TOKENS).exists()
 
 
 def test_a_stream_goes_on_with_mended_code_and_not_with_other_data(

@@ -56,6 +56,24 @@ class Copied(Scale):
         destination[prefix + "factor"] = self.factor.detach().clone()
 
 
+class Queue(Scale):
+    """A queue that grows in each training forward; ``at_once``: in the first forward of any kind."""
+
+    def __init__(self, size: int, at_once: bool = False) -> None:
+        super().__init__(size)
+        self.at_once = at_once
+        if not at_once:
+            self.register_buffer("queue", torch.zeros(0, size))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        mean = hidden.detach().mean((0, 1), keepdim=False)[None]
+        if self.at_once:
+            self.register_buffer("queue", mean)
+        elif self.training:
+            self.queue = torch.cat((self.queue, mean))
+        return super().forward(hidden)
+
+
 def task_of(make: Callable[[int], nn.Module]) -> type[CausalLM]:
     class Odd(CausalLM):
         def build_model(self) -> nn.Module:
@@ -106,3 +124,14 @@ def test_a_buffer_made_of_a_parameter_that_is_not_saved_is_refused_where_it_cann
     with pytest.raises(UserError, match="the buffer teacher of Teacher is made from a parameter, and is not saved"):
         fit(*SETTINGS, FSDP, task=task_of(make))
     assert fit(*SETTINGS, task=task_of(make)).exit_code == ExitCode.DONE
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_buffer_that_appears_or_grows_is_refused_before_it_is_saved(at_once: bool, fit: Fit, run: Path) -> None:
+    def make(size: int) -> nn.Module:
+        return Queue(size, at_once)
+
+    before = "none" if at_once else r"\[0, \d+\]"
+    with pytest.raises(UserError, match=rf"its buffer model.norm.1.queue was {before} when .*, and is \[[12], \d+\]"):
+        fit(*SETTINGS, "train.steps=6", "train.micro_batch=4", task=task_of(make))
+    assert not list(run.glob("checkpoints/step-*"))

@@ -85,8 +85,9 @@ def _check(source: Path, config: RunConfig) -> None:
 
 
 def _values(step: int, config: RunConfig) -> dict[str, Any]:
-    """What a checkpoint holds besides tensors. A value of ``formats`` may be ``auto``: the run resolves it when it
-    starts. ``data`` is None: the loader then skips as many global batches as steps were made."""
+    """What a checkpoint holds besides tensors. ``formats``: the dtypes and ways of computing that a run keeps; one may
+    be ``auto``, which the run resolves when it starts. ``data`` is None: the loader then skips as many global batches
+    as steps were made."""
     return {
         "progress": RunProgress(step=step, evaluated_step=step).state(),
         "data": None,

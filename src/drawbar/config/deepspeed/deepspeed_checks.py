@@ -213,7 +213,7 @@ def _compare_steps(check: FileCheck) -> None:
     total, warmup = config.train.steps, config.optim.warmup
     steps: int | None = warmup if isinstance(warmup, int) else None
     if steps is None and total is not None:
-        steps = math.ceil(warmup * total)  # as optim.schedules.warmup_steps
+        steps = math.ceil(warmup * total)  # as drawbar.optim.schedules.warmup_steps
     for key, setting, expected in (
         (f"{WARMUP}.total_num_steps", "train.steps", total),
         (f"{WARMUP}.warmup_num_steps", "optim.warmup", steps),

@@ -128,7 +128,7 @@ def _generated(config: RunConfig, ranks: int, precision: str) -> dict[str, Any]:
         "fp16": {"enabled": precision == "fp16"},
         "zero_optimization": _zero(config, stage),
     }
-    if precision == "fp16":  # as parallel.precision.LossScaler
+    if precision == "fp16":  # as drawbar.parallel.precision.LossScaler
         values["fp16"] |= {"loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 2000, "hysteresis": 1}
     if precision == "bf16" and stage == 0:
         # with bf16 weights, stage 0 adds gradients up in bf16, too; with fp32 weights and autocast, stage 0 is DDP

@@ -137,7 +137,7 @@ SECTIONS: dict[str, dict[str, str]] = {
 }
 """The sections whose keys are known here; DeepSpeed itself checks the keys of the other sections."""
 
-PASSED_ON = {
+ACCEPTED = {
     "train_batch_size": NUMBER,
     "train_micro_batch_size_per_gpu": NUMBER,
     "gradient_accumulation_steps": NUMBER,
@@ -260,7 +260,7 @@ LEGACY_OFFLOAD = {
 PIN_MEMORY = "cpu_offload_use_pin_memory"
 LEGACY_FLAGS = ("cpu_offload", "cpu_offload_param", "cpu_offload_params", PIN_MEMORY)
 TOP: dict[str, str | None] = {
-    **PASSED_ON,
+    **ACCEPTED,
     **dict.fromkeys(IGNORED),
     **dict.fromkeys(key for key in REFUSED if "." not in key),
 }

@@ -75,7 +75,7 @@ class Difference:
 def differences(old: RunConfig, new: RunConfig) -> list[Difference]:
     """Settings that differ and may not (``MAY_CHANGE``, ``INHERITED_IF_AUTO``), by dotted key in the file's order."""
     found = _all_differences(old, new)
-    return [difference for difference in found if not (_may_change(difference.key) or _is_as_begun(difference))]
+    return [difference for difference in found if not (_may_change(difference.key) or _keeps_stored_value(difference))]
 
 
 def render_differences(found: Sequence[Difference]) -> str:
@@ -214,5 +214,5 @@ def _may_change(key: str) -> bool:
     return any(key == free or key.startswith(f"{free}.") for free in MAY_CHANGE)
 
 
-def _is_as_begun(difference: Difference) -> bool:
+def _keeps_stored_value(difference: Difference) -> bool:
     return difference.key in INHERITED_IF_AUTO and difference.new == "auto"

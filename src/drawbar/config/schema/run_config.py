@@ -128,8 +128,8 @@ StrategyName = Annotated[str, AfterValidator(_known_strategy), Field(json_schema
 class ParallelSection(Section):
     strategy: StrategyName = "auto"
     """How parameters, gradients and optimizer state lie on the data-parallel ranks. `auto`: `single` in one process;
-    `deepspeed` with a section `deepspeed`; `ddp` where the task builds its own model, one model takes all ranks,
-    or the model's state fits into each rank's memory; else `fsdp`."""
+    `deepspeed` with a section `deepspeed`; `ddp` where the task builds its own model, the degrees below take all
+    ranks (there is one replica), or the model's state fits into each rank's memory; else `fsdp`."""
     tensor: Count = 1
     """Tensor-parallel degree: the matrices of each layer are sharded over so many ranks."""
     sequence: bool = False
@@ -139,8 +139,8 @@ class ParallelSection(Section):
     schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
     """pipeline: in which order a stage works on micro-batches."""
     cuts: list[Count] | None = None
-    """pipeline: layers in each stage (`interleaved` has twice as many stages as ranks); by default balanced by the
-    number of parameters."""
+    """pipeline: the sizes of the stages, in layers (`interleaved` has twice as many stages as ranks); by default
+    balanced by the number of parameters."""
     context: Count = 1
     """Context-parallel degree: each sequence is sharded over so many ranks."""
     activation_checkpointing: Literal["none", "full", "selective", "attention"] | EveryKthBlock = "none"

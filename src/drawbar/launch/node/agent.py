@@ -92,7 +92,7 @@ def _launch_config(rendezvous: Rendezvous, nproc: int, timeout: float, log_dir: 
         min_nodes=rendezvous.nodes,
         max_nodes=rendezvous.nodes,
         nproc_per_node=nproc,
-        run_id=rendezvous.job,
+        run_id=rendezvous.launch_id,
         rdzv_backend="c10d",
         rdzv_endpoint=rendezvous.endpoint,
         # torch would guess from host names who keeps the store

@@ -79,7 +79,7 @@ class NodeCheck:
         if result.errors:
             raise UserError(
                 "\n".join([f"the nodes cannot train together, says {rendezvous.name(0)}:", *result.errors]),
-                where=f"job {rendezvous.job}",
+                where=f"job {rendezvous.launch_id}",
                 remedy=_remedy(result),
                 exit_code=ExitCode.FAILED,
             )
@@ -169,7 +169,7 @@ class NodeCheck:
 
     def _record_first_node(self, rendezvous: Rendezvous) -> None:
         """Record the first node as bad, unless it has already recorded this node as bad."""
-        if rendezvous.name(rendezvous.node) not in bad_nodes(self.run_dir, rendezvous.job, attempt()):
+        if rendezvous.name(rendezvous.node) not in bad_nodes(self.run_dir, rendezvous.launch_id, attempt()):
             reason = f"node {rendezvous.name(0)} did not answer within {self.seconds:.0f} s"
             _record(self.run_dir, rendezvous, {rendezvous.name(0): reason})
 
@@ -191,7 +191,7 @@ class NodeWatch:
         # Silence is counted in beats of this node, and not timed: time in which the job is suspended must not count
         self._silent = dict.fromkeys(watched, 0)
         self._last = dict.fromkeys(watched, b"")
-        self._left: set[int] = set()
+        self._departed: set[int] = set()
         self._beats = 0
         self._over = threading.Event()
 
@@ -232,7 +232,7 @@ class NodeWatch:
                 silent = {node for node in self._silent if not self._is_there(store, node)}
                 self._end_with_first_node(store)
             except (dist.DistError, RuntimeError):
-                store, silent = None, {0} - self._left
+                store, silent = None, {0} - self._departed
             for node in self._silent:
                 self._silent[node] = self._silent[node] + 1 if node in silent else 0
             self._beats += 1
@@ -244,8 +244,8 @@ class NodeWatch:
     def _is_there(self, store: dist.Store, node: int) -> bool:
         """Whether a node has given a sign since the last look, or has left in good order."""
         if store.check([f"left/{node}"]):
-            self._left.add(node)
-        if node in self._left:
+            self._departed.add(node)
+        if node in self._departed:
             return True
         before = self._last[node]
         self._last[node] = store.get(f"beat/{node}") if store.check([f"beat/{node}"]) else b""
@@ -301,7 +301,7 @@ def _connect_once(rendezvous: Rendezvous) -> dist.TCPStore:
 
 def _record(run_dir: Path, rendezvous: Rendezvous, reasons: Mapping[str, str]) -> None:
     try:
-        record_bad_nodes(run_dir, rendezvous.job, reasons)
+        record_bad_nodes(run_dir, rendezvous.launch_id, reasons)
     except OSError as error:
         print(f"warning: cannot write down the bad nodes: {error}", file=sys.stderr, flush=True)
 

@@ -18,8 +18,8 @@ def job_name(number: str) -> str:
 class Rendezvous:
     """One node's part in a job of several nodes."""
 
-    job: str
-    """The same on all nodes, and another one for each job."""
+    launch_id: str
+    """The same on all nodes, and another one for each launch; of a scheduler's job, ``job_name`` of its number."""
     endpoint: str
     """``address:port`` of the first node."""
     nodes: int

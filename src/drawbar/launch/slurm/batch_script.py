@@ -38,7 +38,7 @@ mkdir -p "$drawbar_run/launch" || exit
 rm -f "$drawbar_end"
 trap ended EXIT
 trap 'exit {terminated}' TERM"""
-_RESTARTS = '{alone}{python} -m drawbar.launch.node.entry.restart "$drawbar_run" "$drawbar_job" || exit\n\n'
+_RESTARTS = '{srun_one_task}{python} -m drawbar.launch.node.entry.restart "$drawbar_run" "$drawbar_job" || exit\n\n'
 
 _BODY = """
 # USR1 comes before the time limit, to this script alone: it goes on to the ranks, which save and end with {requeue}.
@@ -113,11 +113,11 @@ def render(job: Job) -> str:
     Raises:
         UserError: a name or a path that sbatch would read as something else.
     """
-    cluster, python, alone = job.cluster, shlex.quote(job.python), ""
+    cluster, python, srun_one_task = job.cluster, shlex.quote(job.python), ""
     if job.container is not None:
         python = f'"${{container[@]}}" {python}'
         if job.container.runtime == "pyxis":  # only srun knows it
-            alone = "srun --overlap --nodes=1 --ntasks=1 "
+            srun_one_task = "srun --overlap --nodes=1 --ntasks=1 "
     shell = "#!/bin/bash -l" if cluster.modules else "#!/bin/bash"  # a login shell knows the command module
     what = f"Sweep {job.name}: {len(job.elements)} runs, each" if job.elements else f"Run {job.name}"
     parts = [shell, f"# {what} on {_count(job.nodes, 'node')}; made by drawbar submit."]
@@ -132,7 +132,7 @@ def render(job: Job) -> str:
         requeue=int(ExitCode.REQUEUE),
         terminated=128 + signal.SIGTERM,
         python=python,
-        restarts=_RESTARTS.format(alone=alone, python=python) if job.allocation is None else "",
+        restarts=_RESTARTS.format(srun_one_task=srun_one_task, python=python) if job.allocation is None else "",
         nodes=job.nodes,
         # since Slurm 22.05, srun does not take --cpus-per-task over from the job
         cpus=f"--cpus-per-task={cluster.cpus_per_task} " if cluster.cpus_per_task else "",

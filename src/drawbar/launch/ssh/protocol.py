@@ -20,8 +20,8 @@ GRACE = 5.0
 class HostJob:
     """What one host is to run. The configuration is in it, as the host may have no file of it."""
 
-    job: str
-    """The same on all hosts, and another one for each launch."""
+    launch_id: str
+    """For the rendezvous: the same on all hosts, and another one for each launch. Not the number of the job."""
     node: int
     names: tuple[str, ...]
     """Of all hosts, in their order."""
@@ -55,6 +55,6 @@ def host_message(**values: Any) -> bytes:
     return json.dumps(values).encode() + b"\n"  # in ASCII: a job may hold names of files that are no UTF-8
 
 
-def launcher_message(**values: Any) -> bytes:
+def submitter_message(**values: Any) -> bytes:
     """A message to the submitting process."""
     return ANSWER + host_message(**values)

@@ -47,7 +47,7 @@ class RemoteStart:
 def remote_starts(job: Job, hosts: Sequence[Host]) -> list[RemoteStart]:
     """The starts of all hosts."""
     on_host = HostJob(
-        job=f"drawbar-{secrets.token_hex(8)}",
+        launch_id=f"drawbar-{secrets.token_hex(8)}",
         node=0,
         names=tuple(host.name for host in hosts),
         argv=job.argv,
@@ -104,7 +104,7 @@ def describe(name: str, starts: Sequence[RemoteStart]) -> str:
     """What would run, for people and for bash: the commands, and what each host reads."""
     first = starts[0]
     hidden = dict.fromkeys(first.job.environment, _HIDDEN)
-    shown = asdict(replace(first.job, environment=hidden, config="", job="drawbar-…"))
+    shown = asdict(replace(first.job, environment=hidden, config="", launch_id="drawbar-…"))
     numbers = "; ".join(f"{start.host.name} is node {start.job.node}" for start in starts)
     parts = [
         f"# Run {name} on {len(starts)} host{'s' * (len(starts) > 1)}; made by drawbar submit.",

@@ -11,12 +11,12 @@ import sys
 
 import torch
 
-from drawbar.launch.ssh.protocol import launcher_message
+from drawbar.launch.ssh.protocol import submitter_message
 
 
 def main() -> None:
     os.environ.update(json.loads(sys.stdin.readline()))  # before torch looks for GPUs
-    sys.stdout.buffer.write(launcher_message(gpus=torch.cuda.device_count()))
+    sys.stdout.buffer.write(submitter_message(gpus=torch.cuda.device_count()))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from drawbar.launch.node.network_interfaces import address_towards
 from drawbar.launch.node.process_tree import adopt_orphans, die_with_parent, end_tree
 from drawbar.launch.node.rendezvous import Rendezvous
 from drawbar.launch.node.route import describe, find_route
-from drawbar.launch.ssh.protocol import GRACE, HostJob, launcher_message
+from drawbar.launch.ssh.protocol import GRACE, HostJob, submitter_message
 
 LOST_EXIT_CODE = 255
 """The exit code if the worker was killed: the same code that ssh has if its connection is lost."""
@@ -115,7 +115,7 @@ def work(parent: int) -> int:
         signal.signal(number, pass_on)
     try:
         job = HostJob.from_json(channel.wait_for("job", HostJob.patience))
-        _write(1, launcher_message(hello={"address": _connection_addresses()[1]}))
+        _write(1, submitter_message(hello={"address": _connection_addresses()[1]}))
         _change_directory(job)
         return _run(job, _find_endpoint(job, channel), channel)
     except _Ended as end:
@@ -155,13 +155,13 @@ def _find_endpoint(job: HostJob, channel: LauncherChannel) -> str:
             address = choose_address(
                 "" if job.interface else address_for(peers, *_connection_addresses()), job.interface
             )
-            endpoint = f"{address}:{choose_port(job.job)}"
+            endpoint = f"{address}:{choose_port(job.launch_id)}"
         except OSError as error:
             raise _fail(
                 f"the first host has no address for the rendezvous: {error}",
                 "set cluster.interface to one that the hosts share (`ip address` lists them)",
             ) from error
-        _write(1, launcher_message(endpoint=endpoint))
+        _write(1, submitter_message(endpoint=endpoint))
     return str(channel.wait_for("start", job.patience))
 
 
@@ -189,7 +189,7 @@ def _run(job: HostJob, endpoint: str, channel: LauncherChannel) -> int:
         except OSError as error:
             fix = "set cluster.interface to a network that all hosts are on"
             raise _fail(f"no route to the first host, {head}: {error}", fix, ExitCode.FAILED) from error
-        rendezvous = Rendezvous(job.job, endpoint, job.nodes, job.node, route.address, job.names)
+        rendezvous = Rendezvous(job.launch_id, endpoint, job.nodes, job.node, route.address, job.names)
         _write(1, f"{describe(route, rendezvous, environ)}\n".encode())
         environ.update(route.variables)
         rendezvous.to_environment(environ)

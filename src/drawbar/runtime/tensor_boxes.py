@@ -1,4 +1,4 @@
-"""``TensorShard``: a box of a full tensor."""
+"""``TensorBox``: a box of a full tensor."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class TensorShard:
+class TensorBox:
     """A box of a full tensor, to be written or to be filled."""
 
     name: str
