@@ -184,7 +184,7 @@ def test_a_copy_is_listed_as_the_run_is(run: Path) -> None:
     copies = [json.loads(line) for line in done.out.splitlines()]
     for line in (*own, *copies):
         line["folder"] = line["folder"].partition("/checkpoints/")[2]
-        line["saved"] = round(line["saved"] / 60)
+        line["saved_at"] = round(line["saved_at"] / 60)
     assert copies == own
     assert "best" in run_cli("checkpoint", "list", url, cwd=run.parent).out
     (run / "checkpoints" / "step-00000003" / "manifest.json").unlink()  # as long as its upload has not ended
