@@ -3,7 +3,7 @@
 from dataclasses import asdict
 
 from drawbar.parity.compared_modules import ComparedModule
-from drawbar.parity.comparison import Comparison, Note, Worst
+from drawbar.parity.comparison import Comparison, Fault, Worst
 from drawbar.parity.diagnosis import Diagnosis
 from drawbar.parity.result import ParityReport, Result
 
@@ -15,7 +15,7 @@ def comparison(scale: float = 1e-3, where: str = "model.norm.weight") -> Compari
     """The largest differences, as a share of their limits."""
     worst = {kind: Worst(scale * limit, limit, where) for kind, limit in {"loss": 1e-5, "grad_norm": 1e-4}.items()}
     worst |= {kind: Worst(scale * 1e-4, 1e-4, f"{where}, step 1") for kind in ("gradients", "weights")}
-    return Comparison(**worst, left_out=0.01, notes=[Note("", where)])
+    return Comparison(**worst, left_out=0.01, faults=[Fault("", where)])
 
 
 def curves(apart: float) -> dict[str, dict[str, object]]:

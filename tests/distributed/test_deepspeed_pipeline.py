@@ -70,7 +70,7 @@ def compare(folder: str, cases: Cases) -> list[Result | str]:
     with chdir(folder):
         for model, settings, precision, name in cases:
             config = drawbar.load_config(f"{model}.yaml", settings).config
-            workload = Workload(config, task_class(config.task.type), STEPS).with_task()
+            workload = Workload(config, task_class(config.task.type), STEPS).with_tokenizer_and_metadata()
             kind = (model, precision, *settings)
             if place.is_rank0 and kind not in expected:
                 expected[kind] = make_reference(workload, CPU, precision)

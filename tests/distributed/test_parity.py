@@ -51,7 +51,7 @@ def compare_all(
         place = RankInfo.from_environment()
         rows = 2 if place.world_size == 2 else 1  # a micro-batch for each stage, and as few as that
         config = drawbar.load_config(file, [*rest, f"train.micro_batch={rows}"]).config
-        workload = Workload(config, task_class(config.task.type), steps).with_task()
+        workload = Workload(config, task_class(config.task.type), steps).with_tokenizer_and_metadata()
         expected = make_reference(workload, CPU, precision) if place.is_rank0 else None
         results = []
         for name in names:

@@ -128,7 +128,7 @@ def compare_all(folder: str) -> dict[str, list[Result]]:
     with chdir(folder):
         for job, ((file, *settings), names, precision) in JOBS.items():
             config = drawbar.load_config(file, settings).config
-            workload = Workload(config, task_class(config.task.type), steps=3).with_task()
+            workload = Workload(config, task_class(config.task.type), steps=3).with_tokenizer_and_metadata()
             expected = make_reference(workload, CPU, precision) if place.is_rank0 else None
             found[job] = []
             for name in names:

@@ -18,7 +18,7 @@ from conftest import make_project
 from drawbar.checkpoint import CheckpointDirectory
 from drawbar.checkpoint.load import open_snapshot
 from drawbar.checkpoint.object_store import ObjectStore
-from drawbar.checkpoint.remote_owner import RemoteOwner, wait_for_owner
+from drawbar.checkpoint.remote_owner import RemoteOwner, wait_until_owner_ended
 from drawbar.errors import ExitCode, UserError
 from harness import Finished, run_cli, start_cli
 from object_server import BUCKET, ObjectServer, killing
@@ -252,7 +252,7 @@ def test_told_to_stop_while_it_copies(
     assert f"waiting until s3://{BUCKET}/{folder} has the last checkpoint" in said
     newest = CheckpointDirectory(run / "checkpoints").steps()[-1]
     assert server.steps(folder)[-1] == newest < 4000
-    assert wait_for_owner(ObjectStore(f"s3://{BUCKET}/{folder}"), known=None) == 1
+    assert wait_until_owner_ended(ObjectStore(f"s3://{BUCKET}/{folder}"), known=None) == 1
 
 
 def refusal(server: ObjectServer, project: Path, *settings: str) -> Finished:

@@ -2,6 +2,7 @@
 
 import base64
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 from drawbar.config.io.user_code import SNAPSHOT
 from drawbar.launch.job_files import CONFIG
 from drawbar.launch.jobs.restart_count import MOST_RESTARTS, count_restart, newest_step
+from drawbar.launch.node.agent import report_failure
 from drawbar.launch.node.endpoint import PORTS, choose_address, choose_port
 from drawbar.launch.node.entry.first_node import main
 from drawbar.launch.node.network_interfaces import address_towards, interface_address, interfaces, is_free
@@ -159,3 +161,25 @@ def test_the_fourth_restart_ends(tmp_path: Path, module: str) -> None:
     assert [finished.returncode for finished in done] == [0] * (MOST_RESTARTS + 1) + [1]
     assert done[-1].stderr.startswith("error: job 7 was restarted 3 times without a new checkpoint; it ends here")
     assert "fix:" in done[-1].stderr
+
+
+def test_a_report_that_is_cut_off_is_not_there(tmp_path: Path) -> None:
+    """torch's launcher fails on half an error file, and a rank may be killed at any moment."""
+    path = tmp_path / "error.json"
+    program = (
+        "import os, resource, signal\n"
+        "from drawbar.launch.node.agent import report_failure\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_DFL)\n"  # the kernel kills who writes more
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (16, 16))\n"
+        "report_failure(ValueError('too long for the limit'))\n"
+    )
+    env = os.environ | {"TORCHELASTIC_ERROR_FILE": str(path)}
+    assert subprocess.run([sys.executable, "-c", program], env=env, check=False).returncode == -signal.SIGXFSZ
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("path", ["", os.devnull])
+def test_a_launcher_without_error_files(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``torchrun --log-dir /dev/null``."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", path)
+    assert not report_failure(ValueError())

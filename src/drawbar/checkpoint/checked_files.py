@@ -22,7 +22,7 @@ from drawbar.checkpoint.format import (
     FileEntry,
     Manifest,
     PartsElsewhere,
-    describe,
+    file_entry,
 )
 from drawbar.util.atomic_files import retried
 
@@ -107,7 +107,7 @@ def _file_size(folder: Path, name: str) -> int:
 
 def check_content(folder: Path, name: str, manifest: Manifest) -> None:
     """Raises Damaged where a file is not as it was written, by its SHA-256; OSError where it cannot be read."""
-    _compare(name, damaged_if_missing(name, lambda: describe(folder / name)), manifest.files[name])
+    _compare(name, damaged_if_missing(name, lambda: file_entry(folder / name)), manifest.files[name])
 
 
 def read_checked(folder: Path, name: str, manifest: Manifest) -> bytes:

@@ -222,7 +222,7 @@ def _plain(value: Any, where: str) -> Any:
     raise TypeError(f"{where} is a {type(value).__name__}: a checkpoint's state holds JSON values, and no tensors")
 
 
-def describe(path: Path) -> FileEntry:
+def file_entry(path: Path) -> FileEntry:
     """Read a file to find its size and checksum."""
     with path.open("rb") as file:
         return FileEntry(size=path.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest())

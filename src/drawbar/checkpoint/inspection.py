@@ -39,7 +39,7 @@ class CheckpointSummary:
     size: int
     """Bytes of all its files."""
     saved_at: float | None
-    """When it was written, in seconds since 1970; None where a store does not say."""
+    """When it was written, in seconds since 1970; None for a copy of which its object store does not say."""
     problem: str | None
     """Why it cannot be used, judged by its manifest and the sizes of its files."""
     elsewhere: int
@@ -86,7 +86,7 @@ def number_of_writers(manifest: Manifest | None) -> int:
     return 0 if manifest is None else len({name.partition("-")[2] for name in manifest.parts or {}})
 
 
-def set_aside(directory: CheckpointDirectory) -> list[str]:
+def names_set_aside(directory: CheckpointDirectory) -> list[str]:
     """Names of the checkpoints that a run could not use, and has renamed."""
     with explain_read_errors(directory.path):
         return sorted(name for name in folders_in(directory.path) if UNUSABLE in name)

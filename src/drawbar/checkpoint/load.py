@@ -80,7 +80,7 @@ def run_on_all_ranks(path: Path, world: Distributed, activity: str, work: Callab
 
     Raises:
         Unusable, UserError: on every rank, where ``work`` has raised one on any. An OSError becomes a UserError that
-            says what could not be read; what writes explains its errors itself.
+            says what could not be read (a ``work`` that writes must explain its own errors).
     """
     failure: Unusable | UserError | None = None
     with world.working(activity):

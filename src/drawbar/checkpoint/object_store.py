@@ -49,7 +49,7 @@ class ObjectStore:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        self._files, self._root = _open(self.url)
+        self._file_system, self._root = _open(self.url)
 
     def sizes(self, folder: str = "") -> dict[str, int]:
         """Size in bytes of every object below ``folder``, by its name relative to the folder.
@@ -60,8 +60,8 @@ class ObjectStore:
         root = self._path(folder)
 
         def find(_: Any) -> dict[str, int]:
-            self._files.invalidate_cache()
-            found = self._files.find(root, detail=True)
+            self._file_system.invalidate_cache()
+            found = self._file_system.find(root, detail=True)
             return {path.removeprefix(root).lstrip("/"): info.get("size", 0) for path, info in found.items()}
 
         try:
@@ -72,11 +72,13 @@ class ObjectStore:
     def read(self, name: str) -> bytes:
         """The content of a small object. Raises FileNotFoundError where there is none; ObjectStoreError as ``sizes``
         does."""
-        return self._request(f"reading {self.url}/{name}", lambda _: self._files.cat_file(self._path(name)))
+        return self._request(f"reading {self.url}/{name}", lambda _: self._file_system.cat_file(self._path(name)))
 
     def exists(self, name: str) -> bool:
         """Whether there is an object of that name. Raises ObjectStoreError as ``sizes`` does."""
-        return bool(self._request(f"looking for {self.url}/{name}", lambda _: self._files.exists(self._path(name))))
+        return bool(
+            self._request(f"looking for {self.url}/{name}", lambda _: self._file_system.exists(self._path(name)))
+        )
 
     def modified(self, name: str) -> float | None:
         """When an object was written, in seconds since 1970; None where there is none, or the store does not say.
@@ -89,13 +91,13 @@ class ObjectStore:
 
     def _modified(self, path: str) -> Any:
         try:
-            return self._files.modified(path)
+            return self._file_system.modified(path)
         except NotImplementedError:
             return None
 
     def write(self, name: str, content: bytes) -> None:
         """Make a small object, or replace it. Raises ObjectStoreError as ``sizes`` does."""
-        self._change(f"writing {self.url}/{name}", lambda _: self._files.pipe_file(self._path(name), content))
+        self._change(f"writing {self.url}/{name}", lambda _: self._file_system.pipe_file(self._path(name), content))
 
     def create(self, name: str, content: bytes) -> bool:
         """Make a small object unless it exists; return False if it exists with other content. Where the store has
@@ -103,7 +105,9 @@ class ObjectStore:
         """
         path = self._path(name)
         try:
-            self._change(f"writing {self.url}/{name}", lambda _: self._files.pipe_file(path, content, mode="create"))
+            self._change(
+                f"writing {self.url}/{name}", lambda _: self._file_system.pipe_file(path, content, mode="create")
+            )
         except FileExistsError:
             return self.read(name) == content  # the answer to an earlier attempt may have been lost
         return True
@@ -114,7 +118,7 @@ class ObjectStore:
 
         def copy(progress: Any) -> None:
             source.stat()  # first: a missing source must not look like a missing bucket
-            self._files.put_file(str(source), path, callback=progress)
+            self._file_system.put_file(str(source), path, callback=progress)
 
         self._change(f"copying {source} to {self.url}/{name}", copy, source)
 
@@ -124,7 +128,7 @@ class ObjectStore:
         path = self._path(name)
 
         def copy(progress: Any) -> None:
-            self._files.get_file(path, str(target), callback=progress)
+            self._file_system.get_file(path, str(target), callback=progress)
 
         self._request(f"copying {self.url}/{name} to {target}", copy)
 
@@ -136,7 +140,7 @@ class ObjectStore:
                 self._delete(name)
 
     def _delete(self, name: str) -> None:
-        self._request(f"deleting {self.url}/{name}", lambda _: self._files.rm_file(self._path(name)))
+        self._request(f"deleting {self.url}/{name}", lambda _: self._file_system.rm_file(self._path(name)))
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root

@@ -83,7 +83,7 @@ def write_common_files(
     rng: Mapping[str, Tensor],
     placement: PartPlacement | None = None,
 ) -> None:
-    """Write index, state, generators and manifest into the folder of the parts.
+    """Write index, state, RNG states and manifest into the folder of the parts.
 
     Args:
         placement: which disk gets which parts, where nodes share no disk. ``folder`` is then on the first disk, and

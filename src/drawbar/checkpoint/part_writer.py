@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from drawbar.checkpoint.block_checksums import BlockHasher
-from drawbar.checkpoint.format import CHECKSUMS_SUFFIX, describe
+from drawbar.checkpoint.format import CHECKSUMS_SUFFIX, file_entry
 from drawbar.checkpoint.part_record import PartFile, PartRecord, TensorInfo
 from drawbar.checkpoint.tensor_index import KINDS, stored_order
 from drawbar.runtime.safetensors_reader import STORED_DTYPES, StoredTensors, bytes_of
 from drawbar.runtime.tensor_boxes import TensorBox
 from drawbar.util.atomic_files import sync
 
-_FILE_NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
+_DTYPE_NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 _WRITE_BYTES = 16 * 2**20
 """Upper limit on the bytes of one write call."""
 _SMALL_BYTES = _WRITE_BYTES // 32
@@ -95,7 +95,7 @@ def _is_stored(shard: TensorBox) -> bool:
 
 
 def _tensor_info(shard: TensorBox) -> TensorInfo:
-    return TensorInfo(shard.name, _FILE_NAMES[shard.data.dtype], tuple(shard.shape))
+    return TensorInfo(shard.name, _DTYPE_NAMES[shard.data.dtype], tuple(shard.shape))
 
 
 def _write_file(path: Path, boxes: list[TensorBox], load: Callable[[TensorBox], Tensor]) -> PartFile:
@@ -111,7 +111,7 @@ def _write_file(path: Path, boxes: list[TensorBox], load: Callable[[TensorBox], 
         name=path.name,
         size=size,
         begin=len(header),
-        sums=describe(sums),
+        sums=file_entry(sums),
         tensors=tuple(map(_tensor_info, boxes)),
         offsets=np.array([number for box in boxes for number in box.offset], dtype=np.int64),
         sizes=np.array([number for box in boxes for number in box.data.shape], dtype=np.int64),
@@ -182,7 +182,7 @@ def _header(boxes: list[TensorBox], metadata: Mapping[str, str]) -> bytes:
             raise ValueError(f"{key} was given twice")
         begin, end = end, end + box.data.nbytes
         entries[key] = {
-            "dtype": _FILE_NAMES[box.data.dtype],
+            "dtype": _DTYPE_NAMES[box.data.dtype],
             "shape": list(box.data.shape),
             "data_offsets": [begin, end],
         }

@@ -49,7 +49,7 @@ class RemoteOwner:
         """Become the owner.
 
         Args:
-            before: number of the previous owner, as returned by ``wait_for_owner``.
+            before: number of the previous owner, as returned by ``wait_until_owner_ended``.
 
         Raises:
             Superseded: another process has become the owner since then.
@@ -90,18 +90,18 @@ class RemoteOwner:
         )
 
 
-def wait_for_owner(store: ObjectStore, known: int | None) -> int:
+def wait_until_owner_ended(store: ObjectStore, ended: int | None) -> int:
     """Wait until the last owner is known to have ended, and return its number; 0 where there was none.
 
     Args:
-        known: the number of an owner that has ended: this run's own last process.
+        ended: the number of an owner that has ended: this run's own last process.
 
     Raises:
         UserError: another process is the owner, and lives; or the store does not answer.
     """
     number = max(_numbers(store), default=0)
     found = _read(store, number)
-    if number in (0, known) or found.get("ended") is True or _is_gone(found) or found == _silent_owners.get(store.url):
+    if number in (0, ended) or found.get("ended") is True or _is_gone(found) or found == _silent_owners.get(store.url):
         return number
     logger.info(
         "%s was the last to write to %s: waiting %.0f s to see whether it still does",

@@ -23,8 +23,8 @@ from drawbar.checkpoint.format import (
     Manifest,
     Snapshot,
     decode_state,
-    describe,
     encode_state,
+    file_entry,
 )
 from drawbar.checkpoint.part_writer import write_tensors
 from drawbar.checkpoint.space import rust_errors_as_oserror
@@ -122,7 +122,7 @@ def write_manifest(
     files = dict(known)
     for name in names:
         sync(folder / name)
-        files[name] = describe(folder / name)
+        files[name] = file_entry(folder / name)
     manifest = Manifest.of(step, files, None if parts is None else dict(parts), disks)
     (folder / MANIFEST_FILE).write_bytes(manifest.to_json())
     sync(folder / MANIFEST_FILE)

@@ -10,14 +10,16 @@ import click
     short_help="List submitted jobs and how far their runs are.",
     epilog="""\b
 Examples:
-  drawbar jobs                 what waits, what runs, and what ended since yesterday
+  drawbar jobs                 what waits, what runs, and what ended in the last 24 hours
   drawbar jobs --all           and all before them
 
 \b
 The list is kept in ~/.local/state/drawbar/jobs.jsonl, and in the folder launch/ of each run.
 """,
 )
-@click.option("--all", "show_all", is_flag=True, help="Also the jobs that ended, or were submitted, before yesterday.")
+@click.option(
+    "--all", "show_all", is_flag=True, help="Also the jobs that ended, or were submitted, more than 24 hours ago."
+)
 def jobs(show_all: bool) -> None:
     """List the jobs that you have submitted: their states, and how far their runs are."""
     from drawbar.launch.jobs.job_status import is_recent

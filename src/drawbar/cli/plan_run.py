@@ -121,7 +121,7 @@ def _compare(forecaster: "Forecaster", config: "RunConfig", strategies: str | No
     resolved = forecaster.resolve(config)
     if strategies is None:
         ranks = forecaster.machine.ranks
-        # parity trains one process beside several; a plan for several devices has no use for it
+        # parity's list also has the strategies of one process; a plan for several devices leaves them out
         cases = [case for case in default_cases(resolved, ranks, resolved.precision) if ranks == 1 or not case.alone]
     else:
         cases = parse_cases(strategies, config)

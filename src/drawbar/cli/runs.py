@@ -20,8 +20,8 @@ Examples:
 
 \b
 States: training; complete (all steps are made, or early stopping has ended it); stopped
-(saved, and can go on); failed; stale (it was training, has long been silent, and no process
-has it open); submitted (its job has not begun); unknown (nothing is written yet).
+(saved, and can go on); failed; stale (it was training, no process has it open, and its process
+is gone or has long been silent); submitted (its job has not begun); unknown (nothing is written yet).
 """,
 )
 @click.argument("folder", metavar="[DIR]", type=click.Path(path_type=Path), default="runs")

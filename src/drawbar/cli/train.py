@@ -24,7 +24,7 @@ RANK_MODULES = (
     *("drawbar.cli", "drawbar.train.trainer", "drawbar.engines.torch_strategies", "drawbar.launch.node.agent"),
     "transformers.generation.utils",
 )
-"""What nearly every rank imports, with torch and transformers; classes of models and tasks are not among it."""
+"""What nearly every rank imports; torch and transformers come with it. Classes of models and tasks are not in it."""
 
 
 @click.command(

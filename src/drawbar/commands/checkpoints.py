@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from drawbar.checkpoint.directory import CheckpointDirectory
-from drawbar.checkpoint.inspection import CheckpointSummary, problems, set_aside, summaries, unlisted_files
+from drawbar.checkpoint.inspection import CheckpointSummary, names_set_aside, problems, summaries, unlisted_files
 from drawbar.checkpoint.load import explain_read_errors
 from drawbar.checkpoint.space import readable
 from drawbar.config.io.source import read_file, run_folder
@@ -43,7 +43,7 @@ def list_checkpoints(run: Path, as_json: bool) -> None:
         return
     if not found:
         print(f"{directory.path} has no checkpoints yet")
-    for name in set_aside(directory):
+    for name in names_set_aside(directory):
         print(f"{name}: a run could not use it, and has set it aside")
 
 

@@ -105,7 +105,7 @@ class TrainedRun:
         """
         found = load_split(self.task, split, self.config, self._world, SilentConsole())
         evaluation = evaluate(self._engine, self.task, found, self._world, *self._how(found))
-        assert evaluation is not None, "nobody asks for a stop"
+        assert evaluation is not None, "it was given no stop_wanted"
         return evaluation.scores
 
     def _task_without_labels(self) -> Task:

@@ -117,8 +117,9 @@ class Prefetcher(Generic[Batch]):
     A user's augment and collate may draw from the generators of Python, NumPy or torch, which checkpoints hold and
     dropout uses. In another thread of this process they would do so at any moment: so without ``workers``, callers give
     ``prefetch=False`` where augment or collate is a user's. With ``workers`` each batch is made in the training thread,
-    when its step is due, until a worker has started. The first batch of a worker is also made in this process: if the
-    two differ, or a worker fails later or draws from such a generator, nothing is made ahead from then on.
+    when its step is due, until a worker has started. The first batch that any worker makes is also made in this
+    process: if the two differ, or a worker fails later or draws from such a generator, nothing is made ahead from then
+    on.
 
     Args:
         maker: what makes a batch.
@@ -145,7 +146,7 @@ class Prefetcher(Generic[Batch]):
         self._is_deferred = not prefetch
         """Whether each batch is made only when its step is due."""
         self._is_compared = False
-        """Whether the first batch of a process has been compared with the same batch made in this process."""
+        """Whether the first batch of all workers has been compared with the same batch made in this process."""
         self._preparer: _Preparer[Batch] | None = None
         self._restore_generators: Callable[[], None] | None = None
         """Undoes the newest step's random draws; None if none of its batches was made in the training thread."""

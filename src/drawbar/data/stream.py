@@ -31,7 +31,7 @@ LARGEST_BLOCK = 2**32
 @dataclass(frozen=True)
 class StreamSettings:
     """Settings of a stream that decide its batches; within a run only ``code`` may change, and
-    the ``data.on_bad_record`` in ``fingerprint``."""
+    ``fingerprint`` where it differs by the value of ``data.on_bad_record`` alone (``resumable``)."""
 
     seed: int
     shuffle: bool

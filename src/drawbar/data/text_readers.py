@@ -109,7 +109,7 @@ def _numbered_text(lines: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
     return ((number, line) for number, line in enumerate(lines, start=1) if not _is_blank(line))
 
 
-def _expect_short(lines: Iterable[bytes], path: Path) -> Iterator[bytes]:
+def _warn_of_long(lines: Iterable[bytes], path: Path) -> Iterator[bytes]:
     """The lines of a text, each of which is a record or a part of one, with a warning of the first that is too long to
     be intended."""
     said = False
@@ -149,7 +149,7 @@ class TextLines(FileReader):
         return (RawRecord(line, self.path, number) for number, line in self._lines())
 
     def _lines(self) -> Iterator[tuple[int, bytes]]:
-        return _numbered_text(_expect_short(binary_lines(self.path), self.path))
+        return _numbered_text(_warn_of_long(binary_lines(self.path), self.path))
 
     def decode(self, unit: RawRecord) -> Record:
         return {"text": text_of(unit.raw, unit.path, unit.line or 1)}
@@ -263,7 +263,7 @@ class ParallelLines(Reader):
         return list(self.paths)
 
     def units(self) -> Iterator[RawRecord]:
-        rows = zip_longest(*(_expect_short(binary_lines(path), path) for path in self.paths))
+        rows = zip_longest(*(_warn_of_long(binary_lines(path), path) for path in self.paths))
         for number, lines in enumerate(rows, start=1):
             if None in lines:
                 raise self._unequal()

@@ -12,7 +12,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from drawbar.config.parallel_dims import AXES, ParallelDims
 
 
-def buffer_replicas(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
+def replica_groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
     """The groups of this rank along the axes on which ranks hold the same buffers: all but the pipeline's."""
     return [mesh.get_group(axis) for axis in AXES if axis != "pp" and mesh[axis].size() > 1]
 

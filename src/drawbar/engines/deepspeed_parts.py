@@ -39,17 +39,17 @@ class DeepSpeedUpdater:
 
     def __init__(self, masters: MasterState, precision: str) -> None:
         self.masters = masters
-        self.backend = masters.engine
+        self.ds_engine = masters.engine
         self.precision = precision
 
     def step(self, lr: float, before_update: Callable[[], None]) -> Update:
-        set_learning_rate([self.backend.optimizer], lr)
+        set_learning_rate([self.ds_engine.optimizer], lr)
         grad_norm = self._norm_of_stage_0()
         before_update()
-        self.backend.step()
-        skipped = not self.backend.was_step_applied()
+        self.ds_engine.step()
+        skipped = not self.ds_engine.was_step_applied()
         if grad_norm is None:
-            found = math.inf if skipped else self.backend.get_global_grad_norm()
+            found = math.inf if skipped else self.ds_engine.get_global_grad_norm()
             grad_norm = torch.as_tensor(found, dtype=torch.float32)
         return Update(grad_norm, skipped)
 
@@ -59,14 +59,14 @@ class DeepSpeedUpdater:
             return None
         from deepspeed.runtime.utils import clip_grad_norm_
 
-        parameters = self.backend.module.parameters()
-        norm = clip_grad_norm_(parameters, max_norm=float("inf"), mpu=self.backend.mpu)
+        parameters = self.ds_engine.module.parameters()
+        norm = clip_grad_norm_(parameters, max_norm=float("inf"), mpu=self.ds_engine.mpu)
         return torch.as_tensor(norm, dtype=torch.float32)
 
     def scaler_state(self) -> dict[str, float]:
         if self.precision != "fp16":
             return {}
-        scaler = self.backend.optimizer.loss_scaler
+        scaler = self.ds_engine.optimizer.loss_scaler
         # like LossScaler's count, but it can reach the whole window: DeepSpeed's scale grows one step after each whole
         # window. The remainder is taken because DeepSpeed counts from the last overflow, not from the last growth
         quiet = scaler.cur_iter - scaler.last_overflow_iter - 1
@@ -75,12 +75,12 @@ class DeepSpeedUpdater:
 
     def load_scaler_state(self, state: dict[str, float]) -> None:
         if self.precision == "fp16" and state:
-            scaler = self.backend.optimizer.loss_scaler
+            scaler = self.ds_engine.optimizer.loss_scaler
             scaler.cur_scale = state["scale"]
             scaler.cur_iter, scaler.last_overflow_iter = int(state["_growth_tracker"]), -1
 
     def close(self) -> None:
-        self.backend.destroy()
+        self.ds_engine.destroy()
 
 
 class DeepSpeedState:

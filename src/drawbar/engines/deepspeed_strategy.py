@@ -52,6 +52,7 @@ from drawbar.parallel.deepspeed.deepspeed_state import (
     initialize_deepspeed,
     is_tp_shard,
 )
+from drawbar.parallel.fsdp import check_shardable
 from drawbar.parallel.synced_generate import synchronize_generate
 from drawbar.parallel.weights import expanded_empty, materialize, named_tensors, tensors_from_rank0
 from drawbar.runtime.log import logger
@@ -83,22 +84,25 @@ def _build_one_model(task: Task, config: RunConfig, world: Distributed) -> Engin
     local, source = _partitioned(task, config, world) if stage == 3 else _replicated(task, config, world)
     # after the model: adapters draw random numbers here, too, and must not change those that the model starts from
     meta_model = with_adapters(build_meta_model(task), config, local.base)
+    check_shardable(local.module, "DeepSpeed")
     optimizer = _optimizer(local.module, config)
     values = _json(config, world)
-    backend = initialize_deepspeed(local.module, optimizer, values, world.device, is_zero3=stage == 3)
-    local = replace(local, module=backend.module, meta_model=meta_model, replica_groups=[torch.distributed.group.WORLD])
+    ds_engine = initialize_deepspeed(local.module, optimizer, values, world.device, is_zero3=stage == 3)
+    local = replace(
+        local, module=ds_engine.module, meta_model=meta_model, replica_groups=[torch.distributed.group.WORLD]
+    )
     _check_tp_shards(local, config.parallel.tensor)
-    state = DeepSpeedState(local, MasterState.of(backend), config, world, stored_by_writers(world))
+    state = DeepSpeedState(local, MasterState.of(ds_engine), config, world, stored_by_writers(world))
     _set_first_weights(local.module, source, state, world.device)
     if stage == 3:
         synchronize_generate(local.module)
 
     def synchronizing(last: bool) -> AbstractContextManager[None]:
-        backend.set_gradient_accumulation_boundary(last)
+        ds_engine.set_gradient_accumulation_boundary(last)
         return nullcontext()
 
-    loss, backward = partial(task_loss, task, None, backend), partial(backend.backward, scale_wrt_gas=False)
-    training_forward = TrainingForward(backend, loss, synchronizing, backward)
+    loss, backward = partial(task_loss, task, None, ds_engine), partial(ds_engine.backward, scale_wrt_gas=False)
+    training_forward = TrainingForward(ds_engine, loss, synchronizing, backward)
     executor = ModelExecutor(
         task, local.module, training_forward, world, config.precision, loss_in_head=local.loss_in_head
     )
@@ -170,6 +174,7 @@ def _build_pipeline(task: Task, config: RunConfig, world: Distributed) -> Engine
     stages = build_stages(task, config, world)
     pipeline_inference = stages.pipeline_inference(world)
     local, tied = _fill_stages(stages, task, config, world)
+    check_shardable(local.module, "DeepSpeed")
     optimizer = _optimizer(local.module, config)
     _check_groups(optimizer, world)
     values = {**_json(config, world), **_FOR_PIPELINES}
@@ -177,16 +182,16 @@ def _build_pipeline(task: Task, config: RunConfig, world: Distributed) -> Engine
     layer = Stage(stages.stage_modules[0], stages.group.rank(), world.dims.pp)
     module = pipeline_module(layer, tied, world.dims)
     exact = {parameter: parameter.detach() for parameter in local.module.parameters()}
-    backend = initialize_deepspeed(module, optimizer, values, world.device, is_zero3=False)
-    masters = MasterState.of(backend)
+    ds_engine = initialize_deepspeed(module, optimizer, values, world.device, is_zero3=False)
+    masters = MasterState.of(ds_engine)
     if config.precision != "fp32":  # DeepSpeed has made its fp32 master weights from the low-precision ones
         for parameter, weight in exact.items():
             masters.set_weight(parameter, weight)
-    pipeline = DeepSpeedPipeline(backend, layer, world.device, config.precision)
+    pipeline = DeepSpeedPipeline(ds_engine, layer, world.device, config.precision)
     executor = PipelineExecutor(
         task,
         local.module,
-        backend,
+        ds_engine,
         pipeline,
         pipeline_inference,
         world,

@@ -67,7 +67,8 @@ class Engine:
 
     @property
     def base(self) -> FrozenBaseInfo | None:
-        """Digest and newly initialized parameters of the base model under LoRA, equal on all ranks; else None."""
+        """Digest of the base model under LoRA, and the names of its parameters that no file has; else None. The same
+        on all ranks."""
         return self._local.base
 
     @property
@@ -98,7 +99,7 @@ class Engine:
 
     def share_buffers(self) -> None:
         """Make the buffers that training changes the same on all ranks, before they evaluate; those of pipeline stages
-        stay. Every rank calls it."""
+        are left as they are. Every rank calls it."""
         share_buffers(self.module, self._local.replica_groups)
 
     def check_buffers(self) -> None:

@@ -75,7 +75,7 @@ class ModelExecutor:
     def forward_backward(self, micro_batches: list[MicroBatch[Batch]], scale: float) -> torch.Tensor:
         self.training_forward.module.train()
         loss_sum = torch.zeros((), device=self.device)
-        # targets are found before the batches are copied: on a GPU, the search would make the host wait for it
+        # the positions with a target are listed before the batches are copied: on a GPU, the host would wait for that
         has_targets = self.loss_in_head and self.context is None
         batches = self.device_copies.of(with_targets(self.task, micro_batches, has_targets))
         with cast_weights_once(self.module, self.precision, self.device):

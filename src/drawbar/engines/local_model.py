@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from drawbar.config.parallel_dims import ParallelDims
 from drawbar.config.schema.run_config import RunConfig
-from drawbar.distributed.device_mesh import buffer_replicas
+from drawbar.distributed.device_mesh import replica_groups
 from drawbar.distributed.process_group import Distributed
 from drawbar.engines.loss_choice import choose_cross_entropy
 from drawbar.models.huggingface import weights_without_file
@@ -52,7 +52,7 @@ class LocalModel:
     meta_model: nn.Module
     """A model with all names and full shapes, perhaps without values; it may be ``module`` itself."""
     base: FrozenBaseInfo | None
-    """Digest and newly initialized parameters of the base model under LoRA; None without LoRA."""
+    """Digest of the base model under LoRA, and the names of its parameters that no file has; None without LoRA."""
     fused: dict[str, FusedLayout] = field(default_factory=dict)
     """Layouts of fused parameters, which are stored in another order than in the full model."""
     replica_groups: list[dist.ProcessGroup] = field(default_factory=list)
@@ -98,7 +98,7 @@ def with_adapters(meta_model: nn.Module, config: RunConfig, base: FrozenBaseInfo
     """The meta model, with LoRA adapters if the run has them.
 
     Args:
-        base: digest and newly initialized parameters of the base model; None without LoRA.
+        base: see ``LocalModel``.
     """
     model = meta_model if config.lora is None or base is None else add_adapters(meta_model, config.lora, base.new)
     keep_trained_weights_in_fp32(model)
@@ -234,7 +234,7 @@ def build_shards(task: Task, config: RunConfig, world: Distributed, mesh: Device
     fused = fused_layouts(model)
     materialize(model, torch.device("cpu") if config.parallel.offload else world.device, world.device)
     load_first_weights(model, source, fused, world)
-    return LocalModel(model, model, base, fused, buffer_replicas(mesh), cross_entropy)
+    return LocalModel(model, model, base, fused, replica_groups(mesh), cross_entropy)
 
 
 def load_first_weights(

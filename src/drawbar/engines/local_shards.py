@@ -25,7 +25,7 @@ class LocalShards:
     tied: dict[str, str]
     """Maps each further name of a tied weight to the name that it is saved under."""
     values: dict[str, Any]
-    """See ``EngineState.values``."""
+    """What ``saved_values`` returns."""
 
     def nbytes(self) -> int:
         return sum(shard.data.nbytes for shard in (*self.model, *self.optimizer))

@@ -44,6 +44,7 @@ class EngineState:
     model: Mapping[str, torch.Tensor]
     optimizer: Mapping[str, torch.Tensor]
     values: dict[str, Any] = field(default_factory=dict)
+    """What ``saved_values`` returns."""
 
 
 def saved_values(step: int, config: RunConfig, scaler: dict[str, float]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from drawbar.models.lora import FrozenBaseInfo
 from drawbar.models.plans import plan_for
 from drawbar.parallel.model_plan import ModelParallelPlan, PipelinePlan
 from drawbar.parallel.pipeline.inference import PipelineInference
-from drawbar.parallel.pipeline.stages import LocalStages, build_stage, is_tied, split_layers
+from drawbar.parallel.pipeline.stages import LocalStages, blocks_of_stages, build_stage, is_tied
 from drawbar.parallel.tensor import FusedLayout
 from drawbar.runtime.log import logger
 from drawbar.tasks.task import Task
@@ -87,7 +87,7 @@ def _build_stage_modules(
 ) -> list[nn.Module]:
     parallel, ranks = config.parallel, world.dims.pp
     stages = ranks * (2 if parallel.schedule == "interleaved" else 1)
-    layers = split_layers(meta_model, plan, stages, parallel.cuts)
+    layers = blocks_of_stages(meta_model, plan, stages, parallel.cuts)
     logger.info("pipeline: stages of %s blocks", ", ".join(map(str, layers)))
     parts = [build_stage(meta_model, plan, layers, stage) for stage in range(rank, stages, ranks)]
     idle = sum(not any(parameter.requires_grad for parameter in part.parameters()) for part in parts)

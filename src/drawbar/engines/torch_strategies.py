@@ -45,7 +45,7 @@ from drawbar.tasks.task import Task
 def build_single(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
     """One process, one device."""
     local = build_whole(task, config, world, world.device)
-    return assemble(task, config, world, local, _unwrapped(task, local.module))
+    return assemble(task, config, world, local, _training_forward(task, local.module))
 
 
 def build_dp(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
@@ -64,7 +64,7 @@ def build_dp(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
         )
     local = build_whole(task, config, world, world.device)
     model = DataParallel(local.module, config.precision, world.device)
-    return assemble(task, config, world, local, _unwrapped(task, model))
+    return assemble(task, config, world, local, _training_forward(task, model))
 
 
 def build_ddp(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
@@ -97,14 +97,14 @@ def build_replicas(
 ) -> EngineParts:
     """A whole model on every rank, by torch's DistributedDataParallel where there are several."""
     local = build_whole(task, config, world, world.device)
-    training_forward = _unwrapped(task, local.module)
+    training_forward = _training_forward(task, local.module)
     if world.size > 1:
         model = replicate(local.module, partial(task_loss, task, None), config.parallel.reduce_dtype)
         training_forward = TrainingForward(model, model, partial(gradient_sync, model))
     return assemble(task, config, world, local, training_forward, wrap_optimizer)
 
 
-def _unwrapped(task: Task, model: nn.Module) -> TrainingForward:
+def _training_forward(task: Task, model: nn.Module) -> TrainingForward:
     return TrainingForward(model, partial(task_loss, task, None, model))
 
 

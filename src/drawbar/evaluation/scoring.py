@@ -83,7 +83,7 @@ def evaluate(
 
     Args:
         micro_batch: most that one forward takes.
-        augment: see ``drawbar.data.loader.Augment``.
+        augment: see ``drawbar.data.prefetch.Augment``.
         progress: called with (batches done, batches in all) of this rank.
         stop_wanted: whether this rank was told to stop; asked after each batch.
 

@@ -144,9 +144,9 @@ def _step(engine: Engine, recorder: StepRecorder, micro_batches: list[MicroBatch
 
 def _counts(config: RunConfig, dims: ParallelDims, count: int) -> tuple[int, int]:
     """How many micro-batches the first and the second step have. The difference of the two steps gives what each
-    further micro-batch takes, and the second one reaches the most micro-batches that the rank holds at once: a stage of
-    GPipe holds all of them, one of 1F1B as many as there are stages, and of interleaved ones each of a rank's holds
-    more than that."""
+    further micro-batch takes, and the second one reaches the most micro-batches that the rank holds at once: a stage
+    holds all of them with GPipe, as many as there are stages with 1F1B, and more than that with ``interleaved``, where
+    a rank has two stages."""
     if dims.pp == 1:
         return min(count, 1), min(count, 2)
     if config.parallel.schedule in ("gpipe", "interleaved"):

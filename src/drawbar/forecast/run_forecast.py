@@ -32,7 +32,7 @@ from drawbar.forecast.own_process import in_own_process
 from drawbar.forecast.rank_forecast import RankForecast, forecast_rank
 from drawbar.forecast.worst_batch import longest_sample
 from drawbar.parallel.precision import choose_dtypes
-from drawbar.parity.cases import written
+from drawbar.parity.cases import case_text
 from drawbar.tasks.padding import choose_padding_free
 from drawbar.tasks.task import Task, records_of
 from drawbar.tasks.task_context import TaskContext
@@ -42,7 +42,7 @@ from drawbar.train.batches import FIRST_RECORDS, encode_split, open_split, rows_
 from drawbar.train.memory_probe import Trial, largest_that_fits
 from drawbar.train.setup import build_task, count_steps
 
-COUNTED, ESTIMATED = "counted", "estimated by sums"
+COUNTED, ESTIMATED = "counted", "estimated from a similar configuration"
 COPY_SPEED = 10e9
 """Bytes a second from a device to its host: what a checkpoint stalls training for, where memory is pinned."""
 TIMEOUT_SECONDS = 600.0
@@ -55,7 +55,7 @@ class RunForecast:
     strategy: str
     """As a user writes it in ``--strategies``: ``fsdp tensor=2``."""
     method: str
-    """``counted``, or ``estimated by sums``: where the strategy cannot be run on fake tensors."""
+    """``COUNTED``; or ``ESTIMATED``, where this configuration cannot be run on fake tensors (see ``_countable``)."""
     ranks: list[RankForecast]
     """Of a pipeline, a rank for each coordinate along ``pp``; of ZeRO-1, the first and the last rank; else rank 0."""
     machine: Machine
@@ -190,7 +190,7 @@ class Forecaster:
             for rank in _kinds_of_ranks(dims, counted)
         ]
         if estimated:
-            ranks = [_by_sums(rank, resolved, self.machine.ranks, not devices_are_cpus) for rank in ranks]
+            ranks = [_with_deepspeed_shares(rank, resolved, self.machine.ranks, not devices_are_cpus) for rank in ranks]
         tokens = config.train.global_batch * resolved.data.sequence_length if "input_ids" in sample else 0
         method = ESTIMATED if estimated else COUNTED
         return RunForecast(name, method, ranks, self.machine, self._steps(config), tokens)
@@ -206,7 +206,7 @@ class Forecaster:
         """How a user writes the configuration's own ``parallel``, with ``auto`` resolved."""
         parallel = self.resolve(config).parallel
         settings = parallel.model_dump(mode="json", exclude_defaults=True, exclude={"strategy", "compile"})
-        return written({"strategy": parallel.strategy, **settings})
+        return case_text({"strategy": parallel.strategy, **settings})
 
     def resolve(self, config: RunConfig) -> RunConfig:
         """The configuration with nothing left to choose: what ``auto`` stands for on the machines."""
@@ -272,9 +272,10 @@ def _countable(config: RunConfig, ranks: int) -> tuple[RunConfig, ParallelDims, 
     """The nearest configuration whose steps can be made on fake tensors, its degrees, and whether it differs
     from ``config``.
 
-    DeepSpeed cannot compute on fake tensors: the run counts as DDP (``_by_sums`` then divides its state). Fake
-    tensors are the CPU's, for which there is no ring attention: the ranks that share a sequence count as data-parallel
-    ranks, each with a sequence as long as its share. ``nn.DataParallel`` counts as one device; fp8 is left out.
+    DeepSpeed cannot compute on fake tensors: the run counts as DDP, and ``_with_deepspeed_shares`` then divides its
+    state. Fake tensors are the CPU's, for which there is no ring attention: the ranks that share a sequence count as
+    data-parallel ranks, each with a sequence as long as its share. ``nn.DataParallel`` counts as one device; fp8 is
+    left out.
     """
     parallel, estimated = config.parallel, False
     if is_deepspeed(config):
@@ -298,7 +299,7 @@ def _countable(config: RunConfig, ranks: int) -> tuple[RunConfig, ParallelDims, 
     return counted, ParallelDims.of(parallel, ranks), estimated
 
 
-def _by_sums(rank: RankForecast, config: RunConfig, ranks: int, on_gpu: bool) -> RankForecast:
+def _with_deepspeed_shares(rank: RankForecast, config: RunConfig, ranks: int, on_gpu: bool) -> RankForecast:
     """What DeepSpeed leaves a rank of the parameters, gradients and optimizer state of a replica (Rajbhandari et al.
     2020, arXiv:1910.02054): stage 1 divides the optimizer state by the data-parallel ranks, stage 2 also gradients,
     stage 3 also parameters, of which it gathers a part; gradients have a buffer for what is being sent. What

@@ -111,8 +111,8 @@ def _begins(segments_RL: Tensor) -> Tensor:
 
 
 def _last_tokens(segments_RL: Tensor, firsts_N: Tensor, is_pad_RL: Tensor) -> Tensor:
-    """Index (of R·L) of each sample's last token that is no pad token, or of its first if all are; shape (N,), N here
-    without paddings."""
+    """Index (of R·L) of each sample's last token that is no pad token, or of its first if all are; shape (N,). The
+    rows' paddings, which ``Segments`` counts as samples, are not among them."""
     tokens = torch.arange(segments_RL.numel(), device=segments_RL.device)
     samples = torch.searchsorted(firsts_N, tokens, right=True) - 1
     is_end = ((segments_RL >= 0) & ~is_pad_RL).flatten()

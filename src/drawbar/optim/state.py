@@ -67,7 +67,8 @@ def _beside(parameter: nn.Parameter, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_optimizer_state(trained: set[str], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Refuse the state of other parameters than those that are trained here, on any rank; and AdamW's with gaps.
+    """Refuse state of parameters that no rank trains, and AdamW's state where a parameter has some of its keys, and
+    lacks others.
 
     Raises:
         UserError: it names one of them.
@@ -79,7 +80,7 @@ def check_optimizer_state(trained: set[str], tensors: Mapping[str, torch.Tensor]
             f"the optimizer state is that of other parameters: nothing trains {min(saved - trained)} here",
             remedy="resume with the model that wrote it, or start from its weights with --fork NEWNAME",
         )
-    missing = missing_moment(tensors)
+    missing = missing_adam_key(tensors)
     if missing is not None:
         raise UserError(
             f"the optimizer state is not complete: it has no {missing}",
@@ -88,7 +89,7 @@ def check_optimizer_state(trained: set[str], tensors: Mapping[str, torch.Tensor]
         )
 
 
-def missing_moment(names: Iterable[str]) -> str | None:
+def missing_adam_key(names: Iterable[str]) -> str | None:
     """The first ``<parameter>/<key>`` that AdamW's state lacks; None if it has all keys of each parameter in it (one
     that never got a gradient is not in it). States of other optimizers lack nothing."""
     found: dict[str, set[str]] = {}

@@ -14,11 +14,20 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from drawbar.errors import UserError
+
 # buffers are shared before evaluation and saving (``parallel.buffers``), and not in every forward. torch 2.13
 # renamed the setting
 _NEW_NAME = "forward_sync_buffers"
 _BUFFERS = _NEW_NAME if _NEW_NAME in inspect.signature(DistributedDataParallel).parameters else "broadcast_buffers"
 
+_BROADCAST_DTYPES = frozenset(
+    [
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+        *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
+    ]
+)
+"""What gloo and NCCL can both broadcast."""
 
 warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
 
@@ -43,7 +52,17 @@ def replicate(
 
     A parameter gets a gradient where the loss of any rank depends on it, and none where no loss does, as in one
     process. Finding unused ones costs a walk through the graph of each step's last micro-batch, and a small all-reduce.
+
+    Raises:
+        UserError: a buffer is of a dtype that DDP cannot broadcast.
     """
+    for name, buffer in model.named_buffers():
+        if buffer.dtype not in _BROADCAST_DTYPES:
+            raise UserError(
+                f"DDP broadcasts all buffers, and cannot broadcast {name}: it is {buffer.dtype}",
+                where="parallel.strategy",
+                remedy="make it torch.int32 or torch.float32; or train with fsdp",
+            )
     replica = DistributedDataParallel(
         _LossOf(model, loss), gradient_as_bucket_view=True, find_unused_parameters=True, **{_BUFFERS: False}
     )

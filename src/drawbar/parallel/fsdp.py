@@ -43,15 +43,9 @@ def shard(model: nn.Module, mesh: DeviceMesh, parallel: ParallelSection, precisi
         mesh: two-dimensional (replicas, shards), or that of the shards alone.
 
     Raises:
-        UserError: a parameter has no dimension to be sharded along.
+        UserError: as ``check_shardable`` does.
     """
-    scalars = [name for name, parameter in model.named_parameters() if parameter.dim() == 0]
-    if scalars:
-        raise UserError(
-            f"FSDP shards parameters along their first dimension, and {', '.join(scalars)} has none",
-            where="parallel.strategy",
-            remedy="make it a tensor with one element, torch.zeros(1); or train with ddp or zero1",
-        )
+    check_shardable(model, "FSDP")
     offload: OffloadPolicy = OffloadPolicy()
     if parallel.offload:
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
@@ -89,6 +83,24 @@ class _Bf16ReduceScatter(DefaultReduceScatter):
         work = super().__call__(reduced, input_tensor.bfloat16(), *args, **kwargs)
         output_tensor.copy_(reduced)
         return work
+
+
+def check_shardable(model: nn.Module, library: str) -> None:
+    """Raise UserError where a parameter has no dimension, or a trained one no elements: FSDP and DeepSpeed fail on
+    such, with errors of their own."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 0:
+            raise UserError(
+                f"{library} shards parameters along their first dimension, and {name} has none",
+                where="parallel.strategy",
+                remedy="make it a tensor with one element, torch.zeros(1); or train with ddp or zero1",
+            )
+        if parameter.requires_grad and parameter.numel() == 0:
+            raise UserError(
+                f"{library} cannot train {name}, which has no elements: its shape is {list(parameter.shape)}",
+                where="parallel.strategy",
+                remedy="leave it out of the model, or set its requires_grad to False; or train with ddp or zero1",
+            )
 
 
 def _fsdp_modules(model: nn.Module) -> list[FSDPModule]:

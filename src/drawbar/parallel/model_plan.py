@@ -58,7 +58,7 @@ class ModelParallelPlan:
     tensor_refusal: str = ""
     """Why it cannot, for the error."""
     fused: Mapping[str, int] = field(default_factory=dict)
-    """How many layers each ``fused_colwise`` module holds, by module name with ``*``."""
+    """How many linear layers are fused in each ``fused_colwise`` module, by module name with ``*``."""
     divisible_sizes: Mapping[str, int] = field(default_factory=dict)
     """Numbers that the tensor-parallel degree must divide, by what they count (``num_key_value_heads``: 2)."""
     divided_attributes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

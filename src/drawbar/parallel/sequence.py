@@ -34,7 +34,11 @@ class _SequenceSharding:
         return DTensor.from_local(x_BLH, self.mesh, [Replicate()]).redistribute(placements=[SEQUENCE]).to_local()
 
     def gather(self, x_BlH: Tensor, gradient: Placement) -> Tensor:
-        """The full sequence, of each rank's l tokens. ``gradient``: the placement of the result's gradient."""
+        """The full sequence, gathered from the shards of all ranks (l tokens each).
+
+        Args:
+            gradient: the placement of the result's gradient.
+        """
         batch, _, width = x_BlH.shape
         shape, stride = torch.Size((batch, self.length, width)), (self.length * width, width, 1)
         cut = DTensor.from_local(x_BlH.contiguous(), self.mesh, [SEQUENCE], shape=shape, stride=stride)

@@ -24,14 +24,15 @@ Styled = Mapping[str, tuple[nn.Module, Style]]
 
 @dataclass(frozen=True)
 class FusedLayout:
-    """A tensor that holds several layers one after another; each rank needs a shard of every layer.
+    """The weight of several linear layers that are stored as one (queries, keys, values), one after another. Each rank
+    needs a shard of each.
 
     DTensor supports only contiguous shards, so the tensor is stored with each rank's shards next to one another.
     """
 
     dim: int
     parts: int
-    """How many layers."""
+    """How many linear layers."""
     degree: int
     """Over how many ranks they are sharded."""
 
@@ -81,7 +82,7 @@ def tensor_parallel(model: nn.Module, plan: ModelParallelPlan, mesh: DeviceMesh,
     Args:
         model: whole, on the meta device or with the same weights on every rank; or one stage of a pipeline.
         mesh: one-dimensional.
-        sequence: shard the activations between the layers along the sequence.
+        sequence: shard the activations between attention and feed-forward along the sequence.
 
     Raises:
         UserError: the model has no tensor plan, or the degree does not divide its heads or sizes.
@@ -118,8 +119,8 @@ def _convert(model: nn.Module, styles: Styled, blocks: Sequence[nn.Module], mesh
         if alike and style in (None, "replicated"):
             differ = style == "replicated" or id(module) in inside  # the inputs differ by rank
             use_local(module, alike, Partial() if differ else Replicate())
-    in_layers = {id(module) for layer in sums_once for module in layer.modules()}
-    made = {name: _make(style, id(module) in in_layers, sequence) for name, (module, style) in styles.items()}
+    in_sublayers = {id(module) for layer in sums_once for module in layer.modules()}
+    made = {name: _make(style, id(module) in in_sublayers, sequence) for name, (module, style) in styles.items()}
     parallelize_module(model, mesh, {name: maker for name, maker in made.items() if maker is not None})
     if sequence and blocks:
         shard_sequence_between_blocks(blocks, layers, mesh)
@@ -138,22 +139,23 @@ def _is_replicated(parameter: nn.Parameter) -> bool:
     return isinstance(parameter, DTensor) and parameter.placements == (Replicate(),)
 
 
-def _make(style: Style, in_layer: bool, sequence: bool) -> ParallelStyle | None:
+def _make(style: Style, in_sublayer: bool, sequence: bool) -> ParallelStyle | None:
     """The torch style for ``style``.
 
     Args:
-        in_layer: whether the module is in a layer that sums the gradients of its inputs once, for all its modules.
-        sequence: whether the outputs of such a layer are sharded along the sequence.
+        in_sublayer: whether the module is in an attention or feed-forward that sums its input's gradients once, for all
+            its modules.
+        sequence: whether the outputs of such a sublayer are sharded along the sequence.
     """
     match style:
         case "colwise" | "fused_colwise" | "head_bias":
-            return Colwise(sums=not in_layer)
+            return Colwise(sums=not in_sublayer)
         case "colwise_gather_output":
-            return Colwise(Replicate(), sums=not in_layer)
+            return Colwise(Replicate(), sums=not in_sublayer)
         case "rowwise":
-            return Rowwise(scatters=in_layer and sequence)
+            return Rowwise(scatters=in_sublayer and sequence)
         case "rowwise_split_input":
-            return Rowwise(Replicate(), scatters=in_layer and sequence)
+            return Rowwise(Replicate(), scatters=in_sublayer and sequence)
         case "embedding":
             return Embedding()
         case "vocabulary":

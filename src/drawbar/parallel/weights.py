@@ -142,7 +142,7 @@ def tensors_from_rank0(source: nn.Module | None, device: torch.device) -> Iterat
             if tensors
             else torch.empty(shape, dtype=dtype, device=device)
         )
-        dist.broadcast(full, src=0)
+        dist.broadcast(full.flatten().view(torch.uint8), src=0)  # no backend takes every dtype
         yield name, full
 
 

@@ -91,11 +91,11 @@ def default_cases(config: RunConfig, ranks: int, precision: str) -> list[Case]:
     """
     config = config.model_copy(update={"precision": precision})
     found = parallel_cases(config, ranks) if ranks > 1 else []
-    cases = [parse_case(written(settings), config) for settings in found]
+    cases = [parse_case(case_text(settings), config) for settings in found]
     own = config.parallel
     if is_deepspeed(config):
         own = own.model_copy(update={"strategy": "deepspeed"})
-        cases += [parse_case(written(settings), config) for settings in deepspeed_cases(config, ranks)]
+        cases += [parse_case(case_text(settings), config) for settings in deepspeed_cases(config, ranks)]
     elif (_is_one_process(own) or own.strategy == AUTO) and own.model_ranks == 1:
         own = own.model_copy(update={"strategy": "single" if ranks == 1 else "ddp"})
     if precision != "fp32" or (ranks == 1 and own != ONE_PROCESS):
@@ -110,7 +110,7 @@ def _is_one_process(parallel: ParallelSection) -> bool:
     return parallel.features.one_process and not parallel.features.many_devices
 
 
-def written(settings: Mapping[str, Any]) -> str:
+def case_text(settings: Mapping[str, Any]) -> str:
     """Settings of ``parallel`` as a user writes a case: ``fsdp tensor=2``."""
     rest = {name: value for name, value in settings.items() if name != "strategy"}
     return " ".join(

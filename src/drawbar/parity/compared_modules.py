@@ -21,14 +21,14 @@ class ComparedModule:
     name: str
     """Empty for the model itself."""
     output: Worst | None = None
-    """The difference of its output. This, ``gradient`` and ``parameters`` are from the step of few rows (see
+    """The difference of its output. This, ``gradient`` and ``parameter_gradients`` are from the step of few rows (see
     ``divergence``)."""
     gradient: Worst | None = None
     """That of the gradient of its output."""
-    parameters: Worst | None = None
-    """The worst of the gradients of its own parameters."""
+    parameter_gradients: Worst | None = None
+    """The worst difference of the gradients of its own parameters."""
     weights: Worst | None = None
-    """The worst of its own parameters after the last step of the training."""
+    """The worst difference of its own parameters after the last step of the training."""
 
 
 def compare_modules(probe: Probe, found: Distances, reference: Reference) -> list[ComparedModule]:

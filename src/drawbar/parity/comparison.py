@@ -68,8 +68,8 @@ FP32_TOLERANCES = Tolerances(Limits(1e-5), Limits(1e-4), Limits(1e-4), Limits(1e
 
 
 @dataclass(frozen=True)
-class Note:
-    """A fault that is not a difference of numbers, such as a missing tensor, or replicas that are not equal."""
+class Fault:
+    """What is wrong, in words: a tensor is missing, replicas are not equal, a gradient is zero."""
 
     name: str
     """The parameter that it concerns; empty for none."""
@@ -103,7 +103,7 @@ class Trace:
     """The first step of this training: 1, or the one after the ``StepStart`` that it goes on from."""
     ties: list[list[str]] = field(default_factory=list)
     """Names of one and the same weight."""
-    unequal: list[Note] = field(default_factory=list)
+    unequal: list[Fault] = field(default_factory=list)
     """Where ranks should hold the same, and do not."""
     before_last: StepStart | None = None
     """Only in a lower precision: the state before the last step (None if there is one step)."""
@@ -155,7 +155,7 @@ class Distances:
     weights: Differences
     left_out: float
     """Share of the weights' entries that are not compared."""
-    notes: list[Note]
+    faults: list[Fault]
 
 
 @dataclass(frozen=True)
@@ -167,12 +167,12 @@ class Comparison:
     gradients: Worst
     weights: Worst
     left_out: float
-    notes: list[Note]
+    faults: list[Fault]
 
     @staticmethod
     def of(distances: Distances, tolerances: Tolerances) -> "Comparison":
         worst = {kind: Worst.of(getattr(distances, kind), getattr(tolerances, kind)) for kind in KINDS}
-        return Comparison(**worst, left_out=distances.left_out, notes=distances.notes)
+        return Comparison(**worst, left_out=distances.left_out, faults=distances.faults)
 
     def exceeded(self) -> dict[str, Worst]:
         """Which differences are too large."""
@@ -180,7 +180,7 @@ class Comparison:
 
     @property
     def passes(self) -> bool:
-        return not self.exceeded() and not self.notes
+        return not self.exceeded() and not self.faults
 
 
 def distances(trace: Trace, reference: Trace, max_gradient_error: float) -> Distances:
@@ -189,14 +189,14 @@ def distances(trace: Trace, reference: Trace, max_gradient_error: float) -> Dist
     Args:
         max_gradient_error: see :class:`Tolerances`.
     """
-    notes = [*trace.unequal]
+    faults = [*trace.unequal]
     if skipped := sorted(set(trace.skipped) ^ set(reference.skipped)):
-        notes.append(Note("", f"fp16 overflowed: no update in step {', '.join(map(str, skipped))}"))
+        faults.append(Fault("", f"fp16 overflowed: no update in step {', '.join(map(str, skipped))}"))
     gradients: Differences = {}
     for step in sorted(trace.gradients.keys() & reference.gradients.keys()):
         expected = reference.gradients[step]
         found, missing = match(trace.gradients[step], expected, reference.ties)
-        notes += [note for note in missing if note not in notes]
+        faults += [fault for fault in missing if fault not in faults]
         apart = gradient_differences(found, by_every_name(expected, reference.ties))
         gradients |= {at_step(name, step): value for name, value in apart.items()}
     weights, left_out, missing = weight_differences(trace, reference, max_gradient_error)
@@ -206,7 +206,7 @@ def distances(trace: Trace, reference: Trace, max_gradient_error: float) -> Dist
         gradients=gradients,
         weights=weights,
         left_out=left_out,
-        notes=notes + missing,
+        faults=faults + missing,
     )
 
 
@@ -260,9 +260,9 @@ def _ratio(distance: float, size: float) -> float:
 
 def weight_differences(
     trace: Trace, reference: Trace, max_gradient_error: float
-) -> tuple[Differences, float, list[Note]]:
-    """Relative differences by parameter, the share of all entries that are not compared, and notes on missing ones."""
-    found, notes = match(trace.weights, reference.weights, reference.ties)
+) -> tuple[Differences, float, list[Fault]]:
+    """Relative differences by parameter, the share of all entries that are not compared, and faults on missing ones."""
+    found, faults = match(trace.weights, reference.weights, reference.ties)
     first = reference.first_trained_step
     gradients = by_every_name(reference.gradients.get(first, {}), reference.ties)
     others, _ = match(trace.gradients.get(first, {}), reference.gradients.get(first, {}), reference.ties)
@@ -278,7 +278,7 @@ def weight_differences(
             left_out += expected.numel() - int(compared.sum())
             one, other = one[compared], other[compared]
         differences[name] = difference(one, other)
-    return differences, left_out / total if total else 0.0, notes
+    return differences, left_out / total if total else 0.0, faults
 
 
 def known_entries(found: Tensor, expected: Tensor, tolerance: float) -> Tensor:
@@ -304,15 +304,15 @@ def by_every_name(tensors: Tensors, ties: Iterable[Sequence[str]]) -> dict[str, 
     return complete
 
 
-def match(found: Tensors, expected: Tensors, ties: Sequence[Sequence[str]]) -> tuple[dict[str, Tensor], list[Note]]:
-    """What was found, under the names of the reference, and notes on what one has and the other has not.
+def match(found: Tensors, expected: Tensors, ties: Sequence[Sequence[str]]) -> tuple[dict[str, Tensor], list[Fault]]:
+    """What was found, under the names of the reference, and faults on what one has and the other has not.
 
     A tied weight may come under any of its names, or under several, whose values must then be equal to the reference's.
     """
     known = by_every_name(expected, ties)
     complete = by_every_name(found, ties)
-    notes = [Note(name, f"{name} is missing") for name in expected if name not in complete]
-    notes += [Note(name, f"{name} is there, and is not in one process") for name in found if name not in known]
+    faults = [Fault(name, f"{name} is missing") for name in expected if name not in complete]
+    faults += [Fault(name, f"{name} is there, and is not in one process") for name in found if name not in known]
     tied = {name for names in ties for name in names}
     wanted = {name for name in known if name in expected or (name in tied and name in found)}
-    return {name: complete[name] for name in wanted if name in complete}, notes
+    return {name: complete[name] for name in wanted if name in complete}, faults

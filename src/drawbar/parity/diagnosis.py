@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from drawbar.parity.comparison import (
     Comparison,
+    Fault,
     Limits,
-    Note,
     Reference,
     Trace,
     Worst,
@@ -51,7 +51,7 @@ def diagnose(probe: Probe, comparison: Comparison, trace: Trace, reference: Refe
         if wrong is not None:
             text = f"outputs and their gradients are equal, but the gradient of {wrong.name} is not: {wrong.text}"
             return Diagnosis(_module(wrong.name), text)
-    named = next((note for note in comparison.notes if note.name), None)
+    named = next((fault for fault in comparison.faults if fault.name), None)
     if named is not None:
         return Diagnosis(_module(named.name), named.text)
     if "weights" in comparison.exceeded():  # gradients of later steps then differ for that reason alone
@@ -103,7 +103,7 @@ def _display_name(module: str) -> str:
     return module or "the model itself"
 
 
-def _wrong_parameter(found: Tensors, expected: Tensors, ties: list[list[str]], limits: Limits) -> Note | None:
+def _wrong_parameter(found: Tensors, expected: Tensors, ties: list[list[str]], limits: Limits) -> Fault | None:
     """The parameter whose gradient differs most, with a hint at the reason; None if no gradient exceeds its limit."""
     known = by_every_name(expected, ties)
     complete = by_every_name(found, ties)
@@ -114,12 +114,12 @@ def _wrong_parameter(found: Tensors, expected: Tensors, ties: list[list[str]], l
     others = [other for names in ties if name in names for other in names if other != name]
     separate = [other for other in others if other in found]
     if name in found and separate:
-        return Note(name, f"in one process it is tied to {', '.join(separate)}, and here it is not")
+        return Fault(name, f"in one process it is tied to {', '.join(separate)}, and here it is not")
     gradient, wanted = complete[name].double(), known[name].double()
     if gradient.shape == wanted.shape and norm(wanted) > 0:
         factor = float((gradient * wanted).sum()) / norm(wanted) ** 2
         if norm(gradient) == 0:
-            return Note(name, "it is zero")
+            return Fault(name, "it is zero")
         if norm(gradient - factor * wanted) <= 10 * worst.limit * norm(gradient):
-            return Note(name, f"it is {factor:.3g} times what it should be")
-    return Note(name, f"it differs by {worst.value:.1e}, so it is not what the rows of all ranks add up to")
+            return Fault(name, f"it is {factor:.3g} times what it should be")
+    return Fault(name, f"it differs by {worst.value:.1e}, so it is not what the rows of all ranks add up to")

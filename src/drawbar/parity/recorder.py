@@ -17,7 +17,7 @@ from drawbar.engines.engine import Engine
 from drawbar.engines.results import EngineState
 from drawbar.errors import ExitCode, UserError
 from drawbar.parallel.pipeline.stages import LocalStages
-from drawbar.parity.comparison import Note, StepStart, Trace
+from drawbar.parity.comparison import Fault, StepStart, Trace
 from drawbar.parity.workload import Workload, has_dropout
 from drawbar.runtime.seed import seed_everything
 from drawbar.tracking.console import Console
@@ -71,11 +71,11 @@ def train(
     reports = world.gather(repr((trace.losses, trace.grad_norms)))
     for rank, report in enumerate(reports or []):
         if report != repr((trace.losses, trace.grad_norms)):  # as text, NaN is equal to itself
-            trace.unequal.append(Note("", f"rank {rank} reports other losses or gradient norms than rank 0"))
+            trace.unequal.append(Fault("", f"rank {rank} reports other losses or gradient norms than rank 0"))
     return trace
 
 
-def train_with_dropout(workload: Workload, config: RunConfig, world: Distributed) -> list[Note]:
+def train_with_dropout(workload: Workload, config: RunConfig, world: Distributed) -> list[Fault]:
     """Replicas that differ after two steps with the model's own dropout, seeded as in a run; on rank 0.
 
     Tensor-parallel ranks must draw the same numbers: where one draws more than another, replicas drift apart.
@@ -135,14 +135,14 @@ def groups_of_tied_names(tensors: dict[str, Tensor]) -> list[list[str]]:
     return [tied for tied in names.values() if len(tied) > 1]
 
 
-def unequal_weights(engine: Engine, world: Distributed, ties: Sequence[Sequence[str]], when: str) -> list[Note]:
+def unequal_weights(engine: Engine, world: Distributed, ties: Sequence[Sequence[str]], when: str) -> list[Fault]:
     """:func:`unequal_shards` of the weights."""
     return unequal_shards(engine.equal_on_replicas(), world, "weights", when, ties)
 
 
 def unequal_shards(
     tensors: Mapping[str, Tensor], world: Distributed, what: str, when: str, ties: Sequence[Sequence[str]] = ()
-) -> list[Note]:
+) -> list[Fault]:
     """The tensors that differ, in any bit, between ranks that hold the same shard; on rank 0.
 
     Replicas are never synchronized again, so a difference of one bit grows.
@@ -157,7 +157,7 @@ def unequal_shards(
             if digest != expected:
                 unequal.setdefault(name, (first, rank))
     return [
-        Note(name, f"ranks {first} and {rank} hold different {what} of {name} {when}")
+        Fault(name, f"ranks {first} and {rank} hold different {what} of {name} {when}")
         for name, (first, rank) in unequal.items()
     ]
 

@@ -16,7 +16,7 @@ from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
 from drawbar.parity.comparison import FP32_TOLERANCES, Limits, Reference, Tolerances, Trace, distances
 from drawbar.parity.recorder import StepStart, check_finite, train
-from drawbar.parity.rounding import gradient_precision, noises, tolerances
+from drawbar.parity.rounding import allowed_gradient_error, noises, tolerances
 from drawbar.parity.workload import Workload
 from drawbar.tracking.console import Console
 
@@ -85,7 +85,7 @@ def repeat_step(
     low = reference_config(workload.config, precision)
     rounded = (train(replace(workload, noise=noise), low, alone, None, start, until) for noise in noises(precision))
     return Reference(
-        trace, tolerances(precision, [distances(one, trace, gradient_precision(precision)) for one in rounded])
+        trace, tolerances(precision, [distances(one, trace, allowed_gradient_error(precision)) for one in rounded])
     )
 
 

@@ -15,9 +15,9 @@ from drawbar.tracking.table import print_table
 
 CaseVerdict = Literal["equal", "diverges", "refused", "crashed"]
 LABELS = {"loss": "loss", "grad_norm": "gradient norm", "gradients": "gradients", "weights": "weights"}
-SHOWN_NOTES = 3
+SHOWN_FAULTS = 3
 STYLES = {"equal": "green", "diverges": "bold red", "refused": "yellow", "crashed": "bold red"}
-COLUMNS = ("output", "gradient", "parameters", "weights")
+COLUMNS = ("output", "gradient", "parameter_gradients", "weights")
 """What is compared of a module: see :class:`ComparedModule`."""
 EQUAL_MODULES = 3
 """Rows of equal modules that are printed before the first one that differs."""
@@ -47,7 +47,7 @@ class Result:
         reasons = [diagnosis.text]
         for kind, worst in comparison.exceeded().items():
             reasons.append(f"{LABELS[kind]}: {worst.value:.1e}, more than {worst.limit:.0e}, at {worst.where}")
-        reasons += [note.text for note in comparison.notes if note.text not in reasons][:SHOWN_NOTES]
+        reasons += [fault.text for fault in comparison.faults if fault.text not in reasons][:SHOWN_FAULTS]
         rows = [asdict(module) for module in modules]
         return replace(self, verdict="diverges", reasons=reasons, module=diagnosis.module, modules=rows)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from drawbar.parity.comparison import KINDS, Limits, Note, Reference, Tolerances, Trace
+from drawbar.parity.comparison import KINDS, Fault, Limits, Reference, Tolerances, Trace
 from drawbar.parity.result import Result
 
 _REFERENCE = "reference.json"
@@ -49,7 +49,7 @@ class ResultsDir:
             step: load_file(self.path / f"gradients-{step}.safetensors") for step in values["gradients"]
         }
         values |= {name: dict(values[name]) for name in ("losses", "grad_norms")}
-        values["unequal"] = [Note(**note) for note in values["unequal"]]
+        values["unequal"] = [Fault(**note) for note in values["unequal"]]
         limits = {kind: Limits(**tolerances[kind]) for kind in KINDS}
         return Reference(Trace(**values), Tolerances(**limits, max_gradient_error=tolerances["max_gradient_error"]))
 

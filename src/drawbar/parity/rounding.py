@@ -60,7 +60,7 @@ def noises(precision: str) -> Sequence[Noise]:
     return [Noise(precision, seed) for seed in range(DRAWS)] if precision != "fp32" else []
 
 
-def gradient_precision(precision: str) -> float:
+def allowed_gradient_error(precision: str) -> float:
     """``Tolerances.max_gradient_error``: a gradient counts as known if all but its last three bits are right."""
     return 8 * torch.finfo(DTYPES[precision]).eps if precision != "fp32" else FP32_TOLERANCES.max_gradient_error
 
@@ -81,7 +81,7 @@ def tolerances(precision: str, tried: Sequence[Distances]) -> Tolerances:
         grad_norm=Limits(anywhere["grad_norm"]),
         gradients=limits(FP32_TOLERANCES.gradients, [one.gradients for one in tried]),
         weights=limits(FP32_TOLERANCES.weights, [one.weights for one in tried]),
-        max_gradient_error=gradient_precision(precision),
+        max_gradient_error=allowed_gradient_error(precision),
     )
 
 

@@ -116,7 +116,7 @@ def run_process(
         use_deterministic_kernels()
     expected = None
     if rank_info.is_rank0:
-        workload = workload.with_task()
+        workload = workload.with_tokenizer_and_metadata()
         if not folder.has_reference:
             tell(f"one process, fp32: {workload.steps if request.precision == 'fp32' else 1} steps")
             folder.save_reference(make_reference(workload, device, request.precision, console))

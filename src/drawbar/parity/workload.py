@@ -56,7 +56,7 @@ class Workload:
     tokenizer: Any = None
     dataset_metadata: dict[str, Any] = field(default_factory=dict)
 
-    def with_task(self) -> "Workload":
+    def with_tokenizer_and_metadata(self) -> "Workload":
         """With the tokenizer and the dataset's metadata, made in this process alone."""
         alone = Distributed(RankInfo(), _HOST, self.config.launch.timeout)
         task = build_task(self.task_type, self.config, alone, self.config.run_dir, initial_model=self.initial_model)

@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from drawbar.report.figures import describe_curve, make_figures
+from drawbar.report.figures import make_figures
 from drawbar.report.page_file import check_plotly, render_page, write_page
 from drawbar.report.recorded_run import RecordedRun, read_recorded_run
 
@@ -31,7 +31,7 @@ def render_report(runs: Sequence[RecordedRun]) -> bytes:
     return render_page(
         "report.html",
         make_figures(named),
-        {"describe_curve": describe_curve},
+        {},
         runs=named,
         title=", ".join(named) if len(named) < 4 else f"{len(named)} runs",
         settings=_settings_table(named),

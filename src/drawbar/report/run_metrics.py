@@ -116,9 +116,9 @@ def _add_time(
     is_evaluation = "train/loss" not in line and any(name.startswith("eval/") for name in line)
     is_restart = bisect_left(resumes, last_step) < bisect_left(resumes, step)  # it was resumed between the two
     if is_restart:
-        stood = _seconds_stopped(last, now, history)
-        found.seconds[RESTART] = found.seconds.get(RESTART, 0.0) + stood
-        elapsed -= stood
+        stopped_seconds = _seconds_stopped(last, now, history)
+        found.seconds[RESTART] = found.seconds.get(RESTART, 0.0) + stopped_seconds
+        elapsed -= stopped_seconds
         if elapsed <= 0:
             return step, now
     if is_evaluation:
@@ -143,8 +143,8 @@ def _seconds_stopped(last: float, now: float, history: RunHistory) -> float:
     starts = sorted(time for time in history.resume_times if last <= time <= now)
     if not starts:
         return now - last
-    stood, before = 0.0, last
+    stopped_seconds, before = 0.0, last
     for start in starts:
-        stood += start - min((time for time in history.end_times if before <= time <= start), default=before)
+        stopped_seconds += start - min((time for time in history.end_times if before <= time <= start), default=before)
         before = start
-    return stood
+    return stopped_seconds

@@ -33,7 +33,8 @@ class StoredCheckpoint:
     processes: int | None
     """How many processes saved it."""
     numerics: Mapping[str, Any]
-    """The dtypes and ways of computing that the run began with: ``{"padding_free": True, …}``."""
+    """The dtypes and ways of computing that the run began with (``formats`` in ``state.json``):
+    ``{"padding_free": True, …}``."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def read_checkpoints(run_dir: Path, best_step: int | None, problems: list[str]) 
         except OSError:  # it is being rotated out
             continue
         state = _read_object(folder / "state.json", problems)
-        processes, numerics = state.get("world_size"), state.get("numerics")
+        processes, numerics = state.get("world_size"), state.get("formats")
         found.append(
             StoredCheckpoint(
                 step,

@@ -183,10 +183,10 @@ class SequenceClassification(PretrainedTask):
         column = self.config.label_column
         match self.config.problem:
             case "single_label":
-                return self.labels.number(*self._labels_of(record))
+                return self.labels.output_of(*self._labels_of(record))
             case "multi_label":
                 chosen = np.zeros(len(self.labels.names), dtype=np.float32)
-                chosen[[self.labels.number(one) for one in self._labels_of(record)]] = 1.0
+                chosen[[self.labels.output_of(one) for one in self._labels_of(record)]] = 1.0
                 return chosen
         return _as_number(require(record, column, "task.label_column", object), column)
 
@@ -300,7 +300,7 @@ class TokenClassification(TokenTask):
         if not words:
             return None
         # without labels, any label marks the tokens that a prediction is wanted for
-        targets = [self.labels.number(tag) for tag in self._tags(record)] if self.has_labels else [0] * len(words)
+        targets = [self.labels.output_of(tag) for tag in self._tags(record)] if self.has_labels else [0] * len(words)
         limit = self.data.sequence_length
         encoded, cut = encode_to_limit(
             self.tokenizer, limit, "data.sequence_length", self._with_spaces(words), is_split_into_words=True

@@ -79,8 +79,8 @@ class Labels:
             if output is not None:
                 self._outputs[key] = self._outputs[str(number)] = output
 
-    def number(self, label: Any) -> int:
-        """The output of a label.
+    def output_of(self, label: Any) -> int:
+        """The index of the model's output for a label.
 
         Raises:
             UserError: there is no such label.
@@ -112,7 +112,7 @@ class Labels:
 
     def canonical(self, label: Any) -> Any:
         """The label as the task spells it."""
-        return self.names[self.number(label)]
+        return self.names[self.output_of(label)]
 
     def model_fields(self) -> dict[str, Any]:
         """What the model's config says of them."""

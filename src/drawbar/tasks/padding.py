@@ -18,8 +18,9 @@ from drawbar.tasks.pretrained import PretrainedTask
 from drawbar.tasks.task import Task
 
 MODEL = ("build_model", "build_meta_model")
+"""Methods by which a user brings a model that may take no rows of several samples."""
 ROWS = ("encode", "augment", "collate", "forward", "loss", "num_targets")
-"""Methods of a task that may expect a row for each sample, where a user wrote them."""
+"""Methods that may expect a row for each sample, where a user wrote them; packed rows they take already."""
 DEVICES = ("cpu", "cuda")
 
 

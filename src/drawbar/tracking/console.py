@@ -161,7 +161,7 @@ class PlainConsole(Console):
 
 
 class SilentConsole(Console):
-    """For the ranks that nobody watches."""
+    """Shows nothing: for ranks other than 0, and for calls that show no progress of their own."""
 
     def start(self, total_steps: int, first_step: int) -> None: ...
 

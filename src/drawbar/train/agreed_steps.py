@@ -21,7 +21,12 @@ from drawbar.tasks.user_methods import name_failing_method
 from drawbar.train.compile_payoff import Steps
 from drawbar.train.stop import Reason, Stop
 
-COLLECTIVES = {"distributed_c10d.py", "_functional_collectives.py", "_fsdp_collectives.py", "_fsdp_param_group.py"}
+_COLLECTIVE_FILES = {
+    "distributed_c10d.py",
+    "_functional_collectives.py",
+    "_fsdp_collectives.py",
+    "_fsdp_param_group.py",
+}
 """The files of torch that call collectives."""
 
 
@@ -103,7 +108,7 @@ def make_step(engine: Engine, agreed: AgreedStep) -> StepResult:
 
 def _raised_in_collective(error: BaseException) -> bool:
     files = {Path(frame.filename).name for frame in traceback.extract_tb(error.__traceback__)}
-    return isinstance(error, DistError) or not files.isdisjoint(COLLECTIVES)
+    return isinstance(error, DistError) or not files.isdisjoint(_COLLECTIVE_FILES)
 
 
 def _step_error(error: Exception) -> UserError:

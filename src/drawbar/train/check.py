@@ -181,7 +181,7 @@ def check_evaluation(task: Task, engine: Engine, split: Split, metric: str) -> N
         UserError: a method of the task fails (the error names the method), two scores have one name, or none of
             them is ``metric``.
     """
-    count = _whole_records(split)
+    count = _count_samples_of_whole_records(split)
     if not count:
         return
     samples = [split.samples[number] for number in range(count)]
@@ -211,7 +211,7 @@ def check_evaluation(task: Task, engine: Engine, split: Split, metric: str) -> N
         raise unknown_metric(metric, scores, "set eval.metric to one of them")
 
 
-def _whole_records(split: Split) -> int:
+def _count_samples_of_whole_records(split: Split) -> int:
     """How many of the first samples to try: those of complete records, as predictions are joined by record. 0 where the
     first record alone has more than ``TRIED_SAMPLES`` samples."""
     of_records = split.samples.record_of[: TRIED_SAMPLES + 1].tolist()

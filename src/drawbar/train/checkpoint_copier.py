@@ -12,7 +12,7 @@ from drawbar.checkpoint.kept_best import steps_kept_as_best
 from drawbar.checkpoint.load import complete_checkpoints
 from drawbar.checkpoint.object_store import ObjectStore, ObjectStoreError
 from drawbar.checkpoint.remote_checkpoints import ChangedDuringCopy, RemoteCheckpoints
-from drawbar.checkpoint.remote_owner import HEARTBEAT_SECONDS, RemoteOwner, Superseded, wait_for_owner
+from drawbar.checkpoint.remote_owner import HEARTBEAT_SECONDS, RemoteOwner, Superseded, wait_until_owner_ended
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.distributed.process_group import Distributed
 from drawbar.errors import ExitCode, UserError
@@ -78,7 +78,7 @@ class CheckpointCopier:
             ObjectStoreError: the store does not answer; what is saved meanwhile is copied later.
             UserError: another process writes there, or the store has newer checkpoints than this disk.
         """
-        before = wait_for_owner(self._store, known_owner(self._config))
+        before = wait_until_owner_ended(self._store, known_owner(self._config))
         newer = self._remote.complete().keys() - set(range(max(self._directory.steps(), default=-1) + 1))
         if newer:
             raise UserError(

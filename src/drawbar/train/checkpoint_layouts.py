@@ -193,7 +193,7 @@ class PartsLayout:
         return b""
 
     def _send_common_files(self, step: int, exchange: FileExchange) -> bytes:
-        """Copy the common files (index, state, generators, manifest) from the disk of rank 0 to all others."""
+        """Copy the common files (index, state, RNG states, manifest) from the disk of rank 0 to all others."""
         folder = self._directory.folder_of_parts(step)
         files = [folder / name for name in COMMON_FILES]
         outgoing = dict.fromkeys(self._disks.writers[1:], files) if self._world.is_rank0 else {}

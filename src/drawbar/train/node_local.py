@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from drawbar.checkpoint.directory import BEST_FILE, CheckpointDirectory
-from drawbar.checkpoint.format import MANIFEST_FILE, FileEntry, describe
+from drawbar.checkpoint.format import MANIFEST_FILE, FileEntry, file_entry
 from drawbar.checkpoint.load import read_state
 from drawbar.config.io.load_config import SCRIPT_FILE
 from drawbar.distributed.process_group import Distributed
@@ -138,7 +138,7 @@ def _describe_disk(start: RunStart) -> _DiskState:
             checkpoints[folder] = ((folder / MANIFEST_FILE).read_bytes(), names)
     source_run_dir = directory.path.parent
     files = [path for pattern in _RUN_FILES for path in sorted(source_run_dir.glob(pattern)) if path.is_file()]
-    return _DiskState(start, step, checkpoints, {path: describe(path) for path in files})
+    return _DiskState(start, step, checkpoints, {path: file_entry(path) for path in files})
 
 
 def _copy_missing_files(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from drawbar.checkpoint.format import FileEntry, describe
+from drawbar.checkpoint.format import FileEntry, file_entry
 from drawbar.checkpoint.object_store import ObjectStore
 from drawbar.config.io.load_config import SCRIPT_FILE
 from drawbar.errors import ExitCode, UserError
@@ -73,7 +73,7 @@ class RemoteRunFiles:
         fixed = self._names(_FIXED)
         if not any(map(self._has_changed, fixed)) and self._has_index:
             return
-        index = _Index.of({name: describe(self._run_dir / name) for name in fixed})
+        index = _Index.of({name: file_entry(self._run_dir / name) for name in fixed})
         before = self._read_index()
         if before != index:
             there, sizes = {} if before is None else before.files, self._store.sizes()
@@ -130,7 +130,7 @@ class RemoteRunFiles:
             if not _FIXED_NAME.fullmatch(name) or sizes.get(name) != entry.size:
                 raise self._damaged(name, f"has {sizes.get(name)} bytes instead of {entry.size}")
             self._fetch(name, drafts)
-            if describe(drafts / name) != entry:
+            if file_entry(drafts / name) != entry:
                 raise self._damaged(name, "does not have its checksum")
         for name in filter(_CHANGING_NAME.fullmatch, sizes):
             self._fetch(name, drafts)

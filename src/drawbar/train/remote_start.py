@@ -10,7 +10,7 @@ from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.checkpoint.format import OtherFormat, Unusable, step_name
 from drawbar.checkpoint.object_store import ObjectStoreError
 from drawbar.checkpoint.remote_checkpoints import Objects, RemoteCheckpoints
-from drawbar.checkpoint.remote_owner import check_store_writable, wait_for_owner
+from drawbar.checkpoint.remote_owner import check_store_writable, wait_until_owner_ended
 from drawbar.config.io.compare import check_same
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.distributed.process_group import Distributed
@@ -94,7 +94,7 @@ class _RemoteRun:
     def fetch_newer(self, own: int, resume: str) -> bool:
         """Download the newest usable checkpoint, if it is newer than step ``own``; return whether there was one. Newer
         damaged ones are set aside."""
-        wait_for_owner(self._store, known_owner(self._config))
+        wait_until_owner_ended(self._store, known_owner(self._config))
         complete = self._remote.complete()
         newer = {step: objects for step, objects in complete.items() if step > own}
         if not newer:

@@ -63,7 +63,7 @@ def restore_engine(start: RunStart, engine: Engine, world: Distributed) -> tuple
     Where a rank finds the checkpoint damaged, all ranks go back to the next older one.
 
     Returns:
-        The start that was used in the end, and the rest of its checkpoint, for ``restore_position``.
+        The start that was used in the end, and the rest of its checkpoint, for ``restore_rest``.
 
     Raises:
         UserError: on every rank: the checkpoint is damaged and there is no older one, or belongs to another model or
@@ -94,7 +94,7 @@ def _restore_from(checkpoint: Path, start: RunStart, engine: Engine, world: Dist
     return replace(snapshot, model={}, optimizer={})
 
 
-def restore_position(
+def restore_rest(
     start: RunStart,
     rest: Snapshot,
     seed: int,

@@ -1,4 +1,4 @@
-"""Decides when checkpoints are written, writes them in background threads, and handles failed saves."""
+"""Saves in background threads, and handles failed saves."""
 
 import time
 from collections.abc import Callable
@@ -53,7 +53,7 @@ class Saver:
         validation: Split | None,
     ) -> None:
         self._config = config.checkpoint
-        self._formats = {
+        self._resolved = {  # on the disk under ``formats``
             "precision": config.precision,
             "muon_precision": config.optim.muon_precision,
             "cross_entropy": engine.cross_entropy,
@@ -132,7 +132,7 @@ class Saver:
             "progress": progress.state(),
             "data": self._loader.state(),
             "world_size": self._world.size,
-            "formats": self._formats,
+            "formats": self._resolved,
             "validation": self._validation,
             "base": None if self._engine.base is None else self._engine.base.digest,
         }

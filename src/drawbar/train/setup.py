@@ -155,7 +155,7 @@ def _saved_tokenizer(task_type: type[Task], options: TaskConfig, source_run_dir:
     tokenizer = load_tokenizer(str(source_run_dir / "tokenizer"))
     if not issubclass(task_type, PretrainedTask):
         return tokenizer
-    if not _wraps_texts(source_run_dir):
+    if not _adds_special_tokens(source_run_dir):
         tokenizer = task_type.upgrade_tokenizer(tokenizer)
     template = getattr(options, "chat_template", None)
     if template is not None and template != _saved_options(source_run_dir).get("chat_template"):
@@ -163,7 +163,7 @@ def _saved_tokenizer(task_type: type[Task], options: TaskConfig, source_run_dir:
     return tokenizer
 
 
-def _wraps_texts(source_run_dir: Path) -> bool:
+def _adds_special_tokens(source_run_dir: Path) -> bool:
     return (source_run_dir / "tokenizer" / ADDS_SPECIAL_TOKENS).exists()
 
 
@@ -179,7 +179,7 @@ def explain_chat_label_change(task: Task, source_run_dir: Path) -> Iterator[None
     try:
         yield
     except OtherData as error:
-        if _wraps_texts(source_run_dir) or getattr(task.config, "messages_column", None) is None:
+        if _adds_special_tokens(source_run_dir) or getattr(task.config, "messages_column", None) is None:
             raise
         raise UserError(
             "the chats of this run have other labels now (unless its data changed): it was begun by an older drawbar, "

@@ -65,7 +65,7 @@ from drawbar.train.initial_model import InitialModel
 from drawbar.train.memory_probe import fit_micro_batch, memory_of
 from drawbar.train.node_local import find_start_on_all_disks
 from drawbar.train.remote_start import find_start_on_disk_or_store, finish_copies
-from drawbar.train.restore import restore_engine, restore_position, with_original_choices
+from drawbar.train.restore import restore_engine, restore_rest, with_original_choices
 from drawbar.train.run_dir_lock import RunDirLock
 from drawbar.train.rundir import RunStart, find_start, renamed, run_dir_of, without_rebuild, write_config
 from drawbar.train.saver import Saver
@@ -164,7 +164,7 @@ class Trainer:
         start = find_start_on_all_disks(self._find_start, disks, world, runs, self.resume, lock)
         with world.barrier_after("locking the run directory"):
             if disks.is_writer:
-                lock()  # it may have come from the object store
+                lock()  # the run directory may have been downloaded from the object store just now
         check_copies(config.checkpoint, disks, begins=start.checkpoint is None)
         self.config = config = config.model_copy(update={"eval": resolve_mode(config.eval, start.eval_mode)})
         if config.data.rebuild and world.from_rank0((config.run_dir / "config.yaml").exists, "looking for the run"):
@@ -198,7 +198,7 @@ class Trainer:
         progress = RunProgress()
         if start.checkpoint is not None:
             with explain_chat_label_change(task, source_run_dir):
-                progress = restore_position(start, rest, config.run.seed, loader, validation, world)
+                progress = restore_rest(start, rest, config.run.seed, loader, validation, world)
             check_length(progress.step, total_steps, config.train)
             if source_run_dir != config.run_dir:
                 check_new_steps(progress.step, total_steps, config.train)

@@ -40,5 +40,5 @@ def _keeps_unless_missing_library(record: logging.LogRecord) -> bool:
 
 def _keeps_unless_torchao_enum(record: logging.LogRecord) -> bool:
     named = record.args if isinstance(record.args, tuple) else ()
-    ours = any(getattr(one, "__module__", "").startswith("torchao.") for one in named)
-    return not (ours and "Enum subclass" in str(record.msg))
+    from_torchao = any(getattr(one, "__module__", "").startswith("torchao.") for one in named)
+    return not (from_torchao and "Enum subclass" in str(record.msg))

@@ -182,9 +182,9 @@ def hashed(monkeypatch):
 
     def note(path):
         names.append(path.name)
-        return format.describe(path)
+        return format.file_entry(path)
 
-    monkeypatch.setattr(checked_files, "describe", note)
+    monkeypatch.setattr(checked_files, "file_entry", note)
     return names
 
 

@@ -11,7 +11,7 @@ from drawbar.checkpoint import CheckpointDirectory, Snapshot, read, read_state, 
 from drawbar.checkpoint.format import Damaged, Manifest, Unusable
 from drawbar.checkpoint.object_store import ObjectStore, ObjectStoreError
 from drawbar.checkpoint.remote_checkpoints import RemoteCheckpoints
-from drawbar.checkpoint.remote_owner import RemoteOwner, Superseded, wait_for_owner
+from drawbar.checkpoint.remote_owner import RemoteOwner, Superseded, wait_until_owner_ended
 from drawbar.errors import UserError
 from object_server import BUCKET, ObjectServer
 from parts_writing import state_of, write_parts
@@ -192,16 +192,16 @@ def test_a_damaged_checkpoint_of_the_disk_is_set_aside(store: ObjectStore, tmp_p
 
 
 def test_one_owner(store: ObjectStore) -> None:
-    assert wait_for_owner(store, known=None) == 0
+    assert wait_until_owner_ended(store, known=None) == 0
     first = RemoteOwner.claim(store, before=0)
     first.check()
     with pytest.raises(Superseded, match="process"):  # two have found the folder free: one of them gets it
         RemoteOwner.claim(store, before=0)
-    second = RemoteOwner.claim(store, before=wait_for_owner(store, known=first.number))
+    second = RemoteOwner.claim(store, before=wait_until_owner_ended(store, known=first.number))
     with pytest.raises(Superseded):
         first.heartbeat()
     second.release()
-    assert wait_for_owner(store, known=None) == second.number
+    assert wait_until_owner_ended(store, known=None) == second.number
     assert list(store.sizes("owner")) == [f"{second.number:08d}.json"]
 
 
@@ -216,10 +216,10 @@ def test_a_silent_owner_is_waited_for_once(
     waits = []
     with caplog.at_level("INFO", logger="drawbar"):
         for _ in range(2):
-            assert wait_for_owner(store, known=None) == lost.number
+            assert wait_until_owner_ended(store, known=None) == lost.number
             waits.append(caplog.text.count("to see whether it still does"))
         lost.heartbeat()
-        assert wait_for_owner(store, known=None) == lost.number
+        assert wait_until_owner_ended(store, known=None) == lost.number
         waits.append(caplog.text.count("to see whether it still does"))
     assert waits == [1, 1, 2]
 

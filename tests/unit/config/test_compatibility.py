@@ -8,7 +8,7 @@ import pytest
 from drawbar.config.deepspeed.deepspeed_rules import DEEPSPEED
 from drawbar.config.rules.compatibility import (
     CONFIG_OPTIONS,
-    LAYOUTS,
+    PARALLEL_OPTIONS,
     are_alternatives,
     broken_rules,
     deepspeed_cases,
@@ -48,8 +48,8 @@ def test_the_page_says_what_the_rules_say() -> None:
 
 
 def test_every_pair_of_layouts_has_one_answer() -> None:
-    for one in LAYOUTS:
-        for other in LAYOUTS:
+    for one in PARALLEL_OPTIONS:
+        for other in PARALLEL_OPTIONS:
             assert are_alternatives(one, other) == are_alternatives(other, one)
     named = {rule.name for rule in PARALLEL}
     assert {rule.name for rule in broken_rules({"parallel.strategy": "zero1", "parallel.tensor": 2})} <= named

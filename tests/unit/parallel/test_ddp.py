@@ -10,6 +10,7 @@ from torch import nn
 
 from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
+from drawbar.errors import UserError
 from drawbar.parallel.ddp import gradient_sync, replicate
 from harness import run_ranks
 
@@ -37,6 +38,13 @@ def gradients_after_each_backward(reduce_dtype: str) -> list[float]:
 @pytest.mark.parametrize("reduce_dtype", ["fp32", "bf16"])
 def test_gradients_are_averaged_after_the_last_micro_batch(reduce_dtype: str) -> None:
     assert run_ranks(gradients_after_each_backward, 2, reduce_dtype) == [[1.0, 2.0, 6.0], [3.0, 6.0, 6.0]]
+
+
+def test_a_buffer_that_cannot_be_broadcast_is_refused() -> None:
+    model = nn.Linear(1, 1)
+    model.register_buffer("places", torch.zeros(2, dtype=torch.int16), persistent=False)
+    with pytest.raises(UserError, match=r"cannot broadcast places: it is torch\.int16"):
+        replicate(model, total)
 
 
 def outlived() -> bool:

@@ -178,10 +178,11 @@ def test_a_sharded_encoder_decoder_writes_the_same() -> None:
             assert torch.equal(model.generate(tokens, max_new_tokens=5), expected)
 
 
-def test_a_parameter_without_a_dimension_is_refused() -> None:
+@pytest.mark.parametrize(("value", "message"), [(torch.tensor(1.0), "odd has none"), (torch.zeros(0, 2), "odd, which")])
+def test_a_parameter_without_a_dimension_or_elements_is_refused(value: torch.Tensor, message: str) -> None:
     model = nn.Sequential(nn.Linear(2, 2))
-    model.register_parameter("logit_scale", nn.Parameter(torch.tensor(1.0)))
+    model.register_parameter("odd", nn.Parameter(value))
     with Distributed(RankInfo(), CPU, 60, ParallelDims.of(FSDP, 1)) as world:
         world.init_single_process_group()
-        with pytest.raises(UserError, match="logit_scale has none"):
+        with pytest.raises(UserError, match=message):
             shard(model, build_mesh(world.dims, CPU)["dp_shard"], FSDP, "fp32")

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from drawbar.errors import UserError
 from drawbar.models.plans import plan_for
 from drawbar.parallel.model_plan import PipelinePlan
-from drawbar.parallel.pipeline.stages import LocalStages, _balanced, build_stage, is_tied, split_layers
+from drawbar.parallel.pipeline.stages import LocalStages, _balanced, blocks_of_stages, build_stage, is_tied
 from drawbar.runtime.safetensors_reader import parameters_on_meta
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_hidden_layers": 5}
@@ -111,12 +111,12 @@ def test_a_tied_weight_goes_by_its_one_name_and_a_stage_holds_nothing_of_others(
 def test_cuts_are_balanced_by_parameters_or_as_given() -> None:
     model = tiny("llama", tie_word_embeddings=False)
     plan = pipeline_plan(model)
-    assert split_layers(model, plan, 5, None) == [1, 1, 1, 1, 1]
-    assert split_layers(model, plan, 3, None) == [2, 2, 1]
-    assert split_layers(model, plan, 3, [1, 3, 1]) == [1, 3, 1]
+    assert blocks_of_stages(model, plan, 5, None) == [1, 1, 1, 1, 1]
+    assert blocks_of_stages(model, plan, 3, None) == [2, 2, 1]
+    assert blocks_of_stages(model, plan, 3, [1, 3, 1]) == [1, 3, 1]
     torch.manual_seed(0)
     large = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **{**GROUPED, "vocab_size": 400}))
-    assert split_layers(large, plan, 3, None) == [1, 3, 1]  # embedding and head weigh as much as three blocks
+    assert blocks_of_stages(large, plan, 3, None) == [1, 3, 1]  # embedding and head weigh as much as three blocks
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.data())
@@ -149,4 +149,4 @@ def test_no_cut_has_a_smaller_sum_of_squares(sizes: list[int], data: st.DataObje
 def test_what_cannot_be_cut_is_refused(stages: int, cuts: list[int] | None, problem: str) -> None:
     model = tiny("llama")
     with pytest.raises(UserError, match=problem):
-        split_layers(model, pipeline_plan(model), stages, cuts)
+        blocks_of_stages(model, pipeline_plan(model), stages, cuts)

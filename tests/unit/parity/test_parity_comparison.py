@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from drawbar.parity.comparison import FP32_TOLERANCES, Comparison, Note, Trace, difference, distances, known_entries
+from drawbar.parity.comparison import FP32_TOLERANCES, Comparison, Fault, Trace, difference, distances, known_entries
 
 LR = 1e-2
 ROUNDING = 1e-7
@@ -118,7 +118,7 @@ def test_another_shape_and_missing_parameters_are_named() -> None:
     wrong = trace()
     del wrong.gradients[1]["bias"]
     wrong.gradients[1]["other"] = torch.ones(1)
-    assert [note.text for note in found(wrong).notes] == [
+    assert [fault.text for fault in found(wrong).faults] == [
         "bias is missing",
         "other is there, and is not in one process",
     ]
@@ -146,11 +146,11 @@ def test_a_tied_weight_may_come_under_any_of_its_names() -> None:
 
 def test_notes_are_failures_too() -> None:
     odd = trace()
-    odd.unequal.append(Note("bias", "ranks 0 and 1 hold different values of bias"))
+    odd.unequal.append(Fault("bias", "ranks 0 and 1 hold different values of bias"))
     assert not found(odd).passes
     skipped = trace()
     skipped.skipped.append(2)
-    assert [note.text for note in found(skipped).notes] == ["fp16 overflowed: no update in step 2"]
+    assert [fault.text for fault in found(skipped).faults] == ["fp16 overflowed: no update in step 2"]
 
 
 def test_a_buffer_of_whole_numbers_has_a_difference() -> None:

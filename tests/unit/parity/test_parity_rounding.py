@@ -66,7 +66,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trace, Reference]
     """Steps in bf16 whose size takes any two right trainings apart, rounded in another way than what is measured."""
     with chdir(make_project(tmp_path_factory.mktemp("rounding"))):
         config = drawbar.load_config("config.yaml", ["optim.lr=3.0e-2"]).config
-        workload = Workload(config, task_class(config.task.type), STEPS).with_task()
+        workload = Workload(config, task_class(config.task.type), STEPS).with_tokenizer_and_metadata()
         noisy = replace(workload, noise=Noise("bf16", seed=1001))
         trace = train(noisy, reference_config(config, "bf16"), Distributed(RankInfo(), CPU, timeout=60))
         first = make_reference(workload, CPU, "bf16")

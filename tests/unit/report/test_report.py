@@ -87,6 +87,17 @@ def test_a_run(project: Path) -> None:
     assert "0.01" in page.section("settings")
 
 
+@pytest.mark.parametrize("padding_free", [True, False])
+def test_a_run_without_padding_says_so(project: Path, tmp_path: Path, padding_free: bool) -> None:
+    """What ``auto`` chose is in the checkpoints, and not in the settings."""
+    run = copy(project, tmp_path)
+    for state in run.glob("checkpoints/*/state.json"):
+        values = json.loads(state.read_text())
+        values["formats"]["padding_free"] = padding_free
+        state.write_text(json.dumps(values))
+    assert ("end to end in one row" in page_of(run).source) is padding_free
+
+
 def test_several_runs(project: Path) -> None:
     assert report(project, "runs/tiny", "runs/fast", "runs/tiny").out == "report: report.html\n"
     page = read_page(project / "report.html")

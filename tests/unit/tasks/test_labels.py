@@ -190,15 +190,15 @@ def test_a_class_may_be_written_as_its_name_or_its_number(
     labels: list[Any], classes: list[str] | None, written: list[Any], outputs: list[int]
 ) -> None:
     known = Labels(labels, classes)
-    assert [known.number(label) for label in written] == outputs
+    assert [known.output_of(label) for label in written] == outputs
 
 
 def test_a_number_is_no_name_where_names_are_numbers() -> None:
     """Nobody knows whether it is the one or the other."""
     with pytest.raises(UserError, match=r"the label 0 is none of the task's: 1, 2"):
-        Labels(["1", "2"], ["1", "2"]).number(0)
+        Labels(["1", "2"], ["1", "2"]).output_of(0)
     with pytest.raises(UserError, match=r"the label 'fair' is none of the task's: good, bad"):
-        Labels(["good", "bad"]).number(ClassNumber(0, ["fair", "good", "bad"]))
+        Labels(["good", "bad"]).output_of(ClassNumber(0, ["fair", "good", "bad"]))
 
 
 @pytest.mark.parametrize("labels", [None, ["Positive", "negative", "neutral"], [0, 1, 2]])

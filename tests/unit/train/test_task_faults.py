@@ -116,7 +116,7 @@ def train_in_parity(config: RunConfig, task: type[Task]) -> None:
         lambda config, task: export_run(config, task, Path("exported"), None, ExportFormat()),
         lambda config, task: generate_from_run(config, task, ["a"], Sampling(), None, 0),
         lambda config, task: prepare_run(config, task),
-        lambda config, task: Workload(config, task, steps=1).with_task(),
+        lambda config, task: Workload(config, task, steps=1).with_tokenizer_and_metadata(),
         train_in_parity,
     ],
     ids=["evaluate", "predict", "export", "generate", "prepare", "parity", "parity's runs"],

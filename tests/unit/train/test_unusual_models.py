@@ -45,6 +45,14 @@ class Teacher(Scale):
         return super().forward(hidden) * self.teacher
 
 
+class ShortIntegers(Scale):
+    """A dtype that no backend broadcasts."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.register_buffer("places", torch.arange(size, dtype=torch.int16))
+
+
 class Empty(Scale):
     def __init__(self, size: int) -> None:
         super().__init__(size)
@@ -91,7 +99,7 @@ def task_of(make: Callable[[int], nn.Module]) -> type[CausalLM]:
     return Odd
 
 
-@pytest.mark.parametrize("make", [Scale, Expanded, Teacher, Empty])
+@pytest.mark.parametrize("make", [Scale, Expanded, Teacher, ShortIntegers, Empty])
 def test_a_strategy_changes_nothing_and_a_resumed_run_is_the_same(
     make: Callable[[int], nn.Module], fit: Fit, run: Path
 ) -> None:

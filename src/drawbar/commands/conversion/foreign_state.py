@@ -14,7 +14,7 @@ from drawbar.checkpoint.load import explain_read_errors
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.errors import UserError
 from drawbar.models.lora import saved_tensors
-from drawbar.optim.state import check_optimizer_state, missing_moment
+from drawbar.optim.state import check_optimizer_state, missing_adam_key
 from drawbar.parallel.weights import check_weights
 from drawbar.runtime.on_demand_tensors import OnDemandTensor, OnDemandTensors
 from drawbar.runtime.safetensors_reader import shape_of
@@ -43,7 +43,7 @@ def check_complete(state: Iterable[str], place: Callable[[str], str]) -> None:
     Raises:
         UserError: it names the tensor that is missing.
     """
-    missing = missing_moment(state)
+    missing = missing_adam_key(state)
     if missing is not None:
         parameter = missing.rpartition("/")[0]
         raise UserError(

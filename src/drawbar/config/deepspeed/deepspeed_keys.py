@@ -182,7 +182,7 @@ LOGGERS = {
     "csv_monitor": "metrics.jsonl in the run directory holds the run's metrics",
     "comet": "metrics.jsonl in the run directory holds the run's metrics",
 }
-"""Keys of these that only make DeepSpeed log: passed on, with a note of what drawbar has."""
+"""Keys of ``ACCEPTED`` that only make DeepSpeed log: passed on, with a note of what drawbar has."""
 IGNORED = {
     "activation_checkpointing": "parallel.activation_checkpointing says what is computed again",
     "pipeline": "parallel.pipeline and parallel.cuts say how the model is cut into stages",

@@ -131,7 +131,7 @@ LIMITS = (
         "zero stage of a pipeline",
         ("parallel.pipeline", "parallel.zero_stage", "deepspeed.preset"),
         lambda c: _stage(c) > 1 and c.parallel.pipeline > 1,
-        "DeepSpeed's pipeline takes ZeRO stages 0 and 1 alone: a stage works on many micro-batches between two updates",
+        "DeepSpeed's pipeline takes ZeRO stages 0 and 1 alone: its stages add up gradients of many micro-batches",
         "set parallel.zero_stage=1, or shard more with parallel.strategy=fsdp and the same pipeline",
     ),
     Rule(

@@ -25,8 +25,9 @@ class ConfigOption:
     settings: Mapping[str, Any]
     """Values by dotted key."""
     kind: Kind = "other"
-    """Of parallel settings: strategies and degrees are tested in combination, their variants one at a time, and
-    those of DeepSpeed separately."""
+    """Of parallel settings: ``strategy`` and ``degree`` are tried in all combinations; a ``variant`` (a less usual
+    strategy, or another value of a setting of a degree) by itself, over ddp if it names no strategy; those of
+    ``deepspeed`` separately."""
 
 
 def _fsdp(**settings: Any) -> dict[str, Any]:
@@ -38,7 +39,7 @@ def _deepspeed(stage: int, **settings: Any) -> dict[str, Any]:
     return {f"parallel.{name}": value for name, value in chosen.items()}
 
 
-LAYOUTS = (
+PARALLEL_OPTIONS = (
     ConfigOption("single", {"parallel.strategy": "single"}, "variant"),
     ConfigOption("dp", {"parallel.strategy": "dp"}, "variant"),
     ConfigOption("ddp", {"parallel.strategy": "ddp"}, "strategy"),
@@ -89,7 +90,7 @@ OTHERS = (
     ConfigOption("device: cuda", {"device": "cuda"}),
     ConfigOption("device: mps", {"device": "mps"}),
 )
-CONFIG_OPTIONS = LAYOUTS + OTHERS
+CONFIG_OPTIONS = PARALLEL_OPTIONS + OTHERS
 TRAINABLE = {"data.train": "train.txt", "train.steps": 1}
 """The least that training needs."""
 
@@ -110,17 +111,17 @@ def parallel_cases(config: RunConfig, ranks: int) -> list[dict[str, Any]]:
     """``config`` with every native choice of parallel settings that is allowed over so many ranks and uses all of them.
 
     These are each strategy and each degree, every combination of the two strategies and the degrees that matter most
-    (``ddp`` and ``fsdp``, ``tensor``, ``pipeline`` and ``context``), and each of their variants alone.
+    (``ddp`` and ``fsdp``, ``tensor``, ``pipeline`` and ``context``), and each variant by itself.
 
     Returns:
         Settings of ``parallel`` that are not the default, such as ``{"strategy": "fsdp", "tensor": 2}``.
     """
-    ddp = next(option for option in LAYOUTS if option.label == "ddp")
-    strategies = [option for option in LAYOUTS if option.kind == "strategy"]
-    degrees = [option for option in LAYOUTS if option.kind == "degree"]
+    ddp = next(option for option in PARALLEL_OPTIONS if option.label == "ddp")
+    strategies = [option for option in PARALLEL_OPTIONS if option.kind == "strategy"]
+    degrees = [option for option in PARALLEL_OPTIONS if option.kind == "degree"]
     together = chain.from_iterable(combinations(degrees, count) for count in range(len(degrees) + 1))
     tried: list[tuple[ConfigOption, ...]] = [(strategy, *chosen) for chosen in together for strategy in strategies]
-    tried += [(ddp, option) for option in LAYOUTS if option.kind == "variant"]
+    tried += [(ddp, option) for option in PARALLEL_OPTIONS if option.kind == "variant"]
     return _fitting(config, tried, ranks)
 
 
@@ -132,9 +133,9 @@ def deepspeed_cases(config: RunConfig, ranks: int) -> list[dict[str, Any]]:
     Returns:
         As ``parallel_cases``.
     """
-    stages = [option for option in LAYOUTS if option.kind == "deepspeed"]
+    stages = [option for option in PARALLEL_OPTIONS if option.kind == "deepspeed"]
     stage_1 = next(option for option in stages if option.settings["parallel.zero_stage"] == 1)
-    degrees = [option for option in LAYOUTS if option.kind == "degree"]
+    degrees = [option for option in PARALLEL_OPTIONS if option.kind == "degree"]
     together = chain.from_iterable(combinations(degrees, count) for count in range(1, len(degrees) + 1))
     return _fitting(config, [*((stage,) for stage in stages), *((stage_1, *chosen) for chosen in together)], ranks)
 
@@ -169,8 +170,8 @@ def markdown() -> str:
     """The page ``docs/compatibility.md``."""
     notes: dict[str, Rule] = {}
     tables = [
-        ("Layouts with one another", [*_table(LAYOUTS, LAYOUTS, notes)]),
-        ("Everything else with layouts", [*_table(OTHERS, LAYOUTS, notes)]),
+        ("Strategies and degrees with one another", [*_table(PARALLEL_OPTIONS, PARALLEL_OPTIONS, notes)]),
+        ("Everything else with strategies and degrees", [*_table(OTHERS, PARALLEL_OPTIONS, notes)]),
         ("Everything else with one another", [*_refused(OTHERS, notes)]),
     ]
     lines = [

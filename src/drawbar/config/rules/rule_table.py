@@ -81,7 +81,7 @@ BATCHES_AND_STEPS = (
     ),
 )
 
-STREAMS = (
+SOURCES_AND_STREAMS = (
     Rule(
         "epochs of a stream",
         ("data.streaming", "train.epochs"),
@@ -226,7 +226,7 @@ TRAIN_RULES: tuple[Rule, ...] = (
     *FP8_TRAINING,
     *PADDING_FREE,
     *BATCHES_AND_STEPS,
-    *STREAMS,
+    *SOURCES_AND_STREAMS,
     *EVALUATION,
     *OPTIMIZATION,
 )

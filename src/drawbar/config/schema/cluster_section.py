@@ -118,7 +118,8 @@ class ClusterSection(Section):
     """Memory of each GPU, such as `80GiB`. With it, `drawbar submit` plans the run as `drawbar plan` does, and refuses
     what cannot fit; `--force` submits it all the same."""
     cpus_per_task: Count | None = None
-    """CPU cores to ask for on each node, for all of its processes together. Default: with GPUs, the same share of the
+    """CPU cores to ask for on each node, for all of its processes together (drawbar's Slurm jobs have one task on each
+    node, its launcher). Default: with GPUs, the same share of the
     node's CPU cores as of its GPUs; else one for each process."""
     partition: Name | None = None
     """Partition (queue) to submit to; several may be given with commas."""

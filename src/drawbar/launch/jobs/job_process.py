@@ -1,4 +1,5 @@
-"""``JobProcess``: the process whose lifetime is that of the job, found by a file that it keeps locked."""
+"""``JobProcess``: the submitting process of an ssh job, which lives as long as the job; a file that it keeps locked
+tells others of it."""
 
 import fcntl
 import json
@@ -14,7 +15,7 @@ from drawbar.launch.jobs.records import JobRecord
 
 @dataclass(frozen=True)
 class JobProcess:
-    """The process, as other processes know it."""
+    """The submitting process, as its file describes it."""
 
     pid: int
     machine: str

@@ -85,7 +85,9 @@ def read_progress(run_dir: Path) -> LoggedProgress:
     checkpoint = newest_step(run_dir)
     status = RunStatus.read(run_dir)
     started = -math.inf if status is None or status.started is None else status.started
-    gaps = [after - before for before, after in itertools.pairwise(times) if before >= started]  # not while it stood
+    gaps = [
+        after - before for before, after in itertools.pairwise(times) if before >= started
+    ]  # without the time between two processes
     total = _total_of_older_run(run_dir / "config.yaml", last) if status is None else status.total_steps
     return LoggedProgress(
         run_state=None if status is None else status.state,

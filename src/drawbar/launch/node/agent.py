@@ -196,7 +196,7 @@ def report_failure(error: BaseException) -> bool:
     if lost_peer := _is_peer_failure(error):
         time.sleep(2)  # let the launcher first notice the rank that died: it then ends this one, too
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path is None:
+    if not path or path == os.devnull:
         return False
     now = time.time()
     user_error = isinstance(error, UserError)
@@ -208,7 +208,7 @@ def report_failure(error: BaseException) -> bool:
         "lost_peer": lost_peer,
     }
     message = str(error) if user_error else f"{type(error).__name__}: {error}"
-    Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}), encoding="utf-8")
+    _write_whole(Path(path), json.dumps({"message": {"message": message, "extraInfo": extra}}))
     return True
 
 
@@ -217,7 +217,15 @@ def report_status(code: int) -> None:
     path = os.environ.get(STATUS_FILE)
     if path is not None and os.environ.get("LOCAL_RANK") == "0":
         with contextlib.suppress(OSError):  # the launcher may be gone with its folder
-            Path(path).write_text(str(int(code)))
+            _write_whole(Path(path), str(int(code)))
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Write a file that is there whole or not at all: this rank may be killed meanwhile, and torch's launcher fails on
+    half a file. Raises OSError where the launcher is gone with its folder."""
+    draft = path.with_name(f"{path.name}.tmp")
+    draft.write_text(text, encoding="utf-8")
+    draft.replace(path)
 
 
 def _is_peer_failure(error: BaseException) -> bool:

@@ -137,10 +137,10 @@ def _no_sum(world: Distributed, run_dir: Path, seconds: float) -> UserError:
 
 
 def _record(run_dir: Path, reasons: dict[str, str]) -> None:
-    job = os.environ.get("TORCHELASTIC_RUN_ID")
-    if job is None:  # another launcher: nobody would read it
+    launch_id = os.environ.get("TORCHELASTIC_RUN_ID")
+    if launch_id is None:  # another launcher: nobody would read it
         return
     try:
-        record_bad_nodes(run_dir, job, reasons)
+        record_bad_nodes(run_dir, launch_id, reasons)
     except OSError as error:
         logger.warning("cannot write down the bad nodes: %s", error)

@@ -22,24 +22,24 @@ def attempt(environ: Mapping[str, str] = os.environ) -> int:
     return int(environ.get("SLURM_RESTART_COUNT", "0"))
 
 
-def record_bad_nodes(run_dir: Path, job: str, reasons: Mapping[str, str]) -> None:
+def record_bad_nodes(run_dir: Path, launch_id: str, reasons: Mapping[str, str]) -> None:
     """Add an entry. Raises OSError where it cannot be written.
 
     Args:
-        job: as the job's ``Rendezvous`` has it.
+        launch_id: see ``Rendezvous``.
         reasons: what is wrong with each node, by its name.
     """
     path = run_dir / FOLDER / FILE
-    entry = {"job": job, "attempt": attempt(), "time": round(time.time(), 3), "nodes": dict(reasons)}
+    entry = {"job": launch_id, "attempt": attempt(), "time": round(time.time(), 3), "nodes": dict(reasons)}
     text = json.dumps([*_entries(run_dir), entry], indent=2, ensure_ascii=False) + "\n"
     write_atomically(path, text.encode())
 
 
-def bad_nodes(run_dir: Path, job: str, attempt: int | None = None) -> dict[str, str]:
+def bad_nodes(run_dir: Path, launch_id: str, attempt: int | None = None) -> dict[str, str]:
     """What is wrong with each node that the job has named, in all its attempts or in one."""
     found: dict[str, str] = {}
     for entry in _entries(run_dir):
-        if entry["job"] == job and attempt in (None, entry["attempt"]):
+        if entry["job"] == launch_id and attempt in (None, entry["attempt"]):
             found.update(entry["nodes"])
     return found
 

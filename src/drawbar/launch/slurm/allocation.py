@@ -23,7 +23,7 @@ class Allocation:
     gpus_per_node: int | None
     """Of the node that has fewest."""
     cpus_per_task: int | None
-    """All CPUs that the allocation has on each node (on the one with the fewest)."""
+    """All CPUs that the allocation has on each node (on the one with the fewest): a node has one task, its launcher."""
     uneven: str = ""
     """How many GPUs each node has, where these are not equally many."""
 

@@ -36,12 +36,12 @@ class Zero(nn.Module):
         return torch.zeros((), device=numbers.device)
 
 
-def split_layers(model: nn.Module, plan: PipelinePlan, stages: int, cuts: Sequence[int] | None) -> list[int]:
+def blocks_of_stages(model: nn.Module, plan: PipelinePlan, stages: int, chosen: Sequence[int] | None) -> list[int]:
     """How many blocks each stage has.
 
     Args:
-        cuts: the number of blocks of each stage, as given by the user; None for the least sum of the squares of the
-            stages' parameter counts, with the embedding on the first stage and the head on the last.
+        chosen: the number of blocks of each stage, as given by the user (``parallel.cuts``); None for the least sum of
+            the squares of the stages' parameter counts, with the embedding on the first stage and the head on the last.
 
     Raises:
         UserError: there are fewer blocks than stages, or the cuts do not fit.
@@ -53,15 +53,15 @@ def split_layers(model: nn.Module, plan: PipelinePlan, stages: int, cuts: Sequen
             where="parallel.pipeline",
             remedy="set a smaller parallel.pipeline (an interleaved schedule has two stages on each rank)",
         )
-    if cuts is not None:
-        if len(cuts) != stages or sum(cuts) != len(blocks):
+    if chosen is not None:
+        if len(chosen) != stages or sum(chosen) != len(blocks):
             raise UserError(
-                f"the cuts {list(cuts)} are {len(cuts)} stages with {sum(cuts)} blocks; "
+                f"the cuts {list(chosen)} are {len(chosen)} stages with {sum(chosen)} blocks; "
                 f"there are {stages} stages, and the model has {len(blocks)} blocks",
                 where="parallel.cuts",
                 remedy=f"give {stages} numbers that sum up to {len(blocks)}, or leave it out",
             )
-        return list(cuts)
+        return list(chosen)
     sizes = [_size(block) for block in blocks]
     sizes[0] += sum(_size(model.get_submodule(name)) for name in (plan.embedding, *plan.before))
     sizes[-1] += sum(_size(model.get_submodule(name)) for name in (*plan.after, plan.head))
@@ -95,7 +95,7 @@ def is_tied(model: nn.Module, plan: PipelinePlan) -> bool:
     return getattr(model.get_submodule(plan.head), "weight", 0) is model.get_submodule(plan.embedding).weight
 
 
-def build_stage(model: nn.Module, plan: PipelinePlan, layers: Sequence[int], stage: int) -> nn.Module:
+def build_stage(model: nn.Module, plan: PipelinePlan, blocks_per_stage: Sequence[int], stage: int) -> nn.Module:
     """One stage: a copy of the model with this stage's blocks alone. The first stage has the embedding, the last the
     head.
 
@@ -104,9 +104,8 @@ def build_stage(model: nn.Module, plan: PipelinePlan, layers: Sequence[int], sta
 
     Args:
         model: transformers', whole, on the meta device or not.
-        layers: blocks in each stage.
     """
-    starts = [0, *accumulate(layers)]
+    starts = [0, *accumulate(blocks_per_stage)]
     start, stop = list(pairwise(starts))[stage]
     stage_module = deepcopy(model)
     _keep_blocks(stage_module, plan, start, stop)
@@ -117,7 +116,7 @@ def build_stage(model: nn.Module, plan: PipelinePlan, layers: Sequence[int], sta
         for name in plan.before:
             replacement = Zero() if isinstance(stage_module.get_submodule(name), nn.Embedding) else nn.Identity()
             stage_module.set_submodule(name, replacement)
-    if stage < len(layers) - 1:
+    if stage < len(blocks_per_stage) - 1:
         for name in (*plan.after, plan.head):
             stage_module.set_submodule(name, nn.Identity())
     _add_stage_hooks(stage_module, received)

@@ -43,7 +43,7 @@ class _Ended(Exception):
         self.code = code
 
 
-class LauncherChannel:
+class SubmitterChannel:
     """Messages from the submitting process. The channel is closed when their stream ends, or when the process
     ``parent`` does."""
 
@@ -106,7 +106,7 @@ def main() -> int:
 
 def work(parent: int) -> int:
     """Run what the submitting process sends; end when the process ``parent`` ends."""
-    channel = LauncherChannel(parent)
+    channel = SubmitterChannel(parent)
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         channel.put(signal=number)
@@ -147,7 +147,7 @@ def _change_directory(job: HostJob) -> None:
         )
 
 
-def _find_endpoint(job: HostJob, channel: LauncherChannel) -> str:
+def _find_endpoint(job: HostJob, channel: SubmitterChannel) -> str:
     """The endpoint of the rendezvous: the first node chooses it, and the submitting process tells all."""
     if job.nodes > 1 and job.node == 0:
         peers = channel.wait_for("peers", job.patience)
@@ -180,7 +180,7 @@ def address_for(peers: Sequence[str], submitter: str, own: str) -> str:
     return own if ipaddress.ip_address(own).is_loopback else address_towards(submitter)
 
 
-def _run(job: HostJob, endpoint: str, channel: LauncherChannel) -> int:
+def _run(job: HostJob, endpoint: str, channel: SubmitterChannel) -> int:
     environ = {**os.environ, **job.environment}
     if job.nodes > 1:
         head = endpoint.rpartition(":")[0]
@@ -210,7 +210,7 @@ def _run(job: HostJob, endpoint: str, channel: LauncherChannel) -> int:
         return code
 
 
-def _watch(child: "subprocess.Popen[bytes]", channel: LauncherChannel, patience: float) -> int:
+def _watch(child: "subprocess.Popen[bytes]", channel: SubmitterChannel, patience: float) -> int:
     """Wait for the command, and pass signals on. Returns its exit code."""
     passed_on: set[int] = set()
     while (code := child.poll()) is None:
