@@ -4,11 +4,12 @@ The names below are the library's public face. They are imported when they are f
 answers without importing torch.
 """
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from drawbar.threads import let_threads_sleep
-from drawbar.util.torch_imports import silence_torchao
+from drawbar.util.torch_imports import silence_ranks, silence_torchao
 
 if TYPE_CHECKING:
     from drawbar.cli import main
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 let_threads_sleep()  # first: OpenMP reads these settings when torch is loaded
+if "LOCAL_RANK" in os.environ:  # a rank of torchrun, DeepSpeed's launcher or another one
+    silence_ranks()
 silence_torchao()  # before transformers is imported, in whatever process
 
 _HOMES = {

@@ -55,10 +55,12 @@ class UserError(Exception):
 
 
 def nearest(word: str, options: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The option spelled most like ``word``, or None where nothing comes close.
+    """The first option that ends in ``_word``, else the one spelled most like ``word``; None where nothing comes close.
 
     Args:
         cutoff: the least similarity that counts, from 0 to 1, as ``difflib`` measures it.
     """
-    matches = difflib.get_close_matches(word, list(options), n=1, cutoff=cutoff)
+    known = list(options)
+    named = [option for option in known if option.endswith(f"_{word}")]
+    matches = named or difflib.get_close_matches(word, known, n=1, cutoff=cutoff)
     return matches[0] if matches else None

@@ -1,7 +1,8 @@
-"""Imports of torch and transformers: as fast as they can be, and without the noise of torchao."""
+"""Imports of torch and transformers: as fast as they can be, and without noise."""
 
 import gc
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,13 @@ def quick_imports() -> Iterator[None]:
         gc.freeze()
         if was_on:
             gc.enable()
+
+
+def silence_ranks() -> None:
+    """Leave out the warnings of torch's C++ code in the ranks that this process becomes or starts: for every rank, and
+    past Python's warnings, DDP would log that it looked for unused parameters and found none. Call it before torch is
+    imported."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def silence_torchao() -> None:

@@ -1,5 +1,9 @@
 """Which process this is, and what it runs on."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -123,3 +127,17 @@ def test_mps_that_cannot_be(there: bool, processes: int, message: str, monkeypat
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: there)
     with pytest.raises(UserError, match=rf"{message}[\s\S]*fix:"):
         choose_device("mps", RankInfo(0, processes, 0, processes))
+
+
+@pytest.mark.parametrize("is_rank", [True, False])
+def test_only_ranks_leave_out_the_warnings_of_torchs_code(is_rank: bool) -> None:
+    """Those of DDP, which no filter of Python's sees; a program that imports drawbar keeps its own."""
+    program = "import os, drawbar; print(os.environ.get('TORCH_CPP_LOG_LEVEL'))"
+    env = {name: value for name, value in os.environ.items() if name not in ("TORCH_CPP_LOG_LEVEL", "LOCAL_RANK")}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=env | ({"LOCAL_RANK": "0"} if is_rank else {}),
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == ("ERROR\n" if is_rank else "None\n")

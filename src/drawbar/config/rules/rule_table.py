@@ -6,6 +6,8 @@ A rule refuses what cannot work, and settings that would have no effect, as thes
 import math
 from collections.abc import Sequence
 
+from pydantic import BaseModel
+
 from drawbar.config.deepspeed.deepspeed_rules import DEEPSPEED
 from drawbar.config.io.fields import lookup, show
 from drawbar.config.io.load_config import LoadedConfig
@@ -325,9 +327,15 @@ def resolve_micro_batch(config: RunConfig, data_ranks: int) -> int:
 
 
 def _shown(rule: Rule, loaded: LoadedConfig) -> str:
-    """``train.steps=10 (config.yaml:3), train.epochs=2 (command line)``; no places where none are known."""
-    places = {key: f" ({loaded.origin(key)})" if loaded.origins else "" for key in rule.keys}
-    return ", ".join(f"{key}={show(lookup(loaded.config, key))}{place}" for key, place in places.items())
+    """``train.steps=10 (config.yaml:3), lora={"rank": 4} (command line)``: of a section what was set; no
+    places where none are known."""
+    texts = []
+    for key in rule.keys:
+        value = lookup(loaded.config, key)
+        own = value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value
+        place = f" ({loaded.origin(key)})" if loaded.origins else ""
+        texts.append(f"{key}={show(own)}{place}")
+    return ", ".join(texts)
 
 
 def _divisors(number: int) -> list[int]:

@@ -3,6 +3,7 @@
 import os
 
 from drawbar.distributed.watchdog import LAUNCHER
+from drawbar.util.torch_imports import silence_ranks
 
 STATUS_FILE = "DRAWBAR_STATUS_FILE"
 """Environment variable: where a node's first rank leaves its exit code for the launcher."""
@@ -13,6 +14,5 @@ def become_launcher(nproc: int) -> None:
     the ranks share the cores that this process may use."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc)))
-    # torch 2.14 logs, for every rank and past Python's warnings, that DDP looked for unused parameters and found none
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    silence_ranks()
     os.environ[LAUNCHER] = str(os.getpid())
