@@ -43,10 +43,10 @@ def cancel(what: str, grace: int) -> None:
         )
     launcher_of(active[0].record).cancel(active, grace)
     for status in ask_status(status.record for status in active):
-        click.echo(_print_status(status))
+        click.echo(_outcome(status))
 
 
-def _print_status(status: "JobStatus") -> str:
+def _outcome(status: "JobStatus") -> str:
     from pathlib import Path
 
     from drawbar.errors import ExitCode

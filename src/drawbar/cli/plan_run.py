@@ -54,7 +54,7 @@ Exit codes: 0 it fits, 1 it does not fit, 2 the request is wrong.
 @click.option("--nodes", type=click.IntRange(min=1), help="Machines. Default: cluster.nodes, or 1.")
 @click.option(
     "--mfu", type=click.FloatRange(0, 1, min_open=True), default=0.4, show_default=True,
-    help="Share of the GPUs' speed that the run will make use of.",
+    help="Share of the GPUs' speed at which they compute, with what activation checkpointing computes again.",
 )  # fmt: skip
 @click.option(
     "--strategies",

@@ -22,7 +22,7 @@ from drawbar.tasks.user_methods import check_signatures
 from drawbar.tracking.console import Console, make_console
 from drawbar.tracking.histogram import print_histogram
 from drawbar.tracking.table import print_table
-from drawbar.train.batches import load_split, rows_and_order, train_micro_batch
+from drawbar.train.batches import load_split, order_and_rows, train_micro_batch
 from drawbar.train.initial_model import temporary_initial_model
 from drawbar.train.setup import build_task
 from drawbar.train.validation_share import warn_of_share
@@ -144,14 +144,14 @@ def _describe_batches(task: Task, split: Split, config: RunConfig, world: Distri
         Steps per epoch, of the way that is configured.
     """
     if not _in_tokens(split):
-        return _steps(rows_and_order(task, split, config)[0], config)
+        return _steps(order_and_rows(task, split, config)[0], config)
     micro_batch = train_micro_batch(config, world, in_tokens=True)
     steps: dict[str, int] = {}
     table = []
     for batching in get_args(DataSection.model_fields["batching"].annotation):
         changed = config.model_copy(update={"data": config.data.model_copy(update={"batching": batching})})
         try:
-            sampler, rows = rows_and_order(task, split, changed)
+            sampler, rows = order_and_rows(task, split, changed)
         except UserError as error:
             if batching == config.data.batching:
                 raise

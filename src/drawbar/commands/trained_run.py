@@ -33,7 +33,8 @@ def load_run(
     Args:
         path: the folder that training wrote.
         settings: as on the command line: ``device=cpu``, ``eval.micro_batch=64``.
-        checkpoint: ``best``, ``latest`` or a step; None for the best, or the latest where no evaluation chose one.
+        checkpoint: ``best``, ``latest``, a step, or a path; None for the best, or the latest where no evaluation
+            chose one.
         task: the task's class, if a script defines it, and ``task.type`` does not name it.
 
     Raises:

@@ -69,6 +69,7 @@ class FakeWorld(Distributed):
             dist.destroy_process_group()
 
     def init_single_process_group(self) -> None:
+        """Make the fake group of all ranks; it also stands in for the group of a single process."""
         if not dist.is_initialized():
             dist.init_process_group("fake", rank=self.rank, world_size=self.size, store=FakeStore())
 

@@ -26,7 +26,8 @@ class Machine:
     peak_flops: float | None
     """FLOP/s of a device in 16 bits; None if not known."""
     utilization: float
-    """Share of ``peak_flops`` that the run is assumed to reach (its MFU)."""
+    """Share of ``peak_flops`` at which the counted operations are assumed to run, those of recomputation included: the
+    MFU, where nothing is computed again."""
 
     @property
     def ranks(self) -> int:

@@ -39,7 +39,7 @@ class Container:
     home: str | None = None
     gpus: bool = False
     variables: tuple[str, ...] = ()
-    """Names of variables that keep their values in the container even if the image sets others."""
+    """For pyxis: names of variables that keep their values in the container even if the image sets others."""
     any_runtime: bool = False
     """Whether Singularity may stand in for Apptainer."""
 

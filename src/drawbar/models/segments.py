@@ -4,7 +4,7 @@ No mask of a row's length squared is made. Samples of similar lengths are gather
 longest; torch's own attention takes each batch. On CUDA, torch's kernel for samples of any lengths is used if possible.
 
 R: rows, L: tokens in a row, T: all R·L tokens, N: samples, S: slots (places) in all groups, H: heads, D: a head's
-size; n, l: samples and tokens of the longest in one group.
+size; n: samples of a group, l: tokens of its longest.
 The padding of a row counts as a sample of its own, behind the others; it has 0 tokens if there is no padding.
 """
 

@@ -27,7 +27,8 @@ DEVICES = {"cuda": 32}
 """Device types for which torch has ring attention, with the number that must divide the tokens of a chunk: the
 kernel for fp32 pads its log-sum-exps to a multiple of 32, and the ring takes the padding for tokens."""
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-"""Kernels of ring attention. Any other would attend to this rank's tokens alone, or fail with an obscure error."""
+"""The kernels that ring attention uses here. torch has one for cuDNN, too, which no test of drawbar covers; the math
+kernel would attend to this rank's tokens alone."""
 RING = "drawbar_ring"
 """What transformers knows :func:`_attend` by. It has no mask of that name, so it builds none."""
 FIELDS = {"input_ids", "labels", "attention_mask"}

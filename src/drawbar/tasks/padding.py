@@ -20,7 +20,8 @@ from drawbar.tasks.task import Task
 MODEL = ("build_model", "build_meta_model")
 """Methods by which a user brings a model that may take no rows of several samples."""
 ROWS = ("encode", "augment", "collate", "forward", "loss", "num_targets")
-"""Methods that may expect a row for each sample, where a user wrote them; packed rows they take already."""
+"""Methods that may expect a row for each sample, where a user wrote them. With ``data.batching=packed`` they get rows
+of several samples in any case, and are not looked at."""
 DEVICES = ("cpu", "cuda")
 
 

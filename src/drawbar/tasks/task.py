@@ -82,7 +82,8 @@ class Task:
             ) from error
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle what the task was built from, and no attribute that was set later: a worker process builds its own."""
+        """Pickle what ``encode``, ``augment`` and ``collate`` need of what the task was built from, and no attribute
+        that was set later: a worker process builds its own task."""
         sections = {name: getattr(self.run_config, name) for name in type(self.run_config).model_fields}
         known = (self.tokenizer, self.dataset_metadata, self.has_labels, self.task_context.initial_model)
         return _rebuild, (type(self), sections, *known)

@@ -259,7 +259,7 @@ def _load_train(
         return _stream_loader(task, opened.records, config, world, prefetch), None
     split = encode_split(task, opened, config, world, console)
     with world.working("planning the rows"):
-        sampler, rows = rows_and_order(task, split, config)
+        sampler, rows = order_and_rows(task, split, config)
     loader = TrainLoader(
         rows,
         sampler,
@@ -271,8 +271,8 @@ def _load_train(
     return loader, split
 
 
-def rows_and_order(task: Task, split: Split, config: RunConfig) -> tuple[Sampler, Rows]:
-    """The rows of a split, and the sampler that orders them."""
+def order_and_rows(task: Task, split: Split, config: RunConfig) -> tuple[Sampler, Rows]:
+    """The sampler of a split, and the rows that it orders."""
     seed, samples = config.run.seed, split.samples
     weights = [source.weight for source in getattr(split.records, "streams", [])]
     mixed = bool(weights) and None not in weights

@@ -1,6 +1,7 @@
 """drawbar's own callbacks: logging, evaluation with early stopping, saving, profiling.
 
-The trainer calls them before the user's, in an order of its own. A step is saved before it is evaluated, because the
+The trainer calls them before the user's, in an order of its own; only the start of training is announced to the user's
+first, as an evaluation may be due at once. A step is saved before it is evaluated, because the
 evaluation may fail; the scores are added to the checkpoint afterwards.
 """
 

@@ -29,8 +29,9 @@ from drawbar.train.step import RunProgress
 
 
 def with_original_choices(config: RunConfig, checkpoint: Path, device: torch.device) -> RunConfig:
-    """The configuration with ``auto`` replaced by the choices that the run began with: dtypes, cross-entropy, padding.
-    So a resumed run computes the same on other hardware and with a newer drawbar.
+    """The configuration with choices that the run began with in place of ``auto``: its dtypes; and, where it began so,
+    plain cross-entropy and padding, so that a newer drawbar does not change how an older run computes. A run that began
+    with a loss in the head, or without padding, stays at ``auto``: it goes on so where device and strategy allow it.
 
     Raises:
         UserError: the checkpoint is damaged.

@@ -20,7 +20,7 @@ from drawbar.runtime.log import logger
 from drawbar.tasks.task import Task
 from drawbar.tracking.console import make_console
 from drawbar.train import batches as train_data
-from drawbar.train.batches import load_split, rows_and_order
+from drawbar.train.batches import load_split, order_and_rows
 
 RECORDS = 600
 
@@ -93,7 +93,7 @@ def test_a_warm_start_opens_no_file_of_the_data(
     monkeypatch.setattr(digests, "MIN_AGE_NS", -1)  # files may be hashed as soon as they are written
     monkeypatch.setattr(train_data, "CACHED_FROM", 1, raising=False)  # samples: as if these were many
     task, config, split = load(sources, tmp_path, batching)
-    rows_and_order(task, split, config)
+    order_and_rows(task, split, config)
     monkeypatch.setattr(plan, "plan_rows", lambda *_: pytest.fail("planned again"))
     opened = []
     open_path = Path.open
@@ -101,7 +101,7 @@ def test_a_warm_start_opens_no_file_of_the_data(
     logger.addHandler(caplog.handler)
     try:
         task, config, split = load(sources, tmp_path, batching)
-        sampler, rows = rows_and_order(task, split, config)
+        sampler, rows = order_and_rows(task, split, config)
     finally:
         logger.removeHandler(caplog.handler)
     assert [path for path in opened if path.suffix == ".jsonl"] == []

@@ -40,7 +40,7 @@ def convert_run(config: RunConfig, task: type[Task] | None, checkpoint: str, to:
     """Write one checkpoint of a run as a folder of another format, tensor by tensor; returns its step.
 
     Args:
-        checkpoint: ``latest``, ``best`` or a step.
+        checkpoint: ``latest``, ``best``, a step, or a path.
         to: ``whole`` or ``parts``: a run that has this one checkpoint; ``dcp`` or ``deepspeed``.
         folder: absent or empty; it appears when it is complete.
 

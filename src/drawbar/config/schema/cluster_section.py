@@ -53,7 +53,8 @@ def _variables(values: dict[str, str]) -> dict[str, str]:
         if SECRET.search(name):
             raise ValueError(
                 f"{name} looks like a secret, and job scripts are no place for one; "
-                "export it before `drawbar submit`: the scheduler passes your environment on"
+                "export it before `drawbar submit`: Slurm passes your environment on, and over ssh cluster.forward names "
+                "what goes along"
             )
         if "\0" in value:
             raise ValueError(f"{name} holds a null character, which no environment variable can")
@@ -115,8 +116,8 @@ class ClusterSection(Section):
     gpus_per_node: Count | Annotated[str, AfterValidator(_typed_gpus)] | None = None
     """GPUs to ask for on each node, or their type and number, such as `a100:4`; each gets a process."""
     gpu_memory: Annotated[Text, AfterValidator(_size)] | None = None
-    """Memory of each GPU, such as `80GiB`. With it, `drawbar submit` plans the run as `drawbar plan` does, and refuses
-    what cannot fit; `--force` submits it all the same."""
+    """Memory of each GPU, such as `80GiB`. With it and `gpus_per_node`, `drawbar submit` plans the run as `drawbar
+    plan` does, and refuses what cannot fit (not with `preflight: false`); `--force` submits it all the same."""
     cpus_per_task: Count | None = None
     """CPU cores to ask for on each node, for all of its processes together (drawbar's Slurm jobs have one task on each
     node, its launcher). Default: with GPUs, the same share of the
@@ -142,7 +143,8 @@ class ClusterSection(Section):
     modules: list[Module] = []
     """Environment modules to load, in this order."""
     environment: Annotated[dict[str, str], AfterValidator(_variables)] = {}
-    """Environment variables to set on every node. No secrets: the job has your own environment, too."""
+    """Environment variables to set on every node. No secrets: a Slurm job has your own environment
+    anyway, and ssh hosts get what `forward` names."""
     setup: Annotated[list[Text], AfterValidator(_lines)] = []
     """Shell commands to run before all else, such as `source ~/venv/bin/activate`: with Slurm on the first node, from
     which every node gets what they export; over ssh on each host."""

@@ -83,7 +83,8 @@ class DataSection(Section):
     streaming: bool = False
     """Encode training data while it is read, in constant memory, instead of before the first step."""
     shuffle_buffer: Count = 16384
-    """With `streaming`: how many records, over all processes, are shuffled among one another."""
+    """With `streaming`: records of a block, over all processes. Those of each lane, this number divided by
+    `stream_lanes`, are shuffled among one another."""
     stream_lanes: Count = 384
     """With `streaming`: how many parts the stream is dealt into; the number of data-parallel ranks must divide it (384:
     1, 2, 3, 4, 6, 8 and so on to 384). It decides the order of the samples, so that this order does not depend on the

@@ -49,7 +49,8 @@ class PretrainedTaskConfig(TaskConfig):
     """Hub name or folder of the tokenizer (default: the model's own), or `{train: byte_bpe, vocab_size: N}`."""
     add_special_tokens: Literal["auto", "begin", "end", "begin_end", "none"] = "auto"
     """What the tokenizer puts around a text: the begin token, the end token, both or nothing. `auto`: a given tokenizer
-    puts what it always puts; a tokenizer that is trained here puts what the task needs."""
+    puts what it always puts, and what the task cannot do without (an end of the text to write, something between two
+    texts); a tokenizer that is trained here puts what the task needs."""
     attention: Text = "auto"
     """How attention is computed: `sdpa`, `eager`, `flash_attention_2`, `flash_attention_3`, `flex_attention`, or a
     kernel of the hub; `auto`: the choice of transformers, which is sdpa where the model has it."""

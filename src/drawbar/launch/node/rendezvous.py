@@ -9,8 +9,8 @@ VARIABLE = "DRAWBAR_RENDEZVOUS"
 """Environment variable: the rendezvous that ``drawbar train`` takes part in, as JSON."""
 
 
-def job_name(number: str) -> str:
-    """The name that drawbar uses for a scheduler's job of this number."""
+def launch_id_of(number: str) -> str:
+    """The launch id of a scheduler's job of this number."""
     return f"drawbar-{number}"
 
 
@@ -19,7 +19,7 @@ class Rendezvous:
     """One node's part in a job of several nodes."""
 
     launch_id: str
-    """The same on all nodes, and another one for each launch; of a scheduler's job, ``job_name`` of its number."""
+    """The same on all nodes, and another one for each launch; of a scheduler's job, ``launch_id_of`` its number."""
     endpoint: str
     """``address:port`` of the first node."""
     nodes: int

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from drawbar.launch.node.bad_nodes import NODE_IS_LOST, attempt, bad_nodes
-from drawbar.launch.node.rendezvous import job_name
+from drawbar.launch.node.rendezvous import launch_id_of
 from drawbar.launch.slurm.partitions import facts, read_nodes, slurm_output
 
 REQUEUED, GAVE_UP, NO_BAD_NODES = 0, 3, 1
@@ -21,7 +21,9 @@ def requeue(run_dir: Path, job: str, then: str) -> int:
         then: ``exclude``: queue the job without its bad nodes. ``requeue``: queue it only if a node was lost, as Slurm
             itself would do when it finds out.
     """
-    own = job_name(os.environ["SLURM_JOB_ID"])  # an array element has its own job id, but is requeued as ARRAY_INDEX
+    own = launch_id_of(
+        os.environ["SLURM_JOB_ID"]
+    )  # an array element has its own job id, but is requeued as ARRAY_INDEX
     reasons = bad_nodes(run_dir, own, attempt())
     try:
         if reasons and then == "exclude":

@@ -111,8 +111,9 @@ def _partition(deepspeed: ModuleType, model: nn.Module, values: Mapping[str, Any
 class MasterState(ABC):
     """The fp32 weights, gradients and optimizer state of a DeepSpeed engine, gathered from its data-parallel ranks.
 
-    Every rank calls every method but ``range``, ``piece`` and ``set_piece``, which are local. Tensors have the shape
-    that the parameter has on one tensor-parallel rank.
+    Every rank calls every method but ``range``, ``piece``, ``set_piece`` and ``load_weight``, which are local
+    (``load_weight`` gathers under ZeRO-3 with NVMe or hpZ's secondary partition). Tensors have the shape that the
+    parameter has on one tensor-parallel rank.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -151,6 +152,12 @@ class MasterState(ABC):
     def set_state(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
         """Set what ``state`` returned."""
 
+    def gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """Its gradient, averaged over the data-parallel ranks, times the loss scale; between backward and update."""
+        from deepspeed.utils import safe_get_full_grad
+
+        return safe_get_full_grad(parameter)
+
     # what this rank has of these by itself; the methods above gather or divide whole tensors
 
     @abstractmethod
@@ -168,12 +175,6 @@ class MasterState(ABC):
     def load_weight(self, parameter: nn.Parameter, tensors: Mapping[str, Tensor], name: str) -> None:
         """Set the weight to ``tensors[name]``: both the fp32 one and the one that the model computes with."""
         self.set_weight(parameter, tensors[name])
-
-    def gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """Its gradient, averaged over the data-parallel ranks, times the loss scale; between backward and update."""
-        from deepspeed.utils import safe_get_full_grad
-
-        return safe_get_full_grad(parameter)
 
 
 class UnshardedMasterState(MasterState):

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from drawbar.config.io.user_code import SNAPSHOT
 from drawbar.launch.job_files import CONFIG, NODES
-from drawbar.launch.node.rendezvous import Rendezvous, job_name
+from drawbar.launch.node.rendezvous import Rendezvous, launch_id_of
 from drawbar.launch.node.route import describe, find_route
 from drawbar.util.atomic_files import write_atomically
 
@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> NoReturn:
         fix = "set run.dir to a folder that all nodes share, or submit without --snapshot"
         _refuse(f"node {host} has no copy of the code that was submitted: {snapshot}", fix)
     names = tuple(os.environ.get(NODES, "").split())
-    job = job_name(os.environ["SLURM_JOB_ID"])
+    job = launch_id_of(os.environ["SLURM_JOB_ID"])
     rendezvous = Rendezvous(job, endpoint, nodes, node, route.address, names if len(names) == nodes else ())
     print(describe(route, rendezvous, os.environ), flush=True)
     os.environ.update(route.variables)
