@@ -53,8 +53,8 @@ def _variables(values: dict[str, str]) -> dict[str, str]:
         if SECRET.search(name):
             raise ValueError(
                 f"{name} looks like a secret, and job scripts are no place for one; "
-                "export it before `drawbar submit`: Slurm passes your environment on, and over ssh cluster.forward names "
-                "what goes along"
+                "export it before `drawbar submit`: Slurm passes your environment on, and over ssh cluster.forward "
+                "names what goes along"
             )
         if "\0" in value:
             raise ValueError(f"{name} holds a null character, which no environment variable can")
