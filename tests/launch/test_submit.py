@@ -71,7 +71,7 @@ def test_time_limits(written: str, seconds: int) -> None:
         ("environment={HF_TOKEN: abc}", "HF_TOKEN looks like a secret"),
         ("environment={a-b: c}", "is no name of an environment variable"),
         ("options={--qos: high}", "without its dashes"),
-        ("options={output: x}", "drawbar writes the option output itself"),
+        ("options={output: x}", "drawbar writes the option output itself, or its jobs do not work with it"),
         ("options={gres: 'nvme:1,gpu:4'}", "GPUs are asked for by cluster.gpus_per_node"),
         ("gpus_per_node=a100", "or their type and number such as a100:4"),
         ("gpus_per_node=a100:0", "got 'a100:0'"),

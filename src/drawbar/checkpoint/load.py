@@ -72,8 +72,9 @@ def _identities(path: Path) -> list[tuple[int, int, int, int]]:
 
 
 def run_on_all_ranks(path: Path, world: Distributed, activity: str, work: Callable[[], T]) -> T:
-    """Call ``work`` on every rank, and raise on all of them if it fails on any. Collective; but ``work`` itself must
-    not call a collective.
+    """Call ``work`` on every rank, and raise on all of them if it fails on any. Collective. ``work`` must call none of
+    the collectives of ``world``, as it runs inside ``world.working``; where it calls those of another group, and fails
+    on a rank before them, the others wait for that group's timeout.
 
     Args:
         path: of the checkpoint or folder that it reads.

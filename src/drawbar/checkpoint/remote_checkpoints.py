@@ -141,7 +141,9 @@ class RemoteCheckpoints:
             The manifest that the store has now.
 
         Raises:
-            ChangedDuringCopy: the local checkpoint was deleted or replaced; nothing was committed.
+            ChangedDuringCopy: the local checkpoint was deleted or replaced. Nothing was committed; or, where the store
+                had a copy before, the new manifest is, and some files still have their temporary names: the next upload
+                finishes that.
         """
         try:
             return self._upload(folder, prepare_commit)

@@ -63,7 +63,8 @@ def convert(
 ) -> None:
     """Write a checkpoint of SOURCE (a run directory) in another format, or make a run of another program's checkpoint.
 
-    It takes one process and the CPU, and little more memory than the largest tensors.
+    It takes one process and the CPU, and little more memory than the largest tensors; from a ZeRO checkpoint of
+    DeepSpeed that of one rank's file, and to huggingface that of one file of weights (5 GB).
     """
     options = {"--output": output, "--checkpoint": checkpoint, "--to-run": config, "KEY=VALUE": settings or None}
     if form is not None and to is None:

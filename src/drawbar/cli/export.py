@@ -26,7 +26,8 @@ Examples:
 
 \b
 Start a new run from the folder by task.model=demo-model, or load it by transformers' from_pretrained.
-In memory is about one file of weights (--shard-size), however large the model.
+In memory is about one file of weights (--shard-size), however large the model; all of it where
+transformers computes stored weights from several, or a task cannot read a base model's files.
 """,
 )
 @click.argument("run", shell_complete=complete_run)

@@ -25,6 +25,7 @@ Examples:
 
 \b
 Each line of the output is a record of the input, in order, with its "prediction"; null where there is none.
+A record that cannot be read (data.on_bad_record=skip) is {"error": ..., "prediction": null}.
 With --probabilities it has "probabilities", too: that of each label, by its name; for words, a list of these.
 """,
 )

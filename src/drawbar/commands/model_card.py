@@ -21,7 +21,6 @@ PIPELINES = {
     "seq2seq": "text2text-generation",
     "sequence_classification": "text-classification",
     "token_classification": "token-classification",
-    "question_answering": "question-answering",
 }
 """``task.type`` → the Hub's ``pipeline_tag`` of such a model."""
 _TEMPLATE = """---
@@ -68,14 +67,14 @@ def model_card(config: RunConfig, model: nn.Module, step: int, dtype: str, adapt
         pipeline_tag=PIPELINES.get(config.task.type),
         tags=["drawbar"],
     )
-    train, optim = config.train, config.optim
+    train, optim, packed = config.train, config.optim, config.data.batching == "packed"
     facts = {
         "model": f"{type(model).__name__}, {parameters:,} parameters",
         **({"trained from": base} if base else {}),
         **({} if copied is None else {"trained from": _other_run(copied)}),
         "weights": f"{dtype}{', LoRA adapters alone' if adapters else ''}",
         "checkpoint": f"step {step:,}",
-        "samples in a step": f"{train.global_batch:,}",
+        "packed rows in a step" if packed else "samples in a step": f"{train.global_batch:,}",
         "tokens of a sample, at most": f"{config.data.sequence_length:,}",
         "optimizer": f"{optim.name}, learning rate {optim.lr:g}, schedule {optim.schedule}",
         "seed": config.run.seed,

@@ -150,13 +150,13 @@ def _memory(host: HostFacts) -> Finding:
 
 def _shared_memory(host: HostFacts) -> Finding:
     if host.shared_memory is None or host.shared_memory_free is None:
-        return Finding(SECTION, "/dev/shm", Level.NOTE, "there is none", "NCCL and data workers want to use it")
+        return Finding(SECTION, "/dev/shm", Level.NOTE, "there is none", "NCCL wants to use it")
     what = f"{size(host.shared_memory)}, {size(host.shared_memory_free)} free"
     if host.shared_memory_free < GIB // 4:
         fix = Fix("sudo mount -o remount,size=8G /dev/shm", "in a container: docker run --shm-size=8g (or --ipc=host)")
         if host.shared_memory > GIB:
             fix = Fix("ls -lS /dev/shm", "and remove what ended programs have left there")
-        why = "NCCL between the GPUs of a machine, and data workers, end with a bus error when it is full"
+        why = "NCCL between the GPUs of a machine ends with a bus error when it is full"
         return Finding(SECTION, "/dev/shm", Level.WARNING, what, why, fix)
     return Finding(SECTION, "/dev/shm", Level.OK, what)
 

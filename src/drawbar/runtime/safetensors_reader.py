@@ -41,7 +41,7 @@ STORED_DTYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""The dtypes that safetensors can store, by the names that it gives them."""
+"""The dtypes that drawbar stores and reads, by safetensors' names for them (safetensors has a few more)."""
 
 _PIECE = 16 * 2**20
 """Upper limit on the bytes of one read where whole rows are read, but only some of their columns are wanted."""

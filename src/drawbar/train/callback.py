@@ -32,8 +32,9 @@ class RunHandle:
 
     @property
     def run_dir(self) -> Path:
-        """The run directory. Rank 0 writes its files (where disks are node-local, one rank for each disk), but for the
-        log and the part of a checkpoint that every rank writes."""
+        """The run directory. Rank 0 writes metrics, scores and status. One rank for each disk (rank 0, where all nodes
+        see the same) writes configuration, tokenizer and checkpoints. Its log, its profile and its part of a checkpoint
+        every rank writes itself."""
         return self.config.run_dir
 
     @property

@@ -64,8 +64,8 @@ def check_saved_state(task: Task, engine: Engine) -> None:
     names and types of the whole model.
 
     Raises:
-        UserError: a module defines ``get_extra_state``, or a saved tensor is a copy, or of a type that safetensors does
-            not have.
+        UserError: a module defines ``get_extra_state``, or a saved tensor is a copy, or of a type that checkpoints do
+            not store.
     """
     for name, module in engine.meta_model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:

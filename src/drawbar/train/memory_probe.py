@@ -119,8 +119,8 @@ def fit_micro_batch(
 
     Args:
         memory: None to leave the loader as it is.
-        run_dir: where ``micro_batch.json`` is, if the run has one.
-        resumed: whether the run goes on from a checkpoint of its own.
+        run_dir: where ``micro_batch.json`` is, if there is one: that of the run whose checkpoint is resumed.
+        resumed: whether the run goes on from a checkpoint, its own or that of ``--resume PATH``; False for a fork.
 
     Returns:
         What to save; None without ``memory``, under ``dp`` or DeepSpeed, with micro-batches set by hand, in a

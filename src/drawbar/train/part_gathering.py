@@ -111,7 +111,8 @@ def _read_state(path: Path, step: int) -> dict[str, Any]:
 
 
 class _Gathering:
-    """The checkpoints of one run on the disks of all nodes. Every method is collective."""
+    """The checkpoints of one run on the disks of all nodes. Public methods are collective; most private ones run inside
+    ``on_disks``, on the ranks that write to a disk."""
 
     def __init__(self, directory: CheckpointDirectory, disks: Disks, world: Distributed) -> None:
         self._directory = directory

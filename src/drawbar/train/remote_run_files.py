@@ -113,8 +113,8 @@ class RemoteRunFiles:
         return self._store.read(name)
 
     def fetch(self) -> None:
-        """Download the files that the run directory lacks, and always the metrics. ``config.yaml`` must be in the
-        store.
+        """Download the files that the run directory lacks, and always the metrics; but not ``config.yaml`` and
+        ``best.json``, which the caller takes from ``config`` and ``best``.
 
         Raises:
             UserError: a file that the run computes with is damaged; the message names it.

@@ -14,8 +14,8 @@ from drawbar.runtime.log import logger
 
 @dataclass(frozen=True)
 class Disks:
-    """Which ranks write the files of the run directory: one for each distinct disk. (Its part of a checkpoint, and its
-    log, every rank writes itself.)"""
+    """Which ranks write configuration, tokenizer and checkpoints: one for each distinct disk. (Metrics, scores and
+    status rank 0 alone writes; its log, its profile and its part of a checkpoint every rank itself.)"""
 
     rank: int
     writer_of: tuple[int, ...]
@@ -66,10 +66,10 @@ def check_copies(config: CheckpointSection, disks: Disks, begins: bool) -> None:
     """Compare ``checkpoint.copies`` with the number of disks.
 
     Args:
-        begins: False for a run that goes on, which must not end because a node is lost.
+        begins: whether the run begins at step 0. One that has a checkpoint must not end because a node is lost.
 
     Raises:
-        UserError: there are fewer disks, and the run begins.
+        UserError: there are fewer disks, and the run begins at step 0.
     """
     count = len(disks.writers)
     if config.layout != "parts" or disks.shared or config.copies <= count:

@@ -22,7 +22,8 @@ class Reason(IntEnum):
     SAVE = 1
     """Not a stop: a callback asked for a checkpoint."""
     NO_BATCH = 2
-    """A rank could not make its batches. Any other reason counts first: a signal may also have ended a worker."""
+    """A rank could not make its batches; the run saves, and ends with that error. Any other reason counts first: a
+    signal may also have ended a worker."""
     EARLY = 3
     """The score stopped getting better."""
     CALLBACK = 4
@@ -32,8 +33,8 @@ class Reason(IntEnum):
     INTERRUPTED = 6
     """Ctrl-C (SIGINT), or the terminal was closed (SIGHUP)."""
     FAILED = 7
-    """An evaluation, a callback or the making of batches failed, or another process took over the run's folder in the
-    object store: see ``Stop.fail``."""
+    """An evaluation or a callback failed, or another process took over the run's folder in the object store: see
+    ``Stop.fail``."""
     UNSAVED = 8
     """A save failed."""
 

@@ -77,7 +77,7 @@ def _sbatch_options(values: dict[str, str | int | bool]) -> dict[str, str | int 
         if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
             raise ValueError(f"{name!r} is no long option of sbatch; write it without its dashes, such as qos: high")
         if name in RESERVED_OPTIONS:
-            raise ValueError(f"drawbar writes the option {name} itself; use the settings of cluster, or leave it out")
+            raise ValueError(f"drawbar writes the option {name} itself, or its jobs do not work with it; leave it out")
         if isinstance(value, str) and not re.fullmatch(r"[A-Za-z0-9_./:,=@+&|*?!\[\]()<>-]+", value):
             raise ValueError(f"the value of {name} has characters that no option of sbatch needs: {value!r}")
         if name == "gres" and re.search(r"(^|,)gpu\b", str(value)):
