@@ -7,7 +7,7 @@ UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --no-build-isolation 
 # uv is several times faster, and does not read pip's configuration: where packages come from a mirror, pip finds it
 install = $(UV) $(1) || $(PIP) --no-build-isolation $(1)
 
-.PHONY: demo test quick lint bench docs clean
+.PHONY: demo test test-all quick lint bench docs clean
 
 demo: .venv/installed
 	$(BIN)/python examples/python_stdlib/demo.py
@@ -16,6 +16,10 @@ demo: .venv/installed
 test: lint
 	$(BIN)/python -m compileall -q src
 	$(BIN)/pytest -q --numprocesses 3 --dist loadfile --no-loadscope-reorder
+
+# every case of the lists of which `make test` runs some
+test-all:
+	DRAWBAR_TESTS=all $(MAKE) test
 
 # less than two minutes: what needs no ranks, and finds most mistakes in settings, names and layers
 quick: lint

@@ -10,6 +10,7 @@ import pytest
 
 from checkpointing_run import KINDS, OLD, CheckpointingRun, phase
 from drawbar.checkpoint.directory import CheckpointDirectory
+from exhaustive import some
 from faulty_disk import ALWAYS, Ended, FaultyDisk
 
 
@@ -38,8 +39,8 @@ CASES = [
 ]
 """When, and which: a restore writes into no file, and a rotation only renames and deletes."""
 RUNS = {
-    "whole-1": CASES,
-    "parts-1": CASES,
+    "whole-1": some(CASES, 4),
+    "parts-1": some(CASES, 8),
     "parts-2": [("restore", "read-only"), ("save", "full"), ("rotation", "stale handle")],
 }
 """By layout and number of ranks."""
