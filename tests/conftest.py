@@ -16,6 +16,7 @@ import drawbar  # noqa: F401 - before torch: it says how torch's threads wait, t
 
 if TYPE_CHECKING:
     from faulty_disk import FaultyDisk
+    from object_server import ObjectServer
     from runs import Fit
     from slurm_cluster import SlurmCluster
     from sshd import Sshd
@@ -121,6 +122,16 @@ def frail_slurm(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[SlurmClus
     cluster = start_cluster(tmp_path_factory.mktemp("frail"), nodes=("n1", "n2", "n3"), patience=15)
     yield cluster
     stop_cluster(cluster)
+
+
+@pytest.fixture(scope="module")
+def server() -> "Iterator[ObjectServer]":
+    """A real S3 server: see :mod:`object_server`."""
+    from object_server import ObjectServer
+
+    server = ObjectServer()
+    yield server
+    server.close()
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,6 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,13 +26,6 @@ from runs import Fit, fit_in, losses, metrics, scores
 SETTINGS = ("optim.schedule=constant", "eval.every=4", "checkpoint.keep=2")
 TRAIN = ("train", "config.yaml", *SETTINGS)
 PARTS = ("parallel.strategy=fsdp", "launch.nproc=2", "train.micro_batch=2", "checkpoint.layout=parts")
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ObjectServer]:
-    server = ObjectServer()
-    yield server
-    server.close()
 
 
 @pytest.fixture
@@ -252,7 +244,7 @@ def test_told_to_stop_while_it_copies(
     assert f"waiting until s3://{BUCKET}/{folder} has the last checkpoint" in said
     newest = CheckpointDirectory(run / "checkpoints").steps()[-1]
     assert server.steps(folder)[-1] == newest < 4000
-    assert wait_until_owner_ended(ObjectStore(f"s3://{BUCKET}/{folder}"), known=None) == 1
+    assert wait_until_owner_ended(ObjectStore(f"s3://{BUCKET}/{folder}"), ended=None) == 1
 
 
 def refusal(server: ObjectServer, project: Path, *settings: str) -> Finished:

@@ -17,13 +17,6 @@ from object_server import BUCKET, ObjectServer
 from parts_writing import state_of, write_parts
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ObjectServer]:
-    server = ObjectServer()
-    yield server
-    server.close()
-
-
 @pytest.fixture
 def root(server: ObjectServer, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
     """The name of a new folder in the bucket, for this test."""
@@ -192,16 +185,16 @@ def test_a_damaged_checkpoint_of_the_disk_is_set_aside(store: ObjectStore, tmp_p
 
 
 def test_one_owner(store: ObjectStore) -> None:
-    assert wait_until_owner_ended(store, known=None) == 0
+    assert wait_until_owner_ended(store, ended=None) == 0
     first = RemoteOwner.claim(store, before=0)
     first.check()
     with pytest.raises(Superseded, match="process"):  # two have found the folder free: one of them gets it
         RemoteOwner.claim(store, before=0)
-    second = RemoteOwner.claim(store, before=wait_until_owner_ended(store, known=first.number))
+    second = RemoteOwner.claim(store, before=wait_until_owner_ended(store, ended=first.number))
     with pytest.raises(Superseded):
         first.heartbeat()
     second.release()
-    assert wait_until_owner_ended(store, known=None) == second.number
+    assert wait_until_owner_ended(store, ended=None) == second.number
     assert list(store.sizes("owner")) == [f"{second.number:08d}.json"]
 
 
@@ -216,10 +209,10 @@ def test_a_silent_owner_is_waited_for_once(
     waits = []
     with caplog.at_level("INFO", logger="drawbar"):
         for _ in range(2):
-            assert wait_until_owner_ended(store, known=None) == lost.number
+            assert wait_until_owner_ended(store, ended=None) == lost.number
             waits.append(caplog.text.count("to see whether it still does"))
         lost.heartbeat()
-        assert wait_until_owner_ended(store, known=None) == lost.number
+        assert wait_until_owner_ended(store, ended=None) == lost.number
         waits.append(caplog.text.count("to see whether it still does"))
     assert waits == [1, 1, 2]
 
