@@ -23,7 +23,7 @@ from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
 from drawbar.engines import local_model, torch_strategies, updaters
 from drawbar.parallel import ddp
-from drawbar.parity.cases import parse_case, written
+from drawbar.parity.cases import case_text, parse_case
 from drawbar.parity.comparison import KINDS
 from drawbar.parity.reference import make_reference
 from drawbar.parity.result import Result
@@ -38,7 +38,7 @@ UNTIED = "task.from_scratch.tie_word_embeddings=false"
 TWO_BLOCKS = "task.from_scratch.num_hidden_layers=2"
 FOUR_BLOCKS = "task.from_scratch.num_hidden_layers=4"
 STEPS = 3
-CASES = {ranks: [written(case) for case in parallel_cases(RunConfig(device="cpu"), ranks)] for ranks in (2, 4)}
+CASES = {ranks: [case_text(case) for case in parallel_cases(RunConfig(device="cpu"), ranks)] for ranks in (2, 4)}
 """All layouts that the table of rules allows."""
 
 

@@ -32,7 +32,7 @@ def fit_and_die(folder: str, stage: int, step: int) -> None:
     update = DeepSpeedUpdater.step
 
     def die(updater: DeepSpeedUpdater, *args: object) -> object:
-        if updater.backend.global_steps + 1 == step:
+        if updater.ds_engine.global_steps + 1 == step:
             os.kill(os.getpid(), signal.SIGKILL)
         return update(updater, *args)
 

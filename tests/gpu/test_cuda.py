@@ -75,7 +75,7 @@ def test_bf16_is_close_to_fp32() -> None:
 def test_auto_precision_is_bf16_where_there_is_bf16() -> None:
     expected = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
     assert choose_precision("auto", CUDA) == expected
-    assert engine_on(CUDA, precision="auto").precision == expected
+    assert engine_on(CUDA, precision="auto").config.precision == expected
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
@@ -94,7 +94,7 @@ def test_fp16_trains_and_leaves_out_an_overflow(name: str) -> None:
 
 def test_adamw_is_fused_and_everything_is_on_the_device() -> None:
     engine = engine_on(CUDA)
-    (optimizer,) = engine.updater.optimizers
+    (optimizer,) = engine.updater.optimizers  # type: ignore[attr-defined]
     assert optimizer.defaults["fused"] is True
     result = engine.train_step(random_step(engine, seed=1))
     assert result.loss.device == result.grad_norm.device == CUDA
@@ -107,7 +107,7 @@ def test_adamw_is_fused_and_everything_is_on_the_device() -> None:
 def test_evaluation_gives_the_loss_of_the_cpu() -> None:
     found, expected = (engine.eval_step(random_batch(engine.task, 4, 1)) for engine in map(engine_on, (CUDA, CPU)))
     assert found.loss == pytest.approx(expected.loss, rel=1e-5)
-    assert found.num_targets == expected.weight
+    assert found.num_targets == expected.num_targets
 
 
 def test_greedy_generation_gives_the_tokens_of_the_cpu() -> None:

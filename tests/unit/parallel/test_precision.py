@@ -100,7 +100,7 @@ def test_the_scale_of_deepspeed_goes_on_in_both(steps: int) -> None:
 
     def updater_of(scaler: DynamicLossScaler) -> DeepSpeedUpdater:
         updater = object.__new__(DeepSpeedUpdater)
-        updater.precision, updater.backend = "fp16", SimpleNamespace(optimizer=SimpleNamespace(loss_scaler=scaler))
+        updater.precision, updater.ds_engine = "fp16", SimpleNamespace(optimizer=SimpleNamespace(loss_scaler=scaler))
         return updater
 
     options = {"init_scale": 4.0, "scale_window": 2000, "min_scale": 1.0, "delayed_shift": 1}
