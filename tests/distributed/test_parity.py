@@ -131,7 +131,7 @@ def other_on_rank_1() -> Iterator[None]:
     def spoil(parameters: list[nn.Parameter]) -> None:
         reduce_partial_grads(parameters)
         for parameter in watched:
-            if parameter.grad is not None and os.environ["RANK"] == "1":
+            if parameter.grad is not None and os.environ.get("RANK") == "1":
                 parameter.grad *= 1.001
 
     with pytest.MonkeyPatch.context() as patch:
@@ -316,3 +316,53 @@ def test_a_crash_and_a_refusal_leave_the_other_cases_alone(project: Path) -> Non
     assert ["single", "activation_checkpointing=full", "equal"] in [line[:3] for line in lines]
     assert "a bolt is loose" in done.out
     assert "parallel.replicate=3 does not divide" in done.out
+
+
+LOOKS_AT_RANKS = """
+import os
+import drawbar
+
+
+class ByWorldSize(drawbar.CausalLM):
+    def loss(self, outputs, batch):
+        return super().loss(outputs, batch) / int(os.environ.get("WORLD_SIZE", "1"))
+
+
+class Uneven(drawbar.CausalLM):
+    def loss(self, outputs, batch):
+        return super().loss(outputs, batch) * (1.01 if os.environ.get("RANK") == "1" else 1.0)
+
+
+class FailsInLoss(drawbar.CausalLM):
+    def loss(self, outputs, batch):
+        if os.environ.get("RANK") == "1":
+            raise KeyError("length")
+        return super().loss(outputs, batch)
+
+
+class FailsInCollate(drawbar.CausalLM):
+    def collate(self, samples):
+        if os.environ.get("RANK") == "1":
+            raise KeyError("length")
+        return super().collate(samples)
+"""
+
+
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        ("ByWorldSize", "it is 0.5 times what it should be"),
+        ("Uneven", "rank 1 scales its loss, and so its gradients, by 1.01 times what rank 0 does"),
+        ("FailsInLoss", "FailsInLoss.loss fails: KeyError: 'length'"),
+        ("FailsInCollate", "FailsInCollate.collate fails: KeyError: 'length'"),
+    ],
+)
+def test_a_task_that_looks_at_its_rank_is_found_out(task: str, said: str, project: Path) -> None:
+    """The one process that it is compared with has no rank in its environment, as a run of one process has none."""
+    (project / "odd.py").write_text(LOOKS_AT_RANKS)
+    settings = ("train.micro_batch=2", "launch.nproc=2", f"task.type=odd:{task}")
+    done = run_cli("parity", "config.yaml", *settings, "--strategies", "ddp", "--steps", "2", cwd=project)
+    assert done.code == 1, done.err
+    assert said in done.out, done.out
+    assert "Traceback" not in done.out
+    assert "0.0e+00/1e-04" not in done.out

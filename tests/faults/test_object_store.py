@@ -19,7 +19,7 @@ from drawbar.checkpoint.load import open_snapshot
 from drawbar.checkpoint.object_store import ObjectStore
 from drawbar.checkpoint.remote_owner import RemoteOwner, wait_until_owner_ended
 from drawbar.errors import ExitCode, UserError
-from harness import Finished, run_cli, start_cli
+from harness import Finished, run_cli, start_cli, wait_until
 from object_server import BUCKET, ObjectServer, killing
 from runs import Fit, fit_in, losses, metrics, scores
 
@@ -101,6 +101,64 @@ def test_a_fork_goes_on_on_a_machine_that_has_nothing(
     assert fit(*SETTINGS, remote, "train.steps=16", fork="longer").exit_code == ExitCode.DONE
     assert sorted(losses(run.with_name("longer"))) == [13, 14, 15, 16]
     assert not run.exists()
+
+
+@pytest.mark.parametrize("resume", ["best", "runs/tiny/checkpoints/step-00000012"])
+def test_a_fork_from_a_named_checkpoint_goes_on_though_that_is_gone(
+    resume: str, server: ObjectServer, remote: str, project: Path, run: Path, fit: Fit
+) -> None:
+    fit(*SETTINGS, remote)
+    fit(*SETTINGS, remote, "train.steps=14", fork="named", resume=resume)
+    lose_the_disk(project)
+    assert fit(*SETTINGS, remote, "train.steps=16", fork="named", resume=resume).exit_code == ExitCode.DONE
+    assert sorted(losses(run.with_name("named")))[-1] == 16
+    if resume != "best":
+        with pytest.raises(UserError, match="which began from step-00000012"):
+            fit(*SETTINGS, remote, fork="named", resume=resume.replace("12", "08"))
+
+
+def test_a_folder_that_somebody_empties_is_filled_again(
+    server: ObjectServer, remote: str, folder: str, run: Path, fit: Fit
+) -> None:
+    """No other process writes there: the run goes on, and copies everything anew."""
+
+    class Emptied(drawbar.Callback):
+        def on_step(self, run: drawbar.RunHandle, info: drawbar.StepInfo) -> None:
+            if info.step == 10:
+                wait_until(lambda: server.steps(folder), "a first copy")
+                for name in server.names(f"{folder}/"):
+                    server.s3.delete_object(Bucket=BUCKET, Key=f"{folder}/{name}")
+
+    assert fit(*SETTINGS, remote, callbacks=[Emptied()]).exit_code == ExitCode.DONE
+    assert "was emptied: everything is copied there anew" in (run / "logs" / "rank-0000.log").read_text()
+    assert server.steps(folder) == CheckpointDirectory(run / "checkpoints").steps()
+    lose_the_disk(run.parent.parent)
+    assert fit(*SETTINGS, remote).exit_code == ExitCode.DONE
+
+
+def test_a_refused_copy_leaves_no_run_behind(
+    server: ObjectServer, remote: str, folder: str, project: Path, run: Path, fit: Fit
+) -> None:
+    fit(*SETTINGS, remote)
+    for name in server.names(f"{folder}/checkpoints/"):
+        if name.endswith("model.safetensors"):
+            server.s3.put_object(Bucket=BUCKET, Key=f"{folder}/checkpoints/{name}", Body=b"not this")
+    lose_the_disk(project)
+    for _ in range(2):
+        with pytest.raises(UserError, match="no copy of a checkpoint of this run can be used"):
+            fit(*SETTINGS, remote)
+        assert {path.name for path in run.iterdir()} <= {".lock"}
+
+
+def test_a_damaged_config_of_the_store_is_named_there(
+    server: ObjectServer, remote: str, folder: str, project: Path, fit: Fit
+) -> None:
+    fit(*SETTINGS, remote)
+    server.s3.put_object(Bucket=BUCKET, Key=f"{folder}/config.yaml", Body=b"train: [1")
+    lose_the_disk(project)
+    with pytest.raises(UserError, match=r"config\.yaml is damaged") as refused:
+        fit(*SETTINGS, remote)
+    assert f"{BUCKET}/{folder}/config.yaml" in str(refused.value.remedy)
 
 
 def test_parts_of_two_ranks(server: ObjectServer, remote: str, folder: str, project: Path, run: Path) -> None:

@@ -43,6 +43,8 @@ class RemoteOwner:
         self._store = store
         self.number = number
         self._values = {**_this_process(), "session": uuid.uuid4().hex, "beat": 0, "ended": False}
+        self.times_emptied = 0
+        """How often no owner's object was left: somebody has emptied the folder, and copies may be gone, too."""
 
     @classmethod
     def claim(cls, store: ObjectStore, before: int) -> "RemoteOwner":
@@ -62,8 +64,13 @@ class RemoteOwner:
         return owner
 
     def check(self) -> None:
-        """Raises Superseded if another process is the owner by now."""
-        if max(_numbers(self._store), default=0) != self.number:
+        """Write this owner's object anew where none is left. Raises Superseded if another process is the owner by
+        now."""
+        newest = max(_numbers(self._store), default=0)
+        if newest == 0:
+            self.times_emptied += 1
+            self._store.write(_object(self.number), self._content())
+        elif newest != self.number:
             raise self._superseded()
 
     def heartbeat(self) -> None:

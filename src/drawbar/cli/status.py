@@ -73,7 +73,7 @@ def _lines(folder: Path, job: "JobStatus | None", progress: "LoggedProgress") ->
         if job.clock:
             lines.append(("time", job.clock))
     if progress.run_state is not None:
-        lines.append(("state", progress.run_state))
+        lines.append(("state", progress.state(folder, now) if job is None else progress.run_state))
     if progress.step is None:
         lines.append(("step", "none yet"))
     else:
@@ -106,6 +106,7 @@ def _values(folder: Path, job: "JobStatus | None", progress: "LoggedProgress") -
         "run": folder.name,
         "folder": str(folder),
         "job": None if job is None else _job_values(job),
+        "state": progress.state(folder, time.time()),
         "progress": progress_values(progress),
     }
 

@@ -2,7 +2,8 @@
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,20 @@ from drawbar.errors import UserError
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _STAYING_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "CROSS_SIZE")
 """What torch's and DeepSpeed's launchers set."""
+
+
+_OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
+             "ROLE_WORLD_SIZE", "NODE_RANK")  # fmt: skip
+
+
+@contextmanager
+def without_rank_in_environment() -> Iterator[None]:
+    """Context in which a rank's environment is that of a single process: a user's code may look at it."""
+    before = {name: os.environ.pop(name) for name in _OF_RANKS if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(before)
 
 
 @dataclass(frozen=True)

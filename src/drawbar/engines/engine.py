@@ -67,8 +67,7 @@ class Engine:
 
     @property
     def base(self) -> FrozenBaseInfo | None:
-        """Digest of the base model under LoRA, and the names of its parameters that no file has; else None. The same
-        on all ranks."""
+        """Of the base model under LoRA, the same on all ranks; None without LoRA."""
         return self._local.base
 
     @property

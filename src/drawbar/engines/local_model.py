@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parameter import is_lazy
 from transformers import PreTrainedModel
 
 from drawbar.config.parallel_dims import ParallelDims
@@ -109,10 +110,26 @@ def build_model(task: Task) -> nn.Module:
     """The task's model, after ``task_context.change_model``.
 
     Raises:
-        UserError: ``task.build_model`` returns no module, or one without values.
+        UserError: ``task.build_model`` returns no module, or one without values or with parameters that cannot be
+            trained.
     """
     model = _checked_module(task, "build_model", task.build_model())
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name, tensor in tensors.items():
+        if is_lazy(tensor):
+            raise method_error(
+                task,
+                "build_model",
+                f"returns a model with a parameter or buffer that has no shape yet: {name}, of a lazy module",
+                "use the module that is given its sizes, or call the model once on a sample before it is returned",
+            )
+        if tensor.requires_grad and not tensor.is_floating_point():
+            raise method_error(
+                task,
+                "build_model",
+                f"returns a model whose parameter {name} is {tensor.dtype}, which no optimizer here trains",
+                "store it as floats (torch.view_as_real), and make complex numbers of it in forward",
+            )
     without = next((name for name, tensor in tensors.items() if tensor.is_meta), None)
     if without is not None:
         raise method_error(

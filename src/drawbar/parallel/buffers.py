@@ -18,10 +18,11 @@ def share_buffers(model: nn.Module, groups: Iterable[dist.ProcessGroup]) -> None
     """
     for group in groups:
         for buffer in model.buffers():
-            if isinstance(buffer, DTensor) or not (buffer.is_floating_point() or buffer.dtype == torch.int64):
+            is_number = buffer.is_floating_point() or buffer.is_complex() or buffer.dtype == torch.int64
+            if isinstance(buffer, DTensor) or not is_number:
                 continue  # masks and the like do not change
             sent = buffer.contiguous()
-            dist.broadcast(sent, group=group, group_src=0)
+            dist.broadcast(sent.flatten().view(torch.uint8), group=group, group_src=0)  # no backend takes every dtype
             if sent is not buffer:
                 buffer.copy_(sent)
 

@@ -261,7 +261,8 @@ def _ratio(distance: float, size: float) -> float:
 def weight_differences(
     trace: Trace, reference: Trace, max_gradient_error: float
 ) -> tuple[Differences, float, list[Fault]]:
-    """Relative differences by parameter, the share of all entries that are not compared, and faults on missing ones."""
+    """Relative differences by parameter (none of one of which no entry is compared), the share of all entries that are
+    not compared, and faults on missing ones."""
     found, faults = match(trace.weights, reference.weights, reference.ties)
     first = reference.first_trained_step
     gradients = by_every_name(reference.gradients.get(first, {}), reference.ties)
@@ -276,6 +277,8 @@ def weight_differences(
         if name in gradients and name in others and one.shape == other.shape == others[name].shape:
             compared = known_entries(others[name], gradients[name], max_gradient_error)
             left_out += expected.numel() - int(compared.sum())
+            if one.numel() and not compared.any():
+                continue
             one, other = one[compared], other[compared]
         differences[name] = difference(one, other)
     return differences, left_out / total if total else 0.0, faults

@@ -1,5 +1,7 @@
 """Diagnoses a strategy that differs from the reference: names the module to look at first."""
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from drawbar.parity.comparison import (
@@ -40,6 +42,9 @@ def diagnose(probe: Probe, comparison: Comparison, trace: Trace, reference: Refe
                 )
             text = "all outputs are equal; going backward, gradients diverge first at the output of"
             return Diagnosis(mismatch.module, f"{text} {_display_name(mismatch.module)} ({by})")
+    uneven = _uneven_loss(probe.loss_scales)
+    if uneven is not None:
+        return Diagnosis("", uneven)
     expected_trace = reference.trace
     first = min(trace.gradients.keys() & expected_trace.gradients.keys(), default=0)
     allowed = reference.tolerances.gradients
@@ -63,6 +68,18 @@ def diagnose(probe: Probe, comparison: Comparison, trace: Trace, reference: Refe
             _module(name.partition(",")[0]), f"the first step is equal; later, the gradient of {name}, is not"
         )
     return Diagnosis("", "a step of few rows from the first weights is equal: other rows or later steps diverge")
+
+
+def _uneven_loss(scales: Mapping[int, float]) -> str | None:
+    """Text that names the rank which scales its loss otherwise than the first one; None where all do alike."""
+    first = next(iter(scales), 0)
+    for rank, scale in scales.items():
+        if not math.isclose(scale, scales[first], rel_tol=1e-3):
+            return (
+                f"outputs are equal, but rank {rank} scales its loss, and so its gradients, by "
+                f"{scale / scales[first]:.4g} times what rank {first} does: loss or num_targets depend on the rank"
+            )
+    return None
 
 
 def _first_mismatch(probe: Probe, kind: str) -> ModuleDifference | None:

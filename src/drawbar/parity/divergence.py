@@ -22,7 +22,7 @@ from torch.utils import _pytree
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.data.loader import MicroBatch
 from drawbar.distributed.process_group import Distributed
-from drawbar.distributed.rank_info import RankInfo
+from drawbar.distributed.rank_info import RankInfo, without_rank_in_environment
 from drawbar.engines.engine import Engine
 from drawbar.engines.parts import Executor
 from drawbar.parallel.pipeline.stages import StageInput, Zero
@@ -96,6 +96,8 @@ class Probe:
     limits: Limits
     """The largest differences of these gradients that are no fault."""
     ties: list[list[str]]
+    loss_scales: dict[int, float]
+    """By rank, of data-parallel leaders: the factor by which it scales its loss, where it could be measured."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,7 @@ def find_divergence(workload: Workload, config: RunConfig, reference: RunConfig,
     records = [ModuleRecord() for _ in range(world.dp_group.size)]
     reference_step, gradient_limits = ReferenceStep(records, {}, []), FP32_TOLERANCES.gradients
     if micro_batches_by_rank is not None:
-        with world.working("making a step in one process"):
+        with world.working("making a step in one process"), without_rank_in_environment():
             reference_step = record_step(workload, reference, world, micro_batches_by_rank)
             gradient_limits = _measure(
                 workload, reference, config.precision, world, micro_batches_by_rank, reference_step
@@ -134,7 +136,8 @@ def find_divergence(workload: Workload, config: RunConfig, reference: RunConfig,
     comparer = _Comparer(own, world)
     comparer.watch(engine, staged=config.parallel.pipeline > 1)
     found = _step(engine, micro_batches)
-    reports = world.gather((comparer.mismatches, comparer.agreed, comparer.agreed_shards, comparer.worst))
+    own_report = (comparer.mismatches, comparer.agreed, comparer.agreed_shards, comparer.loss_scale, comparer.worst)
+    reports = world.gather(own_report)
     if reports is None:
         return None
     order = {"output": _modules(own.outputs), "gradient": _modules(own.gradients)}
@@ -145,7 +148,8 @@ def find_divergence(workload: Workload, config: RunConfig, reference: RunConfig,
         for key, one in of_rank.items():
             worst[key] = one.or_worse(worst.get(key))
     gradients = (found, reference_step.gradients, gradient_limits)
-    return Probe(mismatches, worst, agreed, agreed_shards, order, *gradients, reference_step.ties)
+    scales = {rank: scale for rank, (*_, scale, _) in enumerate(reports) if scale is not None}
+    return Probe(mismatches, worst, agreed, agreed_shards, order, *gradients, reference_step.ties, scales)
 
 
 def record_step(
@@ -314,6 +318,8 @@ class _Comparer(_Hooks):
         self.agreed_shards: set[tuple[str, str]] = set()
         self._record = record
         self._world = world
+        self.loss_scale: float | None = None
+        """The factor by which this rank scales its loss; None where no gradient could be compared as a whole."""
         self._scale: float | None = None
 
     def _on_output(self, key: str, tensor: Tensor) -> None:
@@ -330,6 +336,7 @@ class _Comparer(_Hooks):
             self._scale = float(self._world.dp_group.size)
             if gradient.shape == expected.shape and norm(expected) > 0:
                 self._scale = float((gradient.double() * expected.double()).sum()) / norm(expected) ** 2 or 1.0
+                self.loss_scale = self._scale if self._world.dims.is_dp_leader(self._world.rank) else None
         self._compare("gradient", key, gradient / self._scale, expected)
 
     def _compare(self, kind: str, key: str, found: Tensor, expected: Tensor) -> None:

@@ -20,6 +20,7 @@ from drawbar.parallel.pipeline.stages import LocalStages
 from drawbar.parity.comparison import Fault, StepStart, Trace
 from drawbar.parity.workload import Workload, has_dropout
 from drawbar.runtime.seed import seed_everything
+from drawbar.tasks.user_methods import name_failing_method
 from drawbar.tracking.console import Console
 
 ShardKey = tuple[str, tuple[tuple[int, int], ...]]
@@ -58,7 +59,8 @@ def train(
             first = start.step + 1
         trace = Trace(first_trained_step=first)
         for step, micro_batches in loader.steps(first - 1, last):
-            with engine.inspecting(partial(_record_gradients, trace, step, (first, last), engine, world)):
+            record = partial(_record_gradients, trace, step, (first, last), engine, world)
+            with engine.inspecting(record), name_failing_method(engine.task):
                 result = engine.train_step(micro_batches)
             trace.losses[step] = float(result.loss)
             trace.grad_norms[step] = float(result.grad_norm)

@@ -17,6 +17,8 @@ CaseVerdict = Literal["equal", "diverges", "refused", "crashed"]
 LABELS = {"loss": "loss", "grad_norm": "gradient norm", "gradients": "gradients", "weights": "weights"}
 SHOWN_FAULTS = 3
 STYLES = {"equal": "green", "diverges": "bold red", "refused": "yellow", "crashed": "bold red"}
+NOT_COMPARED = "not compared"
+"""Of weights, where the first gradients differ so far that no entry's update could be the same."""
 COLUMNS = ("output", "gradient", "parameter_gradients", "weights")
 """What is compared of a module: see :class:`ComparedModule`."""
 EQUAL_MODULES = 3
@@ -138,6 +140,7 @@ class ParityReport:
             if result.modules:
                 _print_modules(result)
         shares = [result.comparison["left_out"] for result in self.results if result.comparison]
+        shares = [share for share in shares if share < 1]
         if shares and max(shares) > 0:
             print(
                 f"\nWeights: at most {max(shares):.2%} of the entries are left out: rounding decides their gradients, "
@@ -152,6 +155,8 @@ def _row(result: Result) -> list[str]:
         return [result.name, result.verdict, *[""] * (len(LABELS) + 1)]
     worst = max(("gradients", "weights"), key=lambda name: found[name]["value"] / found[name]["limit"])
     numbers = [f"{found[name]['value']:.1e}/{found[name]['limit']:.0e}" for name in LABELS]
+    if found["left_out"] == 1:
+        numbers[list(LABELS).index("weights")] = NOT_COMPARED
     return [result.name, result.verdict, *numbers, found[worst]["where"] if found[worst]["value"] else ""]
 
 

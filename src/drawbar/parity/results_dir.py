@@ -71,6 +71,9 @@ class ResultsDir:
         with suppress(FileExistsError), (self.path / _CRASH).open("x", encoding="utf-8") as file:
             file.write(text)
 
+    def drop_crash(self) -> None:
+        (self.path / _CRASH).unlink(missing_ok=True)
+
     def pop_crash(self) -> str:
         path = self.path / _CRASH
         if not path.exists():

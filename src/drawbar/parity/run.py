@@ -6,19 +6,18 @@ If a strategy differs, a step of few rows is made both ways to find the first mo
 
 import gc
 import logging
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from drawbar.config.parallel_dims import ParallelDims
 from drawbar.distributed.process_group import Distributed
-from drawbar.distributed.rank_info import RankInfo, choose_device
+from drawbar.distributed.rank_info import RankInfo, choose_device, without_rank_in_environment
 from drawbar.errors import ExitCode, UserError
 from drawbar.parity.cases import Case, check_case
 from drawbar.parity.compared_modules import compare_modules
@@ -40,8 +39,8 @@ LogProgress = Callable[[str], None]
 
 RANK0_TIMEOUT = 24 * 3600
 """Timeout in seconds while rank 0 trains alone: a day."""
-REFUSAL_TIMEOUT = timedelta(seconds=60)
-"""How long a rank that refused a case waits for the other ranks to refuse it, too."""
+REFUSAL_SECONDS = 30.0
+"""How long a rank that refuses a case waits for the other ranks to refuse it, too."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ def run_case(
     comparison: Comparison | None = None
     found: Distances | None = None
     if expected is not None:
-        with world.working("making the last step in one process"):
+        with world.working("making the last step in one process"), without_rank_in_environment():
             expected = with_last_step(expected, workload, world.device, request.precision, trace)
         found = distances(trace, expected.trace, expected.tolerances.max_gradient_error)
         comparison = Comparison.of(found, expected.tolerances)
@@ -119,7 +118,8 @@ def run_process(
         workload = workload.with_tokenizer_and_metadata()
         if not folder.has_reference:
             tell(f"one process, fp32: {workload.steps if request.precision == 'fp32' else 1} steps")
-            folder.save_reference(make_reference(workload, device, request.precision, console))
+            with without_rank_in_environment():
+                folder.save_reference(make_reference(workload, device, request.precision, console))
         expected = folder.reference()
     tokenizer, metadata, done = _rank0_result(
         rank_info, device, lambda: (workload.tokenizer, workload.dataset_metadata, folder.names())
@@ -162,18 +162,30 @@ def _try_case(
     with Distributed(
         rank_info, device, config.launch.timeout, ParallelDims.of(case.parallel, rank_info.world_size)
     ) as world:
-        group = dist.new_group(backend="gloo")
         try:
             return run_case(workload, case, world, expected, request)
         except UserError as error:
-            if error.exit_code is not ExitCode.WRONG_REQUEST:
+            folder.save_crash(str(error))
+            # unless all ranks refuse, the process ends: those that go on would wait for it in vain
+            if error.exit_code is not ExitCode.WRONG_REQUEST or not _all_refuse(world):
                 raise
-            # unless all ranks refuse, this fails and ends the process: ranks that go on would wait for it in vain
-            dist.monitored_barrier(group, timeout=REFUSAL_TIMEOUT)
+            folder.drop_crash()
             return _refused(case, request, error)
         except Exception as error:
             folder.save_crash(describe(error))
             raise
+
+
+def _all_refuse(world: Distributed) -> bool:
+    """Whether every rank refuses the case; each that does calls it. By the store, as the others may be in a
+    collective."""
+    world.store.set(f"refused/{world.rank}", "")
+    end = time.monotonic() + REFUSAL_SECONDS
+    while time.monotonic() < end:
+        if world.store.check([f"refused/{rank}" for rank in range(world.size)]):
+            return True
+        time.sleep(0.05)
+    return False
 
 
 def _run_alone(
@@ -181,7 +193,8 @@ def _run_alone(
 ) -> Result | None:
     """A case of one process, on rank 0."""
     try:
-        with Distributed(RankInfo(), device, workload.config.launch.timeout) as world:
+        alone = Distributed(RankInfo(), device, workload.config.launch.timeout)
+        with without_rank_in_environment(), alone as world:
             return run_case(workload, case, world, expected, request)
     except UserError as error:
         if error.exit_code is not ExitCode.WRONG_REQUEST:
@@ -201,6 +214,6 @@ def describe(error: Exception) -> str:
     for root in modules:
         names = {id(module): name for name, module in root.named_modules()}
         name = clean_name(names.get(id(modules[-1]), "")).removeprefix("module.")
-        if name:
+        if name and name != "module":  # DDP's own name for what it wraps
             return f"in {name}: {text}"
     return text

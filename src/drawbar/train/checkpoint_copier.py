@@ -59,6 +59,7 @@ class CheckpointCopier:
         self._run_files = RemoteRunFiles(self._store, config.run_dir)
         self._owner: RemoteOwner | None = None
         self._copied: dict[int, bytes] = {}  # step → manifest of what the store is known to have
+        self._times_emptied = 0
         self._copying: int | None = None
         self._is_closing = False
         self._has_given_up = False
@@ -153,6 +154,7 @@ class CheckpointCopier:
         try:
             if self._owner is None:
                 self.claim()
+            self._forget_if_emptied()
             while self._copy_newest():
                 pass
             self._prepare_commit()  # what the save has written after the checkpoint, such as best.json
@@ -168,6 +170,16 @@ class CheckpointCopier:
             return False
         self._has_warned = False
         return True
+
+    def _forget_if_emptied(self) -> None:
+        """Upload everything anew where somebody has emptied the run's folder in the store."""
+        assert self._owner is not None
+        self._owner.check()
+        if self._owner.times_emptied != self._times_emptied:
+            logger.warning("%s was emptied: everything is copied there anew", self._store.url)
+            self._times_emptied = self._owner.times_emptied
+            self._copied.clear()
+            self._run_files = RemoteRunFiles(self._store, self._config.run_dir)
 
     def _warn(self, reason: str) -> None:
         """Warn once, until an upload succeeds again."""
@@ -216,6 +228,8 @@ class CheckpointCopier:
             try:
                 if self._owner is not None:
                     self._owner.heartbeat()
+                    if self._owner.times_emptied != self._times_emptied:
+                        self.notify()
             except Superseded as error:
                 self._stop.fail(error)
                 return

@@ -1,10 +1,10 @@
 """Finds where a run with ``checkpoint.remote`` begins: at the newest checkpoint, on its disk or in its object store."""
 
+import shutil
 import tempfile
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from drawbar.checkpoint.directory import CheckpointDirectory
 from drawbar.checkpoint.format import OtherFormat, Unusable, step_name
@@ -132,19 +132,31 @@ class _RemoteRun:
             try:
                 check_same(Path(folder), self._config, stored_step=newest)
             except UserError as error:
-                raise UserError(error.what, where=self._store.url, remedy=error.remedy) from error
+                what = error.what.replace(folder, self._store.url)
+                remedy = None if error.remedy is None else error.remedy.replace(folder, self._store.url)
+                raise UserError(what, where=self._store.url, remedy=remedy) from error
         return text.decode()
 
-    def _run_dir_for(self, settings: str) -> AbstractContextManager[Any]:
-        """Make the run directory, if there is none, and return a context manager that holds its lock. For a run that
-        exists already the context does nothing, as the caller holds the lock."""
+    @contextmanager
+    def _run_dir_for(self, settings: str) -> Iterator[None]:
+        """Context in which the run directory is there: made and locked, if there is none, and removed again if the copy
+        is refused. A run that exists already is left as it is: the caller holds its lock."""
         folder = self._config.run_dir
-        lock: AbstractContextManager[Any] = nullcontext()
-        if not (folder / CONFIG).exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = lock_run_dir(folder)
+        if (folder / CONFIG).exists():
+            yield
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        with lock_run_dir(folder):
+            before = set(folder.iterdir())
             write_durably(folder / CONFIG, settings)  # first: what has one is a run
-        return lock
+            try:
+                yield
+            except ObjectStoreError:
+                raise  # what is there already need not be downloaded again
+            except UserError:
+                for path in sorted(set(folder.iterdir()) - before, key=lambda path: path.name != CONFIG):
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+                raise
 
     def _fetch_newest(self, newer: dict[int, Objects]) -> dict[int, Unusable]:
         """Download the newest usable checkpoint; return those that were skipped, with the reasons."""

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from drawbar.checkpoint import load
 from drawbar.checkpoint.directory import CheckpointDirectory, NewestUsable
-from drawbar.checkpoint.format import OtherFormat, Unusable, step_name
+from drawbar.checkpoint.format import STEP_NAME, OtherFormat, Unusable, step_name
 from drawbar.checkpoint.load import explain_read_errors
 from drawbar.config.io.compare import Difference, changed_schedule, check_same
 from drawbar.config.io.load_config import dump_yaml, load_config
@@ -262,7 +262,8 @@ def _check_same_fork(source: Path, resume: str, weights_only: bool, target: RunC
         began, is_fork, without_optimizer, found = target.run_dir, False, False, f"and its {ORIGIN_FILE} is damaged"
     wanted = f"the newest checkpoint of {source}"
     same = is_fork and began.parent.parent == source.resolve()
-    if resume not in ("auto", "never", "latest"):
+    is_lost = resume == "best" and not CheckpointDirectory(source / "checkpoints").steps()  # nobody knows which it was
+    if resume not in ("auto", "never", "latest") and not is_lost:
         named = _named_checkpoint(source, resume)
         wanted = f"{named.name} of {source}"
         same = is_fork and began == named
@@ -277,10 +278,12 @@ def _check_same_fork(source: Path, resume: str, weights_only: bool, target: RunC
 
 
 def _named_checkpoint(source: Path, resume: str) -> Path:
-    """The checkpoint that ``resume`` names; of a step only by its name, as the run may keep it no longer."""
+    """The checkpoint that ``resume`` names; of a step, or by its path, whether or not the run still keeps it."""
     folder = source / "checkpoints"
     if resume.isdecimal():
         return (folder / step_name(int(resume))).resolve()
+    if STEP_NAME.fullmatch(Path(resume).name):
+        return (folder / resume if Path(resume).name == resume else Path(resume)).resolve()
     return CheckpointDirectory(folder).resolve(resume).resolve()
 
 

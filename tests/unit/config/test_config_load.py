@@ -427,6 +427,12 @@ def test_file_that_is_no_configuration(write, yaml, expected):
     assert "config.yaml" in text
 
 
+def test_aliases_that_stand_for_more_than_memory_holds(write):
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
+    assert "aliases stand for more" in problems_of(write("\n".join(lines) + "\n"))
+
+
 def test_missing_file_suggests_the_nearest(write):
     write("run: {}\n")
     text = problems_of("confg.yaml")

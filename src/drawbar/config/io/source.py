@@ -67,6 +67,10 @@ def ancestors(key: str) -> list[str]:
     return [".".join(names[:depth]) for depth in range(len(names), 0, -1)]
 
 
+_MOST_VALUES = 1_000_000
+"""Upper limit on the values of a file: a few lines of aliases of aliases could stand for more than memory holds."""
+
+
 class _Constructor(RoundTripConstructor):
     """YAML 1.2 has no dates: ``2024-01-31`` is text."""
 
@@ -79,10 +83,21 @@ def parse_yaml(text: str) -> Any:
     yaml = YAML()
     yaml.Constructor = _Constructor
     try:
-        return yaml.load(text)
+        value = yaml.load(text)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
         # Errors that ruamel does not catch: a tag does not fit its value (`!!int x`), or a number is far too long.
         raise YAMLError(f"a value cannot be read: {error}") from error
+    if _count_values(value, {}) > _MOST_VALUES:
+        raise YAMLError(f"its aliases stand for more than {_MOST_VALUES:,} values")
+    return value
+
+
+def _count_values(value: Any, known: dict[int, int]) -> int:
+    """How many values it is when each alias is replaced by what it stands for."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if id(value) not in known:
+        known[id(value)] = 1 + sum(_count_values(one, known) for one in inner)
+    return known[id(value)]
 
 
 def run_folder(run: str | Path) -> Path:
