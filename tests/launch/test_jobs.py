@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from drawbar.cli.resume import resumable_jobs
-from drawbar.cli.submission import SubmitRequest, plan
+from drawbar.cli.submission import SubmitRequest, prepare_job
 from drawbar.config.schema.cluster_section import ClusterSection
 from drawbar.config.schema.run_config import LaunchSection, RunConfig
 from drawbar.errors import UserError
@@ -369,13 +369,13 @@ def test_a_job_that_is_submitted_again_waits_for_nobody(project: Path, monkeypat
     monkeypatch.chdir(project)
     monkeypatch.setenv("PATH", "/nowhere")
     dependency = "cluster.options.dependency=afterok:5"
-    assert f"--{dependency[16:]}" in plan(SubmitRequest(("config.yaml", dependency))).script()
+    assert f"--{dependency[16:]}" in prepare_job(SubmitRequest(("config.yaml", dependency))).script()
     kept = (project / "config.yaml").read_text() + "cluster: {options: {dependency: 'afterok:5', qos: high}}\n"
     (project / "kept.yaml").write_text(kept)
-    script = plan(SubmitRequest((), resubmitted=("kept.yaml",))).script()
+    script = prepare_job(SubmitRequest((), resubmitted=("kept.yaml",))).script()
     assert "--qos=high" in script
     assert "dependency" not in script.partition("drawbar_yaml")[0]
-    assert f"--{dependency[16:]}" in plan(SubmitRequest((), resubmitted=("kept.yaml", dependency))).script()
+    assert f"--{dependency[16:]}" in prepare_job(SubmitRequest((), resubmitted=("kept.yaml", dependency))).script()
 
 
 def test_several_tasks_are_no_world(project: Path) -> None:

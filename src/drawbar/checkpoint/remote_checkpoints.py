@@ -161,7 +161,7 @@ class RemoteCheckpoints:
         began = time.monotonic()
         prepare_commit()
         if not has_copy:  # what a process that was killed has left may be of another checkpoint of this step
-            self._store.delete(f"{base}/{name}" for name in objects)
+            self._store.delete(f"{base}/{name}" for name in sorted(objects, key=lambda name: name != MANIFEST_FILE))
         while changed:
             for name in changed:
                 target = _temporary_name(name, manifest) if has_copy else name

@@ -35,7 +35,7 @@ Of a sweep, the runs that are not complete are submitted as a new one.
 @click.pass_obj
 def resume(task: "type[Task] | None", what: str, settings: tuple[str, ...], dry_run: bool) -> int:
     """Submit a job again, as it was: its run goes on from the newest checkpoint."""
-    from drawbar.cli.submission import SubmitRequest, plan, plan_sweep
+    from drawbar.cli.submission import SubmitRequest, prepare_job, prepare_sweep
     from drawbar.cli.submit import send, user_program
     from drawbar.errors import UserError
     from drawbar.launch.code_snapshot import code_version
@@ -71,10 +71,10 @@ def resume(task: "type[Task] | None", what: str, settings: tuple[str, ...], dry_
         resubmitted=_resubmitted(first, settings),
     )
     if first.sweep is None:
-        return send(plan(request), dry_run)
+        return send(prepare_job(request), dry_run)
     elements = [status.record.settings for status in wanted]
     resubmitted = [_resubmitted(status.record, settings) for status in wanted]
-    return send(plan_sweep(request, first.sweep, elements, resubmitted=resubmitted), dry_run)
+    return send(prepare_sweep(request, first.sweep, elements, resubmitted=resubmitted), dry_run)
 
 
 def _resubmitted(record: "JobRecord", settings: tuple[str, ...]) -> tuple[str, ...] | None:

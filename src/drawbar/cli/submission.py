@@ -68,7 +68,7 @@ class SubmitRequest:
 
 
 @dataclass(frozen=True)
-class PlannedJob:
+class PreparedJob:
     """A job, checked and ready to be submitted."""
 
     request: SubmitRequest
@@ -167,17 +167,17 @@ class PlannedJob:
         ]
 
 
-def plan(request: SubmitRequest) -> PlannedJob:
+def prepare_job(request: SubmitRequest) -> PreparedJob:
     """Check everything that can be checked before the job waits in a queue.
 
     Raises:
         UserError: the run could not start.
     """
-    planned = _plan_run(request, get_launcher(request.launcher, "--to"))
-    return replace(planned, job=_with_code(planned.job, request))
+    prepared = _prepare_run(request, get_launcher(request.launcher, "--to"))
+    return replace(prepared, job=_with_code(prepared.job, request))
 
 
-def _plan_run(request: SubmitRequest, launcher: Launcher) -> PlannedJob:
+def _prepare_run(request: SubmitRequest, launcher: Launcher) -> PreparedJob:
     loaded = request.load()
     if added := launcher.settings(loaded.config, request.program):
         loaded = request.load(*added)
@@ -204,8 +204,8 @@ def _plan_run(request: SubmitRequest, launcher: Launcher) -> PlannedJob:
     notes = (*completed.notes, *check_before_queue(config, job, launcher, request.task))
     if request.resubmitted is None:  # the memory of a job that ran before need not be checked
         checked = check_memory(job, request.program, request.force)
-        return PlannedJob(request, launcher, job, notes=(*notes, *checked.notes), plan=checked.plan)
-    return PlannedJob(request, launcher, job, notes=notes)
+        return PreparedJob(request, launcher, job, notes=(*notes, *checked.notes), plan=checked.plan)
+    return PreparedJob(request, launcher, job, notes=notes)
 
 
 def name_elements(request: SubmitRequest, elements: Sequence[tuple[str, ...]]) -> tuple[str, list[tuple[str, ...]]]:
@@ -215,13 +215,13 @@ def name_elements(request: SubmitRequest, elements: Sequence[tuple[str, ...]]) -
     return base, [(*settings, f"run.name={name}") for settings, name in zip(elements, names, strict=True)]
 
 
-def plan_sweep(
+def prepare_sweep(
     request: SubmitRequest,
     name: str,
     elements: Sequence[tuple[str, ...]],
     at_once: int | None = None,
     resubmitted: Sequence[tuple[str, ...] | None] = (),
-) -> PlannedJob:
+) -> PreparedJob:
     """Check a sweep, as ``plan`` does a run: one job, with an element for each run.
 
     Args:
@@ -241,11 +241,11 @@ def plan_sweep(
             remedy="`exit` the allocation and submit again; or submit the runs here one by one",
         )
     again = resubmitted or [None] * len(elements)
-    planned = [
-        _plan_element(replace(request, resubmitted=one), launcher, own)
+    prepared = [
+        _prepare_element(replace(request, resubmitted=one), launcher, own)
         for own, one in zip(elements, again, strict=True)
     ]
-    jobs = tuple(one.job for one in planned)
+    jobs = tuple(one.job for one in prepared)
     whole = replace(
         jobs[0],
         name=name,
@@ -254,13 +254,13 @@ def plan_sweep(
         elements=jobs,
         at_once=at_once,
     )
-    notes = dict.fromkeys(note for one in planned for note in one.notes)
-    return PlannedJob(request, launcher, _with_code(whole, request), tuple(elements), tuple(notes))
+    notes = dict.fromkeys(note for one in prepared for note in one.notes)
+    return PreparedJob(request, launcher, _with_code(whole, request), tuple(elements), tuple(notes))
 
 
-def _plan_element(request: SubmitRequest, launcher: Launcher, settings: tuple[str, ...]) -> PlannedJob:
+def _prepare_element(request: SubmitRequest, launcher: Launcher, settings: tuple[str, ...]) -> PreparedJob:
     try:
-        return _plan_run(replace(request, arguments=(*request.arguments, *settings)), launcher)
+        return _prepare_run(replace(request, arguments=(*request.arguments, *settings)), launcher)
     except UserError as error:
         raise UserError(
             f"the run with {' '.join(settings)}: {error.what}", where=error.where, remedy=error.remedy

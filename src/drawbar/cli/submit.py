@@ -11,7 +11,7 @@ from drawbar.cli.complete_words import complete_config_and_settings
 from drawbar.errors import ExitCode
 
 if TYPE_CHECKING:
-    from drawbar.cli.submission import PlannedJob
+    from drawbar.cli.submission import PreparedJob
     from drawbar.launch.launcher import Launcher
     from drawbar.tasks.task import Task
 
@@ -75,7 +75,7 @@ def submit(
     of CONFIG. An interrupted job saves, goes back into the queue, and goes on from where it was. Over ssh, this command
     stays until the run is over, and ends with its exit code.
     """
-    from drawbar.cli.submission import SubmitRequest, name_elements, plan, plan_sweep
+    from drawbar.cli.submission import SubmitRequest, name_elements, prepare_job, prepare_sweep
     from drawbar.launch.code_snapshot import code_version, snapshot_name
     from drawbar.launch.launchers import get_launcher
     from drawbar.launch.sweep import combine
@@ -91,8 +91,8 @@ def submit(
     copy = snapshot_name(here) if snapshot else None
     request = SubmitRequest(settings, name, task, cluster, user_program(task), code_version(here), copy, force=force)
     if sweep:
-        return send(plan_sweep(request, *name_elements(request, combine(sweep)), at_once), dry_run)
-    return send(plan(request), dry_run)
+        return send(prepare_sweep(request, *name_elements(request, combine(sweep)), at_once), dry_run)
+    return send(prepare_job(request), dry_run)
 
 
 def _check_options(
@@ -129,14 +129,14 @@ def host_settings(hosts: str | None, hostfile: str | None) -> tuple[str, ...]:
     return (f"cluster.hosts={json.dumps([str(host) for host in found])}",)
 
 
-def send(planned: "PlannedJob", dry_run: bool) -> int:
+def send(prepared: "PreparedJob", dry_run: bool) -> int:
     """Print what would be submitted (``dry_run``), or submit it. Returns the exit code for this command."""
-    for note in planned.notes:
+    for note in prepared.notes:
         click.echo(f"note: {note}", err=True)
     if dry_run:
-        click.echo(planned.script(), nl=False)
+        click.echo(prepared.script(), nl=False)
         return ExitCode.DONE
-    return planned.submit()
+    return prepared.submit()
 
 
 def user_program(task: "type[Task] | None") -> str | None:

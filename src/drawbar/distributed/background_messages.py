@@ -76,7 +76,8 @@ class BackgroundMessages:
             activity: what the sender is doing, for log and error: ``writing its part of step 100``.
 
         Raises:
-            UserError: the sender sent no heartbeat for ``launch.timeout`` seconds, or the store is gone.
+            UserError: the sender sent no heartbeat for ``launch.timeout`` seconds (some 10 seconds, once a rank of
+                this node is gone), or the store is gone.
         """
         try:
             self._wait(name, sender, activity)

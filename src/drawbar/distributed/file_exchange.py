@@ -84,7 +84,8 @@ class FileExchange:
 
 
 def _read_files(paths: Sequence[Path], errors: list[OSError]) -> Iterator[torch.Tensor]:
-    """The tensors to send: names and sizes, then the content of each file in chunks; zeros for what cannot be read."""
+    """The tensors to send: names and sizes, then the content of each file in chunks; zeros for content
+    that cannot be read. A file whose size cannot be found is left out."""
     sizes: dict[Path, int] = {}
     for path in paths:
         with _kept(errors):

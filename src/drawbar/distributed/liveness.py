@@ -87,7 +87,8 @@ class Liveness:
         """Wait for a collective: for ranks that send heartbeats, as long as it takes.
 
         Raises:
-            UserError: a rank sent none for ``timeout`` seconds.
+            UserError: a rank sent none for ``timeout`` seconds; or all have come, and the collective did not end within
+                ``timeout`` seconds from then.
             RuntimeError: the connection to a rank is lost.
         """
         assert not self._is_working, f"{what}: a rank that waits while it says that it is at work may do so for ever"

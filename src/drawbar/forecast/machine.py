@@ -10,8 +10,6 @@ from drawbar.models.model_flops import peak_flops
 from drawbar.train.memory_probe import USABLE_SHARE
 from drawbar.util.byte_sizes import parse_size
 
-DEFAULT_UTILIZATION = 0.4
-
 
 @dataclass(frozen=True)
 class Machine:

@@ -1,7 +1,7 @@
 """Scores of labels: one label a record, or a list of labels a record (multi-label).
 
-scikit-learn computes them (https://scikit-learn.org/stable/modules/model_evaluation.html). What would be a division by
-zero is 0.
+scikit-learn computes all but ``accuracy`` (https://scikit-learn.org/stable/modules/model_evaluation.html). What would
+be a division by zero is 0.
 """
 
 from collections.abc import Callable, Iterable

@@ -27,7 +27,8 @@ class RunReference:
 def run_reference(options: Any) -> RunReference | None:
     """The run that the option ``model`` of a task refers to, if any: ``RUN``, ``RUN@best``, ``RUN@last``, ``RUN@STEP``.
 
-    None for a folder of a model, even if an @ is in its name, and for all else that is no run.
+    A name with an @ that is no folder counts as one, whether or not there is such a run. None for a folder of a model,
+    even if an @ is in its name, and for any other name.
     """
     name = getattr(options, "model", None)
     if not isinstance(name, str) or getattr(options, "from_scratch", None) is not None:

@@ -41,8 +41,9 @@ def check_fp8(recipe: str, device: torch.device) -> None:
 
 
 def compute_in_fp8(model: nn.Module, recipe: str) -> None:
-    """Let the trained linear layers of the repeated blocks multiply in fp8, in place; call this before the model is
-    parallelized. Parameters, their names and their dtypes stay as they are, and so does evaluation.
+    """Let the trained linear layers of the repeated blocks whose sizes fp8 kernels take (``MULTIPLE``) multiply in fp8,
+    in place; others stay as they are. Call this before the model is parallelized. Parameters, their names and their
+    dtypes stay as they are, and so does evaluation.
 
     Raises:
         UserError: the model has no such layers.

@@ -1,4 +1,4 @@
-"""Compares a strategy that differs from the reference with it, module by module."""
+"""How far each module of a strategy that was found to differ is from the reference's."""
 
 from dataclasses import dataclass
 

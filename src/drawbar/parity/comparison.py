@@ -96,7 +96,7 @@ class Trace:
     skipped: list[int] = field(default_factory=list)
     """Steps that fp16 left out."""
     gradients: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    """By step: the whole gradients, before clipping."""
+    """By step, of the first and the last one alone: the whole gradients, before clipping."""
     weights: dict[str, Tensor] = field(default_factory=dict)
     """After the last step."""
     first_trained_step: int = 1

@@ -1,9 +1,9 @@
 """Where a strategy first diverges from one process: the first module whose output, or whose gradient, differs.
 
 A step of very few rows is made from the first weights: by one process, and under the strategy. Hooks on every module
-see its outputs in the forward pass, and their gradients in the backward pass. The reference's are kept, and sent to
-the ranks that have the same rows; each compares its own as they come. If a rank has a part of an output, the part is
-looked for in the whole.
+see its outputs in the forward pass, and their gradients in the backward pass. The reference's are kept, and
+broadcast; each rank keeps those of its rows, and compares its own as they come. If a rank has a part of an output, the
+part is looked for in the whole.
 """
 
 import math

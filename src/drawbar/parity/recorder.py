@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -20,6 +20,8 @@ from drawbar.parallel.pipeline.stages import LocalStages
 from drawbar.parity.comparison import Fault, StepStart, Trace
 from drawbar.parity.workload import Workload, has_dropout
 from drawbar.runtime.seed import seed_everything
+from drawbar.tasks.method_errors import is_user_defined
+from drawbar.tasks.task import Task
 from drawbar.tasks.user_methods import name_failing_method
 from drawbar.tracking.console import Console
 
@@ -60,7 +62,7 @@ def train(
         trace = Trace(first_trained_step=first)
         for step, micro_batches in loader.steps(first - 1, last):
             record = partial(_record_gradients, trace, step, (first, last), engine, world)
-            with engine.inspecting(record), name_failing_method(engine.task):
+            with engine.inspecting(record), _name_users_method(engine.task):
                 result = engine.train_step(micro_batches)
             trace.losses[step] = float(result.loss)
             trace.grad_norms[step] = float(result.grad_norm)
@@ -75,6 +77,12 @@ def train(
         if report != repr((trace.losses, trace.grad_norms)):  # as text, NaN is equal to itself
             trace.unequal.append(Fault("", f"rank {rank} reports other losses or gradient norms than rank 0"))
     return trace
+
+
+def _name_users_method(task: Task) -> AbstractContextManager[None]:
+    """Context in which an error of a user's own method names it; others are told with the module that raised them."""
+    has_own = is_user_defined(task, "forward", "loss", "num_targets")
+    return name_failing_method(task) if has_own else nullcontext()
 
 
 def train_with_dropout(workload: Workload, config: RunConfig, world: Distributed) -> list[Fault]:

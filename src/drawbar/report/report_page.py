@@ -9,9 +9,10 @@ from drawbar.report.page_file import check_plotly, render_page, write_page
 from drawbar.report.recorded_run import RecordedRun, read_recorded_run
 
 MOST_BUCKETS = 500
-"""Buckets of a curve, of two points each: more than a figure has pixels."""
+"""Buckets of a curve, of up to three points each: more than a figure has pixels."""
 _BUCKETS_OF_RUNS = 2000
-"""Buckets of one metric, summed over the curves of all runs. (A curve has at least 50, however many runs there are.)"""
+"""Buckets of one metric, summed over the curves of all runs. (The limit of a curve is never below 50, however
+many runs there are.)"""
 
 
 def write_report(folders: Sequence[Path], target: Path) -> None:

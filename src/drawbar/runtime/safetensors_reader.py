@@ -91,7 +91,8 @@ class StoredTensors(Mapping[str, Tensor]):
 
     @abstractmethod
     def read(self, name: str, index: Slices) -> Tensor:
-        """A slice of a tensor, in new memory and in the stored dtype. Little more than the slice is ever in memory.
+        """A slice of a tensor, in the stored dtype; not to be changed in place. Of files, little more than the slice is
+        ever in memory.
 
         Raises:
             OSError: the file cannot be read.
@@ -99,7 +100,7 @@ class StoredTensors(Mapping[str, Tensor]):
 
     @abstractmethod
     def renamed(self, names: Mapping[str, str]) -> Self:
-        """The same files under other names.
+        """The same tensors under other names; nothing is read.
 
         Args:
             names: new name → present name. Several may stand for one tensor; present names left out are gone.

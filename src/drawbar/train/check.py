@@ -47,7 +47,8 @@ def check_on_samples(
     samples may take hours. Every rank calls it.
 
     Raises:
-        UserError: as ``check_saved_state``, ``check_task``, ``check_evaluation`` and ``engine.check_buffers`` do.
+        UserError: as ``check_saved_state``, ``first_samples``, ``check_task``, ``check_evaluation``, ``check_mode`` and
+            ``engine.check_buffers`` do.
     """
     train, validation = opened
     check_saved_state(task, engine)

@@ -87,8 +87,8 @@ class Saver:
 
     @property
     def last_saved_progress(self) -> RunProgress | None:
-        """Progress of the newest save, which may still be running or have failed; None before the first one, and once
-        all ranks have agreed to stop because a save failed."""
+        """Progress of the newest save, of this process or of the run that it resumed; it may still be running or have
+        failed. None where there is no checkpoint yet, and once all ranks have agreed to stop because a save failed."""
         return None if self._stop.reason is Reason.UNSAVED else self._last_saved
 
     @property

@@ -1,5 +1,6 @@
-"""Strict JSON: reads files that are not trusted, and writes files for other programs. What parsers treat differently is
-refused when it is read (a key twice in one object), and is not written (NaN and infinities)."""
+"""Strict JSON: reads files that are not trusted, and writes files for other programs. A key that
+is twice in one object is refused when it is read (NaN and infinities are taken, as by Python's ``json``); NaN and
+infinities are not written."""
 
 import json
 import math

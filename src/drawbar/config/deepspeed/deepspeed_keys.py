@@ -229,8 +229,8 @@ REFUSED = {
     "optimizer.params.nesterov": ("sgd here is without it", ""),
     "optimizer.params.dampening": ("sgd here is without it", ""),
 }
-"""What would change the run behind the configuration's back: the reason, and what to do. False, 0 and
-``{"enabled": false}`` say nothing and are left out."""
+"""What would change the run behind the configuration's back: the reason, and what to do. Values that say that
+it is off (False, 0, 1, -1, "auto", ``{"enabled": false}``) are left out."""
 CHANGES_LOSSES = {
     f"{ZERO_SECTION}.zero_quantized_weights": "parameters are rounded on their way between ranks",
     f"{ZERO_SECTION}.zero_quantized_nontrainable_weights": "frozen parameters are rounded",

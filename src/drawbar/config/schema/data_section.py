@@ -41,11 +41,11 @@ class LimitSection(Section):
     """Read only so many records of a split."""
 
     train: Count | None = None
-    """Most training records."""
+    """At most so many training records."""
     validation: Count | None = None
-    """Most validation records."""
+    """At most so many validation records."""
     test: Count | None = None
-    """Most test records."""
+    """At most so many test records."""
 
 
 class DataSection(Section):

@@ -1,4 +1,5 @@
-"""Requeues a failed Slurm job that has recorded bad nodes, without these nodes, or ends it."""
+"""Requeues a failed Slurm job that has recorded bad nodes, without these nodes or, if one was lost, as it is; or ends
+it."""
 
 import os
 import subprocess

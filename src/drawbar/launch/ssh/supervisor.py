@@ -1,4 +1,5 @@
-"""``supervise``: runs a job on ssh hosts: starts all, sends all the rendezvous endpoint, and ends all when one ends.
+"""``supervise``: runs a job on ssh hosts: starts all, sends all the rendezvous endpoint, and ends all when one
+fails, or stays long after another has ended.
 
 The submitting process stays in the foreground. It holds one connection for each host, and a host ends what it runs when
 its connection ends: so nothing is left anywhere, however the submitting process goes.

@@ -1,4 +1,5 @@
-"""Runs at the end of a failed Slurm job: puts the job back into the queue if it has named bad nodes.
+"""Runs at the end of a failed Slurm job: where the job has named bad nodes, puts it back into the queue
+without them (``exclude``), or only if one of them was lost (``requeue``).
 
     python -m drawbar.launch.node.entry.requeue RUN_DIRECTORY JOB exclude|requeue
 
