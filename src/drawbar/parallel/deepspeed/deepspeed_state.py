@@ -111,9 +111,8 @@ def _partition(deepspeed: ModuleType, model: nn.Module, values: Mapping[str, Any
 class MasterState(ABC):
     """The fp32 weights, gradients and optimizer state of a DeepSpeed engine, gathered from its data-parallel ranks.
 
-    Every rank calls every method but ``range``, ``piece``, ``set_piece`` and ``load_weight``, which are local
-    (``load_weight`` gathers under ZeRO-3 with NVMe or hpZ's secondary partition). Tensors have the shape that the
-    parameter has on one tensor-parallel rank.
+    Every rank calls every method but ``range``, ``piece``, ``set_piece`` and ``load_weight`` (which gathers only under
+    ZeRO-3 with NVMe or hpZ). Tensors have the shape that the parameter has on one tensor-parallel rank.
     """
 
     def __init__(self, engine: Any) -> None:
