@@ -46,6 +46,13 @@ def shard(model: nn.Module, mesh: DeviceMesh, parallel: ParallelSection, precisi
         UserError: as ``check_shardable`` does.
     """
     check_shardable(model, "FSDP")
+    for name, parameter in model.named_parameters():
+        if mesh.device_type == "cpu" and parameter.dtype.itemsize == 1 and parameter.is_floating_point():
+            raise UserError(
+                f"FSDP gathers {name}, and gloo cannot send its dtype, {parameter.dtype}",
+                where="parallel.strategy",
+                remedy="keep it in bf16, or in a buffer; or train with zero1, or on GPUs",
+            )
     offload: OffloadPolicy = OffloadPolicy()
     if parallel.offload:
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")

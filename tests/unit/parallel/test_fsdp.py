@@ -186,3 +186,13 @@ def test_a_parameter_without_a_dimension_or_elements_is_refused(value: torch.Ten
         world.init_single_process_group()
         with pytest.raises(UserError, match=message):
             shard(model, build_mesh(world.dims, CPU)["dp_shard"], FSDP, "fp32")
+
+
+def test_a_parameter_that_gloo_cannot_send_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    eight_bits = torch.zeros(4, 2).to(torch.float8_e4m3fn)
+    model.register_parameter("scales", nn.Parameter(eight_bits, requires_grad=False))
+    with Distributed(RankInfo(), CPU, 60, ParallelDims.of(FSDP, 1)) as world:
+        world.init_single_process_group()
+        with pytest.raises(UserError, match=r"gloo cannot send its dtype, torch\.float8_e4m3fn"):
+            shard(model, build_mesh(world.dims, CPU)["dp_shard"], FSDP, "fp32")
