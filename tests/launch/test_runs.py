@@ -78,6 +78,11 @@ def test_every_state_newest_first(tmp_path: Path) -> None:
     }  # fmt: skip
     assert states(tmp_path / "slow") == {"slow": "stale"}  # nobody holds the lock any more
 
+    said = run_cli("status", str(tmp_path / "killed"), cwd=tmp_path)
+    assert "stale" in said.out, said.err
+    told = json.loads(run_cli("status", str(tmp_path / "killed"), "--json", cwd=tmp_path).out)
+    assert told["state"] == "stale"
+
     done = run_cli("runs", str(tmp_path), "--json", cwd=tmp_path)
     values = {line["run"]: line for line in map(json.loads, done.out.splitlines())}
     assert values["wild"]["progress"]["loss"] == "nan"
