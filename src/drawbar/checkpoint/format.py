@@ -96,7 +96,7 @@ class Damaged(Unusable):
 
 
 class PartsElsewhere(Unusable):
-    """Some part files are on other nodes' disks, where they belong; those that belong here are, in the right size."""
+    """Some part files are on other nodes' disks, where they belong; those that belong here have the right size."""
 
 
 class OtherFormat(Unusable):

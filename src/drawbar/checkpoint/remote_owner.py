@@ -139,7 +139,7 @@ def check_store_writable(store: ObjectStore) -> None:
 
 
 def _numbers(store: ObjectStore) -> list[int]:
-    """Of the owners; an object with a number that no run comes to, by one start after another, is not one of theirs."""
+    """The numbers of the owners' objects: of nine digits at most, as no run is started a billion times."""
     names = (name.removesuffix(".json") for name in store.sizes(_FOLDER))
     return [int(name) for name in names if name.isdecimal() and len(name) <= 9]
 

@@ -222,7 +222,7 @@ def prepare_sweep(
     at_once: int | None = None,
     resubmitted: Sequence[tuple[str, ...] | None] = (),
 ) -> PreparedJob:
-    """Check a sweep, as ``plan`` does a run: one job, with an element for each run.
+    """Check a sweep, as ``prepare_job`` does a run: one job, with an element for each run.
 
     Args:
         elements: the settings of each run, its name among them.

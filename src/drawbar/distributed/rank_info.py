@@ -17,14 +17,22 @@ _STAYING_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "CROSS_SIZE")
 """What torch's and DeepSpeed's launchers set."""
 
 
-_OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
-             "ROLE_WORLD_SIZE", "NODE_RANK")  # fmt: skip
+_FURTHER_RANK_VARIABLES = (
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+    "NODE_RANK",
+)
+"""What some launchers set besides."""
 
 
 @contextmanager
 def without_rank_in_environment() -> Iterator[None]:
     """Context in which a rank's environment is that of a single process: a user's code may look at it."""
-    before = {name: os.environ.pop(name) for name in _OF_RANKS if name in os.environ}
+    names = (*_RANK_VARIABLES, *_FURTHER_RANK_VARIABLES)
+    before = {name: os.environ.pop(name) for name in names if name in os.environ}
     try:
         yield
     finally:

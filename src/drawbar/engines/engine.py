@@ -67,7 +67,7 @@ class Engine:
 
     @property
     def base(self) -> FrozenBaseInfo | None:
-        """Of the base model under LoRA, the same on all ranks; None without LoRA."""
+        """See :class:`LocalModel`; the same on all ranks."""
         return self._local.base
 
     @property

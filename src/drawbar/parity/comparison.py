@@ -261,7 +261,7 @@ def _ratio(distance: float, size: float) -> float:
 def weight_differences(
     trace: Trace, reference: Trace, max_gradient_error: float
 ) -> tuple[Differences, float, list[Fault]]:
-    """Relative differences by parameter (none of one of which no entry is compared), the share of all entries that are
+    """Relative differences by parameter (left out where no entry of it is compared), the share of all entries that are
     not compared, and faults on missing ones."""
     found, faults = match(trace.weights, reference.weights, reference.ties)
     first = reference.first_trained_step
