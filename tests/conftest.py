@@ -68,6 +68,14 @@ def _logger_propagates() -> None:
     logging.getLogger("drawbar").propagate = True
 
 
+@pytest.fixture(autouse=True)
+def _nothing_is_left_running() -> Iterator[None]:
+    """A test that fails leaves no ``drawbar`` behind: other tests look at the children of this process."""
+    yield
+    if harness := sys.modules.get("harness"):
+        harness.kill_started()
+
+
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """See :func:`make_project`."""

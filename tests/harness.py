@@ -35,6 +35,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["preloaded"])
+_running: list[BaseProcess] = []
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,18 @@ def start_cli(*arguments: str, cwd: Path, output: Path, env: dict[str, str] | No
     """The same, still running; its output goes to ``0.out`` and ``0.err`` in ``output``. A process group of its own."""
     process = _process(run_here, [*DRAWBAR, *arguments], str(cwd), env or {}, str(output))
     process.start()
+    _running.append(process)
     return process
+
+
+def kill_started() -> None:
+    """Kill what ``start_cli`` has started and what still runs."""
+    while _running:
+        process = _running.pop()
+        if process.is_alive() and process.pid is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.join()
 
 
 def wait_until(ready: Callable[[], T | None], what: str | Callable[[], object], seconds: float = 60) -> T:

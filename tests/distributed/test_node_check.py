@@ -21,7 +21,7 @@ from drawbar.launch.node import node_check, node_facts
 from drawbar.launch.node.bad_nodes import bad_nodes
 from drawbar.launch.node.node_check import NodeCheck
 from drawbar.launch.node.rendezvous import Rendezvous
-from harness import run_ranks
+from harness import free_port, run_ranks, wait_until
 
 CASES = (
     "all there",
@@ -39,11 +39,22 @@ _watches: list[node_check.NodeWatch] = []
 """A node's store lives as long as its process, where there is one case alone."""
 
 
-def take_part(ports: list[int], folder: str) -> dict[str, dict[str, Any]]:
+def take_part(folder: str) -> dict[str, dict[str, Any]]:
     """What one of three nodes gets to know in each case."""
     node = int(os.environ["RANK"])
     node_check._BEAT = 0.3
-    return {case: _case(case, node, port, Path(folder) / case) for case, port in zip(CASES, ports, strict=True)}
+    return {case: _case(case, node, _port(node, Path(folder) / case), Path(folder) / case) for case in CASES}
+
+
+def _port(node: int, run_dir: Path) -> int:
+    """A port that is free when the case begins: another test may take one that was looked for earlier."""
+    file = run_dir / "port"
+    if node == 0:
+        run_dir.mkdir()
+        file.with_suffix(".new").write_text(str(free_port()))
+        file.with_suffix(".new").rename(file)
+    wait_until(file.exists, "the port", 120)
+    return int(file.read_text())
 
 
 def _case(case: str, node: int, port: int, run_dir: Path) -> dict[str, Any]:
@@ -93,11 +104,7 @@ def _train(case: str, node: int, watch: node_check.NodeWatch) -> None:
 
 
 def test_the_nodes_look_at_one_another(tmp_path: Path) -> None:
-    servers = [socket.create_server(("127.0.0.1", 0)) for _ in CASES]
-    ports = [server.getsockname()[1] for server in servers]
-    for server in servers:
-        server.close()
-    found = run_ranks(take_part, len(NAMES), ports, str(tmp_path), timeout=240)
+    found = run_ranks(take_part, len(NAMES), str(tmp_path), timeout=240)
 
     for node, answers in enumerate(found):
         answer = answers["all there"]

@@ -213,7 +213,7 @@ def test_a_comparison_that_is_ended_speaks_of_no_checkpoint(slow: Path) -> None:
     output.mkdir()
     arguments = ("config.yaml", "task.type=slow_start:Slow", "--strategies", "ddp", "--ranks", "2")
     process = start_cli("parity", *arguments, cwd=slow, output=output)
-    wait_until((slow / "started-0").exists, lambda: (output / "0.err").read_text())
+    wait_until((slow / "started-alone").exists, lambda: (output / "0.err").read_text())
     assert process.pid is not None
     os.kill(process.pid, signal.SIGTERM)
     process.join(60)
