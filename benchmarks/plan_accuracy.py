@@ -116,7 +116,7 @@ def measure(forecaster: Forecaster, pair: Pair, folder: Path, rank: int, library
         seed_everything(0)
         rows, count = rows_and_count(config, world, sample)
         micro = worst_micro_batch(task, config, sample, rows)
-        targets = count_targets(task, [micro]) * count * world.dp_group.size
+        targets = count_targets(task, [micro]) * count * world.dp_ranks.size
         found: dict[str, int] = {}
         memory = CpuMemory(library)
         engine = assemble_engine(task, config, world, total_steps=100)

@@ -166,7 +166,7 @@ def measure(layout: Layout) -> dict[str, Any]:
         teach_cpu()
     with Distributed(RankInfo.from_environment(), CPU, 60, ParallelDims.of(layout.settings, layout.ranks)) as world:
         engine = tiny_engine(config_of(layout), world)
-        batch = micro_batches(engine.task, layout, world.dp_group.rank, world.dp_group.size)
+        batch = micro_batches(engine.task, layout, world.dp_ranks.rank, world.dp_ranks.size)
         losses = [float(engine.train_step(batch).loss)]  # the first step makes the optimizer's state
         gradients: list[int] = []
         look = engine.inspecting(lambda: gradients.append(bytes_of(p.grad for p in engine.module.parameters())))

@@ -58,8 +58,8 @@ def train(folder: Path, name: str, family: str, parallel: dict[str, Any]) -> tup
 
 def steps(engine: Engine, first: int, last: int) -> list[float]:
     """Losses of steps of two micro-batches, one on each data-parallel rank where there are two."""
-    group = engine.world.dp_group
-    batches = (random_step(engine, seed)[group.rank :: group.size] for seed in range(first, last + 1))
+    ranks = engine.world.dp_ranks
+    batches = (random_step(engine, seed)[ranks.rank :: ranks.size] for seed in range(first, last + 1))
     return [float(engine.train_step(micro_batches).loss) for micro_batches in batches]
 
 

@@ -205,7 +205,7 @@ def train(case: Case, world: Distributed) -> Update:
         InOrder(len(rows)),
         global_batch=case.global_batch,
         micro_batch=MicroBatchSize(rows=case.micro_batch, tokens=case.tokens),
-        ranks=world.dp_group,
+        ranks=world.dp_ranks,
         prefetcher=Prefetcher(BatchMaker(collate)),
     )
     before = vector(engine).numpy()

@@ -318,6 +318,14 @@ def test_a_crash_and_a_refusal_leave_the_other_cases_alone(project: Path) -> Non
     assert "parallel.replicate=3 does not divide" in done.out
 
 
+def test_where_nothing_can_run_no_process_is_started(project: Path) -> None:
+    done = run_cli("parity", "config.yaml", "--ranks", "64", "--json", cwd=project)
+    assert done.code == 2, done.err
+    assert {case["verdict"] for case in json.loads(done.out)["cases"]} == {"refused"}
+    assert "one process, fp32" not in done.err
+    assert list((project / "runs").glob("*")) == []
+
+
 LOOKS_AT_RANKS = """
 import os
 import drawbar

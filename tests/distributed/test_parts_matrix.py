@@ -87,8 +87,8 @@ def joined(name: str) -> Distributed:
 
 def steps(engine: Engine, first: int, last: int) -> list[float]:
     """Losses of steps of four micro-batches, dealt out over the data-parallel ranks."""
-    group = engine.world.dp_group
-    batches = (random_step(engine, seed, micro_batches=4)[group.rank :: group.size] for seed in range(first, last + 1))
+    ranks = engine.world.dp_ranks
+    batches = (random_step(engine, seed, micro_batches=4)[ranks.rank :: ranks.size] for seed in range(first, last + 1))
     return [float(engine.train_step(micro_batches).loss) for micro_batches in batches]
 
 

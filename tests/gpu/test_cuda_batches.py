@@ -42,7 +42,7 @@ def test_batches_prepared_ahead_are_pinned(workers: str | int) -> None:
         InOrder(12),
         global_batch=2,
         micro_batch=MicroBatchSize(rows=2),
-        ranks=Distributed(RankInfo(), torch.device("cpu"), timeout=60).dp_group,
+        ranks=Distributed(RankInfo(), torch.device("cpu"), timeout=60).dp_ranks,
         prefetcher=make_prefetcher(Task(config), config, CUDA, prefetch=True),
     )
     batches = [micro.batch for _, micro_batches in loader.steps(0, 6) for micro in micro_batches]

@@ -12,6 +12,7 @@ from drawbar.cli.complete_words import complete_config_and_settings
 
 if TYPE_CHECKING:
     from drawbar.config.schema.run_config import RunConfig
+    from drawbar.parity.cases import Case
     from drawbar.parity.results_dir import ResultsDir
     from drawbar.parity.run import ParityRequest
     from drawbar.tasks.task import Task
@@ -32,7 +33,7 @@ Examples:
 
 \b
 The data, batches, optimizer and schedule are those of CONFIG; dropout is off. No run directory is touched.
-Exit codes: 0 all that could run are equal, 1 a strategy diverges or crashes, 2 the request is wrong.
+Exit codes: 0 all that could run are equal, 1 a strategy diverges or crashes, 2 the request is wrong, or none can run.
 """,
 )
 @click.argument("arguments", nargs=-1, metavar="[CONFIG] [KEY=VALUE]...", shell_complete=complete_config_and_settings)
@@ -94,7 +95,7 @@ def parity(
         from drawbar.parity.cases import default_cases, parse_cases
         from drawbar.parity.result import ParityReport
         from drawbar.parity.results_dir import ResultsDir
-        from drawbar.parity.run import ParityRequest
+        from drawbar.parity.run import ParityRequest, refused_cases
         from drawbar.train.initial_model import write_initial_model
 
     if strategies is None:
@@ -104,15 +105,19 @@ def parity(
     with tempfile.TemporaryDirectory(prefix="drawbar-") as own:
         folder = ResultsDir(Path(os.environ.get(FOLDER, own)))
         if not started:
+            for refused in refused_cases(request, loaded.config, count):
+                folder.add(refused)
+        rest = [case for case in request.cases if case.name not in folder.names()]
+        if rest and not started:
             write_initial_model(loaded.config, folder.path / INITIAL_MODEL)
-        if started or count == 1:
+        if started or (rest and count == 1):
             _compare(loaded.config, task, request, folder, steps, layers, as_json)
-            if FOLDER in os.environ or os.environ.get("RANK", "0") != "0":
-                return 0  # the command that started this process, or rank 0, reports
-        elif code := _start(task, request, folder, count):
+        elif rest and (code := _start(task, request, rest, folder, count)):
             return code
+        if started and (FOLDER in os.environ or os.environ.get("RANK", "0") != "0"):
+            return 0  # the command that started this process, or rank 0, reports
         names = (loaded.config.run.name, str(getattr(loaded.config.task, "model", "") or ""))
-        report = ParityReport(folder.results(), steps, count, precision, layers, *names)
+        report = ParityReport(folder.results(request.cases), steps, count, precision, layers, *names)
         if as_json:
             click.echo(report.as_json())
         else:
@@ -153,15 +158,17 @@ def _compare(
         console.stop()
 
 
-def _start(task: "type[Task] | None", request: "ParityRequest", folder: "ResultsDir", ranks: int) -> int:
-    """Start the processes, and anew after a case that crashed them. 0 where there are results, else an exit code."""
+def _start(
+    task: "type[Task] | None", request: "ParityRequest", rest: "list[Case]", folder: "ResultsDir", ranks: int
+) -> int:
+    """Start the processes for the cases of ``rest``, and anew after a case that crashed them. 0 where there are
+    results, else an exit code."""
     from drawbar.cli.train import rerun_command
     from drawbar.errors import ExitCode
     from drawbar.launch.node.agent import run_processes
     from drawbar.parity.result import Result
 
     os.environ[FOLDER] = str(folder.path)
-    rest = list(request.cases)
     while rest:
         code = run_processes(rerun_command(task), ranks, trains=False)
         done = folder.names()

@@ -15,7 +15,7 @@ from drawbar.config.io.user_modules import find_by_name
 from drawbar.util.registry import Registry
 
 AUTO = "auto"
-"""The strategy is chosen when the run starts, by the model's size and the memory of the ranks."""
+"""The strategy is chosen when the run starts: see ``ParallelSection.strategy``."""
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ def find_files(item: str, key: str) -> list[Path]:
         raise UserError(
             f"no file matches {item}",
             where=key,
-            remedy="check the folder and the pattern; ** stands for any number of folders",
+            remedy=f"check the folder and the pattern{_start_of(path)}; ** stands for any number of folders",
         )
     return files
 
@@ -129,7 +129,7 @@ def _check_folder(path: Path, key: str) -> None:
         raise UserError(
             f"there is no file {path}: the folder {path.parent} does not exist",
             where=key,
-            remedy=f"check the path; a relative one starts at the folder {Path.cwd()}",
+            remedy=f"check the path{_start_of(path)}",
         )
 
 
@@ -140,7 +140,11 @@ def _missing(path: Path, key: str) -> UserError:
     if folder == Path():
         names |= {name: name for name in BUILT_IN_SOURCES}
     guess = nearest(path.name, names)
-    hint = (
-        f"did you mean {names[guess]}?" if guess else f"give a file, a glob, or one of: {', '.join(BUILT_IN_SOURCES)}"
-    )
+    forms = f"give a file, a glob, or one of: {', '.join(BUILT_IN_SOURCES)}{_start_of(path)}"
+    hint = f"did you mean {names[guess]}?" if guess else forms
     return UserError(f"there is no file {path}", where=key, remedy=hint)
+
+
+def _start_of(path: Path) -> str:
+    """Where a relative path starts: a run may have been trained in another folder than this one."""
+    return "" if path.is_absolute() else f"; a relative path starts at the folder {Path.cwd()}"

@@ -27,7 +27,7 @@ from drawbar.data.prefetch import (
     unchanged,
 )
 from drawbar.data.sampler import Sampler
-from drawbar.distributed.process_group import DataParallelGroup
+from drawbar.distributed.process_group import DataParallelRanks
 from drawbar.errors import UserError
 
 TOKEN_FIELDS = ("input_ids", "decoder_input_ids")
@@ -125,7 +125,7 @@ class Loader(ABC, Generic[Batch]):
     waited: float = 0.0
     """Seconds that this rank waited for the batches of the newest step."""
 
-    def __init__(self, ranks: DataParallelGroup, micro_batch: MicroBatchSize, prefetcher: Prefetcher[Batch]) -> None:
+    def __init__(self, ranks: DataParallelRanks, micro_batch: MicroBatchSize, prefetcher: Prefetcher[Batch]) -> None:
         self.ranks = ranks
         self.micro_batch = micro_batch
         self.prefetcher = prefetcher
@@ -236,7 +236,7 @@ class TrainLoader(Loader[Batch]):
         sampler: Sampler,
         *,
         global_batch: int,
-        ranks: DataParallelGroup,
+        ranks: DataParallelRanks,
         micro_batch: MicroBatchSize,
         prefetcher: Prefetcher[Batch],
     ) -> None:

@@ -20,7 +20,7 @@ from drawbar.data.order import order
 from drawbar.data.prefetch import Batch, PlannedMicroBatch, Prefetcher, RawBatch, RawRow, StepPlan
 from drawbar.data.sources import LocatedRecord
 from drawbar.data.stream_readers import EndlessRankReader, RankReader, Stream
-from drawbar.distributed.process_group import DataParallelGroup
+from drawbar.distributed.process_group import DataParallelRanks
 from drawbar.errors import UserError
 from drawbar.runtime.log import logger
 
@@ -128,7 +128,7 @@ class StreamLoader(Loader[Batch]):
         settings: StreamSettings,
         encode: Callable[[list[LocatedRecord]], Rows | None],
         *,
-        ranks: DataParallelGroup,
+        ranks: DataParallelRanks,
         micro_batch: MicroBatchSize,
         prefetcher: Prefetcher[Batch],
     ) -> None:

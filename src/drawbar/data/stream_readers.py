@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from drawbar.data.sources import LocatedRecord
-from drawbar.distributed.process_group import DataParallelGroup
+from drawbar.distributed.process_group import DataParallelRanks
 
 
 class Stream(Protocol):
@@ -20,7 +20,7 @@ class Stream(Protocol):
 class RankReader:
     """Reads this rank's records of one source sequentially; seeks only when the position jumps."""
 
-    def __init__(self, stream: Stream, ranks: DataParallelGroup) -> None:
+    def __init__(self, stream: Stream, ranks: DataParallelRanks) -> None:
         self.stream = stream
         self.rank, self.ranks = ranks.rank, ranks.size
         self.ends = 0

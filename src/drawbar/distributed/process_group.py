@@ -52,7 +52,7 @@ class Distributed:
         self.rank_info = rank_info
         self.device = device
         self.dims = dims or ParallelDims(dp_replicate=rank_info.world_size)
-        self.dp_group = DataParallelGroup(self)
+        self.dp_ranks = DataParallelRanks(self)
         self.timeout = timedelta(seconds=timeout)
         self.nodes: tuple[str, ...] = (node_name(),)
         """The name of each rank's node."""
@@ -63,7 +63,7 @@ class Distributed:
 
     def set_dims(self, dims: ParallelDims) -> None:
         """Set the degrees of the strategy. Only dp_replicate and dp_shard may change; every rank keeps its dp_rank."""
-        assert (dims.dp_size, dims.dp_rank(self.rank)) == (self.dp_group.size, self.dp_group.rank)
+        assert (dims.dp_size, dims.dp_rank(self.rank)) == (self.dp_ranks.size, self.dp_ranks.rank)
         self.dims = dims
 
     @property
@@ -356,9 +356,10 @@ class Distributed:
         return box[0]  # type: ignore[return-value]
 
 
-class DataParallelGroup:
+class DataParallelRanks:
     """The data-parallel ranks. Ranks that hold parts of one model read the same rows, and only one contributes:
-    sums and lists over the data-parallel ranks then count each row once."""
+    sums and lists over the data-parallel ranks then count each row once. It is no process group: every rank of the run
+    calls its methods."""
 
     def __init__(self, world: Distributed) -> None:
         self._world = world

@@ -13,7 +13,8 @@ from drawbar.doctor.finding import Finding, Fix, Level
 
 SECTION = "Libraries"
 SHOWN = ("torch", "transformers", "deepspeed", "peft")
-"""The others are named where something is wrong with them."""
+"""Named with their versions where they fit; the others are then counted, and named where they are missing or do not
+fit."""
 EXTRAS = ("deepspeed", "fp8", "lora", "object-store")
 INSTALL = {"deepspeed": "DS_BUILD_OPS=0 pip install --no-build-isolation 'deepspeed{range}'"}
 

@@ -110,7 +110,8 @@ def _build_one_model(task: Task, config: RunConfig, world: Distributed) -> Engin
 
 
 def _replicated(task: Task, config: RunConfig, world: Distributed) -> tuple[LocalModel, WeightSource]:
-    """The full model, and its fp32 weights where DeepSpeed would derive its master weights from low-precision ones."""
+    """The full model, and its fp32 weights where DeepSpeed derives master weights from low-precision ones (ZeRO stages
+    1 to 3; under stage 0 the weights stay fp32, and it changes nothing)."""
     local = build_whole(task, config, world, _HOST)
     if config.precision == "fp32":
         return local, {}
@@ -184,7 +185,7 @@ def _build_pipeline(task: Task, config: RunConfig, world: Distributed) -> Engine
     exact = {parameter: parameter.detach() for parameter in local.module.parameters()}
     ds_engine = initialize_deepspeed(module, optimizer, values, world.device, is_zero3=False)
     masters = MasterState.of(ds_engine)
-    if config.precision != "fp32":  # DeepSpeed has made its fp32 master weights from the low-precision ones
+    if config.precision != "fp32":  # DeepSpeed makes the master weights of ZeRO stages 1 to 3 from low-precision ones
         for parameter, weight in exact.items():
             masters.set_weight(parameter, weight)
     pipeline = DeepSpeedPipeline(ds_engine, layer, world.device, config.precision)

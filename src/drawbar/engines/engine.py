@@ -86,14 +86,14 @@ class Engine:
         lr = self.config.optim.lr * learning_rate_scale(self.step, self.total_steps, self.config.optim)
         # the targets of the whole global batch are counted before the first backward, so nothing is rescaled after it
         if num_targets is None:
-            num_targets = self.world.dp_group.sum_of_leaders(count_targets(self.task, micro_batches))
+            num_targets = self.world.dp_ranks.sum_of_leaders(count_targets(self.task, micro_batches))
         divisor = num_targets or 1.0  # a batch without targets has no loss and no gradient
         # executors average over the ranks that see different tokens, the contract wants the sum
-        scale = self.updater.loss_scale * self.world.dp_group.size * self.world.dims.cp / divisor
+        scale = self.updater.loss_scale * self.world.dp_ranks.size * self.world.dims.cp / divisor
         loss_sum = self.executor.forward_backward(micro_batches, scale)
         update = self.updater.step(lr, self._before_update)
         self.step += 1
-        loss = self.world.dp_group.sum_tensor(loss_sum) / divisor
+        loss = self.world.dp_ranks.sum_tensor(loss_sum) / divisor
         return StepResult(loss=loss, grad_norm=update.grad_norm, num_targets=num_targets, lr=lr, skipped=update.skipped)
 
     def share_buffers(self) -> None:

@@ -187,8 +187,8 @@ class PipelineExecutor:
         forwards = [self._forward(batch) for batch in batches]
         loss_sum = torch.zeros((), device=self.device)
 
-        def compute_loss(logits: torch.Tensor, index: int) -> torch.Tensor:
-            loss = checked_loss(self.task, scalar(self._loss(forwards[index], logits, batches[index])))
+        def compute_loss(out: torch.Tensor, index: int) -> torch.Tensor:
+            loss = checked_loss(self.task, scalar(self._loss(forwards[index], out, batches[index])))
             loss = without_fillers(loss, micro_batches[index])
             loss_sum.add_(loss.detach())
             return loss * scale
@@ -203,8 +203,8 @@ class PipelineExecutor:
         given = maybe_with_targets(self.task, batch, self.loss_in_head)
         forward = self._forward(given)
         with self._evaluating():
-            logits = self.pipeline_inference.last_stage_logits(self.pipeline_inference.record_inputs(forward))
-            loss = 0.0 if logits is None else as_float(self._loss(forward, logits, given))
+            out = self.pipeline_inference.last_stage_output(self.pipeline_inference.record_inputs(forward))
+            loss = 0.0 if out is None else as_float(self._loss(forward, out, given))
             predictions = None
             if self.task.predicts:
                 with self.pipeline_inference.synced_rng():
@@ -217,11 +217,11 @@ class PipelineExecutor:
         given = maybe_with_targets(self.task, batch, self.loss_in_head)
         forward = self._forward(given)
         with self._evaluating():
-            logits = self.pipeline_inference.last_stage_logits(self.pipeline_inference.record_inputs(forward))
-            if logits is None or is_for_head(given):
+            out = self.pipeline_inference.last_stage_output(self.pipeline_inference.record_inputs(forward))
+            if out is None or is_for_head(given):
                 return True
             with torch.enable_grad():
-                return requires_grad(self._loss(forward, logits.detach().requires_grad_(), given))
+                return requires_grad(self._loss(forward, out.detach().requires_grad_(), given))
 
     @contextmanager
     def inference(self) -> Iterator[nn.Module]:

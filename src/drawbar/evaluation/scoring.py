@@ -155,8 +155,8 @@ def _agree_to_go_on(failure: BaseException | None, stop: bool, world: Distribute
 
 def _score(task: Task, split: Split, results: _RankResults, world: Distributed) -> Evaluation:
     """The scores from the results of all ranks."""
-    loss, num_targets = world.dp_group.sum_of_leaders(results.loss), world.dp_group.sum_of_leaders(results.num_targets)
-    gathered = world.dp_group.gather_from_leaders(results.predictions)
+    loss, num_targets = world.dp_ranks.sum_of_leaders(results.loss), world.dp_ranks.sum_of_leaders(results.num_targets)
+    gathered = world.dp_ranks.gather_from_leaders(results.predictions)
     records: list[dict[str, Any]] = []
 
     def score() -> dict[str, float] | EvaluationFailed:
@@ -180,8 +180,8 @@ def _loader(
     return EvalLoader(
         SampleRows(split.samples),
         micro_batch=micro_batch,
-        rank=world.dp_group.rank,
-        world_size=world.dp_group.size,
+        rank=world.dp_ranks.rank,
+        world_size=world.dp_ranks.size,
         collate=task.collate,
         augment=augment,
     )
@@ -239,7 +239,7 @@ def predict(
             predictions += found if not micro.is_filler else []
             world.note(_progress_text("predicting", split, done, len(loader)))
             progress(done, len(loader))
-    gathered = world.dp_group.gather_from_leaders(predictions)
+    gathered = world.dp_ranks.gather_from_leaders(predictions)
     return predictions_by_record(split, [pair for part in gathered for pair in part]) if gathered is not None else {}
 
 

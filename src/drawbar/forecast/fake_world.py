@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from drawbar.config.parallel_dims import ParallelDims
 from drawbar.distributed import device_mesh
-from drawbar.distributed.process_group import DataParallelGroup, Distributed
+from drawbar.distributed.process_group import DataParallelRanks, Distributed
 from drawbar.distributed.rank_info import RankInfo
 from drawbar.engines import local_model, stage_building
 
@@ -57,7 +57,7 @@ class FakeWorld(Distributed):
     def __init__(self, rank: int, dims: ParallelDims, ranks_per_node: int) -> None:
         local = min(dims.size, ranks_per_node)
         super().__init__(RankInfo(rank, dims.size, rank % local, local), HOST, 60.0, dims)
-        self.dp_group = _FakeDataParallelGroup(self)
+        self.dp_ranks = _FakeDataParallelRanks(self)
 
     def __enter__(self) -> Self:
         if self.size > 1:
@@ -98,7 +98,7 @@ class FakeWorld(Distributed):
         return make()
 
 
-class _FakeDataParallelGroup(DataParallelGroup):
+class _FakeDataParallelRanks(DataParallelRanks):
     """The data-parallel ranks of a ``FakeWorld``, each of which would contribute what this one does."""
 
     def sum_of_leaders(self, value: float) -> float:

@@ -94,7 +94,7 @@ def forecast_rank(
             recorder.begin()
             few, most = _counts(config, dims, count)
             steps = [
-                _step(engine, recorder, [fake] * made, targets * made * world.dp_group.size) for made in (few, most)
+                _step(engine, recorder, [fake] * made, targets * made * world.dp_ranks.size) for made in (few, most)
             ]
             optimizers = list(map(local_optimizer, engine.updater.optimizers))
             optimizer = list(chain.from_iterable(map(_state, optimizers)))

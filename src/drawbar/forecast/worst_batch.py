@@ -28,8 +28,8 @@ _DECODER_FIELDS = ("labels", "decoder_input_ids")
 
 def longest_sample(task: Task, config: RunConfig, world: Distributed, records: Any) -> Sample:
     """The first sample of the training data, stretched to the longest that the settings allow. Samples without
-    ``input_ids`` have no length that settings limit: of these, one is put together, each field of which has the largest
-    value that it has in the first records.
+    ``input_ids`` have no length that settings limit: of these, one is put together of the largest arrays (by number of
+    elements) that each field has in the first records.
 
     Raises:
         UserError: the first records cannot be read or encoded.
@@ -59,7 +59,7 @@ def rows_and_count(config: RunConfig, world: Distributed, sample: Sample) -> tup
     """Rows of the largest micro-batch, and how many micro-batches a rank has in a step, if all rows are as long as
     ``sample``."""
     in_tokens = "input_ids" in sample
-    size, share = train_micro_batch(config, world, in_tokens), -(-config.train.global_batch // world.dp_group.size)
+    size, share = train_micro_batch(config, world, in_tokens), -(-config.train.global_batch // world.dp_ranks.size)
     rows = share if size.rows is None else min(share, size.rows)
     if size.tokens is not None:
         sides = [len(sample[name]) for name in TOKEN_FIELDS if np.ndim(sample.get(name, 0))]

@@ -3,7 +3,8 @@
 R: rows, L: tokens in a row, U: tokens in a row of the decoder, N: samples, H: hidden size. Each token's sample is in
 ``segment_ids`` (R, L): 0, 1, 2, … within the row, and -1 for padding on the right.
 
-All of it is done in hooks of the model's own modules, so it works inside whatever wraps the model: DDP, FSDP and
+All of it is done in hooks of the model's own modules and, where no mask of whole rows is made, by an attention function
+that the model's config then names (``segments.attend``). So it works inside whatever wraps the model: DDP, FSDP and
 ``torch.compile`` call the module inside them, with its hooks.
 """
 

@@ -43,7 +43,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, parallel: ParallelSection, precisi
         mesh: two-dimensional (replicas, shards), or that of the shards alone.
 
     Raises:
-        UserError: as ``check_shardable`` does.
+        UserError: as ``check_shardable`` does; or gloo cannot send a parameter's dtype (fp8).
     """
     check_shardable(model, "FSDP")
     for name, parameter in model.named_parameters():
@@ -98,7 +98,7 @@ def check_shardable(model: nn.Module, library: str) -> None:
     for name, parameter in model.named_parameters():
         if parameter.dim() == 0:
             raise UserError(
-                f"{library} shards parameters along their first dimension, and {name} has none",
+                f"{library} cannot shard {name}, which has no dimension",
                 where="parallel.strategy",
                 remedy="make it a tensor with one element, torch.zeros(1); or train with ddp or zero1",
             )

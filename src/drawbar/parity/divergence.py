@@ -118,12 +118,12 @@ def find_divergence(workload: Workload, config: RunConfig, reference: RunConfig,
         reference: the workload's, run in one process.
     """
     rows = 2 * config.parallel.pipeline if config.parallel.pipeline > 1 else 1  # every stage is to have work
-    few = {"global_batch": rows * world.dp_group.size, "micro_batch": 1, "micro_batch_tokens": None}
+    few = {"global_batch": rows * world.dp_ranks.size, "micro_batch": 1, "micro_batch_tokens": None}
     train = config.train.model_copy(update=few)
     loader = workload.loader(config.model_copy(update={"train": train}), world)
     _, micro_batches = next(iter(loader.steps(0, 1)))
-    micro_batches_by_rank = world.dp_group.gather_from_leaders(micro_batches)
-    records = [ModuleRecord() for _ in range(world.dp_group.size)]
+    micro_batches_by_rank = world.dp_ranks.gather_from_leaders(micro_batches)
+    records = [ModuleRecord() for _ in range(world.dp_ranks.size)]
     reference_step, gradient_limits = ReferenceStep(records, {}, []), FP32_TOLERANCES.gradients
     if micro_batches_by_rank is not None:
         with world.working("making a step in one process"), without_rank_in_environment():
@@ -206,7 +206,7 @@ def _step(engine: Engine, micro_batches: MicroBatches) -> Tensors:
 def _reference_of_this_rank(records: Sequence[ModuleRecord], world: Distributed) -> ModuleRecord:
     """The reference's record of this rank's first micro-batch, sent from rank 0."""
     own = ModuleRecord()
-    for number in range(world.dp_group.size):
+    for number in range(world.dp_ranks.size):
         record = records[number]
         outputs, order, gradients, backward, allowed = world.from_rank0(
             lambda record=record: (  # type: ignore[misc]
@@ -218,7 +218,7 @@ def _reference_of_this_rank(records: Sequence[ModuleRecord], world: Distributed)
             ),
             "sending a record",
         )
-        if number == world.dp_group.rank:
+        if number == world.dp_ranks.rank:
             forward, back = load(outputs), load(gradients)
             own = ModuleRecord({key: forward[key] for key in order}, {key: back[key] for key in backward}, allowed)
     return own
@@ -333,7 +333,7 @@ class _Comparer(_Hooks):
     def _on_gradient(self, key: str, gradient: Tensor) -> None:
         expected = self._record.gradients[key]
         if self._scale is None:  # not yet known: the factor by which the strategy scales the loss, and so all gradients
-            self._scale = float(self._world.dp_group.size)
+            self._scale = float(self._world.dp_ranks.size)
             if gradient.shape == expected.shape and norm(expected) > 0:
                 self._scale = float((gradient.double() * expected.double()).sum()) / norm(expected) ** 2 or 1.0
                 self.loss_scale = self._scale if self._world.dims.is_dp_leader(self._world.rank) else None

@@ -97,9 +97,9 @@ class ParityReport:
 
     @property
     def exit_code(self) -> ExitCode:
-        """2 where a strategy that the user named cannot run here, else 1 where one diverges or crashes."""
+        """2 where a strategy that the user named cannot run here, or none can; else 1 where one diverges or crashes."""
         verdicts = {(result.verdict, result.asked_for) for result in self.results}
-        if ("refused", True) in verdicts:
+        if ("refused", True) in verdicts or verdicts == {("refused", False)}:
             return ExitCode.WRONG_REQUEST
         failed = any(verdict in ("diverges", "crashed") for verdict, _ in verdicts)
         return ExitCode.FAILED if failed else ExitCode.DONE

@@ -2,6 +2,7 @@
 find the reference and the results so far."""
 
 import json
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from drawbar.parity.cases import Case
 from drawbar.parity.comparison import KINDS, Fault, Limits, Reference, Tolerances, Trace
 from drawbar.parity.result import Result
 
@@ -57,14 +59,20 @@ class ResultsDir:
         with (self.path / _RESULTS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(result)) + "\n")
 
-    def results(self) -> list[Result]:
-        path = self.path / _RESULTS
-        lines = path.read_text("utf-8").splitlines() if path.exists() else []
-        return [Result(**json.loads(line)) for line in lines]
+    def results(self, cases: Sequence[Case]) -> list[Result]:
+        """The results of these cases, in their order; nothing for those that have none."""
+        found = self._results()
+        return [found[case.name] for case in cases if case.name in found]
 
     def names(self) -> set[str]:
         """The cases that have a result."""
-        return {result.name for result in self.results()}
+        return set(self._results())
+
+    def _results(self) -> dict[str, Result]:
+        path = self.path / _RESULTS
+        lines = path.read_text("utf-8").splitlines() if path.exists() else []
+        results = [Result(**json.loads(line)) for line in lines]
+        return {result.name: result for result in results}
 
     def save_crash(self, text: str) -> None:
         """Keep the text of the first rank that crashes: the others fail because of it."""

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from drawbar.config.parallel_dims import ParallelDims
+from drawbar.config.schema.run_config import RunConfig
 from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo, choose_device, without_rank_in_environment
 from drawbar.errors import ExitCode, UserError
@@ -132,6 +133,17 @@ def run_process(
         if rank_info.is_rank0 and result is not None:
             folder.add(result)
             tell(result.line())
+
+
+def refused_cases(request: ParityRequest, config: RunConfig, ranks: int) -> list[Result]:
+    """The cases that cannot run with these settings on so many processes: what is known before any is started."""
+    refused = []
+    for case in request.cases:
+        try:
+            check_case(case, config, ranks, request.precision)
+        except UserError as error:
+            refused.append(_refused(case, request, error))
+    return refused
 
 
 def _rank0_result(rank_info: RankInfo, device: torch.device, make: Callable[[], T]) -> T:

@@ -17,8 +17,8 @@ _PROGRAM = ("__main__", "__mp_main__")
 def code_digests(modules: Iterable[str]) -> dict[str, str] | None:
     """Digests of the files of a user's project, by their path in it; what is installed is no part of it.
 
-    They are the Python files in the folders of these modules, every module of the project that is loaded, and what they
-    import, be it in a function that nobody has called yet.
+    They are these modules, every module of the project that is loaded, and what those import, be it in a function that
+    nobody has called yet; and the other Python files in the folders of these modules, without what they import.
 
     Args:
         modules: names of loaded modules of the user's; without any there is no project.

@@ -76,10 +76,10 @@ def check_signatures(task_type: type[Task]) -> None:
 def _check_names(task_type: type[Task]) -> None:
     """Refuse a method such as ``colate``: its name is nearly that of a task's method, and nothing in the class calls
     it. A class that has the method of the right name, too, may have a similar one for its own use."""
-    inherited = {name for base in task_type.__mro__ if base.__module__.startswith("drawbar.") for name in vars(base)}
+    inherited = {name for base in task_type.__mro__ if _is_drawbar(base) for name in vars(base)}
     called = {name for base in task_type.__mro__ for code in _codes(base) for name in _names_in(code)}
     for base in task_type.__mro__:
-        if not issubclass(base, Task) or base.__module__.startswith("drawbar."):
+        if not issubclass(base, Task) or _is_drawbar(base):
             continue
         for name, method in vars(base).items():
             if name.startswith("_") or name in inherited | called or not _is_method(method):
@@ -123,20 +123,30 @@ def name_failing_method(task: Task) -> Iterator[None]:
         inside = [depth for depth, (frame, _) in enumerate(frames) if frame.f_code in methods]
         if not inside:
             raise
-        calls = traceback.format_list(traceback.StackSummary.extract(iter(frames[inside[-1] :])))
-        name = f"{type(task).__name__}.{methods[frames[inside[-1]][0].f_code]}"
+        own = [depth for depth in inside if not _is_drawbar(methods[frames[depth][0].f_code][0])]
+        depth = (own or inside)[-1]
+        calls = traceback.format_list(traceback.StackSummary.extract(iter(frames[depth:])))
+        owner, name = methods[frames[depth][0].f_code]
+        inherited = "" if owner is type(task) else f", which {type(task).__name__} inherits,"
+        what, remedy = f"{owner.__name__}.{name}{inherited}", "mend the method"
+        if not own:
+            remedy = "mend what it is given (the model, the records, the batch), or override the method"
         raise UserError(
-            f"{name} fails: {type(error).__name__}: {error}\n{''.join(calls).rstrip()}",
-            remedy=missing_module(error) or "mend the method",
+            f"{what} fails: {type(error).__name__}: {error}\n{''.join(calls).rstrip()}",
+            remedy=missing_module(error) or remedy,
         ) from error
 
 
-def _methods_by_code(task_type: type[Task]) -> dict[CodeType, str]:
-    """The name of each method that a task may override, by its code in the class and in each of its bases."""
-    names: dict[CodeType, str] = {}
+def _is_drawbar(owner: type) -> bool:
+    return owner.__module__.startswith("drawbar.")
+
+
+def _methods_by_code(task_type: type[Task]) -> dict[CodeType, tuple[type, str]]:
+    """The class and the name of each method that a task may override, by its code, in the class and in its bases."""
+    names: dict[CodeType, tuple[type, str]] = {}
     for base in task_type.__mro__:
         for name in (*OLD_METHODS, *METHODS):  # a method of an old name has the new one, too
             code = code_of_method(vars(base).get(name))
             if code is not None:
-                names[code] = code.co_name if code.co_name in OLD_METHODS else name
+                names[code] = (base, code.co_name if code.co_name in OLD_METHODS else name)
     return names

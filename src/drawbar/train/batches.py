@@ -265,7 +265,7 @@ def _load_train(
         sampler,
         global_batch=config.train.global_batch,
         micro_batch=train_micro_batch(config, world, in_tokens="input_ids" in split.samples.fields),
-        ranks=world.dp_group,
+        ranks=world.dp_ranks,
         prefetcher=make_prefetcher(task, config, world.device, prefetch),
     )
     return loader, split
@@ -362,7 +362,7 @@ def _stream_loader(
         records.streams,
         settings,
         rows_of,
-        ranks=world.dp_group,
+        ranks=world.dp_ranks,
         micro_batch=train_micro_batch(config, world, in_tokens=task.tokenizer is not None),
         prefetcher=make_prefetcher(task, config, world.device, prefetch),
     )
@@ -378,13 +378,13 @@ def train_micro_batch(config: RunConfig, world: Distributed, in_tokens: bool) ->
         return MicroBatchSize(tokens=config.train.micro_batch_tokens)
     if config.train.micro_batch == "auto" and in_tokens:
         return MicroBatchSize(rows=_rows_for_stages(config, world), tokens=MICRO_BATCH_TOKENS)
-    return MicroBatchSize(rows=resolve_micro_batch(config, world.dp_group.size))
+    return MicroBatchSize(rows=resolve_micro_batch(config, world.dp_ranks.size))
 
 
 def _rows_for_stages(config: RunConfig, world: Distributed) -> int | None:
     """The most rows per micro-batch that leave a pipeline four micro-batches per stage: it idles a fifth or less."""
     stages = config.parallel.pipeline
-    return max(1, config.train.global_batch // world.dp_group.size // (4 * stages)) if stages > 1 else None
+    return max(1, config.train.global_batch // world.dp_ranks.size // (4 * stages)) if stages > 1 else None
 
 
 def eval_micro_batch(config: RunConfig, in_tokens: bool) -> MicroBatchSize:

@@ -43,8 +43,8 @@ def check_on_samples(
     world: Distributed,
     console: Console,
 ) -> None:
-    """Try the task, the model and the settings on a few samples before anything is encoded or written, as encoding all
-    samples may take hours. Every rank calls it.
+    """Try the task, the model and the settings on a few samples, before the data are encoded, which may take hours, and
+    before the run begins. Every rank calls it.
 
     Raises:
         UserError: as ``check_saved_state``, ``first_samples``, ``check_task``, ``check_evaluation``, ``check_mode`` and

@@ -46,11 +46,10 @@ def _nan_at_first_step(name: str, value: float) -> UserError:
 
 
 def _nan_after_checkpoint(name: str, value: float, step: int) -> UserError:
-    """The error of the first step after a resume or a fork: no step of this process has changed the weights yet. The
-    step before it was finite, or it would not have been saved (see ``SaveCallback.save``)."""
+    """The error of the first step after a resume or a fork: no step of this process has changed the weights yet."""
     return UserError(
         f"the {name} of step {step} is {value}, and the run stops: it is the first step after the checkpoint of step "
-        f"{step - 1}, whose loss and gradient norm were finite",
+        f"{step - 1}",
         where="the weights or the optimizer state in that checkpoint, or what has changed since it was written",
         remedy="undo what has changed: precision, optim.lr, the data, the task's code, the libraries or the machine; "
         "if nothing has, the last update before the checkpoint was too large: begin from an older one with "

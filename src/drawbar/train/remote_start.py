@@ -113,7 +113,7 @@ class _RemoteRun:
             self._fetch_best(complete)
             unusable = self._fetch_newest(newer)
             if len(unusable) == len(newer) and own < 0:
-                raise self._refusal(unusable)
+                raise self._refusal("no copy can be used", unusable)
         self._remote.set_aside(unusable)
         return len(unusable) < len(newer)
 
@@ -159,7 +159,11 @@ class _RemoteRun:
                 raise
 
     def _fetch_newest(self, newer: dict[int, Objects]) -> dict[int, Unusable]:
-        """Download the newest usable checkpoint; return those that were skipped, with the reasons."""
+        """Download the newest usable checkpoint; return the damaged ones that were skipped, with the reasons.
+
+        Raises:
+            UserError: one of another format comes first; older ones are not tried.
+        """
         unusable: dict[int, Unusable] = {}
         for step, objects in reversed(newer.items()):
             try:
@@ -167,7 +171,7 @@ class _RemoteRun:
                     logger.info("copying %s from %s", step_name(step), self._store.url)
                     self._remote.download(step, objects, self._directory)
             except OtherFormat as reason:
-                raise self._refusal({step: reason}) from None
+                raise self._refusal("a newer copy cannot be used", {**unusable, step: reason}) from None
             except Unusable as reason:
                 logger.warning("%s of %s is damaged and is skipped: %s", step_name(step), self._store.url, reason)
                 unusable[step] = reason
@@ -192,10 +196,10 @@ class _RemoteRun:
             return
         self._directory.set_best(best.step, best.metric, best.score)
 
-    def _refusal(self, unusable: Mapping[int, Unusable]) -> UserError:
+    def _refusal(self, what: str, unusable: Mapping[int, Unusable]) -> UserError:
         lines = [f"{step_name(step)}: {reason}" for step, reason in unusable.items()]
         return UserError(
-            "\n    ".join(["no copy of a checkpoint of this run can be used, and none was changed:", *lines]),
+            "\n    ".join([f"of the copies of this run's checkpoints {what}, and none was changed:", *lines]),
             where=self._store.url,
             remedy="restore one, use the drawbar that wrote them, or begin a new run under another run.name",
         )

@@ -110,7 +110,7 @@ class Stop:
         own = max(wanted)
         for _ in range(wanted.count(Reason.SAVE)):
             self._wanted.remove(Reason.SAVE)
-        counted = values if self._world.dp_group.is_dp_leader else (0.0,) * len(values)
+        counted = values if self._world.dp_ranks.is_dp_leader else (0.0,) * len(values)
         wishes = [float(reason is own) for reason in Reason]
         sums = self._world.sum_all([*counted, *wishes])
         self.reason = max(reason for reason, count in zip(Reason, sums[len(values) :], strict=True) if count)

@@ -182,7 +182,7 @@ def loader_of(
         InOrder(ROWS) if in_order else Shuffled(ROWS, seed=3),
         global_batch=6,
         micro_batch=MicroBatchSize(rows=2),
-        ranks=Distributed(RankInfo(), torch.device("cpu"), timeout=60).dp_group,
+        ranks=Distributed(RankInfo(), torch.device("cpu"), timeout=60).dp_ranks,
         prefetcher=Prefetcher(BatchMaker(collate, augment), **{"timeout": 60, **options}),
     )
     try:

@@ -119,7 +119,7 @@ class Case:
                 code=self.code,
             ),
             lambda located: rows_of(located, encode, self.packed),
-            ranks=world.dp_group,
+            ranks=world.dp_ranks,
             micro_batch=self.micro_batch,
             prefetcher=Prefetcher(BatchMaker(collate), prefetch=self.prefetch),
         )
@@ -450,7 +450,7 @@ def test_a_read_that_failed_is_made_again(kind: type[RankReader]) -> None:
                     raise UserError("not JSON", where="train.jsonl:9", remedy="mend it")
                 yield located
 
-    reader = kind(Broken(0, 60), alone().dp_group)
+    reader = kind(Broken(0, 60), alone().dp_ranks)
     assert [number for number, _ in reader.take(0, 6)[0]] == [0, 1, 2, 3, 4, 5]
     for _ in range(3):
         with pytest.raises(UserError, match="not JSON"):

@@ -128,7 +128,7 @@ def train(case: Case, engine: Engine, rank: int = 0, ranks: int = 1) -> dict[str
         "skipped": [result.skipped for result in results],
         "whole gradients": max(whole, default=0),
         "receive buffers": max(buffers, default=0),
-        "evaluated": (engine.world.dp_group.sum_of_leaders(evaluated.loss) / ranks, evaluated.num_targets),
+        "evaluated": (engine.world.dp_ranks.sum_of_leaders(evaluated.loss) / ranks, evaluated.num_targets),
         "texts": [text.tolist() for text in (greedy, beams, sampled)],
         "gradients": {name: tensor.numpy() for name, tensor in gradients.items()},
         "model": {name: tensor.numpy() for name, tensor in state.model.items()},
@@ -175,7 +175,7 @@ def train_all(cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
     for name, case in cases.items():
         case = Case(case.family, {"pipeline": 2, **case.parallel}, case.sections, case.tied, case.rows)
         with Distributed(RankInfo.from_environment(), CPU, timeout=60, dims=layout_of(case)) as world:
-            results[name] = train(case, case.build(world), world.dp_group.rank, world.dp_group.size)
+            results[name] = train(case, case.build(world), world.dp_ranks.rank, world.dp_ranks.size)
     return results
 
 

@@ -73,7 +73,7 @@ def test_of_samples_without_tokens_each_field_is_the_largest(monkeypatch: pytest
 def test_rows_are_counted_by_the_longer_side(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worst_batch, "train_micro_batch", lambda *_: MicroBatchSize(tokens=64))
     config: Any = SimpleNamespace(train=SimpleNamespace(global_batch=16))
-    world: Any = SimpleNamespace(dp_group=SimpleNamespace(size=1))
+    world: Any = SimpleNamespace(dp_ranks=SimpleNamespace(size=1))
     source, target = np.zeros(8), np.zeros(32)
     assert rows_and_count(config, world, {"input_ids": source, "decoder_input_ids": target}) == (2, 8)
     assert rows_and_count(config, world, {"input_ids": source, "labels": target}) == (8, 2)

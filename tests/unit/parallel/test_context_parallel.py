@@ -80,7 +80,7 @@ def one_step(config: RunConfig, world: Distributed) -> dict[str, Any]:
     gradients: dict[str, torch.Tensor] = {}
     engine.updater.optimizers[0].register_step_pre_hook(lambda *_: gradients.update(engine.gradients()))
     before = engine.module.config._attn_implementation
-    result = engine.train_step(micro_batches(config, world.dp_group.rank, world.dp_group.size))
+    result = engine.train_step(micro_batches(config, world.dp_ranks.rank, world.dp_ranks.size))
     evaluated = engine.eval_step(random_batch(engine.task, rows=2, seed=9))
     assert engine.module.config._attn_implementation == before
     engine.close()

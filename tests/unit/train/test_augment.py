@@ -74,7 +74,7 @@ def loader_of(layout: str, seed: int, world: Distributed) -> Loader[Draws]:
             return rows_of([one.record["number"] for one in located], packed)
 
         return StreamLoader(
-            [Source()], settings, encode, ranks=world.dp_group, micro_batch=micro_batch, prefetcher=prefetcher
+            [Source()], settings, encode, ranks=world.dp_ranks, micro_batch=micro_batch, prefetcher=prefetcher
         )
     rows = rows_of(range(RECORDS), packed)
     sampler = Shuffled(len(rows), seed=0)
@@ -83,7 +83,7 @@ def loader_of(layout: str, seed: int, world: Distributed) -> Loader[Draws]:
         sampler,
         global_batch=5,
         micro_batch=micro_batch,
-        ranks=world.dp_group,
+        ranks=world.dp_ranks,
         prefetcher=prefetcher,
     )
 

@@ -295,6 +295,37 @@ def test_a_fault_in_the_first_step_is_a_wrong_request(points: Path) -> None:
     assert error.value.exit_code is ExitCode.WRONG_REQUEST
 
 
+class WrongModel(Task):
+    """``forward`` is inherited from ``Task``, and its model does not take the batch."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Linear(2, 3)
+
+    def encode(self, record: dict[str, Any], train: bool) -> dict[str, Any]:
+        return {"x": torch.zeros(2), "labels": 0}
+
+
+class CallsInherited(WrongModel):
+    def forward(self, model: nn.Module, batch: Batch) -> Any:
+        return super().forward(model, batch)
+
+
+@pytest.mark.parametrize(
+    ("task", "says", "remedy"),
+    [
+        (WrongModel, "Task.forward, which WrongModel inherits, fails: TypeError", "mend what it is given (the model,"),
+        (CallsInherited, "CallsInherited.forward fails: TypeError", "mend the method"),
+    ],
+)
+def test_an_inherited_method_is_not_said_to_be_the_users(
+    task: type[Task], says: str, remedy: str, points: Path
+) -> None:
+    with pytest.raises(UserError) as error:
+        fit_in(points, *TRAIN_ONLY, task=task)
+    assert error.value.what.startswith(says)
+    assert str(error.value.remedy).startswith(remedy)
+
+
 LATE_ON_ONE_RANK = """
 import os
 import drawbar

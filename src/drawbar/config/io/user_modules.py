@@ -46,9 +46,9 @@ def missing_module(error: BaseException) -> str | None:
     here = Path.cwd()
     own = [path.stem for path in here.glob("*.py")] + [path.parent.name for path in here.glob("*/__init__.py")]
     near = nearest(name, own)
-    meant = f"did you mean {near}? " if near else ""
     package = _PACKAGES.get(name, name)
-    return f"{meant}If it is your own, start in its folder, or set PYTHONPATH to that; else `pip install {package}`"
+    advice = f"it is your own, start in its folder, or set PYTHONPATH to that; else `pip install {package}`"
+    return f"did you mean {near}? If {advice}" if near else f"if {advice}"
 
 
 def find_by_name(

@@ -128,9 +128,9 @@ StrategyName = Annotated[str, AfterValidator(_known_strategy), Field(json_schema
 
 class ParallelSection(Section):
     strategy: StrategyName = "auto"
-    """How parameters, gradients and optimizer state lie on the data-parallel ranks. `auto`: `single` in one process;
-    `deepspeed` with a section `deepspeed`; `ddp` where the task builds its own model, the degrees below take all
-    ranks (there is one replica), or the model's state fits into each rank's memory; else `fsdp`."""
+    """How parameters, gradients and optimizer state lie on the data-parallel ranks. `auto`: `deepspeed` with a
+    section `deepspeed`; else `single` in one process; `ddp` where the task builds its own model, the degrees below take
+    all ranks (there is one replica), or the model's state fits into each rank's memory; else `fsdp`."""
     tensor: Count = 1
     """Tensor-parallel degree: the matrices of each layer are sharded over so many ranks."""
     sequence: bool = False

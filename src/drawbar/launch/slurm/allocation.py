@@ -23,7 +23,8 @@ class Allocation:
     gpus_per_node: int | None
     """Of the node that has fewest."""
     cpus_per_task: int | None
-    """All CPUs that the allocation has on each node (on the one with the fewest): a node has one task, its launcher."""
+    """All CPUs that the allocation has on each node (on the one with the fewest): a node has one task, its launcher.
+    Those of one task of the allocation where Slurm does not tell the node's (see ``_cpus_per_node``)."""
     uneven: str = ""
     """How many GPUs each node has, where these are not equally many."""
 
@@ -85,7 +86,8 @@ def _gpus_of_job(job: str) -> dict[str, int]:
 
 
 def _cpus_per_node(environ: Mapping[str, str]) -> int | None:
-    """All CPUs of the node that has fewest: ``72(x2),36`` → 36. If threads per core are set: SLURM_CPUS_PER_TASK."""
+    """All CPUs of the node that has fewest: ``72(x2),36`` → 36. Those of one task, SLURM_CPUS_PER_TASK, where Slurm
+    does not tell them, or SLURM_HINT or threads per core are set."""
     counts = re.findall(r"(?:^|,)(\d+)", environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
     if not counts or "SLURM_HINT" in environ or "SLURM_THREADS_PER_CORE" in environ:
         return _number(environ.get("SLURM_CPUS_PER_TASK"))

@@ -87,8 +87,8 @@ class PipelineInference:
         return CausalLMOutputWithPast(logits=logits, past_key_values=kwargs.get("past_key_values"))
 
     @torch.no_grad()
-    def last_stage_logits(self, kwargs: Arguments) -> Tensor | None:
-        """The logits, on the last stage alone."""
+    def last_stage_output(self, kwargs: Arguments) -> Tensor | None:
+        """What the last stage returns, on it alone: the logits, or the loss where its head computes it."""
         return self._in_turns(kwargs, *kwargs["input_ids"].shape)
 
     def _in_turns(self, kwargs: Arguments, rows: int, length: int) -> Tensor | None:

@@ -23,7 +23,8 @@ from drawbar.parallel.precision import autocast
 Inputs = Mapping[str, Any]
 """What the model is called with for one micro-batch: ``input_ids`` (B, L), and more."""
 Loss = Callable[[Tensor, int], Tensor]
-"""(logits, index of the micro-batch) → what backward starts from (0-d)."""
+"""(output of the last stage: the logits, or the loss of its head; index of the micro-batch) → what backward starts
+from (0-d)."""
 
 
 class _Stage(PipelineStage):
