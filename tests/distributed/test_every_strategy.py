@@ -6,6 +6,7 @@ that the model writes. All cases of a world size share the processes.
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
@@ -71,8 +72,15 @@ def write_records(path: Path, first: int, count: int) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
-def train_all(folder: str, cases: dict[str, list[str]]) -> None:
-    """Every case twice: through, and from its checkpoint at step 2."""
+def train_all(folder: str, cases: dict[str, list[str]]) -> list[str]:
+    """Every case twice: through, and from its checkpoint at step 2. Returns what Python warned of."""
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        _train_all(folder, cases)
+    return [str(warning.message) for warning in heard]
+
+
+def _train_all(folder: str, cases: dict[str, list[str]]) -> None:
     torch.manual_seed(0)
     first = drawbar.distributed.rank_info.RankInfo.from_environment().is_rank0
     for name, settings in cases.items():
@@ -96,8 +104,9 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "config.yaml").write_text(CONFIG)
     for reference in (["run.name=one"], ["run.name=interleaved-one", FOUR_BLOCKS]):
         fit_in(folder, *reference)
-    run_ranks(train_all, 2, str(folder), TWO, timeout=500)
-    run_ranks(train_all, 4, str(folder), FOUR, timeout=500)
+    for ranks, cases in ((2, TWO), (4, FOUR)):
+        heard = run_ranks(train_all, ranks, str(folder), cases, timeout=500)
+        assert not [text for rank in heard for text in rank if "FSDP2-wrapped module" in text]
     return folder / "runs"
 
 

@@ -30,8 +30,8 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "file": {"auto_mkdir": True},
 }
 """Options for fsspec by protocol. The user sets all others by ``FSSPEC_…`` and ``AWS_…``."""
-_NOT_RETRIED = (PermissionError, FileExistsError, NotImplementedError, TypeError, ValueError)
-"""Errors that no retry changes. ``_request`` raises FileNotFoundError before it looks here."""
+_NOT_RETRIED = (PermissionError, NotImplementedError, TypeError, ValueError)
+"""Errors that no retry changes. ``_request`` raises FileNotFoundError and FileExistsError before it looks here."""
 _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound")
 """Class names of botocore's errors that no retry changes. Names, as botocore is imported only where it is needed."""
 

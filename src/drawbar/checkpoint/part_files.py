@@ -82,12 +82,12 @@ class PartFiles:
         shape = self.shape(name)
         return self.read(name, [0] * len(shape), shape)
 
-    def read_into(self, shard: TensorBox) -> None:
+    def read_into(self, box: TensorBox) -> None:
         """Fill a box of a tensor. Raises as ``read`` does."""
-        self.fill([shard])
+        self.fill([box])
 
     @torch.no_grad()
-    def fill(self, shards: Iterable[TensorBox]) -> None:
+    def fill(self, boxes: Iterable[TensorBox]) -> None:
         """Fill boxes of tensors, on any device and of any dtype, in the order of the files, so that each block is read
         once. At most one stored box at a time is in host memory.
 
@@ -96,11 +96,11 @@ class PartFiles:
             Damaged, OSError: as ``read`` does; some boxes are filled then.
         """
         wanted: list[tuple[BoxIntersection, BoxedTensor, Tensor]] = []
-        for shard in shards:
-            tensor = self._tensor(shard.name)
-            if tuple(shard.shape) != tensor.shape:
-                raise ValueError(f"{shard.name} is {list(tensor.shape)} in the checkpoint, not {list(shard.shape)}")
-            wanted += [(piece, tensor, shard.data) for piece in intersections(tensor, shard.offset, shard.data.shape)]
+        for box in boxes:
+            tensor = self._tensor(box.name)
+            if tuple(box.shape) != tensor.shape:
+                raise ValueError(f"{box.name} is {list(tensor.shape)} in the checkpoint, not {list(box.shape)}")
+            wanted += [(piece, tensor, box.data) for piece in intersections(tensor, box.offset, box.data.shape)]
         for piece, tensor, target in sorted(wanted, key=lambda each: (each[0].file, each[0].begin)):
             source, dtype, part = self._parts.open(piece.file), torch_dtype(tensor), target[piece.target]
             if part.device.type == "cpu" and part.dtype == dtype and part.is_contiguous():

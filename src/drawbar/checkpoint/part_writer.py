@@ -34,7 +34,7 @@ def write_part(
     model: Iterable[TensorBox],
     optimizer: Iterable[TensorBox],
     aliases: Mapping[str, str],
-    load: Callable[[TensorBox], Tensor] = lambda shard: shard.data,
+    load: Callable[[TensorBox], Tensor] = lambda box: box.data,
 ) -> PartRecord:
     """Write a rank's part into the folder of a new checkpoint; each file is fsynced.
 
@@ -49,8 +49,8 @@ def write_part(
         OSError: the disk is full, a quota or limit is reached, or the folder is not writable.
     """
     files = []
-    for kind, shards in zip(KINDS, (model, optimizer), strict=True):
-        boxes = sorted(filter(_is_stored, shards), key=lambda shard: (*stored_order(_tensor_info(shard)), shard.offset))
+    for kind, tensors in zip(KINDS, (model, optimizer), strict=True):
+        boxes = sorted(filter(_is_stored, tensors), key=lambda box: (*stored_order(_tensor_info(box)), box.offset))
         if boxes:
             files.append(_write_file(folder / f"{kind}-{rank:05d}.safetensors", boxes, load))
     return PartRecord(rank, tuple(files), dict(aliases))
@@ -83,20 +83,20 @@ def write_tensors(path: Path, tensors: StoredTensors) -> None:
     Raises:
         OSError: the disk is full, a quota or limit is reached, or the folder is not writable.
     """
-    boxes = sorted(meta_boxes(tensors), key=lambda shard: stored_order(_tensor_info(shard)))
+    boxes = sorted(meta_boxes(tensors), key=lambda box: stored_order(_tensor_info(box)))
     header = _header(boxes, {"aliases": json.dumps(tensors.tied()), "format": "pt"})
     with path.open("wb", buffering=0) as file:
         contents = chain.from_iterable(_contents(tensors[box.name]) for box in boxes)
         _write_and_sync(file.fileno(), _write_buffers(chain((memoryview(header),), contents)))
 
 
-def _is_stored(shard: TensorBox) -> bool:
+def _is_stored(box: TensorBox) -> bool:
     """False for an empty box of a tensor that has elements."""
-    return shard.data.numel() > 0 or 0 in shard.shape
+    return box.data.numel() > 0 or 0 in box.shape
 
 
-def _tensor_info(shard: TensorBox) -> TensorInfo:
-    return TensorInfo(shard.name, _DTYPE_NAMES[shard.data.dtype], tuple(shard.shape))
+def _tensor_info(box: TensorBox) -> TensorInfo:
+    return TensorInfo(box.name, _DTYPE_NAMES[box.data.dtype], tuple(box.shape))
 
 
 def _write_file(path: Path, boxes: list[TensorBox], load: Callable[[TensorBox], Tensor]) -> PartFile:

@@ -62,7 +62,13 @@ Exit codes: 0 it fits, 1 it does not fit, 2 the request is wrong.
     help="What to show side by side: strategies, with settings of parallel after a space; or none. Default: all that "
     "fit CONFIG.",
 )
-@click.option("--json", "json_file", type=click.Path(dir_okay=False), metavar="FILE", help="Write it as JSON, too.")
+@click.option(
+    "--json",
+    "json_file",
+    type=click.Path(dir_okay=False),
+    metavar="FILE",
+    help="Write it as JSON, too; FILE is replaced.",
+)
 @click.pass_obj
 def plan(
     task: "type[Task] | None",

@@ -167,7 +167,7 @@ def processes_to_start(config: "RunConfig", count_gpus: "Callable[[], int]") -> 
         return 1
     if config.launch.nproc != "auto":
         return config.launch.nproc
-    return max(1, count_gpus()) if config.takes_all_gpus else 1
+    return max(1, count_gpus()) if config.has_process_per_gpu else 1
 
 
 def rerun_command(task: "type[Task] | None") -> list[str]:

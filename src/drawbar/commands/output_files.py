@@ -1,4 +1,4 @@
-"""Atomic output files and folders at a path that the user names. A file is replaced only on request."""
+"""Output at a path that the user names: refused before any work where it cannot be written, and whole or absent."""
 
 import tempfile
 from collections.abc import Iterable, Iterator

@@ -160,11 +160,12 @@ class SourceStream:
 
     @property
     def files(self) -> list[Path]:
-        """Every file that is read; none of a Hub dataset."""
+        """Every file that is read; none of a dataset that comes from the Hub."""
         return [path for reader in self._readers for path in reader.files]
 
     def identity(self) -> list[Any]:
-        """``identity`` of each file; for a Hub dataset the node's name, as each node has its own copy."""
+        """``identity`` of each file; for a dataset from the Hub the node's name, as each node has its own
+        copy."""
         from drawbar.distributed.rank_info import node_name  # loads torch, which submitting does not need
 
         found: list[Any] = []

@@ -84,7 +84,7 @@ _MEMORIES = {
 nothing is said to fit that does not. Where the name itself says a size (A100-SXM4-80GB), that is used instead, but not
 for GH200: its 480GB are the host's."""
 _DEFAULT_GB = 80
-"""Memory of a GPU that has no name, or an unknown one."""
+"""Memory of a GPU where none is named and this machine has none."""
 
 
 def _gpu_memory(gpu: str | None) -> int:

@@ -102,7 +102,8 @@ def make_job(
 
 
 def processes_per_node(config: RunConfig, cluster: ClusterSection) -> int:
-    """As ``launch.nproc`` says; for ``auto`` one for each GPU asked for, or one if the run does not take all GPUs."""
+    """As ``launch.nproc`` says; for ``auto`` one for each GPU asked for, or one where the run is one process (on the
+    CPU, or under ``single`` and ``dp``)."""
     if config.launch.nproc != "auto":
         return config.launch.nproc
-    return cluster.gpu_count or 1 if config.takes_all_gpus else 1
+    return cluster.gpu_count or 1 if config.has_process_per_gpu else 1

@@ -17,8 +17,9 @@ from drawbar.parallel.tensor import tensor_parallel
 
 
 def _quiet() -> None:
-    """Silence two torch warnings about FSDP over tensor parallelism that users cannot act on: that a tensor sharded
-    twice is all-gathered twice, and that outputs are views (a problem only if a task changes them in place)."""
+    """Silence two torch warnings about FSDP that users cannot act on: that a tensor sharded twice is all-gathered twice
+    (over tensor parallelism), and that outputs are views (of a pipeline stage, say; a problem only if a task changes
+    them in place)."""
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
@@ -42,9 +43,10 @@ def parallelize(
         parallel: with ``strategy`` resolved: not ``auto``.
         mesh: all axes of ``dims``; None where nothing is sharded or replicated here (one process, DDP, DeepSpeed).
     """
-    if mesh is not None and dims.tp > 1:
+    if mesh is not None:
         _quiet()
-        tensor_parallel(model, plan, mesh["tp"], parallel.sequence)
+        if dims.tp > 1:
+            tensor_parallel(model, plan, mesh["tp"], parallel.sequence)
     checkpoint_activations(model, parallel.activation_checkpointing)
     if parallel.compile:
         compile_blocks(model)

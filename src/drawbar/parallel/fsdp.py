@@ -33,7 +33,7 @@ from drawbar.util.dtypes import DTYPES
 def shard(model: nn.Module, mesh: DeviceMesh, parallel: ParallelSection, precision: str) -> None:
     """Shard the model over ``dp_shard`` and ``cp``, block by block; replicate it over ``dp_replicate``. In place.
 
-    Trained weights stay fp32. Gradients are summed over shards in ``parallel.reduce_dtype``, and over replicas in
+    Trained weights stay fp32. Gradients are averaged over shards in ``parallel.reduce_dtype``, and over replicas in
     fp32. Autocast decides what is computed in ``precision``, as without shards. So only what autocast casts anyway is
     gathered in ``precision``: linear layers of the blocks and of the head. The rest is gathered in fp32, in the root's
     group: the norms of the blocks, and what is outside of the blocks. Groups for the norms would need hooks inside each
@@ -167,8 +167,9 @@ def _exclusive_parameters(model: nn.Module, units: Iterable[nn.Module]) -> list[
 
 
 def _gathered_parameters(own: set[nn.Parameter], cast: set[nn.Parameter]) -> set[nn.Parameter]:
-    """The parameters gathered for a unit: what autocast casts; or all, in fp32, if autocast casts none, or if the unit
-    has other matrices (stacked experts, an embedding), which are too large to be kept for the whole step."""
+    """The parameters gathered for a unit: what autocast casts; or all, in fp32, if autocast casts nothing in the model
+    (``cast`` is empty), or if the unit has other matrices (stacked experts, an embedding), which are too large to be
+    kept for the whole step."""
     if not cast or any(parameter.ndim > 1 for parameter in own - cast):
         return own
     return own & cast

@@ -322,7 +322,9 @@ class SaveScoreCallback(Callback):
         self._save = save
 
     def on_train_start(self, run: RunHandle) -> None:
-        if run.step > 0 and self._is_due(run.progress):  # its checkpoint exists: only the progress in it changes
+        # only the progress in that step's checkpoint changes, but after ``--resume PATH`` of another run's best one,
+        # which this run is to keep as its own
+        if run.step > 0 and self._is_due(run.progress):
             self._saver.save(run.progress)
 
     def on_step(self, run: RunHandle, info: StepInfo) -> None:

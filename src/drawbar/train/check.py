@@ -245,7 +245,8 @@ def _evaluate(task: Task, engine: Engine, samples: list[Sample]) -> EvalResult:
 
 
 def _check_num_targets(task: Task, batch: Batch, result: EvalResult) -> None:
-    """Refuse a ``num_targets`` that is not a count, or is 0 for a batch that has a loss and labels."""
+    """Refuse a ``num_targets`` that is not a count, or a user's own that is 0 for a batch with a loss, unless all of
+    its ``labels`` are ignored."""
     found: object = result.num_targets  # a user's own method may return anything
     if not isinstance(found, Real) or not math.isfinite(found) or found < 0:
         raise method_error(

@@ -139,8 +139,9 @@ class _RemoteRun:
 
     @contextmanager
     def _run_dir_for(self, settings: str) -> Iterator[None]:
-        """Context in which the run directory is there: made and locked, if there is none, and removed again if the copy
-        is refused. A run that exists already is left as it is: the caller holds its lock."""
+        """Context in which the run directory exists. A new one is locked and has ``config.yaml``; if the copy is then
+        refused, all but its lock file is deleted again; if the store fails, what was downloaded stays. For a run that
+        exists already this does nothing: the caller holds its lock."""
         folder = self._config.run_dir
         if (folder / CONFIG).exists():
             yield

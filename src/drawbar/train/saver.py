@@ -37,7 +37,8 @@ class Saver:
     then cannot be the best one: the progress goes back to the best step and score before it (``confirm_best``).
 
     Args:
-        progress: the run's progress when this process starts; in a resumed run, that step has a checkpoint already.
+        progress: the run's progress when this process starts. A run that goes on from a checkpoint of its own has one
+            of that step already.
         validation: the validation data.
     """
 

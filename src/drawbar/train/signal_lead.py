@@ -22,7 +22,8 @@ class SignalLeadTime:
         """After each save.
 
         Args:
-            save_seconds: from the end of the step until its checkpoint was complete and on the disk.
+            save_seconds: from the beginning of the copy to host memory until the checkpoint was complete and on the
+                disk. The wait for an earlier save is not in it.
         """
         if self._seconds is not None and save_seconds > self._seconds:
             logger.warning(

@@ -19,7 +19,7 @@ def _too_many_processes(config: RunConfig) -> bool:
 def _has_uncounted_gpus(config: RunConfig) -> bool:
     cluster = _cluster(config)
     asks = any(name.startswith("gpus") for name in cluster.options)
-    return asks and cluster.gpu_count is None and config.takes_all_gpus
+    return asks and cluster.gpu_count is None and config.has_process_per_gpu
 
 
 def _has_container_settings(cluster: ClusterSection) -> bool:

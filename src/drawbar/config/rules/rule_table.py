@@ -280,7 +280,7 @@ def check_degrees(config: RunConfig, world_size: int) -> int:
 
 
 def check_world(config: RunConfig, world_size: int) -> None:
-    """Refuse what cannot be split over ``world_size`` processes: the model, or the batch.
+    """Refuse what cannot be split over ``world_size`` processes: the model, the batch, or the lanes of a stream.
 
     Raises:
         UserError: names values that would work.

@@ -81,7 +81,7 @@ def _sbatch_options(values: dict[str, str | int | bool]) -> dict[str, str | int 
         if isinstance(value, str) and not re.fullmatch(r"[A-Za-z0-9_./:,=@+&|*?!\[\]()<>-]+", value):
             raise ValueError(f"the value of {name} has characters that no option of sbatch needs: {value!r}")
         if name == "gres" and re.search(r"(^|,)gpu\b", str(value)):
-            raise ValueError("GPUs are asked for by cluster.gpus_per_node, such as 4 or a100:4: each gets a process")
+            raise ValueError("GPUs are asked for by cluster.gpus_per_node, such as 4 or a100:4")
     return values
 
 
@@ -114,7 +114,8 @@ class ClusterSection(Section):
     nodes: Count = 1
     """Machines that the job runs on."""
     gpus_per_node: Count | Annotated[str, AfterValidator(_typed_gpus)] | None = None
-    """GPUs to ask for on each node, or their type and number, such as `a100:4`; each gets a process."""
+    """GPUs to ask for on each node, or their type and number, such as `a100:4`. Each gets a process, unless
+    `launch.nproc` or `parallel.strategy` says otherwise."""
     gpu_memory: Annotated[Text, AfterValidator(_size)] | None = None
     """Memory of each GPU, such as `80GiB`. With it and `gpus_per_node`, `drawbar submit` plans the run as `drawbar
     plan` does, and refuses what cannot fit (not with `preflight: false`); `--force` submits it all the same."""

@@ -51,7 +51,8 @@ class LimitSection(Section):
 class DataSection(Section):
     train: Sources = None
     """Training data: a file, a glob, a built-in source (`python_stdlib`), `{files: …}`, or a list of them.
-    Files are `.txt`, `.tsv`, `.csv`, `.json`, `.jsonl`, `.parquet` or `.arrow`; text may be compressed (`.gz`)."""
+    Files are `.txt`, `.tsv`, `.csv`, `.json`, `.jsonl` (`.ndjson`), `.parquet` or `.arrow`; text may be compressed
+    (`.gz`)."""
     validation: Sources = None
     """Validation data, in the same forms."""
     test: Sources = None

@@ -289,8 +289,9 @@ class RunConfig(Section):
         return task
 
     @property
-    def takes_all_gpus(self) -> bool:
-        """Whether a machine runs a process for each of its GPUs, and so their number must be known."""
+    def has_process_per_gpu(self) -> bool:
+        """Whether a node runs a process for each of its GPUs, as ``launch.nproc: auto`` does, and so their number must
+        be known. False under ``dp``, whose one process computes on all GPUs."""
         one_process = self.device in ("cpu", "mps") or self.parallel.features.one_process
         return self.launch.nproc == "auto" and not one_process
 

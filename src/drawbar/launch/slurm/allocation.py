@@ -63,7 +63,7 @@ class Allocation:
                 where="cluster.nodes",
                 remedy=f"submit with --nodes {self.nodes}; or `exit` the allocation, and submit a job of its own",
             )
-        if self.uneven and cluster.gpus_per_node is None and config.takes_all_gpus:
+        if self.uneven and cluster.gpus_per_node is None and config.has_process_per_gpu:
             raise UserError(
                 f"each node must run as many processes as the others, but the numbers of GPUs differ: {self.uneven}",
                 where=f"the allocation {self.job}",

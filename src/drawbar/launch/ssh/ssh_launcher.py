@@ -62,7 +62,7 @@ class SshLauncher(Launcher):
         """
         cluster = config.cluster or ClusterSection()
         unknown = [host for host in hosts if host.slots is None]
-        if not unknown or cluster.gpu_count is not None or not config.takes_all_gpus:
+        if not unknown or cluster.gpu_count is not None or not config.has_process_per_gpu:
             return hosts
         _check_installed()
         found = count_gpus(self.make_job(config, cluster, program), unknown, config.launch.timeout)
