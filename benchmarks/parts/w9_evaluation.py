@@ -88,7 +88,7 @@ def _drawbar(work: Workload) -> tuple[Any, Any]:
     run = open_task(overrides(work, Settings(options={"overrides": ["eval.micro_batch=8"]}), f"{work.folder}/runs"))
     engine = run.engine()
     split = load_split(run.task, "validation", run.config, run.world, run.console)
-    micro, augment = eval_micro_batch(run.config, in_tokens=True), make_augment(run.task, run.config, train=False)
+    micro, augment = eval_micro_batch(run.config, has_tokens=True), make_augment(run.task, run.config, train=False)
 
     def score() -> float:
         found = evaluate(engine, run.task, split, run.world, micro, augment)

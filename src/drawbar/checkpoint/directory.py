@@ -61,7 +61,8 @@ class CheckpointDirectory:
         with explain_read_errors(self.path):
             return list(complete_checkpoints(self.path, on_several_disks=True))
 
-    def _complete(self) -> dict[int, Path]:
+    def _complete_here(self) -> dict[int, Path]:
+        """Step → folder of checkpoints that are whole on this disk; ``steps`` also has those with parts elsewhere."""
         with explain_read_errors(self.path):
             return complete_checkpoints(self.path)
 
@@ -100,7 +101,7 @@ class CheckpointDirectory:
     def verified_folder(self, step: int) -> Path | None:
         """The verified checkpoint of a step; None if there is no complete one, or, with a warning, if verification
         fails."""
-        folder = self._complete().get(step)
+        folder = self._complete_here().get(step)
         try:
             if folder is not None:
                 verify_except_parts(folder)
@@ -144,7 +145,7 @@ class CheckpointDirectory:
         record = self.best_record()
         if record is None:
             return None
-        folder = self._complete().get(record.step, self.path / step_name(record.step))
+        folder = self._complete_here().get(record.step, self.path / step_name(record.step))
         if not folder.exists():
             logger.warning("%s names step %d, whose checkpoint is gone", self.path / BEST_FILE, record.step)
             return None
@@ -167,7 +168,7 @@ class CheckpointDirectory:
         Raises:
             UserError: there is none; the message names those that there are.
         """
-        complete = self._complete()
+        complete = self._complete_here()
         if which == "latest":
             found = self.latest()
         elif which == "best":
@@ -329,7 +330,7 @@ class CheckpointDirectory:
     def describe_newest(self) -> str:
         """A sentence on the checkpoint that the run can resume from, for the error of a failed save."""
         try:
-            steps, complete = self.steps(), self._complete()
+            steps, complete = self.steps(), self._complete_here()
             if steps and steps[-1] not in complete:
                 return f"What this disk has of {step_name(steps[-1])} is there: the same command resumes from it."
             newest = self.latest()

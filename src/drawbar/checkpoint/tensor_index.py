@@ -158,7 +158,8 @@ class _BoxesOfRanks:
         self.aliases: dict[str, str] = {}
         self.numbers: dict[tuple[str, TensorInfo], int] = {}
         """Kind and tensor → its number, in the order in which they turn up."""
-        self.tensors: list[Numbers] = []
+        self.tensor_numbers: list[Numbers] = []
+        """For each file, the number of each box's tensor."""
         self.offsets: list[Numbers] = []
         self.sizes: list[Numbers] = []
 
@@ -172,7 +173,7 @@ class _BoxesOfRanks:
             self.files.append(
                 PartFile(file.name, file.size, file.begin, file.sums, (), file.offsets[:0], file.sizes[:0])
             )
-            self.tensors.append(np.array(own, dtype=np.int64))
+            self.tensor_numbers.append(np.array(own, dtype=np.int64))
             self.offsets.append(file.offsets)
             self.sizes.append(file.sizes)
 
@@ -181,8 +182,8 @@ class _BoxesOfRanks:
         order = sorted(range(len(keys)), key=lambda number: (keys[number][0], *stored_order(keys[number][1])))
         position = np.empty(len(keys), dtype=np.int64)  # of each tensor in the index
         position[order] = np.arange(len(keys))
-        tensor_of_box = position[np.concatenate([*self.tensors, np.zeros(0, dtype=np.int64)])]
-        files = np.repeat(np.arange(len(self.files)), [len(own) for own in self.tensors])
+        tensor_of_box = position[np.concatenate([*self.tensor_numbers, np.zeros(0, dtype=np.int64)])]
+        files = np.repeat(np.arange(len(self.files)), [len(own) for own in self.tensor_numbers])
         dims = np.array([len(keys[number][1].shape) for number in order], dtype=np.int64)
         by_tensor = np.argsort(tensor_of_box, kind="stable")
         offsets, sizes = (_reordered_rows(rows, dims[tensor_of_box], by_tensor) for rows in (self.offsets, self.sizes))
@@ -243,14 +244,21 @@ def _check_files(files: Sequence[tuple[str, int]], sizes: Mapping[str, int]) -> 
             raise ValueError(f"{name} cannot begin at {begin}")
 
 
-def _check_boxes(name: str, tensor: BoxedTensor, of_kind: np.ndarray, total: int) -> None:
-    """Check that the boxes exactly cover the tensor, without allocating memory in proportion to its declared shape."""
+def _check_boxes(name: str, tensor: BoxedTensor, is_of_kind: np.ndarray, total_bytes: int) -> None:
+    """Check that the boxes exactly cover the tensor, without allocating memory in proportion to its declared shape.
+
+    Args:
+        is_of_kind: for each file, whether it holds tensors of this one's kind.
+        total_bytes: of all files together.
+    """
     dtype, shape, (count, dims) = STORED_DTYPES.get(tensor.dtype), tensor.shape, tensor.offsets.shape
     if dtype is None or dims > _MOST_DIMS or math.prod(max(1, size) for size in shape) > _MOST_ELEMENTS:
         raise ValueError(f"{name} cannot be a tensor of type {tensor.dtype} and shape {list(shape)[:_MOST_DIMS]}")
-    if math.prod(shape) * dtype.itemsize > total:
+    if math.prod(shape) * dtype.itemsize > total_bytes:
         raise ValueError(f"{name} is larger than all files together")
-    if count and not (tensor.files.min() >= 0 and tensor.files.max() < len(of_kind) and of_kind[tensor.files].all()):
+    if count and not (
+        tensor.files.min() >= 0 and tensor.files.max() < len(is_of_kind) and is_of_kind[tensor.files].all()
+    ):
         raise ValueError(f"{name} is in a file that cannot hold it")
     limits = np.array(shape, dtype=np.int64) - tensor.offsets
     if (tensor.offsets < 0).any() or (limits < 0).any() or (tensor.sizes < 0).any() or (tensor.sizes > limits).any():

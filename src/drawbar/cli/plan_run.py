@@ -54,13 +54,13 @@ Exit codes: 0 it fits, 1 it does not fit, 2 the request is wrong.
 @click.option("--nodes", type=click.IntRange(min=1), help="Machines. Default: cluster.nodes, or 1.")
 @click.option(
     "--mfu", type=click.FloatRange(0, 1, min_open=True), default=0.4, show_default=True,
-    help="Share of the GPUs' speed at which they compute, with what activation checkpointing computes again.",
+    help="Share of the GPUs' peak FLOP/s at which they compute; what is computed again counts, too.",
 )  # fmt: skip
 @click.option(
     "--strategies",
     metavar="A,B,...",
     help="What to show side by side: strategies, with settings of parallel after a space; or none. Default: all that "
-    "fit CONFIG.",
+    "CONFIG allows on these machines, whether they fit or not.",
 )
 @click.option(
     "--json",

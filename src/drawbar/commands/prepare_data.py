@@ -98,7 +98,7 @@ def _size(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def _in_tokens(split: Split) -> bool:
+def _has_tokens(split: Split) -> bool:
     return "input_ids" in split.samples.fields
 
 
@@ -109,7 +109,7 @@ def _describe(splits: Sequence[Split], data: DataSection) -> None:
     rows = [[name, *(column.get(name, "") for column in columns)] for name in names]
     print_table("Encoded data", ["", *(split.name for split in splits)], rows)
     for split in splits:
-        if _in_tokens(split):
+        if _has_tokens(split):
             title = f"\n{split.name}: samples by their length in tokens"
             print_histogram(title, split.samples.lengths, {"data.sequence_length": data.sequence_length})
 
@@ -123,7 +123,7 @@ def _counts(split: Split) -> dict[str, str]:
         "dropped records": f"{samples.dropped:,}",
         "samples": f"{len(samples):,}",
     }
-    if not _in_tokens(split):
+    if not _has_tokens(split):
         return counts
     lengths = samples.lengths
     return {
@@ -143,9 +143,9 @@ def _describe_batches(task: Task, split: Split, config: RunConfig, world: Distri
     Returns:
         Steps per epoch, of the way that is configured.
     """
-    if not _in_tokens(split):
+    if not _has_tokens(split):
         return _steps(order_and_rows(task, split, config)[0], config)
-    micro_batch = train_micro_batch(config, world, in_tokens=True)
+    micro_batch = train_micro_batch(config, world, has_tokens=True)
     steps: dict[str, int] = {}
     table = []
     for batching in get_args(DataSection.model_fields["batching"].annotation):

@@ -68,7 +68,7 @@ def evaluate_run(
                 task,
                 split,
                 world,
-                eval_micro_batch(config, in_tokens="input_ids" in split.samples.fields),
+                eval_micro_batch(config, has_tokens="input_ids" in split.samples.fields),
                 make_augment(task, config, train=False),
                 progress=lambda done, total: console.phase(f"evaluating {split_name}", done, total),
             )
@@ -121,7 +121,7 @@ def predict_from_run(
                     task,
                     split,
                     world,
-                    eval_micro_batch(config, in_tokens="input_ids" in split.samples.fields),
+                    eval_micro_batch(config, has_tokens="input_ids" in split.samples.fields),
                     make_augment(task, config, train=False),
                     predict_fn,
                     progress=lambda done, total: console.phase("predicting", done, total),

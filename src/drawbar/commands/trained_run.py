@@ -129,5 +129,5 @@ class TrainedRun:
 
     def _how(self, split: Split) -> tuple[MicroBatchSize, Augment]:
         """How a split is batched, and augmented."""
-        in_tokens = "input_ids" in split.samples.fields
-        return eval_micro_batch(self.config, in_tokens), make_augment(self.task, self.config, train=False)
+        has_tokens = "input_ids" in split.samples.fields
+        return eval_micro_batch(self.config, has_tokens), make_augment(self.task, self.config, train=False)

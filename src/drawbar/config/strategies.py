@@ -31,7 +31,8 @@ class Strategy:
     many_devices: bool = False
     """Its one process computes on several devices, in threads."""
     shards_parameters: bool = False
-    """Each data-parallel rank holds a shard of every parameter."""
+    """Each data-parallel rank holds a shard of every parameter, as a DTensor. (DeepSpeed's stage 3 shards them in its
+    own way.)"""
     supports_model_parallel: bool = False
     """It works with one or more of tensor, pipeline and context parallelism; ``config.rules`` refuses the rest."""
     offloads: bool = False
@@ -50,14 +51,14 @@ class Strategy:
 STRATEGIES = Registry[Strategy]("strategy", "drawbar.strategies")
 
 
-_NATIVE = "drawbar.engines.torch_strategies"
+_TORCH = "drawbar.engines.torch_strategies"
 _UNDECIDED = Strategy(AUTO, "", supports_model_parallel=True)  # ``auto`` may become one that supports it
 BUILT_IN = (
-    Strategy("single", f"{_NATIVE}:build_single", one_process=True),
-    Strategy("dp", f"{_NATIVE}:build_dp", one_process=True, many_devices=True),
-    Strategy("ddp", f"{_NATIVE}:build_ddp", supports_model_parallel=True),
-    Strategy("zero1", f"{_NATIVE}:build_zero1"),
-    Strategy("fsdp", f"{_NATIVE}:build_fsdp", shards_parameters=True, supports_model_parallel=True, offloads=True),
+    Strategy("single", f"{_TORCH}:build_single", one_process=True),
+    Strategy("dp", f"{_TORCH}:build_dp", one_process=True, many_devices=True),
+    Strategy("ddp", f"{_TORCH}:build_ddp", supports_model_parallel=True),
+    Strategy("zero1", f"{_TORCH}:build_zero1"),
+    Strategy("fsdp", f"{_TORCH}:build_fsdp", shards_parameters=True, supports_model_parallel=True, offloads=True),
     Strategy(
         "deepspeed",
         "drawbar.engines.deepspeed_strategy:build",

@@ -118,11 +118,11 @@ class SourceStream:
         self, share: int = 0, shares: int = 1, first: int = 0
     ) -> Iterator[tuple[int, str, Record | BadRecord]]:
         """As ``read``, with the bad records that are to be left out: (position, where, record or what is wrong)."""
-        for number, reader, unit in self._units_of_share(share, shares, first):
-            where = reader.where(unit)
+        for number, reader, raw in self._raw_records_of_share(share, shares, first):
+            where = reader.where(raw)
             try:
                 with self._naming(reader):
-                    record = _decoded(reader, unit, where)
+                    record = _decoded(reader, raw, where)
                 yield number // shares, where, self._renamed(record, where)
             except BadRecord as error:
                 error.where = error.where or where  # a reader of the user's may give neither place nor remedy
@@ -134,7 +134,7 @@ class SourceStream:
     @cached_property
     def count(self) -> int:
         """How many records belong to the split, bad ones included. The files are read; only split filters decode."""
-        return sum(1 for _ in self._units_of_share(0, 1, 0))
+        return sum(1 for _ in self._raw_records_of_share(0, 1, 0))
 
     def class_names(self, column: str) -> list[str] | None:
         """The names of a column's classes, in the order of their numbers, where all files with such names agree."""
@@ -199,8 +199,8 @@ class SourceStream:
                 with self._naming(reader, path):
                     yield of_file(path)
 
-    def _units_of_share(self, share: int, shares: int, first: int) -> Iterator[tuple[int, Reader, RawRecord]]:
-        """(number in the source, reader, unit) of a share's units of the split, from the share's unit ``first`` on."""
+    def _raw_records_of_share(self, share: int, shares: int, first: int) -> Iterator[tuple[int, Reader, RawRecord]]:
+        """(number in the source, reader, raw record) of a share's records in the split, from number ``first`` on."""
         quota, taken = self._quota, 0
         if quota == 0:
             if self.weight is None:
@@ -211,17 +211,17 @@ class SourceStream:
                 remedy="raise data.limit, or leave the source out",
             )
         number = -1
-        for number, (reader, unit) in enumerate(self._units()):
+        for number, (reader, raw) in enumerate(self._raw_records()):
             wanted = number % shares == share and number // shares >= first
             if not wanted and quota is None:
                 continue
             if self._split_filter:
                 with self._naming(reader):
-                    content = reader.content(unit)
+                    content = reader.content(raw)
                 if not self._split_filter.has(content):
                     continue
             if wanted:
-                yield number, reader, unit
+                yield number, reader, raw
             taken += 1
             if taken == quota:
                 break
@@ -234,13 +234,13 @@ class SourceStream:
             return self._limit
         return self._before._quota - self._before.count
 
-    def _units(self) -> Iterator[tuple[Reader, RawRecord]]:
+    def _raw_records(self) -> Iterator[tuple[Reader, RawRecord]]:
         for reader in self._readers:
-            unit = None
+            raw = None
             with self._naming(reader):
-                for unit in _units_of_reader(reader):
-                    yield reader, unit
-                if unit is None:
+                for raw in _raw_records_of_reader(reader):
+                    yield reader, raw
+                if raw is None:
                     raise reader.empty()
 
     @contextmanager
@@ -304,13 +304,13 @@ def _size_and_excerpts(path: Path) -> bytes:
         return b"".join([*found, file.read(END_BYTES)])
 
 
-def _units_of_reader(reader: Reader) -> Iterator[RawRecord]:
-    """The units of a reader. The error of a user's reader names the reader, and not the task."""
+def _raw_records_of_reader(reader: Reader) -> Iterator[RawRecord]:
+    """The raw records of a reader. The error of a user's reader names the reader, and not the task."""
     try:
-        for unit in reader.units():
-            if not isinstance(unit, RawRecord):
-                raise TypeError(f"its method units gives {type(unit).__name__}, and not RawRecord")
-            yield unit
+        for raw in reader.units():
+            if not isinstance(raw, RawRecord):
+                raise TypeError(f"its method units gives {type(raw).__name__}, and not RawRecord")
+            yield raw
     except (UserError, OSError, MemoryError):
         raise
     except Exception as error:
@@ -319,11 +319,11 @@ def _units_of_reader(reader: Reader) -> Iterator[RawRecord]:
         raise UserError(what, where=where, remedy="correct its method units: it yields a RawRecord for each") from error
 
 
-def _decoded(reader: Reader, unit: RawRecord, where: str) -> Record:
-    """The decoded record. Errors as in :func:`_units_of_reader`."""
+def _decoded(reader: Reader, raw: RawRecord, where: str) -> Record:
+    """The decoded record. Errors as in :func:`_raw_records_of_reader`."""
     name = type(reader).__name__
     try:
-        record = reader.decode(unit)
+        record = reader.decode(raw)
     except (UserError, OSError, MemoryError):
         raise
     except Exception as error:

@@ -358,8 +358,7 @@ class Distributed:
 
 class DataParallelRanks:
     """The data-parallel ranks. Ranks that hold parts of one model read the same rows, and only one contributes:
-    sums and lists over the data-parallel ranks then count each row once. It is no process group: every rank of the run
-    calls its methods."""
+    sums and lists then count each row once. It is no process group: every rank of the run calls its methods."""
 
     def __init__(self, world: Distributed) -> None:
         self._world = world

@@ -13,8 +13,8 @@ from drawbar.distributed.watchdog import NODE
 from drawbar.errors import UserError
 
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-_STAYING_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "CROSS_SIZE")
-"""What torch's and DeepSpeed's launchers set."""
+_LAUNCHER_VARIABLES = ("TORCHELASTIC_RUN_ID", "CROSS_SIZE")
+"""Set by torch's and DeepSpeed's launchers, which stay until their ranks end."""
 
 
 _FURTHER_RANK_VARIABLES = (
@@ -107,7 +107,7 @@ def has_rank(environ: Mapping[str, str] = os.environ) -> bool:
 
 def has_launcher(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether this process's parent is a launcher that stays for as long as its ranks do."""
-    return any(name in environ for name in _STAYING_LAUNCHERS)
+    return any(name in environ for name in _LAUNCHER_VARIABLES)
 
 
 def choose_device(wanted: str, rank_info: RankInfo) -> torch.device:

@@ -124,10 +124,10 @@ def choose_strategy(task: Task, config: RunConfig, world: Distributed, room: flo
         return "ddp", "the ranks share one model, and there is nothing to replicate"
     if type(task).build_model is not PretrainedTask.build_model:
         return "ddp", f"{world.size} processes"  # a user's own model has no known size before it is built
-    model_ranks = world.dims.tp * world.dims.pp  # context-parallel ranks replicate the parameters
+    ranks_per_copy = world.dims.tp * world.dims.pp  # context-parallel ranks replicate the parameters
     with world.working("finding the size of the model"):
         parameters = sum(parameter.numel() for parameter in build_meta_model(task).parameters())
-    needed = parameters * BYTES_PER_PARAMETER[config.optim.state_dtype] / model_ranks
+    needed = parameters * BYTES_PER_PARAMETER[config.optim.state_dtype] / ranks_per_copy
     fits = world.dp_ranks.sum_of_leaders(needed <= SHARE_FOR_STATE * room) == world.dp_ranks.size
     amounts = f"the model's state takes {needed / 2**30:.1f} GiB, and a rank has {room / 2**30:.1f} GiB"
     return ("ddp", f"{world.size} processes; {amounts}") if fits else ("fsdp", amounts)

@@ -284,7 +284,8 @@ def build_meta(
         put_generators_back = note_host_generators()
         with world.working("finding the weights"):
             meta_model = with_adapters(build_meta_model(task), config, None)
-            if not any(buffer.is_meta for buffer in meta_model.buffers()):  # made from a parameter: no file has it
+            # a buffer on meta was computed from a parameter, and files fill parameters alone
+            if not any(buffer.is_meta for buffer in meta_model.buffers()):
                 files = task.stored_weights(meta_model)
         if world.sum(files is not None) == world.size:
             return meta_model, files, None

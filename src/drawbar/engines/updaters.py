@@ -90,7 +90,8 @@ def model_squared_norm(parameters: list[nn.Parameter], device: torch.device) -> 
 
 
 class StagesSquaredNorm:
-    """``SquaredNorm`` over all stages. The gradients of the two copies of a tied weight are added up, and count once.
+    """``SquaredNorm`` over all stages. It first adds up the gradients of the two copies of a tied weight, in place, so
+    that both are updated alike; they count once.
 
     Args:
         group: the ranks that hold the model's stages, in their order.

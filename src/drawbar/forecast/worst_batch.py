@@ -58,8 +58,8 @@ def longest_sample(task: Task, config: RunConfig, world: Distributed, records: A
 def rows_and_count(config: RunConfig, world: Distributed, sample: Sample) -> tuple[int, int]:
     """Rows of the largest micro-batch, and how many micro-batches a rank has in a step, if all rows are as long as
     ``sample``."""
-    in_tokens = "input_ids" in sample
-    size, share = train_micro_batch(config, world, in_tokens), -(-config.train.global_batch // world.dp_ranks.size)
+    has_tokens = "input_ids" in sample
+    size, share = train_micro_batch(config, world, has_tokens), -(-config.train.global_batch // world.dp_ranks.size)
     rows = share if size.rows is None else min(share, size.rows)
     if size.tokens is not None:
         sides = [len(sample[name]) for name in TOKEN_FIELDS if np.ndim(sample.get(name, 0))]

@@ -2,24 +2,31 @@
 
 torch's own styles also shard the weights; here ``parallel.tensor`` has already done that, since tied weights must
 stay one tensor. So these styles only convert inputs and outputs.
+
+Plain linear layers and embeddings compute with the plain tensors of this rank, too: for each operator on DTensors torch
+looks up how its inputs lie, which costs the host many times what the operator itself does, and for each new shape, as
+each new length of a micro-batch has, it finds that out anew (some milliseconds). Other layers (fp8, whose scales are
+those of the full tensors), and the head, whose logits may stay sharded, compute with DTensors.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, partial, wraps
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, loss_parallel
 from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
 
 from drawbar.parallel.sequence import SEQUENCE
 
+Gradient: TypeAlias = Replicate | Shard | Partial | None
 _sharded: ContextVar[bool] = ContextVar("sharded_logits", default=False)
 
 
@@ -46,16 +53,76 @@ def cross_entropy_sum(logits_NV: Tensor, labels_N: Tensor, ignored: int) -> Tens
     return loss.to_local() if isinstance(loss, DTensor) else loss
 
 
-class Colwise(ColwiseParallel):
+class Colwise(ParallelStyle):
     """A column-parallel layer (linear or embedding): each rank has a shard of the outputs.
 
     Args:
+        gathers: whether the outputs are gathered.
+        sums: as for ``DTensorColwise``.
+    """
+
+    def __init__(self, gathers: bool = False, sums: bool = True) -> None:
+        self.gathers = gathers
+        self.sums = sums
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        use_local(module, [name for name, _ in module.named_parameters(recurse=False)], None)
+        if isinstance(module, Conv1D):
+            module.nf //= device_mesh.size()  # the shape of its outputs
+        enter: Any = _with_partial_grad if self.sums and not isinstance(module, nn.Embedding) else None
+        return distribute_module(module, device_mesh, None, enter, _gathered if self.gathers else None)
+
+
+def _with_partial_grad(module: nn.Module, inputs: tuple[Tensor, ...], device_mesh: DeviceMesh) -> Tensor:
+    return DTensor.from_local(inputs[0], device_mesh, [Replicate()]).to_local(grad_placements=[Partial()])
+
+
+def _gathered(module: nn.Module, output: Tensor, device_mesh: DeviceMesh) -> Tensor:
+    return DTensor.from_local(output, device_mesh, [Shard(-1)]).redistribute(placements=[Replicate()]).to_local()
+
+
+class Rowwise(ParallelStyle):
+    """A row-parallel linear layer: each rank has a shard of the inputs.
+
+    Args:
+        splits: whether the inputs are whole, and each rank takes its shard of them.
+        scatters: as for ``DTensorRowwise``.
+    """
+
+    def __init__(self, splits: bool = False, scatters: bool = False) -> None:
+        self.splits = splits
+        self.scatters = scatters
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        use_local(module, ["weight"], None, without_bias=module._parameters.get("bias") is not None)
+        finish = partial(_summed, self.scatters)
+        return distribute_module(module, device_mesh, None, _split if self.splits else None, finish)
+
+
+def _split(module: nn.Module, inputs: tuple[Tensor, ...], device_mesh: DeviceMesh) -> Tensor:
+    return DTensor.from_local(inputs[0], device_mesh, [Replicate()]).redistribute(placements=[Shard(-1)]).to_local()
+
+
+def _summed(scatters: bool, module: nn.Module, output: Tensor, device_mesh: DeviceMesh) -> Tensor:
+    """The sum of the ranks' outputs, or this rank's shard of it along the sequence; then the bias is added."""
+    scatters = scatters and torch.is_grad_enabled()
+    sums = DTensor.from_local(output, device_mesh, [Partial()])
+    total = sums.redistribute(placements=[SEQUENCE if scatters else Replicate()]).to_local()
+    bias: Any = module._parameters.get("bias")
+    return total if bias is None else total + _local(bias, Partial() if scatters else Replicate()).to(total.dtype)
+
+
+class DTensorColwise(ColwiseParallel):
+    """A column-parallel layer that computes with DTensors.
+
+    Args:
+        gathers: as for ``Colwise``.
         sums: whether the input's partial gradient is all-reduced here; else ``drawbar.parallel.sequence`` reduces it,
             once for all linear layers with that input.
     """
 
-    def __init__(self, output_layouts: Placement | None = None, sums: bool = True) -> None:
-        super().__init__(output_layouts=output_layouts)
+    def __init__(self, gathers: bool = False, sums: bool = True) -> None:
+        super().__init__(output_layouts=Replicate() if gathers else None)
         self.sums = sums
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -68,15 +135,16 @@ def _input_with_partial_grad(module: nn.Module, inputs: tuple[Tensor, ...], devi
     return DTensor.from_local(inputs[0], device_mesh, [Replicate()], grad_placements=[Partial()])
 
 
-class Rowwise(RowwiseParallel):
-    """A row-parallel linear layer: each rank has a shard of the inputs.
+class DTensorRowwise(RowwiseParallel):
+    """A row-parallel linear layer that computes with DTensors.
 
     Args:
+        splits: as for ``Rowwise``.
         scatters: whether outputs are reduce-scattered along the sequence, if gradients are on (``parallel.sequence``).
     """
 
-    def __init__(self, input_layouts: Placement | None = None, scatters: bool = False) -> None:
-        super().__init__(input_layouts=input_layouts)
+    def __init__(self, splits: bool = False, scatters: bool = False) -> None:
+        super().__init__(input_layouts=Replicate() if splits else None)
         self.scatters = scatters
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -89,17 +157,17 @@ def _scattered(module: nn.Module, output: DTensor, device_mesh: DeviceMesh) -> T
     return output.redistribute(placements=[SEQUENCE if torch.is_grad_enabled() else Replicate()]).to_local()
 
 
-class Vocabulary(Colwise):
+class Vocabulary(DTensorColwise):
     """The head of a language model: its logits are whole, except inside ``sharded_logits``."""
 
     def __init__(self) -> None:
-        super().__init__(output_layouts=Replicate())
+        super().__init__(gathers=True)
 
     @staticmethod
     def _prepare_output_fn(layouts: Any, use_local: bool, mod: Any, outputs: Any, device_mesh: Any) -> Any:
         if _sharded.get() or not isinstance(outputs, DTensor):  # a head that computes the loss has no logits
             return outputs
-        return Colwise._prepare_output_fn(layouts, use_local, mod, outputs, device_mesh)
+        return DTensorColwise._prepare_output_fn(layouts, use_local, mod, outputs, device_mesh)
 
 
 class Embedding(ParallelStyle):
@@ -132,21 +200,23 @@ class Embedding(ParallelStyle):
         return module
 
 
-def use_local(module: nn.Module, names: Sequence[str], gradient: Replicate | Shard | Partial) -> None:
+def use_local(module: nn.Module, names: Sequence[str], gradient: Gradient, without_bias: bool = False) -> None:
     """Let the module's ``forward`` see these parameters as the plain tensors of this rank, in place.
 
     So forward may use any operator. Outside of forward (optimizer, state_dict) they remain DTensors.
 
     Args:
-        gradient: what the gradients are on each rank; ``Partial`` where the module's inputs differ by rank.
+        gradient: what the gradients are on each rank; ``Partial`` where the module's inputs differ by rank. None: they
+            lie as the parameters do.
+        without_bias: ``forward`` sees no bias.
     """
     module.shows_local = False
     kind: Any = type(module)
-    module.__class__ = _with_local(kind, tuple(names), gradient)
+    module.__class__ = _with_local(kind, tuple(names), gradient, without_bias)
 
 
 @cache  # equal modules have one class: torch.compile shares code between them
-def _with_local(kind: Any, names: tuple[str, ...], gradient: Replicate | Shard | Partial) -> type[nn.Module]:
+def _with_local(kind: Any, names: tuple[str, ...], gradient: Gradient, without_bias: bool) -> type[nn.Module]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         self.shows_local = True
         try:
@@ -158,7 +228,13 @@ def _with_local(kind: Any, names: tuple[str, ...], gradient: Replicate | Shard |
         parameter = self._parameters[name]
         return _local(parameter, gradient) if self.shows_local else parameter
 
-    namespace = {
+    def bias(self: Any) -> Tensor | None:
+        if not self.shows_local:
+            return self._parameters["bias"]
+        return self.weight.new_zeros(self.nf) if isinstance(self, Conv1D) else None  # Conv1D always adds one
+
+    namespace: dict[str, Any] = {"bias": property(bias)} if without_bias else {}
+    namespace |= {
         "forward": wraps(kind.forward)(forward),
         "__qualname__": kind.__qualname__,
         "__module__": kind.__module__,
@@ -166,8 +242,8 @@ def _with_local(kind: Any, names: tuple[str, ...], gradient: Replicate | Shard |
     return type(kind.__name__, (kind,), {**namespace, **{name: property(partial(view, name=name)) for name in names}})
 
 
-def _local(parameter: DTensor, gradient: Replicate | Shard | Partial) -> Tensor:
+def _local(parameter: DTensor, gradient: Gradient) -> Tensor:
     if isinstance(gradient, Partial) and torch.is_grad_enabled():
         # Replicate to Replicate does nothing in forward; in backward, it all-reduces the partial gradients
         parameter = parameter.redistribute(placements=parameter.placements)
-    return parameter.to_local(grad_placements=[gradient])
+    return parameter.to_local(grad_placements=None if gradient is None else [gradient])

@@ -14,7 +14,15 @@ from transformers.pytorch_utils import Conv1D
 from drawbar.errors import UserError
 from drawbar.parallel.model_plan import ModelParallelPlan, Style
 from drawbar.parallel.sequence import shard_sequence_between_blocks, sum_input_gradients_once
-from drawbar.parallel.styles import Colwise, Embedding, Rowwise, Vocabulary, use_local
+from drawbar.parallel.styles import (
+    Colwise,
+    DTensorColwise,
+    DTensorRowwise,
+    Embedding,
+    Rowwise,
+    Vocabulary,
+    use_local,
+)
 from drawbar.util.module_patterns import matching
 
 T = TypeVar("T")
@@ -110,28 +118,32 @@ def tensor_parallel(model: nn.Module, plan: ModelParallelPlan, mesh: DeviceMesh,
 def _convert(model: nn.Module, styles: Styled, blocks: Sequence[nn.Module], mesh: DeviceMesh, sequence: bool) -> None:
     """Let every module compute with its local shards; ``blocks``: between which activations may be sharded."""
     styled = {id(module) for module, _ in styles.values()}
-    layers = [child for block in blocks for child in block.children() if styled & set(map(id, child.modules()))]
-    sums_once = layers if sequence or _all_styled(styled, layers) else []
+    sublayers = [child for block in blocks for child in block.children() if styled & set(map(id, child.modules()))]
+    summing = sublayers if sequence or _all_styled(styled, sublayers) else []
     inside = {id(module) for block in (blocks if sequence else ()) for module in block.modules()}
     for name, module in model.named_modules():
         _, style = styles.get(name, (module, None))
-        alike = [own for own, parameter in module.named_parameters(recurse=False) if _is_replicated(parameter)]
-        if alike and style in (None, "replicated"):
+        replicated = [own for own, parameter in module.named_parameters(recurse=False) if _is_replicated(parameter)]
+        if replicated and style in (None, "replicated"):
             differ = style == "replicated" or id(module) in inside  # the inputs differ by rank
-            use_local(module, alike, Partial() if differ else Replicate())
-    in_sublayers = {id(module) for layer in sums_once for module in layer.modules()}
-    made = {name: _make(style, id(module) in in_sublayers, sequence) for name, (module, style) in styles.items()}
+            use_local(module, replicated, Partial() if differ else Replicate())
+    in_sublayers = {id(module) for sublayer in summing for module in sublayer.modules()}
+    made = {
+        name: _make(style, module, id(module) in in_sublayers, sequence) for name, (module, style) in styles.items()
+    }
     parallelize_module(model, mesh, {name: maker for name, maker in made.items() if maker is not None})
     if sequence and blocks:
-        shard_sequence_between_blocks(blocks, layers, mesh)
+        shard_sequence_between_blocks(blocks, sublayers, mesh)
     elif not sequence:
-        sum_input_gradients_once(sums_once, mesh)
+        sum_input_gradients_once(summing, mesh)
 
 
-def _all_styled(styled: Collection[int], layers: Sequence[nn.Module]) -> bool:
-    """Whether each module in these layers that has parameters has a style. One without (an adapter's A) would get only
-    a part of its gradient, where the gradients of a layer's inputs are summed once."""
-    owners = (module for layer in layers for module in layer.modules() if list(module.parameters(recurse=False)))
+def _all_styled(styled: Collection[int], sublayers: Sequence[nn.Module]) -> bool:
+    """Whether each module in these sublayers that has parameters has a style. One without (an adapter's A) would get
+    only a part of its gradient, where the gradients of a sublayer's inputs are summed once."""
+    owners = (
+        module for sublayer in sublayers for module in sublayer.modules() if list(module.parameters(recurse=False))
+    )
     return all(id(module) in styled for module in owners)
 
 
@@ -139,7 +151,7 @@ def _is_replicated(parameter: nn.Parameter) -> bool:
     return isinstance(parameter, DTensor) and parameter.placements == (Replicate(),)
 
 
-def _make(style: Style, in_sublayer: bool, sequence: bool) -> ParallelStyle | None:
+def _make(style: Style, module: nn.Module, in_sublayer: bool, sequence: bool) -> ParallelStyle | None:
     """The torch style for ``style``.
 
     Args:
@@ -147,15 +159,17 @@ def _make(style: Style, in_sublayer: bool, sequence: bool) -> ParallelStyle | No
             its modules.
         sequence: whether the outputs of such a sublayer are sharded along the sequence.
     """
+    is_plain = type(module).forward in _PLAIN
+    colwise, rowwise = (Colwise, Rowwise) if is_plain else (DTensorColwise, DTensorRowwise)
     match style:
         case "colwise" | "fused_colwise" | "head_bias":
-            return Colwise(sums=not in_sublayer)
+            return colwise(sums=not in_sublayer)
         case "colwise_gather_output":
-            return Colwise(Replicate(), sums=not in_sublayer)
+            return colwise(gathers=True, sums=not in_sublayer)
         case "rowwise":
-            return Rowwise(scatters=in_sublayer and sequence)
+            return rowwise(scatters=in_sublayer and sequence)
         case "rowwise_split_input":
-            return Rowwise(Replicate(), scatters=in_sublayer and sequence)
+            return rowwise(splits=True, scatters=in_sublayer and sequence)
         case "embedding":
             return Embedding()
         case "vocabulary":
@@ -164,6 +178,8 @@ def _make(style: Style, in_sublayer: bool, sequence: bool) -> ParallelStyle | No
             return None
 
 
+_PLAIN = (nn.Linear.forward, Conv1D.forward, nn.Embedding.forward)
+"""Forwards that may compute with plain tensors: see ``parallel.styles``."""
 _ROWWISE = ("rowwise", "rowwise_split_input")
 
 

@@ -42,7 +42,7 @@ def diagnose(probe: Probe, comparison: Comparison, trace: Trace, reference: Refe
                 )
             text = "all outputs are equal; going backward, gradients diverge first at the output of"
             return Diagnosis(mismatch.module, f"{text} {_display_name(mismatch.module)} ({by})")
-    uneven = _uneven_loss(probe.loss_scales)
+    uneven = _uneven_loss(probe.gradient_factors)
     if uneven is not None:
         return Diagnosis("", uneven)
     expected_trace = reference.trace

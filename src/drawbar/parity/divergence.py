@@ -96,7 +96,7 @@ class Probe:
     limits: Limits
     """The largest differences of these gradients that are no fault."""
     ties: list[list[str]]
-    loss_scales: dict[int, float]
+    gradient_factors: dict[int, float]
     """By rank, of data-parallel leaders: the factor by which it scales its loss, where it could be measured."""
 
 
@@ -136,7 +136,13 @@ def find_divergence(workload: Workload, config: RunConfig, reference: RunConfig,
     comparer = _Comparer(own, world)
     comparer.watch(engine, staged=config.parallel.pipeline > 1)
     found = _step(engine, micro_batches)
-    own_report = (comparer.mismatches, comparer.agreed, comparer.agreed_shards, comparer.loss_scale, comparer.worst)
+    own_report = (
+        comparer.mismatches,
+        comparer.agreed,
+        comparer.agreed_shards,
+        comparer.gradient_factor,
+        comparer.worst,
+    )
     reports = world.gather(own_report)
     if reports is None:
         return None
@@ -318,8 +324,9 @@ class _Comparer(_Hooks):
         self.agreed_shards: set[tuple[str, str]] = set()
         self._record = record
         self._world = world
-        self.loss_scale: float | None = None
-        """The factor by which this rank scales its loss; None where no gradient could be compared as a whole."""
+        self.gradient_factor: float | None = None
+        """The gradients of this rank, as a multiple of the reference's, on a data-parallel leader; None on other ranks,
+        and where no gradient could be compared as a whole."""
         self._scale: float | None = None
 
     def _on_output(self, key: str, tensor: Tensor) -> None:
@@ -336,7 +343,7 @@ class _Comparer(_Hooks):
             self._scale = float(self._world.dp_ranks.size)
             if gradient.shape == expected.shape and norm(expected) > 0:
                 self._scale = float((gradient.double() * expected.double()).sum()) / norm(expected) ** 2 or 1.0
-                self.loss_scale = self._scale if self._world.dims.is_dp_leader(self._world.rank) else None
+                self.gradient_factor = self._scale if self._world.dims.is_dp_leader(self._world.rank) else None
         self._compare("gradient", key, gradient / self._scale, expected)
 
     def _compare(self, kind: str, key: str, found: Tensor, expected: Tensor) -> None:

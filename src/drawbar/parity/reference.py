@@ -74,7 +74,7 @@ def _merged(first: Tolerances, last: Tolerances) -> Tolerances:
 def repeat_step(
     workload: Workload, device: torch.device, precision: str, start: StepStart | None, console: Console | None = None
 ) -> Reference:
-    """One step of one process in fp32, with tolerances from ``DRAWS`` noisy runs of it in ``precision``.
+    """One step of one process in fp32, with tolerances from noisy runs of it in ``precision`` (``rounding.noises``).
 
     Args:
         start: where it begins; by default, where the training does.

@@ -264,7 +264,7 @@ def _load_train(
         rows,
         sampler,
         global_batch=config.train.global_batch,
-        micro_batch=train_micro_batch(config, world, in_tokens="input_ids" in split.samples.fields),
+        micro_batch=train_micro_batch(config, world, has_tokens="input_ids" in split.samples.fields),
         ranks=world.dp_ranks,
         prefetcher=make_prefetcher(task, config, world.device, prefetch),
     )
@@ -363,20 +363,20 @@ def _stream_loader(
         settings,
         rows_of,
         ranks=world.dp_ranks,
-        micro_batch=train_micro_batch(config, world, in_tokens=task.tokenizer is not None),
+        micro_batch=train_micro_batch(config, world, has_tokens=task.tokenizer is not None),
         prefetcher=make_prefetcher(task, config, world.device, prefetch),
     )
 
 
-def train_micro_batch(config: RunConfig, world: Distributed, in_tokens: bool) -> MicroBatchSize:
+def train_micro_batch(config: RunConfig, world: Distributed, has_tokens: bool) -> MicroBatchSize:
     """The largest training micro-batch (one forward) on one process.
 
     Args:
-        in_tokens: whether samples have a length in tokens.
+        has_tokens: whether samples have a length in tokens.
     """
     if config.train.micro_batch_tokens is not None:
         return MicroBatchSize(tokens=config.train.micro_batch_tokens)
-    if config.train.micro_batch == "auto" and in_tokens:
+    if config.train.micro_batch == "auto" and has_tokens:
         return MicroBatchSize(rows=_rows_for_stages(config, world), tokens=MICRO_BATCH_TOKENS)
     return MicroBatchSize(rows=resolve_micro_batch(config, world.dp_ranks.size))
 
@@ -387,12 +387,12 @@ def _rows_for_stages(config: RunConfig, world: Distributed) -> int | None:
     return max(1, config.train.global_batch // world.dp_ranks.size // (4 * stages)) if stages > 1 else None
 
 
-def eval_micro_batch(config: RunConfig, in_tokens: bool) -> MicroBatchSize:
+def eval_micro_batch(config: RunConfig, has_tokens: bool) -> MicroBatchSize:
     """The largest evaluation micro-batch on one process; it does not depend on the number of processes."""
     if config.eval.micro_batch is not None:
         return MicroBatchSize(rows=config.eval.micro_batch)
     if config.train.micro_batch_tokens is not None:
         return MicroBatchSize(tokens=config.train.micro_batch_tokens)
     if config.train.micro_batch == "auto":
-        return MicroBatchSize(tokens=MICRO_BATCH_TOKENS) if in_tokens else MicroBatchSize(rows=DEFAULT_EVAL_ROWS)
+        return MicroBatchSize(tokens=MICRO_BATCH_TOKENS) if has_tokens else MicroBatchSize(rows=DEFAULT_EVAL_ROWS)
     return MicroBatchSize(rows=config.train.micro_batch)

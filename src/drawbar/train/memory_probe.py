@@ -172,13 +172,13 @@ def _probe(loader: TrainLoader[Batch], engine: Engine, updater: TorchUpdater, me
     def fits(needed: float) -> bool:
         return world.sum_counts([int(needed <= USABLE_SHARE * memory.limit())]) == [world.size]
 
-    in_tokens, longest = "input_ids" in rows.samples.fields, int(rows.lengths[:].max())
-    trial = largest_that_fits(measure, fits, _most_rows(loader, engine.config, longest if in_tokens else None))
+    has_tokens, longest = "input_ids" in rows.samples.fields, int(rows.lengths[:].max())
+    trial = largest_that_fits(measure, fits, _most_rows(loader, engine.config, longest if has_tokens else None))
     memory.reset()
-    size = MicroBatchSize(tokens=trial.rows * longest) if in_tokens else MicroBatchSize(rows=trial.rows)
+    size = MicroBatchSize(tokens=trial.rows * longest) if has_tokens else MicroBatchSize(rows=trial.rows)
     logger.info(
         "micro-batch: %s (%d of the longest rows); a step takes %.1f of %.1f GiB",
-        *(f"{size.tokens:,} tokens" if in_tokens else f"{size.rows:,} rows", trial.rows),
+        *(f"{size.tokens:,} tokens" if has_tokens else f"{size.rows:,} rows", trial.rows),
         *(trial.peak / 2**30, memory.limit() / 2**30),
     )
     return size

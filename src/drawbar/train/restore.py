@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from drawbar.checkpoint.directory import CheckpointDirectory
-from drawbar.checkpoint.format import Snapshot, Unusable
+from drawbar.checkpoint.format import RESOLVED, Snapshot, Unusable
 from drawbar.checkpoint.load import read_on_all_ranks, read_state, run_on_all_ranks
 from drawbar.config.io.source import read_file
 from drawbar.config.schema.data_section import DataSection
@@ -37,8 +37,8 @@ def with_original_choices(config: RunConfig, checkpoint: Path, device: torch.dev
         UserError: the checkpoint is damaged.
     """
     state = read_state(checkpoint)
-    # older checkpoints have no "formats": Muon's precision was always bf16 then
-    before = state.get("formats", {"precision": state["engine"].get("precision", "auto"), "muon_precision": "bf16"})
+    # older checkpoints have no such entry: Muon's precision was always bf16 then
+    before = state.get(RESOLVED, {"precision": state["engine"].get("precision", "auto"), "muon_precision": "bf16"})
     muon = config.optim.muon_precision
     padded = config.data.padding_free == "auto" and not before.get("padding_free", False)
     begun = config.model_copy(

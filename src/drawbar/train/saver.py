@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from drawbar.checkpoint.directory import CheckpointDirectory
-from drawbar.checkpoint.format import step_name
+from drawbar.checkpoint.format import RESOLVED, step_name
 from drawbar.checkpoint.kept_best import steps_kept_as_best
 from drawbar.checkpoint.space import DiskFault, ensure_free_space
 from drawbar.checkpoint.writer import AsyncWriter
@@ -54,7 +54,7 @@ class Saver:
         validation: Split | None,
     ) -> None:
         self._config = config.checkpoint
-        self._resolved = {  # on the disk under ``formats``
+        self._resolved = {  # in a checkpoint's state: ``RESOLVED``
             "precision": config.precision,
             "muon_precision": config.optim.muon_precision,
             "cross_entropy": engine.cross_entropy,
@@ -133,7 +133,7 @@ class Saver:
             "progress": progress.state(),
             "data": self._loader.state(),
             "world_size": self._world.size,
-            "formats": self._resolved,
+            RESOLVED: self._resolved,
             "validation": self._validation,
             "base": None if self._engine.base is None else self._engine.base.digest,
         }

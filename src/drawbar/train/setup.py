@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from drawbar.checkpoint.directory import CheckpointDirectory
-from drawbar.checkpoint.format import Snapshot
+from drawbar.checkpoint.format import RESOLVED, Snapshot
 from drawbar.checkpoint.load import explain_unusable, read_on_all_ranks, run_on_all_ranks
 from drawbar.checkpoint.space import rust_errors_as_oserror
 from drawbar.config.deepspeed.zero_settings import with_parallel
@@ -257,7 +257,7 @@ def with_cross_entropy_of(config: RunConfig, state: Mapping[str, Any]) -> RunCon
     Args:
         state: of the checkpoint; older ones do not say how the loss was computed: it was plain.
     """
-    begun = state.get("formats", {}).get("cross_entropy", "plain")
+    begun = state.get(RESOLVED, {}).get("cross_entropy", "plain")
     if begun != "plain" or getattr(config.task, "cross_entropy", None) != "auto":
         return config
     return config.model_copy(update={"task": config.task.model_copy(update={"cross_entropy": "plain"})})

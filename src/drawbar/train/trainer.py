@@ -390,7 +390,7 @@ class _Run:
                     self.task,
                     self.validation,
                     self.world,
-                    eval_micro_batch(self.config, in_tokens="input_ids" in self.validation.samples.fields),
+                    eval_micro_batch(self.config, has_tokens="input_ids" in self.validation.samples.fields),
                     make_augment(self.task, self.config, train=False),
                     progress=lambda done, total: self.console.phase("evaluating", done, total),
                     stop_wanted=lambda: self.stop.wanted,

@@ -185,14 +185,20 @@ def worst(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> tuple[float, s
 
 
 class Collectives(TorchDispatchMode):
-    """Notes which collectives run."""
+    """Notes which collectives run, and how many products of matrices DTensor plans."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: set[str] = set()
+        self.planned = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:  # it will come down to plain tensors
+            self.planned += func in (
+                torch.ops.aten.mm.default,
+                torch.ops.aten.addmm.default,
+                torch.ops.aten.bmm.default,
+            )
             return NotImplemented
         name = func.__name__.partition(".")[0]
         if func.namespace == "_c10d_functional" and name not in ("wait_tensor", "_wrap_tensor_autograd"):
@@ -225,6 +231,7 @@ def compare(case: Case, mesh: DeviceMesh, sequence: bool = False, length: int = 
         "gradient": largest,
         "worst": name,
         "logits": distance(logits, wanted),
+        "planned": collectives.planned,
     }
     if case.family != "glm" and not sequence:  # whose own plan gathers inside its blocks; logits are gathered nowhere
         found["collectives"] = collectives.names
@@ -326,6 +333,7 @@ def check(results: list[dict[str, Any]], cases: int) -> None:
             assert result.get("logits", 0.0) <= 1e-5, (name, result)
             assert result.get("same text", True), (name, result)
             assert result.get("collectives", {"all_reduce"}) == {"all_reduce"}, (name, result)
+            assert result.get("planned", 0) <= 3, (name, result)  # the head's: forward, and backward for both factors
 
 
 def test_two_ranks_compute_what_one_computes() -> None:

@@ -136,11 +136,11 @@ def test_size_of_a_forward(
     settings: tuple[str, ...], training: MicroBatchSize, evaluation: MicroBatchSize, project: Path
 ) -> None:
     config = drawbar.load_config(project / "config.yaml", settings).config
-    assert train_micro_batch(config, world(), in_tokens=True) == training
-    assert eval_micro_batch(config, in_tokens=True) == evaluation
+    assert train_micro_batch(config, world(), has_tokens=True) == training
+    assert eval_micro_batch(config, has_tokens=True) == evaluation
 
 
 def test_size_of_a_forward_without_tokens(project: Path) -> None:
     config = drawbar.load_config(project / "config.yaml", [AUTO]).config
-    assert train_micro_batch(config, world(), in_tokens=False) == MicroBatchSize(rows=8)  # the whole global batch
-    assert eval_micro_batch(config, in_tokens=False) == MicroBatchSize(rows=32)
+    assert train_micro_batch(config, world(), has_tokens=False) == MicroBatchSize(rows=8)  # the whole global batch
+    assert eval_micro_batch(config, has_tokens=False) == MicroBatchSize(rows=32)

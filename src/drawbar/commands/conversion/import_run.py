@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from drawbar.checkpoint.format import Snapshot
+from drawbar.checkpoint.format import RESOLVED, Snapshot
 from drawbar.commands.conversion.convert_run import write_run
 from drawbar.commands.conversion.dcp_folders import read_dcp
 from drawbar.commands.conversion.deepspeed_folders import read_deepspeed
@@ -85,14 +85,14 @@ def _check(source: Path, config: RunConfig) -> None:
 
 
 def _values(step: int, config: RunConfig) -> dict[str, Any]:
-    """What a checkpoint holds besides tensors. ``formats``: the dtypes and ways of computing that a run keeps; one may
-    be ``auto``, which the run resolves when it starts. ``data`` is None: the loader then skips as many global batches
-    as steps were made."""
+    """What a checkpoint holds besides tensors. What is ``auto`` in ``RESOLVED``, the run resolves when it starts.
+    ``data`` is None: the loader then skips as many global batches as steps were made. ``validation`` (the fingerprint
+    of the validation samples) is not known, and there is no ``base`` (a model under adapters)."""
     return {
         "progress": RunProgress(step=step, evaluated_step=step).state(),
         "data": None,
         "world_size": 1,
-        "formats": {
+        RESOLVED: {
             "precision": config.precision,
             "muon_precision": config.optim.muon_precision,
             "cross_entropy": getattr(config.task, "cross_entropy", "plain"),

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import TypeAdapter
 from pydantic.errors import PydanticUserError
 
-from drawbar.config.schema.section import UnreadableOptions
+from drawbar.config.schema.section import SectionDefinitionError
 
 __all__ = ["PydanticUserError", "explain_refused_option"]
 
@@ -16,7 +16,7 @@ def explain_refused_option(error: PydanticUserError) -> str:
     """Text that says why a class of options cannot be made, with the names of class and field as far as they are known.
     (pydantic's own message has many lines, some of them about pydantic itself.)"""
     name, annotations = "a class of options", dict[str, Any]()
-    if isinstance(error, UnreadableOptions):  # else it is a model of the user's that is no TaskConfig
+    if isinstance(error, SectionDefinitionError):  # else it is a model of the user's that is no TaskConfig
         name, annotations = error.class_name, error.annotations
     reason = error.message.strip().splitlines()[0]
     unannotated = re.match(r"A non-annotated attribute was detected: `(\w+) = ", reason)

@@ -48,7 +48,7 @@ class Settings:
     """Arguments such as ``run.name=``; the model says what their values may be: see ``report_missing_values``."""
 
     def report(self, key: str, text: str) -> None:
-        """Add a problem: where ``key`` was given, the key, what is wrong."""
+        """Add a problem, as a line ``PLACE: KEY: TEXT``; the place is where the key was given."""
         inside = [known for known in self.origins if known.startswith(f"{key}.")]
         places = [key, *inside, *ancestors(key)]
         origin = next((self.origins[place] for place in places if place in self.origins), None)

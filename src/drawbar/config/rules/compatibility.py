@@ -108,7 +108,8 @@ def are_alternatives(one: ConfigOption, other: ConfigOption) -> bool:
 
 
 def parallel_cases(config: RunConfig, ranks: int) -> list[dict[str, Any]]:
-    """``config`` with every native choice of parallel settings that is allowed over so many ranks and uses all of them.
+    """Every choice of parallel settings, but for those of DeepSpeed, that ``config`` allows over so many ranks and that
+    uses all of them.
 
     These are each strategy and each degree, every combination of the two strategies and the degrees that matter most
     (``ddp`` and ``fsdp``, ``tensor``, ``pipeline`` and ``context``), and each variant by itself.

@@ -44,7 +44,7 @@ DATA_PARALLEL = (
         lambda c: (
             not c.parallel.features.shards_parameters and (c.parallel.reshard is not None or c.parallel.replicate > 1)
         ),
-        "only fsdp shards parameters, so only it can reshard or replicate them",
+        "these are settings of fsdp (DeepSpeed has its own in the section deepspeed)",
         "set parallel.strategy=fsdp, or remove parallel.reshard and parallel.replicate",
     ),
     Rule(

@@ -43,8 +43,8 @@ Text = Annotated[str, Field(min_length=1)]
 Separator = Annotated[str, text_of("one character, and no quote", r'^[^"\r\n]$')]
 
 
-class UnreadableOptions(PydanticUserError):
-    """What pydantic says of a class that it cannot make, with the class."""
+class SectionDefinitionError(PydanticUserError):
+    """The error of a section's class that pydantic refuses to define, with the class's name and annotations."""
 
     def __init__(self, error: PydanticUserError, class_name: str, annotations: dict[str, Any]) -> None:
         super().__init__(error.message, code=error.code)
@@ -52,18 +52,18 @@ class UnreadableOptions(PydanticUserError):
         self.annotations = annotations
 
 
-class OptionsType(ModelMetaclass):
-    """The metaclass of options: pydantic's errors do not name the class, or the field."""
+class SectionType(ModelMetaclass):
+    """The metaclass of sections: it adds to pydantic's error which class it is about."""
 
     def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **keywords: Any) -> Any:
         try:
             return super().__new__(mcs, name, bases, namespace, **keywords)
         except PydanticUserError as error:
             annotations = namespace.get("__annotations__", {})
-            raise UnreadableOptions(error, namespace.get("__qualname__", name), annotations) from error
+            raise SectionDefinitionError(error, namespace.get("__qualname__", name), annotations) from error
 
 
-class Section(BaseModel, metaclass=OptionsType):
+class Section(BaseModel, metaclass=SectionType):
     """One section of the configuration: strict, closed and frozen."""
 
     model_config = ConfigDict(
