@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 let_threads_sleep()  # first: OpenMP reads these settings when torch is loaded
-if "LOCAL_RANK" in os.environ:  # a rank of torchrun, DeepSpeed's launcher or another one
+# a rank of torchrun, DeepSpeed's launcher or another one; or the launcher of a node that has others beside it
+if "LOCAL_RANK" in os.environ or "DRAWBAR_RENDEZVOUS" in os.environ:
     silence_ranks()
 silence_torchao()  # before transformers is imported, in whatever process
 

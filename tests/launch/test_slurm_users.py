@@ -79,6 +79,8 @@ def test_a_job_that_waits(slurm: SlurmCluster, project: Path) -> None:
     assert (status["step"], status["active"]) == (None, True)
     check_one_message(user.call("logs", number).err, "has no log yet: PENDING waits: JobHeldUser")
     check_one_message(user.call("resume", number).err, f"job {number} has not ended: PENDING")
+    told = user.call("submit", "config.yaml", "--to", "slurm", "--dry-run").err
+    assert f"job {number} of this run has not ended (PENDING waits: JobHeldUser)" in told
     follower = user.follow("runs/tiny")
     assert follower.stderr is not None
     assert follower.stderr.readline() == f"job {number} waits: JobHeldUser\n"

@@ -20,9 +20,9 @@ from drawbar.errors import ExitCode, UserError
 from drawbar.launch.code_snapshot import copy_code, is_tracked
 from drawbar.launch.job import Job
 from drawbar.launch.job_files import plan_file
-from drawbar.launch.jobs.records import JobRecord, append_records
+from drawbar.launch.jobs.records import JobRecord, append_records, read, run_file
 from drawbar.launch.launcher import Launcher
-from drawbar.launch.launchers import get_launcher
+from drawbar.launch.launchers import ask_status, get_launcher
 from drawbar.launch.sweep import name_runs
 
 if TYPE_CHECKING:
@@ -202,11 +202,26 @@ def _prepare_run(request: SubmitRequest, launcher: Launcher) -> PreparedJob:
         )
     check_world(config, job.nodes * job.processes)
     check_deepspeed(loaded, job.nodes * job.processes)
-    notes = (*completed.notes, *check_before_queue(config, job, launcher, request.task))
+    notes = (*completed.notes, *_notes_of_active_jobs(config.run_dir))
+    notes = (*notes, *check_before_queue(config, job, launcher, request.task))
     if request.resubmitted is None:  # the memory of a job that ran before need not be checked
         checked = check_memory(job, request.program, request.force)
         return PreparedJob(request, launcher, job, notes=(*notes, *checked.notes), plan=checked.plan)
     return PreparedJob(request, launcher, job, notes=notes)
+
+
+def _notes_of_active_jobs(run_dir: Path) -> list[str]:
+    """What to know of other jobs of the same run. No refusal: the new one may be set to wait for them."""
+    try:
+        statuses = ask_status(read(run_file(run_dir)))
+    except UserError:  # the scheduler does not answer; the run directory's lock keeps two runs apart
+        return []
+    return [
+        f"job {status.record.number} of this run has not ended ({f'{status.state} {status.remarks}'.rstrip()}): "
+        "the new one is refused if it starts before that"
+        for status in statuses
+        if status.is_active
+    ]
 
 
 def name_elements(request: SubmitRequest, elements: Sequence[tuple[str, ...]]) -> tuple[str, list[tuple[str, ...]]]:

@@ -1,6 +1,6 @@
 """A run that has been trained, opened in Python: ``drawbar.load_run("runs/demo")``."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from drawbar.data.dataset import NoSamples, encode_records
 from drawbar.data.loader import Augment, MicroBatchSize
 from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo, choose_device
+from drawbar.errors import UserError, nearest
 from drawbar.evaluation.scoring import Split, evaluate, predict
 from drawbar.evaluation.text_generation import Prompt, Sampling, generate_text
 from drawbar.tasks.batch import PredictFunction
@@ -23,6 +24,8 @@ from drawbar.tracking.console import SilentConsole
 from drawbar.train.batch_making import make_augment
 from drawbar.train.batches import eval_micro_batch, load_split
 from drawbar.train.setup import check_predicts, on_one_process, open_checkpoint, task_of_run
+
+_SPLITS = ("train", "validation", "test")
 
 
 def load_run(
@@ -104,6 +107,13 @@ class TrainedRun:
         Raises:
             UserError: there is no such data.
         """
+        if split not in _SPLITS:
+            meant = nearest(split, _SPLITS)
+            raise UserError(
+                f"there is no split {split!r}" + (f"; did you mean {meant}?" if meant else ""),
+                where="evaluate",
+                remedy=f"name one of {', '.join(_SPLITS)}",
+            )
         found = load_split(self.task, split, self.config, self._world, SilentConsole())
         evaluation = evaluate(self._engine, self.task, found, self._world, *self._how(found))
         assert evaluation is not None, "it was given no stop_wanted"
@@ -117,6 +127,13 @@ class TrainedRun:
 
     def _ask(self, task: Task, predict_fn: PredictFunction, records: Iterable[dict[str, Any]]) -> list[Any]:
         given = list(records)
+        for number, record in enumerate(given):
+            if not isinstance(record, Mapping):
+                raise UserError(
+                    f"a record is a dict of columns, and {record!r:.80} is of the type {type(record).__name__}",
+                    where=f"record {number}",
+                    remedy="give a list of dicts with the columns of the training data",
+                )
         try:
             samples = encode_records(given, TaskEncoder(task, train=False), describe=lambda n: f"record {n}")
         except NoSamples:

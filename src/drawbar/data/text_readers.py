@@ -3,6 +3,7 @@
 
 import gzip
 import json
+import shlex
 import zlib
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterable, Iterator
@@ -73,7 +74,7 @@ def holds_nul(path: Path, line: int, first: str) -> BadRecord:
         f"the line holds NUL bytes, which no text does: {first}",
         where=f"{path}:{line}",
         remedy="a file of UTF-16 has many, and is converted by: "
-        f"iconv -f UTF-16LE -t UTF-8 {path.name} > utf8-{path.name}; a file with some is damaged: copy it again",
+        f"{_iconv(path, 'UTF-16LE')}; a file with some is damaged: copy it again",
     )
 
 
@@ -84,9 +85,14 @@ def not_utf8(path: Path, line: int, byte: str) -> BadRecord:
     return BadRecord(
         f"the line is not UTF-8 text: {byte}{what}",
         where=f"{path}:{line}",
-        remedy=f"convert the file{'' if is_utf16 else ', for example'}: "
-        f"iconv -f {encoding} -t UTF-8 {path.name} > utf8-{path.name}",
+        remedy=f"convert the file{'' if is_utf16 else ', for example'}: " + _iconv(path, encoding),
     )
+
+
+def _iconv(path: Path, encoding: str) -> str:
+    """The command that converts a file, to paste."""
+    source, target = (shlex.quote(str(one)) for one in (path, path.with_name(f"utf8-{path.name}")))
+    return f"iconv -f {encoding} -t UTF-8 {source} > {target}"
 
 
 def expect_no_utf16(path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from drawbar.config.io.fields import show
+from drawbar.config.io.load_config import script_of_run
 from drawbar.config.io.source import config_of_run, read_file
 from drawbar.errors import UserError
 from drawbar.launch.jobs.progress import LoggedProgress, read_progress
@@ -49,6 +50,12 @@ class RecordedRun:
     """The resolved configuration: dotted keys, and values as one would type them."""
     problems: list[str] = field(default_factory=list)
     """Files that could not be read, and why."""
+
+    @property
+    def task(self) -> str:
+        """The type of the task; or its class, where a script defines it."""
+        script = script_of_run(self.folder)
+        return self.settings.get("task.type", "") if script is None else f"{script[1]} ({script[0].name})"
 
     @property
     def strategy(self) -> str:

@@ -18,6 +18,7 @@ from drawbar.data.packing import IGNORED_LABEL
 from drawbar.data.sources import Records
 from drawbar.data.tokenizer import Wrapping, encode_to_limit, prefix_space
 from drawbar.errors import UserError
+from drawbar.metrics.label_scores import CLASSIFICATION
 from drawbar.metrics.metric_registry import load_metrics
 from drawbar.metrics.tags import OUTSIDE, is_entity_tag
 from drawbar.models.heads import predict_in_fp32
@@ -119,6 +120,13 @@ class SequenceClassification(PretrainedTask):
         if self.config.metrics is None:
             usual = {"single_label": ["accuracy"], "multi_label": ["f1_micro"], "regression": ["pearson", "spearman"]}
             self.metrics = load_metrics(usual[self.config.problem])
+        unfit = [name for name in self.config.metrics or () if name in CLASSIFICATION]
+        if unfit and self.config.problem == "regression":
+            raise UserError(
+                f"{', '.join(unfit)}: a score of labels; a regression predicts numbers, which are hardly ever equal",
+                where="task.metrics",
+                remedy="name pearson, spearman, mse or mae",
+            )
 
     def find_dataset_metadata(self) -> dict[str, Any]:
         if self.config.problem == "regression":

@@ -18,7 +18,7 @@ from drawbar.checkpoint.space import rust_errors_as_oserror
 from drawbar.config.deepspeed.zero_settings import with_parallel
 from drawbar.config.io.compare import Difference
 from drawbar.config.io.fields import show
-from drawbar.config.io.load_config import SCRIPT_FILE
+from drawbar.config.io.load_config import SCRIPT_FILE, script_of_run
 from drawbar.config.io.source import read_file
 from drawbar.config.schema.run_config import OptimSection, ParallelSection, RunConfig, TaskConfig, TrainSection
 from drawbar.config.schema.task_sections import TokenizerTraining
@@ -80,8 +80,11 @@ def build_task(
         initial_model: see ``TaskContext``; None for that of the run directory, if there is one.
 
     Raises:
-        UserError: the task cannot be built, one of its methods fails, or it finds metadata that are no plain values.
+        UserError: the run goes on with another class than it began with, the task cannot be built, one of its methods
+            fails, or it finds metadata that are no plain values.
     """
+    if trains and source_run_dir == config.run_dir:
+        _check_script(task_type, config)
     initial_model = initial_model or initial_model_of(config.run_dir, config.task)
     context = TaskContext(
         config, has_checkpoint=has_checkpoint, has_labels=has_labels, trains=trains, initial_model=initial_model
@@ -98,6 +101,25 @@ def build_task(
     if not world.is_rank0:
         return make_task(task_type, replace(context, tokenizer=tokenizer, dataset_metadata=metadata))
     return task
+
+
+def _check_script(task_type: type[Task], config: RunConfig) -> None:
+    """Refuse to go on with a run whose task is a class of a script with another class.
+
+    Raises:
+        UserError: see above.
+    """
+    found = script_of_run(config.run_dir)
+    if found is None or found[1] == task_type.__qualname__:
+        return
+    script, name = found
+    raise UserError(
+        f"the task of the run {config.run.name} is the class {name} of the script {script}, and this is "
+        f"{task_type.__qualname__}",
+        where=str(config.run_dir),
+        remedy=f"to go on with the run, give the command to the script: `python {script} train …`; for a new one, "
+        "choose another run.name",
+    )
 
 
 def _log_tokenizer(task: PretrainedTask) -> None:
@@ -274,7 +296,6 @@ def check_predicts(task: Task, probabilities: bool) -> None:
     if probabilities and not task.gives_probabilities:
         raise UserError(
             f"{type(task).__name__} does not say how likely its predictions are",
-            where="--probabilities",
             remedy="classifiers do, for labels; in a task of your own, define probabilities(model, batch)",
         )
 

@@ -9,6 +9,7 @@ import torch
 
 from drawbar.distributed.rank_info import RankInfo, choose_device, has_launcher
 from drawbar.errors import UserError
+from drawbar.launch.node.rendezvous import VARIABLE
 
 TORCHRUN = {
     "RANK": "5",
@@ -129,15 +130,16 @@ def test_mps_that_cannot_be(there: bool, processes: int, message: str, monkeypat
         choose_device("mps", RankInfo(0, processes, 0, processes))
 
 
-@pytest.mark.parametrize("is_rank", [True, False])
-def test_only_ranks_leave_out_the_warnings_of_torchs_code(is_rank: bool) -> None:
+@pytest.mark.parametrize("variable", ["LOCAL_RANK", VARIABLE, None])
+def test_only_ranks_and_launchers_leave_out_the_warnings_of_torchs_code(variable: str | None) -> None:
     """Those of DDP, which no filter of Python's sees; a program that imports drawbar keeps its own."""
     program = "import os, drawbar; print(os.environ.get('TORCH_CPP_LOG_LEVEL'))"
-    env = {name: value for name, value in os.environ.items() if name not in ("TORCH_CPP_LOG_LEVEL", "LOCAL_RANK")}
+    left_out = ("TORCH_CPP_LOG_LEVEL", "LOCAL_RANK", VARIABLE)
+    env = {name: value for name, value in os.environ.items() if name not in left_out}
     done = subprocess.run(
         [sys.executable, "-c", program],
-        env=env | ({"LOCAL_RANK": "0"} if is_rank else {}),
+        env=env | ({variable: "0"} if variable else {}),
         capture_output=True,
         text=True,
     )
-    assert done.stdout == ("ERROR\n" if is_rank else "None\n")
+    assert done.stdout == ("ERROR\n" if variable else "None\n")

@@ -82,6 +82,9 @@ def check_settings(settings: Settings, task: type[TaskConfig] | None = None) -> 
     # Present, so that a missing option of the task is reported under its key.
     settings.values.setdefault("task", {})
     if task is None:
+        named = settings.origins.get("task.type", DEFAULT)
+        if settings.path is not None and not named.argument:
+            _expect_no_script(settings.path.parent, str(settings.path))
         task = _task_config(settings)
         if task is None:
             # Its options cannot be judged, but the rest of the file can.
@@ -117,22 +120,31 @@ def load_run_config(
     """
     folder = run_folder(run)
     if task is None and not any(setting.startswith(("task.type=", "task=")) for setting in overrides):
-        _expect_no_script(folder)
+        _expect_no_script(folder, "RUN")
     place = (f"run.dir={json.dumps(str(folder.parent))}", f"run.name={json.dumps(folder.name)}")  # quoted for YAML
     with config_of_run(folder) as path:
         return load_config(path, [*overrides, *place], task=task)
 
 
-def _expect_no_script(folder: Path) -> None:
-    """Refuse a run whose task is a class that a script defines, and that ``task.type`` does not name."""
+def script_of_run(folder: Path) -> tuple[Path, str] | None:
+    """The script that defines the task of a run, and the class; None where ``task.type`` names it. Runs of drawbars
+    that did not write it down have None, too."""
     try:
         script = json.loads((folder / SCRIPT_FILE).read_text("utf-8"))
-        name, path = script["class"], Path(script["script"])
-    except (OSError, ValueError, KeyError, TypeError):  # no such file: the run does not need it
+        return Path(script["script"]), script["class"]
+    except (OSError, ValueError, KeyError, TypeError):  # no such file
+        return None
+
+
+def _expect_no_script(folder: Path, where: str) -> None:
+    """Refuse a run whose task is a class that a script defines, and that ``task.type`` does not name."""
+    found = script_of_run(folder)
+    if found is None:
         return
+    path, name = found
     raise UserError(
         f"the task of this run is the class {name} of the script {path}, which `drawbar` does not know",
-        where="RUN",
+        where=where,
         remedy=f"give the command to the script (`python {path} …`); or, where the command takes settings, set "
         f"task.type={path.stem}:{name} in the folder of the script; in Python, load_run(…, task={name})",
     )

@@ -177,6 +177,10 @@ def _explain(failures: dict[int, ProcessFailure]) -> int:
         origin = "" if first.exitcode == ExitCode.WRONG_REQUEST else f"rank {rank}: "
         print(f"error: {origin}{message['message']}", file=sys.stderr)
         return first.exitcode
+    if message["extraInfo"].get("lost_peer"):  # and no rank here failed before it
+        print(f"error: rank {rank} lost its connection to a rank on another node, which had ended", file=sys.stderr)
+        print("  fix:   look for the error of that node; the log of this rank has what failed here", file=sys.stderr)
+        return ExitCode.FAILED
     print(f"error: rank {rank} failed first: {message['message']}", file=sys.stderr)
     print(message["extraInfo"]["py_callstack"], file=sys.stderr)
     return ExitCode.FAILED

@@ -19,7 +19,11 @@ def main(arguments: list[str]) -> int:
     print(
         f"error: job {job} was restarted {MOST_RESTARTS} times without a new checkpoint; it ends here", file=sys.stderr
     )
-    print("  fix:   find the reason above, then `drawbar submit` again; or save more often", file=sys.stderr)
+    print(
+        "  fix:   find the reason above, then `drawbar submit` again; where each start was told to save before it had "
+        "begun, set a longer cluster.time or fewer cluster.signal_seconds; else save more often",
+        file=sys.stderr,
+    )
     return 1
 
 
