@@ -14,7 +14,7 @@ from drawbar.data.dataset import NoSamples, encode_records
 from drawbar.data.loader import Augment, MicroBatchSize
 from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo, choose_device
-from drawbar.errors import UserError, nearest
+from drawbar.errors import UserError
 from drawbar.evaluation.scoring import Split, evaluate, predict
 from drawbar.evaluation.text_generation import Prompt, Sampling, generate_text
 from drawbar.tasks.batch import PredictFunction
@@ -108,12 +108,7 @@ class TrainedRun:
             UserError: there is no such data.
         """
         if split not in _SPLITS:
-            meant = nearest(split, _SPLITS)
-            raise UserError(
-                f"there is no split {split!r}" + (f"; did you mean {meant}?" if meant else ""),
-                where="evaluate",
-                remedy=f"name one of {', '.join(_SPLITS)}",
-            )
+            raise UserError(f"there is no split {split!r}", remedy=f"name one of {', '.join(_SPLITS)}")
         found = load_split(self.task, split, self.config, self._world, SilentConsole())
         evaluation = evaluate(self._engine, self.task, found, self._world, *self._how(found))
         assert evaluation is not None, "it was given no stop_wanted"

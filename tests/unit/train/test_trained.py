@@ -16,6 +16,8 @@ from drawbar.commands import score_run
 from drawbar.commands.score_run import evaluate_run, predict_from_run
 from drawbar.commands.trained_run import TrainedRun
 from drawbar.errors import UserError
+from drawbar.launch.jobs.progress import LoggedProgress
+from drawbar.report.recorded_run import RecordedRun
 from drawbar.tasks.batch import Batch
 from runs import fit_in, weights
 
@@ -132,6 +134,24 @@ def test_numbers_and_texts_have_no_probabilities(project: Path) -> None:
         drawbar.load_run("runs/tiny").predict([{"text": "the load"}])
 
 
+@pytest.mark.parametrize("records", [{"text": "the load"}, ["the load"], [{"text": "a"}, ""]])
+def test_what_is_no_list_of_records(records: Any, project: Path) -> None:
+    with pytest.raises(drawbar.UserError, match=r"a record is a dict of columns, and '.*' is of the type str"):
+        drawbar.load_run("runs/classes").predict(records)
+
+
+def test_a_split_that_is_none(project: Path) -> None:
+    with pytest.raises(drawbar.UserError, match="there is no split 'val'"):
+        drawbar.load_run("runs/classes").evaluate("val")
+
+
+def test_numbers_have_no_scores_of_labels(project: Path) -> None:
+    settings = ("task.metrics=[accuracy,pearson,f1_macro]", "run.name=unfit")
+    loaded = drawbar.load_config("runs/ratings/config.yaml", settings)
+    with pytest.raises(drawbar.UserError, match=r"^accuracy, f1_macro: a score of labels; a regression predicts"):
+        drawbar.Trainer(loaded.config).fit()
+
+
 def test_the_scores_are_those_of_eval(project: Path) -> None:
     run = drawbar.load_run("runs/classes")
     assert run.evaluate() == evaluate_run(run.config, None, "validation", None)
@@ -161,6 +181,30 @@ def test_a_task_of_a_script_is_given(tmp_path: Path) -> None:
         drawbar.load_run(tmp_path / "runs" / "run")
     named = drawbar.load_run(tmp_path / "runs" / "run", f"task.type={__name__}:Parity")
     assert len(named.predict([{"number": 3}])) == 1
+
+
+class Other(Parity):
+    """The same, by another name."""
+
+
+def test_a_run_of_a_script_goes_on_with_its_own_class_alone(tmp_path: Path) -> None:
+    (tmp_path / "numbers.jsonl").write_text("".join(f'{{"number": {number}}}\n' for number in range(8)))
+    (tmp_path / "config.yaml").write_text("data: {train: numbers.jsonl}\ntrain: {steps: 2}\ndevice: cpu\n")
+    fit_in(tmp_path, task=Parity)
+    state = (tmp_path / "runs" / "run" / "status.json").read_text()
+    for wrong in (drawbar.CausalLM, Other):
+        with pytest.raises(
+            drawbar.UserError, match=rf"is the class Parity of the script .*, and this is {wrong.__name__}"
+        ):
+            fit_in(tmp_path, "train.steps=4", task=wrong)
+    with chdir(tmp_path), pytest.raises(drawbar.UserError, match=r"the class Parity of the script .* does not know"):
+        drawbar.load_config("runs/run/config.yaml")
+    assert (tmp_path / "runs" / "run" / "status.json").read_text() == state
+    fit_in(tmp_path, "train.steps=4", task=Parity)
+    assert [path.name for path in (tmp_path / "runs" / "run" / "checkpoints").glob("step-*4")] == ["step-00000004"]
+    assert (
+        RecordedRun(tmp_path / "runs" / "run", "complete", LoggedProgress()).task == f"Parity ({Path(__file__).name})"
+    )
 
 
 def test_no_run(tmp_path: Path) -> None:
