@@ -80,11 +80,8 @@ def build_task(
         initial_model: see ``TaskContext``; None for that of the run directory, if there is one.
 
     Raises:
-        UserError: the run goes on with another class than it began with, the task cannot be built, one of its methods
-            fails, or it finds metadata that are no plain values.
+        UserError: the task cannot be built, one of its methods fails, or it finds metadata that are no plain values.
     """
-    if trains and source_run_dir == config.run_dir:
-        _check_script(task_type, config)
     initial_model = initial_model or initial_model_of(config.run_dir, config.task)
     context = TaskContext(
         config, has_checkpoint=has_checkpoint, has_labels=has_labels, trains=trains, initial_model=initial_model
@@ -103,12 +100,8 @@ def build_task(
     return task
 
 
-def _check_script(task_type: type[Task], config: RunConfig) -> None:
-    """Refuse to go on with a run whose task is a class of a script with another class.
-
-    Raises:
-        UserError: see above.
-    """
+def check_script(task_type: type[Task], config: RunConfig) -> None:
+    """Raise UserError where a run would go on with another class than the one of a script that it began with."""
     found = script_of_run(config.run_dir)
     if found is None or found[1] == task_type.__qualname__:
         return
@@ -224,7 +217,9 @@ def save_task(task: Task, run_dir: Path) -> None:
         draft.rename(run_dir / "tokenizer")
         sync(run_dir)
     defined_in = getattr(sys.modules[type(task).__module__], "__file__", None)
-    if not is_named(task) and defined_in is not None:
+    if is_named(task):
+        (run_dir / SCRIPT_FILE).unlink(missing_ok=True)  # another class may have failed before its first checkpoint
+    elif defined_in is not None:
         script = {"script": str(Path(defined_in).absolute()), "class": type(task).__qualname__}
         write_durably(run_dir / SCRIPT_FILE, json.dumps(script, ensure_ascii=False) + "\n")
     if task.dataset_metadata and not (run_dir / TASK_FILE).exists():

@@ -71,6 +71,7 @@ from drawbar.train.rundir import RunStart, find_start, renamed, run_dir_of, with
 from drawbar.train.saver import Saver
 from drawbar.train.setup import (
     build_task,
+    check_script,
     count_steps,
     explain_chat_label_change,
     log_changed_schedule,
@@ -175,8 +176,8 @@ class Trainer:
         if config.run.deterministic:
             use_deterministic_kernels()
         seed_everything(config.run.seed)
-
         if start.checkpoint is not None and not start.forked:
+            check_script(self.task_type, config)
             config = with_original_choices(config, start.checkpoint, world.device)
         config = check_machine(config, world)
         task = build_task(self.task_type, config, world, source_run_dir, has_checkpoint=start.checkpoint is not None)
@@ -190,9 +191,8 @@ class Trainer:
         loader, validation = load_data(task, opened, config, world, console)
         engine.total_steps = total_steps = count_steps(config.train, loader.steps_per_epoch)
         resumed = start.checkpoint is not None and not start.forked
-        found = fit_micro_batch(
-            loader, engine, memory_of(world.device), source_run_dir if resumed else config.run_dir, resumed
-        )
+        began = source_run_dir if resumed else config.run_dir
+        found = fit_micro_batch(loader, engine, memory_of(world.device), began, resumed)
 
         seed_everything(config.run.seed, world.dims.seed_rank(world.rank))  # ranks' dropout differs from here on
         progress = RunProgress()

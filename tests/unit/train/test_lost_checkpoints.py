@@ -160,6 +160,7 @@ def test_a_fork_that_cannot_use_its_own_checkpoints_does_not_begin_anew(fit: Fit
 class Failing(CausalLM):
     """causal_lm that fails in the second training step of a process: two micro-batches a step."""
 
+    __qualname__ = "CausalLM"  # the run goes on with the class of this name
     forwards = 0
 
     def forward(self, model: nn.Module, batch: Batch) -> Any:
@@ -214,6 +215,7 @@ class Disk:
 class Slow(CausalLM):
     """causal_lm whose fifth step takes longer than the disk does to fail."""
 
+    __qualname__ = "CausalLM"  # the run goes on with the class of this name
     forwards = 0
     asked = threading.Event()
 

@@ -290,7 +290,7 @@ def test_the_line_of_a_late_fault(points: Path) -> None:
 
 
 def test_a_fault_in_the_first_step_is_a_wrong_request(points: Path) -> None:
-    with pytest.raises(UserError, match=r"FirstLoss\.loss fails: ValueError: planted") as error:
+    with pytest.raises(UserError, match=r"LateLoss\.loss, which FirstLoss inherits, fails: ValueError") as error:
         fit_in(points, *TRAIN_ONLY, task=FirstLoss)
     assert error.value.exit_code is ExitCode.WRONG_REQUEST
 
