@@ -133,8 +133,8 @@ class RemoteCheckpoints:
         """Upload a local checkpoint, unless the store has it already.
 
         Args:
-            prepare_commit: called before anything is deleted, and again before the manifest is written. It uploads what
-                must not be older than the checkpoint, the run's other files, and raises if another process has become
+            prepare_commit: called before anything is deleted, and again before the manifest is written. It uploads the
+                run's other files, which must not be older than the checkpoint, and raises if another process has become
                 the owner of the store's folder.
 
         Returns:

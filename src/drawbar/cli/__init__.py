@@ -168,10 +168,10 @@ def _report_error(error: Exception, text: str) -> None:
     """Report an error: to the launcher, which prints it once for all ranks, or here."""
     if _is_one_of_several():
         from drawbar.launch.node.agent import report_failure
-        from drawbar.launch.node.rank_environment import STATUS_FILE
+        from drawbar.launch.node.rank_environment import STATUS_VARIABLE
 
-        if report_failure(error) and STATUS_FILE in os.environ:
-            return
+        if report_failure(error) and STATUS_VARIABLE in os.environ:
+            return  # drawbar's launcher has started this rank, and prints the error
     if isinstance(error, UserError) and error.exit_code == ExitCode.WRONG_REQUEST:
         _wait_for_first_local_rank()
     click.echo(text, err=True)

@@ -79,13 +79,13 @@ def start(
     """Train here, or start the processes that do, and wait for them; the exit code of the run."""
     from drawbar.cli.arguments import check, check_training, read
     from drawbar.config.deepspeed.deepspeed_json import check_deepspeed
-    from drawbar.distributed.foreign_launcher import check_single_process
+    from drawbar.distributed.foreign_launcher import refuse_unconnected_processes
     from drawbar.launch.node.rendezvous import Rendezvous
     from drawbar.util.torch_imports import quick_imports
 
     rendezvous = Rendezvous.from_environment()
     if rendezvous is None:
-        check_single_process()
+        refuse_unconnected_processes()
     settings = read(arguments)
     with start_early(task, settings) as warm_process:
         loaded = check(settings, task)

@@ -106,14 +106,14 @@ def load_tokenizer(name_or_folder: str, kind: Literal["tokenizer", "model"] = "t
     return tokenizer
 
 
-def begin_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
+def begin_token_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """What a document begins with: the begin token, else the end token (as GPT-2 does), or nothing."""
     return tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
 
 
 def begin_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """``begin_token`` as a list, which is empty where a document begins with no special token."""
-    token = begin_token(tokenizer)
+    """``begin_token_id`` as a list, which is empty where a document begins with no special token."""
+    token = begin_token_id(tokenizer)
     return [] if token is None else [token]
 
 
@@ -128,7 +128,7 @@ def wrap_texts(tokenizer: PreTrainedTokenizerBase, wrapping: Wrapping) -> PreTra
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise _inherent_special_tokens(tokenizer)
-    before = [begin_token(tokenizer)] if wrapping in ("begin", "begin_end") else []
+    before = [begin_token_id(tokenizer)] if wrapping in ("begin", "begin_end") else []
     after = [tokenizer.eos_token_id] if wrapping in ("end", "begin_end") else []
     special = {token: tokenizer.convert_ids_to_tokens(token) for token in (*before, *after) if token is not None}
     first, last = ([special[token] for token in tokens if token in special] for tokens in (before, after))

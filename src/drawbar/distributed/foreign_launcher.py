@@ -13,7 +13,7 @@ _TASKS = "SLURM_STEP_NUM_TASKS"
 """What srun sets in its tasks; batch scripts do not have it. Not SLURM_NTASKS, which counts the tasks of the job."""
 
 
-def check_single_process(environ: Mapping[str, str] = os.environ) -> None:
+def refuse_unconnected_processes(environ: Mapping[str, str] = os.environ) -> None:
     """Check that this is the only process of its run, unless torchrun or drawbar set RANK.
 
     Raises:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from drawbar.distributed.foreign_launcher import check_single_process
+from drawbar.distributed.foreign_launcher import refuse_unconnected_processes
 from drawbar.distributed.watchdog import NODE
 from drawbar.errors import UserError
 
@@ -66,7 +66,7 @@ class RankInfo:
                 started several processes, and each would train alone.
         """
         if not has_rank(environ):
-            check_single_process(environ)
+            refuse_unconnected_processes(environ)
             return RankInfo()
         missing = [name for name in _RANK_VARIABLES if name not in environ]
         if missing:

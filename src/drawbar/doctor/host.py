@@ -38,8 +38,8 @@ class HostFacts:
     shared_memory: int | None
     """None where there is no /dev/shm."""
     shared_memory_free: int | None
-    open_files: int
-    most_open_files: int
+    open_files_limit: int
+    open_files_hard_limit: int
 
 
 def collect_host(environ: Mapping[str, str] = os.environ, shared_memory: str = "/dev/shm") -> HostFacts:
@@ -59,8 +59,8 @@ def collect_host(environ: Mapping[str, str] = os.environ, shared_memory: str = "
         memory_limit=_memory_limit(memory),
         shared_memory=usage.total if usage else None,
         shared_memory_free=usage.free if usage else None,
-        open_files=_files(soft),
-        most_open_files=_files(hard),
+        open_files_limit=_files(soft),
+        open_files_hard_limit=_files(hard),
     )
 
 
@@ -162,12 +162,12 @@ def _shared_memory(host: HostFacts) -> Finding:
 
 
 def _open_files(host: HostFacts) -> Finding:
-    what = f"{host.open_files:,} at once"
-    if host.open_files < FEW_FILES:
-        level = Level.PROBLEM if host.open_files < FEWEST_FILES else Level.WARNING
-        may = host.most_open_files >= FEW_FILES
+    what = f"{host.open_files_limit:,} at once"
+    if host.open_files_limit < FEW_FILES:
+        level = Level.PROBLEM if host.open_files_limit < FEWEST_FILES else Level.WARNING
+        may = host.open_files_hard_limit >= FEW_FILES
         fix = (
-            Fix(f"ulimit -n {min(host.most_open_files, 65536)}")
+            Fix(f"ulimit -n {min(host.open_files_hard_limit, 65536)}")
             if may
             else Fix("", "ask root for more: nofile in limits.conf")
         )

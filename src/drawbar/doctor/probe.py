@@ -28,7 +28,7 @@ MESSAGE = 2**18
 def inspect_device(wanted: str, precision: str, processes: int) -> dict[str, Any]:
     """Facts of torch and its devices, and one product on the chosen one.
 
-    Args: processes: that the run would have, where none were started yet.
+    Args: processes: ``launch.nproc``, where none were started yet; 1 for ``auto``.
     """
     facts: dict[str, Any] = {
         "torch": torch.__version__,

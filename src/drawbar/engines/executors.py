@@ -150,7 +150,7 @@ class PipelineExecutor:
     Args:
         stages: those of this rank.
         training_module: the same modules, or the DeepSpeed engine around them; only its ``train()`` is called.
-        pipeline: the steps of training.
+        pipeline: runs forward and backward of a step's micro-batches through the stages.
         pipeline_inference: the stages in turn, to evaluate and generate; in training, it records a forward's inputs.
         shards_logits, loss_in_head: as for ``ModelExecutor``.
     """

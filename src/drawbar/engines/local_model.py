@@ -213,8 +213,8 @@ def allow_packed_rows(model: nn.Module, task: Task, config: RunConfig) -> None:
 
 
 def apply_dtypes(model: nn.Module, task: Task, config: RunConfig) -> None:
-    """Apply the run's dtypes to a model for training: of stored frozen weights, and of the matrix products of linear
-    layers (autocast does the rest). Call this before the model is parallelized."""
+    """Store frozen weights in the run's precision; with ``parallel.fp8``, let linear layers multiply in fp8. All other
+    dtypes are autocast's. Call this before the model is parallelized."""
     if not task.task_context.trains:
         return
     store_frozen_weights_low(model, config.precision)

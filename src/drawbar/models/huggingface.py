@@ -358,7 +358,7 @@ def from_hub(load: Callable[..., T], name: str) -> T:
 
 
 def fit_embeddings(model: nn.Module, tokenizer: Any, resize: bool) -> None:
-    """Check that every token has an embedding; give it one only where that is asked for.
+    """Check that every token has an embedding; with ``resize``, grow or shrink the embeddings to the tokenizer's size.
 
     Raises:
         UserError: the tokenizer has more tokens than the model has embeddings, and ``resize`` is off.

@@ -151,8 +151,8 @@ class _Packing:
 
     def __init__(self, model: nn.Module, with_row_mask: bool) -> None:
         self.model = model
-        self.with_row_mask = with_row_mask or model.config._attn_implementation != "sdpa"
-        if not self.with_row_mask:
+        self.attends_by_segment = not with_row_mask and model.config._attn_implementation == "sdpa"
+        if self.attends_by_segment:
             for module in model.modules():
                 if hasattr(module, "config"):
                     module.config._attn_implementation = SEGMENTED
@@ -199,7 +199,11 @@ class _Decoder(_Packing):
                 "train.micro_batch=1",
             )
         # transformers detects samples by restarting positions, but only without attention mask and cache
-        within = {"attention_mask": None} if self.with_row_mask else _keyword_arguments(self.segments[0], segments_RL)
+        within = (
+            {"attention_mask": None}
+            if not self.attends_by_segment
+            else _keyword_arguments(self.segments[0], segments_RL)
+        )
         return {"position_ids": count_positions(segments_RL), "use_cache": False, **within}
 
     def choose(self, module: nn.Module, args: tuple[Any, ...], logits_RLC: Tensor) -> None:
@@ -230,7 +234,7 @@ class _Encoder(_Packing):
         positions_RL = count_positions(segments_RL)
         if config.model_type in COUNTS_FROM_PAD:
             positions_RL = self.count_from_pad(segments_RL, kwargs["input_ids"])
-        if not self.with_row_mask:
+        if self.attends_by_segment:
             return {"position_ids": positions_RL, **_keyword_arguments(self.segments[0], segments_RL)}
         return {
             "position_ids": positions_RL,
@@ -265,7 +269,7 @@ class _EncoderDecoder(_Packing):
         super().__init__(model, with_row_mask)
         self.decoder_segments_RU: Tensor | None = None
         for module in model.modules():
-            if hasattr(module, "has_relative_attention_bias") and not self.with_row_mask:
+            if hasattr(module, "has_relative_attention_bias") and self.attends_by_segment:
                 module.register_forward_pre_hook(_add_bias_of_a_sample, with_kwargs=True)
         encoder, decoder = model.get_encoder(), model.get_decoder()
         encoder.register_forward_pre_hook(self.mask_encoder, with_kwargs=True)
@@ -285,7 +289,7 @@ class _EncoderDecoder(_Packing):
     def mask_encoder(self, module: nn.Module, args: Any, kwargs: Arguments) -> tuple[Any, Arguments]:
         if self.segments_RL is None:
             return args, kwargs
-        if not self.with_row_mask:
+        if self.attends_by_segment:
             return args, {**kwargs, **_keyword_arguments(self.segments[0], self.segments_RL)}
         mask = _mask(self.model, _same_segment(self.segments_RL, self.segments_RL))
         return args, {**kwargs, "attention_mask": mask}
@@ -293,7 +297,7 @@ class _EncoderDecoder(_Packing):
     def mask_decoder(self, module: nn.Module, args: Any, kwargs: Arguments) -> tuple[Any, Arguments]:
         if self.segments_RL is None or self.decoder_segments_RU is None:
             return args, kwargs
-        if not self.with_row_mask:
+        if self.attends_by_segment:
             source, target = self.segments
             attention = {**_keyword_arguments(target, self.decoder_segments_RU), "source_segments": source}
             return args, {**kwargs, **attention, "encoder_attention_mask": attention["attention_mask"]}

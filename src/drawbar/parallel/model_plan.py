@@ -64,7 +64,8 @@ class ModelParallelPlan:
     divided_attributes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Module names, with ``*``, and attributes of theirs to divide by the degree (GPT-2's ``split_size``)."""
     sequence: str | None = None
-    """The ``ModuleList`` of repeated blocks, between which activations may be sharded along the sequence, or None."""
+    """The ``ModuleList`` of repeated blocks, in which activations may be sharded along the sequence, outside of
+    attention and feed-forward; or None."""
     sequence_refusal: str = ""
     """Why they may not, for the error."""
     pipeline: PipelinePlan | None = None

@@ -64,12 +64,12 @@ class _PerRankRng:
         self._generator.set_rng_state(self._shared)
 
 
-def shard_sequence_between_blocks(blocks: Sequence[nn.Module], layers: Sequence[nn.Module], mesh: DeviceMesh) -> None:
+def shard_sequence_in_blocks(blocks: Sequence[nn.Module], sublayers: Sequence[nn.Module], mesh: DeviceMesh) -> None:
     """Shard activations along the sequence from the first of these blocks to the last, in place.
 
     Args:
         blocks: repeated blocks, one after another; the hidden states (B, L, H) come first in their arguments.
-        layers: the submodules of the blocks that need the full sequence; their rowwise layers scatter it again.
+        sublayers: the submodules of the blocks that need the full sequence; their rowwise sublayers scatter it again.
     """
     cut = _SequenceSharding(mesh)
     randomness = _PerRankRng(torch.device(mesh.device_type), mesh.get_local_rank())
@@ -81,7 +81,7 @@ def shard_sequence_between_blocks(blocks: Sequence[nn.Module], layers: Sequence[
         return _on_states(cut.scatter, args, kwargs)
 
     def gather(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        # the linear layers inside return partial gradients, which the backward of this gather sums once
+        # the linear sublayers inside return partial gradients, which the backward of this gather sums once
         return _on_states(lambda x: cut.gather(x, Partial()), args, kwargs) if torch.is_grad_enabled() else None
 
     def finish(module: nn.Module, args: Any, output: Any) -> Any:
@@ -93,17 +93,17 @@ def shard_sequence_between_blocks(blocks: Sequence[nn.Module], layers: Sequence[
         return cut.gather(output, Replicate())
 
     blocks[0].register_forward_pre_hook(scatter, with_kwargs=True)
-    for layer in layers:
-        layer.register_forward_pre_hook(gather, with_kwargs=True)
+    for sublayer in sublayers:
+        sublayer.register_forward_pre_hook(gather, with_kwargs=True)
     blocks[-1].register_forward_hook(finish)
 
 
-def sum_input_gradients_once(layers: Sequence[nn.Module], mesh: DeviceMesh) -> None:
+def sum_input_gradients_once(sublayers: Sequence[nn.Module], mesh: DeviceMesh) -> None:
     """Without sequence shards: sum the partial gradients of each layer's input in one all-reduce, instead of one for
     each linear layer that takes it (queries, keys, values), in place.
 
     Args:
-        layers: as in ``shard_sequence_between_blocks``; their colwise layers must not sum.
+        sublayers: as in ``shard_sequence_in_blocks``; their colwise sublayers must not sum.
     """
 
     def enter(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -112,8 +112,8 @@ def sum_input_gradients_once(layers: Sequence[nn.Module], mesh: DeviceMesh) -> N
     def whole(x_BLH: Tensor) -> Tensor:
         return DTensor.from_local(x_BLH, mesh, [Replicate()]).to_local(grad_placements=[Partial()])
 
-    for layer in layers:
-        layer.register_forward_pre_hook(enter, with_kwargs=True)
+    for sublayer in sublayers:
+        sublayer.register_forward_pre_hook(enter, with_kwargs=True)
 
 
 def _on_states(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

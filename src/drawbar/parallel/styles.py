@@ -4,9 +4,9 @@ torch's own styles also shard the weights; here ``parallel.tensor`` has already 
 stay one tensor. So these styles only convert inputs and outputs.
 
 Plain linear layers and embeddings compute with the plain tensors of this rank, too: for each operator on DTensors torch
-looks up how its inputs lie, which costs the host many times what the operator itself does, and for each new shape, as
-each new length of a micro-batch has, it finds that out anew (some milliseconds). Other layers (fp8, whose scales are
-those of the full tensors), and the head, whose logits may stay sharded, compute with DTensors.
+looks up the placements of its inputs, which costs the host many times what the operator itself does, and for each new
+shape, as each new length of a micro-batch has, it finds that out anew (some milliseconds). Other layers (fp8, whose
+scales are those of the full tensors), and the head, whose logits may stay sharded, compute with DTensors.
 """
 
 from collections.abc import Iterator, Sequence
@@ -207,7 +207,7 @@ def use_local(module: nn.Module, names: Sequence[str], gradient: Gradient, witho
 
     Args:
         gradient: what the gradients are on each rank; ``Partial`` where the module's inputs differ by rank. None: they
-            lie as the parameters do.
+            have the placements of the parameters.
         without_bias: ``forward`` sees no bias.
     """
     module.shows_local = False

@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from drawbar.errors import UserError
 from drawbar.parallel.model_plan import ModelParallelPlan, Style
-from drawbar.parallel.sequence import shard_sequence_between_blocks, sum_input_gradients_once
+from drawbar.parallel.sequence import shard_sequence_in_blocks, sum_input_gradients_once
 from drawbar.parallel.styles import (
     Colwise,
     DTensorColwise,
@@ -90,7 +90,8 @@ def tensor_parallel(model: nn.Module, plan: ModelParallelPlan, mesh: DeviceMesh,
     Args:
         model: whole, on the meta device or with the same weights on every rank; or one stage of a pipeline.
         mesh: one-dimensional.
-        sequence: shard the activations between attention and feed-forward along the sequence.
+        sequence: shard the activations of the repeated blocks, outside of attention and feed-forward, along the
+            sequence.
 
     Raises:
         UserError: the model has no tensor plan, or the degree does not divide its heads or sizes.
@@ -116,7 +117,7 @@ def tensor_parallel(model: nn.Module, plan: ModelParallelPlan, mesh: DeviceMesh,
 
 
 def _convert(model: nn.Module, styles: Styled, blocks: Sequence[nn.Module], mesh: DeviceMesh, sequence: bool) -> None:
-    """Let every module compute with its local shards; ``blocks``: between which activations may be sharded."""
+    """Let every module compute with its local shards; ``blocks``: in which activations may be sharded."""
     styled = {id(module) for module, _ in styles.values()}
     sublayers = [child for block in blocks for child in block.children() if styled & set(map(id, child.modules()))]
     summing = sublayers if sequence or _all_styled(styled, sublayers) else []
@@ -133,7 +134,7 @@ def _convert(model: nn.Module, styles: Styled, blocks: Sequence[nn.Module], mesh
     }
     parallelize_module(model, mesh, {name: maker for name, maker in made.items() if maker is not None})
     if sequence and blocks:
-        shard_sequence_between_blocks(blocks, sublayers, mesh)
+        shard_sequence_in_blocks(blocks, sublayers, mesh)
     elif not sequence:
         sum_input_gradients_once(summing, mesh)
 

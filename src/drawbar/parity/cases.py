@@ -32,8 +32,8 @@ class Case:
 
     @property
     def alone(self) -> bool:
-        """Whether it runs in one process, however many there are."""
-        return _is_one_process(self.parallel)
+        """Whether it is one process with one device (not ``dp``): rank 0 runs it, however many ranks there are."""
+        return _is_one_device(self.parallel)
 
     def apply_to(self, config: RunConfig, precision: str) -> RunConfig:
         """The configuration, run in this way."""
@@ -96,17 +96,17 @@ def default_cases(config: RunConfig, ranks: int, precision: str) -> list[Case]:
     if is_deepspeed(config):
         own = own.model_copy(update={"strategy": "deepspeed"})
         cases += [parse_case(case_text(settings), config) for settings in deepspeed_cases(config, ranks)]
-    elif (_is_one_process(own) or own.strategy == AUTO) and own.model_ranks == 1:
+    elif (_is_one_device(own) or own.strategy == AUTO) and own.model_ranks == 1:
         own = own.model_copy(update={"strategy": "single" if ranks == 1 else "ddp"})
     if precision != "fp32" or (ranks == 1 and own != ONE_PROCESS):
         # ``single`` shows what rounding does in a lower precision, or, with one rank, what the settings in ``_KEPT`` do
         cases.insert(0, parse_case("single", config))
-    if own not in [case.parallel for case in cases] and not _is_one_process(own):
+    if own not in [case.parallel for case in cases] and not _is_one_device(own):
         cases.append(Case("as configured", own))
     return cases
 
 
-def _is_one_process(parallel: ParallelSection) -> bool:
+def _is_one_device(parallel: ParallelSection) -> bool:
     return parallel.features.one_process and not parallel.features.many_devices
 
 

@@ -32,7 +32,7 @@ class StoredCheckpoint:
     is_best: bool
     processes: int | None
     """How many processes saved it."""
-    numerics: Mapping[str, Any]
+    resolved: Mapping[str, Any]
     """The dtypes and ways of computing that the run began with (``formats`` in ``state.json``):
     ``{"padding_free": True, …}``."""
 
@@ -96,7 +96,7 @@ def read_checkpoints(run_dir: Path, best_step: int | None, problems: list[str]) 
         except OSError:  # it is being rotated out
             continue
         state = _read_object(folder / "state.json", problems)
-        processes, numerics = state.get("world_size"), state.get("formats")
+        processes, resolved = state.get("world_size"), state.get("formats")
         found.append(
             StoredCheckpoint(
                 step,
@@ -104,7 +104,7 @@ def read_checkpoints(run_dir: Path, best_step: int | None, problems: list[str]) 
                 completed,
                 is_best=step == best_step,
                 processes=processes if isinstance(processes, int) else None,
-                numerics=numerics if isinstance(numerics, dict) else {},
+                resolved=resolved if isinstance(resolved, dict) else {},
             )
         )
     return found[::-1]

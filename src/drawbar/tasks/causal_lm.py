@@ -193,7 +193,7 @@ class CausalLM(PretrainedTask):
         if self.predicts:  # the attention mask gives each sample's length without padding
             return super().collate(samples)
         # otherwise there is none: padding is on the right, where a causal model never looks
-        return pad_and_stack(samples, {"input_ids": self.pad_token})
+        return pad_and_stack(samples, {"input_ids": self.pad_token_id})
 
     def forward(self, model: nn.Module, batch: Batch) -> Any:
         # A cache would hide from transformers that restarting position_ids mean several documents in a row.
@@ -220,7 +220,7 @@ class CausalLM(PretrainedTask):
         lengths_B = batch["attention_mask"].sum(1).tolist()
         rows = zip(batch["input_ids"].tolist(), batch["labels"].tolist(), lengths_B, strict=True)
         prompts = [tokens[: _prompt_length(labels[:length])] for tokens, labels, length in rows]
-        return continuations(model, self.tokenizer, prompts, self.pad_token, self.config.generation)
+        return continuations(model, self.tokenizer, prompts, self.pad_token_id, self.config.generation)
 
     def references(self, records: list[dict[str, Any]]) -> list[Any]:
         if self.config.messages_column is not None:

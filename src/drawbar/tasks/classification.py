@@ -157,7 +157,7 @@ class SequenceClassification(PretrainedTask):
         return [text, require(record, self.config.text_pair_column, "task.text_pair_column")]
 
     def model_fields(self) -> dict[str, Any]:
-        pad = {"pad_token_id": self.pad_token}  # decoders find the last token by it
+        pad = {"pad_token_id": self.pad_token_id}  # decoders find the last token by it
         if self.config.problem == "regression":
             return {"num_labels": 1, "problem_type": "regression", **pad}
         return {**self.labels.model_fields(), "problem_type": f"{self.config.problem}_classification", **pad}

@@ -35,7 +35,7 @@ class TaskEncoder:
 
 
 def cache_inputs(task: Task, train: bool) -> dict[str, str] | None:
-    """The inputs of the cache key: everything but the record that ``encode``'s samples depend on, by name.
+    """The inputs of the cache key: all that ``encode``'s samples depend on, but for the record itself, by name.
 
     The result of ``settings_of``, the user's code, drawbar's, and library versions. None if one of them cannot
     be hashed.

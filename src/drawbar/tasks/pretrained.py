@@ -17,7 +17,7 @@ from drawbar.data.packing import IGNORED_LABEL
 from drawbar.data.tokenizer import (
     MODEL_INPUTS,
     Wrapping,
-    begin_token,
+    begin_token_id,
     check_wrapping_is_saved,
     load_tokenizer,
     set_option,
@@ -205,8 +205,8 @@ class PretrainedTask(Task):
 
     def generation_fields(self, model: nn.Module) -> dict[str, Any]:
         """Fields of the model's generation config: the defaults of its ``generate``, here and after an export."""
-        begin, end, present = begin_token(self.tokenizer), self.tokenizer.eos_token_id, model.generation_config
-        fields: dict[str, Any] = {"pad_token_id": self.pad_token}
+        begin, end, present = begin_token_id(self.tokenizer), self.tokenizer.eos_token_id, model.generation_config
+        fields: dict[str, Any] = {"pad_token_id": self.pad_token_id}
         if present.bos_token_id is None:
             fields["bos_token_id"] = begin
         ends = present.eos_token_id if isinstance(present.eos_token_id, list) else [present.eos_token_id]
@@ -231,7 +231,7 @@ class PretrainedTask(Task):
         raise NotImplementedError(f"the loss of {type(self).__name__} is no cross-entropy by position")
 
     @property
-    def pad_token(self) -> int:
+    def pad_token_id(self) -> int:
         """The id that ``input_ids`` are padded with; no token of a text attends to it."""
         pad = self.tokenizer.pad_token_id
         return pad if pad is not None else self.tokenizer.eos_token_id or 0
@@ -269,7 +269,7 @@ class PretrainedTask(Task):
         }
 
     def collate(self, samples: list[Sample]) -> Batch:
-        batch = pad_and_stack(samples, {"input_ids": self.pad_token, "decoder_input_ids": self.pad_token})
+        batch = pad_and_stack(samples, {"input_ids": self.pad_token_id, "decoder_input_ids": self.pad_token_id})
         if not batch.packed:
             lengths_B = torch.tensor([len(sample["input_ids"]) for sample in samples])
             batch["attention_mask"] = (torch.arange(int(lengths_B.max())) < lengths_B[:, None]).long()

@@ -118,7 +118,7 @@ class Seq2Seq(TokenTask):
         written_BT = model.generate(
             input_ids=batch["input_ids"],
             attention_mask=batch["attention_mask"],
-            pad_token_id=self.pad_token,
+            pad_token_id=self.pad_token_id,
             **generation_options(self.config.generation, longest_input(model)),
         )
         return [text.strip() for text in self.tokenizer.batch_decode(written_BT, skip_special_tokens=True)]

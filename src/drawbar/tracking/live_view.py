@@ -61,6 +61,7 @@ class LiveValues:
     mfu: float | None = None
     peak_memory_gib: float | None = None
     skipped: float | None = None
+    """Updates left out so far, as fp16 overflowed."""
     evaluated_step: int | None = None
     scores: Mapping[str, float] = field(default_factory=dict)
     """Of the newest evaluation, by their names ``eval/<split>/<score>``."""

@@ -83,7 +83,7 @@ def _restore_from(checkpoint: Path, start: RunStart, engine: Engine, world: Dist
 
     def load() -> None:
         if start.weights_only:
-            logger.info("the weights of %s alone are taken: the optimizer begins anew", checkpoint)
+            logger.info("the optimizer's state in %s is not taken: the optimizer begins anew", checkpoint)
             _load_weights(engine, snapshot)
         elif start.forked:
             _load_what_fits(engine, snapshot)

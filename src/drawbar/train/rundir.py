@@ -49,7 +49,8 @@ class RunStart:
     """Whether the run is a fork: the checkpoint is another run's, and the configuration may differ from that run's.
     False for ``--resume PATH`` without ``--fork``, even if PATH is a checkpoint of another run."""
     weights_only: bool = False
-    """Only the weights are taken from the checkpoint, which is another run's: the optimizer begins anew."""
+    """The optimizer's state is not taken from the checkpoint, which is another run's: the optimizer begins anew. Step,
+    schedule and position in the data go on."""
     unusable: Mapping[Path, Unusable] = field(default_factory=dict)
     """Unusable checkpoints, to be moved aside before the run resumes, each with the reason."""
     changed_schedule: Sequence[Difference] = ()
@@ -342,9 +343,9 @@ def write_config(config: RunConfig, start: RunStart) -> None:
     """Write ``config.yaml``, whole or not at all: from here on the directory is a run. Before it, write down where a
     new run begins."""
     _write_origin(config.run_dir, start)
-    write_durably(config.run_dir / "config.yaml", dump_yaml(without_rebuild(config)))
+    write_durably(config.run_dir / "config.yaml", dump_yaml(without_data_rebuild(config)))
 
 
-def without_rebuild(config: RunConfig) -> RunConfig:
+def without_data_rebuild(config: RunConfig) -> RunConfig:
     """The configuration with ``data.rebuild`` off: a run encodes its data anew when it begins, not when it goes on."""
     return config.model_copy(update={"data": config.data.model_copy(update={"rebuild": False})})

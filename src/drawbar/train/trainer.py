@@ -67,7 +67,7 @@ from drawbar.train.node_local import find_start_on_all_disks
 from drawbar.train.remote_start import find_start_on_disk_or_store, finish_copies
 from drawbar.train.restore import restore_engine, restore_rest, with_original_choices
 from drawbar.train.run_dir_lock import RunDirLock
-from drawbar.train.rundir import RunStart, find_start, renamed, run_dir_of, without_rebuild, write_config
+from drawbar.train.rundir import RunStart, find_start, renamed, run_dir_of, without_data_rebuild, write_config
 from drawbar.train.saver import Saver
 from drawbar.train.setup import (
     build_task,
@@ -99,10 +99,10 @@ class Trainer:
     Args:
         config: the whole configuration: ``config`` of what ``drawbar.load_config`` returns.
         task: the task's class; by default the one that ``task.type`` names.
-        resume: ``auto`` (go on with the run if it exists), ``never``, or a checkpoint: its path; with ``fork`` also
-            ``latest``, ``best`` or a step.
+        resume: ``auto`` (go on with the run if it exists), ``never``, or a checkpoint: its path, ``latest``,
+            ``best`` or a step; one of the run's own that is not the newest needs ``fork``.
         fork: name of a new run, which begins from a checkpoint of the run that ``config`` names.
-        weights_only: take the weights of that checkpoint, or of the one that ``resume`` names, and no optimizer state.
+        weights_only: do not take the optimizer's state of that checkpoint, or of the one that ``resume`` names.
         callbacks: called after those that the setting ``callbacks`` names.
     """
 
@@ -170,7 +170,7 @@ class Trainer:
         self.config = config = config.model_copy(update={"eval": resolve_mode(config.eval, start.eval_mode)})
         if config.data.rebuild and world.from_rank0((config.run_dir / "config.yaml").exists, "looking for the run"):
             logger.info("data.rebuild is ignored, as the run exists already; `drawbar prepare` encodes its data anew")
-            config = without_rebuild(config)
+            config = without_data_rebuild(config)
         source_run_dir = run_dir_of(start.checkpoint, config.run_dir)
         self._initial_model.provide(config, source_run_dir, self._lock.take, disks, world)
         if config.run.deterministic:

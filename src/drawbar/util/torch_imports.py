@@ -26,9 +26,9 @@ def quick_imports() -> Iterator[None]:
 
 
 def silence_ranks() -> None:
-    """Leave out the warnings of torch's C++ code in this process and in the ranks that it starts: for every rank, and
-    past Python's warnings, DDP would log that it looked for unused parameters and found none, and a store's client
-    that the store is gone, with a stack. Call it before torch is imported."""
+    """Leave out the warnings of torch's C++ code in this process and in the ranks that it starts. Python's filters do
+    not reach them: every rank would print that DDP found no unused parameters, and, with a stack, that the store is
+    gone. Call it before torch is imported."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 

@@ -143,7 +143,7 @@ def test_few_open_files(files: int, level: Level) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     trouble(find(check_host(host, 1), "open files"), level, f"{files} at once", "ulimit -n")
-    low = replace(host, most_open_files=files)
+    low = replace(host, open_files_hard_limit=files)
     trouble(find(check_host(low, 1), "open files"), level, "limits.conf")
 
 

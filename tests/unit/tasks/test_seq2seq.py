@@ -82,7 +82,7 @@ def test_the_decoder_reads_the_labels_as_the_model_shifts_them(family: str) -> N
     if family == "t5":
         shifted = model.prepare_decoder_input_ids_from_labels(batch["labels"])
     else:
-        shifted = shift_tokens_right(batch["labels"], task.pad_token, model.config.decoder_start_token_id)
+        shifted = shift_tokens_right(batch["labels"], task.pad_token_id, model.config.decoder_start_token_id)
     real = batch["labels"] != -100
     assert torch.equal(batch["decoder_input_ids"][real], shifted[real])
     # so the model's own mean loss is our sum over the weight

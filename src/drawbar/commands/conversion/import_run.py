@@ -23,7 +23,7 @@ from drawbar.engines.results import saved_values
 from drawbar.errors import UserError
 from drawbar.tasks.task import Task
 from drawbar.tasks.task_registry import task_class
-from drawbar.train.rundir import without_rebuild
+from drawbar.train.rundir import without_data_rebuild
 from drawbar.train.setup import build_task, on_one_process
 from drawbar.train.step import RunProgress
 from drawbar.util.new_folder import new_folder
@@ -64,7 +64,9 @@ def import_run(source: Path, form: str, config: RunConfig, task_type: type[Task]
             check_length(state.step, config.train.steps, config.train)
         weights, optimizer = convert_to_model(state, model, config, source)
         snapshot = Snapshot(state.step, weights, optimizer, {}, _values(state.step, config))
-        write_run(draft, without_rebuild(config), snapshot, "parts" if config.checkpoint.layout == "parts" else "whole")
+        write_run(
+            draft, without_data_rebuild(config), snapshot, "parts" if config.checkpoint.layout == "parts" else "whole"
+        )
     return state.step
 
 
@@ -85,9 +87,10 @@ def _check(source: Path, config: RunConfig) -> None:
 
 
 def _values(step: int, config: RunConfig) -> dict[str, Any]:
-    """What a checkpoint holds besides tensors. What is ``auto`` in ``RESOLVED``, the run resolves when it starts.
-    ``data`` is None: the loader then skips as many global batches as steps were made. ``validation`` (the fingerprint
-    of the validation samples) is not known, and there is no ``base`` (a model under adapters)."""
+    """What a checkpoint holds besides tensors. Of the settings under ``RESOLVED`` some may still be ``auto``: the run
+    resolves those when it starts. ``data`` is None: the loader then skips as many global batches as steps were made.
+    ``validation`` (the fingerprint of the validation samples) is not known, and there is no ``base`` (a model under
+    adapters)."""
     return {
         "progress": RunProgress(step=step, evaluated_step=step).state(),
         "data": None,

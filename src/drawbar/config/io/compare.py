@@ -73,7 +73,8 @@ class Difference:
 
 
 def differences(old: RunConfig, new: RunConfig) -> list[Difference]:
-    """Settings that differ and may not (``MAY_CHANGE``, ``INHERITED_IF_AUTO``), by dotted key in the file's order."""
+    """Settings that differ, without those that may (``MAY_CHANGE``) or that keep the stored value
+    (``INHERITED_IF_AUTO``), by dotted key in the file's order."""
     found = _all_differences(old, new)
     return [difference for difference in found if not (_may_change(difference.key) or _keeps_stored_value(difference))]
 

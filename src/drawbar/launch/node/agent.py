@@ -34,7 +34,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from drawbar.distributed.interrupt import ECHO_SECONDS, INTERRUPT, REQUEUE, exit_code_of, exit_message, handle
 from drawbar.errors import ExitCode, UserError
 from drawbar.launch.node.node_check import NodeCheck
-from drawbar.launch.node.rank_environment import STATUS_FILE, become_launcher
+from drawbar.launch.node.rank_environment import STATUS_VARIABLE, become_launcher
 from drawbar.launch.node.rendezvous import Rendezvous
 from drawbar.launch.node.warm_process import ForkedRank, WarmProcess
 
@@ -66,7 +66,7 @@ def run_processes(
     logging.disable()  # drawbar prints its own messages instead of torch's
     with tempfile.TemporaryDirectory(prefix="drawbar-") as folder:
         status = Path(folder) / "status"
-        os.environ[STATUS_FILE] = str(status)
+        os.environ[STATUS_VARIABLE] = str(status)
         _handle_signals(folder)
         own = rendezvous or Rendezvous(Path(folder).name, "127.0.0.1:0", nodes=1, node=0, address="127.0.0.1")
         config = _launch_config(own, nproc, timeout, folder)
@@ -218,7 +218,7 @@ def report_failure(error: BaseException) -> bool:
 
 def report_status(code: int) -> None:
     """Leave the exit code of a node's first rank for the launcher, which loses it when a signal ends the run."""
-    path = os.environ.get(STATUS_FILE)
+    path = os.environ.get(STATUS_VARIABLE)
     if path is not None and os.environ.get("LOCAL_RANK") == "0":
         with contextlib.suppress(OSError):  # the launcher may be gone with its folder
             _write_whole(Path(path), str(int(code)))

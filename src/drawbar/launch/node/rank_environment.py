@@ -5,7 +5,7 @@ import os
 from drawbar.distributed.watchdog import LAUNCHER
 from drawbar.util.torch_imports import silence_ranks
 
-STATUS_FILE = "DRAWBAR_STATUS_FILE"
+STATUS_VARIABLE = "DRAWBAR_STATUS_FILE"
 """Environment variable: where a node's first rank leaves its exit code for the launcher."""
 
 

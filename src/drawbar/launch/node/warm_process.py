@@ -17,11 +17,11 @@ from typing import Self
 
 from drawbar.distributed.watchdog import NODE
 from drawbar.launch.node.process_tree import adopt_orphans, die_with_parent, stop_adopting_orphans
-from drawbar.launch.node.rank_environment import STATUS_FILE
+from drawbar.launch.node.rank_environment import STATUS_VARIABLE
 
 RANK_PROGRAM = ["-m", "drawbar"]
 """How the command of a rank that can be forked begins. A user's script is not: it may do things before its imports."""
-_OF_LAUNCHERS = ("TORCHELASTIC_", STATUS_FILE, NODE)
+_OF_LAUNCHERS = ("TORCHELASTIC_", STATUS_VARIABLE, NODE)
 """Prefixes of the environment variables that a launcher sets after the process has started; no import reads them."""
 _POLL = 0.05
 
