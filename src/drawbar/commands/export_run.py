@@ -34,7 +34,7 @@ def export_run(
 
     Args:
         folder: absent or empty; it appears when it is complete.
-        checkpoint: see ``checkpoint_of``.
+        checkpoint: ``best``, ``latest``, a step or a path; None for the best, or the latest where there is no best one.
         push: where to upload the folder to, once it is complete; it stays where it is.
 
     Raises:

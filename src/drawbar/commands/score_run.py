@@ -99,7 +99,7 @@ def predict_from_run(
     Args:
         output: a ``.jsonl`` file with a line for each record, in order; it appears when it is complete. Where there is
             no prediction, because ``encode`` dropped the record or it is bad, ``prediction`` is null.
-        checkpoint: see ``open_checkpoint``.
+        checkpoint: ``best``, ``latest``, a step or a path; None for the best, or the latest where there is no best one.
         probabilities: write these, too.
 
     Raises:

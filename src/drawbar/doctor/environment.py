@@ -39,12 +39,13 @@ def check_launcher(environ: Mapping[str, str], processes: int, why: str) -> Iter
     what = f"started by {started}" if started else "none: `drawbar train` starts what it needs"
     yield Finding(LAUNCH, "launcher", Level.OK, what)
     yield Finding(LAUNCH, "processes", Level.OK, f"{processes} on this machine", why)
-    yield from _torchrun(environ)
+    yield from _rank_variables(environ)
     if "SLURM_JOB_ID" in environ:
         yield from _slurm(environ)
 
 
-def _torchrun(environ: Mapping[str, str]) -> Iterator[Finding]:
+def _rank_variables(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Whether the variables of ranks agree with one another, whoever has set them."""
     world, local = _number(environ, "WORLD_SIZE"), _number(environ, "LOCAL_WORLD_SIZE")
     local_rank, nodes = _number(environ, "LOCAL_RANK"), _number(environ, "SLURM_JOB_NUM_NODES")
     fix = Fix(f"unset {' '.join(_RANK_VARIABLES)}", "or start every node by torchrun --nnodes N --nproc-per-node M")

@@ -14,7 +14,7 @@ SECTION = "Storage"
 def check_folder(folder: FolderFacts, enough: int, trouble: Level = Level.PROBLEM) -> Iterator[Finding]:
     """Args:
     enough: bytes, below which there is a warning.
-    trouble: the level of the finding if the folder cannot be written.
+    trouble: the level of the finding if the folder cannot be written, or has no locks.
     """
     new = "" if folder.place == folder.path else ", not made yet"
     network = " (a network file system)" if folder.is_on_network else ""

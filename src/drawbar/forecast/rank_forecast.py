@@ -71,7 +71,7 @@ def forecast_rank(
 
     Args:
         build_task: from a configuration to a task without weights (``TaskContext.weightless``).
-        config: with every ``auto`` resolved.
+        config: as ``Forecaster.resolve`` returns it.
         sample: the longest one, see ``longest_sample``.
         devices_are_cpus: whether the ranks' devices are CPUs.
 

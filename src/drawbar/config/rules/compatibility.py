@@ -127,7 +127,8 @@ def parallel_cases(config: RunConfig, ranks: int) -> list[dict[str, Any]]:
 
 
 def deepspeed_cases(config: RunConfig, ranks: int) -> list[dict[str, Any]]:
-    """``config`` with every choice of DeepSpeed's settings that is allowed over so many ranks and uses all of them.
+    """Every choice of DeepSpeed's settings that ``config`` allows over so many ranks and that uses all of
+    them.
 
     These are each ZeRO stage and offloading, and every combination of tensor and pipeline with stage 1.
 
