@@ -119,7 +119,7 @@ class Distributed:
         self.nodes = tuple(name for _, name in ranks)
         return self
 
-    def init_single_process_group(self) -> None:
+    def ensure_process_group(self) -> None:
         """Make a process group of one process, for strategies that need a group. Several processes have one already."""
         if not dist.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"

@@ -79,7 +79,7 @@ def build(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
 
 def _build_one_model(task: Task, config: RunConfig, world: Distributed) -> EngineParts:
     import_deepspeed(world.device)
-    world.init_single_process_group()
+    world.ensure_process_group()
     stage = zero_stage(config)
     local, source = _partitioned(task, config, world) if stage == 3 else _replicated(task, config, world)
     # after the model: adapters draw random numbers here, too, and must not change those that the model starts from

@@ -76,8 +76,8 @@ class ModelExecutor:
         self.training_forward.module.train()
         loss_sum = torch.zeros((), device=self.device)
         # the positions with a target are listed before the batches are copied: on a GPU, the host would wait for that
-        has_targets = self.loss_in_head and self.context is None
-        batches = self.device_copies.of(with_targets(self.task, micro_batches, has_targets))
+        adds_targets = self.loss_in_head and self.context is None  # of a sequence shard: in ``_for_loss``
+        batches = self.device_copies.of(with_targets(self.task, micro_batches, adds_targets))
         with cast_weights_once(self.module, self.precision, self.device):
             for index, batch in enumerate(batches):
                 micro, last = micro_batches[index], index == len(micro_batches) - 1

@@ -55,7 +55,7 @@ class LocalModel:
     base: FrozenBaseInfo | None
     """Digest of the base model under LoRA, and the names of its parameters that no file has; None without LoRA."""
     fused: dict[str, FusedLayout] = field(default_factory=dict)
-    """Layouts of fused parameters, which are stored in another order than in the full model."""
+    """Layouts of fused parameters, whose DTensors hold the rows in another order than the full model and the files."""
     replica_groups: list[dist.ProcessGroup] = field(default_factory=list)
     """Process groups over which ``share_buffers`` makes the model's buffers equal; none for pipeline stages."""
     cross_entropy: str = "plain"

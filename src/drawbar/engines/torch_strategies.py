@@ -112,7 +112,7 @@ def _build_on_mesh(task: Task, config: RunConfig, world: Distributed) -> EngineP
     """A model on a device mesh: its parameters (FSDP, tensor parallelism) or its sequences are sharded over ranks."""
     if world.dims.cp > 1:
         check_context(world.device, task.label_placement)
-    world.init_single_process_group()
+    world.ensure_process_group()
     mesh = build_mesh(world.dims, world.device)
     local = build_shards(task, config, world, mesh)
     module = local.module

@@ -61,14 +61,14 @@ class FakeWorld(Distributed):
 
     def __enter__(self) -> Self:
         if self.size > 1:
-            self.init_single_process_group()
+            self.ensure_process_group()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def init_single_process_group(self) -> None:
+    def ensure_process_group(self) -> None:
         """Make the fake group of all ranks; it also stands in for the group of a single process."""
         if not dist.is_initialized():
             dist.init_process_group("fake", rank=self.rank, world_size=self.size, store=FakeStore())

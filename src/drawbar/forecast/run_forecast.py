@@ -209,8 +209,8 @@ class Forecaster:
         return case_text({"strategy": parallel.strategy, **settings})
 
     def resolve(self, config: RunConfig) -> RunConfig:
-        """The configuration with dtypes, ``data.padding_free`` and strategy decided for the machines, and without compile.
-        A micro-batch of ``auto`` is chosen as a run does."""
+        """The configuration with dtypes, ``data.padding_free`` and strategy decided for the machines, and without
+        compile. A micro-batch of ``auto`` is chosen as a run does."""
         on_gpu = self.machine.device == "cuda"
         if on_gpu and config.precision == "auto":
             config = config.model_copy(update={"precision": "bf16"})

@@ -106,7 +106,7 @@ def boxes_of_shard(
 
     Args:
         sizes: of the shard.
-        offset: of the shard, in the layout of the DTensor (``FusedLayout`` stores a fused tensor in another order).
+        offset: of the shard, in the layout of the DTensor (a fused one holds its rows in another order).
         shape: of the whole tensor.
     """
     every = tuple(slice(0, size) for size in sizes)

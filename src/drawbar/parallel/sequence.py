@@ -69,7 +69,8 @@ def shard_sequence_in_blocks(blocks: Sequence[nn.Module], sublayers: Sequence[nn
 
     Args:
         blocks: repeated blocks, one after another; the hidden states (B, L, H) come first in their arguments.
-        sublayers: the submodules of the blocks that need the full sequence; their rowwise sublayers scatter it again.
+        sublayers: the attention and feed-forward modules of the blocks, which need the full sequence; their
+            row-parallel linear layers scatter it again.
     """
     cut = _SequenceSharding(mesh)
     randomness = _PerRankRng(torch.device(mesh.device_type), mesh.get_local_rank())
@@ -81,7 +82,7 @@ def shard_sequence_in_blocks(blocks: Sequence[nn.Module], sublayers: Sequence[nn
         return _on_states(cut.scatter, args, kwargs)
 
     def gather(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        # the linear sublayers inside return partial gradients, which the backward of this gather sums once
+        # the linear layers inside return partial gradients, which the backward of this gather sums once
         return _on_states(lambda x: cut.gather(x, Partial()), args, kwargs) if torch.is_grad_enabled() else None
 
     def finish(module: nn.Module, args: Any, output: Any) -> Any:
@@ -99,11 +100,11 @@ def shard_sequence_in_blocks(blocks: Sequence[nn.Module], sublayers: Sequence[nn
 
 
 def sum_input_gradients_once(sublayers: Sequence[nn.Module], mesh: DeviceMesh) -> None:
-    """Without sequence shards: sum the partial gradients of each layer's input in one all-reduce, instead of one for
+    """Without sequence shards: sum the partial gradients of each sublayer's input in one all-reduce, instead of one for
     each linear layer that takes it (queries, keys, values), in place.
 
     Args:
-        sublayers: as in ``shard_sequence_in_blocks``; their colwise sublayers must not sum.
+        sublayers: as in ``shard_sequence_in_blocks``; their column-parallel linear layers must not sum.
     """
 
     def enter(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -117,7 +118,7 @@ def sum_input_gradients_once(sublayers: Sequence[nn.Module], mesh: DeviceMesh) -
 
 
 def _on_states(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a block or layer, with another tensor for its hidden states."""
+    """The arguments of a block or sublayer, with another tensor for its hidden states."""
     if args:
         return (function(args[0]), *args[1:]), kwargs
     return args, {**kwargs, "hidden_states": function(kwargs["hidden_states"])}

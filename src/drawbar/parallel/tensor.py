@@ -32,10 +32,11 @@ Styled = Mapping[str, tuple[nn.Module, Style]]
 
 @dataclass(frozen=True)
 class FusedLayout:
-    """The weight of several linear layers that are stored as one (queries, keys, values), one after another. Each rank
-    needs a shard of each.
+    """The weight of several linear layers in one tensor (queries, keys, values), one after another. Each rank needs a
+    shard of each.
 
-    DTensor supports only contiguous shards, so the tensor is stored with each rank's shards next to one another.
+    DTensor supports only contiguous shards, so it holds each rank's shards next to one another. Files keep the order of
+    one process.
     """
 
     dim: int
@@ -44,17 +45,17 @@ class FusedLayout:
     degree: int
     """Over how many ranks they are sharded."""
 
-    def to_storage(self, logical: Tensor) -> Tensor:
+    def to_sharded(self, logical: Tensor) -> Tensor:
         """From the layout of one process, (layer, rank, …), to (rank, layer, …). The shape does not change."""
         return self._swapped(logical, self.parts, self.degree)
 
-    def to_logical(self, stored: Tensor) -> Tensor:
-        """The inverse of ``to_storage``, for a parameter, its gradient or its optimizer state."""
-        return self._swapped(stored, self.degree, self.parts)
+    def to_logical(self, sharded: Tensor) -> Tensor:
+        """The inverse of ``to_sharded``, for a parameter, its gradient or its optimizer state."""
+        return self._swapped(sharded, self.degree, self.parts)
 
     def pieces(self, start: int, stop: int, size: int) -> Iterator[tuple[int, int, int]]:
-        """Divide rows ``start`` to ``stop`` of the stored tensor (rows along ``dim``) into ranges that are contiguous
-        in the logical tensor, too: (first stored row, first logical row, rows) of each.
+        """Divide rows ``start`` to ``stop`` of the sharded tensor (rows along ``dim``) into ranges that are contiguous
+        in the logical tensor, too: (first sharded row, first logical row, rows) of each.
 
         Args:
             size: of the whole tensor along ``dim``.
@@ -73,7 +74,7 @@ class FusedLayout:
 
 
 def fused_layouts(model: nn.Module) -> dict[str, FusedLayout]:
-    """The parameters that ``tensor_parallel`` has stored in another order, by name."""
+    """The parameters that ``tensor_parallel`` holds in another order, by name."""
     return {
         f"{name}.{own}" if name else own: fused
         for name, module in model.named_modules()
@@ -120,7 +121,7 @@ def _convert(model: nn.Module, styles: Styled, blocks: Sequence[nn.Module], mesh
     """Let every module compute with its local shards; ``blocks``: in which activations may be sharded."""
     styled = {id(module) for module, _ in styles.values()}
     sublayers = [child for block in blocks for child in block.children() if styled & set(map(id, child.modules()))]
-    summing = sublayers if sequence or _all_styled(styled, sublayers) else []
+    summing_sublayers = sublayers if sequence or _all_styled(styled, sublayers) else []
     inside = {id(module) for block in (blocks if sequence else ()) for module in block.modules()}
     for name, module in model.named_modules():
         _, style = styles.get(name, (module, None))
@@ -128,7 +129,7 @@ def _convert(model: nn.Module, styles: Styled, blocks: Sequence[nn.Module], mesh
         if replicated and style in (None, "replicated"):
             differ = style == "replicated" or id(module) in inside  # the inputs differ by rank
             use_local(module, replicated, Partial() if differ else Replicate())
-    in_sublayers = {id(module) for sublayer in summing for module in sublayer.modules()}
+    in_sublayers = {id(module) for sublayer in summing_sublayers for module in sublayer.modules()}
     made = {
         name: _make(style, module, id(module) in in_sublayers, sequence) for name, (module, style) in styles.items()
     }
@@ -136,7 +137,7 @@ def _convert(model: nn.Module, styles: Styled, blocks: Sequence[nn.Module], mesh
     if sequence and blocks:
         shard_sequence_in_blocks(blocks, sublayers, mesh)
     elif not sequence:
-        sum_input_gradients_once(summing, mesh)
+        sum_input_gradients_once(summing_sublayers, mesh)
 
 
 def _all_styled(styled: Collection[int], sublayers: Sequence[nn.Module]) -> bool:
@@ -226,7 +227,7 @@ def _shard_parameters(model: nn.Module, styles: Styled, fused: Mapping[str, int]
         for own, parameter in module.named_parameters(recurse=False):
             order = orders.get(parameter)
             if parameter not in made:
-                full = parameter.detach() if order is None else order.to_storage(parameter.detach())
+                full = parameter.detach() if order is None else order.to_sharded(parameter.detach())
                 # every rank has the same weights, or none yet: nothing needs to be sent
                 part = distribute_tensor(full, mesh, [placements.get(parameter, Replicate())], src_data_rank=None)
                 made[parameter] = nn.Parameter(part, requires_grad=parameter.requires_grad)

@@ -28,7 +28,7 @@ from drawbar.engines.results import EngineState
 
 Tensors = Mapping[str, Tensor]
 Differences = dict[str, float]
-"""Relative differences, by step, parameter or module."""
+"""Relative differences, by step, parameter, ``at_step`` of both, or module."""
 KINDS = ("loss", "grad_norm", "gradients", "weights")
 """What is compared."""
 
@@ -45,7 +45,7 @@ class Limits:
     base: float
     """The limit everywhere; ``at`` can only raise it."""
     at: Mapping[str, float] = field(default_factory=dict)
-    """Limits by step, parameter or module; ``base`` for those that are not in it."""
+    """Limits, by the keys of the differences; ``base`` for those that are not in it."""
 
     def of(self, where: str) -> float:
         return max(self.base, self.at.get(where, 0.0))
@@ -152,6 +152,7 @@ class Distances:
     loss: Differences
     grad_norm: Differences
     gradients: Differences
+    """By ``at_step``."""
     weights: Differences
     left_out: float
     """Share of the weights' entries that are not compared."""
@@ -211,7 +212,7 @@ def distances(trace: Trace, reference: Trace, max_gradient_error: float) -> Dist
 
 
 def at_step(name: str, step: int) -> str:
-    """Name of a parameter's gradient at a step, for messages."""
+    """Key of a parameter's gradient at a step, in ``Distances.gradients`` and its limits; messages show it."""
     return f"{name}, step {step}"
 
 

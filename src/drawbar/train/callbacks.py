@@ -322,8 +322,8 @@ class SaveScoreCallback(Callback):
         self._save = save
 
     def on_train_start(self, run: RunHandle) -> None:
-        # only the progress in that step's checkpoint changes, but after ``--resume PATH`` of another run's best one,
-        # which this run is to keep as its own
+        # only the progress in that step's checkpoint changes; except after ``--resume PATH`` of another run's best one:
+        # there a whole checkpoint is saved, which this run keeps as its own
         if run.step > 0 and self._is_due(run.progress):
             self._saver.save(run.progress)
 

@@ -418,7 +418,7 @@ def test_an_adapter_on_an_embedding_and_on_a_convolution() -> None:
 
 def test_ddp_accepts_the_model() -> None:
     with Distributed(RankInfo(), torch.device("cpu"), timeout=60) as world:
-        world.init_single_process_group()
+        world.ensure_process_group()
         alone, replicated = adapted("bert"), DistributedDataParallel(adapted("bert"))
         optimizer = torch.optim.AdamW([p for p in replicated.parameters() if p.requires_grad], lr=0.02)
         replicated.train()

@@ -316,7 +316,7 @@ def test_hooks_work_inside_ddp() -> None:
     expected = packed_logits(model, "sequence_classification", samples, [])
     expected_gradient = gradient(model, expected)
     with Distributed(RankInfo(), torch.device("cpu"), timeout=60) as world:
-        world.init_single_process_group()
+        world.ensure_process_group()
         found = packed_logits(nn.parallel.DistributedDataParallel(model), "sequence_classification", samples, [])
         assert torch.equal(torch.stack(found), torch.stack(expected))
         assert torch.equal(gradient(model, found), expected_gradient)

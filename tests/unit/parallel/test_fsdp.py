@@ -103,7 +103,7 @@ def test_what_is_gathered_in_16_bits(own: bool) -> None:
         found.update({name: p.dtype for name, p in model.named_parameters() if not hasattr(p, "placements")})
 
     with Distributed(RankInfo(), CPU, 60, ParallelDims.of(FSDP, 1)) as world:
-        world.init_single_process_group()
+        world.ensure_process_group()
         shard(model, build_mesh(ParallelDims.of(FSDP, 1), CPU)["dp_shard"], FSDP, "bf16")
         model.blocks[0].norm.register_forward_pre_hook(look)
         model.head.register_forward_pre_hook(look)
@@ -138,7 +138,7 @@ def test_gradients_that_are_reduced_once_a_step() -> None:
 
     accumulate(lambda last: nullcontext(), plain)
     with Distributed(RankInfo(), CPU, 60, ParallelDims.of(parallel, 1)) as world:
-        world.init_single_process_group()
+        world.ensure_process_group()
         shard(model, build_mesh(ParallelDims.of(parallel, 1), CPU)["dp_shard"], parallel, "bf16")
         prepare_unused_units(model)
         accumulate(partial(gradient_sync, model, gathers_once=True), model)
@@ -150,7 +150,7 @@ def test_gradients_that_are_reduced_once_a_step() -> None:
 def test_the_outermost_inference_frees_what_was_gathered() -> None:
     model = Model(own=False)
     with Distributed(RankInfo(), CPU, 60, ParallelDims.of(FSDP, 1)) as world:
-        world.init_single_process_group()
+        world.ensure_process_group()
         shard(model, build_mesh(ParallelDims.of(FSDP, 1), CPU)["dp_shard"], FSDP, "fp32")
         with torch.no_grad(), free_gathered(model):
             with free_gathered(model):
@@ -171,7 +171,7 @@ def test_a_sharded_encoder_decoder_writes_the_same() -> None:
     tokens = torch.arange(2, 12).reshape(2, 5)
     expected = model.generate(tokens, max_new_tokens=5)
     with Distributed(RankInfo(), CPU, 60, ParallelDims.of(FSDP, 1)) as world:
-        world.init_single_process_group()
+        world.ensure_process_group()
         shard(model, build_mesh(ParallelDims.of(FSDP, 1), CPU)["dp_shard"], FSDP, "fp32")
         prepare_sharded_generate(model)
         for _ in range(2):
@@ -183,7 +183,7 @@ def test_a_parameter_without_a_dimension_or_elements_is_refused(value: torch.Ten
     model = nn.Sequential(nn.Linear(2, 2))
     model.register_parameter("odd", nn.Parameter(value))
     with Distributed(RankInfo(), CPU, 60, ParallelDims.of(FSDP, 1)) as world:
-        world.init_single_process_group()
+        world.ensure_process_group()
         with pytest.raises(UserError, match=message):
             shard(model, build_mesh(world.dims, CPU)["dp_shard"], FSDP, "fp32")
 
@@ -193,6 +193,6 @@ def test_a_parameter_that_gloo_cannot_send_is_refused() -> None:
     eight_bits = torch.zeros(4, 2).to(torch.float8_e4m3fn)
     model.register_parameter("scales", nn.Parameter(eight_bits, requires_grad=False))
     with Distributed(RankInfo(), CPU, 60, ParallelDims.of(FSDP, 1)) as world:
-        world.init_single_process_group()
+        world.ensure_process_group()
         with pytest.raises(UserError, match=r"gloo cannot send its dtype, torch\.float8_e4m3fn"):
             shard(model, build_mesh(world.dims, CPU)["dp_shard"], FSDP, "fp32")

@@ -36,7 +36,7 @@ def test_the_boxes_of_a_range_hold_its_elements_and_no_others() -> None:
 def test_pieces_of_fused_layers(parts: int, degree: int) -> None:
     fused = FusedLayout(0, parts, degree)
     logical = torch.arange(2 * parts * degree)
-    stored = fused.to_storage(logical)
+    stored = fused.to_sharded(logical)
     size = len(logical)
     for start in range(size + 1):
         for stop in range(start, size + 1):

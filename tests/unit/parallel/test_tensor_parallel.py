@@ -347,7 +347,7 @@ def test_four_ranks_that_also_shard_the_parts_compute_what_one_computes() -> Non
 def test_packed_tensors_come_back() -> None:
     logical = torch.arange(2 * 3 * 4 * 5).reshape(2, 60)
     fused = FusedLayout(dim=1, parts=3, degree=4)
-    stored = fused.to_storage(logical)
+    stored = fused.to_sharded(logical)
     # the second rank's part of each of the three layers
     assert torch.equal(
         stored[:, 15:30], torch.cat([logical[:, start + 5 : start + 10] for start in (0, 20, 40)], dim=1)
