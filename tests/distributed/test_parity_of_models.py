@@ -57,6 +57,7 @@ FAMILIES = {
     "qwen3": ("causal_lm", GROUPED),
     "phi": ("causal_lm", DECODER),
     "gpt_neox": ("causal_lm", DECODER),
+    "apertus": ("causal_lm", {**GROUPED, "hidden_act": "xielu"}),  # whose activation function has parameters
 }
 AUTOTP = ["bert", "roberta", "bart", "mistral", "qwen3", "phi", "gpt_neox"]
 """Those that DeepSpeed's own tensor parallelism knows."""

@@ -95,6 +95,10 @@ _STAGES = {
     ),
 }
 
+_UNFIT = frozenset({"esmc", "neomme", "qwen3_5_text", "olmo_hybrid", "gemma3n_text"})
+"""Families whose layers do not fit transformers' plan for them, as it is read here: they fail in the first forward or
+backward."""
+
 _TENSOR_FAMILIES = ", ".join(sorted({*_OWN, *_LLAMA_LIKE, "phi", "gpt_neox"}))
 _PIPELINE_FAMILIES = ", ".join(sorted(_STAGES))
 
@@ -136,13 +140,15 @@ def _tensor_plan(model: PreTrainedModel) -> ModelParallelPlan:
     if family is None:
         theirs = getattr(model.base_model.config, "base_model_tp_plan", None)
         unknown = set((theirs or {}).values()) - set(_HUGGINGFACE)
-        if not theirs or unknown:
-            why = f"its plan has styles that are not known here ({', '.join(sorted(unknown))})" if theirs else "no plan"
+        unfit = kind in _UNFIT or (kind == "cohere" and config.use_qk_norm)
+        if not theirs or unknown or unfit:
+            styles = f"its plan has styles that are not known here ({', '.join(sorted(unknown))})"
+            why = "no plan" if not theirs else "its plan does not fit them" if unfit else styles
             return ModelParallelPlan(
                 tensor_refusal=f"the layers of {kind} cannot be cut: {why}; these families can be: {_TENSOR_FAMILIES}"
             )
-        styles = {name: _HUGGINGFACE[style] for name, style in theirs.items()}
-        family = _Family({**_norms_of_heads(styles), **styles})
+        known = {name: _HUGGINGFACE[style] for name, style in theirs.items()}
+        family = _Family({**_norms_of_heads(known), **_activations(model.base_model, known), **known})
     base = next(name for name, module in model.named_modules() if module is model.base_model)
     prefix = f"{base}." if base else ""
     return ModelParallelPlan(
@@ -157,6 +163,18 @@ def _norms_of_heads(styles: Mapping[str, Style]) -> dict[str, Style]:
     """Styles for query and key norms, which a plan may lack (Phi's does): each rank norms only its own heads."""
     attentions = [name.removesuffix(".q_proj") for name, style in styles.items() if style == "colwise"]
     return {f"{name}.{norm}": "replicated" for name in attentions for norm in ("q_layernorm", "k_layernorm")}
+
+
+def _activations(base: nn.Module, styles: Mapping[str, Style]) -> dict[str, Style]:
+    """Styles for activation functions with parameters (XIELU, of Apertus), which plans lack: between a column- and a
+    row-parallel layer, they see a rank's shard alone."""
+    parents = {name.rpartition(".")[0] for name, style in styles.items() if style == "rowwise"}
+    patterns = {f"{parent}.{name}": None for parent in parents for name in ("act_fn", "act", "activation_fn")}
+    return {
+        pattern: "replicated"
+        for pattern in patterns
+        if any(list(module.parameters()) for _, module, _ in matching(base.named_modules(), {pattern: None}))
+    }
 
 
 def _divisible_sizes(config: Any) -> dict[str, int]:
@@ -190,6 +208,9 @@ def _with_adapters(model: nn.Module, plan: ModelParallelPlan) -> ModelParallelPl
     """The plan with styles for low-rank adapters: shards A or B, whichever has the sharded dimension."""
     if plan.tensor is None:
         return plan
+    embeddings = [name for name, module in model.named_modules() if len(getattr(module, "lora_embedding_A", ()))]
+    if embeddings:
+        return replace(plan, tensor=None, tensor_refusal=f"the adapter of an embedding cannot be cut: {embeddings[0]}")
     tensor, fused = dict(plan.tensor), dict(plan.fused)
     for pattern, style in plan.tensor.items():
         if not any(hasattr(module, "lora_A") for _, module, _ in matching(model.named_modules(), {pattern: None})):

@@ -104,7 +104,8 @@ def tensor_parallel(model: nn.Module, plan: ModelParallelPlan, mesh: DeviceMesh,
     styles = {
         name: (module, style)
         for name, module, style in matching(model.named_modules(), plan.tensor)
-        if "weight" in module._parameters  # a LoRA wrapper has none: its parts have styles of their own
+        # a LoRA wrapper has no weight: its parts have styles of their own
+        if "weight" in module._parameters or (style == "replicated" and module._parameters)
     }
     fused = {name: parts for name, _, parts in matching(model.named_modules(), plan.fused)}
     check_degree({**plan.divisible_sizes, **_sizes(styles, fused)}, mesh.size())

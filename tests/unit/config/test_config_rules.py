@@ -51,6 +51,10 @@ BREAKING = {
     "context of other tasks": [[f"task={{type: {task}, model: m}}", "parallel.context=2"] for task in OTHER_TASKS],
     "context with packed rows": [["parallel.context=2", "data.batching=packed"]],
     "context with pipeline": [["parallel.context=2", "parallel.pipeline=2"]],
+    "compiled tensor-parallel blocks that are computed again as a whole": [
+        ["parallel.tensor=2", "parallel.compile=true", f"parallel.activation_checkpointing={what}"]
+        for what in ("full", "{every: 2}")
+    ],
     "sequence and activation checkpointing in a pipeline": [
         [
             *("parallel.tensor=2", "parallel.sequence=true", "parallel.pipeline=2"),

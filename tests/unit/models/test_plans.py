@@ -109,6 +109,13 @@ def test_adapters_are_cut_like_the_layers_that_they_adapt() -> None:
     }
 
 
+def test_an_activation_function_with_parameters_sees_a_shard() -> None:
+    plan = plan_for(build("apertus", {**DECODERS["llama"], "hidden_act": "xielu"}))
+    assert plan.tensor is not None
+    assert plan.tensor["model.layers.*.mlp.act_fn"] == "replicated"
+    assert "model.layers.*.mlp.act_fn" not in (plan_for(build("llama", DECODERS["llama"])).tensor or {})
+
+
 def test_the_adapter_of_packed_layers_is_packed_too() -> None:
     plan = plan_for(add_adapters(build("gpt2", GPT2), LoraSection(rank=2, modules=["c_attn"])))
     name = "transformer.h.*.attn.c_attn"
@@ -128,6 +135,16 @@ def test_the_adapter_of_packed_layers_is_packed_too() -> None:
         ),
         (lambda: build("opt", OPT), "the layers of opt cannot be cut: no plan", "opt cannot be cut into stages"),
         (
+            lambda: build("cohere", {**DECODERS["llama"], "use_qk_norm": True}),
+            "the layers of cohere cannot be cut: its plan does not fit them",
+            "cohere cannot",
+        ),
+        (
+            lambda: add_adapters(build("gpt2", GPT2), LoraSection(rank=2, modules=["wpe", "c_proj"])),
+            "the adapter of an embedding cannot be cut: transformer.wpe",
+            "",
+        ),
+        (
             lambda: build("mixtral", {**DECODERS["llama"], "num_local_experts": 2}),
             "the layers of mixtral cannot be cut: its plan has styles that are not known here",
             "mixtral cannot",
@@ -137,7 +154,7 @@ def test_the_adapter_of_packed_layers_is_packed_too() -> None:
 def test_what_cannot_be_cut_says_why(make: Any, tensor: str, pipeline: str) -> None:
     plan = plan_for(make())
     assert (plan.tensor is None) == bool(plan.tensor_refusal)
-    assert plan.pipeline is None
+    assert (plan.pipeline is None) == bool(pipeline)
     if tensor:
         assert re.match(tensor, plan.tensor_refusal)
     assert re.match(pipeline, plan.pipeline_refusal)

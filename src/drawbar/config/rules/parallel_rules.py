@@ -151,6 +151,17 @@ MODEL_PARALLEL = (
         "remove parallel.sequence, or set parallel.activation_checkpointing=none",
     ),
     Rule(
+        "compiled tensor-parallel blocks that are computed again as a whole",
+        ("parallel.tensor", "parallel.compile", "parallel.activation_checkpointing"),
+        lambda c: (
+            c.parallel.tensor > 1
+            and c.parallel.compile
+            and c.parallel.activation_checkpointing not in ("none", "selective", "attention")
+        ),
+        "torch cannot save what the compiled blocks of tensor-parallel ranks hand to their backward pass then",
+        "set parallel.activation_checkpointing=selective or attention, or parallel.compile=false",
+    ),
+    Rule(
         "schedule and cuts",
         ("parallel.pipeline", "parallel.schedule", "parallel.cuts"),
         lambda c: (
