@@ -161,7 +161,7 @@ def test_a_stranger_at_the_port_is_no_hang(tmp_path: Path) -> None:
         script = (
             "from pathlib import Path; from drawbar.launch.node.rendezvous import Rendezvous\n"
             "from drawbar.launch.node import node_check\n"
-            "node_check._ATTEMPT = 1\n"
+            "node_check._CONNECT_SECONDS = 1\n"
             f"rendezvous = Rendezvous('drawbar-7', '127.0.0.1:{port}', 2, 1, '127.0.0.1', ('n1', 'n2'))\n"
             f"node_check.NodeCheck('same', 'cpu', 1, Path({str(tmp_path)!r}), seconds=1).run(rendezvous)"
         )

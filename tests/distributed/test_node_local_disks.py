@@ -136,8 +136,8 @@ def test_some_nodes_share_a_disk(tmp_path: Path) -> None:
     """One rank writes for each disk, and nothing is left of how that was found out."""
     found = run_ranks(look_at, 4, str(tmp_path), env=APART)
     assert found == [Disks(rank, (0, 0, 2, 2)) for rank in range(4)]
-    assert [disks.is_writer for disks in found] == [True, False, True, False]
-    assert (found[0].writers, found[0].ranks_by_disk) == ((0, 2), ((0, 1), (2, 3)))
+    assert [disks.is_disk_leader for disks in found] == [True, False, True, False]
+    assert (found[0].disk_leaders, found[0].ranks_by_disk) == ((0, 2), ((0, 1), (2, 3)))
     assert [list(disk.iterdir()) for disk in sorted(tmp_path.iterdir())] == [[], []]
 
 

@@ -279,8 +279,8 @@ class TrainLoader(Loader[Batch]):
             consumed=0 if at_end else stop,
             fingerprint=self.rows.fingerprint,
         )
-        size, rank, world_size = stop - start, self.ranks.rank, self.ranks.size
-        share = np.arange(start + rank * size // world_size, start + (rank + 1) * size // world_size)
+        size, rank, ranks = stop - start, self.ranks.rank, self.ranks.size
+        share = np.arange(start + rank * size // ranks, start + (rank + 1) * size // ranks)
         rows = self.sampler.rows(epoch, share)
         lengths = self.rows.lengths[rows]
         chosen = [rows[places] for places in self.micro_batch.split(np.arange(len(rows)), lengths)]
@@ -308,8 +308,12 @@ class TrainLoader(Loader[Batch]):
 class EvalLoader(Generic[Batch]):
     """Every row once over all ranks. Which rows share a batch does not depend on the number of ranks.
 
-    Batches go to ranks round-robin, equally many to each. Args: as for ``TrainLoader`` and ``BatchMaker``. ``len`` is
-    this rank's number of micro-batches, fillers included.
+    Batches go to ranks round-robin, equally many to each. ``len`` is this rank's number of micro-batches, fillers
+    included.
+
+    Args:
+        dp_rank, dp_size: this data-parallel rank, and how many there are.
+        rows, micro_batch, collate, augment: as for ``TrainLoader`` and ``BatchMaker``.
     """
 
     def __init__(
@@ -317,16 +321,16 @@ class EvalLoader(Generic[Batch]):
         rows: Rows,
         *,
         micro_batch: MicroBatchSize,
-        rank: int,
-        world_size: int,
+        dp_rank: int,
+        dp_size: int,
         collate: Collate[Batch],
         augment: Augment = unchanged,
     ) -> None:
         self.rows = rows
         self._make = BatchMaker(collate, augment)
         batches = micro_batch.split(np.arange(len(rows)), rows.lengths[:])
-        mine = batches[rank::world_size]
-        fillers = -(-len(batches) // world_size) - len(mine)
+        mine = batches[dp_rank::dp_size]
+        fillers = -(-len(batches) // dp_size) - len(mine)
         self._dealt = [(chosen, False) for chosen in mine] + [(batches[-1][:1], True)] * fillers
 
     def __len__(self) -> int:

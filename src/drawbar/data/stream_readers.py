@@ -30,7 +30,8 @@ class RankReader:
         self._stop = -1
 
     def take(self, first: int, stop: int) -> tuple[list[tuple[int, LocatedRecord]], int]:
-        """This rank's (number, record) pairs for ``first`` <= number < ``stop``, and how often the source ended.
+        """This rank's (number, record) pairs, numbered within its share, for ``first`` <= number < ``stop``, and how
+        often the source ended.
 
         An exhausted source reports its end again in every call.
         """
@@ -47,7 +48,7 @@ class RankReader:
         return found, self.ends - ends if self._pending is not None else 1
 
     def read_from(self, first: int) -> Iterator[tuple[int, LocatedRecord]]:
-        """(number, record) of this rank's records, from a number on."""
+        """(number within this rank's share, record), from a number on."""
         for located in self.stream.read(self.rank, self.ranks, first):
             yield located.position, located
 

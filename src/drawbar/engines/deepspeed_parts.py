@@ -55,7 +55,7 @@ class DeepSpeedUpdater:
 
     def _norm_of_stage_0(self) -> torch.Tensor | None:
         """The gradient norm under ZeRO stage 0, where DeepSpeed clips without reporting it; else None."""
-        if self.masters.wrapper is not self.masters.optimizer:  # stages 1 to 3 wrap the optimizer
+        if self.masters.zero_optimizer is not self.masters.optimizer:  # stages 1 to 3 wrap the optimizer
             return None
         from deepspeed.runtime.utils import clip_grad_norm_
 

@@ -87,13 +87,13 @@ def _build_stage_modules(
 ) -> list[nn.Module]:
     parallel, ranks = config.parallel, world.dims.pp
     stages = ranks * (2 if parallel.schedule == "interleaved" else 1)
-    layers = blocks_of_stages(meta_model, plan, stages, parallel.cuts)
-    logger.info("pipeline: stages of %s blocks", ", ".join(map(str, layers)))
-    parts = [build_stage(meta_model, plan, layers, stage) for stage in range(rank, stages, ranks)]
+    blocks_per_stage = blocks_of_stages(meta_model, plan, stages, parallel.cuts)
+    logger.info("pipeline: stages of %s blocks", ", ".join(map(str, blocks_per_stage)))
+    parts = [build_stage(meta_model, plan, blocks_per_stage, stage) for stage in range(rank, stages, ranks)]
     idle = sum(not any(parameter.requires_grad for parameter in part.parameters()) for part in parts)
     if world.sum(idle):
         raise UserError(
-            f"the stages have {', '.join(map(str, layers))} blocks, and in one of them nothing is trained",
+            f"the stages have {', '.join(map(str, blocks_per_stage))} blocks, and in one of them nothing is trained",
             where="parallel.pipeline",
             remedy="set parallel.pipeline=1 or other parallel.cuts, or train more modules",
         )

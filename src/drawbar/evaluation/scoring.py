@@ -180,8 +180,8 @@ def _loader(
     return EvalLoader(
         SampleRows(split.samples),
         micro_batch=micro_batch,
-        rank=world.dp_ranks.rank,
-        world_size=world.dp_ranks.size,
+        dp_rank=world.dp_ranks.rank,
+        dp_size=world.dp_ranks.size,
         collate=task.collate,
         augment=augment,
     )

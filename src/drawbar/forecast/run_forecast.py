@@ -210,7 +210,7 @@ class Forecaster:
 
     def resolve(self, config: RunConfig) -> RunConfig:
         """The configuration with dtypes, ``data.padding_free`` and strategy decided for the machines, and without
-        compile. A micro-batch of ``auto`` is chosen as a run does."""
+        compile. ``train.micro_batch: auto`` stays: ``rows_and_count`` chooses the rows, as a run does."""
         on_gpu = self.machine.device == "cuda"
         if on_gpu and config.precision == "auto":
             config = config.model_copy(update={"precision": "bf16"})

@@ -35,7 +35,7 @@ def make_reference(
         UserError: the training cannot be made, or its loss is no number.
     """
     if precision != "fp32":
-        reference = repeat_step(workload, device, precision, None, console)
+        reference = reference_of_step(workload, device, precision, None, console)
     else:
         trace = train(workload, reference_config(workload.config), _single_process(workload, device), console)
         reference = Reference(trace, FP32_TOLERANCES)
@@ -49,7 +49,7 @@ def with_last_step(
     """Complete a reference for what ``trace`` did in a lower precision: repeat the last step from the same state."""
     if trace.before_last is None:
         return reference
-    last = repeat_step(workload, device, precision, trace.before_last)
+    last = reference_of_step(workload, device, precision, trace.before_last)
     one, other = reference.trace, last.trace
     both = replace(
         other,
@@ -71,7 +71,7 @@ def _merged(first: Tolerances, last: Tolerances) -> Tolerances:
     )
 
 
-def repeat_step(
+def reference_of_step(
     workload: Workload, device: torch.device, precision: str, start: StepStart | None, console: Console | None = None
 ) -> Reference:
     """One step of one process in fp32, with tolerances from noisy runs of it in ``precision`` (``rounding.noises``).

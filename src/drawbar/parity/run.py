@@ -1,7 +1,7 @@
 """``drawbar parity``: does a strategy compute what one process computes?
 
-Rank 0 trains alone first, in fp32. Then all ranks train under one strategy after another, each in a world of its own.
-If a strategy differs, a step of few rows is made both ways to find the first module that differs.
+Rank 0 trains alone first, in fp32. Then all ranks train together under one strategy after another, with a new process
+group for each. If a strategy differs, a step of few rows is made both ways to find the first module that differs.
 """
 
 import gc

@@ -223,18 +223,18 @@ def _read_again(found: Sequence[NumberedRecord] | Sequence[LocatedRecord]) -> Re
     return read_list([one.record for one in found], [one.where for one in found].__getitem__)
 
 
-def _log_cache_use(name: str, parts: dict[str, str], config: RunConfig, world: Distributed) -> None:
+def _log_cache_use(name: str, inputs: dict[str, str], config: RunConfig, world: Distributed) -> None:
     """Log whether the cache is used, and if not, why; with ``data.rebuild``, delete the cached samples first."""
     cache = config.cache_dir
     if config.data.rebuild:
         with world.barrier_after(f"removing encoded {name} data"):
             if world.rank_info.local_rank == 0:
-                remove_cached(cache, name, parts)
+                remove_cached(cache, name, inputs)
         logger.info("%s: encoding anew, as data.rebuild says", name)
-    elif is_cached(cache, name, parts):
+    elif is_cached(cache, name, inputs):
         logger.info("%s: taken from the cache: nothing that it depends on has changed", name)
     else:
-        why = explain_cache_miss(cache, name, parts)
+        why = explain_cache_miss(cache, name, inputs)
         logger.info("%s: encoding%s", name, f"; {why}" if why else "")
 
 

@@ -80,7 +80,7 @@ def checkpoint_bytes(engine: Engine, optimizer_share: float | None = None) -> in
 
 def bytes_on_disk(config: CheckpointSection, engine: Engine, disks: Disks) -> int:
     """About how many bytes of each checkpoint one disk gets."""
-    count = len(disks.writers)
+    count = len(disks.disk_leaders)
     in_parts = choose_layout(config.layout, engine, disks) == "parts"
     return checkpoint_bytes(engine) * (min(config.copies, count) if in_parts else count) // count
 
@@ -95,9 +95,9 @@ class WholeTensorsLayout:
         self._disks = disks
 
     def copy(self, step: int, values: Values, ensure_free_space: EnsureFreeSpace) -> Write | None:
-        state = self._engine.state(self._disks.writers)
+        state = self._engine.state(self._disks.disk_leaders)
         rng = _gather_rng_states(self._world, on_all=not self._disks.shared)
-        if rng is None or not self._disks.is_writer:
+        if rng is None or not self._disks.is_disk_leader:
             return None
         snapshot = Snapshot(step, state.model, state.optimizer, rng, _plain(values, state.values))
         return partial(self._write, snapshot, ensure_free_space)
@@ -111,8 +111,8 @@ class PartsLayout:
     """Every rank writes its own shards; one checkpoint is made of all parts, once they are on the disk.
 
     The background threads coordinate by messages (``SavePhases``). Where nodes share no disk, one rank for each disk
-    (``Disks.writers``) copies the parts there to the next disks, and no disk gives the checkpoint its name before all
-    have what belongs on them.
+    (``Disks.disk_leaders``) copies the parts there to the next disks, and no disk gives the checkpoint its name before
+    all have what belongs on them.
 
     Args:
         copies: on how many disks each part is to be; all disks, where there are fewer.
@@ -126,8 +126,8 @@ class PartsLayout:
         self._world = world
         self._disks = disks
         self._count = 0
-        self._placement = PartPlacement(disks.ranks_by_disk, min(copies, len(disks.writers)))
-        self._exchange = None if disks.shared else FileExchange(world, disks.writers)
+        self._placement = PartPlacement(disks.ranks_by_disk, min(copies, len(disks.disk_leaders)))
+        self._exchange = None if disks.shared else FileExchange(world, disks.disk_leaders)
         self._own_files: list[str] = []
         """The files of the save that the ranks of this disk have written, by the manifest."""
 
@@ -152,25 +152,25 @@ class PartsLayout:
         ensure_free_space: Callable[[], None],
     ) -> None:
         """Runs in the background thread of every rank. ``common`` is None but on rank 0."""
-        name, everyone, writers = step_name(step), range(self._world.size), self._disks.writers
-        undo = partial(self._directory.discard, name) if self._disks.is_writer else lambda: None
+        name, everyone, leaders = step_name(step), range(self._world.size), self._disks.disk_leaders
+        undo = partial(self._directory.discard, name) if self._disks.is_disk_leader else lambda: None
         phases = SavePhases(messages, self._world.rank, undo)
         begin = partial(self._begin, name, ensure_free_space)
         write_part = partial(self._write_part, step, shards)
         with messages.at_work():
-            phases.run("folder", begin, writers, everyone, f"making the folder of {name}")
-            records = phases.run("part", write_part, everyone, writers, f"writing its part of {name}")
-            if not self._disks.is_writer:
+            phases.run("folder", begin, leaders, everyone, f"making the folder of {name}")
+            records = phases.run("part", write_part, everyone, leaders, f"writing its part of {name}")
+            if not self._disks.is_disk_leader:
                 return
             write_common = partial(self._write_common_files, step, records, common)
-            phases.run("common", write_common, (0,), writers, f"writing the index of {name}")
+            phases.run("common", write_common, (0,), leaders, f"writing the index of {name}")
             if self._exchange is not None:
                 send = partial(self._send_common_files, step, self._exchange)
-                phases.run("manifest", send, writers, writers, f"sending the index of {name}")
+                phases.run("manifest", send, leaders, leaders, f"sending the index of {name}")
                 copy_parts = partial(self._copy_parts, step, self._exchange)
-                phases.run("copies", copy_parts, writers, writers, f"copying parts of {name}")
+                phases.run("copies", copy_parts, leaders, leaders, f"copying parts of {name}")
             commit = partial(self._commit, name)
-            phases.run("commit", commit, writers, writers, f"renaming the folder of {name}")
+            phases.run("commit", commit, leaders, leaders, f"renaming the folder of {name}")
 
     def _begin(self, name: str, ensure_free_space: Callable[[], None]) -> bytes:
         ensure_free_space()
@@ -196,7 +196,7 @@ class PartsLayout:
         """Copy the common files (index, state, RNG states, manifest) from the disk of rank 0 to all others."""
         folder = self._directory.folder_of_parts(step)
         files = [folder / name for name in COMMON_FILES]
-        outgoing = dict.fromkeys(self._disks.writers[1:], files) if self._world.is_rank0 else {}
+        outgoing = dict.fromkeys(self._disks.disk_leaders[1:], files) if self._world.is_rank0 else {}
         with self._directory.explain_write_errors(step_name(step)):
             for path in exchange.exchange(outgoing, folder):
                 sync(path)
@@ -211,7 +211,7 @@ class PartsLayout:
         folder, placement = self._directory.folder_of_parts(step), self._placement
         files = [folder / name for name in self._own_files]  # nothing is read here: the others wait in the exchange
         next_disks = placement.next_disks(placement.disk_of(self._world.rank))
-        outgoing = {self._disks.writers[disk]: files for disk in next_disks}
+        outgoing = {self._disks.disk_leaders[disk]: files for disk in next_disks}
         with self._directory.explain_write_errors(f"the copies of parts of {step_name(step)}"):
             for path in exchange.exchange(outgoing, folder):
                 sync(path)

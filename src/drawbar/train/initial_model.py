@@ -81,7 +81,7 @@ class InitialModel:
         if step is None:
             return
         with world.barrier_after(activity):
-            if disks.is_writer and initial_model_of(self._run_dir, config.task) is None:
+            if disks.is_disk_leader and initial_model_of(self._run_dir, config.task) is None:
                 lock()
                 self._wrote = True
                 self._write(config, source_run_dir, step)

@@ -87,7 +87,7 @@ def find_start_on_all_disks(
         start = world.from_rank0(lock_and_find, _SEARCHING)
     else:
         with world.working(_SEARCHING):
-            if disks.is_writer:
+            if disks.is_disk_leader:
                 lock()
         for run in runs:
             gather_parts(run, resume, disks, world)
@@ -101,7 +101,7 @@ def _choose_start(find: Callable[[], RunStart], disks: Disks, world: Distributed
     """Choose the start of the disk with the newest checkpoint, and copy that to all disks. In the start that is
     returned, ``unusable`` are those of this rank's disk."""
     with world.working(_SEARCHING):
-        own = _describe_disk(find()) if disks.is_writer else None
+        own = _describe_disk(find()) if disks.is_disk_leader else None
     shared = world.all_gather(own)
     disk_states = {rank: disk_state for rank, disk_state in enumerate(shared) if disk_state is not None}
     source = max(disk_states, key=lambda rank: (disk_states[rank].sort_key, -rank))

@@ -68,11 +68,11 @@ class _Union:
         copy = self.copies.get(rank)
         return [name for name in self.manifest.sizes() if copy is None or not copy.has(name, self.manifest)]
 
-    def sent_by(self, source: int, writers: tuple[int, ...]) -> dict[int, list[str]]:
-        """For each rank in ``writers``, the files that ``source`` sends to it. Disks that have the same files share the
+    def sent_by(self, source: int, leaders: tuple[int, ...]) -> dict[int, list[str]]:
+        """For each rank in ``leaders``, the files that ``source`` sends to it. Disks that have the same files share the
         sending."""
         sent: dict[int, list[str]] = {}
-        for place, target in enumerate(writers):
+        for place, target in enumerate(leaders):
             for number, name in enumerate(self.lacking(target)):
                 holders = self.holders[name]
                 if holders[(place + number) % len(holders)] == source:
@@ -124,7 +124,7 @@ class _Gathering:
         """Call ``work`` on the ranks that write to a disk. Returns the results of all ranks (None for those that do not
         write), on every rank. An error of one is raised on all."""
         result = run_on_all_ranks(
-            self._directory.path, self._world, activity, lambda: work() if self._disks.is_writer else None
+            self._directory.path, self._world, activity, lambda: work() if self._disks.is_disk_leader else None
         )
         return self._world.all_gather(result)
 
@@ -178,8 +178,8 @@ class _Gathering:
                 "%s cannot be put together: no node's disk has an intact %s%s", name, ", ".join(missing[:3]), more
             )
             return False
-        writers = self._disks.writers
-        if any(union.lacking(rank) or union.copies[rank].folder != name for rank in writers):
+        leaders = self._disks.disk_leaders
+        if any(union.lacking(rank) or union.copies[rank].folder != name for rank in leaders):
             logger.info("putting %s together on the disks of all nodes", name)
             self._complete(name, union)
         return True
@@ -196,7 +196,7 @@ class _Gathering:
 
     def _complete(self, name: str, union: _Union) -> None:
         if self._exchange is None:
-            self._exchange = FileExchange(self._world, self._disks.writers)
+            self._exchange = FileExchange(self._world, self._disks.disk_leaders)
         exchange, activity = self._exchange, f"putting {name} together"
         own = union.copies.get(self._world.rank)
         lacking = union.lacking(self._world.rank)
@@ -221,8 +221,8 @@ class _Gathering:
         return self._directory.path / (name if own.folder.endswith(TMP) else own.folder)
 
     def _receive(self, name: str, union: _Union, exchange: FileExchange) -> None:
-        rank, writers = self._world.rank, self._disks.writers
-        sent = union.sent_by(rank, writers)
+        rank, leaders = self._world.rank, self._disks.disk_leaders
+        sent = union.sent_by(rank, leaders)
         own = union.copies.get(rank)
         outgoing = {target: [self._source(name, own) / file for file in files] for target, files in sent.items()}
         folder = self._directory.path / (name + TMP)

@@ -102,9 +102,9 @@ def find_start(config: RunConfig, resume: str, fork: str | None, weights_only: b
                 remedy="add --fork NEWNAME for a new run from this run's weights, or leave out --weights-only",
             )
         start = _find(config, resume) if fork is None else _find_fork(config, resume, target, weights_only)
-        begins = start.checkpoint is not None and not is_of_this_run(start.checkpoint, target.run_dir)
-        only = begins and (weights_only or start.weights_only)
-        return replace(start, eval_mode=_eval_mode(target), weights_only=only)
+        from_other_run = start.checkpoint is not None and not is_of_this_run(start.checkpoint, target.run_dir)
+        takes_weights_only = from_other_run and (weights_only or start.weights_only)
+        return replace(start, eval_mode=_eval_mode(target), weights_only=takes_weights_only)
 
 
 def _names_another(resume: str, run_dir: Path) -> bool:

@@ -37,8 +37,8 @@ class Saver:
     then cannot be the best one: the progress goes back to the best step and score before it (``confirm_best``).
 
     Args:
-        progress: the run's progress when this process starts. A run that goes on from a checkpoint of its own has one
-            of that step already.
+        progress: the run's progress when this process starts. Where the run goes on from a checkpoint of its own, that
+            step counts as saved.
         validation: the validation data.
     """
 
@@ -122,7 +122,7 @@ class Saver:
         score in ``progress`` as ``confirm_best`` does. Every rank must call it."""
         if self.last_saved_progress is not None and self.last_saved_progress.step == progress.step:
             self._last_saved = replace(progress)
-            if self._disks.is_writer:
+            if self._disks.is_disk_leader:
                 amend = partial(self._directory.update_state, progress.step, {"progress": progress.state()})
                 self._writer.submit_after_success(self._background_write(progress, amend))
             return
@@ -180,7 +180,7 @@ class Saver:
 
     def _timed(self, begin: float, write: Callable[[], None]) -> None:
         write()
-        if self._disks.is_writer:
+        if self._disks.is_disk_leader:
             self._signal_lead_time.compare(time.monotonic() - begin)
 
     def _background_write(self, progress: RunProgress, write: Callable[[], None]) -> Callable[[], None]:
@@ -190,11 +190,11 @@ class Saver:
     def _write(self, step: int, best_step: int | None, best_score: float | None, write: Callable[[], None]) -> None:
         """Runs in the background thread: write or amend a step's checkpoint, or this rank's part of it."""
         try:
-            if self._disks.is_writer:
+            if self._disks.is_disk_leader:
                 with suppress(OSError):  # a failing metrics file must not cost a checkpoint
                     sync(self._metrics)  # first: a run that resumes from this step does not write these lines again
             write()
-            if self._disks.is_writer:
+            if self._disks.is_disk_leader:
                 self._mark_best_and_rotate(step, best_step, best_score)
         except Exception as error:
             if self._is_tolerated(error):

@@ -18,29 +18,29 @@ class Disks:
     status rank 0 alone writes; its log, its profile and its part of a checkpoint every rank itself.)"""
 
     rank: int
-    writer_of: tuple[int, ...]
-    """For each rank, the one that writes to its disk: the lowest that sees it."""
+    leader_of: tuple[int, ...]
+    """For each rank, the leader of its disk: the lowest rank that sees it."""
 
     @cached_property
-    def writers(self) -> tuple[int, ...]:
+    def disk_leaders(self) -> tuple[int, ...]:
         """The ranks that find, commit and delete checkpoints, one per file system; rank 0 is the first."""
-        return tuple(sorted(set(self.writer_of)))
+        return tuple(sorted(set(self.leader_of)))
 
     @property
-    def is_writer(self) -> bool:
-        """Whether this rank is one of ``writers``."""
-        return self.writer_of[self.rank] == self.rank
+    def is_disk_leader(self) -> bool:
+        """Whether this rank is one of ``disk_leaders``."""
+        return self.leader_of[self.rank] == self.rank
 
     @property
     def shared(self) -> bool:
         """Whether all nodes see the same run directory."""
-        return len(self.writers) == 1
+        return len(self.disk_leaders) == 1
 
     @property
     def ranks_by_disk(self) -> tuple[tuple[int, ...], ...]:
-        """For each disk, in the order of ``writers``, the ranks that see it."""
+        """For each disk, in the order of ``disk_leaders``, the ranks that see it."""
         return tuple(
-            tuple(rank for rank, other in enumerate(self.writer_of) if other == writer) for writer in self.writers
+            tuple(rank for rank, other in enumerate(self.leader_of) if other == leader) for leader in self.disk_leaders
         )
 
 
@@ -54,28 +54,28 @@ def find_shared_disks(folder: Path, world: Distributed, config: CheckpointSectio
     disks = _find(folder, world)
     if config is not None and config.layout == "parts" and config.remote is not None and not disks.shared:
         raise UserError(
-            f"the folder of runs is on {len(disks.writers)} disks here, and none of them would have all parts of a "
-            "checkpoint, to copy it to an object store",
+            f"the folder of runs is on {len(disks.disk_leaders)} disks here, and none of them would have all parts of "
+            "a checkpoint, to copy it to an object store",
             where="checkpoint.layout=parts, checkpoint.remote",
             remedy="set checkpoint.layout=whole, checkpoint.remote=null, or run.dir to a folder of a shared disk",
         )
     return disks
 
 
-def check_copies(config: CheckpointSection, disks: Disks, begins: bool) -> None:
+def check_copies(config: CheckpointSection, disks: Disks, begins_at_step_0: bool) -> None:
     """Compare ``checkpoint.copies`` with the number of disks.
 
     Args:
-        begins: whether the run begins at step 0. One that has a checkpoint must not end because a node is lost.
+        begins_at_step_0: whether the run does. One that has a checkpoint must not end because a node is lost.
 
     Raises:
         UserError: there are fewer disks, and the run begins at step 0.
     """
-    count = len(disks.writers)
+    count = len(disks.disk_leaders)
     if config.layout != "parts" or disks.shared or config.copies <= count:
         return
     what = f"parts of checkpoints are to be on {config.copies} disks, and the nodes have {count}"
-    if begins:
+    if begins_at_step_0:
         remedy = f"set checkpoint.copies={count}, or use more nodes"
         raise UserError(what, where="checkpoint.copies", remedy=remedy)
     logger.warning("%s: each disk gets all parts until there are more", what)

@@ -164,9 +164,9 @@ class Trainer:
         lock = self._lock.take_if_run  # first: another process may be writing a checkpoint
         start = find_start_on_all_disks(self._find_start, disks, world, runs, self.resume, lock)
         with world.barrier_after("locking the run directory"):
-            if disks.is_writer:
+            if disks.is_disk_leader:
                 lock()  # the run directory may have been downloaded from the object store just now
-        check_copies(config.checkpoint, disks, begins=start.checkpoint is None)
+        check_copies(config.checkpoint, disks, begins_at_step_0=start.checkpoint is None)
         self.config = config = config.model_copy(update={"eval": resolve_mode(config.eval, start.eval_mode)})
         if config.data.rebuild and world.from_rank0((config.run_dir / "config.yaml").exists, "looking for the run"):
             logger.info("data.rebuild is ignored, as the run exists already; `drawbar prepare` encodes its data anew")
@@ -191,8 +191,8 @@ class Trainer:
         loader, validation = load_data(task, opened, config, world, console)
         engine.total_steps = total_steps = count_steps(config.train, loader.steps_per_epoch)
         resumed = start.checkpoint is not None and not start.forked
-        began = source_run_dir if resumed else config.run_dir
-        found = fit_micro_batch(loader, engine, memory_of(world.device), began, resumed)
+        micro_batch_dir = source_run_dir if resumed else config.run_dir
+        found = fit_micro_batch(loader, engine, memory_of(world.device), micro_batch_dir, resumed)
 
         seed_everything(config.run.seed, world.dims.seed_rank(world.rank))  # ranks' dropout differs from here on
         progress = RunProgress()
@@ -204,7 +204,7 @@ class Trainer:
                 check_new_steps(progress.step, total_steps, config.train)
             log_changed_schedule(start.changed_schedule, progress.step, total_steps, config.optim)
         self._open(task, engine, world, disks, start)
-        if found is not None and disks.is_writer:
+        if found is not None and disks.is_disk_leader:
             found.save(config.run_dir)
         parts = (config, world, disks, stop, console, trackers, task, engine, loader)
         _Run(*parts, found is not None, validation, progress, total_steps, self.callbacks).train()
@@ -221,7 +221,7 @@ class Trainer:
         checkpoints = CheckpointDirectory(folder / "checkpoints")
         world.barrier("loading the checkpoint")  # all ranks have read it: remove_leftovers() below may rename it
         with world.barrier_after("opening the run directory"):
-            if disks.is_writer:
+            if disks.is_disk_leader:
                 checkpoints.set_aside(start.unusable)
                 saved = len(checkpoints.steps())
                 each = bytes_on_disk(self.config.checkpoint, engine, disks)

@@ -38,7 +38,7 @@ BREAKING = {
         ["parallel.strategy=zero1", "parallel.tensor=2"],
         ["parallel.strategy=zero1", "parallel.pipeline=2"],
     ],
-    "adafactor with cut parameters": [
+    "adafactor with sharded parameters": [
         ["optim.name=adafactor", "parallel.strategy=fsdp"],
         ["optim.name=adafactor", "parallel.tensor=2"],
     ],

@@ -303,7 +303,7 @@ def test_evaluation_sees_every_row_once_in_the_same_batches(
     def dealt(ranks: int) -> list[list[tuple[list[int], bool]]]:
         found = []
         for rank in range(ranks):
-            loader = EvalLoader(rows, micro_batch=micro_batch, rank=rank, world_size=ranks, collate=collate)
+            loader = EvalLoader(rows, micro_batch=micro_batch, dp_rank=rank, dp_size=ranks, collate=collate)
             found.append([(micro.batch, not micro.is_filler) for micro in loader])
             assert len(loader) == len(found[-1])
             assert [(micro.batch, not micro.is_filler) for micro in loader] == found[-1]  # a second pass is the same

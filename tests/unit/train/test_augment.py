@@ -139,8 +139,8 @@ def evaluated(world_size: int, rows_a_forward: int) -> Draws:
         loader = EvalLoader(
             rows_of(range(RECORDS), packed=False),
             micro_batch=MicroBatchSize(rows=rows_a_forward),
-            rank=rank,
-            world_size=world_size,
+            dp_rank=rank,
+            dp_size=world_size,
             collate=collate,
             augment=augment_of(0, train=False),
         )

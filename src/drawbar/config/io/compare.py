@@ -45,7 +45,8 @@ MAY_CHANGE: dict[str, str] = {
 """Settings and whole sections that may change when a run is resumed, each with the reason."""
 
 INHERITED_IF_AUTO = ("eval.mode",)
-"""Settings whose ``auto`` keeps, on resume, the value stored in the run."""
+"""Settings that a run's ``config.yaml`` holds resolved: a later ``auto`` keeps that value. (Others, such as the
+precision, stay ``auto`` in the file; the checkpoints hold what they stood for.)"""
 
 READING = (
     *("data.validation_share", "data.columns", "data.separator", "data.rename", "data.sample_by"),

@@ -51,8 +51,8 @@ DATA_PARALLEL = (
         "reduce_dtype",
         ("parallel.strategy", "parallel.reduce_dtype", *DEGREES),
         lambda c: c.parallel.reduce_dtype != DEFAULTS.reduce_dtype and not _reduces_in_any_dtype(c),
-        "one process reduces no gradients, ddp reduces those of a cut model in fp32 alone, and DeepSpeed has a setting "
-        "of its own",
+        "one process reduces no gradients, ddp reduces those of a model spread over ranks in fp32, and DeepSpeed has a "
+        "setting of its own",
         "set parallel.strategy=fsdp, or remove parallel.reduce_dtype (DeepSpeed's is communication_data_type, in its "
         "JSON)",
     ),
@@ -113,7 +113,7 @@ DATA_PARALLEL = (
         "set parallel.strategy=fsdp, which shards more, or ddp",
     ),
     Rule(
-        "adafactor with cut parameters",
+        "adafactor with sharded parameters",
         ("optim.name", "parallel.strategy", "parallel.tensor"),
         lambda c: c.optim.name == "adafactor" and (c.parallel.features.shards_parameters or c.parallel.tensor > 1),
         "torch's Adafactor squares norms of rows and columns in place, which fails if they lie on several ranks",

@@ -17,7 +17,7 @@ NODE_IS_LOST = "is lost"
 """Text that marks the reason of a node that went away in mid-run: Slurm will soon find it missing, too."""
 
 
-def attempt(environ: Mapping[str, str] = os.environ) -> int:
+def restart_number(environ: Mapping[str, str] = os.environ) -> int:
     """How often the scheduler has started this job before."""
     return int(environ.get("SLURM_RESTART_COUNT", "0"))
 
@@ -30,16 +30,16 @@ def record_bad_nodes(run_dir: Path, launch_id: str, reasons: Mapping[str, str]) 
         reasons: what is wrong with each node, by its name.
     """
     path = run_dir / FOLDER / FILE
-    entry = {"job": launch_id, "attempt": attempt(), "time": round(time.time(), 3), "nodes": dict(reasons)}
+    entry = {"job": launch_id, "attempt": restart_number(), "time": round(time.time(), 3), "nodes": dict(reasons)}
     text = json.dumps([*_entries(run_dir), entry], indent=2, ensure_ascii=False) + "\n"
     write_atomically(path, text.encode())
 
 
-def bad_nodes(run_dir: Path, launch_id: str, attempt: int | None = None) -> dict[str, str]:
-    """What is wrong with each node that the job has named, in all its attempts or in one."""
+def bad_nodes(run_dir: Path, launch_id: str, restart: int | None = None) -> dict[str, str]:
+    """What is wrong with each node that the job has named, in all of its starts or after one ``restart``."""
     found: dict[str, str] = {}
     for entry in _entries(run_dir):
-        if entry["job"] == launch_id and attempt in (None, entry["attempt"]):
+        if entry["job"] == launch_id and restart in (None, entry["attempt"]):
             found.update(entry["nodes"])
     return found
 

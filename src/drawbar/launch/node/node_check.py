@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from drawbar.distributed.watchdog import NODE
 from drawbar.errors import ExitCode, UserError
-from drawbar.launch.node.bad_nodes import NODE_IS_LOST, attempt, bad_nodes, record_bad_nodes
+from drawbar.launch.node.bad_nodes import NODE_IS_LOST, bad_nodes, record_bad_nodes, restart_number
 from drawbar.launch.node.node_facts import NodeCheckResult, NodeFacts, collect_facts, judge, judge_clocks
 from drawbar.launch.node.rendezvous import Rendezvous
 
@@ -36,7 +36,7 @@ _LINGER_SECONDS = 5.0
 """Seconds that the first node keeps the store up, so that the others can read a failed check."""
 _SUSPICION = 5
 """Seconds without a heartbeat after which a node is reported, once a rank has lost its connection to a peer."""
-_ATTEMPT = 5
+_CONNECT_SECONDS = 5
 """Seconds for one try to connect, and for an answer of the store."""
 
 
@@ -99,7 +99,7 @@ class NodeCheck:
             print(f"error: {gone}", file=sys.stderr, flush=True)
             os._exit(ExitCode.FAILED)
 
-        deadline = threading.Timer(self.seconds + 2 * _ATTEMPT, give_up)
+        deadline = threading.Timer(self.seconds + 2 * _CONNECT_SECONDS, give_up)
         deadline.daemon = True
         deadline.start()
         try:
@@ -169,7 +169,7 @@ class NodeCheck:
 
     def _record_first_node(self, rendezvous: Rendezvous) -> None:
         """Record the first node as bad, unless it has already recorded this node as bad."""
-        if rendezvous.name(rendezvous.node) not in bad_nodes(self.run_dir, rendezvous.launch_id, attempt()):
+        if rendezvous.name(rendezvous.node) not in bad_nodes(self.run_dir, rendezvous.launch_id, restart_number()):
             reason = f"node {rendezvous.name(0)} did not answer within {self.seconds:.0f} s"
             _record(self.run_dir, rendezvous, {rendezvous.name(0): reason})
 
@@ -282,7 +282,7 @@ def _is_open(rendezvous: Rendezvous) -> bool:
     """Whether a program listens at the endpoint. torch could wait for that, but fills the log and heeds no signal."""
     host, _, port = rendezvous.endpoint.rpartition(":")
     try:
-        with socket.create_connection((host, int(port)), timeout=_ATTEMPT):
+        with socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS):
             return True
     except OSError:
         return False
@@ -296,7 +296,9 @@ def _reconnect(rendezvous: Rendezvous) -> dist.TCPStore:
 
 def _connect_once(rendezvous: Rendezvous) -> dist.TCPStore:
     host, _, port = rendezvous.endpoint.rpartition(":")
-    return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_ATTEMPT))
+    return dist.TCPStore(
+        host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_SECONDS)
+    )
 
 
 def _record(run_dir: Path, rendezvous: Rendezvous, reasons: Mapping[str, str]) -> None:

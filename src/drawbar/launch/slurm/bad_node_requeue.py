@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from drawbar.launch.node.bad_nodes import NODE_IS_LOST, attempt, bad_nodes
+from drawbar.launch.node.bad_nodes import NODE_IS_LOST, bad_nodes, restart_number
 from drawbar.launch.node.rendezvous import launch_id_of
 from drawbar.launch.slurm.partitions import facts, read_nodes, slurm_output
 
@@ -25,7 +25,7 @@ def requeue(run_dir: Path, job: str, then: str) -> int:
     own = launch_id_of(
         os.environ["SLURM_JOB_ID"]
     )  # an array element has its own job id, but is requeued as ARRAY_INDEX
-    reasons = bad_nodes(run_dir, own, attempt())
+    reasons = bad_nodes(run_dir, own, restart_number())
     try:
         if reasons and then == "exclude":
             return _exclude(job, bad_nodes(run_dir, own))

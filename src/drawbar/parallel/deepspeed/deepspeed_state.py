@@ -117,7 +117,7 @@ class MasterState(ABC):
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
-        self.wrapper = engine.optimizer
+        self.zero_optimizer = engine.optimizer  # under stage 0, ``optimizer`` itself
         self.optimizer: Optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
 
     @staticmethod
@@ -297,7 +297,7 @@ class PartitionedMasterState(MasterState):
         return safe_get_full_optimizer_state(parameter, key)
 
     def prepare(self, keys: set[str], step: Tensor) -> None:
-        for flat in self.wrapper.fp32_partitioned_groups_flat:
+        for flat in self.zero_optimizer.fp32_partitioned_groups_flat:
             _allocate_state(self.optimizer, flat, keys, step)
 
     def set_state(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:

@@ -78,12 +78,14 @@ def _balanced(sizes: Sequence[int], stages: int) -> list[int]:
     Dynamic programming: the best split of ``n`` blocks into ``s`` stages follows from the best splits of fewer blocks.
     """
     total = [0, *accumulate(sizes)]
-    best: dict[int, tuple[int, list[int]]] = {0: (0, [])}  # after s rounds, for s stages: blocks → (cost, cuts)
+    best: dict[int, tuple[int, list[int]]] = {
+        0: (0, [])
+    }  # after s rounds, for s stages: blocks → (cost, blocks of each stage)
     for _ in range(stages):
         longer: dict[int, tuple[int, list[int]]] = {}
-        for start, (cost, cuts) in best.items():
+        for start, (cost, counts) in best.items():
             for stop in range(start + 1, len(sizes) + 1):
-                candidate = (cost + (total[stop] - total[start]) ** 2, [*cuts, stop - start])
+                candidate = (cost + (total[stop] - total[start]) ** 2, [*counts, stop - start])
                 if stop not in longer or candidate[0] < longer[stop][0]:
                     longer[stop] = candidate
         best = longer
