@@ -145,7 +145,7 @@ def test_a_refused_copy_leaves_no_run_behind(
             server.s3.put_object(Bucket=BUCKET, Key=f"{folder}/checkpoints/{name}", Body=b"not this")
     lose_the_disk(project)
     for _ in range(2):
-        with pytest.raises(UserError, match="of the copies of this run's checkpoints no copy can be used"):
+        with pytest.raises(UserError, match="of the copies of this run's checkpoints none can be used"):
             fit(*SETTINGS, remote)
         assert {path.name for path in run.iterdir()} <= {".lock"}
 

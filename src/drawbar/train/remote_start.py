@@ -113,7 +113,7 @@ class _RemoteRun:
             self._fetch_best(complete)
             unusable = self._fetch_newest(newer)
             if len(unusable) == len(newer) and own < 0:
-                raise self._refusal("no copy can be used", unusable)
+                raise self._refusal("none can be used", unusable)
         self._remote.set_aside(unusable)
         return len(unusable) < len(newer)
 
@@ -172,7 +172,7 @@ class _RemoteRun:
                     logger.info("copying %s from %s", step_name(step), self._store.url)
                     self._remote.download(step, objects, self._directory)
             except OtherFormat as reason:
-                raise self._refusal("a newer copy cannot be used", {**unusable, step: reason}) from None
+                raise self._refusal("a newer one cannot be used", {**unusable, step: reason}) from None
             except Unusable as reason:
                 logger.warning("%s of %s is damaged and is skipped: %s", step_name(step), self._store.url, reason)
                 unusable[step] = reason
