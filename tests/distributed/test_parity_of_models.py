@@ -57,7 +57,10 @@ FAMILIES = {
     "qwen3": ("causal_lm", GROUPED),
     "phi": ("causal_lm", DECODER),
     "gpt_neox": ("causal_lm", DECODER),
-    "apertus": ("causal_lm", {**GROUPED, "hidden_act": "xielu"}),  # whose activation function has parameters
+    "apertus": (
+        "causal_lm",
+        {**DECODER, "num_key_value_heads": 2, "hidden_act": "xielu"},
+    ),  # whose activation function has parameters
 }
 AUTOTP = ["bert", "roberta", "bart", "mistral", "qwen3", "phi", "gpt_neox"]
 """Those that DeepSpeed's own tensor parallelism knows."""

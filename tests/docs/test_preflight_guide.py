@@ -31,5 +31,5 @@ def test_the_file_of_bad_nodes_is_as_shown(tmp_path: Path) -> None:
     record_bad_nodes(tmp_path, shown["job"], shown["nodes"])
     (written,) = json.loads((tmp_path / "launch" / FILE).read_text())
     assert {**written, "time": shown["time"]} == shown
-    assert bad_nodes(tmp_path, shown["job"], attempt=0) == shown["nodes"]
-    assert bad_nodes(tmp_path, shown["job"], attempt=1) == bad_nodes(tmp_path, "drawbar-5") == {}
+    assert bad_nodes(tmp_path, shown["job"], restart=0) == shown["nodes"]
+    assert bad_nodes(tmp_path, shown["job"], restart=1) == bad_nodes(tmp_path, "drawbar-5") == {}

@@ -131,7 +131,7 @@ def name_failing_method(task: Task) -> Iterator[None]:
         what, remedy = f"{owner.__name__}.{name}{inherited}", "mend the method"
         if not own:
             remedy = "mend what it is given (the model, the records, the batch), or override the method"
-            if task.task_context.config.parallel.tensor > 1:
+            if task.task_context.run_config.parallel.tensor > 1:
                 remedy += "; where it works with parallel.tensor=1, this model's layers cannot be cut"
         raise UserError(
             f"{what} fails: {type(error).__name__}: {error}\n{''.join(calls).rstrip()}",

@@ -178,7 +178,10 @@ def test_a_sharded_encoder_decoder_writes_the_same() -> None:
             assert torch.equal(model.generate(tokens, max_new_tokens=5), expected)
 
 
-@pytest.mark.parametrize(("value", "message"), [(torch.tensor(1.0), "odd has none"), (torch.zeros(0, 2), "odd, which")])
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [(torch.tensor(1.0), "odd, which has no dimension"), (torch.zeros(0, 2), "odd, which has no el")],
+)
 def test_a_parameter_without_a_dimension_or_elements_is_refused(value: torch.Tensor, message: str) -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     model.register_parameter("odd", nn.Parameter(value))
