@@ -202,8 +202,8 @@ def _prepare_run(request: SubmitRequest, launcher: Launcher) -> PreparedJob:
         )
     check_world(config, job.nodes * job.processes)
     check_deepspeed(loaded, job.nodes * job.processes)
-    notes = (*completed.notes, *_notes_of_active_jobs(config.run_dir))
-    notes = (*notes, *check_before_queue(config, job, launcher, request.task))
+    found = check_before_queue(config, job, launcher, request.task)
+    notes = (*completed.notes, *_notes_of_active_jobs(config.run_dir), *found)
     if request.resubmitted is None:  # the memory of a job that ran before need not be checked
         checked = check_memory(job, request.program, request.force)
         return PreparedJob(request, launcher, job, notes=(*notes, *checked.notes), plan=checked.plan)

@@ -142,8 +142,11 @@ def _tensor_plan(model: PreTrainedModel) -> ModelParallelPlan:
         unknown = set((theirs or {}).values()) - set(_HUGGINGFACE)
         unfit = kind in _UNFIT or (kind == "cohere" and config.use_qk_norm)
         if not theirs or unknown or unfit:
-            styles = f"its plan has styles that are not known here ({', '.join(sorted(unknown))})"
-            why = "no plan" if not theirs else "its plan does not fit them" if unfit else styles
+            why = f"its plan has styles that are not known here ({', '.join(sorted(unknown))})"
+            if not theirs:
+                why = "no plan"
+            elif unfit:
+                why = "its plan does not fit them"
             return ModelParallelPlan(
                 tensor_refusal=f"the layers of {kind} cannot be cut: {why}; these families can be: {_TENSOR_FAMILIES}"
             )

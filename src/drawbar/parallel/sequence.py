@@ -11,6 +11,7 @@ dropout would advance a shared generator by different amounts, and the ranks' RN
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -108,13 +109,15 @@ def sum_input_gradients_once(sublayers: Sequence[nn.Module], mesh: DeviceMesh) -
     """
 
     def enter(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        return _on_states(whole, args, kwargs) if torch.is_grad_enabled() else None
-
-    def whole(x_BLH: Tensor) -> Tensor:
-        return DTensor.from_local(x_BLH, mesh, [Replicate()]).to_local(grad_placements=[Partial()])
+        return _on_states(partial(with_summed_gradient, mesh=mesh), args, kwargs) if torch.is_grad_enabled() else None
 
     for sublayer in sublayers:
         sublayer.register_forward_pre_hook(enter, with_kwargs=True)
+
+
+def with_summed_gradient(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The same tensor, which all ranks have; its gradient is the sum of theirs."""
+    return DTensor.from_local(x, mesh, [Replicate()]).to_local(grad_placements=[Partial()])
 
 
 def _on_states(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

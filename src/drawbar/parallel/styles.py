@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from drawbar.parallel.sequence import SEQUENCE
+from drawbar.parallel.sequence import SEQUENCE, with_summed_gradient
 
 Gradient: TypeAlias = Replicate | Shard | Partial | None
 _sharded: ContextVar[bool] = ContextVar("sharded_logits", default=False)
@@ -69,12 +69,12 @@ class Colwise(ParallelStyle):
         use_local(module, [name for name, _ in module.named_parameters(recurse=False)], None)
         if isinstance(module, Conv1D):
             module.nf //= device_mesh.size()  # the shape of its outputs
-        enter: Any = _with_partial_grad if self.sums and not isinstance(module, nn.Embedding) else None
+        enter: Any = _with_summed_gradient if self.sums and not isinstance(module, nn.Embedding) else None
         return distribute_module(module, device_mesh, None, enter, _gathered if self.gathers else None)
 
 
-def _with_partial_grad(module: nn.Module, inputs: tuple[Tensor, ...], device_mesh: DeviceMesh) -> Tensor:
-    return DTensor.from_local(inputs[0], device_mesh, [Replicate()]).to_local(grad_placements=[Partial()])
+def _with_summed_gradient(module: nn.Module, inputs: tuple[Tensor, ...], device_mesh: DeviceMesh) -> Tensor:
+    return with_summed_gradient(inputs[0], device_mesh)
 
 
 def _gathered(module: nn.Module, output: Tensor, device_mesh: DeviceMesh) -> Tensor:

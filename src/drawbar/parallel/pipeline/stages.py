@@ -78,9 +78,8 @@ def _balanced(sizes: Sequence[int], stages: int) -> list[int]:
     Dynamic programming: the best split of ``n`` blocks into ``s`` stages follows from the best splits of fewer blocks.
     """
     total = [0, *accumulate(sizes)]
-    best: dict[int, tuple[int, list[int]]] = {
-        0: (0, [])
-    }  # after s rounds, for s stages: blocks → (cost, blocks of each stage)
+    # after s rounds, for s stages: blocks → (cost, blocks of each stage)
+    best: dict[int, tuple[int, list[int]]] = {0: (0, [])}
     for _ in range(stages):
         longer: dict[int, tuple[int, list[int]]] = {}
         for start, (cost, counts) in best.items():
