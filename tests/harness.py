@@ -8,6 +8,7 @@ fails.
 import gc
 import multiprocessing
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -71,9 +72,13 @@ def run_deepspeed(*arguments: str, cwd: Path, env: dict[str, str] | None = None,
 
 
 def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
+    """A port at which nobody listens, of those that Linux gives to no connection (by default, it gives them 32768 and
+    above): another test's connection could take one of these before it is used."""
+    while True:
+        port = 20_000 + secrets.randbelow(12_000)
+        with socket.socket() as server, suppress(OSError):
+            server.bind(("127.0.0.1", port))
+            return port
 
 
 def _run(command: list[str], cwd: Path, env: dict[str, str] | None, timeout: float) -> Finished:

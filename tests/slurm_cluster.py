@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from harness import wait_until
+from harness import free_port, wait_until
 from programs import search_path
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel", "sinfo")
@@ -104,7 +104,10 @@ def start_cluster(folder: Path, nodes: Sequence[str] = NODES, patience: int = 30
     for name in ("munge", "state", *(f"spool-{node}" for node in nodes)):
         (folder / name).mkdir(mode=0o700, parents=True)
     conf = folder / "slurm.conf"
-    control, *ports = _free_ports(1 + len(nodes))
+    ports = {free_port()}
+    while len(ports) <= len(nodes):
+        ports.add(free_port())
+    control = ports.pop()
     first_job = 1000 + secrets.randbelow(10**6)  # jobs of several clusters on this machine look at different ports
     settings = {"user": getpass.getuser(), "control_port": control, "patience": patience, "first_job": first_job}
     text = CONF.format(folder=folder, **settings)
@@ -223,12 +226,3 @@ def _idle_nodes(cluster: SlurmCluster) -> int:
         ["sinfo", "--noheader", "--Node", "--format=%t"], env=environ, check=False, capture_output=True, text=True
     )
     return done.stdout.split().count("idle")
-
-
-def _free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on, each different."""
-    servers = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(server.getsockname()[1]) for server in servers]
-    for server in servers:
-        server.close()
-    return ports

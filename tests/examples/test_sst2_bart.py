@@ -3,14 +3,13 @@
 import json
 import re
 import shlex
-import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from walkthrough import commands, copy_example, walk, write_sentiments
 
-from harness import Finished, run_torchrun
+from harness import Finished, free_port, run_torchrun
 from runs import losses
 
 SMALLER = {
@@ -56,9 +55,7 @@ def test_two_nodes_meet_at_an_address_and_port(folder: Path) -> None:
     shown = commands("sst2_bart", language="console")
     nodes = [command for command in shown if command.startswith("torchrun")]
     assert len(nodes) == 2
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     settings = ["train.steps=3", "train.epochs=null", "precision=fp32", "task.from_scratch.dropout=0.0"]
 
     def run_node(command: str) -> Finished:

@@ -196,7 +196,7 @@ def test_too_few_nodes_are_left(
     monkeypatch.setenv("SLURM_JOB_ID", job)
     assert requeue(run_dir, job, "exclude") == NO_BAD_NODES  # it has named none
     record_bad_nodes(run_dir, f"drawbar-{job}", {"n2": "node n2 did not answer within 60 s"})
-    assert requeue(run_dir, job, "requeue") == GAVE_UP  # n2 is not lost
+    assert requeue(run_dir, job, "only-if-lost") == GAVE_UP  # n2 is not lost
     assert capsys.readouterr().out == ""
     assert requeue(run_dir, job, "exclude") == GAVE_UP
     assert re.search(r"without n2 there are 1 nodes, too few for job \d+; it ends here", capsys.readouterr().err)

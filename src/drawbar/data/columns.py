@@ -57,12 +57,12 @@ class MemoryStorage:
         self._contents.setdefault(name, bytearray()).extend(data)
 
     def array(self, name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
-        """The content as values, not copied."""
+        """The content as one array, not copied."""
         content = self._contents.get(name, b"")
         return np.frombuffer(content, dtype) if content else np.empty(0, dtype)
 
     def values(self, name: str, dtype: np.dtype[Any], *row: int) -> NDArray[Any]:
-        """The same, as an array of shape (-1, *row)."""
+        """The same array, of shape (-1, *row)."""
         return self.array(name, dtype).reshape(-1, *row)
 
     def replace(self, name: str, by: str) -> None:
@@ -117,7 +117,7 @@ class FolderStorage:
         self._open[name].write(data)
 
     def array(self, name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
-        """The content as values, memory-mapped: only what is looked at is read."""
+        """The content as one array, memory-mapped: only what is looked at is read."""
         path = self._written(name)
         if not path.exists() or not path.stat().st_size:  # an empty file cannot be mapped
             return np.empty(0, dtype)

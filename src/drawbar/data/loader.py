@@ -88,7 +88,7 @@ class MicroBatchSize:
         """The rows in micro-batches, longest first, so that rows of similar length share one.
 
         Args:
-            rows: numbers of rows.
+            rows: which rows, as indices into ``lengths``.
             lengths: shape (all rows,): tokens of each.
         """
         decreasing = rows[np.argsort(-lengths[rows], kind="stable")]
@@ -166,8 +166,12 @@ class Loader(ABC, Generic[Batch]):
         """Let the next ``_plan`` be for the step after this position."""
 
     @abstractmethod
-    def _plan(self, may_defer: bool) -> StepPlan | None:
-        """See ``Prefetcher.steps``.
+    def _plan(self, may_defer_error: bool) -> StepPlan | None:
+        """What ``Prefetcher.steps`` calls to plan the next step.
+
+        Args:
+            may_defer_error: whether an earlier step is still to be trained. If so, the result may be None in place of
+                an error: it is called again after that step.
 
         Raises:
             OtherRankFailed: another rank cannot plan the step.
@@ -269,7 +273,7 @@ class TrainLoader(Loader[Batch]):
     def _plan_from(self, position: DataPosition) -> None:
         self._planned = position
 
-    def _plan(self, may_defer: bool) -> StepPlan:
+    def _plan(self, may_defer_error: bool) -> StepPlan:
         """This rank's share of the next global batch: it looks up no other rows, as a step may have thousands."""
         epoch, start = self._planned.epoch, self._planned.consumed
         stop = min(start + self.global_batch, self.sampler.size)

@@ -126,7 +126,7 @@ def cached_plan_of_sources(
 
     inputs = {
         "the samples": of_samples,
-        "the targets": placement,
+        "the placement of labels": placement,
         "the sources": repr(list(sizes)),
         "data.sequence_length": str(capacity),
         "run.seed": str(seed),

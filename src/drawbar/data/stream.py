@@ -1,9 +1,10 @@
 """Training batches from a stream that is never held in memory, in an order that no world size changes.
 
-The stream is read in blocks of records. Record number i of a source belongs to lane ``i % lanes``, and a lane to one
-rank, which alone parses and encodes its records. A lane's part of a block is shuffled (and packed) by itself; then the
-block's rows come in turn from all lanes. So the rows of a block are a pure function of the data and the seed, and a
-position is where the block begins and how many of its rows were used: to go on, that block is read again.
+The stream is read in blocks of records. Record number i of a source belongs to lane ``i % lanes`` (where the source
+repeats, i counts on over all its passes), and a lane to one rank, which alone parses and encodes its records. A lane's
+part of a block is shuffled (and packed) by itself; then the block's rows come in turn from all lanes. So the rows of a
+block are a pure function of the data and the seed, and a position is where the block begins and how many of its rows
+were used: to go on, that block is read again.
 """
 
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -204,11 +205,11 @@ class StreamLoader(Loader[Batch]):
             self._block = None
         self._planned = position
 
-    def _plan(self, may_defer: bool) -> StepPlan | None:
-        """This rank's share of the next global batch; with ``may_defer``, None where a rank cannot read: the error is
-        raised when this batch is planned again, once its step is due."""
+    def _plan(self, may_defer_error: bool) -> StepPlan | None:
+        """This rank's share of the next global batch; with ``may_defer_error``, None where a rank cannot read: the
+        error is raised when this batch is planned again, once its step is due."""
         before = self._planned
-        rows = self._next_rows(may_defer)
+        rows = self._next_rows(may_defer_error)
         if rows is None:
             self._plan_from(before)
             return None
@@ -223,12 +224,12 @@ class StreamLoader(Loader[Batch]):
             micro_batches += [PlannedMicroBatch(read, is_filler=True)] * fillers
         return StepPlan(micro_batches, int(lengths.sum()), after=self._planned)
 
-    def _next_rows(self, may_defer: bool) -> list[PlannedRow] | None:
+    def _next_rows(self, may_defer_error: bool) -> list[PlannedRow] | None:
         """This rank's rows of the next global batch; None as for ``_plan``."""
         mine: list[PlannedRow] = []
         taken, epoch = 0, self._planned.cursor.epoch
         while taken < self.settings.global_batch:
-            block = self._current_block(may_defer)
+            block = self._current_block(may_defer_error)
             if block is None:
                 return None
             if taken and block.start.epoch != epoch:  # rows never carry over into the next epoch
@@ -268,7 +269,7 @@ class StreamLoader(Loader[Batch]):
                     return rows
         raise _no_samples()
 
-    def _current_block(self, may_defer: bool) -> Block | None:
+    def _current_block(self, may_defer_error: bool) -> Block | None:
         """The current block, which has at least one unused row. None as for ``_plan``.
 
         Raises:
@@ -280,7 +281,7 @@ class StreamLoader(Loader[Batch]):
             with self.ranks.working("reading the stream"):
                 part = self._block_share(cursor)
             block = self._merge_shares(cursor, part)
-            if block is None and may_defer:
+            if block is None and may_defer_error:
                 return None
             if block is None:
                 raise part if isinstance(part, Exception) else OtherRankFailed
@@ -293,7 +294,7 @@ class StreamLoader(Loader[Batch]):
             # each rank has then come to the end of its lanes of every source twice (ranks differ by one end at most),
             # and has read all of them in between
             if ends.min() > 2 * self.ranks.size and self._block is None:
-                if may_defer:
+                if may_defer_error:
                     return None
                 raise _no_samples()
         return self._block

@@ -18,7 +18,7 @@ from drawbar.tasks.batch import Batch
 
 @contextmanager
 def trial_step(engine: Engine, updater: TorchUpdater, micro_batches: Sequence[MicroBatch[Batch]]) -> Iterator[None]:
-    """Makes forward and backward of a step, then runs the block with its gradients in place. When it ends, weights,
+    """Makes forward and backward of a step, then runs the block while the gradients are there. When it ends, weights,
     buffers and random generators are as before the step. Every rank enters it.
 
     Args:

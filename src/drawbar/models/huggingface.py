@@ -1,4 +1,5 @@
-"""Models through transformers, for every head: pretrained or from random weights, always fp32 on the CPU."""
+"""Models through transformers, for every head: pretrained or from random weights, always in fp32, on the CPU
+(``stored.build_meta_model``: on the meta device)."""
 
 import dataclasses
 import re

@@ -35,6 +35,11 @@ def checkpoint_activations(
     Random numbers are drawn again as they were, so dropout drops the same. Blocks compute as before where no backward
     pass will follow: in evaluation, and without gradients.
 
+    Args:
+        setting: which results of a block's forward are kept: ``full``: none; ``attention``: those of attention and of
+            collectives; ``selective``: those, and of matrix products. ``EveryKthBlock`` is ``full`` of every k-th
+            block; the other blocks keep all.
+
     Raises:
         UserError: the model has no repeated blocks.
     """

@@ -60,8 +60,8 @@ def chunked_cross_entropy(
     shard: VocabularyShard | None = None,
     chunk: int | None = None,
 ) -> Tensor:
-    """The sum of the cross entropies of ``hidden_NH @ weight_VH.T + bias_V`` in fp32, 0-d. It can be differentiated
-    once.
+    """The sum of the cross entropies of ``hidden_NH @ weight_VH.T + bias_V`` in fp32, 0-d. Its backward can run
+    once: that gives away the gradients which the forward has computed.
 
     Under autocast the matrix products have its dtype. Every rank of a ``shard``'s group calls it with the same hidden
     states, and gets the whole loss; the gradient of the hidden states is then to be summed over the group.

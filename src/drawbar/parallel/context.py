@@ -129,8 +129,8 @@ class ContextParallel:
         }
 
     def align(self, outputs: Any) -> Any:
-        """Give the logits (B, P, V) one column more, of zeros. A task pairs all but the last with all labels but the
-        first: with the padding, only the padded column and the ignored first label are dropped from a shard."""
+        """Append one position of zeros to the logits: (B, P + 1, V). A task pairs all positions but the last with all
+        labels but the first: so only that position and the ignored first label are dropped from a shard."""
         outputs.logits = functional.pad(outputs.logits, (0, 0, 0, 1))
         return outputs
 

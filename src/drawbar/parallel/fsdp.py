@@ -176,7 +176,8 @@ def _gathered_parameters(own: set[nn.Parameter], cast: set[nn.Parameter]) -> set
 
 
 def prepare_sharded_generate(model: nn.Module) -> None:
-    """Prepare ``generate`` of a sharded model, in place: all ranks call it, and go on until all texts have ended."""
+    """Prepare a sharded model's ``generate``, in place: all ranks must then call ``generate`` together, and each goes
+    on until the texts of all have ended."""
     if hasattr(model, "generate"):
         # generate calls the encoder directly, which needs the root's parameters all-gathered
         register_fsdp_forward_method(model, "generate")

@@ -18,8 +18,8 @@ _CAST_BY_AUTOCAST = {kind.forward for kind in (nn.Linear, Conv1D, nn.Conv1d, nn.
 def cast_weights_once(module: nn.Module, precision: str, device: torch.device) -> AbstractContextManager[None]:
     """Around the micro-batches of a step: autocast casts each trained weight in the first forward, and in no other.
 
-    Autocast drops its casts where its outermost context ends. This is that context, and it casts nothing itself: so a
-    backward in it is computed as outside. Update the weights after it. Under FSDP nothing is done: FSDP frees
+    Autocast drops its casts where its outermost context ends. This is that context, with autocast disabled: a backward
+    in it runs without autocast, as it should. Update the weights after it. Under FSDP nothing is done: FSDP frees
     weights after each forward, but their casts would stay in memory.
     """
     if precision == "fp32" or any(isinstance(part, FSDPModule) for part in module.modules()):

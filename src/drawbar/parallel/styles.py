@@ -26,7 +26,7 @@ from transformers.pytorch_utils import Conv1D
 
 from drawbar.parallel.sequence import SEQUENCE, with_summed_gradient
 
-Gradient: TypeAlias = Replicate | Shard | Partial | None
+GradPlacement: TypeAlias = Replicate | Shard | Partial | None
 _sharded: ContextVar[bool] = ContextVar("sharded_logits", default=False)
 
 
@@ -200,23 +200,27 @@ class Embedding(ParallelStyle):
         return module
 
 
-def use_local(module: nn.Module, names: Sequence[str], gradient: Gradient, without_bias: bool = False) -> None:
+def use_local(
+    module: nn.Module, names: Sequence[str], grad_placement: GradPlacement, without_bias: bool = False
+) -> None:
     """Let the module's ``forward`` see these parameters as the plain tensors of this rank, in place.
 
     So forward may use any operator. Outside of forward (optimizer, state_dict) they remain DTensors.
 
     Args:
-        gradient: what the gradients are on each rank; ``Partial`` where the module's inputs differ by rank. None: they
-            have the placements of the parameters.
+        grad_placement: of the gradients on each rank: ``Partial`` where the module's inputs differ by rank; None where
+            it is that of the parameters.
         without_bias: ``forward`` sees no bias.
     """
     module.shows_local = False
     kind: Any = type(module)
-    module.__class__ = _with_local(kind, tuple(names), gradient, without_bias)
+    module.__class__ = _with_local(kind, tuple(names), grad_placement, without_bias)
 
 
 @cache  # equal modules have one class: torch.compile shares code between them
-def _with_local(kind: Any, names: tuple[str, ...], gradient: Gradient, without_bias: bool) -> type[nn.Module]:
+def _with_local(
+    kind: Any, names: tuple[str, ...], grad_placement: GradPlacement, without_bias: bool
+) -> type[nn.Module]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         self.shows_local = True
         try:
@@ -226,7 +230,7 @@ def _with_local(kind: Any, names: tuple[str, ...], gradient: Gradient, without_b
 
     def view(self: Any, name: str) -> Tensor:
         parameter = self._parameters[name]
-        return _local(parameter, gradient) if self.shows_local else parameter
+        return _local(parameter, grad_placement) if self.shows_local else parameter
 
     def bias(self: Any) -> Tensor | None:
         if not self.shows_local:
@@ -242,8 +246,8 @@ def _with_local(kind: Any, names: tuple[str, ...], gradient: Gradient, without_b
     return type(kind.__name__, (kind,), {**namespace, **{name: property(partial(view, name=name)) for name in names}})
 
 
-def _local(parameter: DTensor, gradient: Gradient) -> Tensor:
-    if isinstance(gradient, Partial) and torch.is_grad_enabled():
+def _local(parameter: DTensor, grad_placement: GradPlacement) -> Tensor:
+    if isinstance(grad_placement, Partial) and torch.is_grad_enabled():
         # Replicate to Replicate does nothing in forward; in backward, it all-reduces the partial gradients
         parameter = parameter.redistribute(placements=parameter.placements)
-    return parameter.to_local(grad_placements=None if gradient is None else [gradient])
+    return parameter.to_local(grad_placements=None if grad_placement is None else [grad_placement])

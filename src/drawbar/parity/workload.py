@@ -1,4 +1,4 @@
-"""The workload of a comparison: a user's configuration, made deterministic over strategies.
+"""The workload of a comparison: a user's configuration, changed so that all strategies must compute the same.
 
 The steps are the first ones of the configuration: its task, data, batches, optimizer and schedule. Two things change.
 Dropout is switched off, since ranks draw other random numbers than one process does. And the model is made smaller

@@ -15,7 +15,8 @@ _DECADES_ABOVE = 2
 _FIGURES = {"loss": ("Loss", "loss per target"), "grad_norm": ("Gradient norm", "norm, before clipping")}
 FIRST = "first to differ"
 MODULES_AROUND = 6
-"""How many modules are shown before the first one that differs, and from it on; all are in a fold of the page."""
+"""How many modules are shown before the first one that differs, and from it on; a part of the page that the reader
+can open has all of them."""
 
 
 @dataclass(frozen=True)

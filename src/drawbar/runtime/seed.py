@@ -17,8 +17,8 @@ def seed_everything(seed: int, rank: int = 0) -> None:
 
 
 def use_deterministic_kernels() -> None:
-    """Compute with kernels whose result is the same in every run (of CUDA's scatter-adds, slower ones); where torch has
-    none (cumulative sums of floats on CUDA, for one), it raises. Call it before any has run."""
+    """Compute with kernels whose result is the same in every run, though some are slower (CUDA's scatter-adds). Where
+    torch has none (cumulative sums of floats on CUDA, for one), it raises. Call it before any kernel has run."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else torch refuses every matrix product on CUDA
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False

@@ -38,8 +38,10 @@ class Task:
     """This task's own options; each field is a key under ``task:`` and a command-line override."""
 
     label_placement: LabelPlacement | None = None
-    """Where the ``labels`` of a sample sit: ``next_token``, ``token``, ``sample`` or ``decoder``. A task that says so
-    can be packed (``data.batching: packed``): its batches then have ``segment_ids``, which go to the model."""
+    """Where the ``labels`` of a sample sit: ``next_token``, ``token``, ``sample`` or ``decoder``, see
+    :data:`drawbar.data.packing.LabelPlacement` (``next_token``: one under each token, and the loss shifts them). A task
+    that says so can be packed (``data.batching: packed``): its batches then have ``segment_ids``, which go to the
+    model."""
 
     needed_length: float = math.inf
     """The smallest ``data.sequence_length`` with which one of the records that ``encode`` dropped would give a sample,

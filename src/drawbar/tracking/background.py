@@ -18,7 +18,7 @@ from drawbar.util.atomic_files import write_atomically
 logger = logging.getLogger(__name__)
 
 LONGEST_QUEUE = 10_000
-"""Lines that may wait for a tracker; those that come when so many wait are dropped, and not kept in memory."""
+"""Calls of ``log`` that may wait for a tracker; those that come when so many wait are dropped."""
 FINISH_SECONDS = 60.0
 """How long the end of a run waits for a tracker to send what it still has."""
 SECONDS_TO_CHECK = 5.0
@@ -32,7 +32,7 @@ class TrackerGuard:
         self._tracker = tracker
         self._failing = False
 
-    def attempt(self, call: Callable[[Tracker], None], after: str = "tries it again with each line") -> bool:
+    def attempt(self, call: Callable[[Tracker], None], after: str = "tries it again with the next values") -> bool:
         """Whether the call succeeded. ``after``: what the run does after a failure, as the warning says it."""
         try:
             call(self._tracker)
@@ -102,7 +102,7 @@ class BackgroundTracker(Tracker):
             self._calls.put(lambda: self._deliver(step, kept))
         elif not self._warned_full:
             self._warned_full = True
-            logger.warning("the tracker %s is too slow: it does not get all lines", self._name)
+            logger.warning("the tracker %s is too slow: it does not get all values", self._name)
 
     def finish(self) -> None:
         self._calls.put(self._finish)

@@ -41,8 +41,9 @@ class Tracker(ABC):
     packages: ClassVar[Mapping[str, str]] = {}
     """Modules that it imports, each with what to ``pip install`` for it. One that is missing is an error at once."""
     in_background: ClassVar[bool] = True
-    """Whether its methods are called in a thread of their own: they may wait for a network, and get each line once,
-    even if a killed run repeats steps. Otherwise ``start`` must itself discard values after ``resume_step``."""
+    """Whether its methods are called in a thread of their own: they may wait for a network, and get the values of
+    each call of ``log`` once, even if a killed run repeats steps. Otherwise ``start`` must itself discard values after
+    ``resume_step``."""
 
     @abstractmethod
     def start(self, run: TrackedRun) -> None:

@@ -66,7 +66,7 @@ def checkpoint_bytes(engine: Engine, optimizer_share: float | None = None) -> in
 
     Args:
         optimizer_share: bytes of the optimizer's state for each byte of a trained weight; None if not known, and then
-            the most that any optimizer has: a start never takes a disk that is too small for large enough.
+            the most that any optimizer has, so that a start refuses every disk that is too small.
     """
     sizes = {True: 0, False: 0}
     for parameter in engine.meta_model.parameters():

@@ -171,7 +171,7 @@ def find_step(reference: RunReference) -> int:
     elif which == "best":
         record = directory.best_record()
         found = None if record is None else record.step
-    elif which == "latest":
+    elif which == "latest":  # written RUN@last
         newest = directory.latest()
         match = None if newest is None else STEP_NAME.match(newest.name)
         found = None if match is None else int(match[1])

@@ -39,7 +39,8 @@ class _LocalCopy:
     """The files that match their checksums."""
 
     def has(self, name: str, manifest: Manifest) -> bool:
-        """Whether there is an intact file that belongs to ``manifest``."""
+        """Whether the file is there as ``manifest`` lists it; that differs from this copy's manifest in ``state.json``
+        alone (``_key``)."""
         return name in self.intact and (name != STATE_FILE or self.manifest.files[name] == manifest.files[name])
 
 

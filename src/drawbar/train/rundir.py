@@ -81,7 +81,7 @@ class RunStart:
 
 
 def find_start(config: RunConfig, resume: str, fork: str | None, weights_only: bool = False) -> RunStart:
-    """Decide, before anything is written, where the run begins: on rank 0, or on one rank for each disk.
+    """Decide where the run begins, before anything is written. Rank 0 calls it, or one rank for each disk.
 
     Args:
         resume: ``auto`` (resume from the run directory's newest complete checkpoint), ``never``, or a checkpoint.

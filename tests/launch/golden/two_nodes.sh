@@ -95,7 +95,7 @@ done
 
 # Nodes that did not answer, were lost, or do not work are named in launch/bad-nodes.json.
 if [ "$code" != 0 ] && [ -z "$told" ]; then
-  python -m drawbar.launch.node.entry.requeue "$drawbar_run" "$drawbar_job" requeue
+  python -m drawbar.launch.node.entry.requeue "$drawbar_run" "$drawbar_job" only-if-lost
   case $? in
     0) trap - EXIT ;;
     3) code=1 ;;

@@ -148,7 +148,7 @@ def test_the_end_of_a_run_does_not_wait_for_ever(
         trackers.log(step, {"train/loss": 1.0})
     trackers.finish()
     hangs.set()
-    assert "it does not get all lines" in caplog.text
+    assert "it does not get all values" in caplog.text
     assert "has not sent everything" in caplog.text
 
 

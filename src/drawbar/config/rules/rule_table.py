@@ -314,8 +314,8 @@ def check_world(config: RunConfig, world_size: int) -> None:
 
 
 def resolve_micro_batch(config: RunConfig, data_ranks: int) -> int:
-    """Rows in one forward and backward on one process, as one number: of samples without tokens, and for DeepSpeed's
-    JSON. (With ``auto``, samples with tokens are cut by tokens instead: ``drawbar.train.batches.train_micro_batch``.)
+    """Rows in one forward and backward on one process, as one number: it is needed where samples have no tokens, and
+    for DeepSpeed's JSON. (Samples with tokens are cut by tokens with ``auto``: ``train.batches.train_micro_batch``.)
 
     ``auto`` is here the largest divisor of the process's share of the global batch that keeps a micro-batch at
     ``MICRO_BATCH_TOKENS`` tokens (rows × ``data.sequence_length``) or less, and at least one row.

@@ -36,7 +36,11 @@ def record_bad_nodes(run_dir: Path, launch_id: str, reasons: Mapping[str, str]) 
 
 
 def bad_nodes(run_dir: Path, launch_id: str, restart: int | None = None) -> dict[str, str]:
-    """What is wrong with each node that the job has named, in all of its starts or after one ``restart``."""
+    """What is wrong with each node that the job has named.
+
+    Args:
+        restart: of the job's starts, only the one with this ``restart_number`` (0: the first); None for all.
+    """
     found: dict[str, str] = {}
     for entry in _entries(run_dir):
         if entry["job"] == launch_id and restart in (None, entry["attempt"]):

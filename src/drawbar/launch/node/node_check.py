@@ -146,7 +146,7 @@ class NodeCheck:
             _record(self.run_dir, rendezvous, result.bad)
         store.set("verdict", json.dumps(asdict(result)))
         if result.errors:
-            others = [f"heard/{node}" for node in there if node != 0]
+            others = [f"has_result/{node}" for node in there if node != 0]
             _wait(lambda: not others or store.check(others), _LINGER_SECONDS)
         return result
 
@@ -155,7 +155,7 @@ class NodeCheck:
         if not _wait(lambda: store.check(["verdict"]), self.seconds + _LINGER_SECONDS):
             raise self._first_node_unreachable(rendezvous, f"said nothing for {self.seconds + _LINGER_SECONDS:.0f} s")
         result = NodeCheckResult(**json.loads(store.get("verdict")))
-        store.set(f"heard/{rendezvous.node}", "")
+        store.set(f"has_result/{rendezvous.node}", "")
         return result
 
     def _first_node_unreachable(self, rendezvous: Rendezvous, what: str) -> UserError:

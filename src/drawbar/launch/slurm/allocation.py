@@ -24,7 +24,7 @@ class Allocation:
     """Of the node that has fewest."""
     cpus_per_task: int | None
     """All CPUs that the allocation has on each node (on the one with the fewest): a node has one task, its launcher.
-    Those of one task of the allocation where Slurm does not tell the node's (see ``_cpus_per_node``)."""
+    Where Slurm does not tell a node's CPUs, ``SLURM_CPUS_PER_TASK`` of the allocation (see ``_cpus_per_node``)."""
     uneven: str = ""
     """How many GPUs each node has, where these are not equally many."""
 

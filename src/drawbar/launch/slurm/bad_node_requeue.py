@@ -15,19 +15,22 @@ REQUEUED, GAVE_UP, NO_BAD_NODES = 0, 3, 1
 """Exit codes: the job went back, it ends because of its bad nodes, it has named none."""
 
 
-def requeue(run_dir: Path, job: str, then: str) -> int:
+EXCLUDE, ONLY_IF_LOST = "exclude", "only-if-lost"
+"""Modes: queue the job without its bad nodes; or queue it only if a node was lost, as Slurm itself would do when it
+finds out."""
+
+
+def requeue(run_dir: Path, job: str, mode: str) -> int:
     """Put the job back into the queue, or print why not. Returns ``REQUEUED``, ``GAVE_UP`` or ``NO_BAD_NODES``.
 
     Args:
-        then: ``exclude``: queue the job without its bad nodes. ``requeue``: queue it only if a node was lost, as Slurm
-            itself would do when it finds out.
+        job: what Slurm requeues: of an array element ``ARRAY_INDEX``, though it has a job id of its own.
+        mode: ``EXCLUDE`` or ``ONLY_IF_LOST``.
     """
-    own = launch_id_of(
-        os.environ["SLURM_JOB_ID"]
-    )  # an array element has its own job id, but is requeued as ARRAY_INDEX
+    own = launch_id_of(os.environ["SLURM_JOB_ID"])
     reasons = bad_nodes(run_dir, own, restart_number())
     try:
-        if reasons and then == "exclude":
+        if reasons and mode == EXCLUDE:
             return _exclude(job, bad_nodes(run_dir, own))
         if any(NODE_IS_LOST in reason for reason in reasons.values()):
             print(f"drawbar: job {job} goes back into the queue: {'; '.join(reasons.values())}", flush=True)

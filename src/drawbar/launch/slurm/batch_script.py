@@ -15,7 +15,7 @@ from drawbar.errors import ExitCode, UserError
 from drawbar.launch.job import Job
 from drawbar.launch.job_files import CONFIG, FOLDER, SIGNAL_SECONDS
 from drawbar.launch.slurm.allocation import OWN_JOB
-from drawbar.launch.slurm.bad_node_requeue import GAVE_UP, REQUEUED
+from drawbar.launch.slurm.bad_node_requeue import EXCLUDE, GAVE_UP, ONLY_IF_LOST, REQUEUED
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
@@ -93,7 +93,7 @@ exit "$code"
 _BAD_NODES = """
 # Nodes that did not answer, were lost, or do not work are named in launch/bad-nodes.json.
 if [ "$code" != 0 ] && [ -z "$told" ]; then
-  {python} -m drawbar.launch.node.entry.requeue "$drawbar_run" "$drawbar_job" {then}
+  {python} -m drawbar.launch.node.entry.requeue "$drawbar_run" "$drawbar_job" {mode}
   case $? in
     {back}) trap - EXIT ;;
     {ends}) code={failed} ;;
@@ -159,13 +159,14 @@ def _begin(cluster: ClusterSection) -> str:
 
 
 def _requeue_without_bad_nodes(job: Job) -> str:
-    """The lines for a failed job with bad nodes. A container has none: Slurm's commands are missing there."""
+    """The script's lines for a failed job with bad nodes; empty where the job does not go back into the queue, and in a
+    container, where Slurm's commands are missing."""
     cluster = job.cluster
     if job.nodes == 1 or not cluster.requeue or job.allocation is not None or job.container is not None:
         return ""
-    then = "exclude" if cluster.exclude_bad_nodes else "requeue"
+    mode = EXCLUDE if cluster.exclude_bad_nodes else ONLY_IF_LOST
     python, failed = shlex.quote(job.python), int(ExitCode.FAILED)
-    return _BAD_NODES.format(python=python, then=then, back=REQUEUED, ends=GAVE_UP, failed=failed)
+    return _BAD_NODES.format(python=python, mode=mode, back=REQUEUED, ends=GAVE_UP, failed=failed)
 
 
 def _run_lines(job: Job) -> list[str]:

@@ -125,7 +125,7 @@ def _mark_counted_once(stage: Stage, tied: nn.Parameter | None, is_tp_rank0: boo
 class DeepSpeedPipeline:
     """What ``schedule.Pipeline`` does, done by DeepSpeed's engine: its 1F1B, and its averages over the ranks.
 
-    Its ``train_batch`` is made to end when the gradients are complete; then ``engine.step()`` updates.
+    DeepSpeed's ``train_batch`` is made to end when the gradients are complete; then ``engine.step()`` updates.
 
     Args:
         engine: from a ``pipeline_module`` with this stage.

@@ -1,7 +1,7 @@
 """Runs at the end of a failed Slurm job: where the job has named bad nodes, puts it back into the queue
-without them (``exclude``), or only if one of them was lost (``requeue``).
+without them (``exclude``), or only if one of them was lost (``only-if-lost``).
 
-    python -m drawbar.launch.node.entry.requeue RUN_DIRECTORY JOB exclude|requeue
+    python -m drawbar.launch.node.entry.requeue RUN_DIRECTORY JOB exclude|only-if-lost
 
 See :func:`drawbar.launch.slurm.bad_node_requeue.requeue`, whose result is the exit code.
 """
@@ -14,8 +14,8 @@ from drawbar.launch.slurm.bad_node_requeue import requeue
 
 
 def main(arguments: list[str]) -> int:
-    run_dir, job, then = arguments
-    return requeue(Path(run_dir), job, then)
+    run_dir, job, mode = arguments
+    return requeue(Path(run_dir), job, mode)
 
 
 if __name__ == "__main__":
