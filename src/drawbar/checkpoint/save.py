@@ -34,7 +34,7 @@ from drawbar.util.atomic_files import link_or_copy, sync
 
 def host_copies(
     tensors: Mapping[str, Tensor],
-    stores: bool = True,
+    keeps: bool = True,
     convert: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor.detach(),
 ) -> dict[str, Tensor]:
     """Copies in host memory that share no memory with the live tensors, so that training can go on while they are
@@ -43,16 +43,16 @@ def host_copies(
     Names that share a tensor share its copy. Views that merely overlap become tensors of their own.
 
     Args:
-        stores: False on a rank that only takes part in the collectives of ``convert``; it gets an empty dict.
+        keeps: False on a rank that only takes part in the collectives of ``convert``; it gets an empty dict.
         convert: returns the full tensor (collective if sharded); called once per tensor, in one order on all ranks.
     """
     first = _first_names(tensors)
     copies: dict[str, Tensor] = {}
     for name in unique_names(tensors):
         converted = convert(name, tensors[name])
-        if stores:
+        if keeps:
             copies[name] = converted.to("cpu", copy=True, memory_format=torch.contiguous_format)
-    return {name: copies[first[name]] for name in tensors} if stores else {}
+    return {name: copies[first[name]] for name in tensors} if keeps else {}
 
 
 def unique_names(tensors: Mapping[str, Tensor]) -> list[str]:

@@ -79,8 +79,8 @@ class PreparedJob:
     notes: tuple[str, ...] = ()
     """What the user should know before the job is submitted."""
     plan: Mapping[str, Any] | None = None
-    """What the run is planned to take (``drawbar plan --json``); None where nobody asked or no plan could be made, of a
-    sweep, and of a job that is submitted again."""
+    """What the run is planned to take (``drawbar plan --json``); None where ``check_memory`` made none, of a sweep, and
+    of a job that is submitted again."""
 
     def script(self) -> str:
         return self.launcher.render(self.job)

@@ -115,7 +115,7 @@ class Distributed:
             raise self._rendezvous_error(f"{self._describe_absent()}{error}") from error
         finally:
             deadline.cancel()
-        self._watchdog.watch_ranks(address for address, _ in ranks)
+        self._watchdog.watch_ranks(process_id for process_id, _ in ranks)
         self.nodes = tuple(name for _, name in ranks)
         return self
 

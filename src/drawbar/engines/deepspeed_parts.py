@@ -12,7 +12,7 @@ from drawbar.config.schema.run_config import RunConfig
 from drawbar.distributed.process_group import Distributed
 from drawbar.engines.local_model import LocalModel
 from drawbar.engines.parts import Update
-from drawbar.engines.state_access import ShouldStore
+from drawbar.engines.state_access import ShouldKeep
 from drawbar.models.lora import saved_tensors
 from drawbar.optim.schedules import set_learning_rate
 from drawbar.parallel.deepspeed.deepspeed_state import (
@@ -87,17 +87,17 @@ class DeepSpeedState:
     """The fp32 weights and the optimizer's state of a DeepSpeed engine, as full tensors by name."""
 
     def __init__(
-        self, local: LocalModel, masters: MasterState, config: RunConfig, world: Distributed, should_store: ShouldStore
+        self, local: LocalModel, masters: MasterState, config: RunConfig, world: Distributed, should_keep: ShouldKeep
     ) -> None:
         self.local = local
         self.module = local.module
         self.masters = masters
         self.config = config
         self.world = world
-        self.should_store = should_store
+        self.should_keep = should_keep
 
     def model(self, writers: Sequence[int]) -> dict[str, torch.Tensor]:
-        return host_copies(saved_tensors(self.module, self.config), self.should_store(writers), self._full)
+        return host_copies(saved_tensors(self.module, self.config), self.should_keep(writers), self._full)
 
     def optimizer(self, writers: Sequence[int]) -> dict[str, torch.Tensor]:
         copies = {}
@@ -105,7 +105,7 @@ class DeepSpeedState:
             for key in self.masters.keys:
                 tensor = self.masters.state(parameter, key)
                 tensor = tensor if key == STEP else tp_gather(parameter, tensor)
-                if self.should_store(writers):
+                if self.should_keep(writers):
                     copies[f"{name}/{key}"] = tensor.to("cpu", copy=True)
         return copies
 
@@ -115,7 +115,7 @@ class DeepSpeedState:
             gradient = self.masters.gradient(parameter)
             if gradient is not None:
                 full = tp_gather(parameter, gradient.float())
-                if self.should_store((0,)):
+                if self.should_keep((0,)):
                     found[name] = full.to("cpu", copy=True) / self._loss_scale()
         return found
 

@@ -33,7 +33,7 @@ from drawbar.engines.local_model import (
 from drawbar.engines.loss_choice import choose_cross_entropy
 from drawbar.engines.parts import EngineParts
 from drawbar.engines.stage_building import EmptyStages, build_stages
-from drawbar.engines.state_access import StagesState, stored_by_stage_leaders, stored_by_writers
+from drawbar.engines.state_access import StagesState, kept_by_stage_leaders, kept_by_writers
 from drawbar.errors import UserError
 from drawbar.models.plans import plan_for
 from drawbar.optim.optimizers import build_optimizers
@@ -92,7 +92,7 @@ def _build_one_model(task: Task, config: RunConfig, world: Distributed) -> Engin
         local, module=ds_engine.module, meta_model=meta_model, replica_groups=[torch.distributed.group.WORLD]
     )
     _check_tp_shards(local, config.parallel.tensor)
-    state = DeepSpeedState(local, MasterState.of(ds_engine), config, world, stored_by_writers(world))
+    state = DeepSpeedState(local, MasterState.of(ds_engine), config, world, kept_by_writers(world))
     _set_first_weights(local.module, source, state, world.device)
     if stage == 3:
         synchronize_generate(local.module)
@@ -110,8 +110,8 @@ def _build_one_model(task: Task, config: RunConfig, world: Distributed) -> Engin
 
 
 def _replicated(task: Task, config: RunConfig, world: Distributed) -> tuple[LocalModel, WeightSource]:
-    """The full model, and its fp32 weights where DeepSpeed derives master weights from low-precision ones (ZeRO stages
-    1 to 3; under stage 0 the weights stay fp32, and it changes nothing)."""
+    """The full model, for ZeRO stages 0 to 2; and in low precision its fp32 weights, to be set again: in stages 1 and
+    2, DeepSpeed derives its master weights from low-precision ones. (In stage 0 this changes nothing.)"""
     local = build_whole(task, config, world, _HOST)
     if config.precision == "fp32":
         return local, {}
@@ -200,7 +200,7 @@ def _build_pipeline(task: Task, config: RunConfig, world: Distributed) -> Engine
         shards_logits=False,
         loss_in_head=local.loss_in_head,
     )
-    own = DeepSpeedState(local, masters, config, world, stored_by_stage_leaders(world))
+    own = DeepSpeedState(local, masters, config, world, kept_by_stage_leaders(world))
     updater = DeepSpeedUpdater(masters, config.precision)
     return EngineParts(local, executor, updater, StagesState(own, local, config, world, stages.tied_name))
 

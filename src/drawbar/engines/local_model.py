@@ -101,7 +101,9 @@ def with_adapters(meta_model: nn.Module, config: RunConfig, base: FrozenBaseInfo
     Args:
         base: see ``LocalModel``.
     """
-    model = meta_model if config.lora is None or base is None else add_adapters(meta_model, config.lora, base.new)
+    model = (
+        meta_model if config.lora is None or base is None else add_adapters(meta_model, config.lora, base.without_file)
+    )
     keep_trained_weights_in_fp32(model)
     return model
 

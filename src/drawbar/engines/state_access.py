@@ -19,17 +19,17 @@ from drawbar.parallel.weights import full_tensor, load_shard, shard_like
 from drawbar.parallel.zero1 import is_zero1, local_optimizer
 from drawbar.runtime.safetensors_reader import StoredTensors
 
-ShouldStore = Callable[[Sequence[int]], bool]
-"""(writer ranks) → whether this rank stores the full tensors; every rank joins the gather all the same."""
+ShouldKeep = Callable[[Sequence[int]], bool]
+"""(writer ranks) → whether this rank keeps host copies of the full tensors; every rank joins the gather."""
 
 
-def stored_by_writers(world: Distributed) -> ShouldStore:
-    """``ShouldStore`` of a model without stages: the writers themselves."""
+def kept_by_writers(world: Distributed) -> ShouldKeep:
+    """``ShouldKeep`` of a model without stages: the writers themselves."""
     return lambda writers: world.rank in writers
 
 
-def stored_by_stage_leaders(world: Distributed) -> ShouldStore:
-    """``ShouldStore`` of a stage: one rank per stage stores its tensors, and sends them to the writers."""
+def kept_by_stage_leaders(world: Distributed) -> ShouldKeep:
+    """``ShouldKeep`` of a stage: one rank per stage keeps its tensors, and sends them to the writers."""
     return lambda writers: world.dims.is_stage_leader(world.rank)
 
 
@@ -43,7 +43,7 @@ class TorchState:
         scaler: LossScaler,
         config: RunConfig,
         world: Distributed,
-        should_store: ShouldStore,
+        should_keep: ShouldKeep,
     ) -> None:
         self.module = local.module
         self.fused = local.fused
@@ -51,22 +51,22 @@ class TorchState:
         self.scaler = scaler
         self.config = config
         self.world = world
-        self.should_store = should_store
+        self.should_keep = should_keep
 
     def model(self, writers: Sequence[int]) -> dict[str, torch.Tensor]:
-        return host_copies(saved_tensors(self.module, self.config), self.should_store(writers), self._full)
+        return host_copies(saved_tensors(self.module, self.config), self.should_keep(writers), self._full)
 
     def optimizer(self, writers: Sequence[int]) -> dict[str, torch.Tensor]:
         tensors = optimizer_state(self._names(), [local_optimizer(optimizer) for optimizer in self.optimizers])
         if any(is_zero1(optimizer) for optimizer in self.optimizers):  # the other ranks have the rest
             return self.world.gather_dict(host_copies(tensors), writers)
-        return host_copies(tensors, self.should_store(writers), lambda name, t: self._full(name.rpartition("/")[0], t))
+        return host_copies(tensors, self.should_keep(writers), lambda name, t: self._full(name.rpartition("/")[0], t))
 
     def gradients(self) -> dict[str, torch.Tensor]:
         scale = self.scaler.scale
         return host_copies(
             self.gradients_equal_on_replicas(),
-            self.should_store((0,)),
+            self.should_keep((0,)),
             lambda name, tensor: self._full(name, tensor) / scale,
         )
 
@@ -118,7 +118,7 @@ class StagesState:
     """The state of a pipeline: gathers and merges what the ``StateAccess`` of each stage (``stage_state``) returns.
 
     Args:
-        stage_state: of this rank's stages; its ``should_store`` is ``stored_by_stage_leaders``.
+        stage_state: of this rank's stages; its ``should_keep`` is ``kept_by_stage_leaders``.
         local: the stages (``module``), and the full model without values (``meta_model``).
         tied: the name of the weight that first and last stage share; None if they share none.
     """

@@ -24,8 +24,8 @@ _FULL = {errno.ENOSPC, errno.EDQUOT}
 class FolderFacts:
     """Facts about a folder; if it does not exist, about the nearest folder above it that does."""
 
-    purpose: str
-    """``run.dir``"""
+    name: str
+    """What messages call it: the setting or variable that names it (``run.dir``), or ``temporary files``."""
     path: str
     change: str
     """How to make a run use another folder, for error messages: ``set run.dir=ANOTHER_FOLDER``."""
@@ -46,7 +46,7 @@ class FolderFacts:
         return self.kind in NETWORK
 
 
-def collect_folder(purpose: str, path: str | Path, change: str) -> FolderFacts:
+def collect_folder(name: str, path: str | Path, change: str) -> FolderFacts:
     """Facts about a folder. To see if it is writable, 1 MiB is written and removed: permissions do not show quotas."""
     wanted = Path(path).expanduser().absolute()
     place = wanted
@@ -67,7 +67,7 @@ def collect_folder(purpose: str, path: str | Path, change: str) -> FolderFacts:
         free = shutil.disk_usage(place).free
     except OSError:
         free = 0
-    return FolderFacts(purpose, str(wanted), change, str(place), _kind(place), free, error, is_full, locks)
+    return FolderFacts(name, str(wanted), change, str(place), _kind(place), free, error, is_full, locks)
 
 
 def check_run_folder(run_dir: Path) -> None:

@@ -35,8 +35,8 @@ class Job:
     container: Container | None = None
     """The container in which ``argv`` and drawbar's own programs run; None if they run on the node itself."""
     elements: "tuple[Job, ...]" = ()
-    """The runs of a sweep; this job then holds what they have in common. Each has its name, configuration, settings and
-    directory."""
+    """The runs of a sweep. The nodes, processes, cluster, environment and code of this job are then those of all; each
+    run has its own name, configuration, settings and directory."""
     at_once: int | None = None
     """The most elements that may run at the same time; None for no limit."""
     version: str | None = None

@@ -44,13 +44,13 @@ _ATTENTION = (
 class FrozenBaseInfo:
     """Identifies the frozen pretrained model under the adapters, whose weights are not in the checkpoints."""
 
-    new: frozenset[str]
+    without_file: frozenset[str]
     """Parameters missing from the pretrained files; they are trained, and so stored in the checkpoints."""
     digest: str
     """Digest of the weights that were frozen for the adapters; those that the model itself had frozen are not in it."""
 
 
-def add_adapters(model: nn.Module, lora: LoraSection, new: Collection[str] = ()) -> nn.Module:
+def add_adapters(model: nn.Module, lora: LoraSection, without_file: Collection[str] = ()) -> nn.Module:
     """Freeze the model and give it adapters, in place; only they, its new head and ``lora.train`` are trained.
 
     The head is what a transformers model has besides its base model (none if it predicts tokens); in any other module,
@@ -58,8 +58,8 @@ def add_adapters(model: nn.Module, lora: LoraSection, new: Collection[str] = ())
     model's outputs do not change until the adapters are trained.
 
     Args:
-        new: parameters that start from random values, as no file has them. Their modules are trained whole, too:
-            frozen at random values they would be useless, and could not be restored.
+        without_file: parameters that start from random values, as no file has them. Their modules are trained whole,
+            too: frozen at random values they would be useless, and could not be restored.
 
     Returns:
         The same ``model``.
@@ -69,7 +69,7 @@ def add_adapters(model: nn.Module, lora: LoraSection, new: Collection[str] = ())
             cannot adapt such a module.
     """
     peft = _import_peft()
-    whole = _fully_trained_modules(model, lora.train, new)
+    whole = _fully_trained_modules(model, lora.train, without_file)
     targets = _targets(model, lora, _inside(whole))
     _refuse_tied(model, targets)
     trained = [p for module in whole.values() for p in module.parameters() if p.requires_grad]
@@ -92,16 +92,16 @@ def add_adapters(model: nn.Module, lora: LoraSection, new: Collection[str] = ())
     return model
 
 
-def add_adapters_to_base(model: nn.Module, lora: LoraSection, new: Collection[str]) -> FrozenBaseInfo:
+def add_adapters_to_base(model: nn.Module, lora: LoraSection, without_file: Collection[str]) -> FrozenBaseInfo:
     """As :func:`add_adapters`, on a model with loaded weights; returns what identifies the frozen weights.
 
     Parameters that the model itself had frozen are left out: they may be computed, and rounding differs by machine.
     """
     before = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    add_adapters(model, lora, new)
+    add_adapters(model, lora, without_file)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     frozen = [parameter for parameter in before if not parameter.requires_grad]
-    return FrozenBaseInfo(frozenset(trained & set(new)), _digest(frozen))
+    return FrozenBaseInfo(frozenset(trained & set(without_file)), _digest(frozen))
 
 
 def add_adapters_to_meta_model(
@@ -241,8 +241,9 @@ def adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
-def _fully_trained_modules(model: nn.Module, train: list[str], new: Collection[str]) -> dict[str, nn.Module]:
-    """The new head, the modules whose names end as ``train`` says, and those of the parameters ``new``."""
+def _fully_trained_modules(model: nn.Module, train: list[str], without_file: Collection[str]) -> dict[str, nn.Module]:
+    """The new head, the modules whose names end as ``train`` says, and those of the parameters that no file
+    has."""
     modules = {name: module for name, module in model.named_modules() if name and list(module.parameters())}
     unknown = [suffix for suffix in train if not _ending(modules, [suffix])]
     if unknown:
@@ -251,8 +252,8 @@ def _fully_trained_modules(model: nn.Module, train: list[str], new: Collection[s
             where="lora.train",
             remedy="name modules of the model; these have parameters: " + _last_names(modules),
         )
-    without_file = [name for name in (parameter.rpartition(".")[0] for parameter in new) if name in modules]
-    return {name: modules[name] for name in [*_head(model, modules), *_ending(modules, train), *without_file]}
+    owners = [name for name in (parameter.rpartition(".")[0] for parameter in without_file) if name in modules]
+    return {name: modules[name] for name in [*_head(model, modules), *_ending(modules, train), *owners]}
 
 
 def _head(model: nn.Module, modules: dict[str, nn.Module]) -> list[str]:

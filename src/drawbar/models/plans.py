@@ -17,7 +17,7 @@ _HUGGINGFACE: dict[str, Style] = {
     "rowwise_split_input": "rowwise_split_input",
     "replicated_with_grad_allreduce": "replicated",
 }
-"""transformers' names for the styles. Its other styles are left out: they shard experts, or need transformers' code."""
+"""transformers' names for the styles. A plan with others is refused: they shard experts, or need transformers' code."""
 
 _DIVISIBLE_FIELDS = (
     *("num_attention_heads", "num_key_value_heads", "intermediate_size"),

@@ -28,7 +28,7 @@ from drawbar.engines.results import EngineState
 
 Tensors = Mapping[str, Tensor]
 Differences = dict[str, float]
-"""Relative differences, by step, parameter, ``at_step`` of both, or module."""
+"""Relative differences: by step, by parameter, by parameter and step (``at_step(name, step)``), or by module."""
 KINDS = ("loss", "grad_norm", "gradients", "weights")
 """What is compared."""
 
@@ -152,7 +152,7 @@ class Distances:
     loss: Differences
     grad_norm: Differences
     gradients: Differences
-    """By ``at_step``."""
+    """By parameter and step: see ``at_step``."""
     weights: Differences
     left_out: float
     """Share of the weights' entries that are not compared."""

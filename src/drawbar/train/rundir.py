@@ -46,8 +46,9 @@ class RunStart:
     checkpoint: Path | None = None
     """The checkpoint to resume or fork from; None to start at step 0."""
     forked: bool = False
-    """Whether the run is a fork: the checkpoint is another run's, and the configuration may differ from that run's.
-    False for ``--resume PATH`` without ``--fork``, even if PATH is a checkpoint of another run."""
+    """Whether a fork begins: the checkpoint is another run's, and the configuration may differ from that run's. False
+    where the fork goes on from a checkpoint of its own, and for ``--resume PATH`` without ``--fork``, even if PATH is
+    a checkpoint of another run."""
     weights_only: bool = False
     """The optimizer's state is not taken from the checkpoint, which is another run's: the optimizer begins anew. Step,
     schedule and position in the data go on."""

@@ -339,7 +339,7 @@ def check_base(snapshot: Snapshot, base: FrozenBaseInfo | None) -> None:
     """
     if base is None:
         return
-    lost = sorted(base.new - snapshot.model.keys())
+    lost = sorted(base.without_file - snapshot.model.keys())
     if lost:
         raise UserError(
             f"neither the pretrained model nor this checkpoint has {lost[0]}: an older drawbar set it at random, and "

@@ -133,6 +133,7 @@ class Stop:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         received, now = signal.Signals(number), time.monotonic()
         is_first = self._first_signal_time is None
+        # an echo is the same signal by a second way, such as the scheduler's and then the launcher's
         may_echo = has_launcher() or received in REQUEUE  # otherwise a person pressed Ctrl-C twice, and means it
         is_echo = may_echo and self._first_signal_time is not None and now - self._first_signal_time < ECHO_SECONDS
         # after a rank has died, the signal is not the scheduler's but the launcher's, which ends the other ranks

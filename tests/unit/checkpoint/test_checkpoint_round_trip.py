@@ -130,7 +130,7 @@ def test_a_host_copy_keeps_ties_and_shares_nothing_with_the_run():
 def test_a_rank_that_only_takes_part_keeps_nothing():
     asked = []
     assert (
-        host_copies({"a": torch.ones(1), "b": torch.ones(1)}, stores=False, convert=lambda n, t: asked.append(n)) == {}
+        host_copies({"a": torch.ones(1), "b": torch.ones(1)}, keeps=False, convert=lambda n, t: asked.append(n)) == {}
     )
     assert asked == ["a", "b"]
 

@@ -10,11 +10,13 @@ DEFAULTS = ParallelSection()
 DEGREES = ("parallel.tensor", "parallel.pipeline", "parallel.context")
 
 
-def _keeps_models_whole(strategy: Strategy) -> bool:
+def _needs_whole_models(strategy: Strategy) -> bool:
+    """Whether it trains on several processes, and only models that tensor, pipeline and context parallelism leave
+    whole."""
     return not (strategy.supports_model_parallel or strategy.one_process)
 
 
-def _reduces_in_any_dtype(config: RunConfig) -> bool:
+def _heeds_reduce_dtype(config: RunConfig) -> bool:
     strategy = config.parallel.features
     if strategy.one_process or is_deepspeed(config):
         return False
@@ -50,7 +52,7 @@ DATA_PARALLEL = (
     Rule(
         "reduce_dtype",
         ("parallel.strategy", "parallel.reduce_dtype", *DEGREES),
-        lambda c: c.parallel.reduce_dtype != DEFAULTS.reduce_dtype and not _reduces_in_any_dtype(c),
+        lambda c: c.parallel.reduce_dtype != DEFAULTS.reduce_dtype and not _heeds_reduce_dtype(c),
         "one process reduces no gradients, ddp reduces those of a model spread over ranks in fp32, and DeepSpeed has a "
         "setting of its own",
         "set parallel.strategy=fsdp, or remove parallel.reduce_dtype (DeepSpeed's is communication_data_type, in its "
@@ -108,7 +110,7 @@ DATA_PARALLEL = (
     Rule(
         "zero1 with model parallelism",
         ("parallel.strategy", *DEGREES),
-        lambda c: _keeps_models_whole(c.parallel.features) and c.parallel.model_ranks > 1,
+        lambda c: _needs_whole_models(c.parallel.features) and c.parallel.model_ranks > 1,
         "torch's ZeroRedundancyOptimizer, as any strategy that needs whole parameters, does not take sharded ones",
         "set parallel.strategy=fsdp, which shards more, or ddp",
     ),

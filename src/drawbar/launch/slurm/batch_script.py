@@ -145,7 +145,7 @@ def render(job: Job) -> str:
     )
     then = _REQUEUE if cluster.requeue else _NO_REQUEUE
     end = _END.format(requeue=int(ExitCode.REQUEUE), killed=128 + signal.SIGUSR1, then=then)
-    return "\n".join(parts) + body + _requeue_without_bad_nodes(job) + end
+    return "\n".join(parts) + body + _requeue_after_bad_nodes(job) + end
 
 
 def _begin(cluster: ClusterSection) -> str:
@@ -158,9 +158,9 @@ def _begin(cluster: ClusterSection) -> str:
     )
 
 
-def _requeue_without_bad_nodes(job: Job) -> str:
-    """The script's lines for a failed job with bad nodes; empty where the job does not go back into the queue, and in a
-    container, where Slurm's commands are missing."""
+def _requeue_after_bad_nodes(job: Job) -> str:
+    """The script's lines for a job that failed with bad nodes (see ``bad_node_requeue``); empty where the job does not
+    go back into the queue, and in a container, where Slurm's commands are missing."""
     cluster = job.cluster
     if job.nodes == 1 or not cluster.requeue or job.allocation is not None or job.container is not None:
         return ""
