@@ -7,6 +7,9 @@ UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --no-build-isolation 
 # uv is several times faster, and does not read pip's configuration: where packages come from a mirror, pip finds it
 install = $(UV) $(1) || $(PIP) --no-build-isolation $(1)
 
+# where it is set, thousands of processes would compile what they import anew
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-all quick lint bench docs clean
 
 demo: .venv/installed

@@ -13,7 +13,7 @@ from functools import partial
 from multiprocessing import resource_tracker
 from typing import Any
 
-from drawbar.distributed.interrupt import INTERRUPT, REQUEUE
+from drawbar.distributed.interrupt import INTERRUPT_SIGNALS, REQUEUE_SIGNALS
 from drawbar.errors import ExitCode, UserError
 from drawbar.runtime.log import logger
 
@@ -130,7 +130,8 @@ _function: Callable[..., Any]
 
 
 def _start_worker(function: bytes) -> None:
-    for number in (*INTERRUPT, *REQUEUE):  # all processes of a terminal or job get them; the parent ends its workers
+    # all processes of a terminal or job get these signals; the parent ends its workers
+    for number in (*INTERRUPT_SIGNALS, *REQUEUE_SIGNALS):
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")  # one process a core is enough

@@ -13,9 +13,9 @@ from drawbar.errors import ExitCode
 
 Handler = Callable[[int, FrameType | None], Any]
 
-REQUEUE = (signal.SIGTERM, signal.SIGUSR1)
+REQUEUE_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """Signals by which a scheduler preempts a job."""
-INTERRUPT = (signal.SIGINT, signal.SIGHUP)
+INTERRUPT_SIGNALS = (signal.SIGINT, signal.SIGHUP)
 """Signals of Ctrl-C and of a closed terminal."""
 ECHO_SECONDS = 2.0
 """Signals this close together count as one: a scheduler signals launcher and ranks, then the launcher the ranks;
@@ -35,7 +35,7 @@ def handle(handler: Handler, *numbers: signal.Signals) -> dict[signal.Signals, A
 @contextmanager
 def exit_on_signal() -> Iterator[None]:
     """Context where a scheduler's signal ends the process with code 75, a person's with 130, as after a save."""
-    before = handle(exit_now, *REQUEUE, *INTERRUPT)
+    before = handle(exit_now, *REQUEUE_SIGNALS, *INTERRUPT_SIGNALS)
     try:
         yield
     finally:
@@ -53,7 +53,7 @@ def exit_now(number: int, frame: FrameType | None) -> None:
 
 def exit_code_of(received: signal.Signals) -> ExitCode:
     """The exit code of a run that this signal has ended."""
-    return ExitCode.REQUEUE if received in REQUEUE else ExitCode.INTERRUPTED
+    return ExitCode.REQUEUE if received in REQUEUE_SIGNALS else ExitCode.INTERRUPTED
 
 
 def exit_message(received: signal.Signals, trains: bool = True) -> str:

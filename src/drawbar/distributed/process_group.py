@@ -41,7 +41,7 @@ class Distributed:
 
     Args:
         rank_info: global and local rank of this process, and the numbers of ranks.
-        device: what the data-parallel collectives run on (nccl on CUDA, else gloo).
+        device: of this process, for its model, its batches and the engines' collectives (nccl on CUDA, else gloo).
         timeout: seconds without a heartbeat of a peer after which waiting for it fails.
         dims: the degree of each mesh axis; by default, all ranks are data-parallel.
     """

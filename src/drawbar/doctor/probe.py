@@ -28,7 +28,8 @@ MESSAGE = 2**18
 def inspect_device(wanted: str, precision: str, processes: int) -> dict[str, Any]:
     """Facts of torch and its devices, and one product on the chosen one.
 
-    Args: processes: ``launch.nproc``, where none were started yet; 1 for ``auto``.
+    Args:
+        processes: how many the run would start (``launch.nproc``; 1 for ``auto``), if no launcher has started several.
     """
     facts: dict[str, Any] = {
         "torch": torch.__version__,

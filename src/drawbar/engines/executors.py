@@ -76,7 +76,7 @@ class ModelExecutor:
         self.training_forward.module.train()
         loss_sum = torch.zeros((), device=self.device)
         # the positions with a target are listed before the batches are copied: on a GPU, the host would wait for that
-        adds_targets = self.loss_in_head and self.context is None  # of a sequence shard: in ``_for_loss``
+        adds_targets = self.loss_in_head and self.context is None  # else ``_for_loss`` adds those of the shard
         batches = self.device_copies.of(with_targets(self.task, micro_batches, adds_targets))
         with cast_weights_once(self.module, self.precision, self.device):
             for index, batch in enumerate(batches):

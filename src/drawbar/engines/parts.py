@@ -1,4 +1,4 @@
-"""The three parts that an engine is composed of; each implements one aspect of a strategy.
+"""What an engine is composed of: a ``LocalModel``, and three parts that each implement one aspect of a strategy.
 
 None of them inherits code from another: what two of them share is a function. A strategy's builder chooses them.
 """

@@ -44,7 +44,7 @@ from drawbar.train.setup import build_task, count_steps
 
 COUNTED, ESTIMATED = "counted", "estimated from a similar configuration"
 COPY_SPEED = 10e9
-"""Bytes a second from a device to its host: what a checkpoint stalls training for, where memory is pinned."""
+"""Bytes a second from a device to pinned memory of its host, as assumed: training waits for a checkpoint's copy."""
 TIMEOUT_SECONDS = 600.0
 
 

@@ -48,8 +48,8 @@ class Job:
     timeout: float = 600
     """Over ssh: seconds that a host has to answer (``launch.timeout``)."""
     grace: int = 60
-    """Seconds that the remaining nodes have to end by themselves once a node has ended: longer than the node check
-    waits for a node that does not answer."""
+    """Under Slurm: seconds that the remaining nodes have to end by themselves once a node has ended: longer than the
+    node check waits for a node that does not answer."""
 
     @property
     def python(self) -> str:

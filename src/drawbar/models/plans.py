@@ -1,4 +1,5 @@
-"""A ``ModelParallelPlan`` for each architecture: transformers' own where a model has one, else one of ours."""
+"""A ``ModelParallelPlan`` for each architecture. Its tensor parallelism is ours for the families of ``_OWN``, else that
+of transformers' own plan; stages of a pipeline and blocks of sequence parallelism are ours (``_STAGES``)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

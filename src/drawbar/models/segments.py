@@ -53,10 +53,10 @@ class Segments:
     firsts: Tensor
     """Shape (samples without the rows' paddings,): where each of them begins."""
     groups: tuple[SegmentGroup, ...]
-    tokens: Tensor
-    """Shape (S,): the token in each slot of the groups, one group after another; at padding, any token."""
-    slots: Tensor
-    """Shape (T,): the slot of each token."""
+    token_of_slot: Tensor
+    """Shape (S,): the index in T of the token in each slot of the groups, one group after another; at padding, any."""
+    slot_of_token: Tensor
+    """Shape (T,): the index in S of each token's slot."""
 
     def to(self, device: torch.device) -> Self:
         """The same on ``device``."""
@@ -66,13 +66,13 @@ class Segments:
             return pinned.to(device, non_blocking=True)
 
         groups = tuple(group if group.real is None else replace(group, real=moved(group.real)) for group in self.groups)
-        tensors = {name: moved(getattr(self, name)) for name in ("starts", "firsts", "tokens", "slots")}
+        tensors = {name: moved(getattr(self, name)) for name in ("starts", "firsts", "token_of_slot", "slot_of_token")}
         return replace(self, groups=groups, **tensors)
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Keep the memory until this stream is done with it: see ``Tensor.record_stream``."""
         masks = [group.real for group in self.groups if group.real is not None]
-        for tensor in (self.starts, self.firsts, self.tokens, self.slots, *masks):
+        for tensor in (self.starts, self.firsts, self.token_of_slot, self.slot_of_token, *masks):
             tensor.record_stream(stream)
 
 
@@ -128,14 +128,14 @@ def _segments(
     lengths_N: NDArray[np.int64], is_padding_N: NDArray[np.bool_], groups: list[NDArray[np.int64]]
 ) -> Segments:
     starts = np.concatenate([[0], np.cumsum(lengths_N)])
-    slots = np.empty(starts[-1], dtype=np.int64)
-    tokens: list[NDArray[np.int64]] = []
+    slot_of_token = np.empty(starts[-1], dtype=np.int64)
+    token_of_slot: list[NDArray[np.int64]] = []
     shapes, used = [], 0
     for samples in groups:
         columns = np.arange(max(1, lengths_N[samples].max()))  # at least 1: padding may have 0 tokens on this side
         real = columns < lengths_N[samples, None]
-        tokens.append(np.where(real, starts[samples, None] + columns, 0).ravel())
-        slots[tokens[-1][real.ravel()]] = used + np.flatnonzero(real)
+        token_of_slot.append(np.where(real, starts[samples, None] + columns, 0).ravel())
+        slot_of_token[token_of_slot[-1][real.ravel()]] = used + np.flatnonzero(real)
         mask = None if real.all() else torch.from_numpy(real)
         shapes.append(SegmentGroup(count=real.shape[0], length=real.shape[1], real=mask))
         used += real.size
@@ -144,8 +144,8 @@ def _segments(
         longest=int(lengths_N.max()),
         firsts=torch.from_numpy(starts[:-1][~is_padding_N]),
         groups=tuple(shapes),
-        tokens=torch.from_numpy(np.concatenate(tokens)),
-        slots=torch.from_numpy(slots),
+        token_of_slot=torch.from_numpy(np.concatenate(token_of_slot)),
+        slot_of_token=torch.from_numpy(slot_of_token),
     )
 
 
@@ -245,13 +245,13 @@ def _attend_in_groups(
             module, query_nHlD, key_nHlD, value_nHlD, mask, position_bias=cut, **others
         )
         attended.append(attended_nlHD.flatten(0, 1))
-    rows: Tensor = _UniqueGather.apply(torch.cat(attended), segments.slots)
+    rows: Tensor = _UniqueGather.apply(torch.cat(attended), segments.slot_of_token)
     return rows
 
 
 def _to_slots(x_THD: Tensor, segments: Segments) -> list[Tensor]:
     """A batch (n, H, l, D) for each group."""
-    x_SHD: Tensor = _GatherToSlots.apply(x_THD, segments.tokens, segments.slots)
+    x_SHD: Tensor = _GatherToSlots.apply(x_THD, segments.token_of_slot, segments.slot_of_token)
     parts = x_SHD.split([group.count * group.length for group in segments.groups])
     return [
         part.unflatten(0, (group.count, group.length)).transpose(1, 2)
@@ -260,33 +260,34 @@ def _to_slots(x_THD: Tensor, segments: Segments) -> list[Tensor]:
 
 
 class _GatherToSlots(torch.autograd.Function):
-    """``x[tokens]`` where padding gets no gradient: the backward pass is ``gradient[slots]``, a copy and no sum."""
+    """``x[token_of_slot]`` where padding gets no gradient: the backward pass is a copy and no sum,
+    ``gradient[slot_of_token]``."""
 
     @staticmethod
-    def forward(ctx: Any, x_THD: Tensor, tokens_S: Tensor, slots_T: Tensor) -> Tensor:
-        ctx.save_for_backward(slots_T)
-        return x_THD.index_select(0, tokens_S)
+    def forward(ctx: Any, x_THD: Tensor, token_of_slot_S: Tensor, slot_of_token_T: Tensor) -> Tensor:
+        ctx.save_for_backward(slot_of_token_T)
+        return x_THD.index_select(0, token_of_slot_S)
 
     @staticmethod
     def backward(ctx: Any, gradient_SHD: Tensor) -> tuple[Tensor, None, None]:
-        (slots_T,) = ctx.saved_tensors
-        return gradient_SHD.index_select(0, slots_T), None, None
+        (slot_of_token_T,) = ctx.saved_tensors
+        return gradient_SHD.index_select(0, slot_of_token_T), None, None
 
 
 class _UniqueGather(torch.autograd.Function):
-    """``x[slots]`` for slots that are all different: the backward pass copies; a sum would be slow on CPUs."""
+    """``x[slot_of_token]`` for slots that are all different: the backward pass copies; a sum would be slow on CPUs."""
 
     @staticmethod
-    def forward(ctx: Any, x_SHD: Tensor, slots_T: Tensor) -> Tensor:
-        ctx.save_for_backward(slots_T)
+    def forward(ctx: Any, x_SHD: Tensor, slot_of_token_T: Tensor) -> Tensor:
+        ctx.save_for_backward(slot_of_token_T)
         ctx.num_slots = len(x_SHD)
-        return x_SHD.index_select(0, slots_T)
+        return x_SHD.index_select(0, slot_of_token_T)
 
     @staticmethod
     def backward(ctx: Any, gradient_THD: Tensor) -> tuple[Tensor, None]:
-        (slots_T,) = ctx.saved_tensors
+        (slot_of_token_T,) = ctx.saved_tensors
         gradient_SHD = gradient_THD.new_zeros(ctx.num_slots, *gradient_THD.shape[1:])
-        gradient_SHD[slots_T] = gradient_THD
+        gradient_SHD[slot_of_token_T] = gradient_THD
         return gradient_SHD, None
 
 

@@ -59,8 +59,8 @@ class LocalBox:
 
 
 def boxes_of(name: str, tensor: Tensor, fused: FusedLayout | None = None) -> Iterator[LocalBox]:
-    """The boxes of this rank's shard of a DTensor (several for a ``fused`` one), or one box that is all of another
-    tensor."""
+    """The boxes of this rank's shard of a DTensor (several for a ``fused`` one); of a plain tensor, one box that
+    is all of it."""
     if not isinstance(tensor, DTensor):
         yield whole_box(name, tensor)
         return

@@ -58,18 +58,20 @@ class Colwise(ParallelStyle):
 
     Args:
         gathers: whether the outputs are gathered.
-        sums: as for ``DTensorColwise``.
+        sums_input_gradient: whether the input's partial gradient is all-reduced here; else
+            ``drawbar.parallel.sequence`` reduces it, once for all linear layers with that input.
     """
 
-    def __init__(self, gathers: bool = False, sums: bool = True) -> None:
+    def __init__(self, gathers: bool = False, sums_input_gradient: bool = True) -> None:
         self.gathers = gathers
-        self.sums = sums
+        self.sums_input_gradient = sums_input_gradient
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         use_local(module, [name for name, _ in module.named_parameters(recurse=False)], None)
         if isinstance(module, Conv1D):
             module.nf //= device_mesh.size()  # the shape of its outputs
-        enter: Any = _with_summed_gradient if self.sums and not isinstance(module, nn.Embedding) else None
+        sums = self.sums_input_gradient and not isinstance(module, nn.Embedding)
+        enter: Any = _with_summed_gradient if sums else None
         return distribute_module(module, device_mesh, None, enter, _gathered if self.gathers else None)
 
 
@@ -117,18 +119,18 @@ class DTensorColwise(ColwiseParallel):
 
     Args:
         gathers: as for ``Colwise``.
-        sums: whether the input's partial gradient is all-reduced here; else ``drawbar.parallel.sequence`` reduces it,
-            once for all linear layers with that input.
+        sums_input_gradient: as for ``Colwise``.
     """
 
-    def __init__(self, gathers: bool = False, sums: bool = True) -> None:
+    def __init__(self, gathers: bool = False, sums_input_gradient: bool = True) -> None:
         super().__init__(output_layouts=Replicate() if gathers else None)
-        self.sums = sums
+        self.sums_input_gradient = sums_input_gradient
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         prepare = partial(self._prepare_input_fn, self.input_layouts, self.desired_input_layouts)
         finish = partial(self._prepare_output_fn, self.output_layouts, self.use_local_output)
-        return distribute_module(module, device_mesh, None, prepare if self.sums else _input_with_partial_grad, finish)
+        enter = prepare if self.sums_input_gradient else _input_with_partial_grad
+        return distribute_module(module, device_mesh, None, enter, finish)
 
 
 def _input_with_partial_grad(module: nn.Module, inputs: tuple[Tensor, ...], device_mesh: DeviceMesh) -> DTensor:

@@ -142,8 +142,9 @@ def _convert(model: nn.Module, styles: Styled, blocks: Sequence[nn.Module], mesh
 
 
 def _all_styled(styled: Collection[int], sublayers: Sequence[nn.Module]) -> bool:
-    """Whether each module in these sublayers that has parameters has a style. One without (an adapter's A) would get
-    only a part of its gradient, where the gradients of a sublayer's inputs are summed once."""
+    """Whether each module in these sublayers that has parameters has a style. A parameter of one without a
+    style (an adapter's A) would keep only this rank's part of its gradient, where the gradient is summed once, at the
+    sublayer's input."""
     owners = (
         module for sublayer in sublayers for module in sublayer.modules() if list(module.parameters(recurse=False))
     )
@@ -166,9 +167,9 @@ def _make(style: Style, module: nn.Module, in_sublayer: bool, sequence: bool) ->
     colwise, rowwise = (Colwise, Rowwise) if is_plain else (DTensorColwise, DTensorRowwise)
     match style:
         case "colwise" | "fused_colwise" | "head_bias":
-            return colwise(sums=not in_sublayer)
+            return colwise(sums_input_gradient=not in_sublayer)
         case "colwise_gather_output":
-            return colwise(gathers=True, sums=not in_sublayer)
+            return colwise(gathers=True, sums_input_gradient=not in_sublayer)
         case "rowwise":
             return rowwise(scatters=in_sublayer and sequence)
         case "rowwise_split_input":

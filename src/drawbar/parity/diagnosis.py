@@ -70,14 +70,14 @@ def diagnose(probe: Probe, comparison: Comparison, trace: Trace, reference: Refe
     return Diagnosis("", "a step of few rows from the first weights is equal: other rows or later steps diverge")
 
 
-def _uneven_loss(scales: Mapping[int, float]) -> str | None:
+def _uneven_loss(factors: Mapping[int, float]) -> str | None:
     """Text that names the rank which scales its loss otherwise than the first one; None where all do alike."""
-    first = next(iter(scales), 0)
-    for rank, scale in scales.items():
-        if not math.isclose(scale, scales[first], rel_tol=1e-3):
+    first = next(iter(factors), 0)
+    for rank, factor in factors.items():
+        if not math.isclose(factor, factors[first], rel_tol=1e-3):
             return (
                 f"outputs are equal, but rank {rank} scales its loss, and so its gradients, by "
-                f"{scale / scales[first]:.4g} times what rank {first} does: loss or num_targets depend on the rank"
+                f"{factor / factors[first]:.4g} times what rank {first} does: loss or num_targets depend on the rank"
             )
     return None
 

@@ -131,9 +131,9 @@ def find_divergence(workload: Workload, config: RunConfig, reference: RunConfig,
             gradient_limits = _measure(
                 workload, reference, config.precision, world, micro_batches_by_rank, reference_step
             )
-    own = _reference_of_this_rank(reference_step.records, world)
+    expected = _reference_of_this_rank(reference_step.records, world)
     engine = workload.engine(config, world, workload.total_steps(config, loader.steps_per_epoch))
-    comparer = _Comparer(own, world)
+    comparer = _Comparer(expected, world)
     comparer.watch(engine, staged=config.parallel.pipeline > 1)
     found = _step(engine, micro_batches)
     own_report = (
@@ -146,7 +146,7 @@ def find_divergence(workload: Workload, config: RunConfig, reference: RunConfig,
     reports = world.gather(own_report)
     if reports is None:
         return None
-    order = {"output": _modules(own.outputs), "gradient": _modules(own.gradients)}
+    order = {"output": _modules(expected.outputs), "gradient": _modules(expected.gradients)}
     mismatches = [mismatch for mismatches, *_ in reports for mismatch in mismatches]
     agreed, agreed_shards = (set().union(*(report[place] for report in reports)) for place in (1, 2))
     worst: dict[tuple[str, str], Worst] = {}
@@ -154,8 +154,8 @@ def find_divergence(workload: Workload, config: RunConfig, reference: RunConfig,
         for key, one in of_rank.items():
             worst[key] = one.or_worse(worst.get(key))
     gradients = (found, reference_step.gradients, gradient_limits)
-    scales = {rank: scale for rank, (*_, scale, _) in enumerate(reports) if scale is not None}
-    return Probe(mismatches, worst, agreed, agreed_shards, order, *gradients, reference_step.ties, scales)
+    factors = {rank: factor for rank, (*_, factor, _) in enumerate(reports) if factor is not None}
+    return Probe(mismatches, worst, agreed, agreed_shards, order, *gradients, reference_step.ties, factors)
 
 
 def record_step(
@@ -214,7 +214,7 @@ def _reference_of_this_rank(records: Sequence[ModuleRecord], world: Distributed)
     own = ModuleRecord()
     for number in range(world.dp_ranks.size):
         record = records[number]
-        outputs, order, gradients, backward, allowed = world.from_rank0(
+        outputs, output_order, gradients, gradient_order, allowed = world.from_rank0(
             lambda record=record: (  # type: ignore[misc]
                 save(record.outputs),
                 list(record.outputs),
@@ -225,8 +225,12 @@ def _reference_of_this_rank(records: Sequence[ModuleRecord], world: Distributed)
             "sending a record",
         )
         if number == world.dp_ranks.rank:
-            forward, back = load(outputs), load(gradients)
-            own = ModuleRecord({key: forward[key] for key in order}, {key: back[key] for key in backward}, allowed)
+            of_outputs, of_gradients = load(outputs), load(gradients)
+            own = ModuleRecord(
+                {key: of_outputs[key] for key in output_order},
+                {key: of_gradients[key] for key in gradient_order},
+                allowed,
+            )
     return own
 
 

@@ -81,7 +81,7 @@ class _Stored:
 
 
 class StoredTensors(Mapping[str, Tensor]):
-    """Tensors in files by name; each is read when, and as often as, it is asked for."""
+    """Tensors by name; each is read from a file, or made, when, and as often as, it is asked for."""
 
     @abstractmethod
     def shape(self, name: str) -> torch.Size: ...

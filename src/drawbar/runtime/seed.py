@@ -8,9 +8,10 @@ import numpy as np
 import torch
 
 
-def seed_everything(seed: int, rank: int = 0) -> None:
-    """Seed Python, NumPy and torch (CPU and GPU). ``rank`` changes the seed, so that dropout differs between ranks."""
-    mixed = (seed * 1_000_003 + rank) % 2**63
+def seed_everything(seed: int, seed_rank: int = 0) -> None:
+    """Seed Python, NumPy and torch (CPU and GPU). Dropout then differs between ranks, but for those with the same
+    ``ParallelDims.seed_rank``."""
+    mixed = (seed * 1_000_003 + seed_rank) % 2**63
     random.seed(mixed)
     np.random.seed(mixed % 2**32)
     torch.manual_seed(mixed)

@@ -8,10 +8,11 @@ from functools import cache, lru_cache
 from pathlib import Path
 from types import ModuleType
 
-from drawbar.config.io.user_code import INSTALLED, is_user_code
+from drawbar.config.io.user_code import INSTALLED, NOT_OF_A_PROJECT, is_user_code
 from drawbar.data.cache import content_key
 
 _PROGRAM = ("__main__", "__mp_main__")
+_OTHERS = tuple(f"{folder}{os.sep}" for folder in NOT_OF_A_PROJECT)
 
 
 def code_digests(modules: Iterable[str]) -> dict[str, str] | None:
@@ -64,9 +65,10 @@ def _loaded(roots: list[Path]) -> list[Path]:
 
 
 def _is_installed(module: ModuleType) -> bool:
-    """A quick answer for thousands of modules, without a look at the disk."""
+    """Whether a module is installed, or Python's or drawbar's own: a quick answer for most of thousands of modules,
+    without a look at the disk."""
     file = str(getattr(module, "__dict__", {}).get("__file__"))
-    return any(folder in file for folder in INSTALLED)
+    return file.startswith(_OTHERS) or any(folder in file for folder in INSTALLED)
 
 
 def _depth(module: str, file: Path) -> int:

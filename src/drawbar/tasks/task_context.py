@@ -27,7 +27,8 @@ class TaskContext:
     has_checkpoint: bool = False
     """Whether the weights of a checkpoint take the place of those that ``build_model`` returns."""
     trains: bool = True
-    """False where a trained model is only used: its frozen weights then stay in fp32, and no layer computes in fp8."""
+    """False where a trained model is only used: its frozen weights, which training keeps in the run's precision, then
+    stay in fp32, and no layer computes in fp8."""
     weightless: bool = False
     """Whether the values of the weights do not matter: engines then leave those of a new model unset."""
     has_labels: bool = True

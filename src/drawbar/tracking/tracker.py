@@ -20,7 +20,8 @@ class TrackedRun:
     resume_step: int | None = None
     """Step of the checkpoint that the run goes on from; None where it starts from the beginning."""
     evaluated: bool = True
-    """False where the step of that checkpoint is still to be evaluated: scores written for it are written again."""
+    """False where the run will evaluate the step of that checkpoint: scores that an earlier process has written for it
+    are then to be dropped."""
     id: str = ""
     """For background trackers: an id that a run keeps when it goes on; another if it starts from the beginning."""
 

@@ -33,8 +33,8 @@ class RunHandle:
     @property
     def run_dir(self) -> Path:
         """The run directory. Rank 0 writes metrics, scores and status. One rank for each disk (rank 0, where all nodes
-        see the same) writes configuration, tokenizer and checkpoints. Its log, its profile and its part of a checkpoint
-        every rank writes itself."""
+        see the same) writes configuration, tokenizer and checkpoints. Every rank writes its own log, profile and part
+        of a checkpoint."""
         return self.config.run_dir
 
     @property

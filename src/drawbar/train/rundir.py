@@ -144,7 +144,8 @@ def _find_in_run(config: RunConfig, resume: str) -> RunStart:
     folder = config.run_dir
     if not (folder / "config.yaml").exists():
         _check_no_other_files(folder)
-        return RunStart() if resume in ("auto", "never") else RunStart(CheckpointDirectory(folder).resolve(resume))
+        own = CheckpointDirectory(folder / "checkpoints")
+        return RunStart() if resume in ("auto", "never") else RunStart(own.resolve(resume))
     checkpoints = CheckpointDirectory(folder / "checkpoints")
     found = checkpoints.find_newest_usable()
     refusal = _refusal(found, checkpoints.path)
@@ -328,7 +329,7 @@ def _read_origin(run_dir: Path) -> RunStart:
         origin = json.loads(path.read_text("utf-8"))
         checkpoint, forked = run_dir.resolve().parent / origin["checkpoint"], bool(origin["forked"])
         weights_only = bool(origin.get("weights_only", False))
-        CheckpointDirectory(run_dir).resolve(str(checkpoint))
+        CheckpointDirectory(run_dir / "checkpoints").resolve(str(checkpoint))
     except (UserError, ValueError, KeyError, TypeError) as error:
         what = error.what if isinstance(error, UserError) else repr(error)
         refusal = UserError(

@@ -33,8 +33,9 @@ class Saver:
     written.
 
     A save that fails asks for a stop, so that all ranks end at the same step, once they have tried to save that one.
-    With ``checkpoint.on_error: warn``, a save that fails with a disk error is only skipped: see ``has_saved``. Its step
-    then cannot be the best one: the progress goes back to the best step and score before it (``confirm_best``).
+    With ``checkpoint.on_error: warn``, a save that fails with a disk error is only skipped: the save before it is then
+    the newest. The failed step cannot be the best one: the progress goes back to the best step and score before it
+    (``confirm_best``).
 
     Args:
         progress: the run's progress when this process starts. Where the run goes on from a checkpoint of its own, that
@@ -98,8 +99,8 @@ class Saver:
         return len(self._failed)
 
     def has_saved(self, progress: RunProgress) -> bool:
-        """Whether this progress is saved, once nothing is being written any more. Every rank must call
-        it."""
+        """Whether this progress is that of the newest save, once nothing is being written any more. A save that failed
+        does not count; with ``checkpoint.on_error: stop``, ``wait`` raises its error. Every rank must call it."""
         self._wait_and_agree(progress)
         return self.last_saved_progress == progress
 

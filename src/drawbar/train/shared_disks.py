@@ -14,8 +14,8 @@ from drawbar.runtime.log import logger
 
 @dataclass(frozen=True)
 class Disks:
-    """Which ranks write configuration, tokenizer and checkpoints: one for each distinct disk. (Metrics, scores and
-    status rank 0 alone writes; its log, its profile and its part of a checkpoint every rank itself.)"""
+    """Which ranks write configuration, tokenizer and checkpoints: one for each distinct disk. (Rank 0 alone
+    writes metrics, scores and status. Every rank writes its own log, profile and part of a checkpoint.)"""
 
     rank: int
     leader_of: tuple[int, ...]
@@ -84,19 +84,20 @@ def check_copies(config: CheckpointSection, disks: Disks, begins_at_step_0: bool
 def _find(folder: Path, world: Distributed) -> Disks:
     if not world.rank_info.spans_nodes:
         return Disks(world.rank, (0,) * world.size)
-    leads = world.rank_info.local_rank == 0
-    leaders = [rank for rank, found in enumerate(world.all_gather(leads)) if found]
+    leads_node = world.rank_info.local_rank == 0
+    node_leaders = [rank for rank, found in enumerate(world.all_gather(leads_node)) if found]
     tag = world.from_rank0(uuid.uuid4, "looking for a shared disk")
     own = folder / f".{tag}-{world.rank}"
-    if leads:
+    if leads_node:
         check_writable(folder)  # first: its error says more than that of touch()
         folder.mkdir(parents=True, exist_ok=True)
         own.touch()
     world.barrier("looking for a shared disk")
-    # only the leaders look: a network file system may show another process of the node something else
-    writer = next(rank for rank in leaders if (folder / f".{tag}-{rank}").exists()) if leads else None
-    writers = world.all_gather(writer)
-    if leads:
+    # only one rank of a node looks: a network file system may show another process of the node something else
+    seen = next(rank for rank in node_leaders if (folder / f".{tag}-{rank}").exists()) if leads_node else None
+    disk_leaders = world.all_gather(seen)
+    if leads_node:
         own.unlink()  # everybody has looked
-    leader_of = [max(leader for leader in leaders if leader <= rank) for rank in range(world.size)]
-    return Disks(world.rank, tuple(writer for leader in leader_of if (writer := writers[leader]) is not None))
+    node_leader_of = [max(leader for leader in node_leaders if leader <= rank) for rank in range(world.size)]
+    found = (disk_leaders[leader] for leader in node_leader_of)
+    return Disks(world.rank, tuple(leader for leader in found if leader is not None))

@@ -8,7 +8,7 @@ from enum import IntEnum
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from drawbar.distributed.interrupt import ECHO_SECONDS, INTERRUPT, REQUEUE, exit_now, handle
+from drawbar.distributed.interrupt import ECHO_SECONDS, INTERRUPT_SIGNALS, REQUEUE_SIGNALS, exit_now, handle
 from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import has_launcher
 from drawbar.errors import ExitCode, UserError
@@ -46,7 +46,7 @@ _EXIT_CODES = {
     Reason.FAILED: ExitCode.FAILED,
     Reason.UNSAVED: ExitCode.FAILED,
 }
-_REASONS = dict.fromkeys(REQUEUE, Reason.REQUEUE) | dict.fromkeys(INTERRUPT, Reason.INTERRUPTED)
+_REASONS = dict.fromkeys(REQUEUE_SIGNALS, Reason.REQUEUE) | dict.fromkeys(INTERRUPT_SIGNALS, Reason.INTERRUPTED)
 
 
 class Stop:
@@ -133,8 +133,9 @@ class Stop:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         received, now = signal.Signals(number), time.monotonic()
         is_first = self._first_signal_time is None
-        # an echo is the same signal by a second way, such as the scheduler's and then the launcher's
-        may_echo = has_launcher() or received in REQUEUE  # otherwise a person pressed Ctrl-C twice, and means it
+        # an echo is the same signal by a second way, such as the scheduler's and then the launcher's; without either, a
+        # person pressed Ctrl-C twice, and means it
+        may_echo = has_launcher() or received in REQUEUE_SIGNALS
         is_echo = may_echo and self._first_signal_time is not None and now - self._first_signal_time < ECHO_SECONDS
         # after a rank has died, the signal is not the scheduler's but the launcher's, which ends the other ranks
         lost_a_rank = self._world.lost_a_rank()

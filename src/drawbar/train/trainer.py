@@ -194,7 +194,7 @@ class Trainer:
         micro_batch_dir = source_run_dir if resumed else config.run_dir
         found = fit_micro_batch(loader, engine, memory_of(world.device), micro_batch_dir, resumed)
 
-        seed_everything(config.run.seed, world.dims.seed_rank(world.rank))  # ranks' dropout differs from here on
+        seed_everything(config.run.seed, world.dims.seed_rank(world.rank))  # dropout differs by rank from here on
         progress = RunProgress()
         if start.checkpoint is not None:
             with explain_chat_label_change(task, source_run_dir):

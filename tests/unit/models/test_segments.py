@@ -26,7 +26,7 @@ def samples_of(segments: Segments) -> list[list[int]]:
     """The tokens of each sample of the groups, read from its slots."""
     found, used = [], 0
     for group in segments.groups:
-        tokens = segments.tokens[used : used + group.count * group.length].view(group.count, group.length)
+        tokens = segments.token_of_slot[used : used + group.count * group.length].view(group.count, group.length)
         real = torch.ones_like(tokens, dtype=torch.bool) if group.real is None else group.real
         found += [row[kept].tolist() for row, kept in zip(tokens, real, strict=True)]
         used += tokens.numel()
@@ -40,7 +40,7 @@ def test_every_token_has_its_slot_among_those_of_its_sample(lengths: list[list[i
     flat = ids.flatten() + 100 * torch.arange(len(lengths)).repeat_interleave(ids.shape[1])
     wanted = sorted(torch.nonzero(flat == number).flatten().tolist() for number in flat.unique())
     assert sorted(samples_of(segments)) == wanted
-    assert segments.tokens[segments.slots].tolist() == list(range(ids.numel()))
+    assert segments.token_of_slot[segments.slot_of_token].tolist() == list(range(ids.numel()))
     sizes = [size for row in lengths for size in (*row, ids.shape[1] - sum(row))]
     assert segments.starts.diff().tolist() == sizes
     assert segments.longest == max(sizes)

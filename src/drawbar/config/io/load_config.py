@@ -89,15 +89,15 @@ def check_settings(settings: Settings, task: type[TaskConfig] | None = None) -> 
         if task is None:
             # Its options cannot be judged, but the rest of the file can.
             task, settings.values["task"] = TaskConfig, {}
-    model = run_config_type(task)
+    config_type = run_config_type(task)
     config = None
     try:
         # Checked as JSON, not as Python: strict, yet a YAML list is a tuple and a YAML string is a path where the
         # field says so. A task's own options may be of any type that pydantic reads.
-        config = model.model_validate_json(json.dumps(settings.values))
+        config = config_type.model_validate_json(json.dumps(settings.values))
     except ValidationError as error:
-        report_errors(error, model, settings)
-    report_missing_values(model, settings)
+        report_errors(error, config_type, settings)
+    report_missing_values(config_type, settings)
     if config is None or settings.problems:
         raise _one_error(settings.problems)
     return LoadedConfig(config, settings.origins, settings.path)

@@ -45,7 +45,8 @@ class Settings:
     origins: dict[str, Origin] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     without_value: list[str] = field(default_factory=list)
-    """Arguments such as ``run.name=``; the model says what their values may be: see ``report_missing_values``."""
+    """Arguments such as ``run.name=``; the configuration's class says what their values may be: see
+    ``report_missing_values``."""
 
     def report(self, key: str, text: str) -> None:
         """Add a problem, as a line ``PLACE: KEY: TEXT``; the place is where the key was given."""

@@ -13,7 +13,8 @@ SNAPSHOT = "DRAWBAR_SNAPSHOT"
 INSTALLED = ("site-packages", "dist-packages")
 """Names of the folders that packages are installed in."""
 DRAWBAR = Path(__file__).resolve().parents[2]
-_NOT_OF_A_PROJECT = (DRAWBAR, *(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")))
+NOT_OF_A_PROJECT = (DRAWBAR, *(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")))
+"""Folders of drawbar and of Python."""
 
 
 def import_user_module(name: str) -> ModuleType:
@@ -31,7 +32,7 @@ def import_user_module(name: str) -> ModuleType:
 
 def is_user_code(path: Path) -> bool:
     """Whether a file belongs to the user's project: nobody installed it, and it is none of Python's or of drawbar's."""
-    return not is_installed(path) and not any(path.is_relative_to(folder) for folder in _NOT_OF_A_PROJECT)
+    return not is_installed(path) and not any(path.is_relative_to(folder) for folder in NOT_OF_A_PROJECT)
 
 
 def is_installed(path: Path) -> bool:

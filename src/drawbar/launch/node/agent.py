@@ -31,7 +31,14 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import subproc
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from drawbar.distributed.interrupt import ECHO_SECONDS, INTERRUPT, REQUEUE, exit_code_of, exit_message, handle
+from drawbar.distributed.interrupt import (
+    ECHO_SECONDS,
+    INTERRUPT_SIGNALS,
+    REQUEUE_SIGNALS,
+    exit_code_of,
+    exit_message,
+    handle,
+)
 from drawbar.errors import ExitCode, UserError
 from drawbar.launch.node.node_check import NodeCheck
 from drawbar.launch.node.rank_environment import STATUS_VARIABLE, become_launcher
@@ -146,16 +153,16 @@ def _handle_signals(folder: str) -> None:
             threading.Timer(0.01, os.kill, (os.getpid(), number)).start()
             return
         told = time.monotonic()
-        handle(leave_at_once, *REQUEUE, *INTERRUPT)
+        handle(leave_at_once, *REQUEUE_SIGNALS, *INTERRUPT_SIGNALS)
         raise SignalException(f"received signal {number}", sigval=signal.Signals(number))
 
     def leave_at_once(number: int, frame: FrameType | None) -> None:
-        if number in REQUEUE and time.monotonic() - told < ECHO_SECONDS:
+        if number in REQUEUE_SIGNALS and time.monotonic() - told < ECHO_SECONDS:
             return  # an echo of the first signal: a scheduler may tell both Apptainer and this process inside
         shutil.rmtree(folder, ignore_errors=True)
         os._exit(128 + number)
 
-    handle(pass_on, *REQUEUE, *INTERRUPT)
+    handle(pass_on, *REQUEUE_SIGNALS, *INTERRUPT_SIGNALS)
 
 
 def _explain(failures: dict[int, ProcessFailure]) -> int:
