@@ -93,17 +93,17 @@ class PreparedJob:
         self._copy_code()
         script = self.script()
         submitted = self.launcher.submit(self.job, script)
-        if submitted.run is None:
+        if submitted.run_here is None:
             records = self._keep(submitted.number, script)
             _print_submitted(records)
             return ExitCode.DONE
         job = self.job
         size = f"on {job.nodes} × {job.processes} processes"
         if job.allocation is None:
-            return submitted.run(lambda: self._print_begun(submitted.number, script, size))
+            return submitted.run_here(lambda: self._print_begun(submitted.number, script, size))
         where = f"in the allocation {job.allocation}, {size}"
         click.echo(f"run {job.name} starts {where}; for a job of its own, unset SLURM_JOB_ID", err=True)
-        return submitted.run(lambda: None)
+        return submitted.run_here(lambda: None)
 
     def _print_begun(self, number: str, script: str, size: str) -> None:
         record = self._keep(number, script)[0]

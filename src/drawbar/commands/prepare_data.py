@@ -173,7 +173,7 @@ def _steps(sampler: Sampler, config: RunConfig) -> int:
 def padding_share(
     sampler: Sampler, lengths: NDArray[np.int64], global_batch: int, micro_batch: MicroBatchSize
 ) -> float:
-    """The share of padding among the tokens that one process computes in the first epoch.
+    """The share of padding among all tokens of the first epoch, if one process trains the run.
 
     Args:
         lengths: shape (rows,): tokens of each row.

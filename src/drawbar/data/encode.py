@@ -129,7 +129,7 @@ def _compact(sample: Any) -> Sample:
             f"a sample has a field {taken[0]!r}, a name that drawbar fills in itself",
             remedy="give the field another name in the task's encode",
         )
-    compact = {str(name): _field_or_fault(name, value) for name, value in sample.items()}
+    compact = {str(name): _field_or_user_error(name, value) for name, value in sample.items()}
     tokens = compact.get("input_ids")
     if tokens is not None and (not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or not len(tokens)):
         raise UserError(
@@ -144,7 +144,7 @@ def _compact(sample: Any) -> Sample:
     return compact
 
 
-def _field_or_fault(name: str, value: Any) -> Any:
+def _field_or_user_error(name: str, value: Any) -> Any:
     try:
         return _field(name, value)
     except UserError:

@@ -66,7 +66,7 @@ class Liveness:
     def stop(self) -> None:
         self._stopped.set()
 
-    def note(self, activity: str) -> None:
+    def set_activity(self, activity: str) -> None:
         """Set this rank's activity, which counts as a heartbeat. It takes no time."""
         self._activity = activity
         self._notes += 1
@@ -75,13 +75,13 @@ class Liveness:
     def working(self, activity: str) -> Iterator[None]:
         """Context with heartbeats, for long work of this rank alone."""
         before, outer = self._activity, self._is_working
-        self.note(activity)
+        self.set_activity(activity)
         self._is_working = True
         try:
             yield
         finally:
             self._is_working = outer
-            self.note(before)
+            self.set_activity(before)
 
     def wait(self, operation: dist.Work, what: str | None) -> None:
         """Wait for a collective: for ranks that send heartbeats, as long as it takes.
@@ -93,7 +93,7 @@ class Liveness:
         """
         assert not self._is_working, f"{what}: a rank that waits while it says that it is at work may do so for ever"
         self._entered += 1
-        self.note(what or self._activity)
+        self.set_activity(what or self._activity)
         poll_seconds = min(_POLL_SECONDS, self.timeout / _MIN_HEARTBEATS)
         if _has_ended(operation, poll_seconds):
             return

@@ -176,9 +176,9 @@ class Distributed:
         """If another rank is lost, let this one end only once ``is_busy()`` is false, so that it finishes its work."""
         self._watchdog.is_busy = is_busy
 
-    def note(self, activity: str) -> None:
+    def set_activity(self, activity: str) -> None:
         """Set this rank's activity, for the error messages of ranks that wait for it."""
-        self._liveness.note(activity)
+        self._liveness.set_activity(activity)
 
     def working(self, activity: str) -> AbstractContextManager[None]:
         """Context for work that may take this rank longer than ``launch.timeout``: the others wait for it as long as it
@@ -306,13 +306,13 @@ class Distributed:
 
     def _send(self, tensors: dict[str, torch.Tensor], items: list[_Item], target: int) -> None:
         for name, *_ in items:
-            self.note(f"sending {name}")
+            self.set_activity(f"sending {name}")
             dist.send(tensors[name].contiguous(), dst=target, group=self._control)
 
     def _receive(self, items: list[_Item], source: int) -> dict[str, torch.Tensor]:
         found = {}
         for name, shape, dtype in items:
-            self.note(f"receiving {name}")
+            self.set_activity(f"receiving {name}")
             found[name] = torch.empty(shape, dtype=dtype)
             dist.recv(found[name], src=source, group=self._control)
         return found

@@ -58,8 +58,8 @@ def _findings(
     yield from check_slurm_gpus(environ, len(facts.get("gpus", [])))
     network = collect_network()
     listens = environ.get("RANK") == "0" and "TORCHELASTIC_USE_AGENT_STORE" not in environ
-    own = is_this_host(network.peer_address, network.interfaces)
-    yield from check_network(network, has_other_hosts(), listens and own and "MASTER_PORT" in environ)
+    is_first_node = is_this_host(network.first_node_address, network.interfaces)
+    yield from check_network(network, has_other_hosts(), listens and is_first_node and "MASTER_PORT" in environ)
     yield check_rendezvous(rendezvous.result())
     wanted = {name: _is_cached(name) for name in hub_names(config)} if given else {}
     yield from _folders(config, downloads=not all(wanted.values()))

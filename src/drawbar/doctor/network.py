@@ -33,9 +33,10 @@ class Network:
     host_address: str
     """What the host name stands for; empty where nothing knows it."""
     interfaces: tuple[Interface, ...]
-    peer: str
-    """The other host that the route was asked for; empty where none is known."""
-    peer_address: str
+    first_node: str
+    """The node at which the processes meet, by MASTER_ADDR or Slurm's list of nodes; it may be this machine. Empty
+    where none is known."""
+    first_node_address: str
     route_address: str
     """This machine's own address on the way there, or else on the way to anywhere; empty without a route."""
     port: int
@@ -49,8 +50,8 @@ class Network:
 def collect_network(environ: Mapping[str, str] = os.environ) -> Network:
     """Sends nothing but look-ups of host names: a route is asked of the kernel."""
     host = socket.gethostname()
-    peer = environ.get("MASTER_ADDR") or first_host(environ.get("SLURM_JOB_NODELIST", ""))
-    peer_address = _resolve(peer) if peer else ""
+    first_node = environ.get("MASTER_ADDR") or first_host(environ.get("SLURM_JOB_NODELIST", ""))
+    first_node_address = _resolve(first_node) if first_node else ""
     port = environ.get("MASTER_PORT", "")
     number = int(port) if port.isdigit() and 0 < int(port) < 65536 else USUAL_PORT
     return Network(
@@ -59,9 +60,9 @@ def collect_network(environ: Mapping[str, str] = os.environ) -> Network:
         interfaces=tuple(
             Interface(name, interface_address(name) or "", is_infiniband(name)) for _, name in socket.if_nameindex()
         ),
-        peer=peer,
-        peer_address=peer_address,
-        route_address=_route(peer_address or _SOMEWHERE),
+        first_node=first_node,
+        first_node_address=first_node_address,
+        route_address=_route(first_node_address or _SOMEWHERE),
         port=number,
         port_is_given="MASTER_PORT" in environ,
         port_is_free=is_free(number),
@@ -99,7 +100,7 @@ def choose_interface(network: Network) -> tuple[Interface | None, str]:
         # only the first address of each interface is known, and only on Linux: route_address may be none of them
         nameless = Interface("", network.route_address, False)
         on_the_way = (interface for interface in addressed if interface.address == network.route_address)
-        way = f"the way to {network.peer}" if network.peer else "the way to other networks"
+        way = f"the way to {network.first_node}" if network.first_node else "the way to other networks"
         return next(on_the_way, nameless), way
     others = [interface for interface in addressed if not interface.address.startswith("127.")]
     if others:
@@ -124,9 +125,9 @@ def check_network(network: Network, many_hosts: bool, opens_port: bool) -> Itera
     for variable, value in network.socket_names:
         yield _socket_name(variable, value, network, chosen)
     yield _host_name(network, many_hosts)
-    if network.peer and not network.peer_address:
-        what = f"{network.peer} cannot be resolved"
-        fix = Fix(f"getent hosts {network.peer}", "correct MASTER_ADDR, or add the name to /etc/hosts")
+    if network.first_node and not network.first_node_address:
+        what = f"{network.first_node} cannot be resolved"
+        fix = Fix(f"getent hosts {network.first_node}", "correct MASTER_ADDR, or add the name to /etc/hosts")
         yield Finding(SECTION, "first node", Level.PROBLEM, what, "the processes meet there", fix)
     yield _port(network, opens_port)
 

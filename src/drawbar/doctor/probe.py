@@ -26,7 +26,7 @@ MESSAGE = 2**18
 
 
 def inspect_device(wanted: str, precision: str, processes: int) -> dict[str, Any]:
-    """Facts of torch and its devices, and one product on the chosen one.
+    """Facts of torch and its devices, and one matrix product, computed on the chosen one.
 
     Args:
         processes: how many the run would start (``launch.nproc``; 1 for ``auto``), if no launcher has started several.

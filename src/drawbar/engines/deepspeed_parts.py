@@ -214,7 +214,7 @@ class DeepSpeedState:
 
     def _full(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """A parameter's fp32 weight, or a buffer, as one process has it."""
-        self.world.note(f"copying {name}")  # shown by ranks that wait for this one
+        self.world.set_activity(f"copying {name}")  # shown by ranks that wait for this one
         if not isinstance(tensor, nn.Parameter):
             return tensor.detach()
         return tp_gather(tensor, self.masters.weight(tensor))

@@ -63,7 +63,7 @@ class ShardCopier:
         for box, all_bands in divided:
             own = [band for band in all_bands if next(is_writer)]
             if own or box.is_collective:
-                self._world.note(f"copying {box.name}")  # shown by ranks that wait for this one
+                self._world.set_activity(f"copying {box.name}")  # shown by ranks that wait for this one
             if own == all_bands:  # one copy of the whole box is faster than one for each band
                 whole = replace(box, get=self._host_copy(box, previous).detach)
                 found += [TensorBox(band.name, band.shape, band.offset, band.get()) for band in bands(whole)]

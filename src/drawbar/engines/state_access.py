@@ -65,7 +65,7 @@ class TorchState:
     def gradients(self) -> dict[str, torch.Tensor]:
         scale = self.scaler.scale
         return host_copies(
-            self.gradients_equal_on_replicas(),
+            self.gradients_equal_on_replicas(),  # all of them, with torch's optimizers
             self.should_keep((0,)),
             lambda name, tensor: self._full(name, tensor) / scale,
         )
@@ -110,7 +110,7 @@ class TorchState:
         return {parameter: name for name, parameter in self.module.named_parameters()}
 
     def _full(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        self.world.note(f"copying {name}")  # shown by ranks that wait for this one
+        self.world.set_activity(f"copying {name}")  # shown by ranks that wait for this one
         return full_tensor(tensor, self.fused.get(name))
 
 

@@ -111,7 +111,7 @@ def evaluate(
                 failure = error
             if not _agree_to_go_on(failure, stop_wanted(), world):
                 return None
-            world.note(_progress_text("evaluating", split, done, len(loader)))
+            world.set_activity(_progress_text("evaluating", split, done, len(loader)))
             progress(done, len(loader))
     return _score(task, split, results, world)
 
@@ -237,7 +237,7 @@ def predict(
         for done, micro in enumerate(loader, start=1):
             found = _with_ids(task, micro.batch.ids, engine.predict_step(micro.batch, predict_fn))
             predictions += found if not micro.is_filler else []
-            world.note(_progress_text("predicting", split, done, len(loader)))
+            world.set_activity(_progress_text("predicting", split, done, len(loader)))
             progress(done, len(loader))
     gathered = world.dp_ranks.gather_from_leaders(predictions)
     return predictions_by_record(split, [pair for part in gathered for pair in part]) if gathered is not None else {}

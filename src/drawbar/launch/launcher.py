@@ -31,7 +31,7 @@ class Submitted:
 
     number: str
     """The launcher's job id, which commands such as ``drawbar cancel`` take."""
-    run: Callable[[Callable[[], None]], int] | None = None
+    run_here: Callable[[Callable[[], None]], int] | None = None
     """Given only if this process must stay while the job runs: runs the job, calls its argument once the job has begun,
     and returns the job's exit code."""
 

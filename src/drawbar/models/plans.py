@@ -87,12 +87,25 @@ _OWN = {
 _LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "glm")
 _STAGES = {
     "gpt2": PipelinePlan(
-        "transformer.h", "transformer.wte", ("transformer.wpe", "transformer.drop"), ("transformer.ln_f",)
+        blocks="transformer.h",
+        embedding="transformer.wte",
+        before=("transformer.wpe", "transformer.drop"),
+        after=("transformer.ln_f",),
     ),
-    **dict.fromkeys(_LLAMA_LIKE, PipelinePlan("model.layers", "model.embed_tokens", (), ("model.norm",))),
-    "phi": PipelinePlan("model.layers", "model.embed_tokens", ("model.embed_dropout",), ("model.final_layernorm",)),
+    **dict.fromkeys(
+        _LLAMA_LIKE, PipelinePlan(blocks="model.layers", embedding="model.embed_tokens", after=("model.norm",))
+    ),
+    "phi": PipelinePlan(
+        blocks="model.layers",
+        embedding="model.embed_tokens",
+        before=("model.embed_dropout",),
+        after=("model.final_layernorm",),
+    ),
     "gpt_neox": PipelinePlan(
-        "gpt_neox.layers", "gpt_neox.embed_in", ("gpt_neox.emb_dropout",), ("gpt_neox.final_layer_norm",)
+        blocks="gpt_neox.layers",
+        embedding="gpt_neox.embed_in",
+        before=("gpt_neox.emb_dropout",),
+        after=("gpt_neox.final_layer_norm",),
     ),
 }
 

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from drawbar.errors import UserError
 
-# buffers are shared before evaluation and saving (``parallel.buffers``), and not in every forward. torch 2.13
-# renamed the setting
+# buffers are shared before evaluation and saving (``parallel.buffers``), and not in every forward. The setting of
+# torch 2.13, unlike the older one, leaves the broadcast on that DDP makes when it is built
 _NEW_NAME = "forward_sync_buffers"
 _BUFFERS = _NEW_NAME if _NEW_NAME in inspect.signature(DistributedDataParallel).parameters else "broadcast_buffers"
 
@@ -59,7 +59,7 @@ def replicate(
     for name, buffer in model.named_buffers():
         if buffer.dtype not in _BROADCAST_DTYPES:
             raise UserError(
-                f"DDP broadcasts all buffers, and cannot broadcast {name}: it is {buffer.dtype}",
+                f"DDP broadcasts all buffers when it is built, and cannot broadcast {name}: it is {buffer.dtype}",
                 where="parallel.strategy",
                 remedy="make it torch.int32 or torch.float32; or train with fsdp",
             )

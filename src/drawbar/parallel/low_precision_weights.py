@@ -19,8 +19,9 @@ def cast_weights_once(module: nn.Module, precision: str, device: torch.device) -
     """Around the micro-batches of a step: autocast casts each trained weight in the first forward, and in no other.
 
     Autocast drops its casts where its outermost context ends. This is that context, with autocast disabled: a backward
-    in it runs without autocast, as it should. Update the weights after it. Under FSDP nothing is done: FSDP frees
-    weights after each forward, but their casts would stay in memory.
+    in it runs without autocast, as it should. Update the weights after it. Nothing is done for a model that is
+    sharded by FSDP, which frees weights after each forward (their casts would stay in memory), or replicated on a mesh
+    (``replicate_on_mesh``), which torch does with an ``FSDPModule``, too.
     """
     if precision == "fp32" or any(isinstance(part, FSDPModule) for part in module.modules()):
         return nullcontext()

@@ -80,7 +80,8 @@ def train(
 
 
 def _name_users_method(task: Task) -> AbstractContextManager[None]:
-    """Context in which an error of a user's own method names it; others are told with the module that raised them."""
+    """Context of a training step. If the user defines one of these methods, an error names the task's method that
+    raised it; else it passes unchanged, and the result of the case names the module that raised it."""
     has_own = is_user_defined(task, "forward", "loss", "num_targets")
     return name_failing_method(task) if has_own else nullcontext()
 

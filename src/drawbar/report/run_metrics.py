@@ -17,7 +17,7 @@ MOST_CURVES = 80
 TRAINING = "training steps"
 DATA_WAIT = "waiting for data"
 EVALUATION = "evaluations, each with the save before it"
-MIXED = "steps and an evaluation, between two lines of the log"
+MIXED = "steps and an evaluation, between two lines of metrics.jsonl"
 RESTART = "stopped, and started again"
 
 

@@ -147,8 +147,9 @@ class SequenceClassification(PretrainedTask):
 
     @cached_property
     def labels(self) -> Labels:
-        or_numbers = self.config.problem == "single_label"
-        return Labels(self.dataset_metadata["labels"] or [], self.dataset_metadata.get("classes"), or_numbers)
+        suggests_regression = self.config.problem == "single_label"
+        metadata = self.dataset_metadata
+        return Labels(metadata["labels"] or [], metadata.get("classes"), suggests_regression)
 
     def texts(self, record: dict[str, Any]) -> list[str]:
         text = require(record, self.config.text_column, "task.text_column")

@@ -63,12 +63,12 @@ class Labels:
     Args:
         names: the labels.
         classes: the names of the training data's classes, in the order of their numbers; None where no file says them.
-        or_numbers: whether the task could learn numbers instead (``task.problem=regression``).
+        suggests_regression: whether the error of an unknown label may suggest ``task.problem=regression``.
     """
 
-    def __init__(self, names: list[Any], classes: list[str] | None = None, or_numbers: bool = False) -> None:
+    def __init__(self, names: list[Any], classes: list[str] | None = None, suggests_regression: bool = False) -> None:
         self.names = names
-        self._or_numbers = or_numbers
+        self._suggests_regression = suggests_regression
         self._outputs = {label_key(name): output for output, name in enumerate(names)}
         self._keys_of_names = frozenset(self._outputs)
         keys = [label_key(name) for name in classes or []]
@@ -98,7 +98,7 @@ class Labels:
     @property
     def _numeric(self) -> bool:
         """Whether the labels look like numbers to learn: more than the two of yes and no, and all of them numbers."""
-        return self._or_numbers and len(self.names) > 2 and all(map(_is_number, self.names))
+        return self._suggests_regression and len(self.names) > 2 and all(map(_is_number, self.names))
 
     def _are_numbers(self, classes: list[str]) -> bool:
         """Whether the task's labels are the numbers of these classes, and not their names: ``labels: [0, 1]``."""

@@ -12,7 +12,7 @@ def method_error(task: Any, method: str, what: str, remedy: str) -> UserError:
     return UserError(f"{type(task).__name__}.{method} {what}", where=place(getattr(type(task), method)), remedy=remedy)
 
 
-def called_once(task: Any, method: str, attribute: str) -> Any:
+def call_for_attribute(task: Any, method: str, attribute: str) -> Any:
     """Call a method without arguments, whose result the task keeps as an attribute.
 
     Raises:

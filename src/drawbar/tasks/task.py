@@ -24,7 +24,7 @@ from drawbar.data.sources import Records, open_records
 from drawbar.errors import UserError
 from drawbar.runtime.safetensors_reader import parameters_on_meta
 from drawbar.tasks.batch import Batch, pad_and_stack
-from drawbar.tasks.method_errors import called_once, method_error, undefined_method_error
+from drawbar.tasks.method_errors import call_for_attribute, method_error, undefined_method_error
 from drawbar.tasks.old_names import keep_old_class_attributes, keep_old_names, keep_run_attributes, renamed_attribute
 from drawbar.tasks.task_context import TaskContext
 
@@ -66,7 +66,7 @@ class Task:
     def tokenizer(self) -> Any:
         """The run's tokenizer: what ``build_tokenizer`` returned when the run began."""
         given = self.task_context.tokenizer
-        return called_once(self, "build_tokenizer", "tokenizer") if given is None else given
+        return call_for_attribute(self, "build_tokenizer", "tokenizer") if given is None else given
 
     @cached_property
     def dataset_metadata(self) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class Task:
         given = self.task_context.dataset_metadata
         if given is not None:
             return given
-        found = called_once(self, "find_dataset_metadata", "dataset_metadata")
+        found = call_for_attribute(self, "find_dataset_metadata", "dataset_metadata")
         try:
             return json.loads(json.dumps(found))  # as a resumed run will read them
         except (TypeError, ValueError) as error:

@@ -19,7 +19,7 @@ from drawbar.util.best_score import BestScore
 WIDEST = 110
 """The most columns that are used of a terminal: longer lines cannot be read in one glance."""
 LABELLED = 60
-"""The width from which on a terminal shows the labels of rows in a column of their own."""
+"""The least width of a terminal, in columns, at which the labels of rows get a column of their own."""
 MOST_SCORES = 8
 """Scores of an evaluation that are shown; ``metrics.jsonl`` has all."""
 _LABEL_WIDTH = 12

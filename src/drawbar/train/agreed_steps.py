@@ -64,7 +64,7 @@ def agreed_steps(
         counts = 0.0, 0.0
         try:
             step, micro_batches = next(steps)
-            world.note(f"step {step}")
+            world.set_activity(f"step {step}")
             with name_failing_method(engine.task):
                 counts = count_targets(engine.task, micro_batches), loader.tokens
         except StopIteration:

@@ -294,7 +294,7 @@ class TimedSaveCallback(Callback):
     differ.
 
     Args:
-        interval: an ``Interval``.
+        interval: a length of time as in settings: ``30min``.
     """
 
     def __init__(self, interval: str) -> None:

@@ -158,7 +158,7 @@ def _probe(loader: TrainLoader[Batch], engine: Engine, updater: TorchUpdater, me
     make, to_come = batch_maker(engine.task, engine.config), future_optimizer_bytes(updater)
 
     def measure(count: int) -> Trial:
-        world.note(f"trying micro-batches of {count} rows")
+        world.set_activity(f"trying micro-batches of {count} rows")
         generators = rng_state(world.device)  # a user's collate may draw from them
         micro = MicroBatch(make(longest_rows(rows, count)))
         set_rng_state(generators, world.device)

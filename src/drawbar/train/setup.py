@@ -1,4 +1,5 @@
-"""Builds a run's task and engine from its configuration."""
+"""Builds a run's task; an engine with a checkpoint's weights, for commands that do not train; and parts of a start:
+counting steps, saving the tokenizer, checking the script and the base model."""
 
 import json
 import math

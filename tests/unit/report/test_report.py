@@ -223,7 +223,7 @@ def test_where_the_time_went(project: Path, tmp_path: Path) -> None:
         "training steps": "1m20s",
         "evaluations, each with the save before it": "30s",
         "stopped, and started again": "16m40s",
-        "steps and an evaluation, between two lines of the log": "1m00s",
+        "steps and an evaluation, between two lines of metrics.jsonl": "1m00s",
     }.items():
         assert section.split(kind)[-1].split("%")[0].startswith(shown), kind
 

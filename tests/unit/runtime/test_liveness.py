@@ -93,7 +93,7 @@ def test_progress_is_a_sign_of_life() -> None:
 
         def get_on() -> None:
             for batch in range(8):
-                second.note(f"batch {batch}")
+                second.set_activity(f"batch {batch}")
                 time.sleep(0.25)
             operation.ended.set()
 
@@ -114,7 +114,7 @@ def test_a_rank_that_hangs_is_named_with_what_it_did() -> None:
     with ranks(3, timeout=0.4) as (first, second, third):
         with third.working("encoding train"):
             pass
-        third.note("step 7")  # and then it hangs in a collective
+        third.set_activity("step 7")  # and then it hangs in a collective
         operation = Operation()
         thread = meanwhile(lambda: error_of(second, operation))
         message = error_of(first, operation)
@@ -143,7 +143,7 @@ def test_a_rank_0_that_is_stopped_is_named() -> None:
 def test_a_rank_0_that_hangs_is_named() -> None:
     """While its thread reads the entries of all."""
     with ranks(3, timeout=0.4) as (first, second, third), third.working("hashing"):
-        first.note("step 7")
+        first.set_activity("step 7")
         message = error_of(second, Operation())
     assert "rank 1 waited 0.4s for the others at the test: rank 0 (step 7); no heartbeat" in message
     assert "rank 2" not in message

@@ -87,10 +87,10 @@ def _check(source: Path, config: RunConfig) -> None:
 
 
 def _values(step: int, config: RunConfig) -> dict[str, Any]:
-    """What a checkpoint holds besides tensors. Of the settings under ``RESOLVED`` some may still be ``auto``: the run
-    resolves those when it starts. ``data`` is None: the loader then skips as many global batches as steps were made.
-    ``validation`` (the fingerprint of the validation samples) is not known, and there is no ``base`` (a model under
-    adapters)."""
+    """What a checkpoint holds besides tensors. Under ``RESOLVED``, which has what the run's ``auto`` settings stand
+    for, a value may still be ``auto``: the run resolves it when it starts. ``data`` is None: the loader then skips as
+    many global batches as steps were made. ``validation`` (the fingerprint of the validation samples) is not known, and
+    there is no ``base`` (a model under adapters)."""
     return {
         "progress": RunProgress(step=step, evaluated_step=step).state(),
         "data": None,

@@ -67,7 +67,7 @@ def _equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def compare(
+def add_contradictions(
     file: DeepSpeedFile, loaded: LoadedConfig, precision: str, generated: Mapping[str, Any], names: Mapping[str, str]
 ) -> None:
     """Add what contradicts the configuration to ``file.problems``.

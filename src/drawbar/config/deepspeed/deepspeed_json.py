@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from drawbar.config.deepspeed.deepspeed_checks import compare
+from drawbar.config.deepspeed.deepspeed_checks import add_contradictions
 from drawbar.config.deepspeed.deepspeed_file import read_json, without_auto
 from drawbar.config.deepspeed.zero_settings import (
     HOST,
@@ -69,7 +69,7 @@ def deepspeed_json(config: LoadedConfig | RunConfig, ranks: int, precision: str)
     if config.deepspeed is None or config.deepspeed.config is None:
         return DeepSpeedJson(values)
     file = read_json(config.deepspeed.config)
-    compare(file, loaded, precision, values, ZERO_SETTINGS)
+    add_contradictions(file, loaded, precision, values, ZERO_SETTINGS)
     if file.problems:
         raise one_error(file.problems)
     theirs, automatic = without_auto(file.values)

@@ -116,13 +116,14 @@ def _query(question: str) -> list[list[str]]:
 def judge(nodes: Sequence[NodeFacts]) -> NodeCheckResult:
     """Check the facts of all nodes; clocks are checked separately, as that needs the times of arrival."""
     result = NodeCheckResult()
-    _judge_settings(nodes, result)
+    _judge_versions(nodes, result)
     for node in nodes:
         _judge_gpus(node, max(other.gpu_count for other in nodes), result)
     return result
 
 
-def _judge_settings(nodes: Sequence[NodeFacts], result: NodeCheckResult) -> None:
+def _judge_versions(nodes: Sequence[NodeFacts], result: NodeCheckResult) -> None:
+    """Compare versions, drivers and configurations."""
     for what in nodes[0].versions:
         told = result.warnings if what == "Python" else result.errors
         if difference := _differing_values(nodes, lambda node: node.versions[what]):  # noqa: B023 - it is called at once

@@ -149,7 +149,7 @@ def render(job: Job) -> str:
 
 
 def _begin(cluster: ClusterSection) -> str:
-    """What a job does first that is one of its own, and not a command in an existing allocation."""
+    """The first lines of a job that Slurm queues; a run in an existing allocation has none of them."""
     return _BEGIN.format(
         own_job=OWN_JOB,
         signal_variable=SIGNAL_SECONDS,

@@ -14,7 +14,8 @@ _LONGEST_LINE = 2**16
 
 
 class RemoteHost:
-    """A host of the job, over a running ssh. At once it is sent its job, which begins when all hosts have answered."""
+    """A host of the job, over a running ssh. It is sent its ``HostJob`` at once; that begins when all hosts have
+    answered."""
 
     def __init__(self, start: RemoteStart, process: asyncio.subprocess.Process, output: HostOutput) -> None:
         assert process.stdin is not None
@@ -31,7 +32,7 @@ class RemoteHost:
         self._process = process
         self._stdin = process.stdin
         self._output = output
-        self._stdin.write(start.script + start.job.message())
+        self._stdin.write(start.script + start.host_job.message())
         self.ended = asyncio.create_task(self._follow(process.stdout, process.stderr))
         """The exit code, once all output is written."""
 

@@ -41,7 +41,7 @@ class RemoteStart:
     """The ssh command."""
     script: bytes
     """What bash reads there."""
-    job: HostJob
+    host_job: HostJob
 
 
 def remote_starts(job: Job, hosts: Sequence[Host]) -> list[RemoteStart]:
@@ -103,9 +103,9 @@ def forwarded(patterns: Iterable[str], environ: Mapping[str, str], set_already: 
 def describe(name: str, starts: Sequence[RemoteStart]) -> str:
     """What would run, for people and for bash: the commands, and what each host reads."""
     first = starts[0]
-    hidden = dict.fromkeys(first.job.environment, _HIDDEN)
-    shown = asdict(replace(first.job, environment=hidden, config="", launch_id="drawbar-…"))
-    numbers = "; ".join(f"{start.host.name} is node {start.job.node}" for start in starts)
+    hidden = dict.fromkeys(first.host_job.environment, _HIDDEN)
+    shown = asdict(replace(first.host_job, environment=hidden, config="", launch_id="drawbar-…"))
+    numbers = "; ".join(f"{start.host.name} is node {start.host_job.node}" for start in starts)
     parts = [
         f"# Run {name} on {len(starts)} host{'s' * (len(starts) > 1)}; made by drawbar submit.",
         "# These start at the same time, and each ends with its connection:",
@@ -117,7 +117,7 @@ def describe(name: str, starts: Sequence[RemoteStart]) -> str:
         f"# drawbar there reads one more line: in it config is the text below, and node the host's number: {numbers}.",
         f"# {host_message(job=shown).decode().rstrip()}",
         "#",
-        *(f"# {line}".rstrip() for line in first.job.config.splitlines()),
+        *(f"# {line}".rstrip() for line in first.host_job.config.splitlines()),
         "",
     ]
     return "\n".join(parts)
