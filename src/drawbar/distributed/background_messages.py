@@ -3,7 +3,7 @@ threads run those of training at the same time."""
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from math import ceil
 
@@ -95,8 +95,8 @@ class BackgroundMessages:
         # counts its own polls instead of seconds: after a suspension of the whole job, no rank must seem silent
         polls = unchanged = 0
         last = b""
-        ready = self._exists(self._key(name, sender))
-        while not ready():
+        key = self._key(name, sender)
+        while not self._is_there(key):
             time.sleep(_POLL_SECONDS)
             polls += 1
             heartbeat = self._read_heartbeat(sender) if polls % ceil(self._period / _POLL_SECONDS) == 0 else last
@@ -105,17 +105,17 @@ class BackgroundMessages:
             timeout = self._timeout
             if self._world.lost_a_rank():
                 timeout = min(timeout, max(_SHORT_TIMEOUT_SECONDS, 3 * self._period))
-            if unchanged * _POLL_SECONDS > timeout and not ready():
+            if unchanged * _POLL_SECONDS > timeout and not self._is_there(key):
                 raise self._lost(sender, activity, f"no heartbeat for {timeout:g}s")
             if polls % ceil(_LOG_SECONDS / _POLL_SECONDS) == 0:
                 logger.info("waiting for rank %d: %s (%.0f s)", sender, activity, polls * _POLL_SECONDS)
 
-    def _exists(self, key: str) -> Callable[[], bool]:
-        return lambda: self._world.store.check([key])
+    def _is_there(self, key: str) -> bool:
+        return self._world.store.check([key])
 
     def _read_heartbeat(self, rank: int) -> bytes:
         key = _heartbeat_key(rank)
-        return self._world.store.get(key) if self._world.store.check([key]) else b""
+        return self._world.store.get(key) if self._is_there(key) else b""
 
     def _lost(self, rank: int, activity: str, reason: str) -> UserError:
         return UserError(

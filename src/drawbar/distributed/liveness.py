@@ -44,7 +44,7 @@ class Liveness:
         self._activity_reader = ActivityReader(store, size, ceil(timeout / self._period)) if rank == 0 else None
         self._activity = RankActivity().activity
         self._entered = 0
-        self._notes = 0
+        self._activity_changes = 0
         self._heartbeats = 0
         """Written by the thread alone, and the three above it by the main thread alone."""
         self._is_working = False
@@ -69,7 +69,7 @@ class Liveness:
     def set_activity(self, activity: str) -> None:
         """Set this rank's activity, which counts as a heartbeat. It takes no time."""
         self._activity = activity
-        self._notes += 1
+        self._activity_changes += 1
 
     @contextmanager
     def working(self, activity: str) -> Iterator[None]:
@@ -154,7 +154,7 @@ class Liveness:
     def _publish_activity(self) -> None:
         if self._is_working or self._is_waiting:
             self._heartbeats += 1
-        entry = RankActivity(self._entered, self._notes + self._heartbeats, self._is_waiting, self._activity)
+        entry = RankActivity(self._entered, self._activity_changes + self._heartbeats, self._is_waiting, self._activity)
         if entry != self._last_published:
             entry.publish(self._store, self._rank)
             self._last_published = entry

@@ -28,7 +28,7 @@ from drawbar.engines.local_model import (
     build_meta,
     build_meta_model,
     build_whole,
-    with_adapters,
+    prepared_meta_model,
 )
 from drawbar.engines.loss_choice import choose_cross_entropy
 from drawbar.engines.parts import EngineParts
@@ -83,7 +83,7 @@ def _build_one_model(task: Task, config: RunConfig, world: Distributed) -> Engin
     stage = zero_stage(config)
     local, source = _partitioned(task, config, world) if stage == 3 else _replicated(task, config, world)
     # after the model: adapters draw random numbers here, too, and must not change those that the model starts from
-    meta_model = with_adapters(build_meta_model(task), config, local.base)
+    meta_model = prepared_meta_model(build_meta_model(task), config, local.base)
     check_shardable(local.module, "DeepSpeed")
     optimizer = _optimizer(local.module, config)
     values = _json(config, world)

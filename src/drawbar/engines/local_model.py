@@ -95,8 +95,8 @@ def _persistent_buffers(module: nn.Module) -> dict[str, torch.Size]:
     return {name: buffer.shape for name, buffer in module.named_buffers(remove_duplicate=False) if name in saved}
 
 
-def with_adapters(meta_model: nn.Module, config: RunConfig, base: FrozenBaseInfo | None) -> nn.Module:
-    """The meta model, with LoRA adapters if the run has them.
+def prepared_meta_model(meta_model: nn.Module, config: RunConfig, base: FrozenBaseInfo | None) -> nn.Module:
+    """The meta model as the run trains it: with LoRA adapters if it has them, and its trained weights in fp32.
 
     Args:
         base: see ``LocalModel``.
@@ -204,7 +204,7 @@ def _build_adapted(task: Task, config: RunConfig) -> tuple[nn.Module, FrozenBase
 def _build_weightless(task: Task, config: RunConfig) -> tuple[nn.Module, FrozenBaseInfo | None]:
     """The model on the meta device, with adapters if the run has them, on a base that nothing is known of."""
     base = None if config.lora is None else _UNKNOWN_BASE
-    return with_adapters(build_meta_model(task), config, base), base
+    return prepared_meta_model(build_meta_model(task), config, base), base
 
 
 def allow_packed_rows(model: nn.Module, task: Task, config: RunConfig) -> None:
@@ -285,7 +285,7 @@ def build_meta(
     if config.lora is None:
         put_generators_back = note_host_generators()
         with world.working("finding the weights"):
-            meta_model = with_adapters(build_meta_model(task), config, None)
+            meta_model = prepared_meta_model(build_meta_model(task), config, None)
             # a buffer on meta was computed from a parameter, and files fill parameters alone
             if not any(buffer.is_meta for buffer in meta_model.buffers()):
                 files = task.stored_weights(meta_model)
@@ -297,6 +297,6 @@ def build_meta(
         source, base = _build_adapted(task, config) if world.is_rank0 else (None, None)
     base = world.from_rank0(lambda: base, "building the model")
     with world.barrier_after("building the model"):
-        meta_model = with_adapters(build_meta_model(task), config, base)
+        meta_model = prepared_meta_model(build_meta_model(task), config, base)
     logger.info("weights: rank 0 builds the model, and sends each process its part")
     return meta_model, source, base

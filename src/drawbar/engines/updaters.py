@@ -16,7 +16,8 @@ from drawbar.parallel.pipeline.schedule import add_up_tied
 from drawbar.parallel.precision import LossScaler
 
 SquaredNorm = Callable[[list[nn.Parameter], torch.device], torch.Tensor]
-"""(parameters with a gradient, device) → the sum of the squares of the whole model's gradient (0-d)."""
+"""(parameters with a gradient, device) → the sum of the squares of the whole model's gradient (0-d). With
+pipeline stages, it first adds up the gradients of a tied weight, in place."""
 
 
 class TorchUpdater:

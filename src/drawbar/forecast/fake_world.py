@@ -35,7 +35,7 @@ _ON_REAL_TENSORS: tuple[tuple[Any, str], ...] = (
     (device_mesh, "init_device_mesh"),
     *((DeviceMesh, name) for name in ("__getitem__", "_flatten", "_concatenate", "_unflatten")),
     (stage_building, "build_stage"),
-    (local_model, "with_adapters"),
+    (local_model, "prepared_meta_model"),
     (local_model, "apply_dtypes"),
     (ShardingPropagator, "_propagate_tensor_meta_non_cached"),
 )

@@ -75,7 +75,7 @@ def split_values(text: str) -> tuple[str, ...]:
         if quote:
             quote = "" if letter == quote else quote
         elif letter in "'\"" and text[begin:position].rstrip()[-1:] in ("", *_OPEN, ",", ":"):
-            quote = letter  # a quote mark inside a word is not one, but an apostrophe
+            quote = letter  # inside a word, ' is an apostrophe and opens no quotation
         elif letter in _OPEN:
             depth += 1
         elif letter in _CLOSED:

@@ -25,7 +25,8 @@ class RunReference:
 
 
 def run_reference(options: Any) -> RunReference | None:
-    """The run that the option ``model`` of a task refers to, if any: ``RUN``, ``RUN@best``, ``RUN@last``, ``RUN@STEP``.
+    """The run that the option ``model`` of a task refers to, if any: ``RUN``, ``RUN@best``, ``RUN@STEP``,
+    ``RUN@latest`` (or ``@last``).
 
     A name with an @ that is no folder counts as one, whether or not there is such a run. None for a folder of a model,
     even if an @ is in its name, and for any other name.
@@ -85,7 +86,7 @@ def check_model_folder(name: str) -> None:
             raise UserError(
                 f"{name} is {'a run' if run == folder else 'a checkpoint of a run'}, and not a folder of a model",
                 where="task.model",
-                remedy=f"name its best, its newest or another checkpoint: {run}@best, {run}@last, {run}@STEP; or write "
+                remedy=f"name one of its checkpoints: {run}@best, {run}@latest, {run}@STEP; or write "
                 f"the run's model as a folder, and name that: `drawbar export {run} --to FOLDER`",
             )
         what = f"has no {CONFIG}" if any(folder.iterdir()) else "is empty"

@@ -81,8 +81,8 @@ class ContextParallel:
     def shard(self, batch: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         """This rank's piece of a batch. Forward and backward belong inside; every rank of the mesh must enter it.
 
-        The labels of the piece stand one to the right of where the model predicts them, as in a whole batch, and so
-        have one column more than its tokens: see :meth:`align`.
+        Labels are shifted to where they are predicted before the row is cut, so a piece has the label of its last
+        token, too. An ignored column in front makes up for the shift of the task's loss: see :meth:`align`.
 
         Args:
             batch: ``input_ids`` and ``labels`` (B, L); an ``attention_mask`` must be that of padding on the right.

@@ -2,7 +2,7 @@
 
 The trainer calls them before the user's, in an order of its own; only the start of training is announced to the user's
 first, as an evaluation may be due at once. A step is saved before it is evaluated, because the
-evaluation may fail; the scores are added to the checkpoint afterwards.
+evaluation may fail; the progress in its checkpoint (best score, evaluated step) is updated afterwards.
 """
 
 import logging
@@ -314,7 +314,7 @@ class TimedSaveCallback(Callback):
 
 
 class SaveScoreCallback(Callback):
-    """After an evaluation: saves a checkpoint at a new best score, or adds the score to this step's checkpoint."""
+    """After an evaluation: saves a checkpoint at a new best score, else updates the progress in this step's one."""
 
     def __init__(self, keep_best: bool, saver: Saver, save: Callable[[StepInfo], None]) -> None:
         self._keep_best = keep_best

@@ -171,7 +171,7 @@ def find_step(reference: RunReference) -> int:
     elif which == "best":
         record = directory.best_record()
         found = None if record is None else record.step
-    elif which == "latest":  # written RUN@last
+    elif which == "latest":
         newest = directory.latest()
         match = None if newest is None else STEP_NAME.match(newest.name)
         found = None if match is None else int(match[1])
@@ -181,7 +181,7 @@ def find_step(reference: RunReference) -> int:
     raise UserError(
         f"{reference.run} has no checkpoint @{which}",
         where="task.model",
-        remedy=f"name one that is there: {reference.run}@last, {names}"
+        remedy=f"name one that is there: {reference.run}@latest, {names}"
         if steps
         else "train that run first: it has none",
     )

@@ -17,7 +17,7 @@ from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
 from drawbar.errors import UserError
 from drawbar.runtime.log import logger
-from drawbar.train.checkpoint_copier import known_owner, open_store, start_copier
+from drawbar.train.checkpoint_uploader import known_owner, open_store, start_uploader
 from drawbar.train.remote_run_files import CONFIG, RemoteRunFiles
 from drawbar.train.run_dir_lock import lock_run_dir
 from drawbar.train.rundir import NothingToFork, RunStart, is_of_this_run
@@ -65,13 +65,13 @@ def find_start_on_disk_or_store(find: Callable[[], RunStart], config: RunConfig,
     return find() if has_fetched else start
 
 
-def finish_copies(config: RunConfig, world: Distributed, stop: Stop) -> None:
-    """Upload what an earlier process of a complete run has not uploaded. Collective. Raises as ``start_copier``
+def finish_uploads(config: RunConfig, world: Distributed, stop: Stop) -> None:
+    """Upload what an earlier process of a complete run has not uploaded. Collective. Raises as ``start_uploader``
     does."""
-    copier = start_copier(config, world, stop)
+    uploader = start_uploader(config, world, stop)
     with world.barrier_after("copying the last checkpoint"):
-        if copier is not None:
-            copier.close()
+        if uploader is not None:
+            uploader.close()
 
 
 def _local_step(start: RunStart, run_dir: Path) -> int:

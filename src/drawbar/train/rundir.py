@@ -1,4 +1,4 @@
-"""The run directory: what is in it, and the checkpoint to resume from."""
+"""Where a run begins (step 0, a checkpoint, a fork), and the files that record it: ``config.yaml``, ``origin.json``."""
 
 import json
 import os

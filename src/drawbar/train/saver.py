@@ -18,8 +18,8 @@ from drawbar.engines.engine import Engine
 from drawbar.errors import UserError
 from drawbar.evaluation.scoring import Split
 from drawbar.runtime.log import logger
-from drawbar.train.checkpoint_copier import start_copier
 from drawbar.train.checkpoint_layouts import CheckpointLayout, PartsLayout, WholeTensorsLayout, choose_layout
+from drawbar.train.checkpoint_uploader import start_uploader
 from drawbar.train.shared_disks import Disks
 from drawbar.train.signal_lead import SignalLeadTime
 from drawbar.train.step import RunProgress
@@ -75,7 +75,7 @@ class Saver:
             if choose_layout(self._config.layout, engine, disks) == "parts"
             else WholeTensorsLayout(self._directory, engine, world, disks)
         )
-        self._copier = start_copier(config, world, stop)
+        self._uploader = start_uploader(config, world, stop)
         self._writer = AsyncWriter()
         self._signal_lead_time = SignalLeadTime()
         self._failed: set[int] = set()
@@ -219,16 +219,16 @@ class Saver:
         if records_best and best_step in self._directory.steps() and best_score is not None:
             self._directory.set_best(best_step, self._metric, best_score)
         self._directory.rotate(self._config.keep, self._protected(best_step) | {step})
-        if self._copier is not None:
-            self._copier.notify()
+        if self._uploader is not None:
+            self._uploader.notify()
 
     def _protected(self, best_step: int | None) -> set[int]:
         """Steps that no rotation deletes. ``best_step`` may not be on the disk yet: until it is, the one before it
         stays, too."""
-        copying = set() if self._copier is None else self._copier.protected
+        uploading = set() if self._uploader is None else self._uploader.protected
         if not self._config.keep_best:
-            return copying
-        return copying | steps_kept_as_best(self._directory) | ({best_step} if best_step is not None else set())
+            return uploading
+        return uploading | steps_kept_as_best(self._directory) | ({best_step} if best_step is not None else set())
 
     def wait(self) -> None:
         """Wait until the newest save is on every disk. Every rank must call it; the UserError of any save is raised on
@@ -246,8 +246,8 @@ class Saver:
         """Wait until this rank's writes are on its disk, then end the background thread. Raises the error of a save."""
         with self._world.working(self._writing):
             self._writer.close()
-            if self._copier is not None:
-                self._copier.close()
+            if self._uploader is not None:
+                self._uploader.close()
                 if self._last_saved is not None:  # a checkpoint may have stayed on the disk only until it was uploaded
                     self._directory.rotate(self._config.keep, self._protected(self._last_saved.best_step))
             error = self._with_resume_hint(self._writer.pop_error())

@@ -62,7 +62,7 @@ def find_shared_disks(folder: Path, world: Distributed, config: CheckpointSectio
     return disks
 
 
-def check_copies(config: CheckpointSection, disks: Disks, begins_at_step_0: bool) -> None:
+def check_disk_count(config: CheckpointSection, disks: Disks, begins_at_step_0: bool) -> None:
     """Compare ``checkpoint.copies`` with the number of disks.
 
     Args:
@@ -95,9 +95,9 @@ def _find(folder: Path, world: Distributed) -> Disks:
     world.barrier("looking for a shared disk")
     # only one rank of a node looks: a network file system may show another process of the node something else
     seen = next(rank for rank in node_leaders if (folder / f".{tag}-{rank}").exists()) if leads_node else None
-    disk_leaders = world.all_gather(seen)
+    seen_by_rank = world.all_gather(seen)
     if leads_node:
         own.unlink()  # everybody has looked
     node_leader_of = [max(leader for leader in node_leaders if leader <= rank) for rank in range(world.size)]
-    found = (disk_leaders[leader] for leader in node_leader_of)
+    found = (seen_by_rank[leader] for leader in node_leader_of)
     return Disks(world.rank, tuple(leader for leader in found if leader is not None))

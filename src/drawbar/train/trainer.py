@@ -64,7 +64,7 @@ from drawbar.train.eval_mode import resolve_mode
 from drawbar.train.initial_model import InitialModel
 from drawbar.train.memory_probe import fit_micro_batch, memory_of
 from drawbar.train.node_local import find_start_on_all_disks
-from drawbar.train.remote_start import find_start_on_disk_or_store, finish_copies
+from drawbar.train.remote_start import find_start_on_disk_or_store, finish_uploads
 from drawbar.train.restore import restore_engine, restore_rest, with_original_choices
 from drawbar.train.run_dir_lock import RunDirLock
 from drawbar.train.rundir import RunStart, find_start, renamed, run_dir_of, without_data_rebuild, write_config
@@ -78,7 +78,7 @@ from drawbar.train.setup import (
     save_task,
     warn_of_one_process,
 )
-from drawbar.train.shared_disks import Disks, check_copies, find_shared_disks
+from drawbar.train.shared_disks import Disks, check_disk_count, find_shared_disks
 from drawbar.train.step import RunProgress, StepInfo
 from drawbar.train.stop import Reason, Stop
 from drawbar.train.utilization import mfu_of_one_token_per_second
@@ -166,7 +166,7 @@ class Trainer:
         with world.barrier_after("locking the run directory"):
             if disks.is_disk_leader:
                 lock()  # the run directory may have been downloaded from the object store just now
-        check_copies(config.checkpoint, disks, begins_at_step_0=start.checkpoint is None)
+        check_disk_count(config.checkpoint, disks, begins_at_step_0=start.checkpoint is None)
         self.config = config = config.model_copy(update={"eval": resolve_mode(config.eval, start.eval_mode)})
         if config.data.rebuild and world.from_rank0((config.run_dir / "config.yaml").exists, "looking for the run"):
             logger.info("data.rebuild is ignored, as the run exists already; `drawbar prepare` encodes its data anew")
@@ -265,7 +265,7 @@ class _Run:
         if self._is_complete():
             if self.world.is_rank0:
                 StatusCallback(self.config.tracking.log_every, self._is_complete).write_if_complete(self.handle)
-            finish_copies(self.config, self.world, self.stop)
+            finish_uploads(self.config, self.world, self.stop)
             early = "" if self._all_steps_done else ", and stopped early"
             self.console.message(f"{self.config.run.name} is complete: it has made {self.progress.step} steps{early}")
             return

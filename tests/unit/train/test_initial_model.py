@@ -128,7 +128,7 @@ def test_adapters_of_the_other_run_are_merged_and_new_ones_are_kept_apart(fit: F
     [
         ("runs/tinny@best", "runs/tinny is no run directory", "runs/tiny"),
         ("runs/tiny@7", "runs/tiny has no checkpoint @7", "runs/tiny@8"),
-        ("runs/tiny@newest", "runs/tiny has no checkpoint @newest", "runs/tiny@last"),
+        ("runs/tiny@newest", "runs/tiny has no checkpoint @newest", "runs/tiny@latest"),
     ],
 )
 def test_a_name_that_is_wrong(fit: Fit, project: Path, name: str, says: str, remedy: str) -> None:

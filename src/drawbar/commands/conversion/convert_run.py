@@ -21,7 +21,7 @@ from drawbar.config.io.load_config import SCRIPT_FILE, dump_yaml
 from drawbar.config.schema.run_config import RUN_NAME, RunConfig, RunSection
 from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo
-from drawbar.engines.local_model import build_meta_model, with_adapters
+from drawbar.engines.local_model import build_meta_model, prepared_meta_model
 from drawbar.errors import UserError
 from drawbar.models.folder import INITIAL_MODEL
 from drawbar.optim.optimizers import build_optimizers
@@ -151,7 +151,7 @@ def _param_groups(config: RunConfig, task_type: type[Task] | None) -> list[dict[
     config = on_one_process(config)
     with Distributed(RankInfo(), torch.device("cpu"), config.launch.timeout) as world:
         task = task_of_run(task_type, config, world)
-        model = with_adapters(build_meta_model(task), config, None)
+        model = prepared_meta_model(build_meta_model(task), config, None)
     names = {parameter: name for name, parameter in model.named_parameters()}
     groups = [group for optimizer in build_optimizers(model, config.optim) for group in optimizer.param_groups]
     return [

@@ -18,7 +18,7 @@ from drawbar.config.io.compare import check_length
 from drawbar.config.schema.run_config import RunConfig
 from drawbar.distributed.process_group import Distributed
 from drawbar.distributed.rank_info import RankInfo, choose_device
-from drawbar.engines.local_model import build_meta_model, with_adapters
+from drawbar.engines.local_model import build_meta_model, prepared_meta_model
 from drawbar.engines.results import saved_values
 from drawbar.errors import UserError
 from drawbar.tasks.task import Task
@@ -53,7 +53,7 @@ def import_run(source: Path, form: str, config: RunConfig, task_type: type[Task]
     alone = on_one_process(config)
     with Distributed(RankInfo(), choose_device("cpu", RankInfo()), config.launch.timeout) as world:
         task = build_task(task_type or task_class(config.task.type), alone, world, config.run_dir, has_checkpoint=True)
-        model = with_adapters(build_meta_model(task), alone, None)
+        model = prepared_meta_model(build_meta_model(task), alone, None)
     with (
         writing(config.run_dir, "run.name"),
         new_folder(config.run_dir.absolute()) as draft,

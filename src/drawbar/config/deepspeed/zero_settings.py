@@ -15,7 +15,7 @@ def is_deepspeed(config: RunConfig) -> bool:
 
 
 def zero_stage(config: RunConfig) -> int:
-    """ZeRO stage: ``parallel.zero_stage``, else the preset's, else 2; 1 with a pipeline, which allows no more."""
+    """ZeRO stage: ``parallel.zero_stage``, else the preset's, else 2, or 1 with a pipeline (more is refused there)."""
     if config.parallel.zero_stage is not None:
         return config.parallel.zero_stage
     if config.deepspeed is not None and config.deepspeed.preset is not None:

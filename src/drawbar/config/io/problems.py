@@ -32,7 +32,7 @@ def report_errors(error: ValidationError, model: type[BaseModel], settings: Sett
 
 
 def report_missing_values(model: type[BaseModel], settings: Settings) -> None:
-    """Add a problem for each argument without a value; null is only named where the setting takes it."""
+    """Add a problem for each argument without a value. It proposes ``KEY=null`` where that is allowed."""
     known = catalogue(model)
     for argument in settings.without_value:
         advice = _advice_for_no_value(argument.partition("=")[0], known)

@@ -34,6 +34,7 @@ class JobRecord:
     workdir: str
     log: str
     script: str
+    """The file with what ``Launcher.render`` returned, in the job's folder (of a sweep: in the sweep's)."""
     nodes: int
     processes: int
     """On each node."""

@@ -33,7 +33,7 @@ class HostJob:
     environment: Mapping[str, str]
     """Variables to set besides those that the host has."""
     interface: str | None = None
-    script: str | None = None
+    program: str | None = None
     """The user's own program, which the host must have."""
     patience: float = 60
     """Seconds without a message from the submitting process after which it counts as gone."""

@@ -55,7 +55,7 @@ def remote_starts(job: Job, hosts: Sequence[Host]) -> list[RemoteStart]:
         workdir=str(job.workdir),
         environment=job.environment,
         interface=job.cluster.interface,
-        script=next((word for word in job.argv[1:2] if word.endswith(".py")), None),
+        program=next((word for word in job.argv[1:2] if word.endswith(".py")), None),
     )
     script = start_script(job, "drawbar.launch.node.entry.ssh_host")
     return [

@@ -140,9 +140,9 @@ def _change_directory(job: HostJob) -> None:
             f"cannot use the working directory of the job: {error}",
             "make it on this host, or set cluster.workdir to a folder that every host can have",
         ) from error
-    if job.script is not None and not Path(job.script).is_file():
+    if job.program is not None and not Path(job.program).is_file():
         raise _fail(
-            f"this host has no file {job.script}",
+            f"this host has no file {job.program}",
             "copy your program to every host, to the same path; only the configuration travels by itself",
         )
 

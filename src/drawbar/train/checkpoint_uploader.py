@@ -1,4 +1,4 @@
-"""``CheckpointCopier``: uploads a run's checkpoints to an object store (``checkpoint.remote``) in background
+"""``CheckpointUploader``: uploads a run's checkpoints to an object store (``checkpoint.remote``) in background
 threads."""
 
 import json
@@ -43,7 +43,7 @@ def known_owner(config: RunConfig) -> int | None:
         return None
 
 
-class CheckpointCopier:
+class CheckpointUploader:
     """Mirrors the local folder of checkpoints to the object store: whenever notified, it uploads new checkpoints,
     newest first, one at a time; then it deletes copies by ``checkpoint.keep``. Training never waits for it. A store
     that does not answer is a warning, with a retry later; a process that takes over the run's folder in the store stops
@@ -60,7 +60,7 @@ class CheckpointCopier:
         self._owner: RemoteOwner | None = None
         self._copied: dict[int, bytes] = {}  # step → manifest of what the store is known to have
         self._times_emptied = 0
-        self._copying: int | None = None
+        self._uploading: int | None = None
         self._is_closing = False
         self._has_given_up = False
         self._has_warned = False
@@ -69,7 +69,7 @@ class CheckpointCopier:
         self._wake.set()  # an earlier process may have left something to copy
         self._threads = [
             threading.Thread(target=work, name=f"checkpoint-{name}", daemon=True)
-            for name, work in (("copier", self._run), ("owner", self._send_heartbeats))
+            for name, work in (("uploader", self._run), ("owner", self._send_heartbeats))
         ]
 
     def claim(self) -> None:
@@ -100,7 +100,7 @@ class CheckpointCopier:
     @property
     def protected(self) -> set[int]:
         """The step that is being uploaded, whose local checkpoint must not be deleted. Thread-safe."""
-        step = self._copying
+        step = self._uploading
         return set() if step is None else {step}
 
     @property
@@ -109,22 +109,22 @@ class CheckpointCopier:
         return bool(self._directory.steps())
 
     def notify(self) -> None:
-        """Notify the copier of a new or changed checkpoint. Thread-safe; returns at once."""
+        """Notify the uploader of a new or changed checkpoint. Thread-safe; returns at once."""
         self._wake.set()
 
     def close(self) -> None:
         """Wait until everything is uploaded, or the store has failed; warn of what is missing there."""
         self._is_closing = True
         self._wake.set()
-        copier = self._threads[0]
-        copier.join(1.0)
-        if copier.is_alive():
+        uploader = self._threads[0]
+        uploader.join(1.0)
+        if uploader.is_alive():
             logger.info(
                 "waiting until %s has the last checkpoint; if this process is killed before that, the next start "
                 "copies it",
                 self._store.url,
             )
-        copier.join()
+        uploader.join()
         self._has_ended.set()
         self._threads[1].join()
         if self._has_given_up:
@@ -193,14 +193,14 @@ class CheckpointCopier:
         step, folder = next(iter(self._uncopied()), (None, None))
         if step is None or folder is None:
             return False
-        self._copying = step
+        self._uploading = step
         try:
             self._copied[step] = self._remote.upload(folder, self._prepare_commit)
             self._remote.rotate(self._config.checkpoint.keep, self._best(), self._owner.check)
         except (ChangedDuringCopy, FileNotFoundError, Unusable):
             time.sleep(0.5)  # a save replaces or deletes it now
         finally:
-            self._copying = None
+            self._uploading = None
         return True
 
     def _prepare_commit(self) -> None:
@@ -234,30 +234,30 @@ class CheckpointCopier:
                 self._stop.fail(error)
                 return
             except UserError:
-                continue  # the copier says so, where there is something to copy
+                continue  # the uploader says so, where there is something to copy
 
 
-def start_copier(config: RunConfig, world: Distributed, stop: Stop) -> CheckpointCopier | None:
-    """Start the run's copier on rank 0, and return it; None on other ranks, and without ``checkpoint.remote``. Every
+def start_uploader(config: RunConfig, world: Distributed, stop: Stop) -> CheckpointUploader | None:
+    """Start the run's uploader on rank 0, and return it; None on other ranks, and without ``checkpoint.remote``. Every
     rank calls it.
 
     Raises:
         UserError: as ``claim`` does, on every rank; of an ObjectStoreError only where the disk has no checkpoint.
     """
-    copiers: list[CheckpointCopier] = []
+    uploaders: list[CheckpointUploader] = []
 
     def start() -> UserError | None:
-        copier = CheckpointCopier(config, stop)
+        uploader = CheckpointUploader(config, stop)
         try:
-            copier.claim()
+            uploader.claim()
         except ObjectStoreError as error:
-            if not copier.has_local:
+            if not uploader.has_local:
                 return error  # the run would lose nothing by ending now, and the error may be permanent
             logger.warning("checkpoints are not copied for now: %s", error.what)
         except UserError as error:
             return error
-        copier.start()
-        copiers.append(copier)
+        uploader.start()
+        uploaders.append(uploader)
         return None
 
     if config.checkpoint.remote is None:
@@ -265,4 +265,4 @@ def start_copier(config: RunConfig, world: Distributed, stop: Stop) -> Checkpoin
     refusal = world.from_rank0(start, "opening the store of the checkpoints")
     if refusal is not None:
         raise refusal
-    return copiers[0] if copiers else None
+    return uploaders[0] if uploaders else None
