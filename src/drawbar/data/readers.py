@@ -34,7 +34,7 @@ class RawRecord(NamedTuple):
 
 @dataclass(frozen=True)
 class Reader(ABC):
-    """Reads one file, or several side by side; *unit*: a ``RawRecord``.
+    """Reads one file, or several side by side. Its methods call a ``RawRecord`` a unit.
 
     Subclasses are frozen dataclasses: their fields are their settings.
     """

@@ -53,7 +53,8 @@ class LocalModel:
     meta_model: nn.Module
     """A model with all names and full shapes, perhaps without values; it may be ``module`` itself."""
     base: FrozenBaseInfo | None
-    """Digest of the base model under LoRA, and the names of its parameters that no file has; None without LoRA."""
+    """Digest of the frozen base model under LoRA, and the names of its parameters that the pretrained files lack (they
+    are trained and saved); None without LoRA."""
     fused: dict[str, FusedLayout] = field(default_factory=dict)
     """Layouts of fused parameters, whose DTensors hold the rows in another order than the full model and the files."""
     replica_groups: list[dist.ProcessGroup] = field(default_factory=list)

@@ -71,7 +71,7 @@ def forecast_rank(
 
     Args:
         build_task: from a configuration to a task without weights (``TaskContext.weightless``).
-        config: as ``Forecaster.resolve`` returns it.
+        config: resolved, and one that can be run on fake tensors: see ``run_forecast``.
         sample: the longest one, see ``longest_sample``.
         devices_are_cpus: whether the ranks' devices are CPUs.
 

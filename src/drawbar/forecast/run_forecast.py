@@ -53,7 +53,8 @@ class RunForecast:
     """What a configuration takes on given machines."""
 
     strategy: str
-    """As a user writes it in ``--strategies``: ``fsdp tensor=2``."""
+    """As a user writes it in ``--strategies``: ``fsdp tensor=2``; ``a change`` for one that is tried as a
+    suggestion."""
     method: str
     """``COUNTED``; or ``ESTIMATED``, where this configuration cannot be run on fake tensors (see ``_countable``)."""
     ranks: list[RankForecast]
@@ -138,6 +139,9 @@ class Forecaster:
     def forecast(self, config: RunConfig, name: str, timeout: float = TIMEOUT_SECONDS) -> RunForecast:
         """What a variant takes. A run that itself searches for micro-batches that fit
         (``drawbar.train.memory_probe``) is forecast with the largest that fits, if its default one does not.
+
+        Args:
+            name: of the variant, for messages, and kept as ``RunForecast.strategy``.
 
         Raises:
             UserError: its settings do not combine, or do not fit the machines or the model.

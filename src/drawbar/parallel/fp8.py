@@ -41,9 +41,9 @@ def check_fp8(recipe: str, device: torch.device) -> None:
 
 
 def compute_in_fp8(model: nn.Module, recipe: str) -> None:
-    """Let the trained linear layers of the repeated blocks whose sizes fp8 kernels take (``MULTIPLE``) multiply in fp8,
-    in place; others stay as they are. Call this before the model is parallelized. Parameters, their names and their
-    dtypes stay as they are, and so does evaluation.
+    """Let trained linear layers inside the repeated blocks multiply in fp8, in place, where both sizes of the weight
+    are multiples of ``MULTIPLE``; others stay as they are. Call this before the model is parallelized. Parameters,
+    their names and their dtypes stay as they are, and so does evaluation.
 
     Raises:
         UserError: the model has no such layers.

@@ -137,8 +137,8 @@ def _add_time(
 def _seconds_stopped(last: float, now: float, history: RunHistory) -> float:
     """Seconds from the stop to the start, between two lines of which the second is that of a resumed process.
 
-    Without a start in the log at that time (it is of another time zone, say), all seconds. A process that was killed
-    has not said when: then from the line before, or from its own start.
+    Without a start in the log at that time (it is of another time zone, say), all seconds. Of a process that was
+    killed no end is logged: then from the line before, or, where it wrote no line, from that process's start.
     """
     starts = sorted(time for time in history.resume_times if last <= time <= now)
     if not starts:

@@ -66,7 +66,7 @@ class InitialModel:
     def provide(
         self, config: RunConfig, source_run_dir: Path, lock: Callable[[], None], disks: Disks, world: Distributed
     ) -> None:
-        """Copy the model that ``task.model`` names into the run directory, unless it is there, or is no run's.
+        """If ``task.model`` names a run, copy that run's model into the run directory, unless it is there already.
 
         Args:
             source_run_dir: the run directory of the checkpoint that the run begins from; its own where there is none.

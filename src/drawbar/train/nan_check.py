@@ -8,7 +8,7 @@ from drawbar.train.step import StepInfo
 
 
 def check_finite(info: StepInfo, saver: Saver) -> None:
-    """Stop a run whose loss or gradient norm is not finite, before it overwrites a good checkpoint."""
+    """Stop a run whose loss or gradient norm is not finite, before such weights are saved."""
     found = {"loss": float(info.result.loss)}
     if not info.result.skipped:  # a skipped step (fp16 overflowed) has no finite norm, and does no harm
         found["gradient norm"] = float(info.result.grad_norm)

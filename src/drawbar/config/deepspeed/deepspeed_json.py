@@ -102,7 +102,8 @@ def check_deepspeed(loaded: LoadedConfig, ranks: int) -> None:
 
 
 def _merged(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """``theirs`` merged over ``ours``. Where both have a value it is the same, or one that only the file decides."""
+    """``theirs`` merged over ``ours``. Where the two still differ, ours is only a default that no setting stands for
+    (``steps_per_print``), and theirs is taken."""
     merged = dict(ours)
     for name, value in theirs.items():
         both = isinstance(value, dict) and isinstance(merged.get(name), dict)

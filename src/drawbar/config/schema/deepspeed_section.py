@@ -19,8 +19,8 @@ class DeepSpeedSection(Section):
     preset: Literal["zero2", "zero2_offload", "zero3", "zero3_offload"] | None = None
     """Instead of a file: the ZeRO stage, and whether optimizer state (and at stage 3 parameters) lie in host memory."""
     offload_optimizer: OffloadTarget | None = None
-    """Where gradients and optimizer state lie, and where the update is computed: `none` (the device), `cpu`, or a
-    folder on a fast local disk (stage 3). Default: what `preset` or `parallel.offload` says."""
+    """Where optimizer state and, from stage 2 on, gradients lie, and where the update is computed: `none` (the device),
+    `cpu`, or a folder on a fast local disk (stage 3). Default: what `preset` or `parallel.offload` says."""
     offload_parameters: OffloadTarget | None = None
     """stage 3: where parameters lie: `none` (the device), `cpu`, or a folder on a fast local disk. Default: what
     `preset` or `parallel.offload` says."""
